@@ -1,0 +1,60 @@
+"""What the edges (gRPC Generate, OpenAI HTTP) talk to: something that turns token requests into token streams.
+
+A worker's own engine (`jdisagg.api.local_engine`) and a router's fleet (`jdisagg.router.fleet_engine`) both implement it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jdisagg.core.requests import EngineRequest, Output
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCard:
+    """What a served model promises."""
+
+    name: str  # served name
+    max_model_len: int  # prompt + generated tokens
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str  # weights + config + numerics
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Health:
+    """`healthy`: the engine thread turns over. `ready`: a request would be served now. `reason` says why not."""
+
+    healthy: bool
+    ready: bool
+    reason: str = ""
+
+
+class TokenEngine(Protocol):
+    """Asynchronous front of an engine; used from one event loop."""
+
+    @property
+    def card(self) -> ModelCard:
+        """The served model."""
+        ...
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
+        """Yield outputs until one has `finish`. Closing the generator cancels the request and frees everything.
+
+        Errors that end the request arrive as the last Output's `error`; raises RequestError when it is not admitted at all.
+        """
+        ...
+
+    def health(self) -> Health:
+        """Current health, without waiting."""
+        ...
+
+    def debug_state(self) -> dict[str, Any]:
+        """Queues, ledgers and streams as JSON-able data."""
+        ...
+
+    async def drain(self, deadline_s: float) -> int:
+        """Stop admitting; returns the number of requests still unfinished at the (monotonic) deadline."""
+        ...

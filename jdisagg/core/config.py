@@ -1,0 +1,136 @@
+"""Configuration as frozen dataclasses, one small one per part. `jdisagg.core.settings` fills them from TOML and flags.
+
+A field's name is its flag with underscores (`page_size` is `--page-size`). Units are in the names. Nothing mutates config.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Numerics(Enum):
+    """`EXACT`: a token depends on weights, prefix and settings alone, bit for bit. `FAST`: batch shape may show in the last bits."""
+
+    EXACT = "exact"
+    FAST = "fast"
+
+
+class LocalPrefill(Enum):
+    """When a decode worker may prefill by itself."""
+
+    ON_FAILURE = "on-failure"
+    NEVER = "never"
+    BELOW_TOKENS = "below-tokens"  # `below-tokens=N`: prompts shorter than N never leave D; on failure too
+
+
+class LayerLoop(Enum):
+    """Python loop over per-layer weights, or `lax.scan` over stacked ones."""
+
+    AUTO = "auto"
+    UNROLLED = "unrolled"
+    SCAN = "scan"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, in what precision."""
+
+    model: str = "demo"  # "demo", a directory, or a Hub id
+    served_model_name: str | None = None  # None = the value of `model`
+    load_format: str = "auto"  # auto | safetensors | orbax | dummy
+    dtype: str = "auto"  # auto = float32 on CPU, bfloat16 elsewhere
+    kv_cache_dtype: str = "auto"  # auto = dtype
+    max_model_len: int | None = None  # tokens; None = the model's own, at most what the pool holds
+    tensor_parallel_size: int = 1
+    numerics: Numerics = Numerics.FAST
+    layer_loop: LayerLoop = LayerLoop.AUTO
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The KV pool. At most one of the three sizes is given; none = 1 GiB on CPU, utilization elsewhere."""
+
+    page_size: int = 16  # tokens per page
+    num_pages: int | None = None
+    kv_cache_bytes: int | None = None
+    device_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What one tick may do."""
+
+    max_num_seqs: int = 16  # slots of the decode state
+    max_num_batched_tokens: int = 512  # prefill + decode tokens per step
+    long_prefill_token_threshold: int = 0  # prefill tokens per request and step; 0 = no cap of its own
+    scheduling_policy: str = "fcfs"  # fcfs | priority
+    reserved_decode_tokens: int = 64  # D admits a prompt only when this many more tokens would fit
+    max_queue_len: int = 4096  # waiting requests before RESOURCE_EXHAUSTED
+    schedule_log: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig:
+    """The P/D hand-off."""
+
+    prefill: tuple[str, ...] = ()  # static peers of a decode worker, HOST:PORT
+    kv_transfer_backend: str = "auto"  # auto | grpc | device_put | fake
+    transfer_buffer_bytes: int = 256 * 2**20
+    transfer_chunk_tokens: int = 256  # tokens of one piece
+    local_prefill: LocalPrefill = LocalPrefill.ON_FAILURE
+    local_prefill_below_tokens: int = 0
+    lease_s: float = 10.0  # published pieces outlive silence of their receiver by at most this
+    checksums: bool = True
+    heartbeat_s: float = 0.25
+    dead_after_s: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig:
+    """Which devices and what the runtime does with them."""
+
+    devices: str | None = None  # "0-3" or "0,2"; None = all this role needs, from 0
+    cpu_affinity: str | None = None  # "0-1"
+    compilation_cache_dir: str | None = None
+    step_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Edges of a process."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # HTTP; 0 picks a free one
+    grpc_port: int = 0
+    router: tuple[str, ...] = ()  # routers to register with
+    api_key: str | None = None  # from JDISAGG_API_KEY, or @FILE; a bare value in argv is refused
+    default_deadline_s: float = 600.0
+    drain_s: float = 30.0
+    seed: int = 0
+    print_config: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalConfig:
+    """`--role local`: what the supervisor starts."""
+
+    num_prefill: int = 1
+    num_decode: int = 1
+    prefill_tp: int = 1
+    decode_tp: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything one process needs."""
+
+    role: str = "local"  # unified | prefill | decode | colocated | router | local
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    local: LocalConfig = field(default_factory=LocalConfig)

@@ -1,0 +1,89 @@
+"""The one error tree. Each type maps to one gRPC status and one HTTP status; messages say what to change.
+
+`core` imports no grpc, so the status is kept by name ("INVALID_ARGUMENT"); `api` turns it into the enum.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class JdisaggError(Exception):
+    """Base of every error that may reach a user."""
+
+    grpc_status: ClassVar[str] = "INTERNAL"
+    http_status: ClassVar[int] = 500
+    kind: ClassVar[str] = "server_error"  # OpenAI error object's `type`
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field  # the request field or flag at fault, when one is
+
+
+class ConfigError(JdisaggError):
+    """A flag, TOML key or checkpoint that cannot be served; the process exits 2 with the message."""
+
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class RequestError(JdisaggError):
+    """Base of errors that end one request and no other."""
+
+
+class InvalidRequest(RequestError):
+    """The caller's fault: out of range, too long, contradictory."""
+
+    grpc_status, http_status, kind = "INVALID_ARGUMENT", 400, "invalid_request_error"
+
+
+class ModelNotFound(RequestError):
+    """The named model is not served here."""
+
+    grpc_status, http_status, kind = "NOT_FOUND", 404, "invalid_request_error"
+
+
+class Unauthenticated(RequestError):
+    """API key missing or wrong."""
+
+    grpc_status, http_status, kind = "UNAUTHENTICATED", 401, "authentication_error"
+
+
+class Overloaded(RequestError):
+    """Queues are full; `retry_after_s` says when to come back."""
+
+    grpc_status, http_status, kind = "RESOURCE_EXHAUSTED", 429, "overloaded_error"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(RequestError):
+    """Draining, or no usable peer."""
+
+    grpc_status, http_status, kind = "UNAVAILABLE", 503, "service_unavailable"
+
+
+class DeadlineExceeded(RequestError):
+    """The request's deadline passed."""
+
+    grpc_status, http_status, kind = "DEADLINE_EXCEEDED", 504, "timeout_error"
+
+
+class Cancelled(RequestError):
+    """The client cancelled."""
+
+    grpc_status, http_status, kind = "CANCELLED", 499, "cancelled"
+
+
+class HandoffLost(RequestError):
+    """Every rung of the recovery ladder failed."""
+
+    grpc_status, http_status, kind = "ABORTED", 502, "handoff_error"
+
+
+class NumericalError(RequestError):
+    """NaN logits; the message names step and layer."""
+
+    grpc_status, http_status, kind = "INTERNAL", 500, "server_error"

@@ -1,0 +1,115 @@
+"""Requests as the engine sees them: token ids, sampling parameters, and what comes back.
+
+A request *is* its tokens: prompt ids, the ids generated so far, and the parameters. Hand-off, retraction, replay and
+fallback all carry exactly this and rebuild everything else (penalty counts, random numbers, pages) from it.
+`n` choices of one client request are n engine requests that differ in `choice`; the edge makes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from jdisagg.core.errors import RequestError
+
+
+class Role(Enum):
+    """What a worker does. `UNIFIED` runs both phases; `COLOCATED` is a PREFILL and a DECODE engine in one process."""
+
+    UNIFIED = "unified"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(Enum):
+    """Why a request ended; values are OpenAI's where OpenAI has one."""
+
+    STOP = "stop"  # EOS, a stop token id, or (at the edge) a stop string
+    LENGTH = "length"  # max_tokens or max_model_len
+    ABORT = "abort"  # the client cancelled or went away
+    ERROR = "error"  # `Output.error` says what
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How one token is chosen. Temperature 0 is greedy. `None` switches a filter off."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    seed: int = 0  # u32; the edge assigns one when the client gave none
+    max_tokens: int = 16  # tokens to generate in all, those already in `generated_token_ids` included
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  # number of alternatives per generated token; 0 = the chosen one only
+    prompt_logprobs: int | None = None  # likewise per prompt token, computed inside prefill
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineRequest:
+    """One sequence to generate. Immutable: a replay is a new one with more `generated_token_ids` and attempt + 1."""
+
+    request_id: str  # unique among live requests; "cmpl-7/2" is choice 2 of "cmpl-7"
+    prompt_token_ids: tuple[int, ...]  # at least one
+    sampling: SamplingParams
+    deadline_s: float  # absolute, on this process's monotonic clock
+    generated_token_ids: tuple[int, ...] = ()  # tokens a former attempt has already delivered
+    attempt: int = 0
+    choice: int = 0
+    priority: int = 0  # lower runs first
+    cache_salt: str = ""  # prefix-cache tenancy
+    prefill_peers: tuple[str, ...] = ()  # for D: addresses of P in order of preference; empty = its own static list
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Every token whose KV must exist before the next one can be sampled."""
+        return self.prompt_token_ids + self.generated_token_ids
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens still to generate."""
+        return self.sampling.max_tokens - len(self.generated_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability (nats) of one token and of the most likely alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provenance:
+    """Where a request's prompt KV came from: shown by quickstart, `x-jdisagg-*` headers and gRPC usage."""
+
+    prefill_worker: str = ""  # "pid 123 @ 127.0.0.1:9000"; empty when computed here
+    decode_worker: str = ""
+    prefilled_tokens: int = 0  # computed for this request, prefix hits left out
+    transferred_tokens: int = 0
+    transferred_pages: int = 0  # in the receiver's page size
+    transferred_bytes: int = 0
+    recoveries: tuple[str, ...] = ()  # rungs taken, in order: "refetch", "other_backend", "other_prefill", "local_prefill", "replay"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """What one request produced in one tick. The last one of a request has `finish` set; exactly one such is sent."""
+
+    request_id: str
+    attempt: int = 0
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, when asked for
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # one per prompt token (first None), sent once
+    finish: FinishReason | None = None
+    stop_token_id: int | None = None  # the EOS / stop id that ended it; it is the last of `token_ids`
+    error: RequestError | None = None
+    cached_tokens: int = 0  # prompt tokens served from a prefix cache; valid on the last output
+    provenance: Provenance | None = None  # on the first output with a token, and on the last

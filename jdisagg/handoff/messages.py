@@ -1,0 +1,120 @@
+"""The P/D hand-off as plain messages: what D and P tell each other, whatever carries it.
+
+D opens one stream per hand-off. Ranges are half-open token ranges [begin, end). The stream's life is the hand-off's life:
+
+    D                                   P
+    Open(request, held)          ->     admit, or Refused
+                                 <-     Accepted(cached)
+    Grant(credit)                ->     (D has pages now)
+                                 <-     ChunkReady(key, range) ...       while P computes on
+    fetch bytes of key, scatter
+    Ack(key)                     ->     delete the array of `key`
+                                 <-     Done(first token, num_chunks)
+    close                        ->     release(handoff): pages go to P's prefix cache
+
+Whoever sees the stream end first calls its own `release(handoff)`; it is idempotent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jdisagg.core.errors import RequestError
+from jdisagg.core.requests import EngineRequest, Output
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class HandoffId:
+    """One stream opened for one request. `serial` is new for every stream, so late messages of an older one are told apart."""
+
+    request_id: str
+    serial: int
+
+
+# --- D -> P
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Open:
+    """Compute `request`; its first `held_tokens` tokens' KV are at D already."""
+
+    request: EngineRequest
+    held_tokens: int
+    backend: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grant:
+    """Bytes that may be published since Open, cumulative."""
+
+    credit_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ack:
+    """The piece is in D's pool; P may delete it."""
+
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Want:
+    """Send tokens [begin, end) (again)."""
+
+    begin: int
+    end: int
+    reason: str
+
+
+# --- P -> D
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accepted:
+    """P has queued the request; `cached_tokens` of its prompt are in P's prefix cache."""
+
+    cached_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkReady:
+    """KV of tokens [begin, end) can be fetched under `key`. shape = (layers, tokens, heads, features)."""
+
+    key: str
+    begin: int
+    end: int
+    shape: tuple[int, int, int, int]
+    dtype: str
+    num_bytes: int
+    checksum: int  # xxh3-64 of the bytes; 0 = none
+    group: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """The prompt is computed; `first` carries the first sampled token (with finish set if it was also the last)."""
+
+    first: Output
+    num_chunks: int  # ChunkReady messages on this stream in all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """P will not do it (RESOURCE_EXHAUSTED, INVALID_ARGUMENT, ...)."""
+
+    error: RequestError
+
+
+# --- either side, made locally
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamEnded:
+    """The stream is gone: closed by the other side, timed out, or its process died. `reason` is for logs and metrics."""
+
+    reason: str  # "closed" | "dead" | "heartbeat" | "hello" | "deadline" | "unreachable"
+    error: RequestError | None = None
+
+
+DecodeToPrefill = Open | Grant | Ack | Want | StreamEnded
+PrefillToDecode = Accepted | ChunkReady | Done | Refused | Want | StreamEnded

@@ -1,0 +1,62 @@
+"""What a role needs from outside, as Protocols: the runner below it and the peers above it. `serve` wires the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jdisagg.core.requests import Output
+from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, Open, PrefillToDecode
+from jdisagg.sched.plan import PageTable, Plan, StepResult
+from jdisagg.transfer.base import Piece
+
+
+class Runner(Protocol):
+    """The device side of one mesh. Called by its engine thread only."""
+
+    def dispatch(self, plan: Plan) -> Any:
+        """Start one step without waiting for it; returns a handle for `collect`."""
+        ...
+
+    def collect(self, handle: Any) -> StepResult:
+        """Wait for a dispatched step and read its tokens."""
+        ...
+
+    def export_tokens(self, page_table: PageTable, begin: int, end: int, group: int = 0) -> Piece:
+        """Gather KV of tokens [begin, end) (at most `chunk_tokens`) into a fresh array, ordered after every dispatched step."""
+        ...
+
+    def import_tokens(self, page_table: PageTable, piece: Piece) -> None:
+        """Scatter a confirmed piece into the pages of `page_table`, ordered before every later step."""
+        ...
+
+
+class PeerClient(Protocol):
+    """D's way to P. Never blocks; answers are posted as (HandoffId, PrefillToDecode)."""
+
+    def open(self, peer: str, handoff: HandoffId, message: Open) -> None:
+        """Open the hand-off's stream; Hello runs first when this pair has not spoken in this epoch."""
+        ...
+
+    def send(self, handoff: HandoffId, message: DecodeToPrefill) -> None:
+        """Send on an open stream; silently dropped when the stream is gone (StreamEnded says so)."""
+        ...
+
+    def close(self, handoff: HandoffId) -> None:
+        """End the stream; idempotent. No StreamEnded follows."""
+        ...
+
+
+class Reply(Protocol):
+    """P's way back to the D of one hand-off. Never blocks, thread-safe."""
+
+    def send(self, message: PrefillToDecode) -> None:
+        """Send; dropped when the stream is gone."""
+        ...
+
+    def close(self) -> None:
+        """End the stream from P's side."""
+        ...
+
+
+OutputSink = Callable[[list[Output]], None]  # called once per tick by the engine thread; must not block

@@ -1,0 +1,67 @@
+from jdisagg.v1 import peer_pb2 as _peer_pb2
+from jdisagg.v1 import worker_pb2 as _worker_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Member(_message.Message):
+    __slots__ = ("role", "address", "identity", "model", "max_model_len", "load", "draining")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    address: str
+    identity: _peer_pb2.Identity
+    model: str
+    max_model_len: int
+    load: _worker_pb2.Load
+    draining: bool
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., identity: _Optional[_Union[_peer_pb2.Identity, _Mapping]] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("member",)
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    member: Member
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
+
+class RegisterResponse(_message.Message):
+    __slots__ = ("heartbeat_ms", "dead_after_ms")
+    HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    DEAD_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    heartbeat_ms: int
+    dead_after_ms: int
+    def __init__(self, heartbeat_ms: _Optional[int] = ..., dead_after_ms: _Optional[int] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("address", "epoch", "load", "draining")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    epoch: str
+    load: _worker_pb2.Load
+    draining: bool
+    def __init__(self, address: _Optional[str] = ..., epoch: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
+
+class HeartbeatResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListResponse(_message.Message):
+    __slots__ = ("members",)
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    def __init__(self, members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...

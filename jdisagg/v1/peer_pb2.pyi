@@ -1,0 +1,210 @@
+from jdisagg.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class CacheGroup(_message.Message):
+    __slots__ = ("num_layers", "num_kv_heads", "features", "dtype", "kind", "window", "page_size")
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    num_layers: int
+    num_kv_heads: int
+    features: int
+    dtype: str
+    kind: str
+    window: int
+    page_size: int
+    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., features: _Optional[int] = ..., dtype: _Optional[str] = ..., kind: _Optional[str] = ..., window: _Optional[int] = ..., page_size: _Optional[int] = ...) -> None: ...
+
+class Rank(_message.Message):
+    __slots__ = ("endpoint", "head_begin", "head_end")
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    HEAD_BEGIN_FIELD_NUMBER: _ClassVar[int]
+    HEAD_END_FIELD_NUMBER: _ClassVar[int]
+    endpoint: str
+    head_begin: int
+    head_end: int
+    def __init__(self, endpoint: _Optional[str] = ..., head_begin: _Optional[int] = ..., head_end: _Optional[int] = ...) -> None: ...
+
+class TransferBackend(_message.Message):
+    __slots__ = ("name", "version", "num_transport_addresses")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRANSPORT_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: str
+    num_transport_addresses: int
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., num_transport_addresses: _Optional[int] = ...) -> None: ...
+
+class Identity(_message.Message):
+    __slots__ = ("min_protocol", "max_protocol", "build", "fingerprint", "worker", "epoch", "groups", "ranks", "backends")
+    MIN_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    MAX_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    BUILD_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    BACKENDS_FIELD_NUMBER: _ClassVar[int]
+    min_protocol: int
+    max_protocol: int
+    build: str
+    fingerprint: str
+    worker: str
+    epoch: str
+    groups: _containers.RepeatedCompositeFieldContainer[CacheGroup]
+    ranks: _containers.RepeatedCompositeFieldContainer[Rank]
+    backends: _containers.RepeatedCompositeFieldContainer[TransferBackend]
+    def __init__(self, min_protocol: _Optional[int] = ..., max_protocol: _Optional[int] = ..., build: _Optional[str] = ..., fingerprint: _Optional[str] = ..., worker: _Optional[str] = ..., epoch: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[CacheGroup, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., backends: _Optional[_Iterable[_Union[TransferBackend, _Mapping]]] = ...) -> None: ...
+
+class HelloRequest(_message.Message):
+    __slots__ = ("identity",)
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    identity: Identity
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
+
+class HelloResponse(_message.Message):
+    __slots__ = ("identity", "protocol", "backend")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    identity: Identity
+    protocol: int
+    backend: str
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., protocol: _Optional[int] = ..., backend: _Optional[str] = ...) -> None: ...
+
+class Range(_message.Message):
+    __slots__ = ("begin", "end")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    begin: int
+    end: int
+    def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("request", "held_tokens", "epoch", "backend")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    request: _common_pb2.EngineRequest
+    held_tokens: int
+    epoch: str
+    backend: str
+    def __init__(self, request: _Optional[_Union[_common_pb2.EngineRequest, _Mapping]] = ..., held_tokens: _Optional[int] = ..., epoch: _Optional[str] = ..., backend: _Optional[str] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("credit_bytes",)
+    CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    credit_bytes: int
+    def __init__(self, credit_bytes: _Optional[int] = ...) -> None: ...
+
+class Ack(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    def __init__(self, key: _Optional[str] = ...) -> None: ...
+
+class Want(_message.Message):
+    __slots__ = ("range", "reason")
+    RANGE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    range: Range
+    reason: str
+    def __init__(self, range: _Optional[_Union[Range, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("open", "grant", "ack", "want", "heartbeat")
+    class Heartbeat(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    WANT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    open: Open
+    grant: Grant
+    ack: Ack
+    want: Want
+    heartbeat: PrefillRequest.Heartbeat
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., heartbeat: _Optional[_Union[PrefillRequest.Heartbeat, _Mapping]] = ...) -> None: ...
+
+class Accepted(_message.Message):
+    __slots__ = ("cached_tokens",)
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    cached_tokens: int
+    def __init__(self, cached_tokens: _Optional[int] = ...) -> None: ...
+
+class ChunkReady(_message.Message):
+    __slots__ = ("key", "range", "group", "shape", "dtype", "num_bytes", "checksum")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    RANGE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    range: Range
+    group: int
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    num_bytes: int
+    checksum: int
+    def __init__(self, key: _Optional[str] = ..., range: _Optional[_Union[Range, _Mapping]] = ..., group: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., num_bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class Done(_message.Message):
+    __slots__ = ("first", "num_chunks")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    first: _common_pb2.Output
+    num_chunks: int
+    def __init__(self, first: _Optional[_Union[_common_pb2.Output, _Mapping]] = ..., num_chunks: _Optional[int] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: _common_pb2.RequestFailure
+    def __init__(self, error: _Optional[_Union[_common_pb2.RequestFailure, _Mapping]] = ...) -> None: ...
+
+class PrefillResponse(_message.Message):
+    __slots__ = ("accepted", "chunk_ready", "done", "refused", "want", "heartbeat")
+    class Heartbeat(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_READY_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    WANT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    accepted: Accepted
+    chunk_ready: ChunkReady
+    done: Done
+    refused: Refused
+    want: Want
+    heartbeat: PrefillResponse.Heartbeat
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., chunk_ready: _Optional[_Union[ChunkReady, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., heartbeat: _Optional[_Union[PrefillResponse.Heartbeat, _Mapping]] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    def __init__(self, key: _Optional[str] = ...) -> None: ...
+
+class FetchResponse(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
