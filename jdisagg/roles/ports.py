@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from jdisagg.core.requests import Output
-from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, Open, PrefillToDecode
+from jdisagg.handoff.events import Reply as Reply
+from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, Open
 from jdisagg.sched.plan import PageTable, Plan, StepResult
 from jdisagg.transfer.base import Piece
 
@@ -32,7 +33,7 @@ class Runner(Protocol):
 
 
 class PeerClient(Protocol):
-    """D's way to P. Never blocks; answers are posted as (HandoffId, PrefillToDecode)."""
+    """D's way to P. Never blocks; answers are posted as `handoff.events.FromPrefill`."""
 
     def open(self, peer: str, handoff: HandoffId, message: Open) -> None:
         """Open the hand-off's stream; Hello runs first when this pair has not spoken in this epoch."""
@@ -44,18 +45,6 @@ class PeerClient(Protocol):
 
     def close(self, handoff: HandoffId) -> None:
         """End the stream; idempotent. No StreamEnded follows."""
-        ...
-
-
-class Reply(Protocol):
-    """P's way back to the D of one hand-off. Never blocks, thread-safe."""
-
-    def send(self, message: PrefillToDecode) -> None:
-        """Send; dropped when the stream is gone."""
-        ...
-
-    def close(self) -> None:
-        """End the stream from P's side."""
         ...
 
 

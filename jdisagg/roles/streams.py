@@ -1,0 +1,66 @@
+"""Who gets the outputs of which request. Owned by the engine thread.
+
+A request is here from admission until its last output, its cancellation, or the end of the process; `deliver` hands each
+sink everything of one tick in one call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jdisagg.core.requests import EngineRequest, Output
+from jdisagg.roles.ports import OutputSink
+from jdisagg.roles.timeline import Timeline
+
+
+@dataclass(slots=True)
+class Stream:
+    """One live request."""
+
+    request: EngineRequest
+    sink: OutputSink
+    timeline: Timeline
+
+
+class Streams:
+    """Live requests by id."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, Stream] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._streams
+
+    def open(self, request: EngineRequest, sink: OutputSink, timeline: Timeline) -> None:
+        """Start delivering to `sink`."""
+        self._streams[request.request_id] = Stream(request, sink, timeline)
+
+    def get(self, request_id: str) -> Stream | None:
+        """The live stream of that id."""
+        return self._streams.get(request_id)
+
+    def close(self, request_id: str) -> Stream | None:
+        """Forget the request; idempotent."""
+        return self._streams.pop(request_id, None)
+
+    def ids(self) -> list[str]:
+        """Ids of all live requests."""
+        return list(self._streams)
+
+    def deliver(self, outputs: list[Output], now_s: float) -> None:
+        """Send outputs on, grouped by sink, and close streams that finished. Outputs without a stream are dropped."""
+        by_sink: dict[int, tuple[OutputSink, list[Output]]] = {}
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue
+            stream.timeline.produced(len(output.token_ids), now_s)
+            by_sink.setdefault(id(stream.sink), (stream.sink, []))[1].append(output)
+            if output.finish is not None:
+                stream.timeline.finished(output, now_s)
+                self.close(output.request_id)
+        for sink, batch in by_sink.values():
+            sink(batch)
