@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Numerics(Enum):
-    """`EXACT`: a token depends on weights, prefix and settings alone, bit for bit. `FAST`: batch shape may show in the last bits."""
+    """`EXACT`: a token depends on weights, prefix and settings alone, bit for bit. `FAST`: batch shape may show in bits."""
 
     EXACT = "exact"
     FAST = "fast"

@@ -96,7 +96,9 @@ class Provenance:
     transferred_tokens: int = 0
     transferred_pages: int = 0  # in the receiver's page size
     transferred_bytes: int = 0
-    recoveries: tuple[str, ...] = ()  # rungs taken, in order: "refetch", "other_backend", "other_prefill", "local_prefill", "replay"
+    recoveries: tuple[
+        str, ...
+    ] = ()  # rungs taken, in order: "refetch", "other_backend", "other_prefill", "local_prefill", "replay"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

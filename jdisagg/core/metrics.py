@@ -1,0 +1,84 @@
+"""Every metric of the process, defined here and nowhere else. Prometheus text format, `jdisagg_*`, base units.
+
+A composition root makes one `Metrics` and hands it down; the parts call `metrics.ttft_seconds.observe(0.12)`. Each instance has
+a registry of its own, so two engines in one test do not meet. All metric objects are thread-safe.
+"""
+
+from __future__ import annotations
+
+import platform
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+_REQUEST_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
+_HOST_BUCKETS_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
+
+
+class Metrics:
+    """All metrics of one process.
+
+    More attributes than a class should have, on purpose: a flat list is what a reader of `/metrics` looks for.
+    """
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # a switch of the library, not of a registry: it would double the number of series
+        self.registry = CollectorRegistry(auto_describe=True)
+        self._define_state()
+        self._define_latencies()
+        self._define_counters()
+
+    def _define_state(self) -> None:
+        self.requests = self._gauge("requests", "Live requests by state of the transition table.", "state")
+        self.kv_pages_free = self._gauge("kv_pages_free", "KV pages nobody references (reusable prefix pages included).")
+        self.kv_pages_used = self._gauge("kv_pages_used", "KV pages referenced by at least one request.")
+        self.published_bytes = self._gauge("published_bytes", "Bytes of KV pieces held for fetching peers.")
+        self.leases = self._gauge("leases", "Published hand-offs whose lease is live.")
+        self.build_info = self._gauge("build_info", "Constant 1; the labels name the build.", "role", "model", "python")
+
+    def _define_latencies(self) -> None:
+        request, step = _REQUEST_BUCKETS_S, _STEP_BUCKETS_S
+        self.ttft_seconds = self._histogram("time_to_first_token_seconds", "Admission to first token sent.", request)
+        self.itl_seconds = self._histogram("inter_token_latency_seconds", "Gap between tokens of one stream.", step)
+        self.request_queue_seconds = self._histogram("request_queue_seconds", "Admission to first scheduling.", request)
+        self.request_prefill_seconds = self._histogram("request_prefill_seconds", "First to last prefill step.", request)
+        self.request_transfer_seconds = self._histogram("request_transfer_seconds", "Hand-off opened to KV complete.", request)
+        self.request_decode_seconds = self._histogram("request_decode_seconds", "First token to last token.", request)
+        self.transfer_seconds = self._histogram("transfer_seconds", "Time to fetch one KV piece.", step, "backend")
+        self.step_seconds = self._histogram("step_seconds", "Dispatch of a step to its tokens.", step, "phase")
+        self.host_overhead_seconds = self._histogram(
+            "host_overhead_seconds", "Host time of one engine tick that is not waiting for a step.", _HOST_BUCKETS_S
+        )
+
+    def _define_counters(self) -> None:
+        self.prefill_tokens = self._counter("prefill_tokens", "Prompt tokens computed, by the role that did it.", "role")
+        self.generated_tokens = self._counter("generated_tokens", "Tokens sampled and delivered.")
+        self.requests_finished = self._counter("requests_finished", "Requests that ended, by finish reason.", "reason")
+        self.transfer_bytes = self._counter("transfer_bytes", "KV bytes received and verified, by backend.", "backend")
+        self.transfer_failures = self._counter("transfer_failures", "KV pieces that did not arrive.", "backend", "reason")
+        self.recoveries = self._counter("recoveries", "Failures survived, by rung of the recovery ladder.", "rung")
+        self.prefix_cache_hit_tokens = self._counter("prefix_cache_hit_tokens", "Prompt tokens served from the prefix cache.")
+        self.preemptions = self._counter("preemptions", "Running requests set back to free pages for others.")
+        self.retractions = self._counter("retractions", "Decode requests retracted and resumed later.")
+        self.nan_requests = self._counter("nan_requests", "Requests failed because their logits were not finite.")
+        self.compiles_after_ready = self._counter("compiles_after_ready", "XLA compilations after READY; stays 0.")
+
+    def set_build(self, *, role: str, model: str) -> None:
+        """Publish what this process is; call once, at start."""
+        self.build_info.labels(role=role, model=model, python=platform.python_version()).set(1)
+
+    def text(self) -> str:
+        """Everything in Prometheus text format 0.0.4 (`CONTENT_TYPE`)."""
+        return generate_latest(self.registry).decode("utf-8")
+
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        return Gauge(f"jdisagg_{name}", help_text, labels, registry=self.registry)
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"jdisagg_{name}_total", help_text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, help_text: str, buckets_s: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"jdisagg_{name}", help_text, labels, registry=self.registry, buckets=buckets_s)

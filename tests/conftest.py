@@ -1,0 +1,64 @@
+"""Settings of every test run: JAX on eight virtual CPU devices with strict promotion, bounded properties, time limits.
+
+JAX reads its settings from the environment, so nothing here imports it; processes that tests start inherit them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+JAX_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+    "JAX_NUMPY_RANK_PROMOTION": "raise",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+TIME_LIMITS_S = {"kernels": 180, "golden": 240, "e2e": 240}  # by directory; everywhere else the 60 s of pyproject.toml
+TESTS = Path(__file__).parent
+
+os.environ.update(JAX_ENVIRONMENT)
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+settings.register_profile("ci", max_examples=40, stateful_step_count=30, derandomize=True, database=None, **_COMMON)
+settings.register_profile("deep", max_examples=1000, stateful_step_count=100, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the run one compilation cache, shared with the processes it starts."""
+    if CACHE_VARIABLE not in os.environ:
+        os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="jdisagg-xla-")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(CACHE_VARIABLE), ignore_errors=True))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by directory and give the slow kinds their time limit; refuse over-broad `covers`."""
+    for item in items:
+        kind = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+        if kind in TIME_LIMITS_S:
+            item.add_marker(getattr(pytest.mark, kind))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(TIME_LIMITS_S[kind]))
+        for marker in item.iter_markers("covers"):
+            if not 1 <= len(marker.args) <= 3:
+                raise pytest.UsageError(f"{item.nodeid}: covers(...) takes one to three ids, got {len(marker.args)}")
+
+
+@pytest.fixture
+def no_implicit_transfers() -> Iterator[None]:
+    """Inside, an implicit host-to-device copy raises. Tests that do not ask for it do not pay for importing jax."""
+    with importlib.import_module("jax").transfer_guard_host_to_device("disallow"):
+        yield

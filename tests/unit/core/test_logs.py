@@ -1,0 +1,42 @@
+"""Log lines: one per record, on stderr, at the asked level."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.logs import OneLineFormatter, setup_logs
+
+PROGRAM = """
+import logging
+from jdisagg.core.logs import setup_logs
+setup_logs("decode")
+logging.getLogger("x").debug("hidden")
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.getLogger("x").exception("seen")
+"""
+
+
+def test_a_traceback_stays_on_one_stderr_line_with_role_and_pid() -> None:
+    env = {k: v for k, v in os.environ.items() if k != "JDISAGG_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=30, env=env, check=True)
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert " E decode[" in line
+    assert "x: seen" in line
+    assert "ZeroDivisionError" in line
+
+
+def test_an_unknown_level_names_the_variable_and_the_choices() -> None:
+    with pytest.raises(ConfigError, match="JDISAGG_LOG_LEVEL: got 'loud', wanted one of debug, info"):
+        setup_logs("decode", {"JDISAGG_LOG_LEVEL": "loud"})
+
+
+def test_newlines_in_a_message_become_bars() -> None:
+    record = logging.LogRecord("n", logging.INFO, "", 0, "a\nb\n", None, None)
+    assert OneLineFormatter("%(message)s").format(record) == "a | b"

@@ -1,0 +1,63 @@
+"""The text of /metrics is what Prometheus and its linter expect."""
+
+import re
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from jdisagg.core.metrics import CONTENT_TYPE, Metrics
+
+WANTED = """
+requests kv_pages_free kv_pages_used published_bytes leases time_to_first_token_seconds inter_token_latency_seconds
+request_queue_seconds request_prefill_seconds request_transfer_seconds request_decode_seconds prefill_tokens_total
+transfer_bytes_total transfer_seconds transfer_failures_total recoveries_total prefix_cache_hit_tokens_total
+preemptions_total retractions_total compiles_after_ready_total step_seconds host_overhead_seconds build_info
+""".split()
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    made = Metrics()
+    made.set_build(role="decode", model="demo")
+    return made
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_every_documented_metric_is_exposed_with_help_and_type(metrics: Metrics, name: str) -> None:
+    assert f"# HELP jdisagg_{name} " in metrics.text()
+    assert f"# TYPE jdisagg_{name} " in metrics.text()
+
+
+def test_observations_show_in_the_text(metrics: Metrics) -> None:
+    metrics.ttft_seconds.observe(0.2)
+    metrics.recoveries.labels(rung="replay").inc()
+    metrics.requests.labels(state="running").set(3)
+    text = metrics.text()
+    assert 'jdisagg_time_to_first_token_seconds_bucket{le="0.25"} 1.0' in text
+    assert 'jdisagg_time_to_first_token_seconds_bucket{le="0.1"} 0.0' in text
+    assert 'jdisagg_recoveries_total{rung="replay"} 1.0' in text
+    assert 'jdisagg_requests{state="running"} 3.0' in text
+
+
+def test_names_follow_the_conventions_of_the_linter(metrics: Metrics) -> None:
+    for family in text_string_to_metric_families(metrics.text()):
+        assert re.fullmatch(r"jdisagg_[a-z][a-z0-9_]*", family.name), family.name
+        assert family.documentation.endswith("."), family.name
+        assert not re.search(r"_(ms|us|kb|mb|total|count|counter|gauge|histogram)$", family.name), family.name
+        if family.type == "counter":
+            assert {s.name for s in family.samples} <= {f"{family.name}_total"}, family.samples
+        if family.type == "histogram":
+            assert family.name.endswith("_seconds"), family.name
+
+
+def test_every_line_parses_and_there_are_no_created_series(metrics: Metrics) -> None:
+    assert len(list(text_string_to_metric_families(metrics.text()))) >= len(WANTED)
+    assert "_created" not in metrics.text()
+    assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
+
+
+def test_two_instances_do_not_share_state() -> None:
+    first, second = Metrics(), Metrics()
+    first.preemptions.inc()
+    assert "jdisagg_preemptions_total 1.0" in first.text()
+    assert "jdisagg_preemptions_total 0.0" in second.text()
