@@ -1,0 +1,99 @@
+"""A worker's own engine as a TokenEngine: the bridge between the event loop of the edges and the engine thread.
+
+Down: `Inbox.post` (thread-safe, never blocks). Up: the engine calls one sink per tick; the sink crosses to the loop once and
+hands each request its outputs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from time import monotonic
+from typing import Any
+
+from jdisagg.api.token_engine import Health, ModelCard
+from jdisagg.core.errors import DeadlineExceeded
+from jdisagg.core.requests import EngineRequest, Output
+from jdisagg.roles.engine_thread import EngineThread
+from jdisagg.roles.inbox import Cancel, Submit
+
+DEADLINE_GRACE_S = 5.0  # the engine itself ends a request at its deadline; this is for an engine that no longer can
+
+
+class LocalEngine:
+    """TokenEngine over one EngineThread. Use from one event loop."""
+
+    def __init__(self, thread: EngineThread, card: ModelCard, *, not_ready_reason: Callable[[], str]) -> None:
+        self._thread = thread
+        self._card = card
+        self._not_ready_reason = not_ready_reason
+        self._loop = asyncio.get_running_loop()
+        self._queues: dict[str, asyncio.Queue[Output]] = {}
+
+    @property
+    def card(self) -> ModelCard:
+        """The served model."""
+        return self._card
+
+    @property
+    def ticks(self) -> int:
+        """Finished engine ticks, for heartbeats."""
+        return self._thread.ticks
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
+        """Yield the request's outputs; closing the generator cancels it. See TokenEngine."""
+        queue: asyncio.Queue[Output] = asyncio.Queue()
+        self._queues[request.request_id] = queue
+        finished = False
+        self._thread.loop.inbox.post(Submit(request, self._sink))
+        try:
+            while not finished:
+                output = await self._next(queue, request)
+                finished = output.finish is not None
+                yield output
+        finally:
+            if self._queues.get(request.request_id) is queue:
+                del self._queues[request.request_id]
+            if not finished:
+                self._thread.loop.inbox.post(Cancel(request.request_id, request.attempt))
+
+    async def _next(self, queue: asyncio.Queue[Output], request: EngineRequest) -> Output:
+        with suppress(asyncio.QueueEmpty):
+            return queue.get_nowait()
+        timeout_s = max(0.0, request.deadline_s - monotonic()) + DEADLINE_GRACE_S
+        try:
+            return await asyncio.wait_for(queue.get(), timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"request {request.request_id}: no answer from the engine within its deadline") from None
+
+    def _sink(self, outputs: list[Output]) -> None:
+        """Engine thread: one crossing per tick."""
+        with suppress(RuntimeError):  # the loop is closed: the process is on its way out
+            self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            if (queue := self._queues.get(output.request_id)) is not None:
+                queue.put_nowait(output)
+
+    def health(self) -> Health:
+        """Healthy while ticks end; ready when the role's own conditions hold as well."""
+        if reason := self._thread.unhealthy_reason(monotonic()):
+            return Health(healthy=False, ready=False, reason=reason)
+        reason = self._not_ready_reason()
+        return Health(healthy=True, ready=not reason, reason=reason)
+
+    def debug_state(self) -> dict[str, Any]:
+        """The engine's snapshot, taken between two ticks; says so when the engine does not turn over."""
+        try:
+            return self._thread.call(self._thread.loop.snapshot, timeout_s=2.0)
+        except TimeoutError:
+            return {"error": "the engine thread does not answer", "in_flight": self._thread.loop.in_flight_text()}
+
+    async def drain(self, deadline_s: float) -> int:
+        """Admit nothing more; wait for what runs. Returns the number still unfinished at `deadline_s`."""
+        self._thread.loop.inbox.call(self._thread.loop.start_draining)
+        while self._thread.loop.num_unfinished and monotonic() < deadline_s:
+            await asyncio.sleep(0.05)
+        return self._thread.loop.num_unfinished

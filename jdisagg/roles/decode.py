@@ -1,0 +1,218 @@
+"""The decode role: prompts are computed by P, their KV is fetched, and tokens stream from here.
+
+    client request -> scheduler.add(remote) -> DecodeSide.start: stream to P opens before memory exists
+    scheduler reserves pages                -> credit granted, pieces fetched by transfer threads
+    piece confirmed on this mesh            -> scattered by this thread, acknowledged
+    all tokens in, first token known        -> READY, a slot, decode steps
+
+`DecodeSide` (handoff) decides, this class executes: its actions are the only way this role touches peers, transfers, the
+scheduler's remote sequences and the pool.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jdisagg.core.config import LocalPrefill, TransferConfig
+from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import EngineRequest, Output, Provenance
+from jdisagg.handoff import actions as act
+from jdisagg.handoff.decode_side import DecodeSide
+from jdisagg.handoff.events import FromPrefill
+from jdisagg.handoff.messages import HandoffId
+from jdisagg.roles.inbox import Message
+from jdisagg.roles.ports import PeerClient, Runner
+from jdisagg.roles.streams import Streams
+from jdisagg.sched.plan import Plan
+from jdisagg.sched.scheduler import Scheduler
+from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed
+
+log = logging.getLogger(__name__)
+
+
+class DecodeRole:
+    """A Side that executes what DecodeSide decides."""
+
+    def __init__(
+        self,
+        *,
+        config: TransferConfig,
+        scheduler: Scheduler,
+        handoffs: DecodeSide,
+        runner: Runner,
+        peers: PeerClient,
+        fetcher: Fetcher,
+        streams: Streams,
+        metrics: Metrics,
+        static_peers: Callable[[], tuple[str, ...]],
+    ) -> None:
+        self._config = config
+        self._scheduler = scheduler
+        self._handoffs = handoffs
+        self._runner = runner
+        self._peers = peers
+        self._fetcher = fetcher
+        self._streams = streams
+        self._metrics = metrics
+        self._static_peers = static_peers
+        self._arrived: dict[tuple[HandoffId, str], Piece] = {}  # confirmed pieces until their Import action, same tick
+        self._provenance: dict[str, Provenance] = {}
+        self._self_tests: set[str] = set()
+        self._early: list[Output] = []
+
+    # --- requests
+
+    def admit(self, request: EngineRequest, now_s: float) -> None:
+        """Queue it REMOTE and open its hand-off, or compute a short prompt here when configured so."""
+        if self._prefills_here(request):
+            self._scheduler.add(request, now_s)
+            return
+        self._scheduler.add(request, now_s, remote=True)
+        self._start(request, now_s)
+
+    def _prefills_here(self, request: EngineRequest) -> bool:
+        policy = self._config.local_prefill
+        if policy is LocalPrefill.NEVER:
+            return False
+        if request.sampling.prompt_logprobs is not None and not self._peer_list(request):
+            return True
+        short = len(request.token_ids) < self._config.local_prefill_below_tokens
+        return policy is LocalPrefill.BELOW_TOKENS and short
+
+    def _peer_list(self, request: EngineRequest) -> tuple[str, ...]:
+        return request.prefill_peers or self._static_peers()
+
+    def _start(self, request: EngineRequest, now_s: float) -> None:
+        held_tokens = self._scheduler.held_tokens(request.request_id)
+        # Without any peer this may fail the request at once; its stream opens after `admit`, so the output waits for `after_step`.
+        self._early += self._execute(self._handoffs.start(request, held_tokens, self._peer_list(request), now_s), now_s)
+
+    def forget(self, request_id: str) -> None:
+        """End its hand-off and drop what arrived for it."""
+        self._execute(self._handoffs.release(request_id, "forgotten"), 0.0)
+        self._provenance.pop(request_id, None)
+        self._self_tests.discard(request_id)
+
+    def start_self_test(self, request: EngineRequest, now_s: float) -> None:
+        """Decode a few tokens over empty KV: reservation, admission, decode steps and commit are the real ones."""
+        self._scheduler.add(request, now_s, remote=True)
+        self._self_tests.add(request.request_id)
+
+    # --- events
+
+    def handle(self, message: Message, now_s: float) -> list[Output]:
+        """A message of P, or of a transfer thread."""
+        match message:
+            case FromPrefill(handoff=handoff, message=body):
+                return self._execute(self._handoffs.on_message(handoff, body, now_s), now_s)
+            case PieceArrived(handoff=handoff, ready=ready, piece=piece, seconds=seconds):
+                self._arrived[handoff, ready.key] = piece
+                self._metrics.transfer_seconds.labels(backend=self._fetcher.name).observe(seconds)
+                self._metrics.transfer_bytes.labels(backend=self._fetcher.name).inc(ready.num_bytes)
+                outputs = self._execute(self._handoffs.on_arrived(handoff, ready.key, seconds, now_s), now_s)
+                self._arrived.pop((handoff, ready.key), None)  # late or duplicate: dropped
+                return outputs
+            case PieceFailed(handoff=handoff, ready=ready, reason=reason, detail=detail):
+                self._metrics.transfer_failures.labels(backend=self._fetcher.name, reason=reason).inc()
+                log.warning("request %s: piece %s failed: %s %s", handoff.request_id, ready.key, reason, detail)
+                return self._execute(self._handoffs.on_failed(handoff, ready.key, reason, now_s), now_s)
+            case _:
+                raise AssertionError(f"a decode engine got {type(message).__name__}")
+
+    def before_step(self, now_s: float) -> list[Output]:
+        """Deadlines and stalls of hand-offs."""
+        return self._execute(self._handoffs.tick(now_s), now_s)
+
+    def after_step(self, plan: Plan | None, outputs: list[Output], now_s: float) -> list[Output]:
+        """Grant credit to what just got pages, restart what was retracted, and sign finished requests."""
+        more: list[Output] = []
+        for reserved in self._scheduler.take_reserved():
+            if reserved.request_id in self._self_tests:
+                first = Output(request_id=reserved.request_id, token_ids=(1,))
+                more.append(self._scheduler.remote_first_token(reserved.request_id, first, now_s))
+                self._scheduler.kv_arrived(reserved.request_id, now_s)
+            else:
+                more += self._execute(self._handoffs.on_reserved(reserved.request_id, now_s), now_s)
+        for request in self._scheduler.take_retracted():
+            self._metrics.retractions.inc()
+            self._execute(self._handoffs.release(request.request_id, "retracted"), now_s)
+            self._start(request, now_s)
+        early, self._early = self._early, []
+        return [self._signed(output) for output in early + more + outputs]
+
+    def _signed(self, output: Output) -> Output:
+        if output.finish is None:
+            return output
+        provenance = self._provenance.get(output.request_id)
+        return output if provenance is None else replace(output, provenance=provenance)
+
+    # --- actions
+
+    def _execute(self, actions: Sequence[act.DecodeAction], now_s: float) -> list[Output]:
+        outputs: list[Output] = []
+        for action in actions:
+            outputs += self._execute_one(action, now_s)
+        return outputs
+
+    def _execute_one(self, action: act.DecodeAction, now_s: float) -> list[Output]:
+        match action:
+            case act.OpenStream(handoff=handoff, peer=peer, message=message):
+                self._peers.open(peer, handoff, message)
+            case act.Send(handoff=handoff, message=message):
+                self._peers.send(handoff, message)
+            case act.CloseStream(handoff=handoff):
+                self._peers.close(handoff)
+            case act.Fetch(handoff=handoff, peer=peer, ready=ready, deadline_s=deadline_s):
+                self._fetcher.fetch(handoff, peer, ready, deadline_s)
+            case act.CancelFetch(handoff=handoff):
+                self._fetcher.cancel(handoff)
+            case act.Import(request_id=request_id, handoff=handoff, key=key):
+                self._runner.import_tokens(self._scheduler.page_table(request_id), self._arrived.pop((handoff, key)))
+            case act.Recovered():
+                self._count_recovery(action)
+            case act.FirstToken() | act.KVComplete() | act.ComputeLocally() | act.Fail():
+                return self._tell_scheduler(action, now_s)
+        return []
+
+    def _tell_scheduler(
+        self, action: act.FirstToken | act.KVComplete | act.ComputeLocally | act.Fail, now_s: float
+    ) -> list[Output]:
+        match action:
+            case act.FirstToken(request_id=request_id, output=output):
+                return [self._scheduler.remote_first_token(request_id, output, now_s)]
+            case act.KVComplete(request_id=request_id, provenance=provenance):
+                self._provenance[request_id] = provenance
+                self._scheduler.kv_arrived(request_id, now_s)
+                if stream := self._streams.get(request_id):
+                    stream.timeline.kv_arrived(now_s)
+            case act.ComputeLocally(request_id=request_id):
+                self._scheduler.compute_locally(request_id)
+            case act.Fail(request_id=request_id, error=error):
+                failed = self._scheduler.fail(request_id, error)
+                return [failed] if failed is not None else []
+        return []
+
+    def _count_recovery(self, action: act.Recovered) -> None:
+        self._metrics.recoveries.labels(rung=action.rung).inc()
+        log.warning(
+            "request %s: %s after %s at stage %s (peer %s)",
+            action.request_id,
+            action.rung,
+            action.cause,
+            action.stage,
+            action.peer,
+        )
+
+    # --- views
+
+    @property
+    def is_idle(self) -> bool:
+        """No hand-off is alive."""
+        return self._handoffs.is_idle
+
+    def snapshot(self) -> dict[str, Any]:
+        """Hand-offs of this worker."""
+        return self._handoffs.snapshot()

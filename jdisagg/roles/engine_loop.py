@@ -1,0 +1,174 @@
+"""One tick of an engine, the same for every role. Runs on the engine thread, which owns everything reachable from here.
+
+    tick:  drain inbox -> admit / cancel / peer events -> poll hand-offs -> expire deadlines
+           -> plan + dispatch step N+1 -> read + commit step N -> deliver outputs
+
+It never blocks but for two things: an idle engine sleeps on its inbox, a busy one waits for the previous step.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from jdisagg.core.errors import InvalidRequest, RequestError, Unavailable
+from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import FinishReason, Output, Provenance
+from jdisagg.roles.inbox import Call, Cancel, Inbox, Message, Submit
+from jdisagg.roles.pipeline import StepPipeline
+from jdisagg.roles.side import Side
+from jdisagg.roles.streams import Streams
+from jdisagg.roles.timeline import Timeline
+from jdisagg.sched.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.05  # longest sleep of an idle engine: deadlines, leases and the health clock are looked at this often
+
+
+class EngineLoop:
+    """Composition of scheduler, pipeline, streams and one role's side."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        pipeline: StepPipeline,
+        side: Side,
+        inbox: Inbox,
+        streams: Streams,
+        metrics: Metrics,
+        worker: str,
+    ) -> None:
+        self.inbox = inbox
+        self._scheduler = scheduler
+        self._pipeline = pipeline
+        self._side = side
+        self._streams = streams
+        self._metrics = metrics
+        self._worker = worker
+        self._draining = False
+        self._was_idle = False
+
+    def tick(self, now_s: float) -> bool:
+        """Advance by one step; returns False when there was nothing to do. Raises only what must stop the process."""
+        messages = self.inbox.drain(IDLE_WAIT_S if self._was_idle else 0.0)
+        outputs: list[Output] = []
+        for message in messages:
+            outputs += self._take(message, now_s)
+        outputs += self._side.before_step(now_s)
+        expired = self._scheduler.expire(now_s)
+        turn = self._pipeline.turn(now_s)
+        outputs += self._side.after_step(turn.plan, expired + turn.outputs, now_s)
+        self._observe(turn.plan, turn.host_s, turn.waited_s)
+        self._deliver(outputs, now_s + turn.host_s + turn.waited_s)
+        self._was_idle = turn.idle and not messages
+        if self._was_idle and self._scheduler.is_idle() and self._side.is_idle:
+            self._scheduler.check()
+        return not self._was_idle
+
+    def _take(self, message: Message, now_s: float) -> list[Output]:
+        match message:
+            case Submit():
+                return self._admit(message, now_s)
+            case Cancel(request_id=request_id, attempt=attempt):
+                self._cancel(request_id, attempt)
+                return []
+            case Call(function=function, future=future):
+                try:
+                    future.set_result(function())
+                except Exception as error:  # noqa: BLE001 - the caller's future carries it
+                    future.set_exception(error)
+                return []
+            case _:
+                return self._side.handle(message, now_s)
+
+    def _admit(self, message: Submit, now_s: float) -> list[Output]:
+        request = message.request
+        try:
+            if self._draining:
+                raise Unavailable("this worker is draining; send the request to another one")
+            if request.request_id in self._streams:
+                raise InvalidRequest(f"request id {request.request_id!r} is already running; use a new one", field="request_id")
+            self._side.admit(request, now_s)
+        except RequestError as error:
+            self._metrics.requests_finished.labels(reason="refused").inc()
+            message.sink([_failure(request.request_id, request.attempt, error)])
+            return []
+        self._streams.open(request, message.sink, Timeline(self._metrics, now_s))
+        return []
+
+    def _cancel(self, request_id: str, attempt: int) -> None:
+        stream = self._streams.get(request_id)
+        if stream is None or stream.request.attempt != attempt:
+            return
+        self._streams.close(request_id)
+        self._metrics.requests_finished.labels(reason="abort").inc()
+        self._scheduler.cancel(request_id)
+        self._side.forget(request_id)
+
+    def _deliver(self, outputs: list[Output], now_s: float) -> None:
+        for output in outputs:
+            if output.finish is not None:
+                self._side.forget(output.request_id)
+        named = [self._named(output) for output in outputs]
+        self._streams.deliver(named, now_s)
+
+    def _named(self, output: Output) -> Output:
+        """Every last output says which worker it came from."""
+        if output.finish is None and output.provenance is None:
+            return output
+        return replace(output, provenance=replace(output.provenance or Provenance(), decode_worker=self._worker))
+
+    def _observe(self, plan: Any, host_s: float, waited_s: float) -> None:
+        counts = self._scheduler.counts()
+        for state, count in counts.items():
+            self._metrics.requests.labels(state=state).set(count)
+        self._metrics.kv_pages_free.set(self._scheduler.num_free_pages)
+        self._metrics.kv_pages_used.set(self._scheduler.num_pages - self._scheduler.num_free_pages)
+        if plan is not None:
+            self._metrics.host_overhead_seconds.observe(host_s)
+            phase = "mixed" if plan.prefill and plan.decode else "prefill" if plan.prefill else "decode"
+            self._metrics.step_seconds.labels(phase=phase).observe(host_s + waited_s)
+
+    def start_draining(self) -> None:
+        """Admit nothing any more; what runs goes on."""
+        self._draining = True
+
+    @property
+    def num_unfinished(self) -> int:
+        """Client requests that are still running."""
+        return len(self._streams)
+
+    def fail_all(self, error: RequestError) -> None:
+        """The engine cannot go on: tell every client, without touching the device."""
+        for request_id in self._streams.ids():
+            stream = self._streams.close(request_id)
+            if stream is not None:
+                stream.sink([_failure(request_id, stream.request.attempt, error)])
+
+    def self_test(self, message: Submit, now_s: float) -> None:
+        """Run one request through the real loop without needing a peer (readiness)."""
+        self._side.start_self_test(message.request, now_s)
+        self._streams.open(message.request, message.sink, Timeline(self._metrics, now_s))
+
+    def in_flight_text(self) -> str:
+        """The plan the device works on, for the log; safe to call from another thread."""
+        return repr(self._pipeline.in_flight)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Queues, ledgers and streams as JSON-able data."""
+        plan = self._pipeline.in_flight
+        return {
+            "worker": self._worker,
+            "draining": self._draining,
+            "streams": self._streams.ids(),
+            "scheduler": self._scheduler.snapshot(),
+            "handoff": self._side.snapshot(),
+            "in_flight": repr(plan) if plan else None,
+        }
+
+
+def _failure(request_id: str, attempt: int, error: RequestError) -> Output:
+    return Output(request_id=request_id, attempt=attempt, finish=FinishReason.ERROR, error=error)

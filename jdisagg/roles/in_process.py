@@ -1,0 +1,45 @@
+"""Hand-off streams between two engines of one process (`colocated`): a post into the other engine's inbox."""
+
+from __future__ import annotations
+
+from jdisagg.handoff.events import FromPrefill, PeerMessage, PeerOpened
+from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, Open, PrefillToDecode, StreamEnded
+from jdisagg.roles.inbox import Inbox
+
+
+class InProcessReply:
+    """P's way back. Closing from P's side tells D that the stream ended."""
+
+    def __init__(self, decode_inbox: Inbox, handoff: HandoffId) -> None:
+        self._inbox = decode_inbox
+        self._handoff = handoff
+
+    def send(self, message: PrefillToDecode) -> None:
+        """Post to D."""
+        self._inbox.post(FromPrefill(self._handoff, message))
+
+    def close(self) -> None:
+        """Post the end to D; D drops it when it closed first."""
+        self._inbox.post(FromPrefill(self._handoff, StreamEnded(reason="closed")))
+
+
+class InProcessPeers:
+    """A PeerClient whose only peer is the prefill engine next door."""
+
+    ADDRESS = "in-process"
+
+    def __init__(self, prefill_inbox: Inbox, decode_inbox: Inbox) -> None:
+        self._prefill_inbox = prefill_inbox
+        self._decode_inbox = decode_inbox
+
+    def open(self, peer: str, handoff: HandoffId, message: Open) -> None:
+        """Open a stream to the prefill engine."""
+        self._prefill_inbox.post(PeerOpened(handoff, message, peer, InProcessReply(self._decode_inbox, handoff)))
+
+    def send(self, handoff: HandoffId, message: DecodeToPrefill) -> None:
+        """Post to P."""
+        self._prefill_inbox.post(PeerMessage(handoff, message))
+
+    def close(self, handoff: HandoffId) -> None:
+        """Tell P that the stream ended."""
+        self._prefill_inbox.post(PeerMessage(handoff, StreamEnded(reason="closed")))

@@ -1,0 +1,65 @@
+"""Plan, dispatch, commit one step late: the overlap of host and device.
+
+Step N+1 is planned and dispatched before the tokens of step N are read, so the device never waits for the host; the tokens
+that step N+1 needs are in the device's own state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from jdisagg.core.requests import Output
+from jdisagg.roles.ports import Runner
+from jdisagg.sched.plan import Plan
+from jdisagg.sched.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one turn did: the plan just dispatched (None when there was nothing to do) and the previous step's outputs."""
+
+    plan: Plan | None
+    outputs: list[Output]
+    waited_s: float  # blocked on the previous step's tokens
+    host_s: float  # planning and dispatching
+
+    @property
+    def idle(self) -> bool:
+        """True when nothing was dispatched and nothing was pending."""
+        return self.plan is None and self.waited_s == 0.0
+
+
+class StepPipeline:
+    """At most one step in flight besides the one being dispatched."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._in_flight: tuple[Plan, Any] | None = None
+
+    @property
+    def in_flight(self) -> Plan | None:
+        """The plan the device is working on."""
+        return self._in_flight[0] if self._in_flight else None
+
+    def dispatch(self, now_s: float) -> tuple[Plan, Any] | None:
+        """Plan the next step and start it."""
+        plan = self._scheduler.schedule(now_s)
+        return None if plan.is_empty else (plan, self._runner.dispatch(plan))
+
+    def turn(self, now_s: float) -> Turn:
+        """Dispatch the next step, then commit the one before."""
+        started_s = monotonic()
+        dispatched = self.dispatch(now_s)
+        host_s = monotonic() - started_s
+        previous, self._in_flight = self._in_flight, dispatched
+        outputs: list[Output] = []
+        waited_s = 0.0
+        if previous is not None:
+            waiting_since_s = monotonic()
+            result = self._runner.collect(previous[1])
+            waited_s = max(monotonic() - waiting_since_s, 1e-9)
+            outputs = self._scheduler.commit(result, now_s + host_s + waited_s)
+        return Turn(dispatched[0] if dispatched else None, outputs, waited_s, host_s)

@@ -1,0 +1,150 @@
+"""The prefill role: computes prompts for decode workers and publishes their KV.
+
+    D opens a stream      -> PrefillSide.open -> admitted to the scheduler under an id of its own
+    a chunk is dispatched -> its finished pieces are gathered (device order puts the gather after the chunk) and published
+    first token sampled   -> Done
+    the stream ends       -> ONE release: pieces discarded, pages to the prefix cache
+
+`PrefillSide` (handoff) decides, this class executes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from jdisagg.core.errors import RequestError
+from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import EngineRequest, FinishReason, Output
+from jdisagg.handoff import actions as act
+from jdisagg.handoff.events import PeerMessage, PeerOpened, Reply
+from jdisagg.handoff.messages import HandoffId
+from jdisagg.handoff.prefill_side import PrefillSide
+from jdisagg.roles.inbox import Message
+from jdisagg.roles.ports import Runner
+from jdisagg.sched.plan import Plan
+from jdisagg.sched.scheduler import Scheduler
+from jdisagg.transfer.base import Published, Publisher, PublishFailed
+
+log = logging.getLogger(__name__)
+
+
+class PrefillRole:
+    """A Side that executes what PrefillSide decides."""
+
+    def __init__(
+        self, *, scheduler: Scheduler, handoffs: PrefillSide, runner: Runner, publisher: Publisher, metrics: Metrics
+    ) -> None:
+        self._scheduler = scheduler
+        self._handoffs = handoffs
+        self._runner = runner
+        self._publisher = publisher
+        self._metrics = metrics
+        self._replies: dict[HandoffId, Reply] = {}
+
+    def admit(self, request: EngineRequest, now_s: float) -> None:
+        """Only the self-test comes this way: a prompt whose KV nobody fetches."""
+        self._scheduler.add(request, now_s)
+
+    def start_self_test(self, request: EngineRequest, now_s: float) -> None:
+        """Prefill one prompt; its pages are released with the first token."""
+        self.admit(request, now_s)
+
+    # --- events
+
+    def handle(self, message: Message, now_s: float) -> list[Output]:
+        """A message of D, or of a transfer thread."""
+        match message:
+            case PeerOpened(handoff=handoff, message=opening, reply=reply):
+                self._replies[handoff] = reply
+                self._execute(self._handoffs.open(handoff, opening, now_s), now_s)
+            case PeerMessage(handoff=handoff, message=body):
+                self._execute(self._handoffs.on_message(handoff, body, now_s), now_s)
+            case Published(handoff=handoff, ready=ready):
+                self._execute(self._handoffs.on_published(handoff, ready, now_s), now_s)
+            case PublishFailed(handoff=handoff, begin=begin, end=end, reason=reason):
+                self._metrics.transfer_failures.labels(backend=self._publisher.name, reason="publish").inc()
+                self._execute(self._handoffs.on_publish_failed(handoff, begin, end, reason, now_s), now_s)
+            case _:
+                raise AssertionError(f"a prefill engine got {type(message).__name__}")
+        return []
+
+    def before_step(self, now_s: float) -> list[Output]:
+        """Deadlines and leases."""
+        self._execute(self._handoffs.tick(now_s), now_s)
+        counts = self._handoffs.counts()
+        self._metrics.published_bytes.set(self._publisher.num_buffered_bytes)
+        self._metrics.leases.set(sum(counts.values()))
+        return []
+
+    def after_step(self, plan: Plan | None, outputs: list[Output], now_s: float) -> list[Output]:
+        """Publish what the dispatched chunks made, and answer first tokens."""
+        if plan is not None:
+            for chunk in plan.prefill:
+                upto = chunk.start + len(chunk.token_ids)
+                self._execute(self._handoffs.on_computed(chunk.request_id, upto, now_s), now_s)
+        own: list[Output] = []
+        for output in outputs:
+            if not self._handoffs.owns(output.request_id):
+                own.append(self._ended(output))
+            elif output.error is not None:
+                self._execute(self._handoffs.on_failed_request(output.request_id, output.error), now_s)
+            else:
+                self._execute(self._handoffs.on_first_token(output.request_id, output, now_s), now_s)
+        return own
+
+    def _ended(self, output: Output) -> Output:
+        """A self-test: there is no D to close the stream, so its first token ends it."""
+        self._scheduler.release(output.request_id)
+        if output.finish is not None:
+            return output
+        return Output(request_id=output.request_id, token_ids=output.token_ids, finish=FinishReason.LENGTH)
+
+    def forget(self, request_id: str) -> None:
+        """Self-tests hold nothing outside the scheduler."""
+
+    # --- actions
+
+    def _execute(self, actions: Sequence[act.PrefillAction], now_s: float) -> None:
+        for action in actions:
+            match action:
+                case act.Admit(handoff=handoff, request=request):
+                    self._admit(handoff, request, now_s)
+                case act.Reply(handoff=handoff, message=message):
+                    if reply := self._replies.get(handoff):
+                        reply.send(message)
+                case act.CloseReply(handoff=handoff):
+                    if reply := self._replies.pop(handoff, None):
+                        reply.close()
+                case act.Export(handoff=handoff, engine_request_id=request_id, begin=begin, end=end, key=key):
+                    piece = self._runner.export_tokens(self._scheduler.page_table(request_id), begin, end)
+                    self._publisher.publish(handoff, key, piece)
+                case act.Discard(key=key):
+                    self._publisher.discard(key)
+                case act.ReleaseRequest(engine_request_id=request_id):
+                    self._scheduler.release(request_id)
+
+    def _admit(self, handoff: HandoffId, request: EngineRequest, now_s: float) -> None:
+        try:
+            self._scheduler.add(request, now_s)
+        except RequestError as error:
+            self._execute(self._handoffs.on_refused(handoff, error), now_s)
+            return
+        cached_tokens = self._scheduler.held_tokens(request.request_id)
+        self._execute(self._handoffs.on_admitted(handoff, cached_tokens), now_s)
+
+    # --- views
+
+    @property
+    def is_idle(self) -> bool:
+        """No hand-off is alive."""
+        return self._handoffs.is_idle
+
+    def snapshot(self) -> dict[str, Any]:
+        """Hand-offs and published bytes of this worker."""
+        return {
+            **self._handoffs.snapshot(),
+            "buffered_bytes": self._publisher.num_buffered_bytes,
+            "replies": len(self._replies),
+        }
