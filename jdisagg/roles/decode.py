@@ -87,7 +87,7 @@ class DecodeRole:
 
     def _start(self, request: EngineRequest, now_s: float) -> None:
         held_tokens = self._scheduler.held_tokens(request.request_id)
-        # Without any peer this may fail the request at once; its stream opens after `admit`, so the output waits for `after_step`.
+        # Without a peer this may fail the request at once; its stream opens after `admit`, so the output waits a little.
         self._early += self._execute(self._handoffs.start(request, held_tokens, self._peer_list(request), now_s), now_s)
 
     def forget(self, request_id: str) -> None:

@@ -83,7 +83,7 @@ class EngineThread:
                 self._tick_ended_s = monotonic()
                 self._tick_began_s = None
                 self.ticks += 1
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the engine is over and must say so
+        except BaseException as error:
             self._crash = error
             log.critical("engine stopped by %s; state: %s", type(error).__name__, self._state_text(), exc_info=error)
             self.loop.fail_all(Unavailable("the engine stopped; send the request again"))
