@@ -1,0 +1,52 @@
+"""`AttentionOps` bound to the plain XLA kernels, one KV layout and one mesh."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jdisagg.kv.layout import TP_AXIS, KVLayout
+from jdisagg.models.batch import TokenBatch
+from pallas_kernels import ref
+
+_ROWS = PartitionSpec(None, TP_AXIS)  # [T, heads, D]
+_ALL = PartitionSpec()
+
+
+class RefOps:
+    """Reference kernels; with several shards each works on its own heads and no collective is needed."""
+
+    def __init__(self, layout: KVLayout, mesh: Mesh, *, block_tokens: int = ref.BLOCK_TOKENS) -> None:
+        """Bind to `layout` on `mesh`; `block_tokens` is the attention loop's stride."""
+        self._layout = layout
+        self._mesh = mesh
+        self._block_tokens = block_tokens
+        self._on_cpu = mesh.devices.flat[0].platform == "cpu"
+
+    def write(self, kv: jax.Array, layer: int | jax.Array, k: jax.Array, v: jax.Array, batch: TokenBatch) -> jax.Array:
+        """Store k, v [T, K, D] in the batch's pages; K counts each head once."""
+        replicas = self._layout.num_replicas
+        k, v = jnp.repeat(k, replicas, axis=1), jnp.repeat(v, replicas, axis=1)
+        kernel = partial(ref.write, heads_major=self._layout.heads_major, as_bits=self._on_cpu)
+        arguments = (kv, jnp.asarray(layer, jnp.int32), k, v, batch.write_pages, batch.write_offsets)
+        if self._layout.num_shards == 1:
+            return kernel(*arguments)
+        pool = self._layout.partition
+        specs = (pool, _ALL, _ROWS, _ROWS, _ALL, _ALL)
+        return jax.shard_map(kernel, mesh=self._mesh, in_specs=specs, out_specs=pool)(*arguments)
+
+    def attend(
+        self, q: jax.Array, kv: jax.Array, layer: int | jax.Array, batch: TokenBatch, *, scale: float, window: int | None
+    ) -> jax.Array:
+        """Causal attention of q [T, H, D] over the pages of each tile."""
+        kernel = partial(
+            ref.attend, scale=scale, window=window, heads_major=self._layout.heads_major, block_tokens=self._block_tokens
+        )
+        arguments = (q, kv, jnp.asarray(layer, jnp.int32), batch.page_tables, batch.positions)
+        if self._layout.num_shards == 1:
+            return kernel(*arguments)
+        specs = (_ROWS, self._layout.partition, _ALL, _ALL, _ALL)
+        return jax.shard_map(kernel, mesh=self._mesh, in_specs=specs, out_specs=_ROWS, check_vma=False)(*arguments)

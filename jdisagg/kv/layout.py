@@ -1,0 +1,106 @@
+"""The axis order of the KV array, which is a secret of this file and of the kernels it parametrises.
+
+Outside, KV is `[L, T, K, F]` pieces and (page, offset) pairs. Inside it is one array per group:
+
+    tokens-major [L, P, S, K, F]    TPU, GPU
+    heads-major  [L, P, K, S, F]    CPU (decode attention 2 against 15 ms), and TPU at one local head, where tokens-major copies
+
+K here counts replicas: with fewer kv heads than tensor-parallel shards each head is stored `num_replicas` times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.kv.spec import KVSpec
+
+TP_AXIS = "tp"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVLayout:
+    """How one group lies in memory on one mesh."""
+
+    spec: KVSpec
+    page_size: int
+    num_shards: int  # devices on the mesh axis "tp"
+    heads_major: bool
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of each kv head."""
+        return max(1, self.num_shards // self.spec.num_kv_heads)
+
+    @property
+    def num_stored_heads(self) -> int:
+        """Heads of the array, replicas included."""
+        return self.spec.num_kv_heads * self.num_replicas
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of one page over all layers, stored heads and devices."""
+        return self.page_size * self.spec.bytes_per_token * self.num_replicas
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Element type of the array."""
+        return jnp.dtype(self.spec.dtype)
+
+    def shape(self, num_pages: int) -> tuple[int, ...]:
+        """Shape of the array with `num_pages` pages, the null page included."""
+        inner = (self.num_stored_heads, self.page_size) if self.heads_major else (self.page_size, self.num_stored_heads)
+        return (self.spec.num_layers, num_pages, *inner, self.spec.features)
+
+    @property
+    def partition(self) -> PartitionSpec:
+        """Heads over "tp"."""
+        return PartitionSpec(None, None, TP_AXIS) if self.heads_major else PartitionSpec(None, None, None, TP_AXIS)
+
+    def piece_sharding(self, mesh: Mesh) -> NamedSharding:
+        """Sharding of exported and imported pieces [L, T, K, F]: heads over "tp", whole where heads are replicated."""
+        whole = self.num_replicas > 1 or self.num_shards == 1
+        return NamedSharding(mesh, PartitionSpec() if whole else PartitionSpec(None, None, TP_AXIS))
+
+    def gather_tokens(self, kv: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
+        """KV [L, T, K, F] of the tokens at (pages i32[T], offsets i32[T]); a replicated head is read once."""
+        if self.heads_major:
+            rows = kv.at[:, pages, :, offsets].get(mode="clip")
+            rows = rows.transpose(1, 0, 2, 3)
+        else:
+            rows = kv.at[:, pages, offsets].get(mode="clip")
+        return rows[:, :, :: self.num_replicas]
+
+    def scatter_tokens(self, kv: jax.Array, rows: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
+        """Store KV rows [L, T, K, F] at (pages i32[T], offsets i32[T]); the inverse of `gather_tokens`."""
+        rows = jnp.repeat(rows, self.num_replicas, axis=2)
+        kv, rows, back = _as_bits(kv), _as_bits(rows), kv.dtype
+        if self.heads_major:
+            kv = kv.at[:, pages, :, offsets].set(rows.transpose(1, 0, 2, 3), mode="drop")
+        else:
+            kv = kv.at[:, pages, offsets].set(rows, mode="drop")
+        return kv if kv.dtype == back else jax.lax.bitcast_convert_type(kv, back)
+
+
+def choose_layout(spec: KVSpec, mesh: Mesh, page_size: int) -> KVLayout:
+    """The fastest layout for the mesh's platform. Raises ConfigError when heads cannot be split evenly over "tp"."""
+    num_shards = mesh.shape.get(TP_AXIS, 1)
+    heads = spec.num_kv_heads
+    if heads % num_shards and num_shards % heads:
+        raise ConfigError(
+            f"tensor_parallel_size: {heads} kv heads do not divide over {num_shards} shards; use a divisor or multiple of {heads}",
+            field="tensor_parallel_size",
+        )
+    platform = mesh.devices.flat[0].platform
+    local_heads = max(1, heads // num_shards)
+    heads_major = platform == "cpu" or (platform == "tpu" and local_heads == 1)
+    return KVLayout(spec=spec, page_size=page_size, num_shards=num_shards, heads_major=heads_major)
+
+
+def _as_bits(x: jax.Array) -> jax.Array:
+    """16-bit floats as integers: data movement must not be widened to float32 on the way."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x

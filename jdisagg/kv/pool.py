@@ -1,0 +1,51 @@
+"""The KV pool: the only reference to the KV arrays of one mesh.
+
+A step takes the arrays (`take`), donates them to a jitted function, and puts its result back (`put`). Between the two nobody
+can hold a stale array: donation has invalidated it, and the pool is empty. Page 0 is the null page: padding is written there.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.kv.layout import KVLayout
+
+NULL_PAGE = 0
+
+
+class KVPool:
+    """Arrays of every KV group; freed with the object."""
+
+    def __init__(self, layouts: tuple[KVLayout, ...], mesh: Mesh, num_pages: int) -> None:
+        """Allocate `num_pages` zeroed pages per group, the null page included, sharded by head over mesh axis "tp"."""
+        if num_pages < 2:
+            raise ConfigError(
+                f"num_pages: got {num_pages}, wanted at least 2 (page 0 is never used); raise --num-pages or --kv-cache-bytes",
+                field="num_pages",
+            )
+        self.num_pages = num_pages
+        self.layouts = layouts
+        self.shardings = tuple(NamedSharding(mesh, layout.partition) for layout in layouts)
+        self._arrays: tuple[jax.Array, ...] | None = tuple(
+            jnp.zeros(layout.shape(num_pages), layout.dtype, device=sharding)
+            for layout, sharding in zip(layouts, self.shardings, strict=True)
+        )
+
+    def take(self) -> tuple[jax.Array, ...]:
+        """Hand out the arrays, one per group; the pool is empty until `put`."""
+        arrays, self._arrays = self._arrays, None
+        assert arrays is not None, "the KV arrays are already taken: a step failed between take and put"
+        return arrays
+
+    def put(self, arrays: tuple[jax.Array, ...]) -> None:
+        """Give the arrays back, as the step that took them returned them."""
+        assert self._arrays is None, "the KV arrays were put back twice"
+        self._arrays = arrays
+
+
+def num_pages_for_bytes(layouts: tuple[KVLayout, ...], kv_cache_bytes: int) -> int:
+    """Pages, the null page included, whose arrays of all groups fit in `kv_cache_bytes` over the whole mesh."""
+    return kv_cache_bytes // sum(layout.bytes_per_page for layout in layouts)

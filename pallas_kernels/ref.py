@@ -1,0 +1,120 @@
+"""Paged KV write and causal attention in plain XLA: runs everywhere, and is what every other kernel is compared with.
+
+Two axis orders of the cache: heads-major `[L, P, K, S, F]` (a page of one head is contiguous) and tokens-major
+`[L, P, S, K, F]`. F = 2 * D: keys, then values. A tile is t consecutive queries of one sequence that share one page gather.
+
+Attention walks the pages in blocks of a fixed number of tokens with an online softmax (Milakov and Gimelshein, 2018) and
+stops after the last block any query needs. A block in which a query sees nothing leaves its sums untouched bit for bit
+(factor 1, addend 0), so a row's result depends neither on its neighbours' lengths nor on the width of the page table.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+BLOCK_TOKENS = 128  # multiple of every usual page size, so that equal blocks are summed whatever the page size
+_LOWEST = -1e30  # finite: exp(_LOWEST - _LOWEST) must be 1, not NaN
+
+
+def write(  # noqa: PLR0917
+    kv: jax.Array,
+    layer: int | jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pages: jax.Array,
+    offsets: jax.Array,
+    *,
+    heads_major: bool,
+    as_bits: bool,
+) -> jax.Array:
+    """Store k, v [T, K, D] at (pages i32[T], offsets i32[T]) of one layer of `kv`, which is updated in place when donated.
+
+    `as_bits` moves 16-bit floats as integers: XLA:CPU otherwise widens the whole cache to float32 around the scatter
+    (100 of 287 ms of a measured step).
+    """
+    rows = jnp.concatenate([k, v], axis=-1).astype(kv.dtype)
+    dtype = kv.dtype
+    if as_bits and dtype.itemsize == 2:
+        kv, rows = lax.bitcast_convert_type(kv, jnp.uint16), lax.bitcast_convert_type(rows, jnp.uint16)
+    if heads_major:
+        kv = kv.at[layer, pages, :, offsets].set(rows, mode="drop")
+    else:
+        kv = kv.at[layer, pages, offsets].set(rows, mode="drop")
+    return kv if kv.dtype == dtype else lax.bitcast_convert_type(kv, dtype)
+
+
+def attend(
+    q: jax.Array,
+    kv: jax.Array,
+    layer: int | jax.Array,
+    page_tables: jax.Array,
+    positions: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    heads_major: bool,
+    block_tokens: int = BLOCK_TOKENS,
+) -> jax.Array:
+    """Attention of q [T, H, D] at positions i32[T] over the pages of their tiles, page_tables i32[N, M]; returns [T, H, D].
+
+    Query at i sees key j when j <= i and, with a window, i - j < window. Whatever is stored elsewhere, NaN included, has no
+    effect. Scores and sums are float32; probabilities are rounded to the cache's dtype before they meet the values.
+    """
+    num_tiles = page_tables.shape[0]
+    tile = q.shape[0] // num_tiles
+    num_heads, dim = q.shape[1:]
+    num_kv_heads, page_size = (kv.shape[2], kv.shape[3]) if heads_major else (kv.shape[3], kv.shape[2])
+    group = num_heads // num_kv_heads
+    block_pages = min(max(1, block_tokens // page_size), page_tables.shape[1])
+    block = block_pages * page_size
+    tables = jnp.pad(page_tables, ((0, 0), (0, -page_tables.shape[1] % block_pages)))
+    at = positions.reshape(num_tiles, tile)
+    grouped = q.reshape(num_tiles, tile, num_kv_heads, group, dim)
+    queries = grouped.transpose(0, 2, 1, 3, 4).reshape(num_tiles, num_kv_heads, tile * group, dim).astype(kv.dtype)
+
+    def step(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        largest, total, sums = carry
+        pages = lax.dynamic_slice_in_dim(tables, index * block_pages, block_pages, axis=1)
+        keys, values = _gather(kv, layer, pages, heads_major=heads_major)
+        seen = _visible(at, index * block + jnp.arange(block), window)  # bool[N, t, block]
+        rows = jnp.broadcast_to(seen[:, :, None], (num_tiles, tile, group, block)).reshape(num_tiles, 1, tile * group, block)
+        scores = jnp.einsum("nkqd,nkjd->nkqj", queries, keys, preferred_element_type=jnp.float32) * scale
+        scores = jnp.where(rows, scores, _LOWEST)
+        new_largest = jnp.maximum(largest, scores.max(axis=-1))
+        weights = jnp.where(rows, jnp.exp(scores - new_largest[..., None]), 0.0)
+        shrink = jnp.exp(largest - new_largest)
+        values = jnp.where(seen.any(axis=1)[:, None, :, None], values, jnp.zeros((), kv.dtype))
+        new = jnp.einsum("nkqj,nkjd->nkqd", weights.astype(kv.dtype), values, preferred_element_type=jnp.float32)
+        return new_largest, total * shrink + weights.sum(axis=-1), sums * shrink[..., None] + new
+
+    shape = queries.shape[:-1]
+    start = (jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(queries.shape, jnp.float32))
+    _, total, sums = lax.fori_loop(0, positions.max() // block + 1, step, start)
+    out = sums / total[..., None]
+    out = out.reshape(num_tiles, num_kv_heads, tile, group, dim).transpose(0, 2, 1, 3, 4)
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def _visible(at: jax.Array, keys: jax.Array, window: int | None) -> jax.Array:
+    """bool[N, t, J]: may the query at `at` i32[N, t] see the key at `keys` i32[J]?"""
+    distance = at[:, :, None] - keys[None, None, :]
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def _gather(kv: jax.Array, layer: int | jax.Array, pages: jax.Array, *, heads_major: bool) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [N, K, B * S, D] of pages i32[N, B]."""
+    num_layers, num_pages = kv.shape[:2]
+    num_tiles, num_blocks = pages.shape
+    index = layer * num_pages + pages
+    if heads_major:  # one contiguous [S, F] slice per head and page: no transpose afterwards
+        heads, size, features = kv.shape[2:]
+        flat = kv.reshape(num_layers * num_pages * heads, size, features)
+        rows = flat.at[index[:, None, :] * heads + jnp.arange(heads)[None, :, None]].get(mode="clip")
+    else:
+        size, heads, features = kv.shape[2:]
+        flat = kv.reshape(num_layers * num_pages, size, heads, features)
+        rows = flat.at[index].get(mode="clip").transpose(0, 3, 1, 2, 4)
+    rows = rows.reshape(num_tiles, heads, num_blocks * size, features)
+    return rows[..., : features // 2], rows[..., features // 2 :]

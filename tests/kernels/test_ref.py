@@ -1,0 +1,100 @@
+"""The plain XLA kernels against NumPy in float64, with every page that nobody owns full of NaN."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import ref
+
+L, P, K, S, D, H = 2, 24, 2, 4, 8, 6
+
+
+def oracle(q, keys, values, positions, *, scale, window):
+    """Dense attention in float64; keys, values [J, K, D] of one sequence, q [t, H, D] at `positions`."""
+    out = np.zeros(q.shape)
+    for row, position in enumerate(positions):
+        first = 0 if window is None else max(0, position - window + 1)
+        for head in range(q.shape[1]):
+            kv_head = head // (q.shape[1] // keys.shape[1])
+            scores = keys[first : position + 1, kv_head] @ q[row, head] * scale
+            weights = np.exp(scores - scores.max())
+            out[row, head] = weights / weights.sum() @ values[first : position + 1, kv_head]
+    return out
+
+
+class Paged:
+    """Sequences of random KV on shuffled pages of a pool that is NaN elsewhere."""
+
+    def __init__(self, lengths, *, heads_major, dtype, seed=0, layer=1):
+        rng = np.random.default_rng(seed)
+        self.width = max(-(-n // S) for n in lengths) + 2
+        pool = np.full((L, P, S, K, 2 * D), np.nan)
+        free = list(rng.permutation(np.arange(1, P)))
+        self.tables = np.zeros((len(lengths), self.width), np.int32)
+        self.rows = []
+        for number, length in enumerate(lengths):
+            rows = rng.normal(size=(length, K, 2 * D)).astype(dtype).astype(np.float64)
+            self.rows.append(rows)
+            for page_index in range(-(-length // S)):
+                page = free.pop()
+                self.tables[number, page_index] = page
+                part = rows[page_index * S : (page_index + 1) * S]
+                pool[layer, page, : len(part)] = part
+        self.kv = jnp.asarray((pool.swapaxes(2, 3) if heads_major else pool).astype(dtype))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("heads_major", [True, False])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("tile", "dtype"), [(1, np.float32), (4, np.float32), (4, ml_dtypes.bfloat16)])
+@pytest.mark.parametrize("block_tokens", [8, 128])
+def test_attention_equals_dense_attention_and_ignores_nan(heads_major, window, tile, dtype, block_tokens):
+    lengths = [17, 3, 9]
+    paged = Paged(lengths, heads_major=heads_major, dtype=dtype)
+    rng = np.random.default_rng(1)
+    q = rng.normal(size=(len(lengths) * tile, H, D)).astype(dtype)
+    positions = np.zeros((len(lengths), tile), np.int32)
+    num_real = [min(tile, length) for length in lengths]
+    for number, length in enumerate(lengths):  # the sequence's last tokens, padded with position 0
+        positions[number, : num_real[number]] = np.arange(length - num_real[number], length)
+    kernel = jax.jit(partial(ref.attend, scale=0.3, window=window, heads_major=heads_major, block_tokens=block_tokens))
+    out = np.asarray(kernel(q, paged.kv, np.int32(1), paged.tables, positions.reshape(-1)), np.float64)
+    out = out.reshape(len(lengths), tile, H, D)
+    wanted_q = q.astype(np.float64).reshape(out.shape)
+    for number, real in enumerate(num_real):
+        keys, values = paged.rows[number][..., :D], paged.rows[number][..., D:]
+        wanted = oracle(wanted_q[number, :real], keys, values, positions[number, :real], scale=0.3, window=window)
+        np.testing.assert_allclose(out[number, :real], wanted, atol=2e-5 if dtype == np.float32 else 3e-2)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("heads_major", [True, False])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_write_stores_the_rows_and_nothing_else(heads_major, dtype):
+    rng = np.random.default_rng(2)
+    before = rng.normal(size=(L, P, S, K, 2 * D)).astype(dtype)
+    k, v = rng.normal(size=(2, 3, K, D)).astype(dtype)
+    pages, offsets = np.array([5, 0, 7], np.int32), np.array([3, 0, 1], np.int32)
+    kernel = jax.jit(partial(ref.write, heads_major=heads_major, as_bits=True), donate_argnums=0)
+    kv = kernel(jnp.asarray(before.swapaxes(2, 3) if heads_major else before), np.int32(1), k, v, pages, offsets)
+    wanted = before.copy()
+    wanted[1, pages, offsets] = np.concatenate([k, v], axis=-1)
+    got = np.asarray(kv)
+    np.testing.assert_array_equal(got.swapaxes(2, 3) if heads_major else got, wanted)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_a_row_has_the_same_bits_beside_longer_neighbours_and_in_wider_tables(dtype):
+    alone = Paged([9, 9, 9], heads_major=True, dtype=dtype, seed=3)
+    q = np.random.default_rng(4).normal(size=(3, H, D)).astype(dtype)
+    kernel = jax.jit(partial(ref.attend, scale=0.3, window=None, heads_major=True, block_tokens=8))
+    short = kernel(q, alone.kv, np.int32(1), alone.tables, np.array([8, 8, 8], np.int32))
+    tables = np.pad(alone.tables, ((0, 0), (0, 8)))
+    tables[1:] = 1 + np.arange(tables.shape[1])  # junk neighbours whose last block is far behind row 0's
+    long = kernel(q, alone.kv, np.int32(1), tables, np.array([8, 45, 30], np.int32))
+    np.testing.assert_array_equal(np.asarray(short[0]).view(np.uint8), np.asarray(long[0]).view(np.uint8))
