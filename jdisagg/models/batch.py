@@ -35,5 +35,5 @@ class AttentionOps(Protocol):
     def attend(
         self, q: jax.Array, kv: jax.Array, layer: int | jax.Array, batch: TokenBatch, *, scale: float, window: int | None
     ) -> jax.Array:
-        """Causal attention of q [T, H, D] over the pages of each tile; key j is seen by query i when j <= i (and i - j < window)."""
+        """Causal attention of q [T, H, D] over the pages of each tile; query i sees key j when j <= i (and i - j < window)."""
         ...

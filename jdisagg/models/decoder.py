@@ -1,0 +1,86 @@
+"""The forward pass: tokens and KV cache in, hidden rows and KV cache out. Pure; `params` is the dict of `declare.build`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdisagg.core.config import LayerLoop
+from jdisagg.models import rope
+from jdisagg.models.batch import AttentionOps, TokenBatch
+from jdisagg.models.layers import dot, linear, mlp, rms_norm
+from jdisagg.models.spec import ModelSpec
+
+Params = Mapping[str, Any]
+KV = tuple[jax.Array, ...]  # one array per cache group (length 1 today)
+Carry = tuple[jax.Array, jax.Array]  # the cache group and the residual stream
+
+
+def forward(
+    params: Params, spec: ModelSpec, kv: KV, batch: TokenBatch, ops: AttentionOps, *, layer_loop: LayerLoop = LayerLoop.AUTO
+) -> tuple[KV, jax.Array]:
+    """Write the KV of all tokens and return (kv, hidden [T, E] after the last norm).
+
+    SCAN wants the layers stacked (`stacking.stack_layers`) and one window for all of them; AUTO means UNROLLED.
+    """
+    with jax.named_scope("embed"):
+        x = jnp.take(params["embed_tokens"]["embedding"], batch.token_ids, axis=0)
+    turn = rope.angles(spec.rope, batch.positions)
+    group = kv[0]
+    if layer_loop is LayerLoop.SCAN:
+        window = spec.attention.windows[0]
+
+        def body(carry: Carry, layer: tuple[Params, jax.Array]) -> tuple[Carry, None]:
+            return block(layer[0], carry[0], layer[1], carry[1], batch, spec=spec, ops=ops, turn=turn, window=window), None
+
+        layers = (params["layers"], jnp.arange(spec.num_layers, dtype=jnp.int32))
+        (group, x), _ = lax.scan(body, (group, x), layers)
+    else:
+        for index, (layer, window) in enumerate(zip(params["layers"], spec.attention.windows, strict=True)):
+            with jax.named_scope(f"layer_{index}"):
+                group, x = block(layer, group, index, x, batch, spec=spec, ops=ops, turn=turn, window=window)
+    with jax.named_scope("norm"):
+        return (group,), rms_norm(params["norm"], x, spec.norm_eps)
+
+
+def block(
+    params: Params,
+    kv: jax.Array,
+    layer: int | jax.Array,
+    x: jax.Array,
+    batch: TokenBatch,
+    *,
+    spec: ModelSpec,
+    ops: AttentionOps,
+    turn: tuple[jax.Array, jax.Array],
+    window: int | None,
+) -> tuple[jax.Array, jax.Array]:
+    """One layer over x [T, E]: `turn` is the RoPE rotation of the tokens, `window` the layer's reach in tokens."""
+    a = spec.attention
+    attn = params["self_attn"]
+    tokens = x.shape[0]
+    with jax.named_scope("attention"):
+        h = rms_norm(params["input_layernorm"], x, spec.norm_eps)
+        q = linear(attn["q_proj"], h).reshape(tokens, a.num_heads, a.head_dim)
+        k = linear(attn["k_proj"], h).reshape(tokens, a.num_kv_heads, a.head_dim)
+        v = linear(attn["v_proj"], h).reshape(tokens, a.num_kv_heads, a.head_dim)
+        if a.qk_norm:
+            q, k = rms_norm(attn["q_norm"], q, spec.norm_eps), rms_norm(attn["k_norm"], k, spec.norm_eps)
+        q, k = rope.rotate(q, *turn), rope.rotate(k, *turn)
+        kv = ops.write(kv, layer, k, v, batch)
+        seen = ops.attend(q, kv, layer, batch, scale=a.head_dim**-0.5, window=window)
+        x = x + linear(attn["o_proj"], seen.reshape(tokens, a.num_heads * a.head_dim))
+    with jax.named_scope("mlp"):
+        return kv, x + mlp(params["mlp"], rms_norm(params["post_attention_layernorm"], x, spec.norm_eps))
+
+
+def logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Array:
+    """f32[B, V] of hidden rows [B, E]."""
+    with jax.named_scope("logits"):
+        if spec.tied:
+            return dot(hidden, params["embed_tokens"]["embedding"], contract=1)
+        return dot(hidden, params["lm_head"]["kernel"])

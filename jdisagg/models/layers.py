@@ -1,0 +1,62 @@
+"""The pieces of a block as pure functions. Dots accumulate in float32; norms and RoPE compute in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def dot(x: jax.Array, w: jax.Array, *, contract: int = 0) -> jax.Array:
+    """x [..., I] times w along w's axis `contract`, in float32.
+
+    The output type is what counts on CPU: bfloat16 in and out is 5 times slower than float32, bfloat16 in and float32 out
+    runs on AMX. float32 weights are multiplied as float32 everywhere (GPU and TPU would silently round them otherwise).
+    """
+    return lax.dot_general(
+        x,
+        w,
+        (((x.ndim - 1,), (contract,)), ((), ())),
+        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def linear(
+    params: Mapping[str, jax.Array],
+    x: jax.Array,
+    adapters: Mapping[str, jax.Array] | None = None,
+    adapter_ids: jax.Array | None = None,
+) -> jax.Array:
+    """x [T, I] @ kernel [I, O] (+ bias [O]) in x's dtype, accumulated in float32.
+
+    `adapters` are low-rank deltas {"a": [N, I, R], "b": [N, R, O]} of which row t takes number `adapter_ids` i32[T];
+    number 0 is kept zero by whoever loads them and means none.
+    """
+    y = dot(x, params["kernel"])
+    if "bias" in params:
+        y = y + params["bias"].astype(jnp.float32)[None, :]
+    if adapters is not None and adapter_ids is not None:
+        num_adapters = adapters["a"].shape[0]
+        chosen = jax.nn.one_hot(adapter_ids, num_adapters, dtype=jnp.float32)
+        low = jnp.einsum("ti,nir->tnr", x, adapters["a"], preferred_element_type=jnp.float32) * chosen[:, :, None]
+        y = y + jnp.einsum("tnr,nro->to", low.astype(x.dtype), adapters["b"], preferred_element_type=jnp.float32)
+    return y.astype(x.dtype)
+
+
+def rms_norm(params: Mapping[str, jax.Array], x: jax.Array, eps: float) -> jax.Array:
+    """x [..., D] over its root mean square, times `scale` [D]; float32 inside, x's dtype outside."""
+    x32 = x.astype(jnp.float32)
+    normal = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    scale = params["scale"].astype(jnp.float32)
+    return (normal * scale.reshape((1,) * (x.ndim - 1) + scale.shape)).astype(x.dtype)
+
+
+def mlp(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
+    """x [T, E] through the gated MLP."""
+    gate, up = linear(params["gate_proj"], x), linear(params["up_proj"], x)
+    active = (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(x.dtype)
+    return linear(params["down_proj"], active)

@@ -1,0 +1,93 @@
+"""Rotary position embedding: frequencies from config.json, rotation in float32 from the position of each token.
+
+RoFormer (arXiv:2104.09864), in the half-split form: feature d turns together with feature d + D/2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdisagg.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """Frequencies of the rotation. `factor` and what follows it matter for kinds that use them."""
+
+    head_dim: int  # D
+    theta: float
+    kind: str = "default"  # default | linear | llama3
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_len: int = 8192  # tokens
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], head_dim: int) -> RopeSpec:
+        """Read `rope_parameters`, or the older `rope_theta` with `rope_scaling`. Raises ConfigError naming the key."""
+        key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+        values = dict(config.get(key) or {})
+        theta = float(values.get("rope_theta") or config.get("rope_theta") or 10000.0)
+        kind = values.get("rope_type") or values.get("type") or "default"
+        if kind not in ("default", "linear", "llama3"):
+            raise ConfigError(f"config.json: {key}.rope_type is {kind!r}, wanted default | linear | llama3", field=key)
+        partial = values.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+        if partial != 1.0:
+            raise ConfigError(f"config.json: partial_rotary_factor is {partial!r}, wanted 1.0", field="partial_rotary_factor")
+        if kind == "default":
+            return cls(head_dim=head_dim, theta=theta)
+        if kind == "linear":
+            return cls(head_dim=head_dim, theta=theta, kind=kind, factor=_number(values, key, "factor"))
+        low, high = _number(values, key, "low_freq_factor"), _number(values, key, "high_freq_factor")
+        if high <= low:
+            raise ConfigError(
+                f"config.json: {key}.high_freq_factor is {high}, wanted more than low_freq_factor = {low}", field=key
+            )
+        return cls(
+            head_dim=head_dim,
+            theta=theta,
+            kind=kind,
+            factor=_number(values, key, "factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            original_max_len=int(_number(values, key, "original_max_position_embeddings")),
+        )
+
+    def inverse_frequencies(self) -> np.ndarray:
+        """f32[D/2]: radians per token of each feature pair."""
+        frequencies = self.theta ** -(np.arange(0, self.head_dim, 2, dtype=np.float64) / self.head_dim)
+        if self.kind == "linear":
+            frequencies = frequencies / self.factor
+        if self.kind == "llama3":
+            # Long waves are stretched by `factor`, short ones kept, those between blended linearly in turns per context.
+            turns = self.original_max_len * frequencies / (2 * math.pi)
+            blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            blend = np.clip(blend, 0.0, 1.0)
+            frequencies = frequencies * (blend + (1.0 - blend) / self.factor)
+        return frequencies.astype(np.float32)
+
+
+def angles(rope: RopeSpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine, f32[T, 1, D/2], of the rotation at positions i32[T]."""
+    turned = positions.astype(jnp.float32)[:, None] * jnp.asarray(rope.inverse_frequencies())[None, :]
+    return jnp.cos(turned)[:, None, :], jnp.sin(turned)[:, None, :]
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turn the feature pairs of x [T, H, D] in float32; the result has x's dtype."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _number(values: Mapping[str, Any], key: str, name: str) -> float:
+    value = values.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ConfigError(f"config.json: {key}.{name} is {value!r}, wanted a positive number", field=key)
+    return float(value)

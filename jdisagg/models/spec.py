@@ -1,0 +1,151 @@
+"""What a decoder-only model is, read from a Hugging Face config.json. Families differ by these fields, not by files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.kv.spec import KVSpec
+from jdisagg.models.rope import RopeSpec
+
+# Architecture -> (q, k, v have a bias; q and k are normalised per head). None: `attention_bias` in config.json decides.
+_FAMILIES: Mapping[str, tuple[bool | None, bool]] = {
+    "LlamaForCausalLM": (None, False),
+    "MistralForCausalLM": (False, False),
+    "Qwen2ForCausalLM": (True, False),
+    "Qwen3ForCausalLM": (None, True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Shape of one attention layer; equal in all layers except for `windows`."""
+
+    num_heads: int  # H
+    num_kv_heads: int  # K
+    head_dim: int  # D
+    qkv_bias: bool
+    out_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]  # per layer: key j is seen by query i when i - j < window; None = every earlier key
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only transformer with RMSNorm, RoPE, grouped-query attention and a gated MLP."""
+
+    architecture: str
+    vocab_size: int  # V
+    embed: int  # E
+    mlp: int  # F
+    num_layers: int  # L
+    attention: AttentionSpec
+    rope: RopeSpec
+    norm_eps: float
+    mlp_bias: bool
+    tied: bool  # the embedding is also the output matrix
+    max_model_len: int  # tokens
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
+        """Read a config.json dict. Raises ConfigError naming the key that is missing or not supported."""
+        architecture = _architecture(config)
+        if config.get("quantization_config") is not None:
+            raise _unsupported("quantization_config", config["quantization_config"], "unquantized weights")
+        if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+            raise _unsupported("hidden_act", activation, "silu")
+        attention = _attention(config, architecture)
+        return cls(
+            architecture=architecture,
+            vocab_size=_positive(config, "vocab_size"),
+            embed=_positive(config, "hidden_size"),
+            mlp=_positive(config, "intermediate_size"),
+            num_layers=_positive(config, "num_hidden_layers"),
+            attention=attention,
+            rope=RopeSpec.from_config(config, attention.head_dim),
+            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            mlp_bias=architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            max_model_len=_positive(config, "max_position_embeddings"),
+        )
+
+    @property
+    def uniform_window(self) -> bool:
+        """True when every layer sees the same range of keys."""
+        return len(set(self.attention.windows)) == 1
+
+    def kv_spec(self, dtype: str) -> KVSpec:
+        """The KV cache group of this model, kept as `dtype`. Full and window layers mixed are one full group."""
+        window = self.attention.windows[0] if self.uniform_window else None
+        return KVSpec(
+            num_layers=self.num_layers,
+            num_kv_heads=self.attention.num_kv_heads,
+            features=2 * self.attention.head_dim,
+            dtype=dtype,
+            kind="full" if window is None else "window",
+            window=window,
+        )
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures") or []
+    for name in names:
+        if name in _FAMILIES:
+            return name
+    raise _unsupported("architectures", names, " | ".join(_FAMILIES))
+
+
+def _attention(config: Mapping[str, Any], architecture: str) -> AttentionSpec:
+    qkv_bias, qk_norm = _FAMILIES[architecture]
+    config_bias = bool(config.get("attention_bias", False))
+    num_heads = _positive(config, "num_attention_heads")
+    num_kv_heads = _positive(config, "num_key_value_heads") if config.get("num_key_value_heads") else num_heads
+    if num_heads % num_kv_heads:
+        raise _unsupported("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads = {num_heads}")
+    if config.get("head_dim"):
+        head_dim = _positive(config, "head_dim")
+    else:
+        head_dim = 128 if architecture == "Qwen3ForCausalLM" else _positive(config, "hidden_size") // num_heads
+    if head_dim % 2:
+        raise _unsupported("head_dim", head_dim, "an even number: RoPE turns pairs")
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        qkv_bias=config_bias if qkv_bias is None else qkv_bias,
+        out_bias=config_bias if qkv_bias is None else False,
+        qk_norm=qk_norm,
+        windows=_windows(config, architecture),
+    )
+
+
+def _windows(config: Mapping[str, Any], architecture: str) -> tuple[int | None, ...]:
+    num_layers = _positive(config, "num_hidden_layers")
+    window = config.get("sliding_window")
+    if architecture == "LlamaForCausalLM" or (architecture.startswith("Qwen") and not config.get("use_sliding_window", False)):
+        window = None
+    if window is None:
+        return (None,) * num_layers
+    window = _positive(config, "sliding_window")
+    if architecture == "MistralForCausalLM":
+        return (window,) * num_layers
+    types = config.get("layer_types")
+    if types is None:
+        first = int(config.get("max_window_layers", 28))
+        types = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
+    if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+        raise _unsupported("layer_types", types, f"{num_layers} times full_attention | sliding_attention")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _positive(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _unsupported(key, value, "a positive integer")
+    return value
+
+
+def _unsupported(key: str, got: object, wanted: str) -> ConfigError:
+    return ConfigError(f"config.json: {key} is {got!r}, wanted {wanted}", field=key)
