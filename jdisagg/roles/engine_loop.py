@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from jdisagg.core.errors import InvalidRequest, RequestError, Unavailable
+from jdisagg.core.fleet import Load
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import FinishReason, Output, Provenance
 from jdisagg.roles.inbox import Call, Cancel, Inbox, Message, Submit
@@ -50,6 +51,7 @@ class EngineLoop:
         self._worker = worker
         self._draining = False
         self._was_idle = False
+        self.load = Load()  # replaced whole every tick, so that any thread may read it
 
     def tick(self, now_s: float) -> bool:
         """Advance by one step; returns False when there was nothing to do. Raises only what must stop the process."""
@@ -125,6 +127,13 @@ class EngineLoop:
         counts = self._scheduler.counts()
         for state, count in counts.items():
             self._metrics.requests.labels(state=state).set(count)
+        running = counts.get("running", 0)
+        self.load = Load(
+            running=running,
+            waiting=len(self._streams) - running,
+            free_pages=self._scheduler.num_free_pages,
+            total_pages=self._scheduler.num_pages,
+        )
         self._metrics.kv_pages_free.set(self._scheduler.num_free_pages)
         self._metrics.kv_pages_used.set(self._scheduler.num_pages - self._scheduler.num_free_pages)
         if plan is not None:

@@ -1,0 +1,145 @@
+"""Real server processes for end-to-end tests: start, wait for READY, look at them from outside, end them for sure."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+READY_TIMEOUT_S = 150.0
+STOP_TIMEOUT_S = 15.0
+
+
+class ServerProcess:
+    """One `python -m jdisagg.serve` with its READY line. Always ended by SIGKILL if nothing else helps."""
+
+    def __init__(self, *flags: str, log: Path, env: dict[str, str] | None = None) -> None:
+        self.flags = flags
+        self.log = log
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", **(env or {})}
+        environment.pop("XLA_FLAGS", None)
+        with log.open("ab") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "jdisagg.serve", *flags],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=environment,
+                start_new_session=True,
+            )
+        self.ready: dict[str, Any] = {}
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def grpc(self) -> str:
+        return self.ready["grpc"]
+
+    @property
+    def http(self) -> str:
+        return "http://" + self.ready["http"]
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> ServerProcess:
+        """Read stdout until the READY line; raises with the tail of the log when it does not come."""
+        assert self.process.stdout is not None
+        deadline_s = time.monotonic() + timeout_s
+        os.set_blocking(self.process.stdout.fileno(), False)
+        text = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            while time.monotonic() < deadline_s:
+                if selector.select(timeout=0.2):
+                    text += self.process.stdout.read() or b""
+                for line in text.split(b"\n")[:-1]:
+                    message = json.loads(line) if line.startswith(b"{") else {}
+                    if message.get("event") == "ready":
+                        self.ready = message
+                        return self
+                if self.process.poll() is not None:
+                    break
+        raise AssertionError(f"not ready (exit {self.process.poll()}) with {self.flags}:\n{self.tail()}")
+
+    def tail(self, num_chars: int = 6000) -> str:
+        return self.log.read_text(errors="replace")[-num_chars:]
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, now."""
+        if self.process.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+        self.process.wait(STOP_TIMEOUT_S)
+
+    def stop(self) -> int:
+        """SIGTERM, then SIGKILL after a grace; returns the exit status."""
+        if self.process.poll() is None:
+            os.kill(self.pid, signal.SIGCONT)
+            os.kill(self.pid, signal.SIGTERM)
+            try:
+                self.process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        return self.process.returncode
+
+    # --- looking from outside
+
+    def get(self, path: str, timeout_s: float = 10.0) -> tuple[int, str]:
+        """HTTP GET: (status, body)."""
+        try:
+            with urllib.request.urlopen(self.http + path, timeout=timeout_s) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> tuple[int, dict[str, Any]]:
+        """HTTP POST of JSON: (status, decoded body)."""
+        request = urllib.request.Request(
+            self.http + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                return response.status, json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples of one metric whose labels match."""
+        total = 0.0
+        for line in self.get("/metrics")[1].splitlines():
+            if line.startswith("#") or not line.startswith(name):
+                continue
+            key, _, value = line.rpartition(" ")
+            if key.split("{")[0] == name and all(f'{label}="{wanted}"' in key for label, wanted in labels.items()):
+                total += float(value)
+        return total
+
+    def num_descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def num_threads(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/task"))
+
+    def state(self) -> dict[str, Any]:
+        """GET /debug/state."""
+        return json.loads(self.get("/debug/state")[1])
+
+
+def wait_until(condition: Any, timeout_s: float, what: str) -> None:
+    """Poll until `condition()` is true; raises with `what` otherwise."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        time.sleep(0.02)
