@@ -1,0 +1,101 @@
+"""The table of flags: for every field of `jdisagg.core.config` its section, bounds, choices and help. `settings` reads it.
+
+A field's type and default stay in the dataclass; a test checks that table and dataclasses name the same fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ROLES = ("unified", "prefill", "decode", "colocated", "router", "local")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One setting. `name` is the TOML key; the command-line flag is `--` + the name with dashes."""
+
+    section: str  # TOML section = field of Config
+    name: str
+    help: str
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    syntax: str = ""  # "" | "bytes" (512MiB) | "ranges" (0-3,5) | "addresses" (HOST:PORT,..) | "secret" (@FILE)
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def option(self) -> str:
+        """The flag as typed."""
+        return "--" + self.name.replace("_", "-")
+
+
+_MODEL = (
+    Flag("model", "model", "'demo', a directory, or a Hub id (local cache first)"),
+    Flag("model", "served_model_name", "name clients use; default: the value of --model"),
+    Flag("model", "load_format", "how weights are stored", choices=("auto", "safetensors", "orbax", "dummy")),
+    Flag(
+        "model",
+        "dtype",
+        "weights and activations; auto = float32 on CPU, bfloat16 elsewhere",
+        choices=("auto", "float32", "bfloat16"),
+    ),
+    Flag("model", "kv_cache_dtype", "KV cache; auto = --dtype", choices=("auto", "float32", "bfloat16")),
+    Flag("model", "max_model_len", "prompt + generated tokens; default: the model's own", minimum=2),
+    Flag("model", "tensor_parallel_size", "devices per model", minimum=1, maximum=1024),
+    Flag("model", "numerics", "exact: a token never depends on its neighbours, bit for bit"),
+    Flag("model", "layer_loop", "unrolled Python loop, or lax.scan for compile time"),
+)
+_CACHE = (
+    Flag("cache", "page_size", "tokens per KV page", minimum=1, maximum=1024, aliases=("block_size",)),
+    Flag("cache", "num_pages", "size of the pool in pages (page 0 is never used)", minimum=2),
+    Flag("cache", "kv_cache_bytes", "size of the pool in bytes, e.g. 512MiB", minimum=1, syntax="bytes"),
+    Flag("cache", "device_memory_utilization", "size of the pool by share of device memory", minimum=0.01, maximum=1),
+    Flag("cache", "enable_prefix_caching", "reuse KV of equal prefixes"),
+)
+_SCHEDULER = (
+    Flag("scheduler", "max_num_seqs", "sequences decoded together", minimum=1, maximum=65536),
+    Flag("scheduler", "max_num_batched_tokens", "tokens per step", minimum=1),
+    Flag("scheduler", "long_prefill_token_threshold", "prompt tokens per request and step; 0 = no cap", minimum=0),
+    Flag("scheduler", "scheduling_policy", "order of waiting requests", choices=("fcfs", "priority")),
+    Flag("scheduler", "reserved_decode_tokens", "room a prompt must leave before it is admitted", minimum=0),
+    Flag("scheduler", "max_queue_len", "waiting requests before new ones are refused", minimum=1),
+    Flag("scheduler", "schedule_log", "write every plan to this file"),
+)
+_TRANSFER = (
+    Flag("transfer", "prefill", "static prefill workers of a decode worker", syntax="addresses"),
+    Flag("transfer", "kv_transfer_backend", "what moves KV", choices=("auto", "grpc", "device_put", "fake")),
+    Flag("transfer", "transfer_buffer_bytes", "bytes in flight per worker, e.g. 256MiB", minimum=1, syntax="bytes"),
+    Flag("transfer", "transfer_chunk_tokens", "tokens of one KV piece", minimum=1),
+    Flag("transfer", "local_prefill", "when decode prefills itself: on-failure, never, below-tokens=N"),
+    Flag("transfer", "lease_s", "life of published KV after its receiver fell silent", minimum=0.1),
+    Flag("transfer", "checksums", "verify every KV piece"),
+    Flag("transfer", "heartbeat_s", "period of heartbeats", minimum=0.01),
+    Flag("transfer", "dead_after_s", "silence after which a peer is dead", minimum=0.02),
+)
+_DEVICE = (
+    Flag("device", "devices", "device indices, e.g. 0-3; default: as many as needed, from 0", syntax="ranges"),
+    Flag("device", "cpu_affinity", "CPU cores this process may use, e.g. 0-1", syntax="ranges"),
+    Flag("device", "compilation_cache_dir", "where compiled programs are kept; 'off' keeps none"),
+    Flag("device", "step_timeout_s", "a step that takes longer ends the process", minimum=0.1),
+)
+_SERVER = (
+    Flag("server", "host", "address to bind"),
+    Flag("server", "port", "HTTP port; 0 picks a free one", minimum=0, maximum=65535),
+    Flag("server", "grpc_port", "gRPC port; 0 picks a free one", minimum=0, maximum=65535),
+    Flag("server", "router", "routers to register with", syntax="addresses"),
+    Flag("server", "api_key", "@FILE holding the key clients must send (or set JDISAGG_API_KEY)", syntax="secret"),
+    Flag("server", "default_deadline_s", "deadline of requests that bring none", minimum=0.1),
+    Flag("server", "drain_s", "time running requests get after SIGTERM", minimum=0),
+    Flag("server", "seed", "seed of requests' default seeds", minimum=0, maximum=2**32 - 1),
+    Flag("server", "print_config", "print the effective configuration as TOML and exit"),
+)
+_LOCAL = (
+    Flag("local", "num_prefill", "prefill workers --role local starts", minimum=0, maximum=64),
+    Flag("local", "num_decode", "decode workers --role local starts", minimum=1, maximum=64),
+    Flag("local", "prefill_tp", "--tensor-parallel-size of prefill workers", minimum=1, maximum=1024),
+    Flag("local", "decode_tp", "--tensor-parallel-size of decode workers", minimum=1, maximum=1024),
+)
+FLAGS: tuple[Flag, ...] = _MODEL + _CACHE + _SCHEDULER + _TRANSFER + _DEVICE + _SERVER + _LOCAL
+SECTIONS: tuple[str, ...] = tuple(dict.fromkeys(flag.section for flag in FLAGS))
+# every name a key may have, aliases included -> its flag
+BY_NAME: dict[str, Flag] = {name: flag for flag in FLAGS for name in (flag.name, *flag.aliases)}

@@ -1,0 +1,221 @@
+"""Command line and TOML file -> `Config`: flag over file over default. No jax here: `--help` is instant.
+
+    config = load_config(["--role", "decode", "--page-size", "32"])
+
+A file has a top-level `role` and the sections of `jdisagg.core.flags` (or no sections at all). An unknown flag or key is a
+ConfigError that names it, where it stands, and the nearest right one. `to_toml` prints what `load_config` reads back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, NoReturn, get_type_hints
+
+from jdisagg.core.config import Config, LocalPrefill
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.flags import BY_NAME, FLAGS, ROLES, SECTIONS, Flag
+from jdisagg.core.values import fail, read_value
+
+API_KEY_VARIABLE = "JDISAGG_API_KEY"
+SECTION_TYPES: dict[str, type] = {name: hint for name, hint in get_type_hints(Config).items() if name in SECTIONS}
+_HINTS = {flag.name: get_type_hints(SECTION_TYPES[flag.section])[flag.name] for flag in FLAGS}
+_POOL_SIZES = ("num_pages", "kv_cache_bytes", "device_memory_utilization")  # three ways to say one thing
+_BELOW_PREFIX = LocalPrefill.BELOW_TOKENS.value + "="
+Values = dict[str, Any]  # field name -> typed value; only what was given
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that raises ConfigError instead of printing usage and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def build_parser(prog: str = "python -m jdisagg.serve") -> argparse.ArgumentParser:
+    """The parser of every flag, for `--help` and for `load_config`. Values stay text; absent flags are absent."""
+    parser = _Parser(
+        prog=prog, allow_abbrev=False, argument_default=argparse.SUPPRESS, description="Serve a model with jdisagg."
+    )
+    parser.add_argument("--role", metavar="ROLE", help=f"{', '.join(ROLES)} (default {Config().role})")
+    parser.add_argument("--config", metavar="FILE.toml", help="read settings from a file; flags win over it")
+    groups = {section: parser.add_argument_group(section) for section in SECTIONS}
+    for flag in FLAGS:
+        options = [flag.option, *("--" + alias.replace("_", "-") for alias in flag.aliases)]
+        default = getattr(SECTION_TYPES[flag.section](), flag.name)
+        text = flag.help.replace("%", "%%") + (f" ({', '.join(flag.choices)})" if flag.choices else "") + _shown(default)
+        if _HINTS[flag.name] is bool:
+            action = "store_true" if flag.name == "print_config" else argparse.BooleanOptionalAction
+            groups[flag.section].add_argument(*options, dest=flag.name, action=action, help=text)
+        else:
+            groups[flag.section].add_argument(*options, dest=flag.name, metavar="V", help=text)
+    return parser
+
+
+def load_config(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Config:
+    """The effective configuration. Raises ConfigError; exits only for `--help`."""
+    known, unknown = build_parser().parse_known_args(list(argv))
+    if unknown:
+        _unknown_flag(unknown[0])
+    given = vars(known)
+    file_values = read_file(Path(given.pop("config"))) if "config" in given else {}
+    flag_values: Values = {}
+    for name, raw in given.items():
+        flag_values |= _read("role" if name == "role" else BY_NAME[name], raw, "--" + name.replace("_", "-"), is_text=True)
+    values = {"api_key": environ[API_KEY_VARIABLE]} if environ.get(API_KEY_VARIABLE) else {}
+    if any(name in flag_values for name in _POOL_SIZES):
+        file_values = {name: value for name, value in file_values.items() if name not in _POOL_SIZES}
+    values |= file_values | flag_values
+    _check_together(values)
+    return _build(values)
+
+
+def read_file(path: Path) -> Values:
+    """Typed values of a TOML file, by field name. Raises ConfigError naming file, section and key."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config: cannot read {str(path)!r}: {error.strerror}", field="--config") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config: {path} is not TOML: {error}", field="--config") from error
+    values: Values = {}
+    for key, raw in table.items():
+        if key in SECTIONS and isinstance(raw, dict):
+            for inner, value in raw.items():
+                flag = BY_NAME.get(inner)
+                if flag is None or flag.section != key:
+                    _unknown_key(path, key, inner)
+                values |= _once(values, flag, _read(flag, value, f"{path} [{key}] {inner}", is_text=False), path)
+        elif key == "role":
+            values |= _read("role", raw, f"{path} role", is_text=False)
+        elif key in BY_NAME and not isinstance(raw, dict):
+            values |= _once(values, BY_NAME[key], _read(BY_NAME[key], raw, f"{path} {key}", is_text=False), path)
+        else:
+            _unknown_key(path, None, key)
+    return values
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as TOML that `load_config` reads back to an equal one; a secret appears as a comment only."""
+    lines = [f"role = {json.dumps(config.role)}"]
+    for section in SECTIONS:
+        lines += ["", f"[{section}]"]
+        for name, value in _printed(config, section).items():
+            lines.append(f"# {name} is set" if BY_NAME[name].syntax == "secret" else f"{name} = {json.dumps(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def to_flags(config: Config) -> list[str]:
+    """Flags that make a child process load the same configuration. Secrets are left out: pass them in its environment."""
+    defaults = Config()
+    argv = ["--role", config.role]
+    for section in SECTIONS:
+        usual = _printed(defaults, section)
+        for name, value in _printed(config, section).items():
+            flag = BY_NAME[name]
+            if flag.syntax == "secret" or usual.get(name) == value:
+                continue
+            if isinstance(value, bool):
+                argv.append(flag.option if value else "--no-" + flag.option[2:])
+            else:
+                argv += [flag.option, ",".join(value) if isinstance(value, list) else str(value)]
+    return argv
+
+
+def _printed(config: Config, section: str) -> dict[str, Any]:
+    """Set fields of one section as TOML values."""
+    part = getattr(config, section)
+    found: dict[str, Any] = {}
+    for flag in (flag for flag in FLAGS if flag.section == section and flag.name != "print_config"):
+        value = getattr(part, flag.name)
+        if value is LocalPrefill.BELOW_TOKENS:
+            found[flag.name] = f"{_BELOW_PREFIX}{part.local_prefill_below_tokens}"
+        elif isinstance(value, Enum):
+            found[flag.name] = value.value
+        elif value is not None:
+            found[flag.name] = list(value) if isinstance(value, tuple) else value
+    if "num_pages" in found or "kv_cache_bytes" in found:
+        found.pop("device_memory_utilization", None)
+    return found
+
+
+def _read(flag: Flag | str, raw: object, where: str, *, is_text: bool) -> Values:
+    """Typed value(s) of one setting; "role" stands above the sections."""
+    if isinstance(flag, str):
+        return {"role": raw} if raw in ROLES else fail(where, raw, "one of " + ", ".join(ROLES))
+    if flag.name == "local_prefill" and isinstance(raw, str) and raw.startswith(_BELOW_PREFIX):
+        count = raw.removeprefix(_BELOW_PREFIX)
+        if not count.isdecimal():
+            fail(where, raw, "below-tokens=N with a whole number N")
+        return {"local_prefill": LocalPrefill.BELOW_TOKENS, "local_prefill_below_tokens": int(count)}
+    if flag.name == "local_prefill" and raw == LocalPrefill.BELOW_TOKENS.value:
+        fail(where, raw, "below-tokens=N with a whole number N")
+    return {flag.name: read_value(flag, _HINTS[flag.name], raw, where, is_text=is_text)}
+
+
+def _once(values: Values, flag: Flag, new: Values, path: Path) -> Values:
+    if flag.name in values:
+        raise ConfigError(f"{path}: {flag.name} is set twice (an alias, or once outside its section)", field=flag.name)
+    return new
+
+
+def _build(values: Values) -> Config:
+    parts: dict[str, Any] = {}
+    for section, kind in SECTION_TYPES.items():
+        parts[section] = kind(**{f.name: values[f.name] for f in fields(kind) if f.name in values})
+    return Config(role=values.get("role", Config().role), **parts)
+
+
+def _check_together(values: Values) -> None:
+    """Refuse settings that contradict each other."""
+    sizes = [name for name in _POOL_SIZES if name in values]
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"{BY_NAME[sizes[1]].option}: got it beside {BY_NAME[sizes[0]].option}; keep one of them", field=sizes[1]
+        )
+    config = _build(values)
+    step, slots = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
+    if step < slots:
+        fail(
+            "--max-num-batched-tokens", step, f"at least --max-num-seqs = {slots}: each running sequence takes a token per step"
+        )
+    if config.transfer.dead_after_s < 2 * config.transfer.heartbeat_s:
+        fail("--dead-after-s", config.transfer.dead_after_s, f"at least twice --heartbeat-s = {config.transfer.heartbeat_s:g}")
+    can_prefill = config.transfer.prefill or config.server.router or config.transfer.local_prefill is not LocalPrefill.NEVER
+    if config.role == "decode" and not can_prefill:
+        fail("--local-prefill", "never", "a way to prefill: give --prefill or --router, or allow local prefill")
+
+
+def _unknown_flag(text: str) -> NoReturn:
+    name = text.split("=", maxsplit=1)[0]
+    options = [option for action in build_parser()._actions for option in action.option_strings]
+    if not text.startswith("-"):
+        raise ConfigError(f"{text}: unexpected argument; settings are flags like --model {text}", field=text)
+    raise ConfigError(f"{name}: unknown flag{_nearest(name, options)}", field=name)
+
+
+def _unknown_key(path: Path, section: str | None, key: str) -> NoReturn:
+    place = f"{path} [{section}] {key}" if section else f"{path} {key}"
+    flag = BY_NAME.get(key)
+    if flag is not None:
+        raise ConfigError(f"{place}: this key belongs to [{flag.section}]; move it there", field=key)
+    candidates = [*BY_NAME, *([] if section else ["role", *SECTIONS])]
+    raise ConfigError(f"{place}: unknown key{_nearest(key, candidates)}", field=key)
+
+
+def _nearest(name: str, candidates: list[str]) -> str:
+    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else "; see --help for the list"
+
+
+def _shown(default: object) -> str:
+    if default is None or default == () or isinstance(default, bool):
+        return ""
+    return f" (default {default.value if isinstance(default, Enum) else default})".replace("%", "%%")

@@ -1,0 +1,144 @@
+"""One setting's value: text of a flag or a TOML value -> the typed value of the config field, bounds checked.
+
+Every ConfigError reads `WHERE: got VALUE, wanted WHAT`; WHERE is the flag, or file, section and key.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+from enum import Enum
+from pathlib import Path
+from typing import Any, NoReturn, Union, get_args, get_origin
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.flags import Flag
+
+_UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s\[\]:,/]+):(\d{1,5})")
+_MAX_INDEX = 4095  # of a device or core
+
+
+def read_value(flag: Flag, hint: Any, raw: object, where: str, *, is_text: bool) -> Any:
+    """The typed value of `raw` for a field annotated `hint`. `is_text`: raw was typed on a command line.
+
+    Raises ConfigError. Sizes come back in bytes, addresses as a tuple, secrets as the first line of their file.
+    """
+    kind = _without_none(hint)
+    if flag.syntax == "addresses":
+        return _addresses(raw, where)
+    if flag.syntax == "bytes" and isinstance(raw, str):
+        return _in_bounds(flag, _bytes(raw, where), where)
+    if flag.syntax == "secret":
+        return _secret(raw, where)
+    if flag.syntax == "ranges":
+        parse_ranges(_string(raw, where), where)
+        return raw
+    if kind is bool:
+        return raw if isinstance(raw, bool) else fail(where, raw, "true or false")
+    if kind is int:
+        return _in_bounds(flag, _integer(raw, where, is_text), where)
+    if kind is float:
+        return _in_bounds(flag, _float(raw, where, is_text), where)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(_choice(raw, tuple(member.value for member in kind), where))
+    text = _string(raw, where)
+    return _choice(text, flag.choices, where) if flag.choices else text
+
+
+def parse_ranges(text: str, where: str = "ranges") -> tuple[int, ...]:
+    """Indices named by "0-3,5", in order, without repeats. Raises ConfigError."""
+    found: dict[int, None] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if match is None:
+            fail(where, text, "indices like 0-3,5")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last <= _MAX_INDEX:
+            fail(where, text, f"ascending indices up to {_MAX_INDEX}")
+        found.update(dict.fromkeys(range(first, last + 1)))
+    return tuple(found)
+
+
+def fail(where: str, got: object, wanted: str) -> NoReturn:
+    """Raise the ConfigError of one bad value."""
+    raise ConfigError(f"{where}: got {got!r}, wanted {wanted}", field=where)
+
+
+def _without_none(hint: Any) -> Any:
+    if get_origin(hint) in (Union, types.UnionType):
+        (kind,) = [arg for arg in get_args(hint) if arg is not type(None)]
+        return kind
+    return hint
+
+
+def _string(raw: object, where: str) -> str:
+    if not isinstance(raw, str) or not raw.strip():
+        fail(where, raw, "a non-empty string")
+    return raw
+
+
+def _choice(raw: object, choices: tuple[str, ...], where: str) -> str:
+    if not isinstance(raw, str) or raw not in choices:
+        fail(where, raw, "one of " + ", ".join(choices))
+    return raw
+
+
+def _integer(raw: object, where: str, is_text: bool) -> int:
+    if is_text and isinstance(raw, str) and re.fullmatch(r"[+-]?\d+", raw.strip()):
+        return int(raw)
+    if isinstance(raw, bool) or not isinstance(raw, int):
+        fail(where, raw, "a whole number")
+    return raw
+
+
+def _float(raw: object, where: str, is_text: bool) -> float:
+    try:
+        value = float(raw) if (is_text and isinstance(raw, str)) else raw
+    except ValueError:
+        fail(where, raw, "a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        fail(where, raw, "a finite number")
+    return float(value)
+
+
+def _in_bounds(flag: Flag, value: Any, where: str) -> Any:
+    if flag.minimum is not None and value < flag.minimum:
+        fail(where, value, f"at least {flag.minimum:g}")
+    if flag.maximum is not None and value > flag.maximum:
+        fail(where, value, f"at most {flag.maximum:g}")
+    return value
+
+
+def _bytes(raw: str, where: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", raw.strip())
+    if match is None or match[2].lower() not in _UNITS:
+        fail(where, raw, "a number of bytes like 536870912, 512MiB or 8GiB")
+    return int(float(match[1]) * _UNITS[match[2].lower()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].lower()]
+
+
+def _addresses(raw: object, where: str) -> tuple[str, ...]:
+    parts = raw.split(",") if isinstance(raw, str) else raw
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        fail(where, raw, "addresses HOST:PORT, separated by commas")
+    found = tuple(part.strip() for part in parts if part.strip())
+    for address in found:
+        match = _ADDRESS.fullmatch(address)
+        if match is None or not 0 < int(match[2]) <= 65535:
+            fail(where, address, "HOST:PORT with a port of 1 to 65535")
+    if len(set(found)) != len(found):
+        fail(where, raw, "every address once")
+    return found
+
+
+def _secret(raw: object, where: str) -> str:
+    if not isinstance(raw, str) or not raw.startswith("@"):
+        raise ConfigError(f"{where}: a secret is not given in the open; put it in a file and pass @FILE", field=where)
+    try:
+        lines = Path(raw[1:]).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: cannot read the file {raw[1:]!r}: {error}", field=where) from error
+    if not lines or not lines[0].strip():
+        raise ConfigError(f"{where}: the file {raw[1:]!r} is empty; its first line must be the secret", field=where)
+    return lines[0].strip()

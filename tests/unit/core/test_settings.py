@@ -1,0 +1,201 @@
+"""Flags and TOML files become a Config, or one line that says what to change."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdisagg.core.config import Config, LocalPrefill, Numerics
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.flags import FLAGS, SECTIONS
+from jdisagg.core.settings import SECTION_TYPES, load_config, to_flags, to_toml
+
+NO_ENV: dict[str, str] = {}
+
+
+def load(*argv: str) -> Config:
+    return load_config(argv, NO_ENV)
+
+
+def message(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(*argv)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_text(text: str) -> str:
+        path = tmp_path / "conf.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write_text
+
+
+def test_the_table_names_exactly_the_config_fields() -> None:
+    derived = {"local_prefill_below_tokens"}  # written as below-tokens=N
+    wanted = {(section, f.name) for section, kind in SECTION_TYPES.items() for f in fields(kind) if f.name not in derived}
+    assert {(flag.section, flag.name) for flag in FLAGS} == wanted
+    assert len({flag.name for flag in FLAGS}) == len(FLAGS)
+
+
+def test_no_arguments_give_the_defaults() -> None:
+    assert load() == Config()
+
+
+def test_flags_set_typed_fields() -> None:
+    config = load(
+        *["--role", "decode", "--block-size", "32", "--prefill", "a:1,[::1]:2", "--kv-cache-bytes", "1.5GiB"],
+        *["--numerics", "exact", "--no-checksums", "--lease-s", "3", "--local-prefill", "below-tokens=9", "--devices", "0-1,3"],
+    )
+    assert config.cache.page_size == 32
+    assert config.cache.kv_cache_bytes == 3 * 2**29
+    assert config.transfer.prefill == ("a:1", "[::1]:2")
+    assert config.model.numerics is Numerics.EXACT
+    assert config.transfer.checksums is False
+    assert config.transfer.lease_s == 3.0
+    assert (config.transfer.local_prefill, config.transfer.local_prefill_below_tokens) == (LocalPrefill.BELOW_TOKENS, 9)
+    assert config.device.devices == "0-1,3"
+
+
+def test_flag_wins_over_file_and_file_over_default(write) -> None:
+    path = write('role = "prefill"\n[cache]\npage_size = 8\n[scheduler]\nmax_num_seqs = 3\n')
+    config = load("--config", path, "--page-size", "64")
+    assert (config.role, config.cache.page_size, config.scheduler.max_num_seqs) == ("prefill", 64, 3)
+    assert config.scheduler.max_queue_len == Config().scheduler.max_queue_len
+
+
+def test_a_flat_file_works_and_model_may_be_key_or_section(write) -> None:
+    config = load("--config", write('role = "unified"\nmodel = "dir"\nblock_size = 4\nprefill = ["h:1"]\n'))
+    assert (config.model.model, config.cache.page_size, config.transfer.prefill) == ("dir", 4, ("h:1",))
+    assert load("--config", write('[model]\nmodel = "other"\n')).model.model == "other"
+
+
+def test_a_pool_size_flag_replaces_another_pool_size_of_the_file(write) -> None:
+    config = load("--config", write("[cache]\nnum_pages = 9\n"), "--kv-cache-bytes", "1MiB")
+    assert (config.cache.num_pages, config.cache.kv_cache_bytes) == (None, 2**20)
+
+
+@pytest.mark.covers("V43")
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        (["--pge-size", "3"], "--pge-size: unknown flag; did you mean --page-size?"),
+        (["--zzz"], "--zzz: unknown flag; see --help for the list"),
+        (["demo"], "demo: unexpected argument; settings are flags like --model demo"),
+        (["--role", "boss"], "--role: got 'boss', wanted one of unified, prefill, decode, colocated, router, local"),
+        (["--page-size", "x"], "--page-size: got 'x', wanted a whole number"),
+        (["--page-size", "1.5"], "--page-size: got '1.5', wanted a whole number"),
+        (["--page-size", "0"], "--page-size: got 0, wanted at least 1"),
+        (["--port", "65536"], "--port: got 65536, wanted at most 65535"),
+        (["--lease-s", "nan"], "--lease-s: got 'nan', wanted a finite number"),
+        (["--lease-s", "soon"], "--lease-s: got 'soon', wanted a number"),
+        (["--scheduling-policy", "lifo"], "--scheduling-policy: got 'lifo', wanted one of fcfs, priority"),
+        (["--numerics", "best"], "--numerics: got 'best', wanted one of exact, fast"),
+        (
+            ["--local-prefill", "below-tokens"],
+            "--local-prefill: got 'below-tokens', wanted below-tokens=N with a whole number N",
+        ),
+        (["--local-prefill", "below-tokens=-1"], "wanted below-tokens=N with a whole number N"),
+        (["--prefill", "host"], "--prefill: got 'host', wanted HOST:PORT with a port of 1 to 65535"),
+        (["--prefill", "h:0"], "--prefill: got 'h:0', wanted HOST:PORT with a port of 1 to 65535"),
+        (["--prefill", "h:1,h:1"], "--prefill: got 'h:1,h:1', wanted every address once"),
+        (["--devices", "3-1"], "--devices: got '3-1', wanted ascending indices up to 4095"),
+        (["--cpu-affinity", "all"], "--cpu-affinity: got 'all', wanted indices like 0-3,5"),
+        (
+            ["--kv-cache-bytes", "8 gigs"],
+            "--kv-cache-bytes: got '8 gigs', wanted a number of bytes like 536870912, 512MiB or 8GiB",
+        ),
+        (["--api-key", "hunter2"], "--api-key: a secret is not given in the open; put it in a file and pass @FILE"),
+        (["--num-pages", "9", "--kv-cache-bytes", "9"], "--kv-cache-bytes: got it beside --num-pages; keep one of them"),
+        (["--max-num-batched-tokens", "4"], "--max-num-batched-tokens: got 4, wanted at least --max-num-seqs = 16"),
+        (["--dead-after-s", "0.3"], "--dead-after-s: got 0.3, wanted at least twice --heartbeat-s = 0.25"),
+        (["--role", "decode", "--local-prefill", "never"], "wanted a way to prefill: give --prefill or --router"),
+        (["--config", "no/such.toml"], "--config: cannot read 'no/such.toml': No such file or directory"),
+    ],
+)
+def test_a_bad_flag_says_what_it_got_and_what_to_change(argv: list[str], wanted: str) -> None:
+    assert wanted in message(*argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("[cache]\npge_size = 3\n", "[cache] pge_size: unknown key; did you mean page_size?"),
+        ("[cache]\nmax_num_seqs = 3\n", "[cache] max_num_seqs: this key belongs to [scheduler]; move it there"),
+        ("[cahce]\npage_size = 3\n", "cahce: unknown key; did you mean cache?"),
+        ("pge_size = 3\n", "pge_size: unknown key; did you mean page_size?"),
+        ("page_size = 3\nblock_size = 4\n", "page_size is set twice"),
+        ('[cache]\npage_size = "16"\n', "[cache] page_size: got '16', wanted a whole number"),
+        ("[cache]\npage_size = true\n", "[cache] page_size: got True, wanted a whole number"),
+        ("[transfer]\nchecksums = 1\n", "[transfer] checksums: got 1, wanted true or false"),
+        ("[transfer]\nlease_s = 0\n", "[transfer] lease_s: got 0.0, wanted at least 0.1"),
+        ("[model]\nmodel = 3\n", "[model] model: got 3, wanted a non-empty string"),
+        ("[transfer]\nprefill = [3]\n", "[transfer] prefill: got [3], wanted addresses HOST:PORT"),
+        ('[server]\napi_key = "hunter2"\n', "[server] api_key: a secret is not given in the open"),
+        ("role = 3\n", "role: got 3, wanted one of unified"),
+        ("[cache\n", "is not TOML"),
+    ],
+)
+def test_a_bad_file_names_file_section_and_key(write, text: str, wanted: str) -> None:
+    got = message("--config", write(text))
+    assert wanted in got
+    assert "conf.toml" in got
+    assert "hunter2" not in got
+
+
+def test_the_api_key_comes_from_a_file_or_the_environment_and_is_never_printed(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("s3cret\n")
+    from_file = load("--api-key", f"@{path}")
+    assert from_file.server.api_key == "s3cret"
+    assert load_config([], {"JDISAGG_API_KEY": "from-env"}).server.api_key == "from-env"
+    assert "s3cret" not in to_toml(from_file) + " ".join(to_flags(from_file))
+    assert "# api_key is set" in to_toml(from_file)
+    path.write_text("\n")
+    assert "is empty" in message("--api-key", f"@{path}")
+
+
+argv_strategy = st.fixed_dictionaries(
+    {},
+    optional={
+        "--role": st.sampled_from(["unified", "prefill", "decode", "router"]),
+        "--model": st.sampled_from(["demo", 'a dir/with "quotes" and é']),
+        "--page-size": st.integers(1, 1024).map(str),
+        "--num-pages": st.integers(2, 10**9).map(str),
+        "--prefill": st.lists(st.integers(1, 65535), unique=True, max_size=3).map(lambda p: ",".join(f"h:{x}" for x in p)),
+        "--local-prefill": st.sampled_from(["on-failure", "below-tokens=0", "below-tokens=77"]),
+        "--lease-s": st.floats(0.1, 1e6).map(str),
+        "--layer-loop": st.sampled_from(["auto", "unrolled", "scan"]),
+        "--devices": st.sampled_from(["0", "0-3,7"]),
+    },
+)
+
+
+@given(argv_strategy, st.booleans())
+def test_printed_config_and_child_flags_load_back_equal(flags: dict[str, str], checksums: bool) -> None:
+    config = load(*[part for pair in flags.items() for part in pair], "--checksums" if checksums else "--no-checksums")
+    assert load(*to_flags(config)) == config
+    with NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
+        file.write(to_toml(config))
+        file.flush()
+        assert load("--config", file.name) == config
+
+
+def test_settings_import_neither_jax_nor_numpy_nor_grpc() -> None:
+    modules = "jdisagg.core.settings, jdisagg.core.metrics, jdisagg.core.logs"
+    code = f"import sys, {modules}; print([m for m in ('jax', 'numpy', 'grpc') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_section_is_printed_in_order() -> None:
+    printed = [line[1:-1] for line in to_toml(Config()).splitlines() if line.startswith("[")]
+    assert tuple(printed) == SECTIONS
