@@ -1,0 +1,90 @@
+"""The only place that creates gRPC channels and servers: credentials, message limits, keepalive, addresses.
+
+Every channel has its own connection (no shared sub-channel pool), so closing one and opening another really reconnects at
+once instead of inheriting the old one's back-off. Ports are never shared: a second bind of one port is an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from jdisagg.core.errors import ConfigError
+
+MAX_MESSAGE_BYTES = 256 * 2**20
+
+_COMMON_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_CHANNEL_OPTIONS = (
+    *_COMMON_OPTIONS,
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),  # also the connection attempt's time-out
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+_SERVER_OPTIONS = (
+    *_COMMON_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credentials:
+    """How a process proves who it is. None = plain text (a private network)."""
+
+    channel: grpc.ChannelCredentials | None = None
+    server: grpc.ServerCredentials | None = None
+
+
+INSECURE = Credentials()
+
+
+def open_channel(address: str, credentials: Credentials = INSECURE) -> grpc.aio.Channel:
+    """An asyncio channel to HOST:PORT; connects on first use. The caller closes it."""
+    if credentials.channel is None:
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, credentials.channel, options=_CHANNEL_OPTIONS)
+
+
+def open_blocking_channel(address: str, credentials: Credentials = INSECURE) -> grpc.Channel:
+    """A channel for a plain thread. The caller closes it."""
+    if credentials.channel is None:
+        return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, credentials.channel, options=_CHANNEL_OPTIONS)
+
+
+def make_server() -> grpc.aio.Server:
+    """An asyncio server without services or ports; `bind` it, then `await server.start()`."""
+    return grpc.aio.server(options=_SERVER_OPTIONS)
+
+
+def bind(server: grpc.aio.Server, host: str = "127.0.0.1", port: int = 0, credentials: Credentials = INSECURE) -> str:
+    """Bind before `start`; port 0 picks a free one. Returns HOST:PORT as bound; raises ConfigError when it is taken."""
+    wanted = join_address(host, port)
+    try:
+        if credentials.server is None:
+            bound = server.add_insecure_port(wanted)
+        else:
+            bound = server.add_secure_port(wanted, credentials.server)
+    except RuntimeError as error:
+        raise ConfigError(f"grpc_port: cannot listen on {wanted} ({error}); free it or choose another, 0 picks one") from error
+    if bound == 0:
+        raise ConfigError(f"grpc_port: cannot listen on {wanted}; free it or choose another, 0 picks one")
+    return join_address(host, bound)
+
+
+def join_address(host: str, port: int) -> str:
+    """HOST:PORT, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

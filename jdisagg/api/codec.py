@@ -1,0 +1,258 @@
+"""Between protos and the core's dataclasses: requests, outputs, errors. `peer_codec` does hand-offs, `fleet_codec` members.
+
+Deadlines travel as remaining milliseconds and become absolute again on the receiver's monotonic clock, so clocks never have
+to agree. Floats travel as 32 bits. Unknown numbers have a stated meaning: a FinishReason is ERROR, a code is INTERNAL.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NoReturn
+
+import grpc
+import grpc.aio
+
+from jdisagg.core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HandoffLost,
+    InvalidRequest,
+    JdisaggError,
+    ModelNotFound,
+    Overloaded,
+    RequestError,
+    Unauthenticated,
+    Unavailable,
+)
+from jdisagg.core.requests import (
+    EngineRequest,
+    FinishReason,
+    Output,
+    Provenance,
+    SamplingParams,
+    TokenLogprob,
+)
+from jdisagg.v1 import common_pb2
+
+_MAX_DEADLINE_S = 30 * 86_400.0  # an infinite deadline is sent as a month
+
+_FINISH_TO_PROTO = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
+    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+_FINISH_FROM_PROTO = {number: reason for reason, number in _FINISH_TO_PROTO.items()}
+
+_STATUS_BY_NAME = {status.name: status for status in grpc.StatusCode}
+_NAME_BY_CODE = {status.value[0]: status.name for status in grpc.StatusCode}
+_ERROR_BY_NAME: dict[str, type[RequestError]] = {
+    error.grpc_status: error
+    for error in (InvalidRequest, ModelNotFound, Unauthenticated, Unavailable, DeadlineExceeded, Cancelled, HandoffLost)
+}
+
+
+# --- errors
+
+
+def status_of(error: JdisaggError) -> grpc.StatusCode:
+    """The gRPC status of an error."""
+    return _STATUS_BY_NAME[error.grpc_status]
+
+
+async def abort(context: grpc.aio.ServicerContext, error: JdisaggError) -> NoReturn:
+    """End an RPC with the error's status and message."""
+    await context.abort(status_of(error), error.message)
+    raise AssertionError("abort returned")
+
+
+def encode_error(error: RequestError) -> common_pb2.RequestFailure:
+    """An error as data."""
+    retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
+    return common_pb2.RequestFailure(
+        code=status_of(error).value[0],
+        message=error.message,
+        field=error.field or "",
+        retry_after_ms=round(retry_after_s * 1000),
+    )
+
+
+def decode_error(message: common_pb2.RequestFailure) -> RequestError:
+    """The error class of that code; an unknown code becomes a plain RequestError (INTERNAL)."""
+    name = _NAME_BY_CODE.get(message.code, "INTERNAL")
+    if name == Overloaded.grpc_status:
+        return Overloaded(message.message, retry_after_s=message.retry_after_ms / 1000)
+    return _ERROR_BY_NAME.get(name, RequestError)(message.message, field=message.field or None)
+
+
+def error_from_rpc(error: grpc.RpcError, what: str) -> RequestError:
+    """The failure of an RPC as the core's error; `what` says who was asked for what."""
+    name = error.code().name if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else "UNKNOWN"
+    details = error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else str(error)
+    message = f"{what}: {name}: {details}"
+    if name == Overloaded.grpc_status:
+        return Overloaded(message)
+    return _ERROR_BY_NAME.get(name, Unavailable)(message)
+
+
+# --- requests
+
+
+def remaining_ms(deadline_s: float, now_s: float) -> int:
+    """Milliseconds left, rounded up; 0 = passed."""
+    return math.ceil(min(max(deadline_s - now_s, 0.0), _MAX_DEADLINE_S) * 1000)
+
+
+def encode_sampling(sampling: SamplingParams) -> common_pb2.SamplingParams:
+    """Complete parameters: every field set."""
+    return common_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=sampling.stop_token_ids,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+    )
+
+
+def decode_sampling(message: common_pb2.SamplingParams) -> SamplingParams:
+    """Absent fields take the dataclass's defaults; `logit_bias` comes out sorted by token id."""
+    optional = (
+        "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "seed", "max_tokens", "logprobs", "prompt_logprobs",
+    )  # fmt: skip
+    given = {name: getattr(message, name) for name in optional if message.HasField(name)}
+    return SamplingParams(
+        **given,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        min_tokens=message.min_tokens,
+        ignore_eos=message.ignore_eos,
+        stop_token_ids=tuple(message.stop_token_ids),
+    )
+
+
+def encode_request(request: EngineRequest, now_s: float) -> common_pb2.EngineRequest:
+    """`now_s` is this process's monotonic clock."""
+    return common_pb2.EngineRequest(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        prompt_token_ids=request.prompt_token_ids,
+        generated_token_ids=request.generated_token_ids,
+        sampling=encode_sampling(request.sampling),
+        choice=request.choice,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        deadline_ms=remaining_ms(request.deadline_s, now_s),
+        prefill_peers=request.prefill_peers,
+    )
+
+
+def decode_request(message: common_pb2.EngineRequest, now_s: float) -> EngineRequest:
+    """Raises InvalidRequest when it lacks an id or a prompt."""
+    if not message.request_id:
+        raise InvalidRequest("request_id is empty; every engine request has one", field="request_id")
+    if not message.prompt_token_ids:
+        raise InvalidRequest(f"request {message.request_id}: prompt_token_ids is empty; send at least one", field="prompt")
+    return EngineRequest(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        generated_token_ids=tuple(message.generated_token_ids),
+        sampling=decode_sampling(message.sampling),
+        choice=message.choice,
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        deadline_s=now_s + message.deadline_ms / 1000,
+        prefill_peers=tuple(message.prefill_peers),
+    )
+
+
+# --- outputs
+
+
+def encode_logprob(logprob: TokenLogprob | None) -> common_pb2.TokenLogprob:
+    """None (the first prompt token) is marked `absent`."""
+    if logprob is None:
+        return common_pb2.TokenLogprob(absent=True)
+    return common_pb2.TokenLogprob(
+        token_id=logprob.token_id,
+        logprob=logprob.logprob,
+        top=[common_pb2.TopLogprob(token_id=token_id, logprob=value) for token_id, value in logprob.top],
+    )
+
+
+def _decode_logprob(message: common_pb2.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(message.token_id, message.logprob, tuple((top.token_id, top.logprob) for top in message.top))
+
+
+def encode_provenance(provenance: Provenance) -> common_pb2.Provenance:
+    """Field by field."""
+    return common_pb2.Provenance(
+        prefill_worker=provenance.prefill_worker,
+        decode_worker=provenance.decode_worker,
+        prefilled_tokens=provenance.prefilled_tokens,
+        transferred_tokens=provenance.transferred_tokens,
+        transferred_pages=provenance.transferred_pages,
+        transferred_bytes=provenance.transferred_bytes,
+        recoveries=provenance.recoveries,
+    )
+
+
+def _decode_provenance(message: common_pb2.Provenance) -> Provenance:
+    return Provenance(
+        prefill_worker=message.prefill_worker,
+        decode_worker=message.decode_worker,
+        prefilled_tokens=message.prefilled_tokens,
+        transferred_tokens=message.transferred_tokens,
+        transferred_pages=message.transferred_pages,
+        transferred_bytes=message.transferred_bytes,
+        recoveries=tuple(message.recoveries),
+    )
+
+
+def encode_finish(finish: FinishReason | None) -> common_pb2.FinishReason:
+    """None = not ended."""
+    return common_pb2.FINISH_REASON_UNSPECIFIED if finish is None else _FINISH_TO_PROTO[finish]
+
+
+def encode_output(output: Output) -> common_pb2.Output:
+    """One request's share of a tick."""
+    return common_pb2.Output(
+        request_id=output.request_id,
+        attempt=output.attempt,
+        token_ids=output.token_ids,
+        logprobs=[encode_logprob(item) for item in output.logprobs or ()],
+        prompt_logprobs=[encode_logprob(item) for item in output.prompt_logprobs or ()],
+        finish=encode_finish(output.finish),
+        stop_token_id=output.stop_token_id,
+        error=None if output.error is None else encode_error(output.error),
+        cached_tokens=output.cached_tokens,
+        provenance=None if output.provenance is None else encode_provenance(output.provenance),
+    )
+
+
+def decode_output(message: common_pb2.Output) -> Output:
+    """Empty repeated logprobs come out as None."""
+    finish = None if not message.finish else _FINISH_FROM_PROTO.get(message.finish, FinishReason.ERROR)
+    prompt_logprobs = tuple(None if item.absent else _decode_logprob(item) for item in message.prompt_logprobs)
+    return Output(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        token_ids=tuple(message.token_ids),
+        logprobs=tuple(_decode_logprob(item) for item in message.logprobs) or None,
+        prompt_logprobs=prompt_logprobs or None,
+        finish=finish,
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        error=decode_error(message.error) if message.HasField("error") else None,
+        cached_tokens=message.cached_tokens,
+        provenance=_decode_provenance(message.provenance) if message.HasField("provenance") else None,
+    )

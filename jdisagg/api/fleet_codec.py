@@ -1,0 +1,70 @@
+"""Between the protos of the fleet and `jdisagg.core.fleet`: loads and members."""
+
+from __future__ import annotations
+
+from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.fleet import Load, Member
+from jdisagg.core.requests import Role
+from jdisagg.v1 import fleet_pb2, peer_pb2, worker_pb2
+
+
+def encode_load(load: Load) -> worker_pb2.Load:
+    """Field by field."""
+    return worker_pb2.Load(
+        running=load.running,
+        waiting=load.waiting,
+        free_pages=load.free_pages,
+        total_pages=load.total_pages,
+        pending_prefill_tokens=load.pending_prefill_tokens,
+    )
+
+
+def decode_load(message: worker_pb2.Load) -> Load:
+    """Field by field."""
+    return Load(
+        running=message.running,
+        waiting=message.waiting,
+        free_pages=message.free_pages,
+        total_pages=message.total_pages,
+        pending_prefill_tokens=message.pending_prefill_tokens,
+    )
+
+
+def encode_member(member: Member) -> fleet_pb2.Member:
+    """What a router needs to know of a worker; the rest of Identity is between P and D."""
+    return fleet_pb2.Member(
+        role=member.role.value,
+        address=member.address,
+        identity=peer_pb2.Identity(fingerprint=member.fingerprint, worker=member.worker, epoch=member.epoch),
+        model=member.model,
+        max_model_len=member.max_model_len,
+        vocab_size=member.vocab_size,
+        eos_token_ids=member.eos_token_ids,
+        load=encode_load(member.load),
+        draining=member.draining,
+    )
+
+
+def decode_member(message: fleet_pb2.Member) -> Member:
+    """Raises InvalidRequest for an unknown role or a member without address, epoch or fingerprint."""
+    roles = {role.value: role for role in Role}
+    if message.role not in roles:
+        raise InvalidRequest(f"member role: wanted one of {sorted(roles)}, got {message.role!r}", field="role")
+    for name, value in (
+        ("address", message.address), ("epoch", message.identity.epoch), ("fingerprint", message.identity.fingerprint)
+    ):  # fmt: skip
+        if not value:
+            raise InvalidRequest(f"member {message.address or message.identity.worker!r}: {name} is empty", field=name)
+    return Member(
+        role=roles[message.role],
+        address=message.address,
+        worker=message.identity.worker,
+        epoch=message.identity.epoch,
+        fingerprint=message.identity.fingerprint,
+        model=message.model,
+        max_model_len=message.max_model_len,
+        vocab_size=message.vocab_size,
+        eos_token_ids=tuple(message.eos_token_ids),
+        load=decode_load(message.load),
+        draining=message.draining,
+    )

@@ -1,0 +1,192 @@
+"""Between the protos of PeerService and `jdisagg.handoff`: identities and the messages of a hand-off stream.
+
+An event this version does not know decodes to None, like a heartbeat: it shows life and changes nothing.
+"""
+
+from __future__ import annotations
+
+from jdisagg.api.codec import decode_error, decode_output, decode_request, encode_error, encode_output, encode_request
+from jdisagg.core.errors import InvalidRequest
+from jdisagg.handoff.identity import Backend, CacheGroup, Identity, Rank
+from jdisagg.handoff.messages import (
+    Accepted,
+    Ack,
+    ChunkReady,
+    Done,
+    Grant,
+    Open,
+    Refused,
+    Want,
+)
+from jdisagg.kv.spec import KVSpec
+from jdisagg.v1 import peer_pb2
+
+DOWN_HEARTBEAT = peer_pb2.PrefillRequest(heartbeat=peer_pb2.PrefillRequest.Heartbeat())
+UP_HEARTBEAT = peer_pb2.PrefillResponse(heartbeat=peer_pb2.PrefillResponse.Heartbeat())
+
+
+def encode_down(message: Open | Grant | Ack | Want, *, epoch: str, now_s: float) -> peer_pb2.PrefillRequest:
+    """D -> P. `epoch` is P's, from Hello."""
+    match message:
+        case Open():
+            event = peer_pb2.Open(
+                request=encode_request(message.request, now_s),
+                held_tokens=message.held_tokens,
+                epoch=epoch,
+                backend=message.backend,
+            )
+            return peer_pb2.PrefillRequest(open=event)
+        case Grant():
+            return peer_pb2.PrefillRequest(grant=peer_pb2.Grant(credit_bytes=message.credit_bytes))
+        case Ack():
+            return peer_pb2.PrefillRequest(ack=peer_pb2.Ack(key=message.key))
+        case Want():
+            return peer_pb2.PrefillRequest(want=_encode_want(message))
+
+
+def decode_down(message: peer_pb2.PrefillRequest, now_s: float) -> Open | Grant | Ack | Want | None:
+    """Raises InvalidRequest when Open holds no valid request."""
+    match message.WhichOneof("event"):
+        case "open":
+            request = decode_request(message.open.request, now_s)
+            if message.open.held_tokens < 0:
+                raise InvalidRequest(f"held_tokens: wanted >= 0, got {message.open.held_tokens}", field="held_tokens")
+            return Open(request=request, held_tokens=message.open.held_tokens, backend=message.open.backend)
+        case "grant":
+            return Grant(credit_bytes=message.grant.credit_bytes)
+        case "ack":
+            return Ack(key=message.ack.key)
+        case "want":
+            return _decode_want(message.want)
+        case _:
+            return None
+
+
+def encode_up(message: Accepted | ChunkReady | Done | Refused | Want) -> peer_pb2.PrefillResponse:
+    """P -> D."""
+    match message:
+        case Accepted():
+            return peer_pb2.PrefillResponse(accepted=peer_pb2.Accepted(cached_tokens=message.cached_tokens))
+        case ChunkReady():
+            event = peer_pb2.ChunkReady(
+                key=message.key,
+                range=peer_pb2.Range(begin=message.begin, end=message.end),
+                group=message.group,
+                shape=message.shape,
+                dtype=message.dtype,
+                num_bytes=message.num_bytes,
+                checksum=message.checksum,
+            )
+            return peer_pb2.PrefillResponse(chunk_ready=event)
+        case Done():
+            return peer_pb2.PrefillResponse(
+                done=peer_pb2.Done(first=encode_output(message.first), num_chunks=message.num_chunks)
+            )
+        case Refused():
+            return peer_pb2.PrefillResponse(refused=peer_pb2.Refused(error=encode_error(message.error)))
+        case Want():
+            return peer_pb2.PrefillResponse(want=_encode_want(message))
+
+
+def decode_up(message: peer_pb2.PrefillResponse) -> Accepted | ChunkReady | Done | Refused | Want | None:
+    """Raises InvalidRequest for a chunk whose shape does not have four axes."""
+    match message.WhichOneof("event"):
+        case "accepted":
+            return Accepted(cached_tokens=message.accepted.cached_tokens)
+        case "chunk_ready":
+            return _decode_chunk(message.chunk_ready)
+        case "done":
+            return Done(first=decode_output(message.done.first), num_chunks=message.done.num_chunks)
+        case "refused":
+            return Refused(error=decode_error(message.refused.error))
+        case "want":
+            return _decode_want(message.want)
+        case _:
+            return None
+
+
+def _decode_chunk(message: peer_pb2.ChunkReady) -> ChunkReady:
+    if len(message.shape) != 4:
+        raise InvalidRequest(f"chunk {message.key}: wanted shape [layers, tokens, heads, features], got {list(message.shape)}")
+    layers, tokens, heads, features = message.shape
+    return ChunkReady(
+        key=message.key,
+        begin=message.range.begin,
+        end=message.range.end,
+        shape=(layers, tokens, heads, features),
+        dtype=message.dtype,
+        num_bytes=message.num_bytes,
+        checksum=message.checksum,
+        group=message.group,
+    )
+
+
+def _encode_want(message: Want) -> peer_pb2.Want:
+    return peer_pb2.Want(range=peer_pb2.Range(begin=message.begin, end=message.end), reason=message.reason)
+
+
+def _decode_want(message: peer_pb2.Want) -> Want:
+    return Want(begin=message.range.begin, end=message.range.end, reason=message.reason)
+
+
+def encode_identity(identity: Identity) -> peer_pb2.Identity:
+    """Field by field."""
+    groups = [
+        peer_pb2.CacheGroup(
+            num_layers=group.spec.num_layers,
+            num_kv_heads=group.spec.num_kv_heads,
+            features=group.spec.features,
+            dtype=group.spec.dtype,
+            kind=group.spec.kind,
+            window=group.spec.window or 0,
+            page_size=group.page_size,
+        )
+        for group in identity.groups
+    ]
+    ranks = [peer_pb2.Rank(endpoint=r.endpoint, head_begin=r.head_begin, head_end=r.head_end) for r in identity.ranks]
+    backends = [
+        peer_pb2.TransferBackend(name=b.name, version=b.version, num_transport_addresses=b.num_transport_addresses)
+        for b in identity.backends
+    ]
+    return peer_pb2.Identity(
+        min_protocol=identity.min_protocol,
+        max_protocol=identity.max_protocol,
+        build=identity.build,
+        fingerprint=identity.fingerprint,
+        worker=identity.worker,
+        epoch=identity.epoch,
+        groups=groups,
+        ranks=ranks,
+        backends=backends,
+    )
+
+
+def decode_identity(message: peer_pb2.Identity) -> Identity:
+    """An empty `kind` means "full", window 0 means none."""
+    groups = tuple(
+        CacheGroup(
+            spec=KVSpec(
+                num_layers=group.num_layers,
+                num_kv_heads=group.num_kv_heads,
+                features=group.features,
+                dtype=group.dtype,
+                kind=group.kind or "full",
+                window=group.window or None,
+            ),
+            page_size=group.page_size,
+        )
+        for group in message.groups
+    )
+    return Identity(
+        min_protocol=message.min_protocol,
+        max_protocol=message.max_protocol,
+        build=message.build,
+        fingerprint=message.fingerprint,
+        worker=message.worker,
+        epoch=message.epoch,
+        groups=groups,
+        ranks=tuple(Rank(endpoint=r.endpoint, head_begin=r.head_begin, head_end=r.head_end) for r in message.ranks),
+        backends=tuple(
+            Backend(name=b.name, version=b.version, num_transport_addresses=b.num_transport_addresses) for b in message.backends
+        ),
+    )

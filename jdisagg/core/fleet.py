@@ -1,0 +1,40 @@
+"""What a fleet knows about its members: who they are, what they serve, how busy they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jdisagg.core.requests import Role
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """How busy a worker is; what least-loaded choice looks at."""
+
+    running: int = 0  # requests in slots
+    waiting: int = 0  # requests in queues
+    free_pages: int = 0
+    total_pages: int = 0
+    pending_prefill_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One worker as it registers. `epoch` changes at every start of its process."""
+
+    role: Role
+    address: str  # HOST:PORT of its gRPC server
+    worker: str  # "pid 123 @ 127.0.0.1:9000"
+    epoch: str
+    fingerprint: str  # weights + config + numerics; requests never cross it
+    model: str  # served name
+    max_model_len: int  # tokens
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    load: Load = field(default_factory=Load)
+    draining: bool = False
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it takes whole requests (WorkerService); a prefill worker only serves peers."""
+        return self.role is not Role.PREFILL

@@ -1,0 +1,104 @@
+"""Who P and D are, and whether they can work together: the contents of Hello, without gRPC.
+
+Page size, KV dtype and tensor parallelism may differ (they are converted); weights, numerics and the shape of a token's KV
+may not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jdisagg.kv.spec import KVSpec
+
+PROTOCOL = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheGroup:
+    """One KV group and the page size it is kept in."""
+
+    spec: KVSpec
+    page_size: int  # tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rank:
+    """KV heads [head_begin, head_end) live at `endpoint`."""
+
+    endpoint: str
+    head_begin: int
+    head_end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backend:
+    """A transfer backend this worker can use. Empty `version` = any version understands it."""
+
+    name: str
+    version: str = ""
+    num_transport_addresses: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """What a worker says of itself. `epoch` changes at every start of its process."""
+
+    fingerprint: str  # weights + config + numerics
+    worker: str  # "pid 123 @ 127.0.0.1:9000"
+    epoch: str
+    groups: tuple[CacheGroup, ...]
+    backends: tuple[Backend, ...]  # in order of preference
+    ranks: tuple[Rank, ...] = ()
+    build: str = ""
+    min_protocol: int = PROTOCOL
+    max_protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement:
+    """How this pair talks."""
+
+    protocol: int
+    backend: str
+
+
+class Incompatible(Exception):
+    """Two workers cannot pair; names the field, what was wanted and what came."""
+
+    def __init__(self, field: str, wanted: object, got: object) -> None:
+        super().__init__(f"{field}: wanted {wanted}, got {got}; pair workers that agree on it")
+        self.field = field
+
+
+def agree(producer: Identity, consumer: Identity) -> Agreement:
+    """Settle protocol and backend between P (`producer`) and D (`consumer`); raises Incompatible, seen from P."""
+    protocol = min(producer.max_protocol, consumer.max_protocol)
+    if protocol < max(producer.min_protocol, consumer.min_protocol):
+        wanted = f"[{producer.min_protocol}, {producer.max_protocol}]"
+        raise Incompatible("protocol", wanted, f"[{consumer.min_protocol}, {consumer.max_protocol}]")
+    if producer.fingerprint != consumer.fingerprint:
+        raise Incompatible("fingerprint", producer.fingerprint, consumer.fingerprint)
+    if len(producer.groups) != len(consumer.groups):
+        raise Incompatible("groups", len(producer.groups), len(consumer.groups))
+    for index, (ours, theirs) in enumerate(zip(producer.groups, consumer.groups, strict=True)):
+        for name in ("num_layers", "num_kv_heads", "features", "kind", "window"):
+            wanted, got = getattr(ours.spec, name), getattr(theirs.spec, name)
+            if wanted != got:
+                raise Incompatible(f"groups[{index}].{name}", wanted, got)
+    for theirs in consumer.backends:
+        if any(_same_backend(ours, theirs) for ours in producer.backends):
+            return Agreement(protocol=protocol, backend=theirs.name)
+    raise Incompatible("backends", _names(producer), _names(consumer))
+
+
+def _same_backend(producer: Backend, consumer: Backend) -> bool:
+    if producer.name != consumer.name:
+        return False
+    if producer.version and consumer.version and producer.version != consumer.version:
+        return False
+    # A consumer with fewer transport addresses than its producer kills its process when it pulls.
+    return consumer.num_transport_addresses >= producer.num_transport_addresses
+
+
+def _names(identity: Identity) -> str:
+    return ", ".join(f"{b.name} {b.version}".strip() for b in identity.backends) or "none"
