@@ -1,0 +1,87 @@
+"""Chat templates: messages to the prompt text a model was tuned on.
+
+Rendered as Hugging Face does (its documented environment: trimmed blocks, loop controls, `tojson` without HTML escapes,
+`raise_exception`, `strftime_now`), in a sandbox: templates come with checkpoints and are not trusted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jdisagg.core.errors import ConfigError, InvalidRequest
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks the assistant's tokens for training; serving renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it as a plain attribute
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """One compiled template and the special tokens it may name."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """`special_tokens`: variable name (`bos_token`) to text. Raises ConfigError when the template does not compile."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"chat template, line {error.lineno}: {error.message}", field="model") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt text. Raises InvalidRequest when the template refuses the messages."""
+        scope = self._special_tokens | variables
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                tools=tools,
+                documents=scope.pop("documents", None),
+                add_generation_prompt=add_generation_prompt,
+                **scope,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise InvalidRequest(f"the model's chat template refuses these messages: {error}", field="messages") from error
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

@@ -1,0 +1,74 @@
+"""Token ids to text, one at a time, never emitting half a character.
+
+`ByteDetokenizer` is exact: the pieces of any token sequence join to what decoding it at once gives. `WindowDetokenizer` serves
+every other decoder (SentencePiece with byte fallback, WordPiece): it decodes a short window twice and emits the difference.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+_REPLACEMENT = "\ufffd"
+_MAX_PENDING_TOKENS = 8  # a character has at most 4 bytes, so at most 4 tokens; beyond this the bytes are plainly invalid
+_CONTEXT_TOKENS = 6  # decoded again for context: leading-space rules look at neighbours only
+
+
+class Detokenizer(Protocol):
+    """Incremental decoder of one stream."""
+
+    def push(self, token_id: int) -> str:
+        """Text that this token completes; may be empty."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end of the stream; an unfinished character becomes U+FFFD."""
+        ...
+
+
+class ByteDetokenizer:
+    """For vocabularies whose tokens are byte strings. O(bytes of the token) per push."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes], skip: Collection[int] = frozenset()) -> None:
+        self._token_bytes = token_bytes
+        self._skip = skip
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """See `Detokenizer`."""
+        return "" if token_id in self._skip else self._utf8.decode(self._token_bytes(token_id))
+
+    def flush(self) -> str:
+        """See `Detokenizer`."""
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For any decoder. The window is bounded, so a push costs O(1) decodes of at most a dozen tokens."""
+
+    def __init__(self, decode: Callable[[list[int]], str], skip: Collection[int] = frozenset()) -> None:
+        self._decode = decode
+        self._skip = skip
+        self._context: list[int] = []  # already emitted
+        self._pending: list[int] = []  # not yet
+
+    def push(self, token_id: int) -> str:
+        """See `Detokenizer`."""
+        if token_id in self._skip:
+            return ""
+        self._pending.append(token_id)
+        return self._emit(final=len(self._pending) >= _MAX_PENDING_TOKENS)
+
+    def flush(self) -> str:
+        """See `Detokenizer`."""
+        return self._emit(final=True) if self._pending else ""
+
+    def _emit(self, *, final: bool) -> str:
+        text = self._decode(self._context + self._pending)
+        if text.endswith(_REPLACEMENT) and not final:
+            return ""
+        known = len(self._decode(self._context)) if self._context else 0
+        self._context = (self._context + self._pending)[-_CONTEXT_TOKENS:]
+        self._pending = []
+        return text[known:]

@@ -1,0 +1,128 @@
+"""Text to token ids and back, from the files of a Hugging Face directory.
+
+The Rust `tokenizers` library does the work; this class adds what tokenizer_config.json says about it (special tokens,
+chat template) and what logprobs need: the exact bytes of one token. Whether BOS / EOS are put around a prompt is decided by the post-processor
+in tokenizer.json alone, as in transformers 5 (`add_bos_token` in tokenizer_config.json is history).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.text.bytelevel import ByteLevelVocabulary
+from jdisagg.text.chat import ChatTemplate
+from jdisagg.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_NAMED_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """One model's tokenizer. Immutable after construction; safe to use from several threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None, chat_template: str | None = None):
+        """`config` is the content of tokenizer_config.json; `chat_template` wins over the one inside it."""
+        config = config or {}
+        self._backend = backend
+        self.special_tokens = {name: text for name in _NAMED_SPECIAL if (text := _token_text(config.get(name))) is not None}
+        _add_missing_specials(backend, self.special_tokens.values())
+        backend.no_truncation()  # both may be saved in tokenizer.json and are for training
+        backend.no_padding()
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        template = chat_template if chat_template is not None else _default_template(config.get("chat_template"))
+        self.chat = None if template is None else ChatTemplate(template, self.special_tokens)
+        self._decoder = json.loads(backend.to_str())["decoder"] or {}
+        self._bytes = ByteLevelVocabulary(backend) if self._decoder.get("type") == "ByteLevel" else None
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> Tokenizer:
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja; raises ConfigError when the first is missing."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(
+                f"no tokenizer.json in {directory}: convert the tokenizer to the fast format and save it there", field="model"
+            )
+        config_path, template_path = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+        config = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
+        template = template_path.read_text("utf-8") if template_path.is_file() else None
+        return cls(tokenizers.Tokenizer.from_file(str(path)), config, template)
+
+    @property
+    def bos_token(self) -> str | None:
+        """Text of the begin-of-sequence token."""
+        return self.special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        """Text of the end-of-sequence token."""
+        return self.special_tokens.get("eos_token")
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of `text`; `add_special_tokens` puts BOS / EOS around it where the model was trained so."""
+        return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; invalid UTF-8 becomes U+FFFD."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh incremental decoder for one stream."""
+        skip = self.special_ids if skip_special_tokens else frozenset()
+        if self._bytes is not None:
+            return ByteDetokenizer(self._bytes.token_bytes, skip)
+        return WindowDetokenizer(lambda ids: self._backend.decode(ids, skip_special_tokens=False), skip)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of one vocabulary entry, written as the vocabulary writes it."""
+        return self._backend.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token contributes in the middle of a text; special tokens contribute their name."""
+        if self._bytes is not None:
+            return self._bytes.token_bytes(token_id)
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if match := _BYTE_FALLBACK.fullmatch(token):
+            return bytes([int(match.group(1), 16)])
+        if token_id in self.special_ids:
+            return token.encode()
+        return token.replace("\u2581", " ").encode()
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` as text; a part of a character shows as U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _token_text(entry: Any) -> str | None:
+    """A special token is written as text or as an object with `content`."""
+    return entry.get("content") if isinstance(entry, dict) else entry
+
+
+def _add_missing_specials(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
+    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    missing = [
+        tokenizers.AddedToken(text, special=True, normalized=False) for text in dict.fromkeys(texts) if text not in known
+    ]
+    if missing:
+        backend.add_special_tokens(missing)
+
+
+def _default_template(entry: Any) -> str | None:
+    """tokenizer_config.json holds one template, or a list of named ones."""
+    if isinstance(entry, list):
+        named = {item.get("name"): item.get("template") for item in entry}
+        return named.get("default", next(iter(named.values()), None))
+    return entry

@@ -1,0 +1,67 @@
+"""The pieces of a stream join to the whole text and never hold half a character."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdisagg.text.tokenizer import Tokenizer
+
+
+def _stream(tokenizer: Tokenizer, ids: list[int] | tuple[int, ...], skip: bool = True) -> list[str]:
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=skip)
+    return [*(detokenizer.push(i) for i in ids), detokenizer.flush()]
+
+
+def _id(tokenizer: Tokenizer, token: str) -> int:
+    token_id = tokenizer.token_id(token)
+    assert token_id is not None
+    return token_id
+
+
+def test_any_byte_level_tokens_join_to_their_decoding(byte_level: Tokenizer) -> None:
+    @given(st.lists(st.integers(0, byte_level.vocab_size - 1), max_size=40), st.booleans())
+    def check(ids: list[int], skip: bool) -> None:
+        assert "".join(_stream(byte_level, ids, skip)) == byte_level.decode(ids, skip_special_tokens=skip)
+
+    check()
+
+
+@given(text=st.text(alphabet="ab é€😀🇩🇪हि ", max_size=20))
+def test_no_piece_holds_half_a_character(byte_level: Tokenizer, text: str) -> None:
+    pieces = _stream(byte_level, byte_level.encode(text))
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_an_emoji_split_over_tokens_appears_with_its_last_token(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("😀", add_special_tokens=False)
+    assert len(ids) == 4
+    assert _stream(byte_level, ids) == ["", "", "", "😀", ""]
+    assert _stream(byte_level, ids[:2]) == ["", "", "\ufffd"]
+
+
+def test_byte_fallback_keeps_leading_spaces_and_waits_for_whole_characters(byte_fallback: Tokenizer) -> None:
+    words = ["\u2581hello", "\u2581world", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "\u2581hello", "llo"]
+    ids = [_id(byte_fallback, word) for word in words]
+    pieces = _stream(byte_fallback, ids)
+    assert pieces == ["hello", " world", "", "", "", "😀", " hello", "llo", ""]
+    assert "".join(pieces) == byte_fallback.decode(ids)
+
+
+def test_endless_invalid_bytes_are_not_withheld_for_ever(byte_fallback: Tokenizer) -> None:
+    bad = _id(byte_fallback, "<0x80>")
+    detokenizer = byte_fallback.detokenizer()
+    assert "".join(detokenizer.push(bad) for _ in range(64)).count("\ufffd") >= 56
+
+
+@pytest.mark.parametrize(("token", "expected"), [("<0xE2>", b"\xe2"), ("\u2581hello", b" hello"), ("<s>", b"<s>")])
+def test_token_bytes_of_byte_fallback(byte_fallback: Tokenizer, token: str, expected: bytes) -> None:
+    assert byte_fallback.token_bytes(_id(byte_fallback, token)) == expected
+
+
+def test_token_bytes_of_byte_level_join_to_the_text(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("the fox 😀", add_special_tokens=False)
+    assert b"".join(byte_level.token_bytes(i) for i in ids) == "the fox 😀".encode()
+    assert byte_level.token_bytes(10_000) == b""

@@ -1,0 +1,46 @@
+"""Stop strings are found wherever the text was cut, and nothing of them is shown."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdisagg.text.stops import StopStrings
+
+
+def _run(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
+    scanner = StopStrings(stops)
+    shown = [scanner.push(piece) for piece in pieces]
+    return [*shown, scanner.flush()], scanner.matched
+
+
+def test_a_stop_string_across_pieces_is_trimmed() -> None:
+    assert _run(["END"], ["abcE", "N", "Dxyz"]) == (["abc", "", "", ""], "END")
+
+
+def test_text_that_only_looked_like_a_stop_string_is_released() -> None:
+    assert _run(["END"], ["aEN", "EN", "x"]) == (["a", "EN", "ENx", ""], None)
+
+
+def test_withheld_text_is_shown_at_the_end() -> None:
+    assert _run(["\n\n"], ["line\n"]) == (["line", "\n"], None)
+
+
+def test_the_match_that_ends_first_wins() -> None:
+    assert _run(["abcd", "bc"], ["xabcd"]) == (["xa", ""], "bc")
+    assert _run(["bc", "abc"], ["xabc"]) == (["x", ""], "abc")
+
+
+def test_without_stop_strings_text_passes() -> None:
+    assert _run([], ["a", "b"]) == (["a", "b", ""], None)
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), st.data())
+def test_the_result_does_not_depend_on_the_cuts(text: str, stops: list[str], data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    shown, matched = _run(stops, pieces)
+    whole, whole_matched = _run(stops, [text])
+    assert ("".join(shown), matched) == ("".join(whole), whole_matched)
+    assert not any(stop in "".join(shown) for stop in stops)
+    assert matched is not None or "".join(shown) == text

@@ -1,0 +1,84 @@
+"""Encoding, special tokens and chat templates equal transformers'."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from jdisagg.core.errors import ConfigError, InvalidRequest
+from jdisagg.text.tokenizer import Tokenizer
+
+TEXTS = ["the quick fox", "", " leading", "😀 é€x", "</s> in text", "line\n\nline"]
+MESSAGES = [
+    {"role": "system", "content": ' Be <brief> & "exact". '},
+    {"role": "user", "content": "Grüß 😀?"},
+]
+TOOL = {
+    "type": "function",
+    "function": {"name": "über", "parameters": {"type": "object", "properties": {"a": {"type": "<b>"}}}},
+}
+
+
+@pytest.mark.parametrize("flags", [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}])
+def test_ids_and_text_equal_transformers(byte_level_directory: Path, tmp_path: Path, flags: dict[str, bool]) -> None:
+    shutil.copy(byte_level_directory / "tokenizer.json", tmp_path)
+    config = json.loads((byte_level_directory / "tokenizer_config.json").read_text()) | flags
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = Tokenizer.from_directory(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text in TEXTS:
+        for special in (True, False):
+            ids = theirs(text, add_special_tokens=special)["input_ids"]
+            assert list(ours.encode(text, add_special_tokens=special)) == ids
+            assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+            assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
+    assert ours.special_ids == set(theirs.all_special_ids)
+    assert ours.vocab_size == len(theirs)
+
+
+@pytest.mark.parametrize("tools", [None, [TOOL]])
+@pytest.mark.parametrize("generate", [True, False])
+@pytest.mark.parametrize("messages", [MESSAGES, [*MESSAGES, {"role": "break", "content": ""}, MESSAGES[1]]])
+def test_chat_prompt_equals_transformers(
+    byte_level_directory: Path, messages: list[dict[str, str]], tools: list[dict[str, Any]] | None, generate: bool
+) -> None:
+    theirs = PreTrainedTokenizerFast.from_pretrained(byte_level_directory)
+    expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=generate, tokenize=False)
+    chat = Tokenizer.from_directory(byte_level_directory).chat
+    assert chat is not None
+    rendered = chat.render(messages, tools=tools, add_generation_prompt=generate)
+    assert rendered == expected
+    assert "<s>" in rendered
+
+
+def test_a_template_file_wins_and_refusals_name_the_messages(byte_level_directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(byte_level_directory, tmp_path, dirs_exist_ok=True)
+    source = "{% generation %}{{ messages[0].content }}{% endgeneration %}{{ raise_exception('no ' + messages[0].role) }}"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    chat = Tokenizer.from_directory(tmp_path).chat
+    assert chat is not None
+    with pytest.raises(InvalidRequest, match="no user") as caught:
+        chat.render([{"role": "user", "content": "x"}])
+    assert caught.value.field == "messages"
+
+
+def test_templates_are_sandboxed_and_checked_at_load(byte_level_directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(byte_level_directory, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "chat_template.jinja"
+    path.write_text("{{ ''.__class__.__mro__ }}")
+    chat = Tokenizer.from_directory(tmp_path).chat
+    assert chat is not None
+    with pytest.raises(InvalidRequest, match="unsafe"):
+        chat.render([])
+    path.write_text("{% if %}")
+    with pytest.raises(ConfigError, match="line 1"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_a_directory_without_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json .* save it there"):
+        Tokenizer.from_directory(tmp_path)
