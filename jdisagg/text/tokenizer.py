@@ -1,8 +1,8 @@
 """Text to token ids and back, from the files of a Hugging Face directory.
 
 The Rust `tokenizers` library does the work; this class adds what tokenizer_config.json says about it (special tokens,
-chat template) and what logprobs need: the exact bytes of one token. Whether BOS / EOS are put around a prompt is decided by the post-processor
-in tokenizer.json alone, as in transformers 5 (`add_bos_token` in tokenizer_config.json is history).
+chat template) and what logprobs need: the exact bytes of one token. Whether BOS / EOS are put around a prompt is decided by
+the post-processor in tokenizer.json alone, as in transformers 5 (`add_bos_token` in tokenizer_config.json is history).
 """
 
 from __future__ import annotations
