@@ -27,22 +27,17 @@ def write(  # noqa: PLR0917
     offsets: jax.Array,
     *,
     heads_major: bool,
-    as_bits: bool,
+    dtype: jnp.dtype,
 ) -> jax.Array:
     """Store k, v [T, K, D] at (pages i32[T], offsets i32[T]) of one layer of `kv`, which is updated in place when donated.
 
-    `as_bits` moves 16-bit floats as integers: XLA:CPU otherwise widens the whole cache to float32 around the scatter
-    (100 of 287 ms of a measured step).
+    `dtype` is the element type. `kv` may hold the elements' bits instead (uint16), here and in `attend`: XLA:CPU widens a
+    whole 16-bit float cache to float32 around every scatter and gather, and even a bitcast of it is a copy.
     """
-    rows = jnp.concatenate([k, v], axis=-1).astype(kv.dtype)
-    dtype = kv.dtype
-    if as_bits and dtype.itemsize == 2:
-        kv, rows = lax.bitcast_convert_type(kv, jnp.uint16), lax.bitcast_convert_type(rows, jnp.uint16)
+    rows = _cast_bits(jnp.concatenate([k, v], axis=-1).astype(dtype), kv.dtype)
     if heads_major:
-        kv = kv.at[layer, pages, :, offsets].set(rows, mode="drop")
-    else:
-        kv = kv.at[layer, pages, offsets].set(rows, mode="drop")
-    return kv if kv.dtype == dtype else lax.bitcast_convert_type(kv, dtype)
+        return kv.at[layer, pages, :, offsets].set(rows, mode="drop")
+    return kv.at[layer, pages, offsets].set(rows, mode="drop")
 
 
 def attend(
@@ -55,6 +50,7 @@ def attend(
     scale: float,
     window: int | None,
     heads_major: bool,
+    dtype: jnp.dtype,
     block_tokens: int = BLOCK_TOKENS,
 ) -> jax.Array:
     """Attention of q [T, H, D] at positions i32[T] over the pages of their tiles, page_tables i32[N, M]; returns [T, H, D].
@@ -72,12 +68,12 @@ def attend(
     tables = jnp.pad(page_tables, ((0, 0), (0, -page_tables.shape[1] % block_pages)))
     at = positions.reshape(num_tiles, tile)
     grouped = q.reshape(num_tiles, tile, num_kv_heads, group, dim)
-    queries = grouped.transpose(0, 2, 1, 3, 4).reshape(num_tiles, num_kv_heads, tile * group, dim).astype(kv.dtype)
+    queries = grouped.transpose(0, 2, 1, 3, 4).reshape(num_tiles, num_kv_heads, tile * group, dim).astype(dtype)
 
     def step(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         largest, total, sums = carry
         pages = lax.dynamic_slice_in_dim(tables, index * block_pages, block_pages, axis=1)
-        keys, values = _gather(kv, layer, pages, heads_major=heads_major)
+        keys, values = _gather(kv, layer, pages, dtype=dtype, heads_major=heads_major)
         seen = _visible(at, index * block + jnp.arange(block), window)  # bool[N, t, block]
         rows = jnp.broadcast_to(seen[:, :, None], (num_tiles, tile, group, block)).reshape(num_tiles, 1, tile * group, block)
         scores = jnp.einsum("nkqd,nkjd->nkqj", queries, keys, preferred_element_type=jnp.float32) * scale
@@ -85,8 +81,8 @@ def attend(
         new_largest = jnp.maximum(largest, scores.max(axis=-1))
         weights = jnp.where(rows, jnp.exp(scores - new_largest[..., None]), 0.0)
         shrink = jnp.exp(largest - new_largest)
-        values = jnp.where(seen.any(axis=1)[:, None, :, None], values, jnp.zeros((), kv.dtype))
-        new = jnp.einsum("nkqj,nkjd->nkqd", weights.astype(kv.dtype), values, preferred_element_type=jnp.float32)
+        values = jnp.where(seen.any(axis=1)[:, None, :, None], values, jnp.zeros((), dtype))
+        new = jnp.einsum("nkqj,nkjd->nkqd", weights.astype(dtype), values, preferred_element_type=jnp.float32)
         return new_largest, total * shrink + weights.sum(axis=-1), sums * shrink[..., None] + new
 
     shape = queries.shape[:-1]
@@ -103,8 +99,10 @@ def _visible(at: jax.Array, keys: jax.Array, window: int | None) -> jax.Array:
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
-def _gather(kv: jax.Array, layer: int | jax.Array, pages: jax.Array, *, heads_major: bool) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [N, K, B * S, D] of pages i32[N, B]."""
+def _gather(
+    kv: jax.Array, layer: int | jax.Array, pages: jax.Array, *, dtype: jnp.dtype, heads_major: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [N, K, B * S, D] of pages i32[N, B], read as `dtype`."""
     num_layers, num_pages = kv.shape[:2]
     num_tiles, num_blocks = pages.shape
     index = layer * num_pages + pages
@@ -117,4 +115,9 @@ def _gather(kv: jax.Array, layer: int | jax.Array, pages: jax.Array, *, heads_ma
         flat = kv.reshape(num_layers * num_pages, size, heads, features)
         rows = flat.at[index].get(mode="clip").transpose(0, 3, 1, 2, 4)
     rows = rows.reshape(num_tiles, heads, num_blocks * size, features)
+    rows = _cast_bits(rows, dtype)
     return rows[..., : features // 2], rows[..., features // 2 :]
+
+
+def _cast_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

@@ -24,13 +24,12 @@ class RefOps:
         self._layout = layout
         self._mesh = mesh
         self._block_tokens = block_tokens
-        self._on_cpu = mesh.devices.flat[0].platform == "cpu"
 
     def write(self, kv: jax.Array, layer: int | jax.Array, k: jax.Array, v: jax.Array, batch: TokenBatch) -> jax.Array:
         """Store k, v [T, K, D] in the batch's pages; K counts each head once."""
         replicas = self._layout.num_replicas
         k, v = jnp.repeat(k, replicas, axis=1), jnp.repeat(v, replicas, axis=1)
-        kernel = partial(ref.write, heads_major=self._layout.heads_major, as_bits=self._on_cpu)
+        kernel = partial(ref.write, heads_major=self._layout.heads_major, dtype=self._layout.dtype)
         arguments = (kv, jnp.asarray(layer, jnp.int32), k, v, batch.write_pages, batch.write_offsets)
         if self._layout.num_shards == 1:
             return kernel(*arguments)
@@ -43,7 +42,12 @@ class RefOps:
     ) -> jax.Array:
         """Causal attention of q [T, H, D] over the pages of each tile."""
         kernel = partial(
-            ref.attend, scale=scale, window=window, heads_major=self._layout.heads_major, block_tokens=self._block_tokens
+            ref.attend,
+            scale=scale,
+            window=window,
+            heads_major=self._layout.heads_major,
+            dtype=self._layout.dtype,
+            block_tokens=self._block_tokens,
         )
         arguments = (q, kv, jnp.asarray(layer, jnp.int32), batch.page_tables, batch.positions)
         if self._layout.num_shards == 1:

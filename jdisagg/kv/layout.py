@@ -30,6 +30,7 @@ class KVLayout:
     page_size: int
     num_shards: int  # devices on the mesh axis "tp"
     heads_major: bool
+    as_bits: bool  # the array holds 16-bit floats as uint16: XLA:CPU widens a bfloat16 cache to float32 at every access
 
     @property
     def num_replicas(self) -> int:
@@ -48,8 +49,13 @@ class KVLayout:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Element type of the array."""
+        """Element type."""
         return jnp.dtype(self.spec.dtype)
+
+    @property
+    def storage_dtype(self) -> jnp.dtype:
+        """Type of the array itself."""
+        return jnp.dtype(jnp.uint16) if self.as_bits else self.dtype
 
     def shape(self, num_pages: int) -> tuple[int, ...]:
         """Shape of the array with `num_pages` pages, the null page included."""
@@ -73,17 +79,14 @@ class KVLayout:
             rows = rows.transpose(1, 0, 2, 3)
         else:
             rows = kv.at[:, pages, offsets].get(mode="clip")
-        return rows[:, :, :: self.num_replicas]
+        return _cast_bits(rows[:, :, :: self.num_replicas], self.dtype)
 
     def scatter_tokens(self, kv: jax.Array, rows: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
         """Store KV rows [L, T, K, F] at (pages i32[T], offsets i32[T]); the inverse of `gather_tokens`."""
-        rows = jnp.repeat(rows, self.num_replicas, axis=2)
-        kv, rows, back = _as_bits(kv), _as_bits(rows), kv.dtype
+        rows = _cast_bits(jnp.repeat(rows, self.num_replicas, axis=2), kv.dtype)
         if self.heads_major:
-            kv = kv.at[:, pages, :, offsets].set(rows.transpose(1, 0, 2, 3), mode="drop")
-        else:
-            kv = kv.at[:, pages, offsets].set(rows, mode="drop")
-        return kv if kv.dtype == back else jax.lax.bitcast_convert_type(kv, back)
+            return kv.at[:, pages, :, offsets].set(rows.transpose(1, 0, 2, 3), mode="drop")
+        return kv.at[:, pages, offsets].set(rows, mode="drop")
 
 
 def choose_layout(spec: KVSpec, mesh: Mesh, page_size: int) -> KVLayout:
@@ -92,15 +95,15 @@ def choose_layout(spec: KVSpec, mesh: Mesh, page_size: int) -> KVLayout:
     heads = spec.num_kv_heads
     if heads % num_shards and num_shards % heads:
         raise ConfigError(
-            f"tensor_parallel_size: {heads} kv heads do not divide over {num_shards} shards; use a divisor or multiple of {heads}",
+            f"tensor_parallel_size: {heads} kv heads do not divide over {num_shards} shards; use its divisor or multiple",
             field="tensor_parallel_size",
         )
     platform = mesh.devices.flat[0].platform
     local_heads = max(1, heads // num_shards)
     heads_major = platform == "cpu" or (platform == "tpu" and local_heads == 1)
-    return KVLayout(spec=spec, page_size=page_size, num_shards=num_shards, heads_major=heads_major)
+    as_bits = platform == "cpu" and jnp.dtype(spec.dtype).itemsize == 2
+    return KVLayout(spec=spec, page_size=page_size, num_shards=num_shards, heads_major=heads_major, as_bits=as_bits)
 
 
-def _as_bits(x: jax.Array) -> jax.Array:
-    """16-bit floats as integers: data movement must not be widened to float32 on the way."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+def _cast_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)

@@ -30,7 +30,7 @@ class KVPool:
         self.layouts = layouts
         self.shardings = tuple(NamedSharding(mesh, layout.partition) for layout in layouts)
         self._arrays: tuple[jax.Array, ...] | None = tuple(
-            jnp.zeros(layout.shape(num_pages), layout.dtype, device=sharding)
+            jnp.zeros(layout.shape(num_pages), layout.storage_dtype, device=sharding)
             for layout, sharding in zip(layouts, self.shardings, strict=True)
         )
 

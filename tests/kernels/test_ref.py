@@ -26,6 +26,11 @@ def oracle(q, keys, values, positions, *, scale, window):
     return out
 
 
+def stored(array):
+    """16-bit floats as their bits, as the pool keeps them on CPU."""
+    return array.view(np.uint16) if array.dtype.itemsize == 2 else array
+
+
 class Paged:
     """Sequences of random KV on shuffled pages of a pool that is NaN elsewhere."""
 
@@ -44,7 +49,7 @@ class Paged:
                 self.tables[number, page_index] = page
                 part = rows[page_index * S : (page_index + 1) * S]
                 pool[layer, page, : len(part)] = part
-        self.kv = jnp.asarray((pool.swapaxes(2, 3) if heads_major else pool).astype(dtype))
+        self.kv = jnp.asarray(stored((pool.swapaxes(2, 3) if heads_major else pool).astype(dtype)))
 
 
 @pytest.mark.kernels
@@ -61,7 +66,9 @@ def test_attention_equals_dense_attention_and_ignores_nan(heads_major, window, t
     num_real = [min(tile, length) for length in lengths]
     for number, length in enumerate(lengths):  # the sequence's last tokens, padded with position 0
         positions[number, : num_real[number]] = np.arange(length - num_real[number], length)
-    kernel = jax.jit(partial(ref.attend, scale=0.3, window=window, heads_major=heads_major, block_tokens=block_tokens))
+    kernel = jax.jit(
+        partial(ref.attend, scale=0.3, window=window, heads_major=heads_major, dtype=dtype, block_tokens=block_tokens)
+    )
     out = np.asarray(kernel(q, paged.kv, np.int32(1), paged.tables, positions.reshape(-1)), np.float64)
     out = out.reshape(len(lengths), tile, H, D)
     wanted_q = q.astype(np.float64).reshape(out.shape)
@@ -79,11 +86,11 @@ def test_write_stores_the_rows_and_nothing_else(heads_major, dtype):
     before = rng.normal(size=(L, P, S, K, 2 * D)).astype(dtype)
     k, v = rng.normal(size=(2, 3, K, D)).astype(dtype)
     pages, offsets = np.array([5, 0, 7], np.int32), np.array([3, 0, 1], np.int32)
-    kernel = jax.jit(partial(ref.write, heads_major=heads_major, as_bits=True), donate_argnums=0)
-    kv = kernel(jnp.asarray(before.swapaxes(2, 3) if heads_major else before), np.int32(1), k, v, pages, offsets)
+    kernel = jax.jit(partial(ref.write, heads_major=heads_major, dtype=dtype), donate_argnums=0)
+    kv = kernel(jnp.asarray(stored(before.swapaxes(2, 3) if heads_major else before)), np.int32(1), k, v, pages, offsets)
     wanted = before.copy()
     wanted[1, pages, offsets] = np.concatenate([k, v], axis=-1)
-    got = np.asarray(kv)
+    got = np.asarray(kv).view(dtype)
     np.testing.assert_array_equal(got.swapaxes(2, 3) if heads_major else got, wanted)
 
 
@@ -92,7 +99,7 @@ def test_write_stores_the_rows_and_nothing_else(heads_major, dtype):
 def test_a_row_has_the_same_bits_beside_longer_neighbours_and_in_wider_tables(dtype):
     alone = Paged([9, 9, 9], heads_major=True, dtype=dtype, seed=3)
     q = np.random.default_rng(4).normal(size=(3, H, D)).astype(dtype)
-    kernel = jax.jit(partial(ref.attend, scale=0.3, window=None, heads_major=True, block_tokens=8))
+    kernel = jax.jit(partial(ref.attend, scale=0.3, window=None, heads_major=True, dtype=dtype, block_tokens=8))
     short = kernel(q, alone.kv, np.int32(1), alone.tables, np.array([8, 8, 8], np.int32))
     tables = np.pad(alone.tables, ((0, 0), (0, 8)))
     tables[1:] = 1 + np.arange(tables.shape[1])  # junk neighbours whose last block is far behind row 0's
