@@ -1,0 +1,196 @@
+"""The text side of one choice: engine outputs in, text deltas out; and what all deltas of a request add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jdisagg.core.requests import FinishReason, Output, Provenance, TokenLogprob
+from jdisagg.text.detokenize import Detokenizer
+from jdisagg.text.stops import StopStrings
+from jdisagg.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredToken:
+    """One token's log-probability (nats; None for the first prompt token) and where its text begins in the choice's text."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
+    text_offset: int = 0  # characters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delta:
+    """What is new in one choice. The last one of a choice has `finish` set."""
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[ScoredToken, ...] = ()
+    prompt_logprobs: tuple[ScoredToken, ...] = ()
+    finish: FinishReason | None = None
+    stop: str | int | None = None  # the stop string or stop token id that ended it
+    provenance: Provenance | None = None
+    cached_tokens: int = 0
+
+
+class ChoiceText:
+    """Detokenizes one choice, looks for stop strings and trims. Tokens of a stop string count as generated."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        index: int,
+        prompt_token_ids: Sequence[int],
+        echo_text: str | None,
+        stop: Sequence[str],
+        min_tokens: int,
+        skip_special_tokens: bool,
+        scores_only: bool,
+    ) -> None:
+        """`scores_only`: drop generated tokens. `min_tokens`: stop strings are not looked for in that many first tokens."""
+        self._index = index
+        self._prompt_token_ids = prompt_token_ids
+        self._echo_text = echo_text
+        self._min_tokens = min_tokens
+        self._scores_only = scores_only
+        self._prompt_detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
+        self._detokenizer: Detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
+        self._stops = StopStrings(stop)
+        self._num_tokens = 0
+        self._num_characters = len(echo_text or "")
+
+    def absorb(self, output: Output) -> Delta:
+        """Turn one engine output into a delta; after a delta with `finish` no more may be absorbed."""
+        text = self._echo_text or ""
+        self._echo_text = None
+        prompt_logprobs = self._score_prompt(output.prompt_logprobs) if output.prompt_logprobs is not None else ()
+        if self._scores_only:
+            finish = None if output.finish is None else FinishReason.LENGTH
+            return self._delta(output, text, num_tokens=0, scored=(), prompt_logprobs=prompt_logprobs, finish=finish)
+        scored: list[ScoredToken] = []
+        used = 0
+        for used, token_id in enumerate(output.token_ids, start=1):
+            if output.logprobs is not None:
+                scored.append(_score(output.logprobs[used - 1], self._num_characters))
+            ends_here = output.stop_token_id is not None and used == len(output.token_ids)
+            text += self._advance("" if ends_here else self._detokenizer.push(token_id))
+            if self._stops.matched is not None:
+                break
+        finish = output.finish
+        if finish is not None and self._stops.matched is None:
+            text += self._advance(self._detokenizer.flush()) + self._stops.flush()
+        if self._stops.matched is not None:
+            finish = FinishReason.STOP
+        return self._delta(output, text, num_tokens=used, scored=tuple(scored), prompt_logprobs=prompt_logprobs, finish=finish)
+
+    def _advance(self, text: str) -> str:
+        """Count a token and its text; returns what may be shown."""
+        self._num_tokens += 1
+        self._num_characters += len(text)
+        return text if self._num_tokens <= self._min_tokens else self._stops.push(text)
+
+    def _delta(
+        self,
+        output: Output,
+        text: str,
+        *,
+        num_tokens: int,
+        scored: tuple[ScoredToken, ...],
+        prompt_logprobs: tuple[ScoredToken, ...],
+        finish: FinishReason | None,
+    ) -> Delta:
+        return Delta(
+            index=self._index,
+            text=text,
+            token_ids=output.token_ids[:num_tokens],
+            logprobs=scored,
+            prompt_logprobs=prompt_logprobs,
+            finish=finish,
+            stop=self._stops.matched if self._stops.matched is not None else output.stop_token_id,
+            provenance=output.provenance,
+            cached_tokens=output.cached_tokens,
+        )
+
+    def _score_prompt(self, logprobs: Sequence[TokenLogprob | None]) -> tuple[ScoredToken, ...]:
+        scored, offset = [], 0
+        for token_id, entry in zip(self._prompt_token_ids, logprobs, strict=True):
+            if entry is None:
+                scored.append(ScoredToken(token_id=token_id, logprob=None, text_offset=offset))
+            else:
+                scored.append(_score(entry, offset))
+            offset += len(self._prompt_detokenizer.push(token_id))
+        return tuple(scored)
+
+
+def _score(entry: TokenLogprob, offset: int) -> ScoredToken:
+    return ScoredToken(token_id=entry.token_id, logprob=entry.logprob, top=entry.top, text_offset=offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one client request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(kw_only=True, slots=True)
+class ChoiceResult:
+    """The whole of one choice."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[ScoredToken] = field(default_factory=list)
+    prompt_logprobs: list[ScoredToken] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stop: str | int | None = None
+    provenance: Provenance | None = None
+    cached_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return "".join(self.texts)
+
+
+class Transcript:
+    """Adds deltas up. `keep_text=False` keeps only what usage and provenance need."""
+
+    def __init__(self, num_choices: int, *, n: int, num_prompt_tokens: int, keep_text: bool = True) -> None:
+        """`num_choices` = prompts times `n`."""
+        self.choices = [ChoiceResult(index=index) for index in range(num_choices)]
+        self._n = n
+        self._num_prompt_tokens = num_prompt_tokens
+        self._keep_text = keep_text
+        self._completion_tokens = 0
+
+    def add(self, delta: Delta) -> None:
+        """Append one delta to its choice."""
+        choice = self.choices[delta.index]
+        self._completion_tokens += len(delta.token_ids)
+        choice.cached_tokens = max(choice.cached_tokens, delta.cached_tokens)
+        choice.provenance = delta.provenance or choice.provenance
+        choice.finish = delta.finish or choice.finish
+        choice.stop = delta.stop if delta.stop is not None else choice.stop
+        if self._keep_text:
+            choice.texts.append(delta.text)
+            choice.token_ids += delta.token_ids
+            choice.logprobs += delta.logprobs
+            choice.prompt_logprobs += delta.prompt_logprobs
+
+    @property
+    def is_finished(self) -> bool:
+        """Every choice has ended."""
+        return all(choice.finish is not None for choice in self.choices)
+
+    @property
+    def usage(self) -> Usage:
+        """Counts so far; a prompt counts once however many choices it has."""
+        cached = sum(choice.cached_tokens for choice in self.choices[:: self._n])
+        return Usage(self._num_prompt_tokens, self._completion_tokens, cached)

@@ -1,0 +1,166 @@
+"""The edge between text and tokens: a client's request becomes engine requests, their outputs become text deltas.
+
+Everything the engine does for a request ends when the generator of `stream` is closed, whatever the reason: a stop string, a
+client that went away, an error in another choice of the same request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from time import monotonic
+
+from jdisagg.api.choice import ChoiceText, Delta, Transcript
+from jdisagg.api.intake import Job, TextRequest, admit
+from jdisagg.api.token_engine import ModelCard, TokenEngine
+from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, RequestError
+from jdisagg.core.requests import EngineRequest, FinishReason, SamplingParams
+from jdisagg.text.tokenizer import Tokenizer
+
+_DEADLINE_GRACE_S = 6.0  # the engine ends a request at its deadline; this is for an engine that no longer can
+
+_log = logging.getLogger(__name__)
+
+
+class _Abort:
+    """Put into a stream's queue to end it."""
+
+
+class Edge:
+    """Text front of one TokenEngine. Use from one event loop."""
+
+    def __init__(
+        self,
+        engine: TokenEngine,
+        tokenizer: Tokenizer,
+        *,
+        default_deadline_s: float = 600.0,
+        defaults: SamplingParams = SamplingParams(),
+        draw_seed: Callable[[], int] | None = None,
+    ) -> None:
+        """`default_deadline_s` runs from intake. `defaults`: the model's own for parameters a client leaves out."""
+        self._engine = engine
+        self.tokenizer = tokenizer
+        self.defaults = defaults
+        self._default_deadline_s = default_deadline_s
+        self._draw_seed = draw_seed or _draw_seed
+        self._live: dict[str, asyncio.Queue[Delta | Exception | _Abort]] = {}
+
+    @property
+    def card(self) -> ModelCard:
+        """The served model."""
+        return self._engine.card
+
+    @property
+    def num_live(self) -> int:
+        """Client requests that have not ended."""
+        return len(self._live)
+
+    async def admit(self, request: TextRequest) -> Job:
+        """Check a request and tokenize it; nothing runs yet. Raises InvalidRequest or ModelNotFound."""
+        if request.request_id in self._live:
+            raise InvalidRequest(f"request_id {request.request_id!r} is still running; choose another", field="request_id")
+        timeout_s = self._default_deadline_s if request.timeout_s is None else request.timeout_s
+        deadline_s = monotonic() + min(timeout_s, self._default_deadline_s)
+        return await admit(request, self.card, self.tokenizer, deadline_s=deadline_s, draw_seed=self._draw_seed)
+
+    def transcript(self, job: Job, *, keep_text: bool = True) -> Transcript:
+        """An empty transcript for the deltas of `job`."""
+        return Transcript(len(job.requests), n=job.n, num_prompt_tokens=job.num_prompt_tokens, keep_text=keep_text)
+
+    async def stream(self, job: Job) -> AsyncGenerator[Delta]:
+        """Run all choices at once and yield their deltas as they come; each choice ends with exactly one `finish`.
+
+        Raises RequestError when a choice fails; the others are cancelled. Closing the generator frees everything.
+        """
+        if job.request_id in self._live:
+            raise InvalidRequest(f"request_id {job.request_id!r} is still running; choose another", field="request_id")
+        queue = self._live[job.request_id] = asyncio.Queue()
+        tasks = [
+            asyncio.create_task(self._pump(job, index, queue), name=request.request_id)
+            for index, request in enumerate(job.requests)
+        ]
+        unfinished = set(range(len(tasks)))
+        try:
+            while unfinished:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if isinstance(item, _Abort):
+                    break
+                if item.finish is not None:
+                    unfinished.discard(item.index)
+                yield item
+            for index in sorted(unfinished):
+                yield Delta(index=index, finish=FinishReason.ABORT)
+        finally:
+            del self._live[job.request_id]
+            await _end(tasks)
+
+    async def complete(self, job: Job) -> Transcript:
+        """Run a request to its end. Raises RequestError when a choice fails."""
+        transcript = self.transcript(job)
+        async with aclosing(self.stream(job)) as deltas:
+            async for delta in deltas:
+                transcript.add(delta)
+        return transcript
+
+    def abort(self, request_id: str) -> bool:
+        """End a running request: its choices finish with ABORT. False when no such request runs."""
+        queue = self._live.get(request_id)
+        if queue is None:
+            return False
+        queue.put_nowait(_Abort())
+        return True
+
+    async def _pump(self, job: Job, index: int, queue: asyncio.Queue[Delta | Exception | _Abort]) -> None:
+        """One choice. The queue is unbounded (by max_tokens): a slow reader must not hold KV pages."""
+        request = job.requests[index]
+        try:
+            async with asyncio.timeout(max(0.0, job.deadline_s - monotonic()) + _DEADLINE_GRACE_S):
+                async with aclosing(self._deltas(job, index, request)) as deltas:
+                    async for delta in deltas:
+                        queue.put_nowait(delta)
+        except TimeoutError:
+            queue.put_nowait(DeadlineExceeded(f"request {request.request_id}: not finished within its deadline"))
+        except Exception as error:  # noqa: BLE001  # raised again by the reader of the queue
+            queue.put_nowait(error)
+
+    async def _deltas(self, job: Job, index: int, request: EngineRequest) -> AsyncGenerator[Delta]:
+        choice = ChoiceText(
+            self.tokenizer,
+            index=index,
+            prompt_token_ids=request.prompt_token_ids,
+            echo_text=job.echo_texts[index // job.n] if job.echo_texts is not None else None,
+            stop=job.stop,
+            min_tokens=request.sampling.min_tokens,
+            skip_special_tokens=job.skip_special_tokens,
+            scores_only=job.scores_only,
+        )
+        async with aclosing(self._engine.generate(request)) as outputs:
+            async for output in outputs:
+                if output.error is not None:
+                    raise output.error
+                if output.finish is FinishReason.ERROR:
+                    raise RequestError(f"request {request.request_id}: the engine failed it without saying why")
+                delta = choice.absorb(output)
+                yield delta
+                if delta.finish is not None:
+                    return
+        raise RequestError(f"request {request.request_id}: the engine's stream ended without a finish reason")
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancel and wait: when this returns every engine generator is closed."""
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Exception):
+            _log.error("closing a request failed", exc_info=result)
+
+
+def _draw_seed() -> int:
+    return random.getrandbits(32)

@@ -1,0 +1,219 @@
+"""From what a client asked (text, loose parameters) to the engine requests that answer it.
+
+Every bound is checked here, once, for HTTP and gRPC alike; the message names the field, what it got and what to change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from jdisagg.api.token_engine import ModelCard
+from jdisagg.core.errors import InvalidRequest, ModelNotFound
+from jdisagg.core.requests import EngineRequest, SamplingParams
+from jdisagg.text.tokenizer import Tokenizer
+
+MAX_N = 64
+MAX_SEQUENCES = 1024  # prompts times choices of one client request
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024  # characters
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 300
+_INLINE_TOKENIZE_CHARACTERS = 16_384  # longer texts are tokenized off the event loop
+
+Prompt = str | tuple[int, ...]
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and answer do not fit the model's context."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRequest:
+    """What a client asked for. `sampling`'s own `seed` and `max_tokens` are ignored: here they may be absent."""
+
+    request_id: str
+    prompts: tuple[Prompt, ...]
+    model: str = ""  # "" = the one served
+    sampling: SamplingParams
+    seed: int | None = None  # None = drawn at intake
+    max_tokens: int | None = None  # None = default_max_tokens, cut to the context
+    default_max_tokens: int | None = None  # None = the rest of the context
+    n: int = 1  # choices per prompt
+    stop: tuple[str, ...] = ()
+    echo: bool = False  # the text begins with the prompt
+    add_special_tokens: bool = True  # BOS / EOS around text prompts
+    skip_special_tokens: bool = True  # in the text that is returned
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_s: float | None = None  # the client's own deadline; the server's wins when shorter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """An admitted TextRequest. `requests` are prompt-major: choice c of prompt p is number p * n + c."""
+
+    request_id: str
+    requests: tuple[EngineRequest, ...]
+    echo_texts: tuple[str, ...] | None  # one per prompt
+    n: int
+    stop: tuple[str, ...]
+    scores_only: bool  # max_tokens = 0: the one token an engine request must have is dropped
+    skip_special_tokens: bool
+    deadline_s: float  # monotonic
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(len(request.prompt_token_ids) for request in self.requests[:: self.n])
+
+
+async def admit(
+    request: TextRequest, card: ModelCard, tokenizer: Tokenizer, *, deadline_s: float, draw_seed: Callable[[], int]
+) -> Job:
+    """Check everything and build the engine requests. Raises InvalidRequest or ModelNotFound."""
+    if request.model not in ("", card.name):
+        raise ModelNotFound(f"model {request.model!r} is not served here; the served model is {card.name!r}", field="model")
+    _check_counts(request)
+    check_sampling(request.sampling, card.vocab_size)
+    prompts = [await _token_ids(prompt, request, card, tokenizer) for prompt in request.prompts]
+    echo_texts = None
+    if request.echo:
+        echo_texts = tuple(
+            prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=request.skip_special_tokens)
+            for prompt in request.prompts
+        )
+    first_seed = draw_seed() if request.seed is None else request.seed
+    engine_requests = []
+    for number, prompt in enumerate(prompts):
+        sampling = replace(
+            request.sampling,
+            max_tokens=_max_tokens(request, len(prompt), card.max_model_len),
+            # a drawn seed differs by prompt, so equal prompts differ; a given one means the same answer wherever it stands
+            seed=(first_seed + (number if request.seed is None else 0)) % 2**32,
+        )
+        if sampling.min_tokens > sampling.max_tokens:
+            raise _invalid("min_tokens", f"must be at most max_tokens = {sampling.max_tokens}", sampling.min_tokens)
+        engine_requests += [
+            EngineRequest(
+                request_id=f"{request.request_id}/{number * request.n + choice}",
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                deadline_s=deadline_s,
+                choice=choice,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+            )
+            for choice in range(request.n)
+        ]
+    return Job(
+        request_id=request.request_id,
+        requests=tuple(engine_requests),
+        echo_texts=echo_texts,
+        n=request.n,
+        stop=request.stop,
+        scores_only=request.max_tokens == 0,
+        skip_special_tokens=request.skip_special_tokens,
+        deadline_s=deadline_s,
+    )
+
+
+def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    """Raise InvalidRequest when a parameter is out of range."""
+    _check_range("temperature", sampling.temperature, 0, 100)
+    _check_range("top_p", sampling.top_p, 0, 1, open_below=True)
+    _check_range("min_p", sampling.min_p, 0, 1)
+    _check_range("repetition_penalty", sampling.repetition_penalty, 0, 100, open_below=True)
+    _check_range("presence_penalty", sampling.presence_penalty, -2, 2)
+    _check_range("frequency_penalty", sampling.frequency_penalty, -2, 2)
+    _check_range("min_tokens", sampling.min_tokens, 0, 2**31 - 1)
+    if sampling.top_k is not None:
+        _check_range("top_k", sampling.top_k, 1, 2**31 - 1)
+    if sampling.logprobs is not None:
+        _check_range("logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
+    if sampling.prompt_logprobs is not None:
+        _check_range("prompt_logprobs", sampling.prompt_logprobs, 0, MAX_LOGPROBS)
+    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
+        raise _invalid("logit_bias", f"may hold at most {MAX_LOGIT_BIAS} tokens", len(sampling.logit_bias))
+    for token_id, bias in sampling.logit_bias:
+        _check_range(f"logit_bias[{token_id}]", bias, -100, 100, field="logit_bias")
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise _invalid("stop_token_ids", f"may hold at most {MAX_STOP_TOKEN_IDS} ids", len(sampling.stop_token_ids))
+    check_token_ids((token_id for token_id, _ in sampling.logit_bias), vocab_size, "logit_bias")
+    check_token_ids(sampling.stop_token_ids, vocab_size, "stop_token_ids")
+
+
+def check_token_ids(token_ids: Iterable[int], vocab_size: int, field: str) -> None:
+    """Raise InvalidRequest when an id is outside [0, vocab_size)."""
+    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+    if wrong is not None:
+        raise _invalid(field, f"token ids must be in [0, {vocab_size}), the model's vocabulary", wrong)
+
+
+def _check_counts(request: TextRequest) -> None:
+    _check_range("n", request.n, 1, MAX_N)
+    if not request.prompts:
+        raise _invalid("prompt", "must hold at least one prompt", "none")
+    num_sequences = len(request.prompts) * request.n
+    if num_sequences > MAX_SEQUENCES:
+        raise _invalid("prompt", f"prompts times n may be at most {MAX_SEQUENCES}; send several requests", num_sequences)
+    if len(request.stop) > MAX_STOP_STRINGS:
+        raise _invalid("stop", f"may hold at most {MAX_STOP_STRINGS} strings", len(request.stop))
+    if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in request.stop):
+        raise _invalid("stop", f"strings must have 1 to {MAX_STOP_LENGTH} characters", "another length")
+    if request.max_tokens is not None:
+        _check_range("max_tokens", request.max_tokens, 0, 2**31 - 1)
+        if request.max_tokens == 0 and not request.echo:
+            raise _invalid("max_tokens", "must be at least 1, or echo must be true to score the prompt alone", 0)
+    _check_range("priority", request.priority, -(2**31), 2**31 - 1)
+
+
+async def _token_ids(prompt: Prompt, request: TextRequest, card: ModelCard, tokenizer: Tokenizer) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        special = request.add_special_tokens
+        if len(prompt) > _INLINE_TOKENIZE_CHARACTERS:
+            prompt = await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=special)
+        else:
+            prompt = tokenizer.encode(prompt, add_special_tokens=special)
+    if not prompt:
+        raise _invalid("prompt", "must hold at least one token", "none")
+    check_token_ids(prompt, card.vocab_size, "prompt")
+    return prompt
+
+
+def _max_tokens(request: TextRequest, num_prompt_tokens: int, max_model_len: int) -> int:
+    """Tokens to generate, as the engine counts them (at least 1)."""
+    room = max_model_len - num_prompt_tokens
+    wanted = None if request.max_tokens is None else max(request.max_tokens, 1)
+    if room < (wanted or 1):
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {max_model_len} tokens, but {num_prompt_tokens} in the prompt and "
+            f"{wanted or 1} for the answer were requested; shorten the prompt or lower max_tokens",
+            field="max_tokens" if wanted is not None and room > 0 else "prompt",
+        )
+    if wanted is not None:
+        return wanted
+    return room if request.default_max_tokens is None else min(room, request.default_max_tokens)
+
+
+def _check_range(
+    name: str, value: float, low: float, high: float, *, open_below: bool = False, field: str | None = None
+) -> None:
+    """A NaN is in no range."""
+    if not (low < value <= high if open_below else low <= value <= high) or not math.isfinite(value):
+        raise _invalid(field or name, f"{name} must be in {'(' if open_below else '['}{low}, {high}]", value)
+
+
+def _invalid(field: str, wanted: str, got: object) -> InvalidRequest:
+    text = wanted if wanted.startswith(field) else f"{field}: {wanted}"
+    return InvalidRequest(f"{text}; got {got}", field=field)
+
+
+def as_stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """OpenAI's `stop`: nothing, one string or several."""
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
