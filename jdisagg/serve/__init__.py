@@ -1,0 +1,1 @@
+"""Entry point of servers: `python -m jdisagg.serve --role ROLE`."""

@@ -1,0 +1,43 @@
+"""`python -m jdisagg.serve --role ROLE [--config FILE.toml] [flags]`: load settings, prepare the process, run the role.
+
+Roles live in modules resolved by name, after the environment is prepared, so that `--help`, a bad flag, the router and the
+supervisor never pay for (or start) jax.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.logs import setup_logs
+from jdisagg.core.settings import load_config, to_toml
+from jdisagg.serve.environment import die_with_parent, pin_to_cores, prepare_jax
+
+EXIT_BAD_CONFIG = 2
+_MODULES = {"router": "jdisagg.serve.router", "local": "jdisagg.serve.local"}
+_WORKER_MODULE = "jdisagg.serve.worker"  # every other role
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one process until it is told to stop; returns its exit status (2 for a bad configuration)."""
+    try:
+        config = load_config(argv)
+        if config.server.print_config:
+            sys.stdout.write(to_toml(config))
+            return 0
+        setup_logs(config.role)
+        die_with_parent(os.environ)
+        pin_to_cores(config.device)
+        if config.role not in _MODULES:
+            prepare_jax(config, os.environ)
+        return importlib.import_module(_MODULES.get(config.role, _WORKER_MODULE)).run(config)
+    except ConfigError as error:
+        sys.stderr.write(f"jdisagg.serve: {error.message}\n")
+        return EXIT_BAD_CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

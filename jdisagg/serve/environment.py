@@ -1,0 +1,107 @@
+"""What a process must settle before jax is imported: cores, devices, compilation cache, and whose life it shares."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+from jdisagg.core.config import Config, DeviceConfig
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.values import parse_ranges
+
+PARENT_VARIABLE = "JDISAGG_PARENT_PID"  # set by a supervisor that holds the write end of our stdin
+DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+_PR_SET_PDEATHSIG = 1
+
+
+def pin_to_cores(device: DeviceConfig) -> None:
+    """Restrict this process to `--cpu-affinity`. Raises ConfigError for cores that do not exist here."""
+    if device.cpu_affinity is None:
+        return
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError(
+            "--cpu-affinity: this operating system cannot pin processes; leave the flag out", field="--cpu-affinity"
+        )
+    try:
+        os.sched_setaffinity(0, parse_ranges(device.cpu_affinity, "--cpu-affinity"))
+    except OSError as error:
+        usable = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        raise ConfigError(
+            f"--cpu-affinity: got {device.cpu_affinity!r}, wanted cores out of {usable}", field="--cpu-affinity"
+        ) from error
+
+
+def num_devices_needed(config: Config) -> int:
+    """Devices that must be visible for this role's mesh(es)."""
+    both = config.local.prefill_tp + config.local.decode_tp
+    needed = both if config.role == "colocated" else config.model.tensor_parallel_size
+    if config.device.devices is not None:
+        needed = max(needed, 1 + max(parse_ranges(config.device.devices, "--devices")))
+    return needed
+
+
+def prepare_jax(config: Config, environ: MutableMapping[str, str]) -> None:
+    """Set the variables jax reads at import. What the user has set in the environment stays, but flags win over it.
+
+    Virtual CPU devices appear when the role needs several (accelerators ignore the setting). Memory is not preallocated:
+    the KV pool is sized explicitly, and two workers may share one device.
+    """
+    needed = num_devices_needed(config)
+    if needed > 1 and DEVICE_COUNT_FLAG not in environ.get("XLA_FLAGS", ""):
+        environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {DEVICE_COUNT_FLAG}={needed}".strip()
+    environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    chosen = config.device.compilation_cache_dir
+    if chosen == "off":
+        environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+        return
+    if chosen is not None or "JAX_COMPILATION_CACHE_DIR" not in environ:
+        environ["JAX_COMPILATION_CACHE_DIR"] = str(_usable_cache_dir(chosen))
+    environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def die_with_parent(environ: Mapping[str, str]) -> None:
+    """When started by a supervisor, end at once if it goes away, however it dies.
+
+    On Linux the kernel kills this process; everywhere a thread also watches stdin, whose write end only the supervisor holds.
+    """
+    if PARENT_VARIABLE not in environ:
+        return
+    parent = int(environ[PARENT_VARIABLE])
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+    threading.Thread(target=_exit_at_end_of_stdin, name="parent-watch", daemon=True).start()
+
+
+def _exit_at_end_of_stdin() -> None:
+    while os.read(0, 1024):
+        pass
+    os._exit(1)
+
+
+def _usable_cache_dir(chosen: str | None) -> Path:
+    """The directory, created; without a choice the user's cache directory, or one beside us when that is not writable."""
+    candidates = (
+        [Path(chosen).expanduser()] if chosen else [Path("~/.cache/jdisagg/xla").expanduser(), Path(".jdisagg-cache/xla")]
+    )
+    problem: OSError | None = None
+    for path in candidates:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = error
+        else:
+            if os.access(path, os.W_OK):
+                return path.absolute()
+    raise ConfigError(
+        f"--compilation-cache-dir: {candidates[-1]} is not writable ({problem or 'permission denied'}); "
+        "name another directory, or 'off'",
+        field="--compilation-cache-dir",
+    )

@@ -1,0 +1,76 @@
+"""The life of a serving process: one asyncio loop, SIGTERM drains, SIGUSR1 shows what it is doing.
+
+    def run(config: Config) -> int:
+        return run_process(lambda process: serve(config, process))
+
+    async def serve(config, process):
+        ...                                # build the parts, print READY
+        process.dump_with(parts.state)     # what SIGUSR1 shows besides stacks
+        await process.stopping.wait()      # SIGTERM or SIGINT
+        ...                                # drain within config.server.drain_s, close the parts
+        return 0
+
+The first SIGTERM or SIGINT sets `stopping`; a second one ends the process at once, drained or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import uvloop
+
+log = logging.getLogger(__name__)
+
+EXIT_FORCED = 1
+
+
+class Process:
+    """Signals of this process, seen from its event loop. Made by `run_process`."""
+
+    def __init__(self) -> None:
+        self.stopping = asyncio.Event()
+        self._state: Callable[[], Mapping[str, Any]] = dict
+
+    def dump_with(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        """`state` is called at SIGUSR1; it returns JSON-able data and must not block."""
+        self._state = state
+
+    def listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Install the signal handlers. SIGUSR1 writes stacks even when the loop is stuck."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop, number)
+        loop.add_signal_handler(signal.SIGUSR1, self._dump)
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
+
+    def _stop(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self.stopping.is_set():
+            log.error("%s again: ending without waiting for the rest", name)
+            os._exit(EXIT_FORCED)
+        log.info("%s: draining", name)
+        self.stopping.set()
+
+    def _dump(self) -> None:
+        sys.stderr.write(json.dumps({"event": "state", "pid": os.getpid(), **self._state()}, default=str) + "\n")
+        sys.stderr.flush()
+
+
+def run_process(serve: Callable[[Process], Awaitable[int]]) -> int:
+    """Run `serve` to its end on a fresh event loop, signals installed; returns its exit status."""
+
+    async def main() -> int:
+        process = Process()
+        process.listen(asyncio.get_running_loop())
+        return await serve(process)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main())

@@ -1,0 +1,55 @@
+"""The READY line: one JSON object on stdout when a process serves. stdout carries nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """What a process says of itself. Addresses are HOST:PORT as bound, None where it has no such edge."""
+
+    role: str
+    http: str | None
+    grpc: str | None
+    model: str
+    warmup_s: float = 0.0  # from start to READY
+    executables: int = 0  # compiled programs
+    pid: int = field(default_factory=os.getpid)
+    workers: tuple[dict[str, Any], ...] = ()  # of a supervisor: its children's lines
+
+    def line(self) -> str:
+        """The JSON text, without newline."""
+        return json.dumps(
+            {"event": "ready", **{name: value for name, value in asdict(self).items() if value not in (None, ())}}
+        )
+
+
+def announce(ready: Ready) -> None:
+    """Print the line, at once."""
+    sys.stdout.write(ready.line() + "\n")
+    sys.stdout.flush()
+
+
+def parse(line: str) -> Ready | None:
+    """The Ready in a line of a child's stdout, or None when the line is something else."""
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(message, dict) or message.get("event") != "ready":
+        return None
+    return Ready(
+        role=str(message.get("role", "")),
+        http=message.get("http"),
+        grpc=message.get("grpc"),
+        model=str(message.get("model", "")),
+        warmup_s=float(message.get("warmup_s", 0.0)),
+        executables=int(message.get("executables", 0)),
+        pid=int(message.get("pid", 0)),
+        workers=tuple(message.get("workers", ())),
+    )
