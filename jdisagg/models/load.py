@@ -1,0 +1,99 @@
+"""A model on its devices, from a directory: safetensors, Orbax, or random values (`--load-format dummy`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jdisagg.core.config import LayerLoop, ModelConfig
+from jdisagg.core.errors import ConfigError
+from jdisagg.models.fingerprint import fingerprint
+from jdisagg.models.init import random_params
+from jdisagg.models.orbax_source import has_orbax, load_orbax
+from jdisagg.models.resolve import eos_token_ids, generation_defaults, read_config, resolve_model
+from jdisagg.models.safetensors_source import has_safetensors, load_safetensors
+from jdisagg.models.sharding import check_tensor_parallel
+from jdisagg.models.spec import ModelSpec
+from jdisagg.models.stacking import stack_layers
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """What steps, hand-shakes and edges need of a model."""
+
+    spec: ModelSpec
+    params: dict[str, Any]  # see `declare.build`; layers stacked when `layer_loop` is SCAN
+    layer_loop: LayerLoop  # UNROLLED or SCAN
+    fingerprint: str  # equal on two workers that may pair
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: Mapping[str, float]  # sampling parameters for requests that name none
+    directory: Path
+    dtype: str  # of parameters and activations
+    kv_dtype: str  # of the KV cache
+
+
+def load_model(config: ModelConfig, mesh: Mesh, *, seed: int) -> LoadedModel:
+    """Put the model on `mesh` (see `make_mesh`). `seed` matters for random values only.
+
+    No process holds an unsharded copy. Raises ConfigError naming flag, file, tensor or key, what was wanted and got.
+    """
+    directory = resolve_model(config.model)
+    spec = ModelSpec.from_config(read_config(directory))
+    check_tensor_parallel(spec, mesh.shape["tp"])
+    dtype = _dtype("dtype", config.dtype, "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
+    kv_dtype = _dtype("kv_cache_dtype", config.kv_cache_dtype, dtype)
+    if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
+        raise ConfigError(
+            f"--max-model-len is {config.max_model_len}, wanted at most {spec.max_model_len}, the model's own",
+            field="max_model_len",
+        )
+    if config.layer_loop is LayerLoop.SCAN and not spec.uniform_window:
+        raise ConfigError("--layer-loop is scan, wanted unrolled: windows differ between layers", field="layer_loop")
+    params = _load(_format(config.load_format, directory), directory, spec, mesh, dtype, seed=seed)
+    identity = fingerprint(spec, params, numerics=config.numerics.value)
+    scan = config.layer_loop is LayerLoop.SCAN
+    return LoadedModel(
+        spec=spec,
+        params=stack_layers(params) if scan else params,
+        layer_loop=LayerLoop.SCAN if scan else LayerLoop.UNROLLED,
+        fingerprint=identity,
+        eos_token_ids=eos_token_ids(directory),
+        generation_defaults=generation_defaults(directory),
+        directory=directory,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+    )
+
+
+def _load(kind: str, directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str, *, seed: int) -> dict[str, Any]:
+    if kind == "dummy":
+        return random_params(spec, mesh, dtype, seed=seed)
+    return (load_safetensors if kind == "safetensors" else load_orbax)(directory, spec, mesh, dtype)
+
+
+def _format(wanted: str, directory: Path) -> str:
+    present = {"safetensors": has_safetensors(directory), "orbax": has_orbax(directory), "dummy": True}
+    if wanted == "auto":
+        wanted = "orbax" if present["orbax"] and not present["safetensors"] else "safetensors"
+    if wanted not in present:
+        raise ConfigError(f"--load-format is {wanted!r}, wanted auto | safetensors | orbax | dummy", field="load_format")
+    if not present[wanted]:
+        raise ConfigError(
+            f"--load-format: {directory} holds no {wanted} weights; give another --model, or --load-format dummy",
+            field="load_format",
+        )
+    return wanted
+
+
+def _dtype(key: str, value: str, auto: str) -> str:
+    if value == "auto":
+        return auto
+    if value not in DTYPES:
+        raise ConfigError(f"--{key.replace('_', '-')} is {value!r}, wanted auto | {' | '.join(DTYPES)}", field=key)
+    return value

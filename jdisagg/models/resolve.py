@@ -1,0 +1,91 @@
+"""From the value of `--model` to a directory, and what its small JSON files say. No jax here: routers read these too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub import errors as hub_errors
+
+from jdisagg.core.errors import ConfigError
+
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "orbax/**")
+SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def resolve_model(name: str) -> Path:
+    """The directory of a model: "demo" (in the package), a directory, or a Hub id, whose local cache is asked first.
+
+    Raises ConfigError when there is no such directory, or the Hub has no such model or cannot be reached.
+    """
+    if name == "demo":
+        directory = Path(str(resources.files("jdisagg"))) / "demo"
+        if not (directory / "config.json").is_file():
+            raise ConfigError(f"--model demo: {directory} holds no model; reinstall the package", field="model")
+        return directory
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ConfigError(
+            f"--model: {name} is not a directory; give demo, a directory, or a Hub id (OWNER/NAME)", field="model"
+        )
+    return _from_hub(name)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a model directory. Raises ConfigError when it is absent or not a JSON object."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"--model: {directory} has no config.json; give a Hugging Face or converted directory", field="model")
+    return read_object(path)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ConfigError naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not readable as JSON: {error}", field="model") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds {type(value).__name__}, wanted a JSON object", field="model")
+    return value
+
+
+def eos_token_ids(directory: Path) -> tuple[int, ...]:
+    """Ids that end a sequence: of generation_config.json, or else of config.json; may be empty."""
+    for values in (_generation(directory), read_config(directory)):
+        if (value := values.get("eos_token_id")) is not None:
+            return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
+    return ()
+
+
+def generation_defaults(directory: Path) -> dict[str, float]:
+    """Sampling parameters that the model's authors recommend (generation_config.json), for requests that name none."""
+    values = _generation(directory)
+    return {key: values[key] for key in SAMPLING_KEYS if isinstance(values.get(key), int | float)}
+
+
+def _generation(directory: Path) -> Mapping[str, Any]:
+    path = directory / "generation_config.json"
+    return read_object(path) if path.is_file() else {}
+
+
+def _from_hub(name: str) -> Path:
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES), local_files_only=True))
+    except (hub_errors.LocalEntryNotFoundError, hub_errors.HFValidationError):
+        pass  # not in the cache: ask the Hub, whose answer is the one worth reporting
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except (hub_errors.HfHubHTTPError, hub_errors.HFValidationError, OSError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"--model: {name} is no directory, not in the local Hub cache, and could not be fetched ({first}); "
+            "give demo, a directory, or a Hub id (OWNER/NAME) that is cached or reachable",
+            field="model",
+        ) from error
