@@ -1,0 +1,67 @@
+"""Bits per byte on held-out modules, beside gzip and xz."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer
+
+from demo_model.corpus import Module
+from demo_model.net import Params, Shape, token_nats
+from demo_model.tokens import BOS_ID
+
+WINDOW, STRIDE = 1024, 512  # tokens: every token but a file's first sees at least WINDOW - STRIDE before it
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Bits per byte of the whole held-out set; context and compressors start afresh at every file."""
+
+    files: int
+    num_bytes: int
+    num_tokens: int
+    bits_per_byte: float
+    gzip: float
+    xz: float
+
+
+def held_out_scores(params: Params, shape: Shape, tokenizer: Tokenizer, modules: Sequence[Module]) -> Scores:
+    """Score the modules with float32 arithmetic."""
+    nats, tokens, size, gz, xz = 0.0, 0, 0, 0, 0
+    score = jax.jit(partial(token_nats, shape=shape, dtype=jnp.dtype(jnp.float32)))
+    for module in modules:
+        raw = module.text.encode()
+        ids = tokenizer.encode(module.text, add_special_tokens=False).ids
+        size, tokens = size + len(raw), tokens + len(ids)
+        gz, xz = gz + len(gzip.compress(raw, 9)), xz + len(lzma.compress(raw, preset=9))
+        nats += sum(_window_nats(score, params, window) for window in windows([BOS_ID, *ids]))
+    bits = nats / math.log(2)
+    return Scores(len(modules), size, tokens, bits / size, 8 * gz / size, 8 * xz / size)
+
+
+def windows(ids: list[int]) -> list[tuple[list[int], int]]:
+    """Cut ids into (at most WINDOW + 1 ids, how many of its predictions count): each id but the first counts once."""
+    out: list[tuple[list[int], int]] = []
+    done = 1
+    while done < len(ids):
+        end = min(len(ids), WINDOW + 1 if done == 1 else done + STRIDE)
+        out.append((ids[max(0, end - WINDOW - 1) : end], end - done))
+        done = end
+    return out
+
+
+def _window_nats(score: partial, params: Params, window: tuple[list[int], int]) -> float:  # type: ignore[type-arg]
+    ids, counted = window
+    tokens = np.zeros((1, WINDOW + 1), np.int32)
+    segments = np.ones((1, WINDOW + 1), np.int32)
+    tokens[0, : len(ids)], segments[0, : len(ids)] = ids, 0
+    nats, _ = score(params, jnp.asarray(tokens), jnp.asarray(segments))
+    return float(np.asarray(nats[0], np.float64)[len(ids) - 1 - counted : len(ids) - 1].sum())
