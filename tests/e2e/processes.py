@@ -35,6 +35,7 @@ class ServerProcess:
                 start_new_session=True,
             )
         self.ready: dict[str, Any] = {}
+        self._log_size_at_ready = 0
 
     @property
     def pid(self) -> int:
@@ -63,6 +64,7 @@ class ServerProcess:
                     message = json.loads(line) if line.startswith(b"{") else {}
                     if message.get("event") == "ready":
                         self.ready = message
+                        self._log_size_at_ready = self.log.stat().st_size
                         return self
                 if self.process.poll() is not None:
                     break
@@ -70,6 +72,12 @@ class ServerProcess:
 
     def tail(self, num_chars: int = 6000) -> str:
         return self.log.read_text(errors="replace")[-num_chars:]
+
+    def log_since_ready(self) -> str:
+        """What the process has written to stderr since its READY line."""
+        with self.log.open("rb") as file:
+            file.seek(self._log_size_at_ready)
+            return file.read().decode(errors="replace")
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)

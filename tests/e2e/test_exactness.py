@@ -1,0 +1,109 @@
+"""In `exact`, the way of serving does not show in a single bit; and nothing compiles, leaks or is computed twice on the way."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.client import Asked, Got, run_all
+from tests.e2e.conftest import MAX_MODEL_LEN, Pair, Start
+from tests.e2e.mixed import mixed_requests
+from tests.e2e.processes import ServerProcess, wait_until
+from tests.e2e.tiny_model import HEAD_DIM, KV_HEADS, LAYERS
+
+VOCAB = 1024  # token ids used in prompts; inside every demo tokenizer
+COUNT = 120
+BYTES_PER_TOKEN = LAYERS * KV_HEADS * 2 * HEAD_DIM * 4  # float32
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Asked]:
+    return mixed_requests(COUNT, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN)
+
+
+@pytest.fixture(scope="module")
+def reference(unified: ServerProcess, requests: list[Asked]) -> list[Got]:
+    got = run_all(unified.grpc, requests)
+    assert all(one.error is None for one in got), [one.error for one in got if one.error][:1]
+    return got
+
+
+def assert_same(requests: list[Asked], wanted: list[Got], got: list[Got]) -> None:
+    for asked, one, other in zip(requests, wanted, got, strict=True):
+        assert other.error is None, (asked.request_id, other.error)
+        assert other.essence() == one.essence(), asked.request_id
+        assert other.logprobs == one.logprobs, asked.request_id  # float32, equal to the last bit
+
+
+def assert_quiescent(server: ServerProcess) -> None:
+    wait_until(lambda: server.metric("jdisagg_kv_pages_used") == 0, 5, f"{server.flags[1]}: all pages free")
+    wait_until(lambda: server.metric("jdisagg_leases") == 0, 5, f"{server.flags[1]}: no lease")
+    wait_until(lambda: server.metric("jdisagg_published_bytes") == 0, 5, f"{server.flags[1]}: nothing published")
+    assert server.state()["streams"] == []
+
+
+def assert_nothing_compiled_since_ready(server: ServerProcess) -> None:
+    later = server.log_since_ready()
+    lines = [line for line in later.splitlines() if "Compiling" in line or "XLA compilation" in line]
+    assert lines == []
+    assert server.metric("jdisagg_compiles_after_ready_total") == 0
+
+
+def test_streams_vary_so_that_equality_means_something(reference: list[Got]) -> None:
+    tokens = {token for one in reference for choice in one.tokens.values() for token in choice}
+    assert len(tokens) > 300
+
+
+def test_repeating_the_requests_gives_the_same_bits(
+    unified: ServerProcess, requests: list[Asked], reference: list[Got]
+) -> None:
+    assert_same(requests, reference, run_all(unified.grpc, requests, at_once=5))
+
+
+def test_pair_equals_unified_and_bytes_are_as_computed(pair: Pair, requests: list[Asked], reference: list[Got]) -> None:
+    before = pair.decode.metric("jdisagg_transfer_bytes_total")
+    got = run_all(pair.decode.grpc, requests)
+    assert_same(requests, reference, got)
+    expected = 0
+    for asked, one in zip(requests, got, strict=True):
+        assert one.complete is not None
+        for choice in one.complete.choices:
+            if len(choice.token_ids) > 1:
+                assert choice.provenance.transferred_bytes == len(asked.prompt) * BYTES_PER_TOKEN, asked.request_id
+            if asked.sampling["max_tokens"] == 1:
+                assert choice.provenance.transferred_bytes == 0, asked.request_id
+            expected += choice.provenance.transferred_bytes
+    assert expected > 0
+    assert pair.decode.metric("jdisagg_transfer_bytes_total") - before >= expected
+    assert pair.decode.metric("jdisagg_prefill_tokens_total", role="decode") == 0
+    assert pair.decode.metric("jdisagg_recoveries_total") == 0
+
+
+def test_pair_is_quiescent_and_leaks_nothing(pair: Pair, requests: list[Asked]) -> None:
+    run_all(pair.decode.grpc, requests[:40])
+    for server in (pair.prefill, pair.decode):
+        assert_quiescent(server)
+    before = [(s.num_descriptors(), s.num_threads()) for s in (pair.prefill, pair.decode)]
+    for _ in range(3):
+        run_all(pair.decode.grpc, requests[:40])
+    for server, (descriptors, threads) in zip((pair.prefill, pair.decode), before, strict=True):
+        assert_quiescent(server)
+        wait_until(lambda s=server, d=descriptors: s.num_descriptors() <= d + 2, 10, "descriptors back")
+        assert server.num_threads() <= threads + 2
+
+
+def test_nothing_compiles_after_ready(unified: ServerProcess, pair: Pair, reference: list[Got]) -> None:
+    assert reference
+    for server in (unified, pair.prefill, pair.decode):
+        assert_nothing_compiled_since_ready(server)
+
+
+def test_colocated_equals_unified(
+    start: Start, exact_flags: tuple[str, ...], requests: list[Asked], reference: list[Got]
+) -> None:
+    env = {"JAX_LOG_COMPILES": "1"}
+    server = start("colocated", "--role", "colocated", "--local-prefill", "never", *exact_flags, env=env).wait_ready()
+    assert_same(requests, reference, run_all(server.grpc, requests))
+    assert server.metric("jdisagg_prefill_tokens_total", role="decode") == 0
+    assert server.metric("jdisagg_transfer_bytes_total", backend="device_put") > 0
+    assert_quiescent(server)
+    assert_nothing_compiled_since_ready(server)
