@@ -10,6 +10,8 @@ stops after the last block any query needs. A block in which a query sees nothin
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -70,19 +72,22 @@ def attend(
     grouped = q.reshape(num_tiles, tile, num_kv_heads, group, dim)
     queries = grouped.transpose(0, 2, 1, 3, 4).reshape(num_tiles, num_kv_heads, tile * group, dim).astype(dtype)
 
+    # GPU and TPU would silently round float32 operands.
+    dot = partial(jnp.einsum, preferred_element_type=jnp.float32, precision="highest" if dtype == jnp.float32 else None)
+
     def step(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         largest, total, sums = carry
         pages = lax.dynamic_slice_in_dim(tables, index * block_pages, block_pages, axis=1)
         keys, values = _gather(kv, layer, pages, dtype=dtype, heads_major=heads_major)
         seen = _visible(at, index * block + jnp.arange(block), window)  # bool[N, t, block]
         rows = jnp.broadcast_to(seen[:, :, None], (num_tiles, tile, group, block)).reshape(num_tiles, 1, tile * group, block)
-        scores = jnp.einsum("nkqd,nkjd->nkqj", queries, keys, preferred_element_type=jnp.float32) * scale
+        scores = dot("nkqd,nkjd->nkqj", queries, keys) * scale
         scores = jnp.where(rows, scores, _LOWEST)
         new_largest = jnp.maximum(largest, scores.max(axis=-1))
         weights = jnp.where(rows, jnp.exp(scores - new_largest[..., None]), 0.0)
         shrink = jnp.exp(largest - new_largest)
         values = jnp.where(seen.any(axis=1)[:, None, :, None], values, jnp.zeros((), dtype))
-        new = jnp.einsum("nkqj,nkjd->nkqd", weights.astype(dtype), values, preferred_element_type=jnp.float32)
+        new = dot("nkqj,nkjd->nkqd", weights.astype(dtype), values)
         return new_largest, total * shrink + weights.sum(axis=-1), sums * shrink[..., None] + new
 
     shape = queries.shape[:-1]

@@ -12,6 +12,9 @@ from enum import Enum
 
 from jdisagg.core.errors import RequestError
 
+MAX_LOGPROBS = 20  # alternatives per token, generated or prompt; more are refused at intake
+MAX_STOP_TOKEN_IDS = 64  # stop ids of one request and the model's EOS ids together; more are refused at intake
+
 
 class Role(Enum):
     """What a worker does. `UNIFIED` runs both phases; `COLOCATED` is a PREFILL and a DECODE engine in one process."""

@@ -1,0 +1,108 @@
+"""From logits to tokens on the device. Rows are independent: a row's token never depends on what its neighbours asked for.
+
+logits -> bias -> penalties -> stop ids masked (min_tokens) -> temperature -> min-p, top-k, top-p -> Gumbel-max
+       -> log-probabilities of the model's own distribution
+
+Work that no row of the batch asked for is skipped by `lax.cond`; for a row that did not ask, each stage is the identity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdisagg.core.requests import MAX_LOGPROBS
+from jdisagg.engine.filters import keep_mask
+from jdisagg.engine.noise import gumbel
+from jdisagg.engine.state import PROMPT_BIT, DecodeState, SamplingRows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities (nats) before any sampling parameter; zeros when nobody wanted them."""
+
+    chosen: jax.Array  # f32[R]
+    top_ids: jax.Array  # i32[R, min(MAX_LOGPROBS, V)]; best first, ties by id
+    top: jax.Array  # f32[R, min(MAX_LOGPROBS, V)]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampling:
+    """One token per row."""
+
+    tokens: jax.Array  # i32[R]
+    bad: jax.Array  # bool[R]; the logits hold NaN
+    logprobs: Logprobs
+
+
+def sample(logits: jax.Array, state: DecodeState, rows: SamplingRows, positions: jax.Array) -> Sampling:
+    """Sample the token at index `positions` i32[R] of each row's sequence from logits f32[R, V]."""
+    with jax.named_scope("sample"):
+        shaped = lax.cond(jnp.any(rows.shaped), lambda: _shape(logits, state, rows), lambda: logits)
+        early = positions < rows.min_length
+        shaped = lax.cond(jnp.any(early), lambda: _mask_stops(shaped, rows.stop_ids, early), lambda: shaped)
+        greedy = jnp.argmax(shaped, axis=-1).astype(jnp.int32)
+        drawn = rows.temperature > 0.0
+        tokens = lax.cond(jnp.any(drawn), lambda: jnp.where(drawn, _draw(shaped, rows, positions), greedy), lambda: greedy)
+        return Sampling(
+            tokens=tokens,
+            bad=jnp.isnan(logits).any(axis=-1),
+            logprobs=score_if(jnp.any(rows.num_top >= 0), logits, tokens),
+        )
+
+
+def score(logits: jax.Array, chosen: jax.Array) -> Logprobs:
+    """Log-probabilities of tokens `chosen` i32[R] and of the most likely ones under logits f32[R, V]."""
+    total = jax.nn.logsumexp(logits, axis=-1)
+    top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[-1]))
+    picked = jnp.take_along_axis(logits, chosen[:, None], axis=-1)[:, 0]
+    return Logprobs(chosen=picked - total, top_ids=top_ids.astype(jnp.int32), top=top - total[:, None])
+
+
+def score_if(wanted: jax.Array, logits: jax.Array, chosen: jax.Array) -> Logprobs:
+    """`score`, or zeros when `wanted` bool[] is false."""
+    return lax.cond(wanted, lambda: score(logits, chosen), lambda: no_logprobs(*logits.shape))
+
+
+def no_logprobs(num_rows: int, vocab_size: int) -> Logprobs:
+    """Zeros in the shape of `score`."""
+    width = min(MAX_LOGPROBS, vocab_size)
+    return Logprobs(
+        chosen=jnp.zeros(num_rows, jnp.float32),
+        top_ids=jnp.zeros((num_rows, width), jnp.int32),
+        top=jnp.zeros((num_rows, width), jnp.float32),
+    )
+
+
+def _shape(logits: jax.Array, state: DecodeState, rows: SamplingRows) -> jax.Array:
+    """Bias and penalties. Repetition counts prompt and output, the other two the output alone."""
+    history, logits = state.history[rows.slots], logits + state.bias[rows.slots]
+    repetition = jnp.where(history > 0, rows.repetition_penalty[:, None], 1.0)
+    logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    counts = history & (PROMPT_BIT - 1)
+    logits = logits - counts.astype(jnp.float32) * rows.frequency_penalty[:, None]
+    return logits - (counts > 0).astype(jnp.float32) * rows.presence_penalty[:, None]
+
+
+def _mask_stops(logits: jax.Array, stop_ids: jax.Array, early: jax.Array) -> jax.Array:
+    columns = jnp.where(early[:, None], stop_ids, logits.shape[-1])  # out of range: dropped
+    return logits.at[jnp.arange(logits.shape[0])[:, None], columns].set(-jnp.inf, mode="drop")
+
+
+def _draw(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:
+    """Gumbel-max: the argmax of scores plus Gumbel noise is a draw from their softmax."""
+    temperature = jnp.where(rows.temperature > 0.0, rows.temperature, 1.0)
+    scores = logits / temperature[:, None]
+    filtered = (rows.top_k < logits.shape[-1]) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
+    keep = lax.cond(
+        jnp.any(filtered),
+        lambda: keep_mask(scores, top_k=rows.top_k, top_p=rows.top_p, min_p=rows.min_p),
+        lambda: jnp.ones(scores.shape, bool),
+    )
+    noisy = scores + gumbel(rows.seed, rows.choice, positions, logits.shape[-1])
+    return jnp.argmax(jnp.where(keep, noisy, -jnp.inf), axis=-1).astype(jnp.int32)
