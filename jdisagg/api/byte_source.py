@@ -1,0 +1,65 @@
+"""Blocking reads of published pieces for transfer threads: `PeerService.Fetch` over one channel per peer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from time import monotonic
+
+import grpc
+
+from jdisagg.api.channels import INSECURE, Credentials, open_blocking_channel
+from jdisagg.v1 import peer_pb2, peer_pb2_grpc
+
+
+class GrpcByteSource:
+    """`read` may be called from any thread."""
+
+    def __init__(self, credentials: Credentials = INSECURE) -> None:
+        self._credentials = credentials
+        self._channels: dict[str, grpc.Channel] = {}
+        self._lock = threading.Lock()
+
+    def read(self, peer: str, key: str, deadline_s: float) -> Iterator[bytes]:
+        """Yield the piece's bytes in order, ending before `deadline_s` (monotonic).
+
+        Raises KeyError when the peer has no such piece, TimeoutError at the deadline, ConnectionError for everything else.
+        """
+        channel = self._channel(peer)
+        call = peer_pb2_grpc.PeerServiceStub(channel).Fetch(
+            peer_pb2.FetchRequest(key=key), timeout=max(0.0, deadline_s - monotonic())
+        )
+        try:
+            for part in call:
+                yield part.data
+        except grpc.RpcError as error:
+            code = call.code()
+            text = f"piece {key} of {peer}: {code.name}: {call.details()}"
+            if code is grpc.StatusCode.NOT_FOUND:
+                raise KeyError(text) from error
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise TimeoutError(text) from error
+            self._drop(peer, channel)
+            raise ConnectionError(text) from error
+        finally:
+            call.cancel()  # a reader that stops early must not leave the stream running
+
+    def close(self) -> None:
+        """Close every channel; reads in progress fail."""
+        with self._lock:
+            channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            channel.close()
+
+    def _channel(self, peer: str) -> grpc.Channel:
+        with self._lock:
+            if peer not in self._channels:
+                self._channels[peer] = open_blocking_channel(peer, self._credentials)
+            return self._channels[peer]
+
+    def _drop(self, peer: str, channel: grpc.Channel) -> None:
+        """The next read connects anew instead of waiting out this connection's back-off."""
+        with self._lock:
+            if self._channels.get(peer) is channel:
+                del self._channels[peer]
+        channel.close()

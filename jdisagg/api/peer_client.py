@@ -1,0 +1,180 @@
+"""D's side of PeerService: `roles.ports.PeerClient` over one event loop.
+
+Engine threads call `open`, `send` and `close`, which cross to the loop in order; answers are posted as FromPrefill. Exactly
+one StreamEnded ends every stream that D did not close itself. A stream whose P restarted at the same address, seen by a
+refused epoch or a dead connection before the first answer, is opened once more with everything sent so far; nothing else is
+retried here: the recovery ladder is `handoff`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from jdisagg.api.channels import INSECURE, Credentials
+from jdisagg.api.peer_link import HelloFailed, PeerLink
+from jdisagg.api.peer_stream import PeerStream
+from jdisagg.core.config import TransferConfig
+from jdisagg.handoff.events import FromPrefill
+from jdisagg.handoff.identity import Identity
+from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, Open, StreamEnded
+
+PROBE_INTERVAL_S = 1.0
+
+
+class GrpcPeerClient:
+    """All of one D's hand-off streams and peer connections."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        post: Callable[[FromPrefill], None],
+        config: TransferConfig,
+        credentials: Credentials = INSECURE,
+    ) -> None:
+        """`post` must be thread-safe and not block."""
+        self._identity = identity
+        self._loop = loop
+        self._post = post
+        self._config = config
+        self._credentials = credentials
+        self._links: dict[str, PeerLink] = {}
+        self._streams: dict[HandoffId, PeerStream] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failures: dict[str, str] = {}  # peer -> why it cannot be used; "" = it can
+        self._closed = False
+
+    # --- any thread
+
+    def open(self, peer: str, handoff: HandoffId, message: Open) -> None:
+        """Open the hand-off's stream; see PeerClient."""
+        self._cross(self._open, peer, handoff, message)
+
+    def send(self, handoff: HandoffId, message: DecodeToPrefill) -> None:
+        """Send on an open stream; dropped when it is gone."""
+        self._cross(self._send, handoff, message)
+
+    def close(self, handoff: HandoffId) -> None:
+        """End the stream; idempotent, no StreamEnded follows."""
+        self._cross(self._close, handoff)
+
+    def watch(self, peers: tuple[str, ...]) -> None:
+        """Keep asking these peers whether they are there, so that `usable` is true before the first request."""
+        for peer in peers:
+            self._cross(self._start, self._probe_forever(peer))
+
+    def usable(self, peer: str) -> bool:
+        """Whether the last thing heard of the peer was good. False for a peer never spoken to."""
+        return self._failures.get(peer) == ""
+
+    def failures(self) -> dict[str, str]:
+        """Peers spoken to, and why each cannot be used; "" = it can. For /ready and debug state."""
+        return dict(self._failures)
+
+    # --- the loop
+
+    @property
+    def num_streams(self) -> int:
+        """Open streams."""
+        return len(self._streams)
+
+    async def aclose(self) -> None:
+        """End every stream, close every channel, stop every task. Posts nothing more."""
+        self._closed = True
+        for stream in self._streams.values():
+            stream.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        links, self._links = list(self._links.values()), {}
+        await asyncio.gather(*(link.close() for link in links))
+
+    def _cross(self, function: Callable[..., Any], *arguments: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the process is on its way out
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _start(self, coroutine: Any) -> None:
+        if self._closed:
+            coroutine.close()
+            return
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _open(self, peer: str, handoff: HandoffId, message: Open) -> None:
+        if self._closed:
+            return
+        assert handoff not in self._streams, f"{handoff} is open already"
+        stream = PeerStream(peer, message, self._config)
+        self._streams[handoff] = stream
+        self._start(self._run(handoff, stream))
+
+    def _send(self, handoff: HandoffId, message: DecodeToPrefill) -> None:
+        stream = self._streams.get(handoff)
+        if stream is not None and not isinstance(message, Open | StreamEnded):
+            stream.send(message)
+
+    def _close(self, handoff: HandoffId) -> None:
+        stream = self._streams.pop(handoff, None)
+        if stream is not None:
+            stream.close()
+
+    async def _run(self, handoff: HandoffId, stream: PeerStream) -> None:
+        """The stream's whole life."""
+        ended = StreamEnded(reason="dead")
+        try:
+            ended = await self._live(handoff, stream)
+        finally:
+            if self._streams.get(handoff) is stream:
+                del self._streams[handoff]
+                if not self._closed:
+                    self._post(FromPrefill(handoff, ended))
+
+    async def _live(self, handoff: HandoffId, stream: PeerStream) -> StreamEnded:
+        ended = StreamEnded(reason="closed")
+        for second in (False, True):
+            link = self._link(stream.peer)
+            try:
+                epoch = (await (link.refresh() if second else link.hello())).epoch
+            except HelloFailed as error:
+                self._failed(link, error.error.message)
+                return StreamEnded(reason=error.reason, error=error.error)
+            self._failures[stream.peer] = ""
+            if stream.closed:
+                break
+            ended = await stream.run(link, epoch, lambda message: self._deliver(handoff, stream, message))
+            if ended.reason in ("dead", "heartbeat"):
+                self._failed(link, ended.error.message if ended.error else ended.reason)
+            if stream.answered or ended.reason not in ("dead", "epoch"):
+                break
+        return StreamEnded(reason="hello", error=ended.error) if ended.reason == "epoch" else ended
+
+    def _deliver(self, handoff: HandoffId, stream: PeerStream, message: Any) -> None:
+        if self._streams.get(handoff) is stream:
+            self._post(FromPrefill(handoff, message))
+
+    def _link(self, peer: str) -> PeerLink:
+        if (link := self._links.get(peer)) is None:
+            link = self._links[peer] = PeerLink(peer, self._identity, self._credentials)
+        return link
+
+    def _failed(self, link: PeerLink, why: str) -> None:
+        """Forget the connection: the next stream makes a new one. Streams still on it end by themselves."""
+        if self._links.get(link.peer) is link:
+            del self._links[link.peer]
+            self._failures[link.peer] = why
+            self._start(link.close())
+
+    async def _probe_forever(self, peer: str) -> None:
+        while True:
+            link = self._link(peer)
+            try:
+                await link.refresh()
+                self._failures[peer] = ""
+            except HelloFailed as error:
+                self._failed(link, error.error.message)
+            await asyncio.sleep(PROBE_INTERVAL_S)

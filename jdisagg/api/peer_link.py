@@ -1,0 +1,69 @@
+"""D's connection to one P: channel, Hello once per epoch, and whether it is usable."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+
+from jdisagg.api.channels import Credentials, open_channel
+from jdisagg.api.peer_codec import decode_identity, encode_identity
+from jdisagg.core.errors import Unavailable
+from jdisagg.handoff.identity import Identity
+from jdisagg.v1 import peer_pb2, peer_pb2_grpc
+
+HELLO_TIMEOUT_S = 1.0
+
+
+class HelloFailed(Exception):
+    """The peer cannot be used now. `reason` is StreamEnded's: "hello" (refused) or "unreachable"."""
+
+    def __init__(self, reason: str, error: Unavailable) -> None:
+        super().__init__(error.message)
+        self.reason = reason
+        self.error = error
+
+
+class PeerLink:
+    """One channel. Used on one event loop; when the peer's process is gone, drop it and make a new one."""
+
+    def __init__(self, peer: str, identity: Identity, credentials: Credentials) -> None:
+        self.peer = peer
+        self._identity = identity
+        self._channel = open_channel(peer, credentials)
+        self._stub = peer_pb2_grpc.PeerServiceStub(self._channel)
+        self._hello: asyncio.Task[Identity] | None = None
+
+    async def hello(self) -> Identity:
+        """The peer's identity; asks once and shares the answer. Raises HelloFailed within about a second."""
+        if self._hello is None:
+            self._hello = asyncio.create_task(self._say_hello())
+        return await asyncio.shield(self._hello)
+
+    async def refresh(self) -> Identity:
+        """Ask again, whatever was answered before; shares a question that is under way."""
+        if self._hello is None or self._hello.done():
+            self._hello = asyncio.create_task(self._say_hello())
+        return await asyncio.shield(self._hello)
+
+    def prefill(self, timeout_s: float) -> grpc.aio.StreamStreamCall:
+        """Start a hand-off stream."""
+        return self._stub.Prefill(timeout=timeout_s)
+
+    async def close(self) -> None:
+        """Close the channel and whatever runs on it."""
+        if self._hello is not None:
+            self._hello.cancel()
+            await asyncio.gather(self._hello, return_exceptions=True)
+        await self._channel.close()
+
+    async def _say_hello(self) -> Identity:
+        try:
+            request = peer_pb2.HelloRequest(identity=encode_identity(self._identity))
+            answer = await self._stub.Hello(request, timeout=HELLO_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            reason = "hello" if error.code() is grpc.StatusCode.FAILED_PRECONDITION else "unreachable"
+            text = f"prefill peer {self.peer}: Hello: {error.code().name}: {error.details()}"
+            raise HelloFailed(reason, Unavailable(text)) from error
+        return decode_identity(answer.identity)

@@ -1,0 +1,190 @@
+"""P's side of PeerService: Hello, hand-off streams into the engine's inbox, bytes of published pieces.
+
+    Prefill stream:  first message Open -> PeerOpened(handoff, open, peer, reply) is posted
+                     every later one    -> PeerMessage(handoff, message)
+                     its end            -> PeerMessage(handoff, StreamEnded(reason)), exactly once, whatever ended it
+
+Heartbeats go both ways on every stream; a D that is silent for `dead_after_s` has its stream ended with "heartbeat".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from time import monotonic
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from jdisagg.api.codec import abort
+from jdisagg.api.peer_codec import UP_HEARTBEAT, decode_down, decode_identity, encode_identity, encode_up
+from jdisagg.api.pulse import Pulse, cancel_and_wait
+from jdisagg.core.config import TransferConfig
+from jdisagg.core.errors import InvalidRequest
+from jdisagg.handoff.events import PeerMessage, PeerOpened
+from jdisagg.handoff.identity import Identity, Incompatible, agree
+from jdisagg.handoff.messages import HandoffId, Open, PrefillToDecode, StreamEnded
+from jdisagg.v1 import peer_pb2, peer_pb2_grpc
+
+FETCH_PART_BYTES = 2**20
+
+
+class PieceBytes(Protocol):
+    """Where published bytes are kept; `jdisagg.transfer.grpc_backend.PieceStore`."""
+
+    def get(self, key: str) -> Any | None:
+        """The piece's bytes (any contiguous buffer), or None when the key is unknown or discarded."""
+        ...
+
+
+class PeerServer(peer_pb2_grpc.PeerServiceServicer):
+    """PeerService of one prefill worker. Add it to a grpc.aio server with `add_PeerServiceServicer_to_server`."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        post: Callable[[PeerOpened | PeerMessage], None],
+        pieces: PieceBytes | None,
+        config: TransferConfig,
+    ) -> None:
+        """`post` must be thread-safe and not block; `pieces` is None when the grpc backend is not served."""
+        self._identity = identity
+        self._post = post
+        self._pieces = pieces
+        self._config = config
+        self._serials = itertools.count(1)
+        self._num_streams = 0
+
+    @property
+    def num_streams(self) -> int:
+        """Open hand-off streams."""
+        return self._num_streams
+
+    async def Hello(self, request: peer_pb2.HelloRequest, context: grpc.aio.ServicerContext) -> peer_pb2.HelloResponse:
+        """Settle protocol and backend, or refuse with the field that does not match."""
+        theirs = decode_identity(request.identity)
+        try:
+            agreement = agree(self._identity, theirs)
+        except Incompatible as error:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, f"{self._identity.worker} cannot serve {theirs.worker}: {error}"
+            )
+        return peer_pb2.HelloResponse(
+            identity=encode_identity(self._identity), protocol=agreement.protocol, backend=agreement.backend
+        )
+
+    async def Prefill(
+        self, request_iterator: AsyncIterator[peer_pb2.PrefillRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        """One hand-off."""
+        opened = await self._read_open(request_iterator, context)
+        handoff = HandoffId(opened.request.request_id, next(self._serials))
+        reply = _StreamReply(asyncio.get_running_loop())
+        self._num_streams += 1
+        reason = "dead"  # what a cancelled handler means: the connection is gone
+        self._post(PeerOpened(handoff, opened, context.peer(), reply))
+        try:
+            reason = await self._converse(handoff, request_iterator, context, reply)
+        finally:
+            self._num_streams -= 1
+            reply.abandon()
+            self._post(PeerMessage(handoff, StreamEnded(reason=reason)))
+
+    async def _read_open(self, requests: AsyncIterator[peer_pb2.PrefillRequest], context: grpc.aio.ServicerContext) -> Open:
+        """The stream's first message; ends the RPC when it is not a good Open for this process."""
+        try:
+            async with asyncio.timeout(self._config.dead_after_s):
+                first = await anext(requests)
+        except (TimeoutError, StopAsyncIteration):
+            first = peer_pb2.PrefillRequest()
+        try:
+            opened = decode_down(first, monotonic())
+        except InvalidRequest as error:
+            await abort(context, error)
+        if not isinstance(opened, Open):
+            await abort(context, InvalidRequest("prefill stream: the first message must be `open`", field="open"))
+        if first.open.epoch != self._identity.epoch:
+            wanted, got = self._identity.epoch, first.open.epoch
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"epoch: wanted {wanted}, got {got}; say Hello again")
+        return opened
+
+    async def _converse(
+        self,
+        handoff: HandoffId,
+        requests: AsyncIterator[peer_pb2.PrefillRequest],
+        context: grpc.aio.ServicerContext,
+        reply: _StreamReply,
+    ) -> str:
+        """Carry messages both ways until one side ends; returns why."""
+        pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=self._config.dead_after_s)
+        read = asyncio.create_task(self._read(handoff, requests, pulse))
+        write = asyncio.create_task(reply.pump(context))
+        beat = asyncio.create_task(pulse.run(reply.beat))
+        try:
+            done, _ = await asyncio.wait({read, write, beat}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_and_wait(read, write, beat)
+        if read in done or write in done:
+            return "closed" if all(task.exception() is None for task in done) else "dead"
+        return "heartbeat"
+
+    async def _read(self, handoff: HandoffId, requests: AsyncIterator[peer_pb2.PrefillRequest], pulse: Pulse) -> None:
+        async for wire in requests:
+            pulse.heard()
+            message = decode_down(wire, monotonic())
+            if message is not None and not isinstance(message, Open):
+                self._post(PeerMessage(handoff, message))
+
+    async def Fetch(
+        self, request: peer_pb2.FetchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[peer_pb2.FetchResponse]:
+        """The bytes of one piece in parts of at most 1 MiB."""
+        found = None if self._pieces is None else self._pieces.get(request.key)
+        if found is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no piece {request.key!r} here: acknowledged, or its lease is over")
+        view = memoryview(found).cast("B")
+        for begin in range(0, len(view), FETCH_PART_BYTES):
+            yield peer_pb2.FetchResponse(data=bytes(view[begin : begin + FETCH_PART_BYTES]))
+
+
+class _StreamReply:
+    """`handoff.events.Reply` over a queue that the loop drains. None in the queue ends the stream."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._queue: asyncio.Queue[peer_pb2.PrefillResponse | None] = asyncio.Queue()
+        self._gone = False
+
+    def send(self, message: PrefillToDecode) -> None:
+        """Any thread; dropped when the stream is gone."""
+        if isinstance(message, StreamEnded):
+            self.close()
+        else:
+            self._put(encode_up(message))
+
+    def close(self) -> None:
+        """Any thread: end the stream after what was sent before."""
+        self._put(None)
+
+    def beat(self) -> None:
+        """Loop only: a heartbeat unless something is on its way anyway."""
+        if self._queue.empty():
+            self._queue.put_nowait(UP_HEARTBEAT)
+
+    def abandon(self) -> None:
+        """Loop only: drop everything from now on."""
+        self._gone = True
+
+    async def pump(self, context: grpc.aio.ServicerContext) -> None:
+        """Loop only: write until closed."""
+        while (message := await self._queue.get()) is not None:
+            await context.write(message)
+
+    def _put(self, message: peer_pb2.PrefillResponse | None) -> None:
+        if not self._gone:
+            with suppress(RuntimeError):  # the loop is closed: the process is on its way out
+                self._loop.call_soon_threadsafe(self._queue.put_nowait, message)

@@ -1,0 +1,102 @@
+"""One hand-off stream seen from D, on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from time import monotonic
+
+import grpc
+import grpc.aio
+
+from jdisagg.api.codec import error_from_rpc
+from jdisagg.api.peer_codec import DOWN_HEARTBEAT, decode_up, encode_down
+from jdisagg.api.peer_link import PeerLink
+from jdisagg.api.pulse import Pulse, cancel_and_wait
+from jdisagg.core.config import TransferConfig
+from jdisagg.core.errors import RequestError, Unavailable
+from jdisagg.handoff.messages import Ack, Grant, Open, PrefillToDecode, StreamEnded, Want
+from jdisagg.v1 import peer_pb2
+
+DEADLINE_GRACE_S = 2.0  # the engine ends a hand-off at its deadline; the RPC's own limit comes later
+_REASONS = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: "deadline",
+    grpc.StatusCode.UNAVAILABLE: "dead",
+    grpc.StatusCode.UNKNOWN: "dead",
+    grpc.StatusCode.INTERNAL: "dead",
+    grpc.StatusCode.CANCELLED: "dead",
+}
+
+
+class PeerStream:
+    """Messages to one P and back. `run` may be called again while nothing was answered: everything sent is sent again."""
+
+    def __init__(self, peer: str, opening: Open, config: TransferConfig) -> None:
+        self.peer = peer
+        self.answered = False
+        self.closed = False
+        self._opening = opening
+        self._config = config
+        self._sent: list[peer_pb2.PrefillRequest] = []  # kept until the first answer
+        self._queue: asyncio.Queue[peer_pb2.PrefillRequest | None] | None = None  # None in the queue ends the stream
+
+    def send(self, message: Grant | Ack | Want) -> None:
+        """Queue a message."""
+        wire = encode_down(message, epoch="", now_s=0.0)
+        if not self.answered:
+            self._sent.append(wire)
+        if self._queue is not None:
+            self._queue.put_nowait(wire)
+
+    def close(self) -> None:
+        """End after what was sent before; idempotent."""
+        self.closed = True
+        if self._queue is not None:
+            self._queue.put_nowait(None)
+
+    async def run(self, link: PeerLink, epoch: str, deliver: Callable[[PrefillToDecode], None]) -> StreamEnded:
+        """Carry messages both ways until either side ends; says why. "epoch" = the peer is another process than it was."""
+        queue = self._queue = asyncio.Queue()
+        for wire in (encode_down(self._opening, epoch=epoch, now_s=monotonic()), *self._sent):
+            queue.put_nowait(wire)
+        pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=self._config.dead_after_s)
+        call = link.prefill(max(0.0, self._opening.request.deadline_s - monotonic()) + DEADLINE_GRACE_S)
+        read = asyncio.create_task(self._read(call, pulse, deliver))
+        write = asyncio.create_task(_write(call, queue))
+        beat = asyncio.create_task(pulse.run(lambda: queue.put_nowait(DOWN_HEARTBEAT) if queue.empty() else None))
+        try:
+            done, _ = await asyncio.wait({read, beat}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            call.cancel()
+            await cancel_and_wait(read, write, beat)
+        if read in done:
+            return self._end(read.exception())
+        silence = f"prefill peer {self.peer}: no heartbeat for {self._config.dead_after_s} s"
+        return StreamEnded(reason="heartbeat", error=Unavailable(silence))
+
+    async def _read(self, call: grpc.aio.StreamStreamCall, pulse: Pulse, deliver: Callable[[PrefillToDecode], None]) -> None:
+        async for wire in call:
+            pulse.heard()
+            message = decode_up(wire)
+            if message is not None:
+                self.answered = True
+                self._sent.clear()
+                deliver(message)
+
+    def _end(self, error: BaseException | None) -> StreamEnded:
+        if error is None:
+            return StreamEnded(reason="closed")
+        if isinstance(error, RequestError):  # a message we cannot read
+            return StreamEnded(reason="dead", error=error)
+        if not isinstance(error, grpc.aio.AioRpcError):
+            raise error
+        reason = _REASONS.get(error.code(), "closed")
+        if error.code() is grpc.StatusCode.FAILED_PRECONDITION and not self.answered:
+            reason = "epoch"
+        return StreamEnded(reason=reason, error=error_from_rpc(error, f"prefill peer {self.peer}: hand-off stream"))
+
+
+async def _write(call: grpc.aio.StreamStreamCall, queue: asyncio.Queue[peer_pb2.PrefillRequest | None]) -> None:
+    while (wire := await queue.get()) is not None:
+        await call.write(wire)
+    await call.done_writing()

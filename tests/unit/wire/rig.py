@@ -1,0 +1,77 @@
+"""Real loopback gRPC around in-process fakes, and a check that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from time import monotonic
+from typing import Any
+
+import grpc.aio
+
+from jdisagg.api import channels
+from jdisagg.core.config import TransferConfig
+from jdisagg.core.requests import EngineRequest, SamplingParams
+from jdisagg.handoff.identity import Backend, CacheGroup, Identity
+from jdisagg.kv.spec import KVSpec
+
+FAST = TransferConfig(heartbeat_s=0.05, dead_after_s=0.25)
+
+
+def run_quiet(body: Coroutine[Any, Any, None], limit_s: float = 30.0) -> None:
+    """Run `body` and assert that no task and no thread outlives it."""
+
+    async def main() -> None:
+        async with asyncio.timeout(limit_s):
+            await body
+        await asyncio.sleep(0.05)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, left
+
+    before = {thread for thread in threading.enumerate() if not thread.daemon}
+    asyncio.run(main(), debug=False)
+    assert {thread for thread in threading.enumerate() if not thread.daemon} <= before
+
+
+async def until(condition: Callable[[], object], limit_s: float = 5.0) -> float:
+    """Wait until `condition()` is true; returns the seconds it took."""
+    began_s = monotonic()
+    while not condition():
+        assert monotonic() - began_s < limit_s, "condition did not come true in time"
+        await asyncio.sleep(0.005)
+    return monotonic() - began_s
+
+
+async def start_server(add: Callable[[grpc.aio.Server], object], port: int = 0) -> tuple[grpc.aio.Server, str]:
+    server = channels.make_server()
+    add(server)
+    address = channels.bind(server, port=port)
+    await server.start()
+    return server, address
+
+
+async def closing(*closers: Awaitable[object]) -> None:
+    for closer in closers:
+        await closer
+
+
+def identity(**changes: Any) -> Identity:
+    spec = KVSpec(num_layers=2, num_kv_heads=2, features=8, dtype="float32")
+    fields: dict[str, Any] = {
+        "fingerprint": "weights-1",
+        "worker": "pid 1 @ here",
+        "epoch": "epoch-1",
+        "groups": (CacheGroup(spec=spec, page_size=16),),
+        "backends": (Backend(name="grpc"),),
+    }
+    return Identity(**(fields | changes))
+
+
+def request(
+    request_id: str = "r", *, left_s: float = 20.0, prompt: tuple[int, ...] = (1, 2, 3), **fields: Any
+) -> EngineRequest:
+    sampling = fields.pop("sampling", SamplingParams(max_tokens=8))
+    return EngineRequest(
+        request_id=request_id, prompt_token_ids=prompt, sampling=sampling, deadline_s=monotonic() + left_s, **fields
+    )

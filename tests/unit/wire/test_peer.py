@@ -1,0 +1,393 @@
+"""Hand-off streams over real sockets: order, ends, restarts, refusals, bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+import threading
+from time import monotonic
+
+import pytest
+
+from jdisagg.api import channels
+from jdisagg.api.byte_source import GrpcByteSource
+from jdisagg.api.peer_client import GrpcPeerClient
+from jdisagg.api.peer_server import PeerServer
+from jdisagg.core.config import TransferConfig
+from jdisagg.core.requests import Output
+from jdisagg.handoff.events import FromPrefill, PeerMessage, PeerOpened
+from jdisagg.handoff.identity import Backend, CacheGroup, Identity
+from jdisagg.handoff.messages import Accepted, Ack, ChunkReady, Done, Grant, HandoffId, Open, StreamEnded, Want
+from jdisagg.kv.spec import KVSpec
+from jdisagg.v1 import peer_pb2, peer_pb2_grpc
+from tests.unit.wire.rig import FAST, identity, request, run_quiet, start_server, until
+
+
+class Prefill:
+    """A P whose engine is this list of events."""
+
+    def __init__(self, who: Identity, config: TransferConfig = FAST) -> None:
+        self.events: list[PeerOpened | PeerMessage] = []
+        self.pieces: dict[str, bytes] = {}
+        self.service = PeerServer(who, post=self.events.append, pieces=self.pieces, config=config)
+
+    async def start(self, port: int = 0) -> str:
+        self.server, address = await start_server(
+            lambda server: peer_pb2_grpc.add_PeerServiceServicer_to_server(self.service, server), port
+        )
+        return address
+
+    def opened(self) -> list[PeerOpened]:
+        return [event for event in self.events if isinstance(event, PeerOpened)]
+
+    def messages(self) -> list[object]:
+        return [event.message for event in self.events if isinstance(event, PeerMessage)]
+
+    def ends(self) -> list[str]:
+        return [message.reason for message in self.messages() if isinstance(message, StreamEnded)]
+
+
+class Decode:
+    """A D whose inbox is a list."""
+
+    def __init__(self, who: Identity | None = None, config: TransferConfig = FAST) -> None:
+        self.events: list[FromPrefill] = []
+        self.client = GrpcPeerClient(
+            who or identity(epoch="d"), loop=asyncio.get_running_loop(), post=self.events.append, config=config
+        )
+
+    def messages(self, handoff: HandoffId) -> list[object]:
+        return [event.message for event in self.events if event.handoff == handoff]
+
+    def ends(self, handoff: HandoffId) -> list[str]:
+        return [message.reason for message in self.messages(handoff) if isinstance(message, StreamEnded)]
+
+
+def opening(request_id: str = "r") -> Open:
+    return Open(request=request(request_id), held_tokens=1, backend="grpc")
+
+
+CHUNK = ChunkReady(key="k", begin=1, end=3, shape=(2, 2, 2, 8), dtype="float32", num_bytes=256, checksum=2**64 - 1)
+H1 = HandoffId("r", 1)
+H2 = HandoffId("r", 2)
+
+
+@pytest.mark.covers("P01", "D02")
+def test_messages_arrive_in_order_both_ways_and_a_clean_close_ends_once():
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.open(address, H1, opening())
+        down = [Grant(credit_bytes=10), Ack(key="k"), Want(begin=0, end=2, reason="lost"), Grant(credit_bytes=2**40)]
+        for message in down:
+            d.client.send(H1, message)
+        await until(lambda: len(p.messages()) == 4)
+        assert p.messages() == down
+        (opened,) = p.opened()
+        assert opened.message.held_tokens == 1
+        assert opened.message.request.prompt_token_ids == (1, 2, 3)
+        done = Done(first=Output(request_id="r", token_ids=(7,)), num_chunks=1)
+        for answer in (Accepted(cached_tokens=1), CHUNK, done):
+            opened.reply.send(answer)
+        await until(lambda: len(d.messages(H1)) == 3)
+        assert d.messages(H1) == [Accepted(cached_tokens=1), CHUNK, done]
+        await asyncio.sleep(3 * FAST.dead_after_s)  # heartbeats keep an idle stream alive
+        d.client.close(H1)
+        d.client.close(H1)
+        await until(p.ends)
+        opened.reply.send(Accepted(cached_tokens=0))  # dropped
+        await asyncio.sleep(0.1)
+        assert p.ends() == ["closed"]
+        assert d.ends(H1) == []
+        assert (p.service.num_streams, d.client.num_streams) == (0, 0)
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_prefill_closing_the_stream_ends_it_once_on_both_sides():
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        d.client.open(await p.start(), H1, opening())
+        await until(p.opened)
+        p.opened()[0].reply.send(Accepted(cached_tokens=0))
+        p.opened()[0].reply.close()
+        await until(lambda: d.ends(H1) and p.ends())
+        await asyncio.sleep(0.1)
+        assert d.messages(H1) == [Accepted(cached_tokens=0), StreamEnded(reason="closed")]
+        assert p.ends() == ["closed"]
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+@pytest.mark.covers("X22")
+def test_death_of_prefill_ends_every_stream_once_within_a_second():
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.open(address, H1, opening())
+        d.client.open(address, H2, opening())
+        await until(lambda: len(p.opened()) == 2)
+        for opened in p.opened():
+            opened.reply.send(Accepted(cached_tokens=0))
+        await until(lambda: d.messages(H1) and d.messages(H2))
+        assert d.client.usable(address)
+        await p.server.stop(0)
+        assert await until(lambda: d.ends(H1) and d.ends(H2)) < 1.0
+        await asyncio.sleep(0.1)
+        assert d.ends(H1) == d.ends(H2) == ["dead"]
+        assert not d.client.usable(address)
+        assert len(p.ends()) == 2
+        await d.client.aclose()
+
+    run_quiet(body())
+
+
+def test_streams_of_one_request_get_different_serials_at_prefill():
+    async def body() -> None:
+        p, d, e = Prefill(identity()), Decode(), Decode()
+        address = await p.start()
+        d.client.open(address, H1, opening())
+        e.client.open(address, H1, opening())
+        await until(lambda: len(p.opened()) == 2)
+        assert len({opened.handoff for opened in p.opened()}) == 2
+        await d.client.aclose()
+        await e.client.aclose()
+        await until(lambda: len(p.ends()) == 2)
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+@pytest.mark.covers("C04")
+def test_prefill_restarted_at_its_address_serves_the_next_request():
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.open(address, H1, opening())
+        await until(p.opened)
+        p.opened()[0].reply.send(Accepted(cached_tokens=0))
+        await until(lambda: d.messages(H1))
+        d.client.close(H1)
+        await until(p.ends)
+        await p.server.stop(0)
+        again = Prefill(identity(epoch="epoch-2"))
+        await again.start(port=int(address.rpartition(":")[2]))
+        d.client.open(address, H2, opening())
+        d.client.send(H2, Grant(credit_bytes=5))
+        await until(again.messages)
+        assert again.messages() == [Grant(credit_bytes=5)]
+        again.opened()[0].reply.send(Accepted(cached_tokens=3))
+        await until(lambda: d.messages(H2))
+        assert d.messages(H2) == [Accepted(cached_tokens=3)]
+        await d.client.aclose()
+        await until(again.ends)
+        await again.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_another_process_behind_a_live_connection_is_greeted_anew():
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.watch(())
+        d.client.open(address, H1, opening())
+        await until(p.opened)
+        p.service._identity = dataclasses.replace(p.service._identity, epoch="epoch-2")  # a proxy swapped the process
+        d.client.open(address, H2, opening())
+        await until(lambda: len(p.opened()) == 2)
+        await d.client.aclose()
+        await until(lambda: len(p.ends()) == 2)
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("kind", ["refused", "silent"])
+def test_unreachable_prefill_fails_within_about_a_second(kind):
+    async def body() -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            if kind == "silent":
+                listener.listen()  # accepts and never speaks
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+            d = Decode()
+            d.client.open(address, H1, opening())
+            assert await until(lambda: d.ends(H1)) < 1.6
+            assert d.ends(H1) == ["unreachable"]
+            assert address in str(d.events[0].message.error)
+            assert not d.client.usable(address)
+            await d.client.aclose()
+
+    run_quiet(body())
+
+
+def test_silence_of_either_side_is_seen_by_the_other():
+    async def body() -> None:
+        frozen = TransferConfig(heartbeat_s=5.0, dead_after_s=30.0)  # sends nothing while the other side listens
+        p, d = Prefill(identity(), frozen), Decode()
+        d.client.open(await p.start(), H1, opening())
+        await until(p.opened)
+        took_s = await until(lambda: d.ends(H1))
+        assert 0.5 * FAST.dead_after_s < took_s < 4 * FAST.dead_after_s
+        assert d.ends(H1) == ["heartbeat"]
+        await until(p.ends)
+        await p.server.stop(0)
+        q, e = Prefill(identity()), Decode(config=frozen)
+        e.client.open(await q.start(), H1, opening())
+        await until(q.opened)
+        await until(q.ends, limit_s=4 * FAST.dead_after_s)
+        assert q.ends() == ["heartbeat"]
+        await until(lambda: e.ends(H1))
+        for client in (d.client, e.client):
+            await client.aclose()
+        await q.server.stop(0)
+
+    run_quiet(body())
+
+
+SPEC = KVSpec(num_layers=2, num_kv_heads=2, features=8, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"fingerprint": "weights-2"}, "fingerprint: wanted weights-1, got weights-2"),
+        ({"min_protocol": 7, "max_protocol": 9}, r"protocol: wanted \[1, 1\], got \[7, 9\]"),
+        ({"groups": ()}, "groups: wanted 1, got 0"),
+        (
+            {"groups": (CacheGroup(spec=dataclasses.replace(SPEC, num_kv_heads=4), page_size=16),)},
+            r"groups\[0\].num_kv_heads: wanted 2, got 4",
+        ),
+        ({"backends": (Backend(name="shm"),)}, "backends: wanted grpc, got shm"),
+    ],
+)
+def test_hello_refuses_an_unlike_peer_and_names_the_field(changes, field):
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode(identity(**changes))
+        address = await p.start()
+        d.client.open(address, H1, opening())
+        await until(lambda: d.ends(H1))
+        (ended,) = d.messages(H1)
+        assert isinstance(ended, StreamEnded)
+        assert ended.reason == "hello"
+        with pytest.raises(Exception, match=field):
+            raise ended.error or AssertionError("no error")
+        assert not d.client.usable(address)
+        assert p.opened() == []
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_page_size_and_dtype_may_differ_and_watched_peers_become_usable():
+    async def body() -> None:
+        theirs = CacheGroup(spec=dataclasses.replace(SPEC, dtype="bfloat16"), page_size=64)
+        p, d = Prefill(identity()), Decode(identity(groups=(theirs,)))
+        address = await p.start()
+        assert not d.client.usable(address)
+        d.client.watch((address,))
+        await until(lambda: d.client.usable(address))
+        await p.server.stop(0)
+        await until(lambda: not d.client.usable(address))
+        await d.client.aclose()
+
+    run_quiet(body())
+
+
+@pytest.mark.covers("C07")
+def test_a_malformed_stream_ends_alone():
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.open(address, H1, opening())
+        await until(p.opened)
+        channel = channels.open_channel(address)
+        stub = peer_pb2_grpc.PeerServiceStub(channel)
+        empty = peer_pb2.PrefillRequest(open=peer_pb2.Open(epoch="epoch-1", backend="grpc"))
+        for first in (peer_pb2.PrefillRequest(), peer_pb2.PrefillRequest(grant=peer_pb2.Grant(credit_bytes=1)), empty):
+            call = stub.Prefill(iter([first]))
+            with pytest.raises(Exception, match="INVALID_ARGUMENT"):
+                await call.read()
+        assert len(p.opened()) == 1
+        d.client.send(H1, Ack(key="still here"))
+        await until(lambda: Ack(key="still here") in p.messages())
+        await channel.close()
+        await d.client.aclose()
+        await until(p.ends)
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_fetch_streams_the_bytes_and_unknown_keys_answer_at_once():
+    async def body() -> None:
+        p = Prefill(identity())
+        address = await p.start()
+        p.pieces["k"] = bytes(range(256)) * 12_345  # 3.01 MiB: not a whole number of parts
+        p.pieces["empty"] = b""
+        source = GrpcByteSource()
+
+        def read(key: str, peer: str = address, left_s: float = 5.0) -> bytes:
+            return b"".join(source.read(peer, key, monotonic() + left_s))
+
+        assert await asyncio.to_thread(read, "k") == p.pieces["k"]
+        assert await asyncio.to_thread(read, "empty") == b""
+        with pytest.raises(KeyError, match="nope"):
+            await asyncio.to_thread(read, "nope")
+        with pytest.raises(TimeoutError):
+            await asyncio.to_thread(read, "k", address, -1.0)
+        await p.server.stop(0)
+        began_s = monotonic()
+        with pytest.raises(ConnectionError, match=address):
+            await asyncio.to_thread(read, "k")
+        assert monotonic() - began_s < 2.0
+        await p.start(port=int(address.rpartition(":")[2]))
+        assert await asyncio.to_thread(read, "k") == p.pieces["k"]  # a restarted peer is reached at once
+        source.close()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_engine_threads_may_send_from_anywhere_without_interleaving():
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        handoffs = [HandoffId(f"r{i}", i) for i in range(8)]
+
+        def engine(handoff: HandoffId) -> None:
+            d.client.open(address, handoff, opening(handoff.request_id))
+            for credit in range(50):
+                d.client.send(handoff, Grant(credit_bytes=credit))
+
+        threads = [threading.Thread(target=engine, args=(handoff,)) for handoff in handoffs]
+        for thread in threads:
+            thread.start()
+        await asyncio.to_thread(lambda: [thread.join() for thread in threads])
+        await until(lambda: len(p.messages()) == 8 * 50)
+        for opened in p.opened():
+            mine = [e.message for e in p.events if isinstance(e, PeerMessage) and e.handoff == opened.handoff]
+            assert mine == [Grant(credit_bytes=credit) for credit in range(50)]
+        await d.client.aclose()
+        await until(lambda: len(p.ends()) == 8)
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_a_taken_port_is_a_clear_error():
+    async def body() -> None:
+        p = Prefill(identity())
+        address = await p.start()
+        with pytest.raises(Exception, match="cannot listen on"):
+            await Prefill(identity()).start(port=int(address.rpartition(":")[2]))
+        await p.server.stop(0)
+
+    run_quiet(body())
