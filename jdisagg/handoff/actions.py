@@ -1,0 +1,169 @@
+"""What the two sides of the hand-off ask their role to do, in the order given. Plain data; the role executes it.
+
+The sides decide and never touch a peer, a transfer thread, the scheduler or the pool themselves. Every action is safe to
+execute late: streams, fetches and keys that are gone are ignored by whoever receives them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jdisagg.core.errors import RequestError
+from jdisagg.core.requests import EngineRequest, Output, Provenance
+from jdisagg.handoff.messages import ChunkReady, DecodeToPrefill, HandoffId, Open, PrefillToDecode
+
+# --- decode side
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStream:
+    """Open the hand-off's stream on `peer` with `message`."""
+
+    handoff: HandoffId
+    peer: str
+    message: Open
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send `message` to P on an open stream."""
+
+    handoff: HandoffId
+    message: DecodeToPrefill
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStream:
+    """End the stream; nothing of it is expected any more."""
+
+    handoff: HandoffId
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Get the piece of `ready`; answer with on_arrived or on_failed before `deadline_s` (monotonic)."""
+
+    handoff: HandoffId
+    peer: str
+    ready: ChunkReady
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CancelFetch:
+    """Forget every fetch of the stream."""
+
+    handoff: HandoffId
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """Scatter the piece that just arrived under `key` into the request's pages."""
+
+    request_id: str
+    handoff: HandoffId
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """P sampled the next token of the request. At most once per request; with `output.finish` set the request is over."""
+
+    request_id: str
+    output: Output
+
+
+@dataclass(frozen=True, slots=True)
+class KVComplete:
+    """KV of every token known at `start` is in place and FirstToken was given: the sampled token is fed next."""
+
+    request_id: str
+    provenance: Provenance
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeLocally:
+    """Prefill here. KV of [0, held_tokens) is in place already; a FirstToken that was given stays."""
+
+    request_id: str
+    rung: str  # "local_prefill" after a failure, "below_tokens" when the prompt never leaves D
+    held_tokens: int = 0
+    provenance: Provenance | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The request is over with `error`."""
+
+    request_id: str
+    error: RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A rung of the recovery ladder was taken: for the metric and the log."""
+
+    rung: str  # "refetch" | "reconnect" | "other_prefill" | "local_prefill"
+    request_id: str
+    peer: str  # the peer that failed; "" when there was none
+    stage: str
+    cause: str
+
+
+DecodeAction = (
+    OpenStream | Send | CloseStream | Fetch | CancelFetch | Import | FirstToken | KVComplete | ComputeLocally | Fail | Recovered
+)
+
+# --- prefill side
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Queue `request` (its id is unique per stream); answer with on_admitted or on_refused."""
+
+    handoff: HandoffId
+    request: EngineRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Send `message` to D."""
+
+    handoff: HandoffId
+    message: PrefillToDecode
+
+
+@dataclass(frozen=True, slots=True)
+class CloseReply:
+    """End the stream from P's side, after everything sent."""
+
+    handoff: HandoffId
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Gather KV of tokens [begin, end) into an array of its own and publish it under `key`."""
+
+    handoff: HandoffId
+    engine_request_id: str
+    begin: int
+    end: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Free the published piece."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseRequest:
+    """The hand-off is over: stop computing the request, its pages go to the prefix cache. Idempotent."""
+
+    engine_request_id: str
+
+
+PrefillAction = Admit | Reply | CloseReply | Export | Discard | ReleaseRequest
+Action = DecodeAction | PrefillAction

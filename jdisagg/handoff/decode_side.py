@@ -1,0 +1,300 @@
+"""D's half of the hand-off, for all requests of one decode worker. Events in, actions out; no clock, no thread, no array.
+
+    start        open a stream on the first peer, before memory exists
+    on_reserved  pages exist: grant credit, fetch what was announced
+    on_message   Accepted, ChunkReady, Done, Refused, StreamEnded of one stream; those of older streams are dropped
+    on_arrived   a confirmed piece: Import, Ack, more credit; the last one completes the hand-off
+    on_failed    fetch again, then have P publish the range again, then give the stream up
+    tick         deadlines and stalls
+    release      the one way out for cancel, retraction and finish
+
+When a stream is lost the ladder decides: another P (from where the KV in place ends), a pause, a prefill here, or failure.
+Each request ends in exactly one of KVComplete, FirstToken with finish, ComputeLocally, Fail, or a call of `release`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from jdisagg.core.config import LocalPrefill, TransferConfig
+from jdisagg.core.errors import Overloaded, RequestError
+from jdisagg.core.requests import EngineRequest
+from jdisagg.handoff import actions as act
+from jdisagg.handoff import messages as msg
+from jdisagg.handoff.actions import DecodeAction
+from jdisagg.handoff.inbound import Inbound, InboundStage, InboundStream
+from jdisagg.handoff.ladder import MAX_REFETCHES, Ladder, is_final
+from jdisagg.handoff.messages import HandoffId, PrefillToDecode
+
+WINDOW_PIECES = 4  # pieces on their way per hand-off
+ANSWER_TIMEOUT_S = 10.0  # from Open to Accepted or Refused
+
+
+class DecodeSide:
+    """Every hand-off of one decode worker. Owned by its engine thread."""
+
+    def __init__(self, config: TransferConfig, *, chunk_bytes_per_token: int, backend: str) -> None:
+        assert chunk_bytes_per_token > 0, f"chunk_bytes_per_token is {chunk_bytes_per_token}"
+        piece_bytes = config.transfer_chunk_tokens * chunk_bytes_per_token
+        self._config = config
+        self._window_bytes = max(2 * piece_bytes, min(WINDOW_PIECES * piece_bytes, config.transfer_buffer_bytes))
+        self._backend = backend
+        self._live: dict[str, Inbound] = {}
+        self._serial = 0
+        self._num_late = 0
+
+    # --- requests
+
+    def start(self, request: EngineRequest, held_tokens: int, peers: tuple[str, ...], now_s: float) -> list[DecodeAction]:
+        """Begin the hand-off of a request that has none; KV of its first `held_tokens` tokens is in place and pinned."""
+        request_id = request.request_id
+        assert request_id not in self._live, f"request {request_id} has a live hand-off already"
+        assert 0 <= held_tokens <= len(request.token_ids), f"request {request_id}: held_tokens is {held_tokens}"
+        policy = self._config.local_prefill
+        if policy is LocalPrefill.BELOW_TOKENS and len(request.token_ids) < self._config.local_prefill_below_tokens:
+            return [act.ComputeLocally(request_id, "below_tokens", held_tokens)]
+        record = Inbound(request, held_tokens, Ladder(peers))
+        self._live[request_id] = record
+        peer = record.ladder.next_peer()
+        return self._open(record, peer, now_s) if peer else self._last_rungs(record, "", "no prefill worker is known")
+
+    def on_reserved(self, request_id: str, now_s: float) -> list[DecodeAction]:
+        """The request has pages for all its tokens."""
+        record = self._live.get(request_id)
+        if record is None:
+            return []
+        record.reserved, stream = True, record.stream
+        if stream is None:
+            return []
+        stream.progress_s = now_s
+        fetches = [stream.fetch(piece, record.request.deadline_s, now_s) for piece in stream.pieces.values()]
+        return self._grant(record) + fetches + self._complete(record)
+
+    def release(self, request_id: str, reason: str) -> list[DecodeAction]:
+        """End the hand-off, whatever its stage, because of `reason`; unknown ids are ignored."""
+        record = self._live.pop(request_id, None)
+        return [] if record is None else self._hang_up(record)
+
+    # --- messages of P
+
+    def on_message(self, handoff: HandoffId, message: PrefillToDecode, now_s: float) -> list[DecodeAction]:
+        """A message of the stream `handoff`; one of an older stream or an ended hand-off changes nothing."""
+        record = self._find(handoff)
+        if record is None or record.stream is None:
+            return [] if isinstance(message, msg.StreamEnded) else self._late()
+        record.stream.progress_s = now_s
+        stage = record.stage
+        match message:
+            case msg.Accepted(cached_tokens=cached_tokens) if stage is InboundStage.OPENING:
+                record.move(InboundStage.ACCEPTED)
+                record.stream.cached_tokens = cached_tokens
+                return []
+            case msg.ChunkReady() if stage is not InboundStage.OPENING:
+                return self._on_chunk(record, record.stream, message, now_s)
+            case msg.Done() if stage in (InboundStage.ACCEPTED, InboundStage.TRANSFERRING):
+                return self._on_done(record, message, now_s)
+            case msg.Refused(error=error):
+                return self._on_error(record, error, f"refused: {error}", now_s)
+            case msg.StreamEnded():
+                return self._on_ended(record, record.stream, message, now_s)
+            case _:
+                return self._lose(record, f"protocol: {type(message).__name__} at stage {stage.value}", now_s)
+
+    def _on_chunk(self, record: Inbound, stream: InboundStream, ready: msg.ChunkReady, now_s: float) -> list[DecodeAction]:
+        if ready.key in stream.pieces:
+            return self._late()
+        if complaint := record.complaint(ready, self._config.transfer_chunk_tokens):
+            return self._lose(record, f"protocol: {complaint}", now_s)
+        if record.stage is InboundStage.ACCEPTED:
+            record.move(InboundStage.TRANSFERRING)
+        piece = stream.announce(ready)
+        return [stream.fetch(piece, record.request.deadline_s, now_s)] if record.reserved else []
+
+    def _on_done(self, record: Inbound, message: msg.Done, now_s: float) -> list[DecodeAction]:
+        request = record.request
+        first = replace(message.first, request_id=request.request_id, attempt=request.attempt)
+        if first.error is not None:
+            return self._on_error(record, first.error, f"failed: {first.error}", now_s)
+        if record.first is None and first.finish is None and not (first.token_ids and record.needs_kv):
+            return self._lose(record, "protocol: Done without a token, or without finish on the last one", now_s)
+        record.move(InboundStage.COMPUTED)
+        if record.first is not None:
+            return self._complete(record)  # the token was delivered by an earlier stream
+        record.first = first
+        delivered: list[DecodeAction] = [act.FirstToken(request.request_id, first)]
+        if first.finish is not None:
+            return delivered + self.release(request.request_id, "finished")
+        return delivered + self._complete(record)
+
+    def _on_ended(self, record: Inbound, stream: InboundStream, message: msg.StreamEnded, now_s: float) -> list[DecodeAction]:
+        if record.stage is InboundStage.COMPUTED and record.covered:
+            stream.ended = True  # P owes nothing more, only pages are missing here
+            return []
+        if message.reason == "deadline":
+            return self._fail(record, record.too_late())
+        cause = message.reason if message.error is None else f"{message.reason}: {message.error}"
+        return self._on_error(record, message.error, cause, now_s)
+
+    def _on_error(self, record: Inbound, error: RequestError | None, cause: str, now_s: float) -> list[DecodeAction]:
+        if error is not None and is_final(error):
+            return self._fail(record, error)
+        if not isinstance(error, Overloaded) or record.stream is None:
+            return self._lose(record, cause, now_s)
+        record.ladder.busy(record.stream.peer)
+        actions = self._hang_up(record)
+        peer = record.ladder.next_peer()
+        return actions + (self._open(record, peer, now_s) if peer else record.wait(now_s))
+
+    # --- pieces
+
+    def on_arrived(self, handoff: HandoffId, key: str, seconds: float, now_s: float) -> list[DecodeAction]:
+        """The piece is whole and on the device after `seconds`; late and duplicate ones give no Import and must be dropped."""
+        record = self._find(handoff)
+        if record is None or record.stream is None or key not in record.stream.pieces:
+            return self._late()
+        ready = record.stream.settle(key)
+        record.stream.progress_s = now_s
+        record.transferred_tokens += ready.end - ready.begin
+        record.transferred_bytes += ready.num_bytes
+        actions: list[DecodeAction] = [act.Import(handoff.request_id, handoff, key), act.Send(handoff, msg.Ack(key=key))]
+        return actions + self._grant(record) + self._complete(record)
+
+    def on_failed(self, handoff: HandoffId, key: str, reason: str, now_s: float) -> list[DecodeAction]:
+        """The piece did not arrive: the same key once more, then a new one from P, then another stream."""
+        record = self._find(handoff)
+        if record is None or record.stream is None or key not in record.stream.pieces:
+            return self._late()
+        stream, piece = record.stream, record.stream.pieces[key]
+        span = (piece.ready.begin, piece.ready.end)
+        num_refetches = stream.refetches.get(span, 0)
+        cause = f"fetch of [{span[0]}, {span[1]}): {reason}"
+        if num_refetches >= MAX_REFETCHES:
+            return self._lose(record, cause, now_s)
+        stream.progress_s = now_s
+        stream.refetches[span] = num_refetches + 1
+        actions: list[DecodeAction] = [self._note(record, "refetch", stream.peer, cause)]
+        if num_refetches == 0 and reason != "unknown_key":
+            return [*actions, stream.fetch(piece, record.request.deadline_s, now_s)]
+        stream.give_up(key)
+        want = act.Send(handoff, msg.Want(begin=span[0], end=span[1], reason=reason))
+        return [*actions, *self._grant(record), want]
+
+    def _grant(self, record: Inbound) -> list[DecodeAction]:
+        """Let P publish a window of bytes beyond what is settled here; nothing for a request that needs no KV."""
+        stream = record.stream
+        if stream is None or stream.ended or not record.reserved or not record.needs_kv or record.covered:
+            return []
+        return stream.grant(self._window_bytes)
+
+    def _complete(self, record: Inbound) -> list[DecodeAction]:
+        if record.stage is not InboundStage.COMPUTED or not record.reserved or not record.covered:
+            return []
+        request_id = record.request.request_id
+        return [act.KVComplete(request_id, record.provenance()), *self.release(request_id, "complete")]
+
+    # --- time
+
+    def tick(self, now_s: float) -> list[DecodeAction]:
+        """Deadlines of requests, answers and fetches; streams that stand still; pauses that are over."""
+        actions: list[DecodeAction] = []
+        for record in list(self._live.values()):
+            if now_s >= record.request.deadline_s:
+                actions += self._fail(record, record.too_late())
+            elif record.stage is InboundStage.WAITING:
+                if now_s >= record.retry_at_s:
+                    peer = record.ladder.next_peer() or record.ladder.after_pause()
+                    assert peer is not None, f"request {record.request.request_id} waits for nobody"
+                    actions += self._open(record, peer, now_s)
+            elif record.stream is not None:
+                actions += self._tick_stream(record, record.stream, now_s)
+        return actions
+
+    def _tick_stream(self, record: Inbound, stream: InboundStream, now_s: float) -> list[DecodeAction]:
+        silent_s = now_s - stream.progress_s
+        if record.stage is InboundStage.OPENING and silent_s >= ANSWER_TIMEOUT_S:
+            return self._lose(record, f"no answer for {ANSWER_TIMEOUT_S:g} s", now_s)
+        actions: list[DecodeAction] = []
+        for key in stream.overdue(now_s):
+            actions += self.on_failed(stream.handoff, key, "timeout", now_s)
+        missing = record.stage is InboundStage.COMPUTED and record.reserved and record.stream is stream
+        if missing and not stream.pieces and silent_s >= 2 * self._config.lease_s:
+            actions += self._lose(record, f"no piece for {silent_s:.1f} s after the prompt was computed", now_s)
+        return actions
+
+    # --- the ladder
+
+    def _open(self, record: Inbound, peer: str, now_s: float) -> list[DecodeAction]:
+        self._serial += 1
+        handoff = HandoffId(record.request.request_id, self._serial)
+        record.move(InboundStage.OPENING)
+        record.stream = InboundStream(handoff, peer, now_s)
+        message = msg.Open(request=record.request_to_send(), held_tokens=record.held_tokens, backend=self._backend)
+        return [act.OpenStream(handoff, peer, message), *self._grant(record)]
+
+    def _hang_up(self, record: Inbound) -> list[DecodeAction]:
+        """Drop the stream; what it brought without a gap stays."""
+        stream, record.stream = record.stream, None
+        if stream is None:
+            return []
+        record.held_tokens = stream.imported.reach(record.held_tokens)
+        return [act.CancelFetch(stream.handoff), act.CloseStream(stream.handoff)]
+
+    def _lose(self, record: Inbound, cause: str, now_s: float) -> list[DecodeAction]:
+        """The stream failed: the next rung."""
+        assert record.stream is not None
+        lost = record.stream.peer
+        actions = self._hang_up(record)
+        record.ladder.failed(lost)
+        if peer := record.ladder.next_peer():
+            return [*actions, self._note(record, "other_prefill", lost, cause), *self._open(record, peer, now_s)]
+        if record.ladder.after_pause() is not None:
+            return [*actions, self._note(record, "reconnect", lost, cause), *record.wait(now_s)]
+        return actions + self._last_rungs(record, lost, cause)
+
+    def _last_rungs(self, record: Inbound, peer: str, cause: str) -> list[DecodeAction]:
+        request_id = record.request.request_id
+        if self._config.local_prefill is not LocalPrefill.NEVER:
+            note = self._note(record, "local_prefill", peer, cause)
+            del self._live[request_id]
+            return [note, act.ComputeLocally(request_id, "local_prefill", record.held_tokens, record.provenance())]
+        return self._fail(record, record.lost(peer, cause))
+
+    def _fail(self, record: Inbound, error: RequestError) -> list[DecodeAction]:
+        request_id = record.request.request_id
+        return [*self.release(request_id, "failed"), act.Fail(request_id, error)]
+
+    def _note(self, record: Inbound, rung: str, peer: str, cause: str) -> act.Recovered:
+        record.recoveries.append(rung)
+        return act.Recovered(rung, record.request.request_id, peer, record.stage.value, cause)
+
+    def _late(self) -> list[DecodeAction]:
+        self._num_late += 1
+        return []
+
+    def _find(self, handoff: HandoffId) -> Inbound | None:
+        record = self._live.get(handoff.request_id)
+        return record if record is not None and record.stream is not None and record.stream.handoff == handoff else None
+
+    # --- views
+
+    @property
+    def is_idle(self) -> bool:
+        """No hand-off is alive."""
+        return not self._live
+
+    @property
+    def num_late(self) -> int:
+        """Messages and pieces that came for streams which were gone."""
+        return self._num_late
+
+    def counts(self) -> dict[str, int]:
+        """Live hand-offs per stage."""
+        live = Counter(record.stage.value for record in self._live.values())
+        return {stage.value: live[stage.value] for stage in InboundStage}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Live hand-offs as JSON-able data."""
+        handoffs = {request_id: record.summary() for request_id, record in self._live.items()}
+        return {"handoffs": handoffs, "late": self._num_late}

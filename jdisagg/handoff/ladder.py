@@ -1,0 +1,56 @@
+"""Which prefill worker is asked next, and when to stop asking. One Ladder per request.
+
+A worker that failed is not asked again, unless it is the only one: then once more, after a pause. A worker that was merely
+full is asked again after a pause that doubles from 0.1 s to 2 s, for as long as the request's deadline allows.
+"""
+
+from __future__ import annotations
+
+from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, NumericalError, RequestError
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
+MAX_REFETCHES = 2  # of the same token range, per stream
+_FINAL = (InvalidRequest, ModelNotFound, DeadlineExceeded, NumericalError)
+
+
+def is_final(error: RequestError | None) -> bool:
+    """Whether `error` would come back from every other worker too, so that the request ends with it."""
+    return isinstance(error, _FINAL)
+
+
+class Ladder:
+    """Peers of one request in order of preference, and what became of them."""
+
+    def __init__(self, peers: tuple[str, ...]) -> None:
+        self.peers = tuple(dict.fromkeys(peers))
+        self._num_failures: dict[str, int] = {}
+        self._busy: set[str] = set()
+        self._pause_s = FIRST_PAUSE_S
+
+    def failed(self, peer: str) -> None:
+        """`peer` lost the hand-off."""
+        self._num_failures[peer] = self._num_failures.get(peer, 0) + 1
+
+    def busy(self, peer: str) -> None:
+        """`peer` has no room now."""
+        self._busy.add(peer)
+
+    def next_peer(self) -> str | None:
+        """The first peer that has neither failed nor said it is full."""
+        return next((peer for peer in self.peers if peer not in self._num_failures and peer not in self._busy), None)
+
+    def after_pause(self) -> str | None:
+        """The peer to ask again after `pause`: a full one, or the only one that failed once; None = no hope left."""
+        waiting = [peer for peer in self.peers if peer in self._busy and peer not in self._num_failures]
+        if waiting:
+            return waiting[0]
+        if len(self.peers) == 1 and self._num_failures.get(self.peers[0]) == 1:
+            return self.peers[0]
+        return None
+
+    def pause(self) -> float:
+        """Seconds to wait before everyone who was full may be asked again; doubles with every call."""
+        self._busy.clear()
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
+        return pause_s

@@ -1,0 +1,123 @@
+"""One hand-off as P sees it: what D lacks, what was cut from it so far, and what is published.
+
+    QUEUED -> COMPUTING -> COMPUTED -> (released)
+       |___________|___________|  stream end, deadline, lease, failure, or everything delivered
+
+Tokens D needs are [held, total). They are cut in order, in whole chunks while the prompt computes on and the rest with its
+end, each as one piece. A piece belongs to the transfer from Export until Discard.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from jdisagg.core.requests import EngineRequest
+from jdisagg.handoff.messages import HandoffId
+
+
+class OutboundStage(Enum):
+    """Where P's hand-off is."""
+
+    QUEUED = "queued"  # Admit was given
+    COMPUTING = "computing"  # Accepted was sent
+    COMPUTED = "computed"  # Done was sent; pieces may be missing
+
+
+_NEXT = {
+    OutboundStage.QUEUED: frozenset({OutboundStage.COMPUTING}),
+    OutboundStage.COMPUTING: frozenset({OutboundStage.COMPUTED}),
+    OutboundStage.COMPUTED: frozenset(),
+}
+
+
+@dataclass(slots=True)
+class OutgoingPiece:
+    """Tokens [begin, end) under a key; not fetchable before `published`."""
+
+    begin: int
+    end: int
+    num_bytes: int
+    published: bool = False
+
+
+@dataclass(slots=True)
+class Outbound:
+    """One stream a D opened."""
+
+    handoff: HandoffId
+    request: EngineRequest  # as D sent it
+    held_tokens: int
+    heard_s: float  # last sign of life of D, or last publication
+    stage: OutboundStage = OutboundStage.QUEUED
+    credit_bytes: int = 0  # cumulative
+    spent_bytes: int = 0  # cumulative, at most `credit_bytes`
+    cut: int = 0  # [held, cut) was cut into pieces
+    computed: int = 0  # KV of [0, computed) is dispatched
+    again: deque[tuple[int, int]] = field(default_factory=deque)  # ranges to publish once more
+    pieces: dict[str, OutgoingPiece] = field(default_factory=dict)
+    num_cut: int = 0
+    num_failures: int = 0
+
+    def move(self, stage: OutboundStage) -> None:
+        """Change stage; anything the table does not list is our bug."""
+        assert stage in _NEXT[self.stage], f"hand-off {self.handoff}: {self.stage.value} -> {stage.value}"
+        self.stage = stage
+
+    @property
+    def engine_request_id(self) -> str:
+        """The id under which the request runs here, unique per stream."""
+        return f"{self.handoff.request_id}#{self.handoff.serial}"
+
+    @property
+    def total(self) -> int:
+        """One past the last token D needs; nothing is sent for a request that ends with the first token."""
+        return len(self.request.token_ids) if self.request.remaining_tokens > 1 else 0
+
+    def next_span(self, chunk_tokens: int) -> tuple[int, int] | None:
+        """The next range that is ready to be cut."""
+        if self.again:
+            return self.again[0]
+        if self.total - self.cut <= 0:
+            return None
+        if min(self.computed, self.total) - self.cut >= chunk_tokens:
+            return self.cut, self.cut + chunk_tokens
+        return (self.cut, self.total) if self.computed >= self.total else None
+
+    def take(self, span: tuple[int, int], num_bytes: int, key: str) -> None:
+        """Cut `span`, as given by next_span, into the piece `key`."""
+        assert self.spent_bytes + num_bytes <= self.credit_bytes, f"hand-off {self.handoff}: piece beyond its credit"
+        if self.again and self.again[0] == span:
+            self.again.popleft()
+        else:
+            self.cut = span[1]
+        self.spent_bytes += num_bytes
+        self.num_cut += 1
+        self.pieces[key] = OutgoingPiece(*span, num_bytes)
+
+    def num_chunks(self, chunk_tokens: int) -> int:
+        """Pieces of this stream in all, those still to come included."""
+        return self.num_cut + len(self.again) + -(-max(0, self.total - self.cut) // chunk_tokens)
+
+    @property
+    def delivered(self) -> bool:
+        """Whether D has everything it was owed."""
+        return self.stage is OutboundStage.COMPUTED and not self.pieces and not self.again and self.cut >= self.total
+
+    def key_of(self, begin: int, end: int) -> str | None:
+        """The key under which exactly [begin, end) is out."""
+        return next((key for key, piece in self.pieces.items() if (piece.begin, piece.end) == (begin, end)), None)
+
+    def summary(self) -> dict[str, Any]:
+        """JSON-able state."""
+        return {
+            "stage": self.stage.value,
+            "held_tokens": self.held_tokens,
+            "computed_tokens": self.computed,
+            "cut_tokens": self.cut,
+            "pieces": len(self.pieces),
+            "credit_bytes": self.credit_bytes,
+            "spent_bytes": self.spent_bytes,
+        }

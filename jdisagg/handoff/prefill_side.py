@@ -1,0 +1,291 @@
+"""P's half of the hand-off, for all streams that decode workers opened here. Events in, actions out; no clock, no thread.
+
+    open              Admit the request under an id of its own
+    on_computed       KV of [0, upto) is dispatched: cut finished chunks within credit and buffer budget
+    on_first_token    Done, whatever is still to be sent
+    on_published      tell D; Ack discards; the last Ack after Done releases the request's pages
+    release           the one way out: stream end, deadline, silence of D, failure, completion
+
+`transfer_buffer_bytes` bounds what is exported and not yet discarded, over all hand-offs. Those with something to cut take
+turns, one piece each, in the order in which they became ready; one that does not fit makes the others wait, so a big piece
+is never overtaken for ever. A piece larger than the whole buffer goes when the buffer is empty.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from jdisagg.core.config import TransferConfig
+from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, RequestError
+from jdisagg.core.requests import Output
+from jdisagg.handoff import actions as act
+from jdisagg.handoff.actions import PrefillAction
+from jdisagg.handoff.messages import (
+    Accepted,
+    Ack,
+    ChunkReady,
+    DecodeToPrefill,
+    Done,
+    Grant,
+    HandoffId,
+    Open,
+    Refused,
+    StreamEnded,
+    Want,
+)
+from jdisagg.handoff.outbound import Outbound, OutboundStage
+
+MAX_PUBLISH_FAILURES = 2  # per hand-off
+
+
+def _unguessable_key() -> str:
+    return secrets.token_urlsafe(18)
+
+
+class PrefillSide:
+    """Every hand-off of one prefill worker. Owned by its engine thread. `new_key` makes unguessable, unique keys."""
+
+    def __init__(self, config: TransferConfig, *, bytes_per_token: int, new_key: Callable[[], str] = _unguessable_key) -> None:
+        assert bytes_per_token > 0, f"bytes_per_token is {bytes_per_token}"
+        self._config = config
+        self._bytes_per_token = bytes_per_token
+        self._new_key = new_key
+        self._live: dict[HandoffId, Outbound] = {}
+        self._by_request: dict[str, Outbound] = {}
+        self._turns: dict[HandoffId, None] = {}  # hand-offs that may have something to cut, in turn
+        self._buffered_bytes = 0
+        self._num_late = 0
+
+    # --- streams
+
+    def open(self, handoff: HandoffId, message: Open, now_s: float) -> list[PrefillAction]:
+        """A D opened the stream `handoff`, an id no other stream of this P has had."""
+        assert handoff not in self._live, f"hand-off {handoff} is open already"
+        request = message.request
+        if not 0 <= message.held_tokens <= len(request.token_ids):
+            error = InvalidRequest(
+                f"request {request.request_id}: held_tokens is {message.held_tokens}, wanted 0 to {len(request.token_ids)}"
+            )
+            return [act.Reply(handoff, Refused(error=error)), act.CloseReply(handoff)]
+        record = Outbound(handoff, request, message.held_tokens, now_s, cut=message.held_tokens)
+        self._live[handoff] = record
+        self._by_request[record.engine_request_id] = record
+        return [act.Admit(handoff, replace(request, request_id=record.engine_request_id))]
+
+    def on_admitted(self, handoff: HandoffId, cached_tokens: int) -> list[PrefillAction]:
+        """The scheduler queued it; `cached_tokens` of it are in the prefix cache."""
+        record = self._live.get(handoff)
+        if record is None:
+            return self._late()
+        record.move(OutboundStage.COMPUTING)
+        return [act.Reply(handoff, Accepted(cached_tokens=cached_tokens))]
+
+    def on_refused(self, handoff: HandoffId, error: RequestError) -> list[PrefillAction]:
+        """The scheduler did not take it."""
+        record = self._live.get(handoff)
+        return self._late() if record is None else self._refuse(record, error, engine_has_it=False)
+
+    def on_message(self, handoff: HandoffId, message: DecodeToPrefill, now_s: float) -> list[PrefillAction]:
+        """A message of D on an open stream; one for a stream that is gone changes nothing."""
+        record = self._live.get(handoff)
+        if record is None:
+            return [] if isinstance(message, StreamEnded) else self._late()
+        record.heard_s = now_s
+        match message:
+            case Grant(credit_bytes=credit_bytes):
+                record.credit_bytes = max(record.credit_bytes, credit_bytes)
+                return self._pump(record)
+            case Ack(key=key):
+                return self._discard(record, key) + self._pump() + self._release_delivered(record)
+            case Want(begin=begin, end=end):
+                return self._on_want(record, begin, end)
+            case StreamEnded(reason=reason):
+                return self.release(handoff, reason)
+            case Open():
+                error = InvalidRequest(f"request {record.request.request_id}: Open twice on one stream")
+                return self._refuse(record, error)
+
+    def on_heartbeat(self, handoff: HandoffId, now_s: float) -> list[PrefillAction]:
+        """D is alive: its leases run from now on."""
+        if record := self._live.get(handoff):
+            record.heard_s = now_s
+        return []
+
+    def release(self, handoff: HandoffId, reason: str) -> list[PrefillAction]:
+        """End the hand-off because of `reason`, whatever its stage; unknown ones are ignored."""
+        record = self._live.pop(handoff, None)
+        if record is None:
+            return []
+        del self._by_request[record.engine_request_id]
+        self._turns.pop(handoff, None)
+        actions: list[PrefillAction] = []
+        for key in list(record.pieces):
+            actions += self._discard(record, key)
+        return [*actions, act.ReleaseRequest(record.engine_request_id), act.CloseReply(handoff), *self._pump()]
+
+    # --- the engine
+
+    def owns(self, engine_request_id: str) -> bool:
+        """Whether the engine request belongs to a live hand-off."""
+        return engine_request_id in self._by_request
+
+    def on_computed(self, engine_request_id: str, upto: int, now_s: float) -> list[PrefillAction]:
+        """KV of tokens [0, upto) is dispatched; an Export that follows is ordered after it on the device."""
+        record = self._by_request.get(engine_request_id)
+        if record is None:
+            return []
+        record.computed = max(record.computed, upto)
+        return self._pump(record)
+
+    def on_first_token(self, engine_request_id: str, output: Output, now_s: float) -> list[PrefillAction]:
+        """The prompt is computed and `output` carries the token; with `finish` set D needs no KV at all."""
+        record = self._by_request.get(engine_request_id)
+        if record is None:
+            return self._late()
+        record.move(OutboundStage.COMPUTED)
+        first = replace(output, request_id=record.request.request_id, attempt=record.request.attempt)
+        if first.finish is not None:
+            done = act.Reply(record.handoff, Done(first=first, num_chunks=record.num_cut))
+            return [done, *self.release(record.handoff, "finished")]
+        num_chunks = record.num_chunks(self._config.transfer_chunk_tokens)
+        done = act.Reply(record.handoff, Done(first=first, num_chunks=num_chunks))
+        record.computed = max(record.computed, record.total)
+        return [done, *self._pump(record), *self._release_delivered(record)]
+
+    def on_failed_request(self, engine_request_id: str, error: RequestError) -> list[PrefillAction]:
+        """The engine gave the request up."""
+        record = self._by_request.get(engine_request_id)
+        return self._late() if record is None else self._refuse(record, error)
+
+    # --- the transfer
+
+    def on_published(self, handoff: HandoffId, ready: ChunkReady, now_s: float) -> list[PrefillAction]:
+        """The piece can be fetched."""
+        record = self._live.get(handoff)
+        piece = None if record is None else record.pieces.get(ready.key)
+        if record is None or piece is None:
+            return [*self._late(), act.Discard(ready.key)]
+        if piece.published:
+            return self._late()
+        piece.published = True
+        record.heard_s = max(record.heard_s, now_s)
+        return [act.Reply(handoff, ready)]
+
+    def on_publish_failed(self, handoff: HandoffId, begin: int, end: int, reason: str, now_s: float) -> list[PrefillAction]:
+        """The piece never became fetchable: once more, then the hand-off is refused."""
+        record = self._live.get(handoff)
+        key = None if record is None else record.key_of(begin, end)
+        if record is None or key is None:
+            return self._late()
+        record.num_failures += 1
+        record.spent_bytes -= record.pieces[key].num_bytes  # D never heard of it
+        record.num_cut -= 1
+        actions = self._discard(record, key)
+        if record.num_failures > MAX_PUBLISH_FAILURES:
+            error = HandoffLost(f"request {record.request.request_id}: publishing [{begin}, {end}) failed: {reason}")
+            return actions + self._refuse(record, error)
+        record.again.append((begin, end))
+        return actions + self._pump(record)
+
+    # --- time
+
+    def tick(self, now_s: float) -> list[PrefillAction]:
+        """Deadlines, and leases: a D that holds published pieces and is silent for `lease_s` loses them and the hand-off."""
+        actions: list[PrefillAction] = []
+        for record in list(self._live.values()):
+            silent_s = now_s - record.heard_s
+            if now_s >= record.request.deadline_s:
+                where = f"at stage {record.stage.value}, {record.computed} of {len(record.request.token_ids)} tokens computed"
+                text = f"request {record.request.request_id}: deadline passed on the prefill side {where}"
+                actions += self._refuse(record, DeadlineExceeded(text))
+            elif silent_s >= self._config.lease_s and any(piece.published for piece in record.pieces.values()):
+                text = f"request {record.request.request_id}: published pieces not fetched for {silent_s:.1f} s"
+                actions += self._refuse(record, HandoffLost(text))
+        return actions
+
+    # --- helpers
+
+    def _pump(self, ready: Outbound | None = None) -> list[PrefillAction]:
+        """Cut whatever credit and buffer allow, one piece per turn."""
+        if ready is not None and ready.handoff in self._live:
+            self._turns.setdefault(ready.handoff)
+        actions: list[PrefillAction] = []
+        while self._turns:
+            handoff = next(iter(self._turns))
+            record = self._live[handoff]
+            span = record.next_span(self._config.transfer_chunk_tokens)
+            num_bytes = 0 if span is None else (span[1] - span[0]) * self._bytes_per_token
+            if span is not None and record.spent_bytes + num_bytes <= record.credit_bytes:
+                if self._buffered_bytes and self._buffered_bytes + num_bytes > self._config.transfer_buffer_bytes:
+                    break
+                key = self._new_key()
+                record.take(span, num_bytes, key)
+                self._buffered_bytes += num_bytes
+                self._turns[handoff] = self._turns.pop(handoff)  # to the end of the queue
+                actions.append(act.Export(handoff, record.engine_request_id, *span, key))
+            else:
+                del self._turns[handoff]  # comes back with its next chunk or grant
+        return actions
+
+    def _on_want(self, record: Outbound, begin: int, end: int) -> list[PrefillAction]:
+        size = end - begin
+        if not (record.held_tokens <= begin < end <= record.cut and size <= self._config.transfer_chunk_tokens):
+            text = f"Want [{begin}, {end}): only published tokens, [{record.held_tokens}, {record.cut}), can be sent again"
+            return self._refuse(record, InvalidRequest(f"request {record.request.request_id}: {text}"))
+        actions: list[PrefillAction] = []
+        if (key := record.key_of(begin, end)) is not None:
+            actions += self._discard(record, key)
+        record.again.append((begin, end))
+        return actions + self._pump(record)
+
+    def _discard(self, record: Outbound, key: str) -> list[PrefillAction]:
+        piece = record.pieces.pop(key, None)
+        if piece is None:
+            return []
+        self._buffered_bytes -= piece.num_bytes
+        return [act.Discard(key)]
+
+    def _release_delivered(self, record: Outbound) -> list[PrefillAction]:
+        return self.release(record.handoff, "delivered") if record.delivered else []
+
+    def _refuse(self, record: Outbound, error: RequestError, *, engine_has_it: bool = True) -> list[PrefillAction]:
+        actions = self.release(record.handoff, "refused")
+        if not engine_has_it:
+            actions.remove(act.ReleaseRequest(record.engine_request_id))
+        return [act.Reply(record.handoff, Refused(error=error)), *actions]
+
+    def _late(self) -> list[PrefillAction]:
+        self._num_late += 1
+        return []
+
+    # --- views
+
+    @property
+    def is_idle(self) -> bool:
+        """No hand-off is alive and nothing is published."""
+        assert self._live or not self._buffered_bytes, f"idle with {self._buffered_bytes} published bytes"
+        return not self._live
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes exported and not yet discarded."""
+        return self._buffered_bytes
+
+    @property
+    def num_late(self) -> int:
+        """Events that came for streams which were gone."""
+        return self._num_late
+
+    def counts(self) -> dict[str, int]:
+        """Live hand-offs per stage."""
+        live = Counter(record.stage.value for record in self._live.values())
+        return {stage.value: live[stage.value] for stage in OutboundStage}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Live hand-offs as JSON-able data."""
+        handoffs = {request_id: record.summary() for request_id, record in self._by_request.items()}
+        return {"handoffs": handoffs, "published_bytes": self._buffered_bytes, "late": self._num_late}
