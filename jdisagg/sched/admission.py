@@ -1,0 +1,76 @@
+"""The gate in front of the KV pool: who may take memory, and what of it is there already.
+
+A sequence gets in when its known tokens and the start of its output fit into free pages minus those promised to sequences
+admitted before and not yet taken. So a decode whose output stays within `reserved_decode_tokens` never loses its pages.
+"""
+
+from __future__ import annotations
+
+from jdisagg.sched.sequence import Sequence
+from jdisagg.sched.states import Status
+from jdisagg.sched.table import SequenceTable
+
+
+class Admission:
+    """Reserves pages for sequences that hold none (or only pins). `reserved_decode_tokens` None: no decode follows here."""
+
+    def __init__(self, table: SequenceTable, reserved_decode_tokens: int | None) -> None:
+        self._table = table
+        self._reserved_decode_tokens = reserved_decode_tokens
+
+    def take_memory(self, sequence: Sequence, promised: int) -> bool:
+        """Reserve pages of all tokens known so far; the gate also keeps room for the start of the output."""
+        pages, holding = self._table.pages, sequence.holding
+        total = pages.pages_for(self.gate_tokens(sequence))
+        if sequence.status is Status.PREALLOC:
+            if total - len(holding.pages) > pages.num_free - promised:
+                return False
+        else:
+            hits = self.find_prefix(sequence)
+            if pages.cost(hits, total) > pages.num_free - promised:
+                return False
+            pages.pin(holding, hits)
+            self._skip_computed(sequence, len(hits) * pages.page_size)
+        grown = pages.grow(holding, pages.pages_for(sequence.num_known))
+        assert grown is not None, "the gate let a sequence in that does not fit"
+        holding.promised_pages = total
+        return True
+
+    def gate_tokens(self, sequence: Sequence) -> int:
+        """Tokens for which there must be room before this sequence gets any memory."""
+        if self._reserved_decode_tokens is None:
+            return sequence.target
+        more = min(sequence.max_len - sequence.num_known, self._reserved_decode_tokens)
+        return max(sequence.num_known, sequence.num_known + more - 1)
+
+    def find_prefix(self, sequence: Sequence) -> tuple[int, ...]:
+        """At least one token stays to be computed, for its logits; prompt log-probabilities need every position computed."""
+        if sequence.wants_prompt_logprobs:
+            return ()
+        return self._table.pages.find(sequence, sequence.target - 1)
+
+    def _skip_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        sequence.num_computed = sequence.num_scheduled = num_tokens
+        num_prompt = len(sequence.request.prompt_token_ids)
+        self._table.stats.prefix_query_tokens += num_prompt
+        self._table.stats.prefix_hit_tokens += min(num_tokens, num_prompt)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(num_tokens, num_prompt)
+
+    def pin_prefix(self, sequence: Sequence, held_limit: int | None) -> None:
+        """Pin what is found, but never so much that a waiting sequence could not fit beside all pins: they would deadlock."""
+        pages, table = self._table.pages, self._table
+        limit = sequence.target if held_limit is None else min(held_limit, sequence.target)
+        hits = pages.find(sequence, limit)
+        if not hits:
+            return
+        waiting = [*table.queues[Status.PREALLOC], *table.queues[Status.WAITING], sequence]
+        pinned = len(hits) + sum(len(s.holding.pages) for s in waiting)
+        own = {id(sequence): len(hits)}
+        largest = max(pages.pages_for(self.gate_tokens(s)) - own.get(id(s), len(s.holding.pages)) for s in waiting)
+        if pinned + largest > pages.num_usable:
+            return
+        pages.pin(sequence.holding, hits)
+        sequence.holding.held_tokens = len(hits) * pages.page_size
+        table.stats.prefix_hit_tokens += min(sequence.holding.held_tokens, len(sequence.request.prompt_token_ids))
+        table.stats.prefix_query_tokens += len(sequence.request.prompt_token_ids)

@@ -1,0 +1,127 @@
+"""Takes a step's results in: progress, new tokens, ends, outputs. Results of preempted or ended sequences are dropped."""
+
+from __future__ import annotations
+
+from jdisagg.core.errors import NumericalError, RequestError
+from jdisagg.core.requests import FinishReason, Output, Role, TokenLogprob
+from jdisagg.sched.plan import Sampled, StepResult
+from jdisagg.sched.sequence import Sequence
+from jdisagg.sched.states import Status
+from jdisagg.sched.steps import Row
+from jdisagg.sched.stops import find_stop
+from jdisagg.sched.table import SequenceTable
+
+
+class Committer:
+    """Moves sequences of its table as tokens come in."""
+
+    def __init__(self, table: SequenceTable, role: Role, eos_token_ids: tuple[int, ...]) -> None:
+        self._table = table
+        self._role = role
+        self._eos = eos_token_ids
+
+    def commit(self, rows: dict[int, Row], result: StepResult) -> list[Output]:
+        """Outputs of one step, in slot order of its plan."""
+        sampled = {s.slot: s for s in result.sampled}
+        outputs: list[Output] = []
+        for slot, row in rows.items():
+            sequence = row.sequence
+            if row.epoch != sequence.epoch:
+                continue
+            sequence.num_computed = row.end
+            self._table.pages.publish(sequence)
+            sequence.prompt_logprobs.extend(result.prompt_logprobs.get(slot, ()))
+            if row.samples:
+                assert slot in sampled, f"step {result.step_id} has no token for slot {slot} ({sequence.request_id})"
+                sequence.num_in_flight -= 1
+                outputs.append(self._take_sampled(sequence, sampled[slot], result.step_id))
+        return outputs
+
+    def take_first(self, sequence: Sequence, first: Output) -> Output:
+        """The first token of a remote sequence, with the peer's verdict on its end.
+
+        A second "first token" (from another peer, after a failure) is ignored: what was sent never changes.
+        """
+        if sequence.num_known > sequence.target:
+            return self.output(sequence, first, ())
+        num_prompt = len(sequence.request.prompt_token_ids)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(num_prompt, max(first.cached_tokens, sequence.holding.held_tokens))
+        sequence.generated.extend(first.token_ids)
+        output = self.output(sequence, first, first.token_ids)
+        if first.finish is not None:
+            self._table.end(sequence)
+        return output
+
+    def output(self, sequence: Sequence, like: Output, token_ids: tuple[int, ...]) -> Output:
+        """`like`, as this worker's output of `sequence`."""
+        return Output(
+            request_id=sequence.request_id,
+            attempt=sequence.request.attempt,
+            token_ids=token_ids,
+            logprobs=like.logprobs if token_ids else None,
+            prompt_logprobs=like.prompt_logprobs if token_ids or like.finish else None,
+            finish=like.finish,
+            stop_token_id=like.stop_token_id,
+            error=like.error,
+            cached_tokens=sequence.cached_tokens or 0,
+            provenance=like.provenance,
+        )
+
+    def failure(self, sequence: Sequence, error: RequestError) -> Output:
+        """Its last output; the sequence is gone after this."""
+        self._table.end(sequence)
+        return Output(
+            request_id=sequence.request_id,
+            attempt=sequence.request.attempt,
+            finish=FinishReason.ERROR,
+            error=error,
+            cached_tokens=sequence.cached_tokens or 0,
+        )
+
+    def _take_sampled(self, sequence: Sequence, sampled: Sampled, step_id: int) -> Output:
+        if sampled.bad is not None:
+            message = (
+                f"request {sequence.request_id}: step {step_id} produced no usable logits ({sampled.bad}); other requests go on"
+            )
+            return self.failure(sequence, NumericalError(message))
+        prompt_logprobs = self._prompt_logprobs(sequence)
+        tokens, finish, stop_token_id = self._append(sequence, sampled.token_ids)
+        logprobs = sampled.logprobs[: len(tokens)] if sampled.logprobs is not None and tokens else None
+        output = Output(
+            request_id=sequence.request_id,
+            attempt=sequence.request.attempt,
+            token_ids=tokens,
+            logprobs=logprobs if sequence.request.sampling.logprobs is not None else None,
+            prompt_logprobs=prompt_logprobs,
+            finish=finish,
+            stop_token_id=stop_token_id,
+            cached_tokens=sequence.cached_tokens or 0,
+        )
+        if self._role is Role.PREFILL:
+            sequence.is_final = finish is not None
+            self._table.vacate(sequence)
+            self._table.move(sequence, Status.PUBLISHING)
+        elif finish is not None:
+            self._table.end(sequence)
+        return output
+
+    def _append(
+        self, sequence: Sequence, token_ids: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], FinishReason | None, int | None]:
+        """Append up to the first stop; what lies behind it is dropped."""
+        sampling = sequence.request.sampling
+        if sampling.max_tokens == 0:  # only the prompt was wanted (its log-probabilities)
+            return (), FinishReason.LENGTH, None
+        for count, token_id in enumerate(token_ids, start=1):
+            sequence.generated.append(token_id)
+            stop = find_stop(token_id, len(sequence.generated), sampling, self._eos)
+            if stop is not None:
+                return token_ids[:count], *stop
+        return token_ids, None, None
+
+    def _prompt_logprobs(self, sequence: Sequence) -> tuple[TokenLogprob | None, ...] | None:
+        """With the first token only; nothing predicts the first prompt token."""
+        if not sequence.wants_prompt_logprobs:
+            return None
+        return (None, *sequence.prompt_logprobs)

@@ -1,0 +1,106 @@
+"""Pages of sequences: finding shared prefixes, reserving, growing, publishing to the prefix index, freeing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jdisagg.kv.allocator import PageAllocator
+from jdisagg.kv.prefix import PrefixIndex
+from jdisagg.sched.sequence import Holding, Sequence
+
+
+class PageBook:
+    """The allocator and the prefix index behind one set of verbs; KV group 0."""
+
+    def __init__(self, *, num_pages: int, page_size: int, enable_prefix_caching: bool) -> None:
+        self.page_size = page_size
+        self._index = PrefixIndex(page_size)
+        self._allocator = PageAllocator(num_pages, self._index.evict)
+        self._caching = enable_prefix_caching
+
+    @property
+    def num_usable(self) -> int:
+        """Pages of the pool without the null page."""
+        return self._allocator.num_usable
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be taken now."""
+        return self._allocator.num_free
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def find(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
+        """Indexed pages of the sequence's first `max_tokens` known tokens, longest prefix; nothing is taken."""
+        if not self._caching:
+            return ()
+        num_pages = max_tokens // self.page_size
+        self._hash(sequence, num_pages)
+        return self._index.match_keys(sequence.holding.keys[:num_pages])
+
+    def cost(self, hits: tuple[int, ...], num_pages: int) -> int:
+        """How far `num_free` falls when a sequence takes `hits` and enough new pages to hold `num_pages`."""
+        return num_pages - len(hits) + self._allocator.num_idle(hits)
+
+    def pin(self, holding: Holding, hits: tuple[int, ...]) -> None:
+        """Take references to found pages as the leading ones of an empty holding."""
+        assert not holding.pages, "pin into a holding that has pages"
+        self._allocator.retain(hits)
+        holding.pages.extend(hits)
+        holding.num_indexed = len(hits)
+
+    def grow(self, holding: Holding, num_pages: int) -> tuple[int, ...] | None:
+        """Extend to `num_pages` pages; the new ones (maybe none), or None and no change when memory is short."""
+        new = self._allocator.alloc(max(0, num_pages - len(holding.pages)))
+        if new:
+            holding.pages.extend(new)
+        return new
+
+    def publish(self, sequence: Sequence) -> None:
+        """Offer the full pages below `num_computed` to the prefix index: the steps that wrote them have committed."""
+        holding = sequence.holding
+        num_full = sequence.num_computed // self.page_size
+        if not self._caching or num_full <= holding.num_indexed:
+            return
+        self._hash(sequence, num_full)
+        for i in range(holding.num_indexed, num_full):
+            if self._index.insert(holding.keys[i], holding.pages[i]):
+                self._allocator.set_indexed(holding.pages[i])
+        holding.num_indexed = num_full
+
+    def drop(self, holding: Holding) -> None:
+        """Give every page back and forget the promise; keys stay, tokens do not change."""
+        self._allocator.free(holding.pages)
+        holding.pages.clear()
+        holding.num_indexed = holding.promised_pages = holding.held_tokens = 0
+
+    def reset_index(self) -> int:
+        """Forget all cached prefixes; returns the number of pages forgotten. Pages in use stay in use."""
+        pages = self._index.reset()
+        self._allocator.clear_indexed(pages)
+        return len(pages)
+
+    def check(self, holdings: Iterable[Holding]) -> None:
+        """Assert that references are exactly those of `holdings` and that no page is lost (I-2, I-3)."""
+        self._allocator.check()
+        counted: dict[int, int] = {}
+        for holding in holdings:
+            assert len(set(holding.pages)) == len(holding.pages), "a sequence holds one page twice"
+            for page in holding.pages:
+                counted[page] = counted.get(page, 0) + 1
+        for page, count in counted.items():
+            assert self._allocator.references(page) == count, (
+                f"page {page}: {self._allocator.references(page)} references, {count} holders"
+            )
+        assert len(counted) == self._allocator.num_used, (
+            f"{self._allocator.num_used} pages used, {len(counted)} held by sequences"
+        )
+
+    def _hash(self, sequence: Sequence, num_pages: int) -> None:
+        keys, size = sequence.holding.keys, self.page_size
+        while len(keys) < num_pages:
+            parent = keys[-1] if keys else self._index.root_key(sequence.request.cache_salt)
+            begin = len(keys) * size
+            keys.append(self._index.next_key(parent, sequence.tokens(begin, begin + size)))

@@ -1,0 +1,297 @@
+"""The one scheduler of every role: what runs in the next step, whose pages are whose, what each request got.
+
+    schedule(N+1) is called before commit(N): a decoding sequence is planned ahead of the tokens the host has seen.
+
+Deterministic and total: equal calls give equal plans, and no call depends on anything but its arguments. The only errors
+that leave are those of `add` (the caller's fault, or full) and assertions (ours).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from jdisagg.core.config import SchedulerConfig
+from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestError, Unavailable
+from jdisagg.core.requests import EngineRequest, Output, Role
+from jdisagg.sched.admission import Admission
+from jdisagg.sched.committer import Committer
+from jdisagg.sched.intake import Limits, check_config, check_request
+from jdisagg.sched.pages import PageBook
+from jdisagg.sched.plan import PageTable, Plan, StepResult
+from jdisagg.sched.planner import Planner
+from jdisagg.sched.sequence import Sequence
+from jdisagg.sched.slots import Slots
+from jdisagg.sched.states import Status
+from jdisagg.sched.steps import StepsInFlight
+from jdisagg.sched.stops import find_stop
+from jdisagg.sched.table import SequenceTable, Stats
+from jdisagg.sched.views import Reserved, describe
+
+
+class Scheduler:
+    """Composition of table, planner and committer behind the calls a role makes."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        role: Role,
+        max_model_len: int,
+        page_size: int,
+        num_pages: int,
+        eos_token_ids: tuple[int, ...],
+        enable_prefix_caching: bool = True,
+        exact_rows: int | None = None,
+        num_lookahead: int = 0,
+        local_prefill: bool = True,
+    ) -> None:
+        """`num_pages` counts the null page. `exact_rows` changes nothing here: the runner tiles rows. `local_prefill` False:
+        a decode worker whose retracted sequences are fetched again (`take_retracted`) instead of recomputed.
+        Raises ConfigError."""
+        pages = PageBook(num_pages=num_pages, page_size=page_size, enable_prefix_caching=enable_prefix_caching)
+        self._limits = Limits(
+            role=role,
+            max_model_len=max_model_len,
+            page_size=page_size,
+            num_usable_pages=pages.num_usable,
+            num_lookahead=num_lookahead,
+        )
+        check_config(config, self._limits)
+        self._config = config
+        self._eos = eos_token_ids
+        self._table = SequenceTable(
+            pages=pages,
+            slots=Slots(config.max_num_seqs),
+            is_decode_worker=role is Role.DECODE,
+            refetch_retracted=role is Role.DECODE and not local_prefill,
+        )
+        reserve = None if role is Role.PREFILL else config.reserved_decode_tokens
+        self._admission = Admission(self._table, reserve)
+        self._planner = Planner(self._table, self._admission, config, self._limits, eos_token_ids)
+        self._committer = Committer(self._table, role, eos_token_ids)
+        self._steps = StepsInFlight()
+        self._num_added = 0
+        self._next_deadline_s = float("inf")
+        self._complete: list[Output] = []  # of requests that were over when they came (a replay whose last output got lost)
+        self._draining = False
+
+    # --- requests come and go
+
+    def add(
+        self,
+        request: EngineRequest,
+        now_s: float,
+        *,
+        remote: bool = False,
+        held_limit: int | None = None,
+        is_open: bool = True,
+    ) -> None:
+        """Queue a request. `remote`: its KV comes from a peer; leading tokens found in the prefix index (at most `held_limit`)
+        are pinned and need not be sent. `is_open` False: reserve no pages before `peer_ready`.
+
+        Raises InvalidRequest (it could never run; the message has the number to use), Overloaded (queue full), Unavailable
+        (draining). After an error nothing is kept.
+        """
+        if self._draining:
+            raise Unavailable("this worker is draining; send the request to another one")
+        if request.request_id in self._table.live:
+            raise InvalidRequest(f"request id {request.request_id!r} is live already; use a new one", field="request_id")
+        check_request(request, self._limits)
+        if self._end_if_complete(request):
+            return
+        queued = sum(len(self._table.queues[s]) for s in (Status.WAITING, Status.PREALLOC))
+        if queued >= self._config.max_queue_len:
+            message = (
+                f"{queued} requests are waiting, max_queue_len is {self._config.max_queue_len}; retry later or add a worker"
+            )
+            raise Overloaded(message)
+        priority = request.priority if self._config.scheduling_policy == "priority" else 0
+        sequence = Sequence(
+            request=request,
+            order=(priority, self._num_added),
+            status=Status.PREALLOC if remote else Status.WAITING,
+            generated=list(request.generated_token_ids),
+            target=len(request.token_ids),
+            is_open=is_open,
+        )
+        self._num_added += 1
+        self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
+        if remote:
+            self._admission.pin_prefix(sequence, held_limit)
+        self._table.add(sequence)
+
+    def held_tokens(self, request_id: str) -> int:
+        """Leading tokens whose KV is here: pinned ones of a remote sequence, computed ones of any other, and for one that
+        waits to be computed what the prefix index would give now."""
+        sequence = self._table.live.get(request_id)
+        if sequence is None:
+            return 0
+        if sequence.status is Status.WAITING:
+            return len(self._admission.find_prefix(sequence)) * self._limits.page_size
+        return sequence.holding.held_tokens or sequence.num_computed
+
+    def peer_ready(self, request_id: str) -> None:
+        """The peer of a sequence added with `is_open=False` has shaken hands: pages may be reserved."""
+        if sequence := self._table.live.get(request_id):
+            sequence.is_open = True
+
+    def cancel(self, request_id: str) -> bool:
+        """Free everything the request holds, in any state, at once; no output follows. False when it is unknown."""
+        sequence = self._table.live.get(request_id)
+        if sequence is None:
+            return False
+        self._table.end(sequence)
+        return True
+
+    def fail(self, request_id: str, error: RequestError) -> Output | None:
+        """The same with a last output; None when the request is unknown or has had its last output."""
+        sequence = self._table.live.get(request_id)
+        if sequence is None:
+            return None
+        output = self._committer.failure(sequence, error)
+        return None if sequence.is_final else output
+
+    def release(self, request_id: str) -> None:
+        """P: the hand-off is over, its pages belong to the prefix cache. In any other state the same as `cancel`."""
+        self.cancel(request_id)
+
+    def expire(self, now_s: float) -> list[Output]:
+        """Last outputs that need no step: deadlines passed, and resumed requests that were complete when they came."""
+        outputs, self._complete = self._complete, []
+        if now_s < self._next_deadline_s:
+            return outputs
+        for sequence in [s for s in self._table.live.values() if s.request.deadline_s <= now_s]:
+            error = DeadlineExceeded(
+                f"request {sequence.request_id} passed its deadline while {sequence.status.value}, "
+                f"after {len(sequence.generated)} of {sequence.request.sampling.max_tokens} tokens; allow more time"
+            )
+            if (output := self.fail(sequence.request_id, error)) is not None:
+                outputs.append(output)
+        self._next_deadline_s = min((s.request.deadline_s for s in self._table.live.values()), default=float("inf"))
+        return outputs
+
+    # --- steps
+
+    def schedule(self, now_s: float) -> Plan:
+        """Decide the next step. An empty plan is not dispatched and needs no commit."""
+        draft = self._planner.draft()
+        plan = draft.freeze(self._steps.next_id, self._table.slots.take_evictions(), self._limits.num_lookahead)
+        self._steps.start(plan, draft.rows)
+        return plan
+
+    def commit(self, result: StepResult, now_s: float) -> list[Output]:
+        """Take a dispatched step's results in, in order of dispatch, at any time later."""
+        return self._committer.commit(self._steps.finish(result.step_id), result)
+
+    # --- remote sequences (D)
+
+    def take_reserved(self) -> list[Reserved]:
+        """Remote sequences that got pages since the last call and still have them."""
+        taken, self._table.reserved = self._table.reserved, []
+        return [
+            Reserved(s.request_id, (tuple(s.holding.pages),), s.holding.held_tokens, s.target)
+            for s in taken
+            if s.status is Status.TRANSFER
+        ]
+
+    def take_retracted(self) -> list[EngineRequest]:
+        """Sequences that lost their KV since the last call and are back in PREALLOC: open their hand-off again with these."""
+        taken, self._table.retracted = self._table.retracted, []
+        return [s.resumed_request() for s in taken if s.status is Status.PREALLOC]
+
+    def page_table(self, request_id: str) -> PageTable:
+        """Pages of a live request, per KV group, in token order."""
+        return (tuple(self._table.live[request_id].holding.pages),)
+
+    def remote_first_token(self, request_id: str, first: Output, now_s: float) -> Output:
+        """The peer sampled the first token: returns the client's output. With `finish` set the request is over and freed."""
+        sequence = self._table.live[request_id]
+        assert sequence.status in (Status.PREALLOC, Status.TRANSFER), (
+            f"first token for {request_id} while {sequence.status.value}"
+        )
+        return self._committer.take_first(sequence, first)
+
+    def kv_arrived(self, request_id: str, now_s: float) -> None:
+        """All KV is in the pages (scattered, or dispatched to be): TRANSFER -> READY. The first token must be known."""
+        sequence = self._table.live[request_id]
+        assert sequence.num_known > sequence.target, f"KV of {request_id} is complete before its first token is known"
+        self._table.move(sequence, Status.READY)
+        sequence.num_computed = sequence.num_scheduled = sequence.target
+        self._table.pages.publish(sequence)
+
+    def compute_locally(self, request_id: str) -> bool:
+        """Give up on the peer: the sequence waits, at its place by arrival, to be prefilled here. Tokens it has stay.
+
+        True when the request goes on without its peer, False when it is unknown or finished.
+        """
+        sequence = self._table.live.get(request_id)
+        if sequence is None or sequence.status is Status.PUBLISHING:
+            return False
+        if sequence.status in (Status.PREALLOC, Status.TRANSFER):
+            self._table.compute_here(sequence)
+        return True
+
+    # --- views and upkeep
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those accepted go on to their end."""
+        self._draining = True
+
+    def is_idle(self) -> bool:
+        """Nothing lives, nothing is in flight, the device knows it, and nothing is left to say."""
+        return not (self._table.live or len(self._steps) or self._table.slots.has_evictions or self._complete)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all shared prefixes; returns the pages forgotten. Requests that hold such pages keep them."""
+        return self._table.pages.reset_index()
+
+    @property
+    def num_pages(self) -> int:
+        """Usable pages of the pool."""
+        return self._limits.num_usable_pages
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that nobody holds."""
+        return self._table.pages.num_free
+
+    @property
+    def stats(self) -> Stats:
+        """Counters since start."""
+        return self._table.stats
+
+    def counts(self) -> dict[str, int]:
+        """Live sequences by status."""
+        return {status.value: len(queue) for status, queue in self._table.queues.items()}
+
+    def snapshot(self) -> dict[str, Any]:
+        """JSON-able state for people: every live sequence, pages, counters."""
+        return {
+            "counts": self.counts(),
+            "pages": {"total": self.num_pages, "free": self.num_free_pages},
+            "steps_in_flight": len(self._steps),
+            "draining": self._draining,
+            "stats": asdict(self.stats),
+            "sequences": [describe(s) for queue in self._table.queues.values() for s in queue],
+        }
+
+    def check(self) -> None:
+        """Assert the invariants of pages and slots; cost grows with the pool."""
+        table = self._table
+        table.pages.check(s.holding for s in table.live.values())
+        slots = [s.slot for s in table.live.values() if s.slot is not None]
+        assert len(set(slots)) == len(slots) == len(table.queues[Status.RUNNING]), "slots and running sequences do not match"
+        assert len(slots) + table.slots.num_free == table.slots.num_slots, "a slot is lost"
+        assert sum(len(q) for q in table.queues.values()) == len(table.live), "a sequence is in no queue or in two"
+
+    def _end_if_complete(self, request: EngineRequest) -> bool:
+        """A resumed request may have got all its tokens already: then only its end is owed."""
+        generated = request.generated_token_ids
+        stop = find_stop(generated[-1], len(generated), request.sampling, self._eos) if generated else None
+        if stop is not None:
+            finish, stop_token_id = stop
+            self._complete.append(
+                Output(request_id=request.request_id, attempt=request.attempt, finish=finish, stop_token_id=stop_token_id)
+            )
+        return stop is not None

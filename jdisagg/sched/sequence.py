@@ -1,0 +1,102 @@
+"""One sequence's host state: its tokens, how far they are computed, and the pages it holds.
+
+Token positions of a sequence at some moment (known = prompt + generated tokens the host has seen):
+
+    0 ........... num_computed ....... num_scheduled ... known ... known + num_in_flight
+    KV committed  |  KV in dispatched  |  KV missing     |  sampled on the device, not seen yet
+
+A decoding sequence has num_scheduled == known + num_in_flight - 1: the last token's KV is written by the step that feeds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from jdisagg.core.requests import EngineRequest, TokenLogprob
+from jdisagg.sched.states import Status
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """Pages of one sequence (KV group 0) and the prefix keys of its full pages."""
+
+    pages: list[int] = field(default_factory=list)  # in token order
+    keys: list[bytes] = field(default_factory=list)  # of the leading full pages hashed so far
+    num_indexed: int = 0  # leading pages offered to the prefix index
+    promised_pages: int = 0  # pages the admission gate set aside for it in all
+    held_tokens: int = 0  # leading tokens a remote sequence found at add(); their pages are pinned from then on
+
+    @property
+    def outstanding_pages(self) -> int:
+        """Promised pages it has not taken yet."""
+        return max(0, self.promised_pages - len(self.pages))
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Mutable; owned by the scheduler. `order` sorts queues and picks victims: (priority, arrival number)."""
+
+    request: EngineRequest
+    order: tuple[int, int]
+    status: Status
+    generated: list[int]
+    target: int  # tokens whose KV must exist before the next token: computed here or fetched, then decoding starts
+    holding: Holding = field(default_factory=Holding)
+    num_computed: int = 0
+    num_scheduled: int = 0
+    num_in_flight: int = 0
+    epoch: int = 0  # goes up when results in flight must be dropped: preempted or ended
+    slot: int | None = None
+    is_final: bool = False  # its last output was sent (a published sequence lives on until released)
+    is_open: bool = True  # remote: the peer has shaken hands, pages may be reserved
+    cached_tokens: int | None = None  # prompt tokens found in a prefix cache; recorded once
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str:
+        """Its request's id."""
+        return self.request.request_id
+
+    @property
+    def num_known(self) -> int:
+        """Prompt plus generated tokens the host has seen."""
+        return len(self.request.prompt_token_ids) + len(self.generated)
+
+    @property
+    def max_len(self) -> int:
+        """Prompt plus generated tokens at its longest."""
+        return len(self.request.prompt_token_ids) + max(self.request.sampling.max_tokens, len(self.generated))
+
+    @property
+    def is_decoding(self) -> bool:
+        """Its target is computed, in flight, or has arrived."""
+        return self.num_scheduled >= self.target
+
+    @property
+    def may_decode(self) -> bool:
+        """One more token is wanted for certain, counting those in flight."""
+        return self.is_decoding and len(self.generated) + self.num_in_flight < self.request.sampling.max_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """They are asked for and have not been sent: they travel with the first token."""
+        return self.request.sampling.prompt_logprobs is not None and not self.generated
+
+    def tokens(self, begin: int, end: int) -> tuple[int, ...]:
+        """Known token ids [begin, end)."""
+        prompt = self.request.prompt_token_ids
+        if end <= len(prompt):
+            return prompt[begin:end]
+        tail = tuple(self.generated[max(0, begin - len(prompt)) : end - len(prompt)])
+        return prompt[begin:] + tail
+
+    def resumed_request(self) -> EngineRequest:
+        """The request with every token seen so far, as another worker needs it to go on."""
+        return replace(self.request, generated_token_ids=tuple(self.generated))
+
+    def forget_computed(self) -> None:
+        """KV is gone: everything known has to be computed (or fetched) again; results in flight are void."""
+        self.epoch += 1
+        self.num_computed = self.num_scheduled = self.num_in_flight = 0
+        self.target = self.num_known
+        self.prompt_logprobs.clear()

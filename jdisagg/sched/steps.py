@@ -1,0 +1,69 @@
+"""Steps that were planned and whose results have not been committed, and the draft of the next one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jdisagg.sched.plan import Admit, PageAppend, Plan, PrefillChunk
+from jdisagg.sched.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one slot does in one step. Valid at commit only while the sequence's epoch is still `epoch`."""
+
+    sequence: Sequence
+    epoch: int
+    end: int  # tokens whose KV exists once the step is done
+    samples: bool
+
+
+@dataclass(slots=True)
+class Draft:
+    """A plan in the making. `budget` = query tokens left in this step."""
+
+    budget: int
+    admit: list[Admit] = field(default_factory=list)
+    appends: list[PageAppend] = field(default_factory=list)
+    prefill: list[PrefillChunk] = field(default_factory=list)
+    decode: list[int] = field(default_factory=list)
+    rows: dict[int, Row] = field(default_factory=dict)
+    preempted: bool = False
+
+    def freeze(self, step_id: int, evict: tuple[int, ...], num_lookahead: int) -> Plan:
+        """The plan as plain data."""
+        return Plan(
+            step_id=step_id,
+            evict=evict,
+            admit=tuple(self.admit),
+            pages=tuple(self.appends),
+            prefill=tuple(self.prefill),
+            decode=tuple(self.decode),
+            num_lookahead=num_lookahead,
+        )
+
+
+class StepsInFlight:
+    """Rows of dispatched steps by step id; results of unknown steps are dropped."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, dict[int, Row]] = {}
+        self._next_id = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def next_id(self) -> int:
+        """Id of the next step that is not empty."""
+        return self._next_id
+
+    def start(self, plan: Plan, rows: dict[int, Row]) -> None:
+        """`plan` goes to the device; an empty one does not and leaves no trace."""
+        if not plan.is_empty:
+            self._rows[plan.step_id] = rows
+            self._next_id += 1
+
+    def finish(self, step_id: int) -> dict[int, Row]:
+        """The rows of a step whose results have come, once; empty when it is unknown."""
+        return self._rows.pop(step_id, {})

@@ -1,0 +1,37 @@
+"""What the scheduler shows of its sequences: to the role that fetches their KV, and to people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jdisagg.sched.plan import PageTable
+from jdisagg.sched.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A remote sequence just got pages: the KV of tokens [held_tokens, num_tokens) has to come into `page_table`."""
+
+    request_id: str
+    page_table: PageTable
+    held_tokens: int
+    num_tokens: int
+
+
+def describe(sequence: Sequence) -> dict[str, Any]:
+    """One sequence as JSON-able data."""
+    return {
+        "request_id": sequence.request_id,
+        "attempt": sequence.request.attempt,
+        "status": sequence.status.value,
+        "prompt_tokens": len(sequence.request.prompt_token_ids),
+        "generated_tokens": len(sequence.generated),
+        "computed_tokens": sequence.num_computed,
+        "scheduled_tokens": sequence.num_scheduled,
+        "in_flight_tokens": sequence.num_in_flight,
+        "pages": len(sequence.holding.pages),
+        "held_tokens": sequence.holding.held_tokens,
+        "slot": sequence.slot,
+        "deadline_s": sequence.request.deadline_s,
+    }
