@@ -1,0 +1,118 @@
+"""One child process of a supervisor: started with a pipe it dies with, its output forwarded, its READY line awaited.
+
+stdout of the child is watched for READY; everything else it prints goes to our stderr, each line with the child's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jdisagg.serve.environment import PARENT_VARIABLE
+from jdisagg.serve.ready import Ready, parse
+
+log = logging.getLogger(__name__)
+
+_LINE_LIMIT_BYTES = 2**20  # longer lines of a child are cut into pieces
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChildSpec:
+    """What to run. `command` gets the READY of the former run (None at first), so that a restart can keep its ports."""
+
+    name: str  # prefix of its log lines, "prefill-0"
+    command: Callable[[Ready | None], Sequence[str]]
+    environ: Mapping[str, str] = field(default_factory=dict)  # on top of ours
+    stage: int = 0  # at shutdown, lower stages end first
+
+
+class Child:
+    """A running child. Made by `start`; ended by `stop`, which is idempotent."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name = name
+        self._process = process
+        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._pumps = [
+            asyncio.create_task(self._pump(stream)) for stream in (process.stdout, process.stderr) if stream is not None
+        ]
+
+    @classmethod
+    async def start(cls, spec: ChildSpec, previous: Ready | None) -> Child:
+        """Start the process, in a session of its own (a Ctrl-C in the terminal reaches the supervisor alone)."""
+        process = await asyncio.create_subprocess_exec(
+            *spec.command(previous),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, **spec.environ, PARENT_VARIABLE: str(os.getpid())},
+            start_new_session=True,
+            limit=_LINE_LIMIT_BYTES,
+        )
+        log.info("%s: started as pid %d", spec.name, process.pid)
+        return cls(spec.name, process)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    async def wait_ready(self, timeout_s: float) -> Ready | None:
+        """Its READY; None when it exits or `timeout_s` passes first."""
+        exited = asyncio.create_task(self._process.wait())
+        try:
+            await asyncio.wait((self._ready, exited), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            exited.cancel()
+        return self._ready.result() if self._ready.done() else None
+
+    async def wait(self) -> int:
+        """Its exit status, once it has ended and all its output is forwarded; negative = ended by that signal."""
+        status = await self._process.wait()
+        await asyncio.wait(self._pumps, timeout=1.0)
+        return status
+
+    async def stop(self, grace_s: float) -> int:
+        """SIGTERM, then SIGKILL when it has not ended after `grace_s`; returns its exit status."""
+        self._signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self._process.wait(), grace_s)
+        except TimeoutError:
+            log.error("%s: did not end within %.1f s of SIGTERM; killing it", self.name, grace_s)
+            self._signal(signal.SIGKILL)
+        finally:
+            status = await self.wait()
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+            for pump in self._pumps:
+                pump.cancel()
+        return status
+
+    def _signal(self, number: int) -> None:
+        if self._process.returncode is None:
+            self._process.send_signal(number)
+
+    async def _pump(self, stream: asyncio.StreamReader) -> None:
+        while line := await _read_line(stream):
+            text = line.decode("utf-8", errors="replace").rstrip("\r\n")
+            ready = parse(text) if stream is self._process.stdout else None
+            if ready is not None and not self._ready.done():
+                self._ready.set_result(ready)
+            else:
+                sys.stderr.write(f"{self.name} | {text}\n")
+        sys.stderr.flush()
+
+
+async def _read_line(stream: asyncio.StreamReader) -> bytes:
+    """A line, or a piece of one that exceeds the limit; empty at the end."""
+    try:
+        return await stream.readuntil(b"\n")
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    except asyncio.LimitOverrunError:
+        return await stream.read(_LINE_LIMIT_BYTES)

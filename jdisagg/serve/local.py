@@ -1,0 +1,174 @@
+"""`--role local`: a router, prefill workers and decode workers as processes of this machine, kept running until SIGTERM.
+
+The router comes first: workers register with it, so they may restart on other ports while it keeps its own. READY is printed
+when the router says a request would be served. SIGTERM ends the router (it lets streams finish), then decode, then prefill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+
+from jdisagg.core.config import Config, LocalConfig
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.settings import API_KEY_VARIABLE, to_flags
+from jdisagg.core.values import parse_ranges
+from jdisagg.serve.child import ChildSpec
+from jdisagg.serve.process import Process, run_process
+from jdisagg.serve.ready import Ready, announce
+from jdisagg.serve.supervisor import Patience, StartFailed, Supervisor
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+FLEET_READY_S = 60.0  # from the last READY of a worker to a router that would serve
+SERVE = (sys.executable, "-m", "jdisagg.serve")
+GRACE_BEYOND_DRAIN_S = 5.0
+
+
+def run(config: Config) -> int:
+    """Supervise until SIGTERM; returns the exit status."""
+    return run_process(lambda process: supervise(config, process))
+
+
+def router_spec(config: Config, program: Sequence[str] = SERVE) -> ChildSpec:
+    """The router: our edges, our API key. A restart keeps the ports of the first run."""
+
+    def command(previous: Ready | None) -> Sequence[str]:
+        server = config.server
+        if previous is not None:
+            server = replace(server, port=_port(previous.http, server.port), grpc_port=_port(previous.grpc, server.grpc_port))
+        return [*program, *to_flags(replace(config, role="router", server=server, local=LocalConfig()))]
+
+    environ = {API_KEY_VARIABLE: config.server.api_key} if config.server.api_key else {}
+    return ChildSpec(name="router", command=command, environ=environ, stage=0)
+
+
+def worker_specs(config: Config, router: str, program: Sequence[str] = SERVE) -> list[ChildSpec]:
+    """Decode and prefill workers, on loopback and free ports, registering with `router` (HOST:PORT)."""
+    local = config.local
+    roles = [("prefill", local.prefill_tp, i) for i in range(local.num_prefill)]
+    roles += [("decode", local.decode_tp, i) for i in range(local.num_decode)]
+    shares = split_devices(config.device.devices, [tp for _, tp, _ in roles])
+    server = replace(config.server, host=LOOPBACK, port=0, grpc_port=0, router=(router,), api_key=None)
+    specs = []
+    for (role, tp, index), devices in zip(roles, shares, strict=True):
+        settings = replace(
+            config,
+            role=role,
+            model=replace(config.model, tensor_parallel_size=tp),
+            device=replace(config.device, devices=devices),
+            scheduler=replace(config.scheduler, schedule_log=_numbered(config.scheduler.schedule_log, f"{role}-{index}")),
+            server=server,
+            local=LocalConfig(),
+        )
+        flags = [*program, *to_flags(settings)]
+        # an empty key wins over one inherited: workers are reached by the router alone
+        environ = {API_KEY_VARIABLE: ""}
+        stage = 1 if role == "decode" else 2
+        specs.append(ChildSpec(name=f"{role}-{index}", command=lambda _, flags=flags: flags, environ=environ, stage=stage))
+    return specs
+
+
+def split_devices(devices: str | None, needs: Sequence[int]) -> list[str | None]:
+    """`--devices` of each worker: disjoint shares when there are enough, else all workers share from the first on.
+
+    Raises ConfigError when one worker alone needs more than there are.
+    """
+    if devices is None:
+        return [None] * len(needs)
+    indices = parse_ranges(devices, "--devices")
+    if max(needs, default=0) > len(indices):
+        raise ConfigError(
+            f"--devices: got {devices!r} ({len(indices)} devices), wanted at least {max(needs)} for the largest worker; "
+            "name more devices or lower --prefill-tp / --decode-tp",
+            field="--devices",
+        )
+    starts = [sum(needs[:i]) for i in range(len(needs))] if sum(needs) <= len(indices) else [0] * len(needs)
+    return [",".join(map(str, indices[start : start + need])) for start, need in zip(starts, needs, strict=True)]
+
+
+async def supervise(config: Config, process: Process, program: Sequence[str] = SERVE) -> int:
+    """Run the fleet of `config` until `process.stopping`; `program` is the command that serves one role."""
+    began_s = time.monotonic()
+    supervisor = Supervisor(Patience(grace_s=config.server.drain_s + GRACE_BEYOND_DRAIN_S))
+    process.dump_with(lambda: {"children": supervisor.pids, "restarts": supervisor.restarts})
+    starting = asyncio.create_task(_start_fleet(config, supervisor, program))
+    stopping = asyncio.create_task(process.stopping.wait())
+    try:
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            router, workers = starting.result()
+            announce(_fleet_ready(config, router, workers, time.monotonic() - began_s))
+            await stopping
+    except StartFailed as error:
+        log.error("giving up: %s", error)
+        return error.status
+    finally:
+        starting.cancel()
+        clean = await supervisor.stop()
+        stopping.cancel()
+    return 0 if clean else 1
+
+
+async def _start_fleet(config: Config, supervisor: Supervisor, program: Sequence[str]) -> tuple[Ready, list[Ready]]:
+    """Router and workers READY, and the router ready to serve."""
+    (router,) = await supervisor.start([router_spec(config, program)])
+    if router.grpc is None or router.http is None:
+        raise StartFailed("the router announced no address", 1)
+    workers = await supervisor.start(worker_specs(config, _reachable(router.grpc), program))
+    deadline_s = time.monotonic() + FLEET_READY_S
+    reason = "not asked yet"
+    while time.monotonic() < deadline_s:
+        serves, reason = await asyncio.to_thread(_probe, f"http://{_reachable(router.http)}/ready")
+        if serves:
+            return router, workers
+        await asyncio.sleep(0.1)
+    raise StartFailed(f"all workers are up, but the router was not ready after {FLEET_READY_S:.0f} s: {reason}", 1)
+
+
+def _probe(url: str) -> tuple[bool, str]:
+    """Whether GET `url` answers 200, and what it said otherwise."""
+    try:
+        with urllib.request.urlopen(url, timeout=2.0) as response:
+            return response.status == 200, ""
+    except urllib.error.HTTPError as error:
+        return False, f"{error.code} {error.read(500).decode(errors='replace')}"
+    except OSError as error:
+        return False, str(error)
+
+
+def _fleet_ready(config: Config, router: Ready, workers: Sequence[Ready], seconds: float) -> Ready:
+    keep = ("role", "pid", "http", "grpc", "warmup_s", "executables")
+    children: list[Mapping[str, object]] = [{k: v for k, v in asdict(r).items() if k in keep} for r in (router, *workers)]
+    return Ready(
+        role="local",
+        http=router.http,
+        grpc=router.grpc,
+        model=config.model.served_model_name or config.model.model,
+        warmup_s=round(seconds, 3),
+        executables=sum(worker.executables for worker in workers),
+        pid=os.getpid(),
+        workers=tuple(dict(child) for child in children),
+    )
+
+
+def _reachable(address: str) -> str:
+    """An address to connect to, for one that may be bound to every interface."""
+    host, _, port = address.rpartition(":")
+    return f"{LOOPBACK}:{port}" if host in ("0.0.0.0", "[::]", "") else address
+
+
+def _port(address: str | None, otherwise: int) -> int:
+    return int(address.rpartition(":")[2]) if address else otherwise
+
+
+def _numbered(path: str | None, name: str) -> str | None:
+    return None if path is None else f"{path}.{name}"

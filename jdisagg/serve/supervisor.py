@@ -1,0 +1,136 @@
+"""Keeps a set of children running: start, wait for READY, restart with back-off, end in stages.
+
+start -> READY -> exited -> (0.5 s, 1 s, .. 10 s) -> start -> ..     the delay falls back once a run stayed up for 30 s
+start -> exit 2                                                      a bad configuration: StartFailed, nothing is retried
+start -> exit or silence, three times, never READY                   StartFailed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jdisagg.serve.child import Child, ChildSpec
+from jdisagg.serve.ready import Ready
+
+log = logging.getLogger(__name__)
+
+EXIT_BAD_CONFIG = 2
+
+
+class StartFailed(Exception):
+    """A child cannot be brought up. `status` is what the supervisor should exit with."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """How long the supervisor waits for what."""
+
+    start_s: float = 900.0  # from start to READY: load, compile, warm up
+    first_delay_s: float = 0.5
+    max_delay_s: float = 10.0
+    stable_s: float = 30.0  # up this long = the next crash starts from the first delay
+    grace_s: float = 35.0  # from SIGTERM to SIGKILL
+    max_start_failures: int = 3
+
+
+class Supervisor:
+    """Owns its children. `start` begins keeping one, `stop` ends all; both from one event loop."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._children: dict[str, tuple[ChildSpec, Child]] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._stopping = asyncio.Event()
+        self.restarts = 0
+
+    async def start(self, specs: Sequence[ChildSpec]) -> list[Ready]:
+        """Start and keep them; returns when all are READY. Raises StartFailed; `stop` must still be called."""
+        loop = asyncio.get_running_loop()
+        first: list[asyncio.Future[Ready]] = [loop.create_future() for _ in specs]
+        for spec, done in zip(specs, first, strict=True):
+            keeper = asyncio.create_task(self._keep(spec, done))
+            keeper.add_done_callback(lambda task, done=done: _pass_on(task, done))
+            self._keepers.append(keeper)
+        return list(await asyncio.gather(*first))
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Running children by name."""
+        return {name: child.pid for name, (_, child) in self._children.items()}
+
+    async def stop(self) -> bool:
+        """End every child, stage by stage; whether all of them exited with 0."""
+        self._stopping.set()
+        clean = True
+        for stage in sorted({spec.stage for spec, _ in self._children.values()}):
+            ending = [child for spec, child in self._children.values() if spec.stage == stage]
+            statuses = await asyncio.gather(*(child.stop(self._patience.grace_s) for child in ending))
+            clean = clean and not any(statuses)
+        if self._keepers:
+            await asyncio.wait(self._keepers)  # each has its child ended by now, or ends the one it was just starting
+        return clean
+
+    async def _keep(self, spec: ChildSpec, first: asyncio.Future[Ready]) -> None:
+        delay_s, failures, previous = self._patience.first_delay_s, 0, None
+        while not self._stopping.is_set():
+            began_s = time.monotonic()
+            child = await Child.start(spec, previous)
+            if self._stopping.is_set():
+                await child.stop(self._patience.grace_s)
+                return
+            self._children[spec.name] = (spec, child)
+            ready = await child.wait_ready(self._patience.start_s)
+            if ready is None and not self._stopping.is_set():
+                await child.stop(self._patience.grace_s if first.done() else 1.0)
+            elif ready is not None:
+                previous = ready
+                if not first.done():
+                    first.set_result(ready)
+            status = await child.wait()
+            if self._stopping.is_set():
+                return
+            del self._children[spec.name]
+            failures += 1
+            if not first.done() and (status == EXIT_BAD_CONFIG or failures == self._patience.max_start_failures):
+                first.set_exception(_start_failed(spec.name, status, failures))
+                return
+            if time.monotonic() - began_s >= self._patience.stable_s:
+                delay_s = self._patience.first_delay_s
+            log.warning("%s: %s; starting it again in %.1f s", spec.name, _ending(status), delay_s)
+            await self._pause(delay_s)
+            delay_s = min(2 * delay_s, self._patience.max_delay_s)
+            self.restarts += 1
+
+    async def _pause(self, delay_s: float) -> None:
+        """Wait for the delay or for `stop`, whichever is first."""
+        try:
+            await asyncio.wait_for(self._stopping.wait(), delay_s)
+        except TimeoutError:
+            return
+
+
+def _pass_on(keeper: asyncio.Task[None], first: asyncio.Future[Ready]) -> None:
+    """A keeper that broke must not leave `start` waiting."""
+    error = None if keeper.cancelled() else keeper.exception()
+    if error is not None and not first.done():
+        first.set_exception(error)
+    elif error is not None:
+        log.critical("a supervising task broke; its child is no longer restarted", exc_info=error)
+
+
+def _ending(status: int) -> str:
+    return f"exited with {status}" if status >= 0 else f"was ended by signal {-status}"
+
+
+def _start_failed(name: str, status: int, failures: int) -> StartFailed:
+    if status == EXIT_BAD_CONFIG:
+        return StartFailed(f"{name} refuses its configuration; its line above says what to change", EXIT_BAD_CONFIG)
+    return StartFailed(f"{name} {_ending(status)} before it was ready, {failures} times; its log is above", 1)

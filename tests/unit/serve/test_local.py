@@ -1,0 +1,231 @@
+"""The supervisor over fake children, each a real process."""
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from jdisagg.core.config import Config, DeviceConfig, LocalConfig, ServerConfig
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.settings import load_config
+from jdisagg.serve.local import router_spec, split_devices, worker_specs
+from jdisagg.serve.ready import Ready
+
+ROOT = Path(__file__).parents[3]
+WAIT_S = 20.0
+
+
+class Fleet:
+    """One supervisor process and the notes of its children."""
+
+    def __init__(self, directory: Path, mode: str, *flags: str) -> None:
+        self.events_path = directory / "events"
+        self.log = directory / "log"
+        env = {**os.environ, "FAKE_DIR": str(directory), "FAKE_MODE": mode, "PYTHONPATH": str(ROOT)}
+        with self.log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("fake_fleet.py")), "--drain-s", "0.5", *flags],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=env,
+            )
+
+    def ready(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            assert selector.select(WAIT_S), self.log.read_text()
+        return json.loads(self.process.stdout.readline())
+
+    def events(self, *wanted: str) -> list[list[str]]:
+        """Noted events as [time, event, role, pid, argv..], those whose "event role" is wanted."""
+        lines = self.events_path.read_text().splitlines() if self.events_path.exists() else []
+        return [line.split() for line in lines if " ".join(line.split()[1:3]) in wanted]
+
+    def pids(self) -> list[int]:
+        return [int(fields[3]) for fields in (line.split() for line in self.events_path.read_text().splitlines())]
+
+    def wait(self) -> int:
+        return self.process.wait(WAIT_S)
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
+    made: list[Fleet] = []
+
+    def start(mode: str = "", *flags: str) -> Fleet:
+        made.append(Fleet(tmp_path, mode, *flags))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.process.kill()
+        one.process.wait(WAIT_S)
+        assert one.process.stdout is not None
+        one.process.stdout.close()
+        until(lambda one=one: not any(map(alive, one.pids())), "children outlived their supervisor")
+
+
+def test_ready_names_the_router_and_every_worker(fleet) -> None:
+    ready = fleet("", "--num-prefill", "2").ready()
+    assert [worker["role"] for worker in ready["workers"]] == ["router", "prefill", "prefill", "decode"]
+    assert ready["role"] == "local"
+    assert ready["http"] == ready["workers"][0]["http"]
+    assert ready["executables"] == 6
+    assert len({worker["pid"] for worker in ready["workers"]}) == 4
+
+
+def test_sigterm_ends_router_then_decode_then_prefill_and_exits_zero(fleet) -> None:
+    one = fleet()
+    one.ready()
+    one.process.send_signal(signal.SIGTERM)
+    assert one.wait() == 0
+    stopped = sorted(fields for line in one.events_path.read_text().splitlines() if (fields := line.split())[1] == "stopped")
+    assert [fields[2] for fields in stopped] == ["router", "decode", "prefill"]
+
+
+@pytest.mark.parametrize("role", ["decode", "router"])
+def test_a_killed_child_is_started_again_with_the_same_flags(fleet, role: str) -> None:
+    one = fleet()
+    ready = one.ready()
+    (victim,) = [worker for worker in ready["workers"] if worker["role"] == role]
+    os.kill(victim["pid"], signal.SIGKILL)
+    until(lambda: len(one.events(f"started {role}")) == 2, f"{role} was not started again")
+    first, second = one.events(f"started {role}")
+    assert second[3] != first[3]
+    assert float(second[0]) - float(first[0]) >= 0.5
+    if role == "decode":
+        assert second[4:] == first[4:]
+    else:
+        assert " ".join(second[4:]).count(victim["http"].rpartition(":")[2]) == 2  # --port and --grpc-port of the first run
+    assert len(one.events("started prefill")) == 1
+
+
+def test_a_worker_that_crashes_while_starting_is_tried_again(fleet) -> None:
+    one = fleet("crash-once")
+    assert one.ready()["role"] == "local"
+    assert len(one.events("started decode")) == 2
+    assert "decode-0: exited with 3; starting it again in 0.5 s" in one.log.read_text()
+
+
+def test_a_worker_that_never_comes_up_ends_the_fleet(fleet) -> None:
+    one = fleet("crash")
+    assert one.wait() == 1
+    assert "decode-0 exited with 3 before it was ready, 3 times" in one.log.read_text()
+    assert not any(map(alive, one.pids()))
+
+
+def test_a_bad_configuration_of_a_child_is_not_retried(fleet) -> None:
+    one = fleet("bad-config")
+    assert one.wait() == 2
+    assert len(one.events("started decode")) == 1
+    assert "decode-0 refuses its configuration" in one.log.read_text()
+
+
+def test_sigkill_of_the_supervisor_leaves_no_child(fleet) -> None:
+    one = fleet()
+    one.ready()
+    pids = one.pids()
+    assert len(pids) == 3
+    assert all(map(alive, pids))
+    one.process.kill()
+    until(lambda: not any(map(alive, pids)), "a child outlived its supervisor")
+
+
+def test_a_child_deaf_to_sigterm_is_killed_after_its_grace(fleet) -> None:
+    one = fleet("deaf")
+    one.ready()
+    one.process.send_signal(signal.SIGTERM)
+    assert one.wait() == 1
+    assert "decode-0: did not end within 5.5 s of SIGTERM; killing it" in one.log.read_text()
+
+
+def test_sigterm_while_starting_ends_everything(fleet) -> None:
+    one = fleet("silent")
+    until(lambda: len(one.events("started decode")) == 1, "decode did not start")
+    one.process.send_signal(signal.SIGTERM)
+    assert one.wait() == 0
+    assert not any(map(alive, one.pids()))
+
+
+def test_a_childs_stderr_carries_its_name(fleet) -> None:
+    one = fleet()
+    one.ready()
+    until(lambda: "prefill-0 | a line of the log" in one.log.read_text(), "no prefixed line")
+
+
+def test_sigusr1_shows_stacks_and_children(fleet) -> None:
+    one = fleet()
+    one.ready()
+    one.process.send_signal(signal.SIGUSR1)
+    until(lambda: '"event": "state"' in one.log.read_text(), "no state on stderr")
+    text = one.log.read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith('{"event": "state"')]
+    assert set(json.loads(line)["children"]) == {"router", "prefill-0", "decode-0"}
+    assert "most recent call first" in text
+    assert one.process.poll() is None
+
+
+def test_workers_are_commanded_to_register_and_the_key_stays_out_of_argv() -> None:
+    config = Config(
+        local=LocalConfig(num_prefill=2, num_decode=1, prefill_tp=2, decode_tp=1),
+        server=ServerConfig(host="0.0.0.0", port=80, api_key="k3y"),
+        device=DeviceConfig(devices="0-4", cpu_affinity="0"),
+    )
+    specs = worker_specs(config, "127.0.0.1:9", program=())
+    loaded = [load_config(spec.command(None), spec.environ) for spec in specs]
+    assert [(c.role, c.model.tensor_parallel_size, c.device.devices) for c in loaded] == [
+        ("prefill", 2, "0,1"),
+        ("prefill", 2, "2,3"),
+        ("decode", 1, "4"),
+    ]
+    assert {(c.server.router, c.server.host, c.server.port, c.server.api_key) for c in loaded} == {
+        (("127.0.0.1:9",), "127.0.0.1", 0, None)
+    }
+    assert {c.device.cpu_affinity for c in loaded} == {"0"}
+    router = router_spec(config, program=())
+    assert "k3y" not in " ".join(router.command(None))
+    assert load_config(router.command(None), router.environ).server == config.server
+    again = load_config(router.command(Ready(role="router", http="0.0.0.0:81", grpc="0.0.0.0:82", model="m")), {})
+    assert (again.server.port, again.server.grpc_port) == (81, 82)
+
+
+@pytest.mark.parametrize(
+    ("devices", "needs", "wanted"),
+    [
+        (None, [1, 1], [None, None]),
+        ("0", [1, 1], ["0", "0"]),
+        ("2-5", [2, 1], ["2,3", "4"]),
+        ("0-1", [2, 1], ["0,1", "0"]),
+    ],
+)
+def test_devices_are_split_when_there_are_enough_and_shared_otherwise(devices, needs, wanted) -> None:
+    assert split_devices(devices, needs) == wanted
+
+
+def test_too_few_devices_for_one_worker_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="--devices: got '0' \\(1 devices\\), wanted at least 2"):
+        split_devices("0", [2, 1])
