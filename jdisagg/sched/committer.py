@@ -34,7 +34,8 @@ class Committer:
             if row.samples:
                 assert slot in sampled, f"step {result.step_id} has no token for slot {slot} ({sequence.request_id})"
                 sequence.num_in_flight -= 1
-                outputs.append(self._take_sampled(sequence, sampled[slot], result.step_id))
+                if (output := self._take_sampled(sequence, sampled[slot], result.step_id)) is not None:
+                    outputs.append(output)
         return outputs
 
     def take_first(self, sequence: Sequence, first: Output) -> Output:
@@ -68,9 +69,11 @@ class Committer:
             provenance=like.provenance,
         )
 
-    def failure(self, sequence: Sequence, error: RequestError) -> Output:
-        """Its last output; the sequence is gone after this."""
+    def failure(self, sequence: Sequence, error: RequestError) -> Output | None:
+        """End a sequence; its last output, None when that was sent before."""
         self._table.end(sequence)
+        if sequence.is_final:
+            return None
         return Output(
             request_id=sequence.request_id,
             attempt=sequence.request.attempt,
@@ -79,7 +82,7 @@ class Committer:
             cached_tokens=sequence.cached_tokens or 0,
         )
 
-    def _take_sampled(self, sequence: Sequence, sampled: Sampled, step_id: int) -> Output:
+    def _take_sampled(self, sequence: Sequence, sampled: Sampled, step_id: int) -> Output | None:
         if sampled.bad is not None:
             message = (
                 f"request {sequence.request_id}: step {step_id} produced no usable logits ({sampled.bad}); other requests go on"

@@ -38,8 +38,8 @@ def check_config(config: SchedulerConfig, limits: Limits) -> None:
     rows = config.max_num_seqs * (1 + limits.num_lookahead)
     if limits.role is not Role.PREFILL and config.max_num_batched_tokens < rows:
         raise ConfigError(
-            f"max_num_batched_tokens is {config.max_num_batched_tokens}, but {config.max_num_seqs} sequences decode {rows} tokens "
-            f"a step; use --max-num-batched-tokens {rows} or more, or fewer --max-num-seqs",
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}, but {config.max_num_seqs} sequences decode {rows} "
+            f"tokens a step; use --max-num-batched-tokens {rows} or more, or fewer --max-num-seqs",
             field="max_num_batched_tokens",
         )
 

@@ -138,23 +138,16 @@ class Scheduler:
 
     def cancel(self, request_id: str) -> bool:
         """Free everything the request holds, in any state, at once; no output follows. False when it is unknown."""
-        sequence = self._table.live.get(request_id)
-        if sequence is None:
-            return False
-        self._table.end(sequence)
-        return True
+        return self._end(request_id)
 
     def fail(self, request_id: str, error: RequestError) -> Output | None:
         """The same with a last output; None when the request is unknown or has had its last output."""
         sequence = self._table.live.get(request_id)
-        if sequence is None:
-            return None
-        output = self._committer.failure(sequence, error)
-        return None if sequence.is_final else output
+        return None if sequence is None else self._committer.failure(sequence, error)
 
     def release(self, request_id: str) -> None:
         """P: the hand-off is over, its pages belong to the prefix cache. In any other state the same as `cancel`."""
-        self.cancel(request_id)
+        self._end(request_id)
 
     def expire(self, now_s: float) -> list[Output]:
         """Last outputs that need no step: deadlines passed, and resumed requests that were complete when they came."""
@@ -166,7 +159,7 @@ class Scheduler:
                 f"request {sequence.request_id} passed its deadline while {sequence.status.value}, "
                 f"after {len(sequence.generated)} of {sequence.request.sampling.max_tokens} tokens; allow more time"
             )
-            if (output := self.fail(sequence.request_id, error)) is not None:
+            if (output := self._committer.failure(sequence, error)) is not None:
                 outputs.append(output)
         self._next_deadline_s = min((s.request.deadline_s for s in self._table.live.values()), default=float("inf"))
         return outputs
@@ -284,6 +277,12 @@ class Scheduler:
         assert len(set(slots)) == len(slots) == len(table.queues[Status.RUNNING]), "slots and running sequences do not match"
         assert len(slots) + table.slots.num_free == table.slots.num_slots, "a slot is lost"
         assert sum(len(q) for q in table.queues.values()) == len(table.live), "a sequence is in no queue or in two"
+
+    def _end(self, request_id: str) -> bool:
+        sequence = self._table.live.get(request_id)
+        if sequence is not None:
+            self._table.end(sequence)
+        return sequence is not None
 
     def _end_if_complete(self, request: EngineRequest) -> bool:
         """A resumed request may have got all its tokens already: then only its end is owed."""
