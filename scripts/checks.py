@@ -1,0 +1,142 @@
+"""Runs every check and prints one report: format, lint, types, layers, generated code, protos, metrics, then the tests.
+
+Usage: checks.py [--quick] [pytest arguments]. Everything runs even when something fails. Tools that come from outside the
+package index (buf, promtool) run when present and are listed as SKIPPED otherwise. The last line counts checks and tests
+together, in pytest's words; the exit status is 0 when nothing failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+CODE = ("jdisagg", "pallas_kernels", "scripts", "tests")
+METRICS_TEXT = """
+import sys
+from jdisagg.core.metrics import Metrics
+sys.stdout.write(Metrics().text())
+"""
+QUICK_TESTS = ("tests/unit",)
+ALL_TESTS = ("tests/unit", "tests/kernels", "tests/golden", "tests/e2e")
+CHECK_TIMEOUT_S = 300
+TESTS_TIMEOUT_S = 1800
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """A command that must exit 0. `tool`: skip when it is not installed. `stdin_from` is a command whose output it reads."""
+
+    name: str
+    command: tuple[str, ...]
+    tool: str = ""
+    stdin_from: tuple[str, ...] = ()
+
+
+@dataclass
+class Tally:
+    """What the closing line counts."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def line(self, seconds: float) -> str:
+        """pytest's closing line."""
+        counts = [("failed", self.failed), ("passed", self.passed), ("skipped", self.skipped)]
+        return f" {', '.join(f'{n} {word}' for word, n in counts if n)} in {seconds:.2f}s ".center(80, "=")
+
+
+def checks(generated: Path) -> list[Check]:
+    """The static checks; generated code is made again under `generated` and compared."""
+    python = str(BIN / "python")
+    return [
+        Check(name="format", command=(str(BIN / "ruff"), "format", "--check", "--quiet", *CODE)),
+        Check(name="lint", command=(str(BIN / "ruff"), "check", "--quiet", *CODE)),
+        Check(name="types", command=(str(BIN / "basedpyright"), "--level", "error")),
+        Check(name="layers", command=(str(BIN / "lint-imports"), "--no-cache")),
+        Check(name="generated code is current", command=("bash", "scripts/check_proto.sh", str(generated))),
+        Check(name="protos (buf lint)", command=("buf", "lint", "proto"), tool="buf"),
+        Check(
+            name="metrics (promtool)",
+            command=("promtool", "check", "metrics"),
+            tool="promtool",
+            stdin_from=(python, "-c", METRICS_TEXT),
+        ),
+    ]
+
+
+def run_check(check: Check, tally: Tally, skipped: list[str]) -> None:
+    """Run one check and report it on one line, with its output when it fails."""
+    if check.tool and shutil.which(check.tool) is None:
+        tally.skipped += 1
+        skipped.append(f"{check.name}: {check.tool} is not installed")
+        return
+    began_s = time.monotonic()
+    fed = subprocess.run(check.stdin_from, stdout=subprocess.PIPE, check=True, timeout=60).stdout if check.stdin_from else b""
+    try:
+        done = subprocess.run(
+            check.command, input=fed, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=CHECK_TIMEOUT_S, check=False
+        )
+        status, output = done.returncode, done.stdout.decode(errors="replace")
+    except subprocess.TimeoutExpired:
+        status, output = -1, f"not finished after {CHECK_TIMEOUT_S} s"
+    good = status == 0
+    tally.passed += good
+    tally.failed += not good
+    print(f"{'ok    ' if good else 'FAILED'}  {check.name}  ({time.monotonic() - began_s:.1f} s)", flush=True)
+    if not good:
+        print(output, flush=True)
+
+
+def run_tests(paths: list[str], extra: list[str], tally: Tally) -> None:
+    """Run pytest on `paths` and add its counts; a run that breaks off counts as a failure."""
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory) / "report.xml"
+        command = [str(BIN / "pytest"), *paths, "-q", "--durations=15", f"--junit-xml={report}", *extra]
+        try:
+            status = subprocess.run(command, timeout=TESTS_TIMEOUT_S, check=False).returncode
+        except subprocess.TimeoutExpired:
+            print(f"FAILED  the tests did not finish within {TESTS_TIMEOUT_S} s", flush=True)
+            status = -1
+        failed = 0
+        if report.exists():
+            for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+                num = {key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")}
+                failed += num["failures"] + num["errors"]
+                tally.passed += num["tests"] - num["failures"] - num["errors"] - num["skipped"]
+                tally.skipped += num["skipped"]
+        tally.failed += max(failed, 1 if status != 0 else 0)
+
+
+def main() -> int:
+    """Run what was asked for; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Run every check and test.")
+    parser.add_argument("--quick", action="store_true", help="unit tests only: no kernels, golden, e2e")
+    options, extra = parser.parse_known_args()
+    os.chdir(ROOT)
+    os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    began_s = time.monotonic()
+    tally, skipped = Tally(), []
+    with tempfile.TemporaryDirectory() as directory:
+        for check in checks(Path(directory)):
+            run_check(check, tally, skipped)
+    paths = [path for path in (QUICK_TESTS if options.quick else ALL_TESTS) if any(Path(path).rglob("test_*.py"))]
+    run_tests(paths, extra, tally)
+    for line in skipped:
+        print(f"SKIPPED  {line}")
+    print(tally.line(time.monotonic() - began_s))
+    return 1 if tally.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
