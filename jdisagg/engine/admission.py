@@ -1,0 +1,112 @@
+"""From a plan's admissions and page appends to the NumPy rows of the state updates, in fixed sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jdisagg.core.requests import MAX_STOP_TOKEN_IDS, SamplingParams
+from jdisagg.engine.state import FLOAT_COLUMNS, INT_COLUMNS, PROMPT_BIT, Admissions
+from jdisagg.sched.plan import Admit, PageAppend
+
+ADMIT_ROWS = 4  # admissions per update
+HISTORY_CELLS = 1024  # (slot, token) cells per update
+
+
+def pack_admissions(admits: Sequence[Admit], *, num_slots: int, width: int, vocab_size: int) -> Iterator[Admissions]:
+    """Rows of the state, ADMIT_ROWS at a time; page tables are padded to `width` with the null page."""
+    for first in range(0, len(admits), ADMIT_ROWS):
+        rows = empty_admissions(num_slots=num_slots, width=width, vocab_size=vocab_size)
+        for number, admit in enumerate(admits[first : first + ADMIT_ROWS]):
+            pages, sampling = admit.page_table[0], admit.sampling
+            tokens = len(admit.prompt_token_ids) + len(admit.generated_token_ids)
+            last = admit.generated_token_ids[-1] if admit.generated_token_ids else admit.prompt_token_ids[-1]
+            assert len(pages) <= width, f"slot {admit.slot}: {len(pages)} pages, room for {width}"
+            rows.cursor[:, number] = admit.slot, last, tokens
+            rows.page_table[number, : len(pages)] = pages
+            rows.floats[number] = [getattr(sampling, name) for name in FLOAT_COLUMNS]
+            stops = _suppressed(admit)
+            rows.ints[number, : len(INT_COLUMNS)] = _ints(admit, vocab_size)
+            rows.ints[number, len(INT_COLUMNS) : len(INT_COLUMNS) + len(stops)] = stops
+        yield rows
+
+
+def empty_admissions(*, num_slots: int, width: int, vocab_size: int) -> Admissions:
+    """Rows that change nothing: they name a slot past the dummy."""
+    arrays: dict[str, Any] = {
+        "cursor": np.zeros((3, ADMIT_ROWS), np.int32),
+        "page_table": np.zeros((ADMIT_ROWS, width), np.int32),
+        "floats": np.zeros((ADMIT_ROWS, len(FLOAT_COLUMNS)), np.float32),
+        "ints": np.full((ADMIT_ROWS, len(INT_COLUMNS) + MAX_STOP_TOKEN_IDS), vocab_size, np.int32),
+    }
+    arrays["cursor"][0] = num_slots + 1
+    return Admissions(**arrays)
+
+
+def _ints(admit: Admit, vocab_size: int) -> list[int]:
+    sampling = admit.sampling
+    values = {
+        "top_k": vocab_size if sampling.top_k is None or sampling.top_k <= 0 else min(sampling.top_k, vocab_size),
+        "seed": int(np.uint32(sampling.seed & 0xFFFFFFFF).view(np.int32)),
+        "choice": admit.choice,
+        "min_length": len(admit.prompt_token_ids) + sampling.min_tokens,
+        "num_top": -1 if sampling.logprobs is None else sampling.logprobs,
+        "shaped": int(is_shaped(sampling)),
+    }
+    return [values[name] for name in INT_COLUMNS]
+
+
+def _suppressed(admit: Admit) -> tuple[int, ...]:
+    """Ids that end the sequence, masked while it is shorter than min_tokens asks."""
+    stops = admit.sampling.stop_token_ids + (() if admit.sampling.ignore_eos else admit.eos_token_ids)
+    stops = tuple(dict.fromkeys(stops))
+    assert len(stops) <= MAX_STOP_TOKEN_IDS, f"request {admit.request_id}: {len(stops)} stop ids passed intake"
+    return stops
+
+
+def is_shaped(sampling: SamplingParams) -> bool:
+    """True when the request's tokens change its logits, so its history has to be on the device."""
+    penalties = (sampling.repetition_penalty != 1.0, sampling.presence_penalty != 0.0, sampling.frequency_penalty != 0.0)
+    return any(penalties) or bool(sampling.logit_bias)
+
+
+def pack_history(admit: Admit, *, num_slots: int, vocab_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Cells (i32[3, C], f32[C]) that rebuild counts and bias of a shaped request."""
+    amounts: Counter[int] = Counter(admit.generated_token_ids)
+    amounts.update(dict.fromkeys(admit.prompt_token_ids, PROMPT_BIT))
+    cells = [(token, amount, 0.0) for token, amount in amounts.items()]
+    cells += [(token, 0, bias) for token, bias in dict(admit.sampling.logit_bias).items()]
+    cells = [cell for cell in cells if 0 <= cell[0] < vocab_size]
+    for first in range(0, len(cells), HISTORY_CELLS):
+        entries, bias = empty_history(num_slots)
+        for number, (token, amount, added) in enumerate(cells[first : first + HISTORY_CELLS]):
+            entries[:, number] = admit.slot, token, amount
+            bias[number] = added
+        yield entries, bias
+
+
+def empty_history(num_slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cells that change nothing."""
+    entries = np.zeros((3, HISTORY_CELLS), np.int32)
+    entries[0] = num_slots + 1
+    return entries, np.zeros(HISTORY_CELLS, np.float32)
+
+
+def pack_appends(appends: Sequence[PageAppend], *, num_slots: int) -> Iterator[np.ndarray]:
+    """Entries i32[3, C] of `append_pages`, C = `num_slots`."""
+    for first in range(0, len(appends), num_slots):
+        entries = empty_appends(num_slots)
+        for number, append in enumerate(appends[first : first + num_slots]):
+            assert append.group == 0, f"slot {append.slot}: page group {append.group}, there is one group"
+            entries[:, number] = append.slot, append.index, append.page
+        yield entries
+
+
+def empty_appends(num_slots: int) -> np.ndarray:
+    """Entries that change nothing."""
+    entries = np.zeros((3, num_slots), np.int32)
+    entries[0] = num_slots + 1
+    return entries

@@ -1,0 +1,126 @@
+"""The jitted functions of one mesh and all that lives on it: parameters, KV pool, decode state.
+
+Every call is one `device_put` of host arrays and one dispatch; nothing here waits. KV and state are donated, and the pool
+and this object hold the only references. Arguments carry explicit shardings, so a warmed function never compiles again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdisagg.engine import state as slots
+from jdisagg.engine.batches import ExactBatch, PrefillBatch
+from jdisagg.engine.model import Params, StepModel
+from jdisagg.engine.steps import StepFunctions, StepOut
+from jdisagg.kv.layout import KVLayout
+from jdisagg.kv.pool import KVPool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceShape:
+    """Sizes that are compiled in."""
+
+    max_num_seqs: int  # slots
+    pages_per_seq: int  # M
+    vocab_size: int
+    chunk_tokens: int  # tokens of an exported or imported piece
+
+
+class Device:
+    """Runs steps and state updates in the order they are called."""
+
+    def __init__(
+        self, model: StepModel, params: Params, layout: KVLayout, mesh: Mesh, shape: DeviceShape, *, num_pages: int
+    ) -> None:
+        """Allocate pool and state on `mesh`; functions compile when first called."""
+        self.shape = shape
+        self.layout = layout
+        self.pool = KVPool((layout,), mesh, num_pages)
+        self.whole = NamedSharding(mesh, PartitionSpec())
+        self.piece_sharding = layout.piece_sharding(mesh)
+        self._params = params
+        new_state = partial(slots.new_state, shape.max_num_seqs, shape.pages_per_seq, shape.vocab_size)
+        self._state = jax.jit(new_state, out_shardings=self.whole)()
+        self._functions = _jit_all(StepFunctions(model, layout.page_size, self.whole), self)
+
+    def prefill(self, batch: PrefillBatch) -> StepOut:
+        """Run one prefill bucket."""
+        return self._step("prefill", batch)
+
+    def decode(self, rows: np.ndarray) -> StepOut:
+        """Advance the slots i32[R]; R is a bucket, padding is the dummy slot."""
+        return self._step("decode", rows)
+
+    def exact(self, batch: ExactBatch) -> StepOut:
+        """Run one tile of the exact step."""
+        return self._step("exact", batch)
+
+    def admit(self, rows: slots.Admissions) -> None:
+        """Fill slots."""
+        self._state = self._functions["admit"](self._state, self.upload(rows))
+
+    def append_pages(self, entries: np.ndarray) -> None:
+        """Extend page tables."""
+        self._state = self._functions["append"](self._state, self.upload(entries))
+
+    def add_history(self, entries: np.ndarray, bias: np.ndarray) -> None:
+        """Add token counts and logit bias."""
+        self._state = self._functions["history"](self._state, *self.upload((entries, bias)))
+
+    def export(self, where: np.ndarray) -> jax.Array:
+        """KV [L, T, K, F] of the tokens at `where` i32[2, T] (page, offset), in a fresh array."""
+        kv = self.pool.take()
+        piece = self._functions["export"](kv[0], self.upload(where))
+        self.pool.put(kv)
+        return piece
+
+    def import_piece(self, piece: jax.Array, where: np.ndarray) -> None:
+        """Store a piece with `piece_sharding` at `where` i32[2, T]."""
+        kv = self.pool.take()
+        self.pool.put((self._functions["import"](kv[0], piece, self.upload(where)),))
+
+    def empty_piece(self) -> jax.Array:
+        """Zeros in the shape and sharding of a piece."""
+        spec = self.layout.spec
+        shape = (spec.num_layers, self.shape.chunk_tokens, spec.num_kv_heads, spec.features)
+        return jnp.zeros(shape, self.layout.dtype, device=self.piece_sharding)
+
+    def upload(self, arrays: Any) -> Any:
+        """Host arrays on every device of the mesh. The runtime may alias them: never written again."""
+        return jax.device_put(arrays, self.whole)
+
+    def _step(self, name: str, batch: Any) -> StepOut:
+        kv, self._state, out = self._functions[name](self._params, self.pool.take(), self._state, self.upload(batch))
+        self.pool.put(kv)
+        return out
+
+
+def _jit_all(steps: StepFunctions, device: Device) -> dict[str, Any]:
+    """Every function with its donations and output shardings."""
+    whole, kv, layout = device.whole, device.pool.shardings, device.layout
+    step = partial(jax.jit, donate_argnums=(1, 2), out_shardings=(kv, whole, whole))
+    update = partial(jax.jit, donate_argnums=0, out_shardings=whole)
+
+    def gather(cache: jax.Array, where: jax.Array) -> jax.Array:
+        return layout.gather_tokens(cache, where[0], where[1])
+
+    def scatter(cache: jax.Array, piece: jax.Array, where: jax.Array) -> jax.Array:
+        return layout.scatter_tokens(cache, piece, where[0], where[1])
+
+    return {
+        "prefill": step(steps.prefill),
+        "decode": step(steps.decode),
+        "exact": step(steps.exact),
+        "admit": update(slots.admit),
+        "append": update(slots.append_pages),
+        "history": update(slots.add_history),
+        "export": jax.jit(gather, out_shardings=device.piece_sharding),
+        "import": jax.jit(scatter, donate_argnums=0, out_shardings=kv[0]),
+    }

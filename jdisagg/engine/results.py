@@ -1,0 +1,63 @@
+"""From what a device step left behind to `Sampled` and prompt log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jdisagg.core.requests import TokenLogprob
+from jdisagg.engine.packing import Packed
+from jdisagg.engine.steps import StepOut
+from jdisagg.sched.plan import Sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One dispatched device step of a plan."""
+
+    packed: Packed
+    out: StepOut
+    num_top: Mapping[int, int]  # slot -> alternatives wanted; slots without log-probabilities are left out
+
+    def wanted(self) -> dict[str, Any]:
+        """The arrays the host has to read: logprobs only when somebody asked."""
+        arrays: dict[str, Any] = {}
+        if self.packed.samples:
+            arrays["tokens"], arrays["bad"] = self.out.sampling.tokens, self.out.sampling.bad
+        if self.num_top:
+            arrays["logprobs"] = self.out.sampling.logprobs
+        if self.packed.targets:
+            arrays["prompt"] = self.out.prompt
+        return arrays
+
+
+def read(parts: Sequence[Part], step_id: int) -> tuple[tuple[Sampled, ...], dict[int, tuple[TokenLogprob, ...]]]:
+    """Wait for the parts and read them with one `device_get`."""
+    sampled: list[Sampled] = []
+    prompts: dict[int, tuple[TokenLogprob, ...]] = {}
+    arrays = jax.device_get([part.wanted() for part in parts])
+    for part, values in zip(parts, arrays, strict=True):
+        for row, slot in part.packed.samples:
+            sampled.append(_sampled(values, row, slot, part.num_top.get(slot), step_id))
+        for targets in part.packed.targets:
+            ids = part.packed.batch.targets
+            found = tuple(_logprob(values["prompt"], row, int(ids[row]), targets.num_top) for row in targets.rows)
+            prompts[targets.slot] = prompts.get(targets.slot, ()) + found
+    return tuple(sampled), prompts
+
+
+def _sampled(values: Mapping[str, Any], row: int, slot: int, num_top: int | None, step_id: int) -> Sampled:
+    token = int(values["tokens"][row])
+    if values["bad"][row]:
+        bad = f"the model's logits hold NaN (step {step_id}, slot {slot}); check the weights, or use float32"
+        return Sampled(slot=slot, token_ids=(token,), bad=bad)
+    logprobs = None if num_top is None else (_logprob(values["logprobs"], row, token, num_top),)
+    return Sampled(slot=slot, token_ids=(token,), logprobs=logprobs)
+
+
+def _logprob(values: Any, row: int, token: int, num_top: int) -> TokenLogprob:
+    top = zip(values.top_ids[row][:num_top].tolist(), values.top[row][:num_top].tolist(), strict=True)
+    return TokenLogprob(token_id=token, logprob=float(values.chosen[row]), top=tuple(top))

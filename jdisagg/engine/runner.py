@@ -1,0 +1,156 @@
+"""`ModelRunner`: the device side of one engine. Plans go in, tokens come out, one step late if the caller likes.
+
+dispatch(plan): evict -> admit -> page appends -> prefill steps -> decode step      nothing waits
+collect(handle): one read of what those steps sampled
+export_tokens / import_tokens: KV of a token range as a piece [L, T, K, F]; page size never leaves this file
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jdisagg.engine import admission
+from jdisagg.engine.buckets import EXACT_ROWS, PrefillBucket, smallest_holding
+from jdisagg.engine.device import Device
+from jdisagg.engine.packing import Packed, pack_exact, pack_prefill
+from jdisagg.engine.results import Part, read
+from jdisagg.engine.steps import StepOut
+from jdisagg.sched.plan import Admit, PageTable, Plan, StepResult
+from jdisagg.transfer.base import Piece
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerShape:
+    """Which executables this runner uses; `exact` uses neither bucket list."""
+
+    prefill: tuple[PrefillBucket, ...]
+    decode: tuple[int, ...]
+    exact: bool
+    max_model_len: int  # tokens one sequence may have
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """A step in flight."""
+
+    step_id: int
+    parts: tuple[Part, ...]
+    started_s: float
+
+
+class ModelRunner:
+    """Implements `jdisagg.roles.ports.Runner`; called by one thread."""
+
+    def __init__(self, device: Device, shape: RunnerShape) -> None:
+        self.device = device
+        self.shape = shape
+        self._num_top: dict[int, int] = {}  # slot -> alternatives wanted, for slots that want log-probabilities
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, the null page included."""
+        return self.device.pool.num_pages
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.device.layout.page_size
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a piece, padding included."""
+        return self.device.shape.chunk_tokens
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens one sequence may have."""
+        return self.shape.max_model_len
+
+    @property
+    def exact_rows(self) -> int | None:
+        """Rows of the exact step; None with fast numerics."""
+        return EXACT_ROWS if self.shape.exact else None
+
+    def dispatch(self, plan: Plan) -> Dispatched:
+        """Start one step without waiting for it."""
+        started_s = time.monotonic()
+        for slot in plan.evict:
+            self._num_top.pop(slot, None)
+        self._admit(plan.admit)
+        for entries in admission.pack_appends(plan.pages, num_slots=self.device.shape.max_num_seqs):
+            self.device.append_pages(entries)
+        parts = self._exact(plan) if self.shape.exact else [*self._prefill(plan), *self._decode(plan)]
+        for part in parts:
+            for array in jax.tree.leaves(part.wanted()):
+                array.copy_to_host_async()
+        return Dispatched(plan.step_id, tuple(parts), started_s)
+
+    def collect(self, handle: Dispatched) -> StepResult:
+        """Wait for a dispatched step and read its tokens."""
+        sampled, prompts = read(handle.parts, handle.step_id)
+        seconds = time.monotonic() - handle.started_s
+        return StepResult(step_id=handle.step_id, sampled=sampled, prompt_logprobs=prompts, step_s=seconds)
+
+    def export_tokens(self, page_table: PageTable, begin: int, end: int, group: int = 0) -> Piece:
+        """Gather KV of tokens [begin, end), at most `chunk_tokens`, into a fresh array, ordered after dispatched steps."""
+        data = self.device.export(self._where(page_table, begin, end, group))
+        return Piece(begin=begin, end=end, data=data, group=group)
+
+    def import_tokens(self, page_table: PageTable, piece: Piece) -> None:
+        """Scatter a confirmed piece into the pages of `page_table`, ordered before every later step."""
+        wanted, got = self.device.shape.chunk_tokens, piece.data.shape[1]
+        assert got == wanted, f"a piece of {got} tokens, wanted {wanted}: pad it to --transfer-chunk-tokens before import"
+        self.device.import_piece(piece.data, self._where(page_table, piece.begin, piece.end, piece.group))
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page (of at most `chunk_tokens` tokens) to another, for sequences that part ways inside a page."""
+        piece = self.export_tokens(((source,),), 0, self.page_size)
+        self.import_tokens(((target,),), piece)
+
+    def _where(self, page_table: PageTable, begin: int, end: int, group: int) -> np.ndarray:
+        """(page, offset) i32[2, chunk_tokens] of tokens [begin, end), padded to the null page."""
+        assert 0 <= end - begin <= self.chunk_tokens, f"tokens [{begin}, {end}), wanted at most {self.chunk_tokens}"
+        positions = np.arange(begin, end)
+        where = np.zeros((2, self.chunk_tokens), np.int32)
+        where[0, : end - begin] = np.asarray(page_table[group], np.int32)[positions // self.page_size]
+        where[1, : end - begin] = positions % self.page_size
+        return where
+
+    def _admit(self, admits: Sequence[Admit]) -> None:
+        shape = self.device.shape
+        sizes = {"num_slots": shape.max_num_seqs, "vocab_size": shape.vocab_size}
+        for rows in admission.pack_admissions(admits, width=shape.pages_per_seq, **sizes):
+            self.device.admit(rows)
+        for admit in admits:
+            self._num_top.pop(admit.slot, None)
+            if admit.sampling.logprobs is not None:
+                self._num_top[admit.slot] = admit.sampling.logprobs
+            if admission.is_shaped(admit.sampling):
+                for entries, bias in admission.pack_history(admit, **sizes):
+                    self.device.add_history(entries, bias)
+
+    def _prefill(self, plan: Plan) -> list[Part]:
+        packed = pack_prefill(plan.prefill, self.shape.prefill, self.device.shape.max_num_seqs)
+        return [self._part(step, self.device.prefill(step.batch)) for _, step in packed]
+
+    def _decode(self, plan: Plan) -> list[Part]:
+        parts: list[Part] = []
+        for first in range(0, len(plan.decode), self.shape.decode[-1] if self.shape.decode else 1):
+            slots = plan.decode[first : first + self.shape.decode[-1]]
+            rows = np.full(smallest_holding(self.shape.decode, len(slots)), self.device.shape.max_num_seqs, np.int32)
+            rows[: len(slots)] = slots
+            parts.append(self._part(Packed(rows, tuple(enumerate(slots))), self.device.decode(rows)))
+        return parts
+
+    def _exact(self, plan: Plan) -> list[Part]:
+        packed = pack_exact(plan.prefill, plan.decode, self.device.shape.max_num_seqs)
+        return [self._part(step, self.device.exact(step.batch)) for step in packed]
+
+    def _part(self, packed: Packed, out: StepOut) -> Part:
+        num_top = {slot: self._num_top[slot] for _, slot in packed.samples if slot in self._num_top}
+        return Part(packed, out, num_top)

@@ -1,0 +1,101 @@
+"""The steps: pure functions of (params, kv, state, batch). kv and state are donated by whoever jits them.
+
+A sampled token is recorded in the state on the device, so the next step may be dispatched before the host has read it.
+`exact_step` is the `exact` numerics: every token, prompt or generated, is one row of one executable of R rows, so its bits
+depend on weights and prefix alone. The fast pair makes tiles of prompts and a compact batch of decode rows instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+
+from jdisagg.engine.batches import ExactBatch, PrefillBatch
+from jdisagg.engine.model import KV, Params, StepModel
+from jdisagg.engine.sampler import Logprobs, Sampling, no_logprobs, sample, score, score_if
+from jdisagg.engine.state import DecodeState, record_tokens, take_rows
+from jdisagg.models.batch import TokenBatch
+
+PROMPT_BLOCK = 16  # prompt positions whose logits exist at the same time
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepOut:
+    """What the host may read of a step."""
+
+    sampling: Sampling  # per row
+    prompt: Logprobs | None  # per token of a prefill or exact step, of its target
+
+
+@dataclass(frozen=True, slots=True)
+class StepFunctions:
+    """The steps of one model and page size; logits are made whole on every shard before sampling."""
+
+    model: StepModel
+    page_size: int
+    replicated: NamedSharding
+
+    def prefill(self, params: Params, kv: KV, state: DecodeState, batch: PrefillBatch) -> tuple[KV, DecodeState, StepOut]:
+        """Compute KV of all tokens and sample after R of them."""
+        valid = batch.positions >= 0
+        tables = state.page_table[batch.tile_slots]
+        kv, hidden = self.model.forward(params, kv, self._tokens(batch.token_ids, batch.positions, valid, tables))
+        rows = take_rows(state, batch.sample_slots)
+        positions = batch.positions[batch.sample_tokens] + 1
+        sampling = sample(self._logits(params, hidden[batch.sample_tokens]), state, rows, positions)
+        state = record_tokens(state, batch.sample_slots, sampling.tokens, positions)
+        return kv, state, StepOut(sampling, self._prompt_logprobs(params, hidden, batch.targets, sampling))
+
+    def decode(self, params: Params, kv: KV, state: DecodeState, slots: jax.Array) -> tuple[KV, DecodeState, StepOut]:
+        """Advance `slots` i32[R] by one token each; padding is the dummy slot."""
+        tokens, lengths = state.cursor[:, slots]
+        valid = slots < state.history.shape[0] - 1
+        batch = self._tokens(tokens, lengths - 1, valid, state.page_table[slots])
+        kv, hidden = self.model.forward(params, kv, batch)
+        sampling = sample(self._logits(params, hidden), state, take_rows(state, slots), lengths)
+        return kv, record_tokens(state, slots, sampling.tokens, lengths), StepOut(sampling, None)
+
+    def exact(self, params: Params, kv: KV, state: DecodeState, batch: ExactBatch) -> tuple[KV, DecodeState, StepOut]:
+        """Feed R tokens; KV of all is written before any attends, so rows of one sequence may share the step."""
+        known, lengths = state.cursor[:, batch.slots]
+        token_ids = jnp.where(batch.decodes, known, batch.token_ids)
+        positions = jnp.where(batch.decodes, lengths - 1, batch.positions)
+        tokens = self._tokens(token_ids, positions, positions >= 0, state.page_table[batch.slots])
+        kv, hidden = self.model.forward(params, kv, tokens)
+        logits = self._logits(params, hidden)
+        slots = jnp.where(batch.samples, batch.slots, state.history.shape[0] - 1)
+        sampling = sample(logits, state, take_rows(state, slots), positions + 1)
+        state = record_tokens(state, slots, sampling.tokens, positions + 1)
+        prompt = score_if(jnp.any(batch.targets >= 0), logits, jnp.maximum(batch.targets, 0))
+        return kv, state, StepOut(sampling, prompt)
+
+    def _tokens(self, token_ids: jax.Array, positions: jax.Array, valid: jax.Array, tables: jax.Array) -> TokenBatch:
+        """Flat tokens [T] in tiles of the sequences with page tables i32[N, M]; padding goes to the null page."""
+        positions = jnp.where(valid, positions, 0)
+        pages = jnp.take_along_axis(tables, positions.reshape(tables.shape[0], -1) // self.page_size, axis=1).reshape(-1)
+        return TokenBatch(
+            token_ids=jnp.where(valid, token_ids, 0),
+            positions=positions,
+            write_pages=jnp.where(valid, pages, 0),
+            write_offsets=jnp.where(valid, positions % self.page_size, 0),
+            page_tables=tables,
+        )
+
+    def _logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(self.model.logits(params, hidden), self.replicated)
+
+    def _prompt_logprobs(self, params: Params, hidden: jax.Array, targets: jax.Array, sampling: Sampling) -> Logprobs:
+        """Log-probabilities of `targets` i32[T], a block of rows at a time: [T, V] never exists."""
+        num_tokens, vocab_size = targets.shape[0], sampling.logprobs.top.shape[-1]
+
+        def blocks() -> Logprobs:
+            rows = (hidden.reshape(-1, PROMPT_BLOCK, hidden.shape[-1]), jnp.maximum(targets, 0).reshape(-1, PROMPT_BLOCK))
+            out = lax.map(lambda row: score(self._logits(params, row[0]), row[1]), rows)
+            return jax.tree.map(lambda x: x.reshape(num_tokens, *x.shape[2:]), out)
+
+        return lax.cond(jnp.any(targets >= 0), blocks, lambda: no_logprobs(num_tokens, vocab_size))

@@ -1,0 +1,56 @@
+"""Compile and run every executable of a worker before it says READY."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdisagg.core.requests import Role
+from jdisagg.engine import admission
+from jdisagg.engine.packing import empty_exact, empty_prefill
+from jdisagg.engine.runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """One executable: `seconds` is compilation (or a cache read) and one run."""
+
+    name: str
+    shape: str
+    seconds: float
+
+
+def warm_up(runner: ModelRunner, role: Role) -> list[Warmed]:
+    """Run everything `role` can need once, on padding alone: slots, counts and every page but the null page are untouched."""
+    warmed: list[Warmed] = []
+    for name, shape, run in _executables(runner, role):
+        started_s = time.monotonic()
+        jax.block_until_ready(run())
+        warmed.append(Warmed(name, shape, time.monotonic() - started_s))
+    return warmed
+
+
+def _executables(runner: ModelRunner, role: Role) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    device, dummy = runner.device, runner.device.shape.max_num_seqs
+    sizes = device.shape
+    empty = admission.empty_admissions(num_slots=dummy, width=sizes.pages_per_seq, vocab_size=sizes.vocab_size)
+    yield "admit", f"{admission.ADMIT_ROWS} slots", lambda: device.admit(empty)
+    yield "append", f"{dummy} pages", lambda: device.append_pages(admission.empty_appends(dummy))
+    yield "history", f"{admission.HISTORY_CELLS} cells", lambda: device.add_history(*admission.empty_history(dummy))
+    if runner.shape.exact:
+        batch = empty_exact(dummy)
+        yield "exact", f"{len(np.asarray(batch.slots))} rows", lambda: device.exact(batch)
+    for bucket in runner.shape.prefill:
+        yield "prefill", f"{bucket.num_tokens} tokens", lambda bucket=bucket: device.prefill(empty_prefill(bucket, dummy))
+    for rows in runner.shape.decode:
+        yield "decode", f"{rows} rows", lambda rows=rows: device.decode(np.full(rows, dummy, np.int32))
+    nowhere = np.zeros((2, sizes.chunk_tokens), np.int32)
+    if role is Role.PREFILL:
+        yield "export", f"{sizes.chunk_tokens} tokens", lambda: device.export(nowhere)
+    if role is Role.DECODE:
+        yield "import", f"{sizes.chunk_tokens} tokens", lambda: device.import_piece(device.empty_piece(), nowhere)
