@@ -1,0 +1,115 @@
+"""Backend "device_put": prefill mesh and decode mesh in one process; pieces go from device to device.
+
+Publisher and Fetcher share an Exchange. A published piece stays on P's mesh until it is discarded; a fetch copies it onto
+D's mesh on a transfer thread, because a device_put between meshes of different size blocks its caller. Dropping the source
+after the copy was started is safe. There are no bytes to check: `checksum` is 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.transfer.base import Piece, Post, Published
+from jdisagg.transfer.lanes import FetchJob, FetchLanes
+from jdisagg.transfer.target import PieceError, PieceTarget, announce, num_bytes_of, pack
+
+
+class Exchange:
+    """Published pieces by key. P's engine thread writes, D's transfer thread reads: single dict operations only."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, Piece] = {}
+
+    def put(self, key: str, piece: Piece) -> None:
+        """Keep `piece` until it is discarded."""
+        self._pieces[key] = piece
+
+    def get(self, key: str) -> Piece | None:
+        """The piece, or None."""
+        return self._pieces.get(key)
+
+    def discard(self, key: str) -> None:
+        """Drop the piece; unknown keys are ignored."""
+        self._pieces.pop(key, None)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._pieces.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pieces' tokens."""
+        return sum(num_bytes_of(piece) for piece in list(self._pieces.values()))
+
+
+class DevicePutPublisher:
+    """P's half."""
+
+    name = "device_put"
+
+    def __init__(self, exchange: Exchange, post: Post) -> None:
+        self._exchange = exchange
+        self._post = post
+
+    def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
+        """Fetchable at once; the gather may still run, the fetch waits for it."""
+        assert piece.begin < piece.end, f"piece [{piece.begin}, {piece.end}) of {handoff} is empty"
+        self._exchange.put(key, piece)
+        self._post(Published(handoff=handoff, ready=announce(key, piece, checksum=0)))
+
+    def discard(self, key: str) -> None:
+        """Drop the array."""
+        self._exchange.discard(key)
+
+    @property
+    def num_buffered_bytes(self) -> int:
+        """Bytes held for published pieces."""
+        return self._exchange.num_bytes
+
+    def close(self) -> None:
+        """Drop everything."""
+        self._exchange.clear()
+
+
+class DevicePutFetcher:
+    """D's half."""
+
+    name = "device_put"
+
+    def __init__(self, exchange: Exchange, target: PieceTarget, post: Post) -> None:
+        self._exchange = exchange
+        self._target = target
+        self._lanes = FetchLanes("device-put", self._obtain, post)
+
+    def fetch(self, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
+        """Copy the piece onto D's mesh."""
+        self._lanes.fetch(handoff, peer, ready, deadline_s)
+
+    def cancel(self, handoff: HandoffId) -> None:
+        """Drop the fetches of `handoff`."""
+        self._lanes.cancel(handoff)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._lanes.close()
+
+    def _obtain(self, job: FetchJob) -> Piece:
+        ready = job.ready
+        piece = self._exchange.get(ready.key)
+        if piece is None:
+            raise PieceError("unknown_key", f"no piece {ready.key!r} here: acknowledged, or its lease is over")
+        self._target.check(ready)
+        if piece.data.shape == self._target.shape and str(piece.data.dtype) == self._target.dtype:
+            placed = self._target.place(piece.data)
+        else:
+            placed = self._target.place(self._reshaped(piece, ready))
+        return Piece(begin=ready.begin, end=ready.end, data=placed, group=ready.group)
+
+    def _reshaped(self, piece: Piece, ready: ChunkReady) -> np.ndarray:
+        """Another chunk size or dtype: through the host, where nothing compiles."""
+        try:
+            data = pack(piece)
+        except RuntimeError as error:
+            raise PieceError("device", str(error)) from error
+        return self._target.unpack(data, ready)

@@ -1,0 +1,131 @@
+"""Threads that transfer. A Lane runs jobs one after the other; FetchLanes gives every peer a lane of its own.
+
+One stalled peer must not hold up the others, and on some devices a connection belongs to its thread: hence a thread per
+peer. A job that raises fails its piece alone; the thread goes on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, Post
+from jdisagg.transfer.target import PieceError
+
+log = logging.getLogger(__name__)
+CLOSE_TIMEOUT_S = 5.0
+
+
+class Lane:
+    """One daemon thread and its queue."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run `job` after those submitted before; it must report its own failures."""
+        self._queue.put(job)
+
+    def stop(self) -> None:
+        """Let the thread end after the jobs already submitted; does not wait."""
+        self._queue.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread; says so in the log when it is still busy."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.error("transfer thread %s did not end within %.1f s", self._thread.name, timeout_s)
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            job()
+
+
+@dataclass(slots=True, eq=False)
+class FetchJob:
+    """One piece to get. `cancelled` is set by the engine thread and read by the lane."""
+
+    handoff: HandoffId
+    peer: str
+    ready: ChunkReady
+    deadline_s: float
+    cancelled: bool = False
+
+
+class FetchLanes:
+    """Runs `obtain(job)` on the lane of the job's peer and posts what came of it.
+
+    `obtain` returns the placed piece or raises PieceError. fetch, cancel and close are for the engine thread and never wait
+    for a transfer (close waits for the threads to end).
+    """
+
+    def __init__(self, name: str, obtain: Callable[[FetchJob], Piece], post: Post) -> None:
+        self._name = name
+        self._obtain = obtain
+        self._post = post
+        self._lanes: dict[str, Lane] = {}
+        self._jobs: dict[int, FetchJob] = {}  # written here, popped by lanes: single dict operations only
+        self._ids = itertools.count()
+        self._closed = False
+
+    def fetch(self, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
+        """Queue one piece."""
+        if self._closed:
+            self._post(PieceFailed(handoff=handoff, ready=ready, reason="connection", detail="the fetcher is closed"))
+            return
+        if peer not in self._lanes:
+            self._lanes[peer] = Lane(f"{self._name}-{peer}")
+        job_id, job = next(self._ids), FetchJob(handoff, peer, ready, deadline_s)
+        self._jobs[job_id] = job
+        self._lanes[peer].submit(lambda: self._run(job_id, job))
+
+    def cancel(self, handoff: HandoffId) -> None:
+        """Drop the results of every fetch of `handoff` that has not been posted yet."""
+        for job in list(self._jobs.values()):
+            if job.handoff == handoff:
+                job.cancelled = True
+
+    @property
+    def num_jobs(self) -> int:
+        """Fetches queued or under way."""
+        return len(self._jobs)
+
+    def close(self) -> None:
+        """Cancel everything and end the threads."""
+        self._closed = True
+        for job in list(self._jobs.values()):
+            job.cancelled = True
+        for lane in self._lanes.values():
+            lane.stop()
+        for lane in self._lanes.values():
+            lane.join(CLOSE_TIMEOUT_S)
+        self._lanes.clear()
+
+    def _run(self, job_id: int, job: FetchJob) -> None:
+        try:
+            event = None if job.cancelled else self._outcome(job)
+        finally:
+            self._jobs.pop(job_id, None)
+        if event is not None and not job.cancelled:
+            self._post(event)
+
+    def _outcome(self, job: FetchJob) -> PieceArrived | PieceFailed:
+        started_s = monotonic()
+        try:
+            if started_s >= job.deadline_s:
+                raise PieceError("timeout", "the deadline passed before the fetch began")
+            piece = self._obtain(job)
+        except PieceError as error:
+            return PieceFailed(handoff=job.handoff, ready=job.ready, reason=error.reason, detail=error.detail)
+        except Exception as error:  # whatever it is, it concerns this piece; the lane serves the next one
+            log.exception("fetch of piece %s from %s", job.ready.key, job.peer)
+            return PieceFailed(handoff=job.handoff, ready=job.ready, reason="device", detail=repr(error))
+        return PieceArrived(handoff=job.handoff, ready=job.ready, piece=piece, seconds=monotonic() - started_s)

@@ -1,0 +1,211 @@
+"""What every backend promises, run on each of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jdisagg.handoff.messages import HandoffId
+from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, PublishFailed
+from tests.unit.transfer.rig import CHUNK_TOKENS, FEATURES, HEADS, LAYERS, H, Rig, error_array, piece, sharding, tokens
+
+KINDS = ["device_put", "grpc", "grpc-loopback", "fake"]
+BYTE_KINDS = [kind for kind in KINDS if kind != "device_put"]
+
+
+@pytest.fixture(params=KINDS)
+def unstarted(request: pytest.FixtureRequest) -> Rig:
+    return Rig(request.param)
+
+
+@pytest.fixture
+def rig(unstarted: Rig) -> Iterator[Rig]:
+    unstarted.start()
+    yield unstarted
+    unstarted.close()
+
+
+@pytest.mark.covers("P09", "C02")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("num_tokens", [1, 5, CHUNK_TOKENS])
+def test_a_piece_arrives_byte_exact_with_the_sharding_of_the_pool(unstarted: Rig, dtype: str, num_tokens: int) -> None:
+    rig = unstarted.start(dtype=dtype)
+    sent = tokens(num_tokens, dtype)
+    ready = rig.published("k", piece(sent))
+    assert (ready.begin, ready.end, ready.dtype) == (3, 3 + num_tokens, dtype)
+    assert ready.shape == (LAYERS, num_tokens, HEADS, FEATURES)
+    assert ready.num_bytes == sent.nbytes
+    got = rig.arrived(ready).piece
+    assert got.data.shape == (LAYERS, CHUNK_TOKENS, HEADS, FEATURES)
+    assert got.data.sharding == sharding(4, 4)
+    assert np.asarray(got.data)[:, :num_tokens].tobytes() == sent.tobytes()
+    assert (got.begin, got.end) == (ready.begin, ready.end)
+    rig.publisher.discard("k")
+    assert rig.publisher.num_buffered_bytes == 0
+    rig.close()
+
+
+def test_another_dtype_is_converted_on_arrival(unstarted: Rig) -> None:
+    rig = unstarted.start(dtype="bfloat16")
+    sent = tokens(5, "float32")
+    got = rig.arrived(rig.published("k", piece(sent))).piece
+    assert str(got.data.dtype) == "bfloat16"
+    expected = sent.astype(got.data.dtype)
+    assert np.asarray(got.data)[:, :5].tobytes() == expected.tobytes()
+    rig.close()
+
+
+def test_another_chunk_size_is_padded_with_zeros(unstarted: Rig) -> None:
+    rig = unstarted.start(chunk_tokens=2 * CHUNK_TOKENS)
+    sent = tokens(5)
+    got = np.asarray(rig.arrived(rig.published("k", piece(sent))).piece.data)
+    assert got.shape[1] == 2 * CHUNK_TOKENS
+    assert np.array_equal(got[:, :5], sent)
+    assert not got[:, 5:].any()
+    rig.close()
+
+
+def test_many_pieces_keep_their_identity(rig: Rig) -> None:
+    sent = {f"k{index}": tokens(CHUNK_TOKENS, seed=index) for index in range(8)}
+    readies = [rig.published(key, piece(values), HandoffId(key, 1)) for key, values in sent.items()]
+    for ready in reversed(readies):
+        rig.fetch(ready, HandoffId(ready.key, 1))
+    for _ in readies:
+        event = rig.event()
+        assert isinstance(event, PieceArrived)
+        assert event.handoff == HandoffId(event.ready.key, 1)
+        assert np.array_equal(np.asarray(event.piece.data), sent[event.ready.key])
+
+
+def test_the_source_may_be_discarded_while_it_is_fetched_and_frees_at_once(rig: Rig) -> None:
+    ready = rig.published("k", piece(tokens(5)))
+    assert rig.publisher.num_buffered_bytes == ready.num_bytes
+    rig.fetch(ready)
+    rig.publisher.discard("k")
+    assert rig.publisher.num_buffered_bytes == 0
+    event = rig.event()
+    assert isinstance(event, PieceArrived) or (isinstance(event, PieceFailed) and event.reason == "unknown_key")
+    rig.publisher.discard("k")
+
+
+def test_discard_right_after_publish_leaves_nothing(rig: Rig) -> None:
+    rig.publisher.publish(H, "k", piece(tokens(5)))
+    rig.publisher.discard("k")
+    assert rig.publisher.num_buffered_bytes == 0
+    rig.quiet()
+    while not rig.events.empty():
+        rig.events.get()
+    ready = replace(rig.published("other", piece(tokens(5))), key="k")
+    assert rig.failed(ready).reason == "unknown_key"
+    assert rig.store.get("k") is None
+
+
+def test_an_unknown_key_answers_quickly(rig: Rig) -> None:
+    ready = replace(rig.published("k", piece(tokens(5))), key="no such key")
+    began_s = time.monotonic()
+    assert rig.failed(ready).reason == "unknown_key"
+    assert time.monotonic() - began_s < 2.0
+
+
+def test_a_cancelled_fetch_posts_nothing_or_was_posted_before(rig: Rig) -> None:
+    ready = rig.published("k", piece(tokens(5)))
+    for _ in range(20):
+        rig.fetch(ready)
+    rig.fetcher.cancel(H)
+    rig.quiet(0.3)
+    while not rig.events.empty():
+        rig.events.get()
+    assert rig.quiet(0.2)
+    other = HandoffId("other", 2)
+    rig.fetch(ready, other)
+    event = rig.event()
+    assert event.handoff == other
+
+
+def test_a_fetch_past_its_deadline_fails_as_timeout(rig: Rig) -> None:
+    if rig.kind == "fake":
+        pytest.skip("the fake has no clock")
+    ready = rig.published("k", piece(tokens(5)))
+    rig.fetch(ready, within_s=-1.0)
+    event = rig.event()
+    assert isinstance(event, PieceFailed)
+    assert event.reason == "timeout"
+
+
+@pytest.mark.covers("C08", "X07")
+def test_an_error_array_fails_its_piece_alone(rig: Rig) -> None:
+    bad = Piece(begin=0, end=4, data=error_array())
+    rig.publisher.publish(H, "bad", bad)
+    event = rig.event()
+    if not isinstance(event, PublishFailed):
+        failed = rig.failed(event.ready)  # pyright: ignore[reportAttributeAccessIssue]
+        assert failed.reason == "device"
+    rig.publisher.discard("bad")
+    sent = tokens(5)
+    assert np.array_equal(np.asarray(rig.arrived(rig.published("good", piece(sent))).piece.data)[:, :5], sent)
+    rig.publisher.discard("good")
+    assert rig.publisher.num_buffered_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"shape": (LAYERS, 5, HEADS + 1, FEATURES)}, "heads"),
+        ({"shape": (LAYERS + 1, 5, HEADS, FEATURES)}, "layers"),
+        ({"dtype": "int4"}, "dtype"),
+        ({"end": 3 + CHUNK_TOKENS + 1}, "tokens"),
+        ({"num_bytes": 7}, "bytes"),
+        ({"group": 1}, "group"),
+    ],
+)
+def test_a_piece_that_does_not_fit_is_named_and_refused(rig: Rig, change: dict[str, object], word: str) -> None:
+    ready = replace(rig.published("k", piece(tokens(5))), **change)
+    failed = rig.failed(ready)
+    assert failed.reason == "device"
+    assert word in failed.detail
+
+
+def test_calls_of_the_engine_thread_do_not_wait(rig: Rig) -> None:
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda _, y: y @ y * 0.01, x))
+    ballast = np.ones((512, 512), np.float32)
+    slow(ballast).block_until_ready()
+    sent = piece(tokens(CHUNK_TOKENS))
+    ready = rig.published("warm", sent)
+    rig.arrived(ready)
+    busy = slow(ballast)
+    took_s: list[float] = []
+    for index in range(5):
+        for call in (
+            lambda index=index: rig.publisher.publish(H, f"k{index}", sent),
+            lambda: rig.fetch(ready),
+            lambda index=index: rig.publisher.discard(f"k{index}"),
+            lambda: rig.fetcher.cancel(H),
+        ):
+            began_s = time.perf_counter()
+            call()
+            took_s.append(time.perf_counter() - began_s)
+    busy.block_until_ready()
+    assert sorted(took_s)[len(took_s) * 3 // 4] < 0.005, took_s
+    rig.quiet()
+
+
+def test_close_ends_threads_and_frees_everything_even_with_work_queued(rig: Rig) -> None:
+    ready = rig.published("k", piece(tokens(5)))
+    for index in range(10):
+        rig.publisher.publish(H, f"k{index}", piece(tokens(5)))
+        rig.fetch(ready)
+    rig.close()
+    assert rig.publisher.num_buffered_bytes == 0
+
+
+@pytest.mark.covers("C01", "X23")
+def test_idle_halves_hold_and_post_nothing(rig: Rig) -> None:
+    assert rig.quiet(0.0)
+    assert rig.publisher.num_buffered_bytes == 0
+    with pytest.raises(AssertionError, match="empty"):
+        rig.publisher.publish(H, "k", Piece(begin=4, end=4, data=piece(tokens(5)).data))
