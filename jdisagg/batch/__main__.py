@@ -1,0 +1,77 @@
+"""`python -m jdisagg.batch --input in.jsonl --output out.jsonl [--model MODEL [serve flags] [--disagg] | --server URL]`.
+
+Exit status: 0 done, 1 stopped early (the same command goes on from there), 2 a command that cannot be run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+
+import httpx
+from tqdm import tqdm
+
+from jdisagg.batch.command import Command, parse_command
+from jdisagg.batch.journal import Journal
+from jdisagg.batch.runner import check_unpublished, run_batch
+from jdisagg.batch.sender import Sender, served_model
+from jdisagg.core.errors import ConfigError, JdisaggError
+from jdisagg.core.settings import API_KEY_VARIABLE, load_config
+from jdisagg.serve.environment import prepare_jax
+
+EXIT_DONE, EXIT_STOPPED, EXIT_BAD_COMMAND = 0, 1, 2
+_LOCAL_MODULE = "jdisagg.batch.local"  # imports jax: resolved once the environment is ready, and never for --server
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one batch; returns the exit status."""
+    try:
+        command = parse_command(argv)
+        if check_unpublished(command.batch):
+            asyncio.run(_run(command))
+        return EXIT_DONE
+    except ConfigError as error:
+        print(f"jdisagg.batch: {error.message}", file=sys.stderr)
+        return EXIT_BAD_COMMAND
+    except JdisaggError as error:
+        print(f"jdisagg.batch: {error.message}", file=sys.stderr)
+        return EXIT_STOPPED
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("jdisagg.batch: interrupted; the same command goes on from here", file=sys.stderr)
+        return EXIT_STOPPED
+
+
+async def _run(command: Command) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    async with _open_client(command) as client:
+        sender = Sender(client, patience_s=command.patience_s)
+        batch = command.batch
+        header = batch.header(await served_model(sender))
+        with Journal(batch.output, header) as journal:
+            total = len(batch.numbers())
+            with tqdm(total=total, initial=len(journal), unit="req", disable=command.quiet) as bar:
+                await run_batch(batch, journal, sender, bar.update)
+
+
+def _open_client(command: Command) -> AbstractAsyncContextManager[httpx.AsyncClient]:
+    timeout = httpx.Timeout(command.request_timeout_s, connect=10.0)
+    if command.server is not None:
+        key = os.environ.get(API_KEY_VARIABLE)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        limits = httpx.Limits(max_connections=command.batch.max_concurrency)
+        return httpx.AsyncClient(base_url=command.server, timeout=timeout, headers=headers, limits=limits)
+    role = "colocated" if command.disagg else "unified"
+    config = load_config(["--role", role, *command.serve_flags])
+    prepare_jax(config, os.environ)
+    return importlib.import_module(_LOCAL_MODULE).open_local(config, timeout)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,76 @@
+"""The command line of a batch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from jdisagg.batch.runner import Batch
+from jdisagg.core.errors import ConfigError
+
+DESCRIPTION = """Run a file of requests offline. Kill it at any moment and start it again with the same command: it goes on
+where it was, and the output is the one an undisturbed run would have written. Flags that are not listed here are
+those of `python -m jdisagg.serve` and configure the engine of this process (--model, --max-num-seqs, ..)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A parsed command line."""
+
+    batch: Batch
+    server: str | None  # base URL; None = an engine in this process
+    disagg: bool
+    patience_s: float
+    request_timeout_s: float
+    quiet: bool
+    serve_flags: tuple[str, ...]  # of the engine in this process
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parse_command(argv: Sequence[str]) -> Command:
+    """Raises ConfigError; exits only for `--help`."""
+    parser = _Parser(prog="python -m jdisagg.batch", allow_abbrev=False, description=DESCRIPTION)
+    parser.add_argument("--input", type=Path, required=True, metavar="FILE.jsonl", help="requests, one JSON object per line")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl", help="answers, in the order of the input")
+    parser.add_argument(
+        "--server", metavar="URL", help="use this OpenAI-compatible server instead of an engine in this process"
+    )
+    parser.add_argument("--disagg", action="store_true", help="prefill and decode on separate meshes of this process")
+    parser.add_argument("--max-concurrency", type=int, default=32, metavar="N", help="requests under way at once (default 32)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="a request without a seed gets N + its line number (default 0)"
+    )
+    parser.add_argument(
+        "--patience-s", type=float, default=120.0, metavar="S", help="stop when the server is away this long (default 120)"
+    )
+    parser.add_argument(
+        "--request-timeout-s", type=float, default=3600.0, metavar="S", help="longest wait for one answer (default 3600)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    args, serve_flags = parser.parse_known_args(list(argv))
+    if args.server is not None and (args.disagg or serve_flags):
+        raise ConfigError(
+            f"--server: leave out {serve_flags[0] if serve_flags else '--disagg'}, the server has its own settings"
+        )
+    if args.max_concurrency < 1:
+        raise ConfigError(f"--max-concurrency: wanted at least 1, got {args.max_concurrency}")
+    if not args.input.is_file():
+        raise ConfigError(f"--input: no file {str(args.input)!r}")
+    if not args.output.parent.is_dir():
+        raise ConfigError(f"--output: no directory {str(args.output.parent)!r}; make it first")
+    return Command(
+        batch=Batch(input=args.input, output=args.output, seed=args.seed, max_concurrency=args.max_concurrency),
+        server=args.server,
+        disagg=args.disagg,
+        patience_s=args.patience_s,
+        request_timeout_s=args.request_timeout_s,
+        quiet=args.quiet,
+        serve_flags=tuple(serve_flags),
+    )

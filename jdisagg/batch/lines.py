@@ -1,0 +1,88 @@
+"""Input lines of a batch: OpenAI batch lines, or a prompt with its parameters, one JSON object each.
+
+{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def ", "max_tokens": 8}}
+{"prompt": "def ", "max_tokens": 8}
+{"token_ids": [1, 2, 3], "temperature": 0}
+{"messages": [{"role": "user", "content": "Hello"}]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+_SHORT_FORMS = {"prompt": COMPLETIONS, "token_ids": COMPLETIONS, "messages": CHAT}
+_ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request to make. `number` counts input lines from 1."""
+
+    number: int
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line that is no request; it becomes an error line of the output."""
+
+    number: int
+    custom_id: str | None
+    message: str
+
+
+def read_lines(path: Path, *, seed: int) -> Iterator[Call | BadLine]:
+    """Every line that is not blank. A request without a seed gets `seed` + its line number: a rerun draws the same tokens."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if raw.strip():
+                yield parse_line(number, raw, seed=seed)
+
+
+def parse_line(number: int, raw: bytes, *, seed: int) -> Call | BadLine:
+    """One line; what is wrong with it is data, not an exception."""
+    try:
+        fields = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        return BadLine(number, None, f"line {number} is not JSON: {error}")
+    if not isinstance(fields, dict):
+        return BadLine(number, None, f"line {number}: wanted a JSON object, got {type(fields).__name__}")
+    custom_id = fields.get("custom_id")
+    if custom_id is not None and not isinstance(custom_id, str):
+        return BadLine(number, None, f"line {number}: custom_id must be a string, got {type(custom_id).__name__}")
+    target = _envelope(fields) if "body" in fields or "url" in fields else _short_form(fields)
+    if isinstance(target, str):
+        return BadLine(number, custom_id, f"line {number}: {target}")
+    url, body = target
+    body = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
+    if body.get("seed") is None:
+        body["seed"] = (seed + number) % 2**32
+    return Call(number, custom_id or f"line-{number}", url, body)
+
+
+def _envelope(fields: dict[str, Any]) -> tuple[str, dict[str, Any]] | str:
+    method, url, body = fields.get("method", "POST"), fields.get("url"), fields.get("body")
+    if method != "POST":
+        return f"method must be POST, got {method!r}"
+    if url not in (COMPLETIONS, CHAT):
+        return f"url must be {COMPLETIONS} or {CHAT}, got {url!r}"
+    if not isinstance(body, dict):
+        return f"body must be an object, got {type(body).__name__}"
+    return url, body
+
+
+def _short_form(fields: dict[str, Any]) -> tuple[str, dict[str, Any]] | str:
+    named = [name for name in _SHORT_FORMS if name in fields]
+    if len(named) != 1:
+        return f"wanted exactly one of prompt, token_ids, messages (or url and body), got {', '.join(named) or 'none'}"
+    body = {key: value for key, value in fields.items() if key not in _ENVELOPE}
+    if named[0] == "token_ids":
+        body["prompt"] = body.pop("token_ids")
+    return _SHORT_FORMS[named[0]], body

@@ -1,0 +1,26 @@
+"""Output lines of a batch, in OpenAI's form; nothing in them depends on when or in what order the requests ran."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jdisagg.batch.lines import BadLine, Call
+
+
+def answer_line(call: Call, status_code: int, body: dict[str, Any], *, created: int) -> dict[str, Any]:
+    """The line of a request that was answered, well or badly. `created` (seconds) stands in for the time of the answer."""
+    stable = dict(body)
+    if "id" in stable:
+        stable["id"] = f"{stable['id'].partition('-')[0]}-{call.number}"
+    if "created" in stable:
+        stable["created"] = created
+    if isinstance(usage := stable.get("usage"), dict):  # cache hits depend on what ran before
+        stable["usage"] = {key: value for key, value in usage.items() if key != "prompt_tokens_details"}
+    response = {"status_code": status_code, "request_id": f"batch-{call.number}", "body": stable}
+    return {"id": f"batch_req_{call.number}", "custom_id": call.custom_id, "response": response, "error": None}
+
+
+def error_line(bad: BadLine) -> dict[str, Any]:
+    """The line of an input line that is no request."""
+    error = {"code": "invalid_line", "message": bad.message, "line": bad.number}
+    return {"id": f"batch_req_{bad.number}", "custom_id": bad.custom_id, "response": None, "error": error}

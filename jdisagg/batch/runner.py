@@ -1,0 +1,119 @@
+"""Runs a batch: bounded concurrency over the input lines, every answer journalled before it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jdisagg.batch.journal import Journal, journal_path
+from jdisagg.batch.lines import BadLine, Call, read_lines
+from jdisagg.batch.results import answer_line, error_line
+from jdisagg.batch.sender import Sender
+from jdisagg.core.errors import ConfigError
+
+Finished = tuple[int, dict[str, Any]]  # input line number, output line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One input file and how to run it."""
+
+    input: Path
+    output: Path
+    seed: int = 0
+    max_concurrency: int = 32
+
+    def header(self, model: str) -> dict[str, Any]:
+        """What the journal must agree with."""
+        with self.input.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"journal": 1, "input_sha256": digest, "seed": self.seed, "model": model}
+
+    @property
+    def created(self) -> int:
+        """Seconds; stands in for the time of an answer, so that a resumed run writes what an undisturbed one would."""
+        return int(self.input.stat().st_mtime)
+
+    def numbers(self) -> list[int]:
+        """Input lines that get an output line."""
+        with self.input.open("rb") as file:
+            return [number for number, raw in enumerate(file, start=1) if raw.strip()]
+
+
+async def run_batch(batch: Batch, journal: Journal, sender: Sender, on_progress: Callable[[int], object]) -> None:
+    """Do what the journal lacks, then publish the output. `on_progress(n)`: n more lines are durable.
+
+    Raises Unavailable when the server stays away; the journal then holds everything that was answered.
+    """
+    pending = (line for line in read_lines(batch.input, seed=batch.seed) if line.number not in journal)
+    answers: asyncio.Queue[Finished | None] = asyncio.Queue(maxsize=4 * batch.max_concurrency)
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_write(answers, journal, on_progress))
+            await _answer_all(batch, pending, sender, answers)
+            await answers.put(None)
+    except BaseExceptionGroup as failures:
+        raise _first(failures) from failures
+    await asyncio.to_thread(journal.publish, batch.numbers())
+
+
+def check_unpublished(batch: Batch) -> bool:
+    """False when a former run has finished this batch. Raises ConfigError when the output is another batch's."""
+    if not batch.output.exists() or journal_path(batch.output).exists():
+        return True
+    with batch.output.open("rb") as file:
+        ids = [_line_id(raw) for raw in file]
+    if ids != [f"batch_req_{number}" for number in batch.numbers()]:
+        raise ConfigError(f"--output: {batch.output} exists and is not the output of this input; remove it or choose another")
+    return False
+
+
+async def _answer_all(
+    batch: Batch, pending: Iterator[Call | BadLine], sender: Sender, answers: asyncio.Queue[Finished | None]
+) -> None:
+    async def answer_lines() -> None:
+        for line in pending:  # shared by all: each line is taken once
+            if isinstance(line, BadLine):
+                await answers.put((line.number, error_line(line)))
+            else:
+                status_code, body = await sender.send(line)
+                await answers.put((line.number, answer_line(line, status_code, body, created=batch.created)))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(batch.max_concurrency):
+            group.create_task(answer_lines())
+
+
+def _first(failures: BaseExceptionGroup) -> BaseException:
+    """One failure stops the batch; the others are its echoes."""
+    leaf: BaseException = failures
+    while isinstance(leaf, BaseExceptionGroup):
+        leaf = leaf.exceptions[0]
+    return leaf
+
+
+def _line_id(raw: bytes) -> str | None:
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None
+    return line.get("id") if isinstance(line, dict) else None
+
+
+async def _write(answers: asyncio.Queue[Finished | None], journal: Journal, on_progress: Callable[[int], object]) -> None:
+    """Journal whatever has gathered, one fsync for all of it, until None comes."""
+    open_ = True
+    while open_:
+        gathered = [await answers.get()]
+        while not answers.empty():
+            gathered.append(answers.get_nowait())
+        open_ = gathered[-1] is not None
+        finished = [answer for answer in gathered if answer is not None]
+        if finished:
+            await asyncio.to_thread(journal.append, finished)
+            on_progress(len(finished))

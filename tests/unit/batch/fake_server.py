@@ -1,0 +1,101 @@
+"""A deterministic OpenAI-compatible server on a real socket: what it answers is computed from the prompt and the seed."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+from typing import Any
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Answers after `delay_s`. `refusals`: how many requests to answer with 503 first."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, *, delay_s: float = 0.0, refusals: int = 0) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.delay_s = delay_s
+        self.refusals = refusals
+        self.asked: Counter[str] = Counter()  # prompts
+        self.most_at_once = 0
+        self.at_once = 0
+        self.lock = threading.Lock()
+        self.ids = count(1)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FakeServer  # type: ignore[assignment]
+
+    def do_GET(self) -> None:
+        self._answer(200, {"object": "list", "data": [{"id": "fake", "object": "model"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        server = self.server
+        with server.lock:
+            server.asked[json.dumps(body.get("prompt", body.get("messages")))] += 1
+            refused = server.refusals > 0
+            server.refusals -= refused
+            server.at_once += 1
+            server.most_at_once = max(server.most_at_once, server.at_once)
+        time.sleep(server.delay_s)
+        if refused:
+            status, answer = 503, {"error": {"message": "loading"}}
+        elif body.get("max_tokens") == -1:
+            status, answer = 400, {"error": {"message": "max_tokens: must be at least 1", "param": "max_tokens"}}
+        else:
+            status, answer = 200, self._completion(body)
+        with server.lock:
+            server.at_once -= 1
+        self._answer(status, answer)
+
+    def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Id, time and cache hits differ at every call, as a real server's do."""
+        number = next(self.server.ids)
+        text = f"{body.get('prompt', body.get('messages'))} with seed {body['seed']} on {self.path} \N{SNOWMAN}"
+        details = {"cached_tokens": number}
+        usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7, "prompt_tokens_details": details}
+        return {
+            "id": f"cmpl-{number}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "choices": [{"index": 0, "text": text}],
+            "usage": usage,
+        }
+
+    def _answer(self, status: int, body: dict[str, Any]) -> None:
+        raw = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+@contextmanager
+def serving(**options: Any) -> Iterator[FakeServer]:
+    """A running server."""
+    server = FakeServer(**options)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join(timeout=10)
+        server.server_close()

@@ -1,0 +1,137 @@
+"""A batch as its user sees it: a process, a server on a socket, files."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jdisagg.batch.__main__ import main
+from jdisagg.batch.journal import journal_path
+from tests.unit.batch.fake_server import serving
+
+LINES = [
+    '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "one", "max_tokens": 2}}',
+    '{"prompt": "two"}',
+    "",
+    '{"token_ids": [1, 2, 3], "seed": 77}',
+    '{"prompt": "five", "token_ids": [5]}',
+    "not json",
+    '{"messages": [{"role": "user", "content": "seven"}], "custom_id": "g"}',
+    '{"custom_id": "h", "method": "GET", "url": "/v1/completions", "body": {}}',
+    '{"custom_id": "i", "method": "POST", "url": "/v1/embeddings", "body": {}}',
+    '{"prompt": "ten", "max_tokens": -1}',
+]
+
+
+def write(path: Path, lines: list[str]) -> Path:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def arguments(source: Path, output: Path, url: str, *more: str) -> list[str]:
+    return ["--input", str(source), "--output", str(output), "--server", url, "--quiet", *more]
+
+
+def test_answers_come_in_input_order_with_bad_lines_marked(tmp_path: Path) -> None:
+    source, output = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
+    with serving() as server:
+        assert main(arguments(source, output, server.url, "--seed", "1000")) == 0
+    answers = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert [answer["id"] for answer in answers] == [f"batch_req_{number}" for number in (1, 2, 4, 5, 6, 7, 8, 9, 10)]
+    assert [answer["custom_id"] for answer in answers] == ["a", "line-2", "line-4", None, None, "g", "h", "i", "line-10"]
+    assert [answer["error"] and answer["error"]["line"] for answer in answers] == [None, None, None, 5, 6, None, 8, 9, None]
+    texts = [answer["response"]["body"]["choices"][0]["text"] for answer in answers if answer["id"] in ID_OF_ANSWERED]
+    assert texts == [
+        "one with seed 1001 on /v1/completions \N{SNOWMAN}",
+        "two with seed 1002 on /v1/completions \N{SNOWMAN}",
+        "[1, 2, 3] with seed 77 on /v1/completions \N{SNOWMAN}",
+        "[{'role': 'user', 'content': 'seven'}] with seed 1007 on /v1/chat/completions \N{SNOWMAN}",
+    ]
+    assert answers[-1]["response"]["status_code"] == 400
+    assert "max_tokens" in answers[-1]["response"]["body"]["error"]["message"]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["in.jsonl", "out.jsonl"]
+
+
+ID_OF_ANSWERED = {"batch_req_1", "batch_req_2", "batch_req_4", "batch_req_7"}
+
+
+def test_concurrency_is_bounded_and_used(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [f'{{"prompt": "p{i}"}}' for i in range(40)])
+    with serving(delay_s=0.05) as server:
+        assert main(arguments(source, tmp_path / "out.jsonl", server.url, "--max-concurrency", "5")) == 0
+        assert server.most_at_once == 5
+
+
+def test_a_busy_server_is_asked_again_and_a_dead_one_stops_the_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = write(tmp_path / "in.jsonl", ['{"prompt": "x"}', '{"prompt": "y"}']), tmp_path / "out.jsonl"
+    with serving(refusals=2) as server:
+        assert main(arguments(source, output, server.url)) == 0
+        assert server.asked.total() == 4
+    output.unlink()
+    assert main(arguments(source, output, server.url, "--patience-s", "0.3")) == 1
+    assert "run the same command again" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_a_finished_batch_is_not_run_again_and_another_output_is_not_overwritten(tmp_path: Path) -> None:
+    source, output = write(tmp_path / "in.jsonl", ['{"prompt": "x"}', "bad"]), tmp_path / "out.jsonl"
+    with serving() as server:
+        assert main(arguments(source, output, server.url)) == 0
+        first = output.read_bytes()
+        assert main(arguments(source, output, server.url)) == 0
+        assert output.read_bytes() == first
+        assert server.asked.total() == 1
+        write(source, ['{"prompt": "x"}'])
+        assert main(arguments(source, output, server.url)) == 2
+        assert output.read_bytes() == first
+
+
+@pytest.mark.timeout(120)
+def test_kill_at_any_moment_then_the_output_of_an_undisturbed_run(tmp_path: Path) -> None:
+    lines = [f'{{"prompt": "prompt {i}", "max_tokens": {i % 7 + 1}}}' for i in range(150)]
+    lines[60] = "broken"
+    source = write(tmp_path / "in.jsonl", lines)
+    calm, stormy = tmp_path / "calm.jsonl", tmp_path / "stormy.jsonl"
+    rng = random.Random(0)
+    with serving() as server:
+        assert main(arguments(source, calm, server.url)) == 0
+    with serving(delay_s=0.04) as server:
+        command = [sys.executable, "-m", "jdisagg.batch", *arguments(source, stormy, server.url, "--max-concurrency", "4")]
+        outcomes = [run_a_while(command, stormy, rng.uniform(0.0, 0.4))]
+        while outcomes[-1] == -signal.SIGKILL and len(outcomes) < 40:
+            outcomes.append(run_a_while(command, stormy, rng.uniform(0.0, 0.4)))
+        kills = len(outcomes) - 1
+        assert outcomes[-1] == 0
+        assert kills >= 3
+        assert stormy.read_bytes() == calm.read_bytes()
+        assert len(server.asked) == 149
+        assert server.asked.total() <= 149 + 4 * kills  # only what was under way is asked again
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["calm.jsonl", "in.jsonl", "stormy.jsonl"]
+
+
+def run_a_while(command: list[str], output: Path, then_s: float) -> int:
+    """Start, wait until it has added to its journal, let it go on for `then_s`, kill it; returns the exit status."""
+    journal = journal_path(output)
+    size = journal.stat().st_size if journal.exists() else 0
+    process = subprocess.Popen(command)
+    try:
+        end_s = time.monotonic() + 20
+        while process.poll() is None and not (journal.exists() and journal.stat().st_size > size):
+            assert time.monotonic() < end_s, "the batch does not get on"
+            time.sleep(0.005)
+        return process.wait(timeout=then_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait(timeout=10)
+    finally:
+        process.kill()
+        process.wait(timeout=10)
