@@ -1,0 +1,48 @@
+"""AdminService: drain, stats, prefix cache reset, each done by an injected callable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from time import monotonic
+from typing import Any
+
+import grpc.aio
+
+from jdisagg.api.codec import abort
+from jdisagg.core.errors import RequestError
+from jdisagg.v1 import admin_pb2, admin_pb2_grpc
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
+    """Add it to a grpc.aio server with `add_AdminServiceServicer_to_server`."""
+
+    def __init__(
+        self,
+        *,
+        drain: Callable[[float], Awaitable[int]],
+        stats: Callable[[], dict[str, Any]],
+        reset_prefix_cache: Callable[[], Awaitable[int]],
+    ) -> None:
+        """`drain(deadline_s)` returns the unfinished requests, `stats()` JSON-able data, `reset_prefix_cache()` pages freed."""
+        self._drain = drain
+        self._stats = stats
+        self._reset_prefix_cache = reset_prefix_cache
+
+    async def Drain(self, request: admin_pb2.DrainRequest, context: grpc.aio.ServicerContext) -> admin_pb2.DrainResponse:
+        """Stop admitting and wait."""
+        return admin_pb2.DrainResponse(unfinished=await self._drain(monotonic() + request.deadline_ms / 1000))
+
+    async def Stats(self, request: admin_pb2.StatsRequest, context: grpc.aio.ServicerContext) -> admin_pb2.StatsResponse:
+        """The state as JSON."""
+        return admin_pb2.StatsResponse(json=json.dumps(self._stats()))
+
+    async def ResetPrefixCache(
+        self, request: admin_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ResetPrefixCacheResponse:
+        """Forget cached prefixes."""
+        try:
+            pages_freed = await self._reset_prefix_cache()
+        except RequestError as error:
+            await abort(context, error)
+        return admin_pb2.ResetPrefixCacheResponse(pages_freed=pages_freed)

@@ -1,0 +1,89 @@
+"""A worker's registration with its routers: register, heartbeat, register again whenever a router does not know us."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+
+from jdisagg.api.channels import INSECURE, Credentials, open_channel
+from jdisagg.api.fleet_codec import encode_load, encode_member
+from jdisagg.api.pulse import cancel_and_wait
+from jdisagg.core.fleet import Load, Member
+from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+RPC_TIMEOUT_S = 1.0
+RETRY_S = 0.25
+
+
+class FleetClient:
+    """Keeps one worker registered with every router given. Lives on one event loop."""
+
+    def __init__(
+        self,
+        member: Member,
+        routers: tuple[str, ...],
+        *,
+        state: Callable[[], tuple[Load, bool]],
+        credentials: Credentials = INSECURE,
+    ) -> None:
+        """`state` gives load and whether the worker drains; it is asked at every heartbeat and must not block."""
+        self._member = member
+        self._state = state
+        self._credentials = credentials
+        self._registered: dict[str, bool] = dict.fromkeys(routers, False)
+        self._tasks = [asyncio.create_task(self._keep(router)) for router in routers]
+
+    def registered(self) -> dict[str, bool]:
+        """Routers, and whether each knows us as far as we know."""
+        return dict(self._registered)
+
+    async def close(self) -> None:
+        """Stop; routers evict us after missed heartbeats."""
+        await cancel_and_wait(*self._tasks)
+
+    async def _keep(self, router: str) -> None:
+        """Serve one router for ever. A failed connection is replaced by a new one, which connects at once."""
+        while True:
+            channel = open_channel(router, self._credentials)
+            try:
+                await self._serve(router, fleet_pb2_grpc.FleetServiceStub(channel))
+            except grpc.aio.AioRpcError as error:
+                if self._registered[router]:
+                    log.warning("router %s is gone: %s: %s", router, error.code().name, error.details())
+                self._registered[router] = False
+            finally:
+                await channel.close()
+            await asyncio.sleep(RETRY_S)
+
+    async def _serve(self, router: str, stub: fleet_pb2_grpc.FleetServiceStub) -> None:
+        """Register, then heartbeat until an RPC fails; NOT_FOUND means register again on the same connection."""
+        while True:
+            load, draining = self._state()
+            member = dataclasses.replace(self._member, load=load, draining=draining)
+            request = fleet_pb2.RegisterRequest(member=encode_member(member))
+            answer: fleet_pb2.RegisterResponse = await stub.Register(request, timeout=RPC_TIMEOUT_S)
+            self._registered[router] = True
+            log.info("registered with router %s", router)
+            interval_s = max(answer.heartbeat_ms, 10) / 1000
+            while await self._heartbeat(stub):
+                await asyncio.sleep(interval_s)
+
+    async def _heartbeat(self, stub: fleet_pb2_grpc.FleetServiceStub) -> bool:
+        load, draining = self._state()
+        request = fleet_pb2.HeartbeatRequest(
+            address=self._member.address, epoch=self._member.epoch, load=encode_load(load), draining=draining
+        )
+        try:
+            await stub.Heartbeat(request, timeout=RPC_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                return False
+            raise
+        return True

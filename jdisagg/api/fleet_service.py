@@ -1,0 +1,63 @@
+"""FleetService of a router: workers register and send heartbeats. What that means is the registry's business."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from jdisagg.api.codec import abort
+from jdisagg.api.fleet_codec import decode_load, decode_member, encode_member
+from jdisagg.core.config import TransferConfig
+from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.fleet import Load, Member
+from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc
+
+
+class Registry(Protocol):
+    """Who is in the fleet; `jdisagg.router.fleet_engine.FleetEngine`."""
+
+    def register(self, member: Member) -> None:
+        """Add it, or replace what was at its address."""
+        ...
+
+    def heartbeat(self, address: str, epoch: str, load: Load, draining: bool) -> bool:
+        """False when that process is not known here: it must register again."""
+        ...
+
+    def members(self) -> list[Member]:
+        """Everybody alive."""
+        ...
+
+
+class FleetService(fleet_pb2_grpc.FleetServiceServicer):
+    """Add it to a grpc.aio server with `add_FleetServiceServicer_to_server`."""
+
+    def __init__(self, registry: Registry, config: TransferConfig) -> None:
+        self._registry = registry
+        self._config = config
+
+    async def Register(
+        self, request: fleet_pb2.RegisterRequest, context: grpc.aio.ServicerContext
+    ) -> fleet_pb2.RegisterResponse:
+        """A worker is there."""
+        try:
+            self._registry.register(decode_member(request.member))
+        except InvalidRequest as error:
+            await abort(context, error)
+        return fleet_pb2.RegisterResponse(
+            heartbeat_ms=round(self._config.heartbeat_s * 1000), dead_after_ms=round(self._config.dead_after_s * 1000)
+        )
+
+    async def Heartbeat(
+        self, request: fleet_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
+    ) -> fleet_pb2.HeartbeatResponse:
+        """A worker is still there; NOT_FOUND asks it to register."""
+        if not self._registry.heartbeat(request.address, request.epoch, decode_load(request.load), request.draining):
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"{request.address} is not registered here; register again")
+        return fleet_pb2.HeartbeatResponse()
+
+    async def List(self, request: fleet_pb2.ListRequest, context: grpc.aio.ServicerContext) -> fleet_pb2.ListResponse:
+        """The fleet."""
+        return fleet_pb2.ListResponse(members=[encode_member(member) for member in self._registry.members()])

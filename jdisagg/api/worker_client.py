@@ -1,0 +1,172 @@
+"""The router's end of one worker's Run stream. Lives on one event loop.
+
+A link is made for one worker process and ends once: `on_up` is called when the worker first answers, `on_down` exactly once
+with the reason, unless `abandon` was called first. "stalled" = heartbeats arrive but the engine's ticks stand still while
+requests run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from time import monotonic
+
+import grpc
+import grpc.aio
+
+from jdisagg.api.channels import INSECURE, Credentials, open_channel
+from jdisagg.api.codec import decode_output, encode_request
+from jdisagg.api.pulse import Pulse, cancel_and_wait
+from jdisagg.core.config import TransferConfig
+from jdisagg.core.requests import EngineRequest, Output
+from jdisagg.v1 import worker_pb2, worker_pb2_grpc
+
+
+class WorkerLink:
+    """Submits requests to one worker and delivers their outputs."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        config: TransferConfig,
+        step_timeout_s: float,
+        on_outputs: Callable[[list[Output]], None],
+        on_up: Callable[[], None],
+        on_down: Callable[[str], None],
+        credentials: Credentials = INSECURE,
+    ) -> None:
+        """Connects at once, in the background. Callbacks run on the loop and must not block."""
+        self.address = address
+        self.answered = False
+        self._config = config
+        self._step_timeout_s = step_timeout_s
+        self._on_outputs = on_outputs
+        self._on_up = on_up
+        self._on_down = on_down
+        self._credentials = credentials
+        self._live: dict[str, int] = {}  # request id -> attempt
+        self._submits: list[worker_pb2.Submit] = []
+        self._cancels: list[worker_pb2.Cancel] = []
+        self._wake = asyncio.Event()
+        self._wake.set()
+        self._progress = _Progress()
+        self._task = asyncio.create_task(self._run())
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can still be submitted."""
+        return not self._task.done()
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue for the next message up; outputs come through `on_outputs` until one has `finish`."""
+        if not self._live:
+            self._progress.restart()
+        self._live[request.request_id] = request.attempt
+        self._submits.append(worker_pb2.Submit(request=encode_request(request, monotonic())))
+        self._wake.set()
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """Tell the worker to forget it; idempotent. Outputs that are on their way still arrive."""
+        if self._live.get(request_id) == attempt:
+            del self._live[request_id]
+            self._submits = [submit for submit in self._submits if submit.request.request_id != request_id]
+            self._cancels.append(worker_pb2.Cancel(request_id=request_id, attempt=attempt))
+            self._wake.set()
+
+    def abandon(self) -> None:
+        """From now on no callback is called."""
+        self._on_up = _ignore
+        self._on_down = _ignore
+        self._on_outputs = _ignore
+
+    async def close(self) -> None:
+        """Abandon, then end the stream and the channel."""
+        self.abandon()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        channel = open_channel(self.address, self._credentials)
+        reason = "closed"
+        try:
+            call = worker_pb2_grpc.WorkerServiceStub(channel).Run()
+            reason = await self._converse(call)
+        finally:
+            await channel.close()
+            self._on_down(reason)
+
+    async def _converse(self, call: grpc.aio.StreamStreamCall) -> str:
+        pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=self._config.dead_after_s)
+        read = asyncio.create_task(self._read(call, pulse))
+        write = asyncio.create_task(self._write(call))
+        beat = asyncio.create_task(pulse.run(self._beat))
+        stall = asyncio.create_task(self._watch_ticks())
+        try:
+            done, _ = await asyncio.wait({read, beat, stall}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            call.cancel()
+            await cancel_and_wait(read, write, beat, stall)
+        if read in done:
+            error = read.exception()
+            if error is None:
+                return "closed"
+            if isinstance(error, grpc.aio.AioRpcError):
+                return f"{error.code().name}: {error.details()}"
+            raise error
+        return "stalled" if stall in done else "heartbeat"
+
+    async def _read(self, call: grpc.aio.StreamStreamCall, pulse: Pulse) -> None:
+        async for message in call:
+            pulse.heard()
+            if not self.answered:
+                self.answered = True
+                self._on_up()
+            if message.HasField("heartbeat"):
+                self._progress.saw(message.heartbeat.ticks)
+            if message.outputs:
+                outputs = [decode_output(output) for output in message.outputs]
+                for output in outputs:
+                    if output.finish is not None and self._live.get(output.request_id) == output.attempt:
+                        del self._live[output.request_id]
+                self._on_outputs(outputs)
+
+    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            submits, self._submits = self._submits, []
+            cancels, self._cancels = self._cancels, []
+            await call.write(worker_pb2.RunRequest(submits=submits, cancels=cancels, heartbeat=worker_pb2.Heartbeat(ticks=0)))
+
+    async def _watch_ticks(self) -> None:
+        """Returns once the engine has stood still for too long while requests run."""
+        while not (self._live and self._progress.still_s > self._step_timeout_s):
+            await asyncio.sleep(self._config.heartbeat_s)
+            self._progress.wait(self._config.heartbeat_s)
+
+    def _beat(self) -> None:
+        self._wake.set()
+
+
+class _Progress:
+    """How long the worker's tick counter has stood still, counted in our own beats (see `pulse`)."""
+
+    def __init__(self) -> None:
+        self.still_s = 0.0
+        self._ticks = -1
+
+    def restart(self) -> None:
+        self.still_s = 0.0
+
+    def saw(self, ticks: int) -> None:
+        if ticks != self._ticks:
+            self._ticks = ticks
+            self.still_s = 0.0
+
+    def wait(self, seconds: float) -> None:
+        self.still_s += seconds
+
+
+def _ignore(*_: object) -> None:
+    """Nobody asks any more."""

@@ -1,0 +1,150 @@
+"""WorkerService of a decode or unified worker: one Run stream per router, one message up per engine tick.
+
+    router                                worker
+    RunRequest(submits, cancels)    ->    engine.submit / engine.cancel, in order
+                                    <-    RunResponse(outputs, load): everything of the ticks since the last one
+    Heartbeat                      <->    every heartbeat_s; the worker's carries the engine's tick counter
+
+When the stream ends, by any cause, every request that came on it and is not finished is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from time import monotonic
+from typing import Protocol
+
+import grpc.aio
+
+from jdisagg.api.codec import decode_request, encode_output
+from jdisagg.api.fleet_codec import encode_load
+from jdisagg.api.pulse import Pulse, cancel_and_wait
+from jdisagg.core.config import TransferConfig
+from jdisagg.core.errors import RequestError
+from jdisagg.core.fleet import Load
+from jdisagg.core.requests import EngineRequest, FinishReason, Output
+from jdisagg.roles.ports import OutputSink
+from jdisagg.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+
+
+class WorkerEngine(Protocol):
+    """The engine below the service. Calls never block and keep their order."""
+
+    def submit(self, request: EngineRequest, sink: OutputSink) -> None:
+        """Run it; `sink` is called from the engine thread, once per tick, also with the error if it is not admitted."""
+        ...
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """Forget it; unknown ids and other attempts are ignored. No output follows."""
+        ...
+
+    @property
+    def load(self) -> Load:
+        """How busy it is."""
+        ...
+
+    @property
+    def ticks(self) -> int:
+        """Finished ticks."""
+        ...
+
+
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    """Add it to a grpc.aio server with `add_WorkerServiceServicer_to_server`."""
+
+    def __init__(self, engine: WorkerEngine, config: TransferConfig) -> None:
+        self._engine = engine
+        self._config = config
+        self._num_streams = 0
+
+    @property
+    def num_streams(self) -> int:
+        """Routers connected."""
+        return self._num_streams
+
+    async def Run(self, request_iterator: AsyncIterator[worker_pb2.RunRequest], context: grpc.aio.ServicerContext) -> None:
+        """Serve one router until it goes away."""
+        run = _RunStream(self._engine, asyncio.get_running_loop())
+        pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=self._config.dead_after_s)
+        read = asyncio.create_task(run.read(request_iterator, pulse))
+        write = asyncio.create_task(run.write(context))
+        beat = asyncio.create_task(pulse.run(run.beat))
+        self._num_streams += 1
+        try:
+            done, _ = await asyncio.wait({read, write, beat}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._num_streams -= 1
+            run.end()
+            await cancel_and_wait(read, write, beat)
+        for task in done:
+            task.result()
+
+
+class _RunStream:
+    """One router's requests. Everything but `_sink` runs on the loop."""
+
+    def __init__(self, engine: WorkerEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._live: dict[str, int] = {}  # request id -> attempt
+        self._outputs: list[common_pb2.Output] = []
+        self._heartbeat_due = True
+        self._wake = asyncio.Event()
+        self._wake.set()  # the first message goes out at once: the router learns that we are there
+        self._sink = self._take_outputs  # one object: the engine groups a tick's outputs by sink
+
+    async def read(self, requests: AsyncIterator[worker_pb2.RunRequest], pulse: Pulse) -> None:
+        """Hand submits and cancels to the engine."""
+        async for message in requests:
+            pulse.heard()
+            for cancel in message.cancels:
+                if self._live.get(cancel.request_id) == cancel.attempt:
+                    del self._live[cancel.request_id]
+                self._engine.cancel(cancel.request_id, cancel.attempt)
+            for submit in message.submits:
+                self._submit(submit.request)
+
+    async def write(self, context: grpc.aio.ServicerContext) -> None:
+        """One message per wake-up with everything there is."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            outputs, self._outputs = self._outputs, []
+            heartbeat, self._heartbeat_due = self._heartbeat_due, False
+            message = worker_pb2.RunResponse(outputs=outputs, load=encode_load(self._engine.load))
+            if heartbeat:
+                message.heartbeat.ticks = self._engine.ticks
+            await context.write(message)
+
+    def beat(self) -> None:
+        """Have the next message carry the tick counter, and send one."""
+        self._heartbeat_due = True
+        self._wake.set()
+
+    def end(self) -> None:
+        """Cancel everything unfinished; idempotent."""
+        live, self._live = self._live, {}
+        for request_id, attempt in live.items():
+            self._engine.cancel(request_id, attempt)
+
+    def _submit(self, message: common_pb2.EngineRequest) -> None:
+        try:
+            request = decode_request(message, monotonic())
+            self._live[request.request_id] = request.attempt
+            self._engine.submit(request, self._sink)
+        except RequestError as error:
+            failed = Output(request_id=message.request_id, attempt=message.attempt, finish=FinishReason.ERROR, error=error)
+            self._deliver([failed])
+
+    def _take_outputs(self, outputs: list[Output]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the process is on its way out
+            self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            if output.finish is not None and self._live.get(output.request_id) == output.attempt:
+                del self._live[output.request_id]
+            self._outputs.append(encode_output(output))
+        self._wake.set()

@@ -1,0 +1,119 @@
+"""Who is in the fleet and who should get the next request. Pure bookkeeping: time is passed in, nothing is sent.
+
+A decode or unified worker can be chosen while it heartbeats, is linked (its Run stream stands) and does not drain. Choice is by
+least load; a worker that failed lately is chosen only when there is no other. Requests never cross fingerprints: a fleet half
+old and half new weights serves both, each request within one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from jdisagg.core.fleet import Load, Member
+from jdisagg.core.requests import Role
+
+SUSPECT_S = 5.0  # how long a failure counts against a worker
+MAX_PREFILL_PEERS = 4  # length of the list a request carries
+
+
+@dataclass(slots=True)
+class Entry:
+    """One worker process."""
+
+    member: Member
+    last_seen_s: float
+    linked: bool = False  # its Run stream stands
+    pending: int = 0  # our requests on it; for P: those that named it first and have no token yet
+    suspect_until_s: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """A process, not an address."""
+        return self.member.address, self.member.epoch
+
+
+class Fleet:
+    """Members by address."""
+
+    def __init__(self, *, dead_after_s: float) -> None:
+        self._dead_after_s = dead_after_s
+        self._entries: dict[str, Entry] = {}
+
+    def register(self, member: Member, now_s: float) -> Entry | None:
+        """Add a process. Returns the older process it replaces at that address, or None; the same one again is a heartbeat."""
+        old = self._entries.get(member.address)
+        if old is not None and old.member.epoch == member.epoch:
+            old.member, old.last_seen_s = member, now_s
+            return None
+        self._entries[member.address] = Entry(member, now_s)
+        return old
+
+    def heartbeat(self, address: str, epoch: str, load: Load, draining: bool, now_s: float) -> bool:
+        """False when that process is not known."""
+        entry = self._entries.get(address)
+        if entry is None or entry.member.epoch != epoch:
+            return False
+        entry.member = dataclasses.replace(entry.member, load=load, draining=draining)
+        entry.last_seen_s = now_s
+        return True
+
+    def evict(self, now_s: float) -> list[Entry]:
+        """Drop and return the workers whose heartbeats stopped. A standing Run stream has better heartbeats of its own."""
+        silent = [e for e in self._entries.values() if not e.linked and now_s - e.last_seen_s > self._dead_after_s]
+        for entry in silent:
+            del self._entries[entry.member.address]
+        return silent
+
+    def forgive(self, late_s: float) -> None:
+        """This process slept `late_s` longer than it meant to: that is not the workers' silence."""
+        for entry in self._entries.values():
+            entry.last_seen_s += max(0.0, late_s)
+
+    def remove(self, entry: Entry) -> None:
+        """Drop one process; idempotent."""
+        if self._entries.get(entry.member.address) is entry:
+            del self._entries[entry.member.address]
+
+    def entries(self) -> list[Entry]:
+        """Everybody, in order of registration."""
+        return list(self._entries.values())
+
+    def members(self) -> list[Member]:
+        """Everybody, as they described themselves."""
+        return [entry.member for entry in self._entries.values()]
+
+    def choose(self, fingerprint: str | None, now_s: float, *, but_not: frozenset[str] = frozenset()) -> Entry | None:
+        """The worker for the next request of that fingerprint (None = any); addresses in `but_not` only as a last resort."""
+        usable = [
+            entry
+            for entry in self._entries.values()
+            if entry.member.decodes
+            and entry.linked
+            and not entry.member.draining
+            and (fingerprint is None or entry.member.fingerprint == fingerprint)
+        ]
+        if not usable:
+            return None
+        return min(usable, key=lambda entry: (entry.member.address in but_not, entry.suspect_until_s > now_s, *_busy(entry)))
+
+    def prefill_peers(self, fingerprint: str) -> list[Entry]:
+        """Prefill workers of that fingerprint, least busy first."""
+        peers = [
+            entry
+            for entry in self._entries.values()
+            if entry.member.role is Role.PREFILL and not entry.member.draining and entry.member.fingerprint == fingerprint
+        ]
+        peers.sort(key=lambda entry: (entry.pending, entry.member.load.pending_prefill_tokens, entry.last_seen_s))
+        return peers[:MAX_PREFILL_PEERS]
+
+    def suspect(self, entry: Entry, now_s: float) -> None:
+        """It failed somebody."""
+        entry.suspect_until_s = now_s + SUSPECT_S
+
+
+def _busy(entry: Entry) -> tuple[float, int]:
+    """Our own count is exact and immediate; the worker's shows other routers' requests and how full its pool is."""
+    load = entry.member.load
+    used = 1.0 - load.free_pages / load.total_pages if load.total_pages else 0.0
+    return max(entry.pending, load.running + load.waiting) + used, entry.pending

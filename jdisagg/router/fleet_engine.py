@@ -1,0 +1,262 @@
+"""A fleet of workers as one TokenEngine: place, stream, and replay on another worker when one fails.
+
+    generate(request) -> place: least loaded D + ordered P list -> Submit on D's Run stream -> outputs to the client
+         ^                                                                   |
+         +--- attempt + 1, generated_token_ids = everything delivered  <---  D died, stalled, or gave the request back
+
+What was delivered is never repeated and nothing is lost: the next worker continues behind the last delivered token, and
+outputs of an older attempt are dropped by its number. Brakes: `quarantine`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from time import monotonic
+from typing import Any
+
+from jdisagg.api.channels import INSECURE, Credentials
+from jdisagg.api.token_engine import Health, ModelCard
+from jdisagg.core.config import TransferConfig
+from jdisagg.core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HandoffLost,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+    Unavailable,
+)
+from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role
+from jdisagg.router.fleet import Entry
+from jdisagg.router.flight import Flight, Lost
+from jdisagg.router.quarantine import Quarantine, ReplayBudget, ReplayConfig
+from jdisagg.router.workers import Workers
+
+DEADLINE_GRACE_S = 1.0  # the worker ends a request at its deadline; this is for one that no longer can
+_RECOVERABLE = (HandoffLost, Unavailable, Overloaded)
+
+
+class FleetEngine:
+    """TokenEngine over everything that registers with `workers`. Lives on one event loop; make it there."""
+
+    def __init__(
+        self,
+        *,
+        config: TransferConfig,
+        step_timeout_s: float,
+        metrics: Metrics,
+        replay: ReplayConfig | None = None,
+        card: ModelCard | None = None,
+        credentials: Credentials = INSECURE,
+    ) -> None:
+        """`card` is shown while no worker is there; the workers' own comes first."""
+        self.workers = Workers(
+            config=config,
+            step_timeout_s=step_timeout_s,
+            on_outputs=self._on_outputs,
+            on_lost=self._on_lost,
+            credentials=credentials,
+        )
+        self._replay = replay or ReplayConfig()
+        self._metrics = metrics
+        self._card = card
+        self._flights: dict[str, Flight] = {}
+        self._quarantine = Quarantine(self._replay.quarantine_s)
+        self._budget = ReplayBudget(self._replay.budget, self._replay.budget_per_s)
+        self._draining = False
+
+    # --- TokenEngine
+
+    @property
+    def card(self) -> ModelCard:
+        """The model of the fleet. Raises Unavailable when no worker has registered and none was given."""
+        for member in self.workers.members():
+            self._card = ModelCard(
+                name=member.model,
+                max_model_len=member.max_model_len,
+                vocab_size=member.vocab_size,
+                eos_token_ids=member.eos_token_ids,
+                fingerprint=member.fingerprint,
+            )
+            break
+        if self._card is None:
+            raise Unavailable("no worker has registered with this router yet; start one with --router pointing here")
+        return self._card
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
+        """Yield the request's outputs until one has `finish`; see TokenEngine."""
+        if self._draining:
+            raise Unavailable("the router is draining; use another one")
+        self._quarantine.check(request, monotonic())
+        if request.request_id in self._flights:
+            raise InvalidRequest(f"request_id {request.request_id} is in use; ids must be unique among live requests")
+        flight = Flight(request)
+        self._flights[request.request_id] = flight
+        try:
+            await self._place(flight)  # raises: not admitted at all
+            while not flight.finished:
+                output = await self._next(flight)
+                if output is not None:
+                    self._observe(output)
+                    yield output
+        finally:
+            del self._flights[request.request_id]
+            self._leave(flight)
+
+    def health(self) -> Health:
+        """Ready while some worker can take a request."""
+        if self._draining:
+            return Health(healthy=True, ready=False, reason="draining")
+        if self.workers.fleet.choose(None, monotonic()) is None:
+            return Health(healthy=True, ready=False, reason="no decode or unified worker is connected")
+        return Health(healthy=True, ready=True)
+
+    def debug_state(self) -> dict[str, Any]:
+        """Members and flights."""
+        flights = [
+            {
+                "request_id": flight.request.request_id,
+                "attempt": flight.attempt,
+                "worker": flight.entry.member.address if flight.entry else None,
+                "delivered": flight.num_delivered,
+                "deaths": flight.deaths,
+            }
+            for flight in self._flights.values()
+        ]
+        return {"members": self.workers.snapshot(), "flights": flights, "quarantined": len(self._quarantine)}
+
+    async def drain(self, deadline_s: float) -> int:
+        """Admit nothing more and wait for what runs."""
+        self._draining = True
+        while self._flights and monotonic() < deadline_s:
+            await asyncio.sleep(0.02)
+        return len(self._flights)
+
+    async def close(self) -> None:
+        """Close every stream; requests that still run end with an error."""
+        self._draining = True
+        for flight in self._flights.values():
+            error = Cancelled("the router is shutting down; send the request again, to another router")
+            ended = Output(request_id=flight.request.request_id, attempt=flight.attempt, finish=FinishReason.ERROR, error=error)
+            flight.events.put_nowait(ended)
+        await self.workers.close()
+
+    # --- one request
+
+    async def _place(self, flight: Flight) -> None:
+        """Send the attempt to a worker, waiting for one if there is none. Raises Unavailable or DeadlineExceeded."""
+        began_s = monotonic()
+        wait_s = self._replay.place_wait_s if flight.attempt == flight.request.attempt else self._replay.replay_wait_s
+        while True:
+            now_s = monotonic()
+            if now_s >= flight.request.deadline_s:
+                raise DeadlineExceeded(f"request {flight.request.request_id}: its deadline passed before a worker took it")
+            entry = self.workers.fleet.choose(flight.fingerprint, now_s, but_not=flight.tried)
+            if entry is not None:
+                self._submit(flight, entry)
+                return
+            if now_s - began_s >= wait_s:
+                raise Unavailable(
+                    f"request {flight.request.request_id}: no decode or unified worker for {wait_s:.0f} s "
+                    f"(fingerprint {flight.fingerprint or 'any'}); start one, or wait for one that restarts"
+                )
+            await self.workers.changed(min(0.25, flight.request.deadline_s - now_s))
+
+    def _submit(self, flight: Flight, entry: Entry) -> None:
+        flight.entry = entry
+        flight.fingerprint = entry.member.fingerprint
+        entry.pending += 1
+        peers: list[Entry] = []
+        if entry.member.role is Role.DECODE:
+            peers = self.workers.fleet.prefill_peers(flight.fingerprint)
+        if peers:
+            flight.prefill = peers[0]
+            flight.prefill.pending += 1
+        self.workers.submit(entry, flight.attempt_request(tuple(peer.member.address for peer in peers)))
+
+    async def _next(self, flight: Flight) -> Output | None:
+        """The next thing to tell the client; None after an attempt was replaced by another."""
+        try:
+            async with asyncio.timeout(max(0.0, flight.request.deadline_s - monotonic()) + DEADLINE_GRACE_S):
+                event = await flight.events.get()
+        except TimeoutError:
+            return flight.failed(DeadlineExceeded(f"request {flight.request.request_id}: no answer within its deadline"))
+        if isinstance(event, Output):
+            if not isinstance(event.error, _RECOVERABLE):
+                self._leave_prefill(flight, event)
+                return flight.accept(event)
+            event = Lost(event.error, death=False)
+        try:
+            return await self._recover(flight, event)
+        except RequestError as error:
+            return flight.failed(error)
+
+    async def _recover(self, flight: Flight, lost: Lost) -> Output | None:
+        """Start the next attempt, or end the request; raises the error that ends it."""
+        failed_at = flight.entry.member.address if flight.entry else ""
+        self._leave(flight)
+        if (complete := flight.complete()) is not None:
+            return complete
+        flight.deaths += lost.death
+        flight.refusals += not lost.death
+        flight.tried |= {failed_at}
+        now_s = monotonic()
+        if flight.deaths >= self._replay.max_deaths:
+            self._quarantine.add(flight.request, now_s)
+            raise HandoffLost(
+                f"request {flight.request.request_id}: in flight when {flight.deaths} workers went down "
+                f"(last: {lost.error.message}); not tried again"
+            )
+        alone = self._is_tried_everywhere(flight, now_s)
+        if flight.refusals > self._replay.max_refusals or (alone and isinstance(lost.error, Overloaded)):
+            raise lost.error
+        if not self._budget.take(now_s):
+            raise Unavailable(f"request {flight.request.request_id}: {lost.error.message}; the fleet's replay budget is spent")
+        if not lost.death and alone:
+            await asyncio.sleep(min(0.05 * 2**flight.refusals, 2.0))  # the same worker again: not at once
+        flight.replay()
+        if flight.num_delivered == 0:
+            flight.fingerprint = None  # nothing is fixed yet
+        self._metrics.recoveries.labels(rung="replay").inc()
+        await self._place(flight)
+        return None
+
+    def _is_tried_everywhere(self, flight: Flight, now_s: float) -> bool:
+        best = self.workers.fleet.choose(flight.fingerprint, now_s, but_not=flight.tried)
+        return best is None or best.member.address in flight.tried
+
+    def _leave(self, flight: Flight) -> None:
+        """The flight's one release path: off its worker, off every count. Idempotent."""
+        if flight.prefill is not None:
+            flight.prefill.pending -= 1
+            flight.prefill = None
+        if flight.entry is not None:
+            flight.entry.pending -= 1
+            self.workers.cancel(flight.entry, flight.request.request_id, flight.attempt)
+            flight.entry = None
+
+    def _leave_prefill(self, flight: Flight, output: Output) -> None:
+        if flight.prefill is not None and output.token_ids:
+            flight.prefill.pending -= 1
+            flight.prefill = None
+
+    def _observe(self, output: Output) -> None:
+        if output.finish is not None:
+            self._metrics.requests_finished.labels(reason=output.finish.value).inc()
+        self._metrics.generated_tokens.inc(len(output.token_ids))
+
+    # --- what the workers bring
+
+    def _on_outputs(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            flight = self._flights.get(output.request_id)
+            if flight is not None and flight.attempt == output.attempt and flight.entry is not None:
+                flight.events.put_nowait(output)
+
+    def _on_lost(self, entry: Entry, reason: str) -> None:
+        error = HandoffLost(f"worker {entry.member.address} ({entry.member.worker}) was lost: {reason}")
+        for flight in self._flights.values():
+            if flight.entry is entry:
+                flight.events.put_nowait(Lost(error, death=not entry.member.draining))

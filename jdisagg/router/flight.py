@@ -1,0 +1,97 @@
+"""One client request on its way through one or several workers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from dataclasses import dataclass
+
+from jdisagg.core.errors import RequestError
+from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
+from jdisagg.router.fleet import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The attempt is over without an end. `death`: the worker went down, as opposed to giving the request back."""
+
+    error: RequestError
+    death: bool
+
+
+class Flight:
+    """What was asked, what was delivered, where it runs. `events` holds what the current attempt brought."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request  # as the client sent it
+        self.attempt = request.attempt
+        self.events: asyncio.Queue[Output | Lost] = asyncio.Queue()
+        self.entry: Entry | None = None  # the worker it runs on
+        self.prefill: Entry | None = None  # the P named first, until the first token
+        self.fingerprint: str | None = None
+        self.tried: frozenset[str] = frozenset()  # addresses that failed it
+        self.deaths = 0
+        self.refusals = 0
+        self.finished = False
+        self._delivered: list[int] = []
+        self._recoveries: tuple[str, ...] = ()  # of all attempts so far
+        self._earlier: tuple[str, ...] = ()  # of the attempts before this one
+        self._sent_prompt_logprobs = False
+
+    @property
+    def num_delivered(self) -> int:
+        """Tokens the client has."""
+        return len(self._delivered)
+
+    def attempt_request(self, prefill_peers: tuple[str, ...]) -> EngineRequest:
+        """The request for the current attempt: everything delivered so far counts as generated."""
+        sampling = self.request.sampling
+        if self._sent_prompt_logprobs:
+            sampling = dataclasses.replace(sampling, prompt_logprobs=None)
+        return dataclasses.replace(
+            self.request,
+            sampling=sampling,
+            attempt=self.attempt,
+            generated_token_ids=self.request.generated_token_ids + tuple(self._delivered),
+            prefill_peers=prefill_peers,
+        )
+
+    def replay(self) -> None:
+        """Begin the next attempt; what the old one still sends has an older number and is dropped."""
+        self.attempt += 1
+        self._recoveries = (*self._recoveries, "replay")
+        self._earlier = self._recoveries
+        while not self.events.empty():
+            self.events.get_nowait()
+
+    def accept(self, output: Output) -> Output:
+        """Note what is delivered; returns it as the client should see it: one attempt, nothing twice."""
+        self._delivered.extend(output.token_ids)
+        self.finished = output.finish is not None
+        prompt_logprobs = None if self._sent_prompt_logprobs else output.prompt_logprobs
+        self._sent_prompt_logprobs |= prompt_logprobs is not None
+        return dataclasses.replace(
+            output,
+            attempt=self.request.attempt,
+            prompt_logprobs=prompt_logprobs,
+            cached_tokens=min(output.cached_tokens, len(self.request.prompt_token_ids)),
+            provenance=self._provenance(output),
+        )
+
+    def complete(self) -> Output | None:
+        """The end of a request whose last token was delivered but whose worker went down before it said so."""
+        if self.num_delivered < self.request.remaining_tokens:
+            return None
+        return self.accept(Output(request_id=self.request.request_id, finish=FinishReason.LENGTH))
+
+    def failed(self, error: RequestError) -> Output:
+        """The end of a request that cannot be saved."""
+        return self.accept(Output(request_id=self.request.request_id, finish=FinishReason.ERROR, error=error))
+
+    def _provenance(self, output: Output) -> Provenance | None:
+        provenance = output.provenance
+        if provenance is None and (output.finish is None or not self._earlier):
+            return None
+        provenance = provenance or Provenance()
+        self._recoveries = self._earlier + provenance.recoveries
+        return dataclasses.replace(provenance, recoveries=self._recoveries)

@@ -1,0 +1,177 @@
+"""The live fleet: registrations, one Run stream per decode or unified worker, eviction, reconnection.
+
+A worker is lost when its stream breaks, falls silent or stalls, when its heartbeats stop, or when another process registers at
+its address; each time `on_lost(entry, reason)` is called once. While such a process keeps heartbeating it is connected again.
+Lives on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from time import monotonic
+from typing import Any
+
+from jdisagg.api.channels import INSECURE, Credentials
+from jdisagg.api.worker_client import WorkerLink
+from jdisagg.core.config import TransferConfig
+from jdisagg.core.fleet import Load, Member
+from jdisagg.core.requests import EngineRequest, Output
+from jdisagg.router.fleet import Entry, Fleet
+
+log = logging.getLogger(__name__)
+
+RECONNECT_S = 0.5
+
+
+class Workers:
+    """`api.fleet_service.Registry`, and the way to the workers registered there."""
+
+    def __init__(
+        self,
+        *,
+        config: TransferConfig,
+        step_timeout_s: float,
+        on_outputs: Callable[[list[Output]], None],
+        on_lost: Callable[[Entry, str], None],
+        credentials: Credentials = INSECURE,
+    ) -> None:
+        """`step_timeout_s`: an engine whose ticks stand still for this long while requests run is lost."""
+        self.fleet = Fleet(dead_after_s=config.dead_after_s)
+        self._config = config
+        self._step_timeout_s = step_timeout_s
+        self._on_outputs = on_outputs
+        self._on_lost = on_lost
+        self._credentials = credentials
+        self._links: dict[tuple[str, str], WorkerLink] = {}  # by Entry.key
+        self._retry_at_s: dict[tuple[str, str], float] = {}
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._start(self._sweep_forever())
+
+    # --- Registry
+
+    def register(self, member: Member) -> None:
+        """A worker is there, or there again."""
+        old = self.fleet.register(member, monotonic())
+        if old is not None:
+            self._lose(old, "another process took its address")
+        self._connect_missing()
+        self._notify()
+
+    def heartbeat(self, address: str, epoch: str, load: Load, draining: bool) -> bool:
+        """False when that process is not known."""
+        return self.fleet.heartbeat(address, epoch, load, draining, monotonic())
+
+    def members(self) -> list[Member]:
+        """Everybody alive."""
+        return self.fleet.members()
+
+    # --- the router's side
+
+    def submit(self, entry: Entry, request: EngineRequest) -> None:
+        """Send a request to a linked worker."""
+        self._links[entry.key].submit(request)
+
+    def cancel(self, entry: Entry, request_id: str, attempt: int) -> None:
+        """Have it forgotten; fine when the worker is gone."""
+        if (link := self._links.get(entry.key)) is not None:
+            link.cancel(request_id, attempt)
+
+    async def changed(self, timeout_s: float) -> None:
+        """Wait for a worker to appear, at most `timeout_s`."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """Members as JSON-able data."""
+        now_s = monotonic()
+        return [
+            {
+                "address": entry.member.address,
+                "role": entry.member.role.value,
+                "worker": entry.member.worker,
+                "fingerprint": entry.member.fingerprint,
+                "linked": entry.linked,
+                "draining": entry.member.draining,
+                "suspect": entry.suspect_until_s > now_s,
+                "pending": entry.pending,
+                "silent_s": round(now_s - entry.last_seen_s, 3),
+            }
+            for entry in self.fleet.entries()
+        ]
+
+    async def close(self) -> None:
+        """Close every stream and stop every task. `on_lost` is not called."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        links, self._links = list(self._links.values()), {}
+        await asyncio.gather(*(link.close() for link in links))
+
+    # --- inside
+
+    def _start(self, coroutine: Any) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            asleep_s = monotonic()
+            await asyncio.sleep(self._config.heartbeat_s)
+            self.fleet.forgive(monotonic() - asleep_s - self._config.heartbeat_s)
+            for entry in self.fleet.evict(monotonic()):
+                self._lose(entry, "its heartbeats stopped")
+            self._connect_missing()
+
+    def _connect_missing(self) -> None:
+        now_s = monotonic()
+        for entry in self.fleet.entries():
+            if entry.member.decodes and entry.key not in self._links and self._retry_at_s.get(entry.key, 0.0) <= now_s:
+                self._links[entry.key] = WorkerLink(
+                    entry.member.address,
+                    config=self._config,
+                    step_timeout_s=self._step_timeout_s,
+                    on_outputs=self._on_outputs,
+                    on_up=partial(self._up, entry),
+                    on_down=partial(self._down, entry),
+                    credentials=self._credentials,
+                )
+
+    def _up(self, entry: Entry) -> None:
+        entry.linked = True
+        self._retry_at_s.pop(entry.key, None)
+        log.info("worker %s (%s) is connected", entry.member.address, entry.member.worker)
+        self._notify()
+
+    def _down(self, entry: Entry, reason: str) -> None:
+        """The link ended by itself."""
+        self._links.pop(entry.key, None)
+        now_s = monotonic()
+        self._retry_at_s = {key: at_s for key, at_s in self._retry_at_s.items() if at_s > now_s}
+        self._retry_at_s[entry.key] = now_s + RECONNECT_S
+        self._gone(entry, reason)
+
+    def _lose(self, entry: Entry, reason: str) -> None:
+        """The process is not a member any more."""
+        link = self._links.pop(entry.key, None)
+        if link is not None:
+            link.abandon()
+            self._start(link.close())
+        self._retry_at_s.pop(entry.key, None)
+        self._gone(entry, reason)
+
+    def _gone(self, entry: Entry, reason: str) -> None:
+        was_linked, entry.linked = entry.linked, False
+        self.fleet.suspect(entry, monotonic())
+        if was_linked or not entry.member.decodes:
+            log.warning("worker %s (%s) is lost: %s", entry.member.address, entry.member.worker, reason)
+        self._on_lost(entry, reason)
