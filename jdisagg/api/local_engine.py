@@ -14,9 +14,11 @@ from typing import Any
 
 from jdisagg.api.token_engine import Health, ModelCard
 from jdisagg.core.errors import DeadlineExceeded
+from jdisagg.core.fleet import Load
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.inbox import Cancel, Submit
+from jdisagg.roles.ports import OutputSink
 
 DEADLINE_GRACE_S = 5.0  # the engine itself ends a request at its deadline; this is for an engine that no longer can
 
@@ -36,10 +38,27 @@ class LocalEngine:
         """The served model."""
         return self._card
 
+    # --- for WorkerService: requests that come as tokens from a router
+
+    def submit(self, request: EngineRequest, sink: OutputSink) -> None:
+        """Run it; `sink` is called from the engine thread, once per tick."""
+        self._thread.loop.inbox.post(Submit(request, sink))
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """Forget it; unknown ids and other attempts are ignored."""
+        self._thread.loop.inbox.post(Cancel(request_id, attempt))
+
     @property
     def ticks(self) -> int:
         """Finished engine ticks, for heartbeats."""
         return self._thread.ticks
+
+    @property
+    def load(self) -> Load:
+        """How busy the engine is, as of its last tick."""
+        return self._thread.loop.load
+
+    # --- for the edges
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
         """Yield the request's outputs; closing the generator cancels it. See TokenEngine."""

@@ -22,7 +22,7 @@ from jdisagg.core.requests import EngineRequest, Output, Provenance
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.events import FromPrefill
-from jdisagg.handoff.messages import HandoffId
+from jdisagg.handoff.messages import Accepted, HandoffId
 from jdisagg.roles.inbox import Message
 from jdisagg.roles.ports import PeerClient, Runner
 from jdisagg.roles.streams import Streams
@@ -70,7 +70,7 @@ class DecodeRole:
         if self._prefills_here(request):
             self._scheduler.add(request, now_s)
             return
-        self._scheduler.add(request, now_s, remote=True)
+        self._scheduler.add(request, now_s, remote=True, is_open=False)
         self._start(request, now_s)
 
     def _prefills_here(self, request: EngineRequest) -> bool:
@@ -107,6 +107,8 @@ class DecodeRole:
         """A message of P, or of a transfer thread."""
         match message:
             case FromPrefill(handoff=handoff, message=body):
+                if isinstance(body, Accepted):
+                    self._scheduler.peer_ready(handoff.request_id)
                 return self._execute(self._handoffs.on_message(handoff, body, now_s), now_s)
             case PieceArrived(handoff=handoff, ready=ready, piece=piece, seconds=seconds):
                 self._arrived[handoff, ready.key] = piece

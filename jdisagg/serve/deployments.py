@@ -1,0 +1,175 @@
+"""The worker roles as sets of engines: unified (one), prefill (one), decode (one), colocated (prefill and decode, wired)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from jdisagg.api.byte_source import GrpcByteSource
+from jdisagg.api.peer_client import GrpcPeerClient
+from jdisagg.api.peer_server import PeerServer
+from jdisagg.api.token_engine import ModelCard
+from jdisagg.core.config import Config, LocalPrefill
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import Role
+from jdisagg.engine.compiles import CompileCounter
+from jdisagg.models.load import LoadedModel
+from jdisagg.roles.engine_thread import EngineThread
+from jdisagg.roles.in_process import InProcessPeers
+from jdisagg.serve.engines import Core, build_core, decode_side, prefill_side, start_engine, unified_side, usable_devices
+from jdisagg.transfer.base import Fetcher, Publisher
+from jdisagg.transfer.device_put import DevicePutFetcher, DevicePutPublisher, Exchange
+from jdisagg.transfer.grpc_backend import GrpcFetcher, GrpcPublisher, PieceStore
+from jdisagg.transfer.target import PieceTarget
+
+OnCrash = Callable[[BaseException], None]
+
+
+class Deployment:
+    """The engines of one process and what has to be closed with them. `front` takes the clients' requests."""
+
+    def __init__(self, core: Core, compiles: CompileCounter) -> None:
+        self.loaded: LoadedModel = core.loaded
+        self.worker = core.worker
+        self.epoch = core.epoch
+        self.num_executables = core.num_executables
+        self.serves_clients = core.role is not Role.PREFILL
+        self.engines: list[EngineThread] = []
+        self.peer_server: PeerServer | None = None
+        self.peer_client: GrpcPeerClient | None = None
+        self.closers: list[Callable[[], None]] = []
+        self._core = core
+        self._compiles = compiles
+        self._counted_compiles = 0
+
+    @property
+    def front(self) -> EngineThread:
+        """The engine that clients talk to: the last one built."""
+        return self.engines[-1]
+
+    def card(self, name: str) -> ModelCard:
+        """What the served model promises."""
+        return ModelCard(
+            name=name,
+            max_model_len=self._core.runner.max_model_len,
+            vocab_size=self.loaded.spec.vocab_size,
+            eos_token_ids=self.loaded.eos_token_ids,
+            fingerprint=self.loaded.fingerprint,
+        )
+
+    def compiles_are_over(self) -> None:
+        """From here on every compilation counts against `compiles_after_ready_total`."""
+        self._counted_compiles = self._compiles.count
+
+    def count_compiles(self) -> None:
+        """Bring `compiles_after_ready_total` up to date; called at every scrape."""
+        count = self._compiles.count
+        self._core.metrics.compiles_after_ready.inc(count - self._counted_compiles)
+        self._counted_compiles = count
+
+    def not_ready_reason(self) -> str:
+        """Empty when a request would be served now: on D that takes a usable P, or leave to prefill here."""
+        config = self._core.config.transfer
+        peers = config.prefill
+        if self.peer_client is None or not peers or config.local_prefill is not LocalPrefill.NEVER:
+            return ""
+        if any(self.peer_client.usable(peer) for peer in peers):
+            return ""
+        reasons = "; ".join(f"{peer}: {why}" for peer, why in self.peer_client.failures().items() if why)
+        return f"no usable prefill worker ({reasons or 'none has answered yet'})"
+
+    def reset_prefix_cache(self) -> int:
+        """On the engine thread."""
+        return self._core.scheduler.reset_prefix_cache()
+
+    async def aclose(self) -> None:
+        """End peer connections."""
+        if self.peer_client is not None:
+            await self.peer_client.aclose()
+
+    def stop(self) -> None:
+        """Stop engine threads, then transfer threads."""
+        for engine in self.engines:
+            engine.stop()
+        for close in self.closers:
+            close()
+
+
+def build_deployment(
+    config: Config, metrics: Metrics, worker: str, loop: asyncio.AbstractEventLoop, on_crash: OnCrash
+) -> Deployment:
+    """Build the role's engines, running. Raises ConfigError."""
+    _check_backend(config)
+    compiles = CompileCounter()
+    if config.role == "colocated":
+        return _colocated(config, metrics, worker, compiles, on_crash)
+    role = Role(config.role)
+    core = build_core(config, role, usable_devices(config), config.model.tensor_parallel_size, metrics, worker)
+    deployment = Deployment(core, compiles)
+    if role is Role.PREFILL:
+        store = PieceStore(config.transfer.transfer_buffer_bytes)
+        publisher: Publisher = GrpcPublisher(store, core.inbox.post, checksums=config.transfer.checksums)
+        side = prefill_side(core, publisher)
+        deployment.peer_server = PeerServer(
+            core.identity(("grpc",)), post=core.inbox.post, pieces=store, config=config.transfer
+        )
+        deployment.closers.append(publisher.close)
+    elif role is Role.DECODE:
+        source = GrpcByteSource()
+        fetcher: Fetcher = GrpcFetcher(source, _target(core), core.inbox.post)
+        peers = GrpcPeerClient(core.identity(("grpc",)), loop=loop, post=core.inbox.post, config=config.transfer)
+        peers.watch(config.transfer.prefill)
+        static = config.transfer.prefill
+        side = decode_side(core, peers=peers, fetcher=fetcher, backend="grpc", static_peers=lambda: static)
+        deployment.peer_client = peers
+        deployment.closers += [fetcher.close, source.close]
+    else:
+        side = unified_side(core)
+    deployment.engines.append(start_engine(core, side, on_crash))
+    return deployment
+
+
+def _colocated(config: Config, metrics: Metrics, worker: str, compiles: CompileCounter, on_crash: OnCrash) -> Deployment:
+    devices = usable_devices(config)
+    tp_p, tp_d = config.local.prefill_tp, config.local.decode_tp
+    if len(devices) < tp_p + tp_d:
+        raise ConfigError(
+            f"--role colocated: got {len(devices)} devices, wanted {tp_p} for prefill and {tp_d} for decode; "
+            "give more with --devices or lower --prefill-tp and --decode-tp",
+            field="devices",
+        )
+    prefill = build_core(config, Role.PREFILL, devices[:tp_p], tp_p, metrics, worker)
+    decode = build_core(config, Role.DECODE, devices[tp_p:], tp_d, metrics, worker)
+    exchange = Exchange()
+    publisher = DevicePutPublisher(exchange, prefill.inbox.post)
+    fetcher = DevicePutFetcher(exchange, _target(decode), decode.inbox.post)
+    peers = InProcessPeers(prefill.inbox, decode.inbox)
+    static = (InProcessPeers.ADDRESS,)
+    deployment = Deployment(decode, compiles)
+    deployment.num_executables += prefill.num_executables
+    deployment.engines = [
+        start_engine(prefill, prefill_side(prefill, publisher), on_crash),
+        start_engine(
+            decode,
+            decode_side(decode, peers=peers, fetcher=fetcher, backend="device_put", static_peers=lambda: static),
+            on_crash,
+        ),
+    ]
+    deployment.closers += [publisher.close, fetcher.close]
+    return deployment
+
+
+def _target(core: Core) -> PieceTarget:
+    """What arriving pieces must become for this engine's import executable."""
+    return PieceTarget.of(core.kv_spec, core.runner.device.piece_sharding, core.runner.chunk_tokens)
+
+
+def _check_backend(config: Config) -> None:
+    wanted = {"colocated": ("auto", "device_put")}.get(config.role, ("auto", "grpc"))
+    got: Any = config.transfer.kv_transfer_backend
+    if config.role in ("prefill", "decode", "colocated") and got not in wanted:
+        raise ConfigError(
+            f"--kv-transfer-backend: got {got!r}, --role {config.role} has {' and '.join(wanted)}", field="kv_transfer_backend"
+        )

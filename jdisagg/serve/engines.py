@@ -1,0 +1,181 @@
+"""Composition of engines: model, runner, scheduler, role and thread, for one mesh or (colocated) two in one process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+import jax
+
+from jdisagg.core.config import Config, LocalPrefill, Numerics
+from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import Role
+from jdisagg.core.values import parse_ranges
+from jdisagg.engine.buckets import EXACT_ROWS
+from jdisagg.engine.build import make_runner
+from jdisagg.engine.runner import ModelRunner
+from jdisagg.engine.warmup import warm_up
+from jdisagg.handoff.decode_side import DecodeSide
+from jdisagg.handoff.identity import Backend, CacheGroup, Identity
+from jdisagg.handoff.prefill_side import PrefillSide
+from jdisagg.kv.spec import KVSpec
+from jdisagg.models.load import LoadedModel, load_model
+from jdisagg.models.sharding import make_mesh
+from jdisagg.roles.compute import ComputeSide
+from jdisagg.roles.decode import DecodeRole
+from jdisagg.roles.engine_loop import EngineLoop
+from jdisagg.roles.engine_thread import EngineThread
+from jdisagg.roles.inbox import Inbox
+from jdisagg.roles.pipeline import StepPipeline
+from jdisagg.roles.ports import PeerClient
+from jdisagg.roles.prefill import PrefillRole
+from jdisagg.roles.side import Side
+from jdisagg.roles.streams import Streams
+from jdisagg.sched.scheduler import Scheduler
+from jdisagg.transfer.base import Fetcher, Publisher
+
+log = logging.getLogger(__name__)
+
+EXIT_ENGINE_CRASHED = 71
+LAST_WORDS_S = 0.3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Core:
+    """Everything of one engine below its role."""
+
+    config: Config
+    role: Role
+    loaded: LoadedModel
+    runner: ModelRunner
+    scheduler: Scheduler
+    inbox: Inbox
+    streams: Streams
+    metrics: Metrics
+    worker: str  # "pid 123 @ 127.0.0.1:9000"
+    epoch: str
+    num_executables: int
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """KV of one token, unsharded."""
+        return self.loaded.spec.kv_spec(self.loaded.kv_dtype)
+
+    def identity(self, backends: Sequence[str]) -> Identity:
+        """What Hello says of this engine."""
+        return Identity(
+            fingerprint=self.loaded.fingerprint,
+            worker=self.worker,
+            epoch=self.epoch,
+            groups=(CacheGroup(spec=self.kv_spec, page_size=self.config.cache.page_size),),
+            backends=tuple(Backend(name=name) for name in backends),
+        )
+
+
+def usable_devices(config: Config) -> list[Any]:
+    """`--devices` of the default backend, or all of them."""
+    devices = jax.devices()
+    if config.device.devices is None:
+        return devices
+    return [devices[index] for index in parse_ranges(config.device.devices, "--devices")]
+
+
+def build_core(config: Config, role: Role, devices: Sequence[Any], tp: int, metrics: Metrics, worker: str) -> Core:
+    """Load the model onto the first `tp` of `devices`, make the pool, compile and run every executable."""
+    mesh = make_mesh(devices, tp)
+    started_s = monotonic()
+    loaded = load_model(config.model, mesh, seed=config.server.seed)
+    loaded_s = monotonic()
+    runner = make_runner(loaded, mesh, config, role)
+    warmed = warm_up(runner, role)
+    for executable in warmed:
+        log.info("compiled %s (%s) in %.2f s", executable.name, executable.shape, executable.seconds)
+    log.info(
+        "%s: %d pages of %d tokens, weights in %.1f s, %d executables in %.1f s",
+        *(role.value, runner.num_pages, runner.page_size, loaded_s - started_s, len(warmed), monotonic() - loaded_s),
+    )
+    scheduler = Scheduler(
+        config.scheduler,
+        role=role,
+        max_model_len=runner.max_model_len,
+        page_size=runner.page_size,
+        num_pages=runner.num_pages,
+        eos_token_ids=loaded.eos_token_ids,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        exact_rows=EXACT_ROWS if config.model.numerics is Numerics.EXACT else None,
+        local_prefill=config.transfer.local_prefill is not LocalPrefill.NEVER,
+    )
+    return Core(
+        config=config,
+        role=role,
+        loaded=loaded,
+        runner=runner,
+        scheduler=scheduler,
+        inbox=Inbox(),
+        streams=Streams(),
+        metrics=metrics,
+        worker=worker,
+        epoch=uuid.uuid4().hex,
+        num_executables=len(warmed),
+    )
+
+
+def start_engine(core: Core, side: Side, on_crash: Callable[[BaseException], None]) -> EngineThread:
+    """The engine's thread, running."""
+    loop = EngineLoop(
+        scheduler=core.scheduler,
+        pipeline=StepPipeline(core.scheduler, core.runner),
+        side=side,
+        inbox=core.inbox,
+        streams=core.streams,
+        metrics=core.metrics,
+        worker=core.worker,
+    )
+    thread = EngineThread(loop, name=f"engine-{core.role.value}", on_crash=on_crash)
+    thread.start()
+    return thread
+
+
+def unified_side(core: Core) -> Side:
+    """Both phases here."""
+    return ComputeSide(core.scheduler)
+
+
+def prefill_side(core: Core, publisher: Publisher) -> Side:
+    """Prompts for decode workers."""
+    handoffs = PrefillSide(core.config.transfer, bytes_per_token=core.kv_spec.bytes_per_token)
+    return PrefillRole(
+        scheduler=core.scheduler, handoffs=handoffs, runner=core.runner, publisher=publisher, metrics=core.metrics
+    )
+
+
+def decode_side(
+    core: Core, *, peers: PeerClient, fetcher: Fetcher, backend: str, static_peers: Callable[[], tuple[str, ...]]
+) -> Side:
+    """Tokens from KV that P computed."""
+    config = core.config.transfer
+    handoffs = DecodeSide(config, chunk_bytes_per_token=core.kv_spec.bytes_per_token, backend=backend)
+    return DecodeRole(
+        config=config,
+        scheduler=core.scheduler,
+        handoffs=handoffs,
+        runner=core.runner,
+        peers=peers,
+        fetcher=fetcher,
+        streams=core.streams,
+        metrics=core.metrics,
+        static_peers=static_peers,
+    )
+
+
+def exit_on_crash(error: BaseException) -> None:
+    """A server whose engine is over ends, so that its supervisor starts a fresh one; clients get their error first."""
+    del error
+    time.sleep(LAST_WORDS_S)
+    os._exit(EXIT_ENGINE_CRASHED)

@@ -1,0 +1,179 @@
+"""Composition root of the worker roles: prefill, decode, unified and colocated.
+
+Order of a start: bind both ports (a taken one fails at once), load, compile and run everything, start the engine, run one
+request through the real loop, serve, register with routers, READY.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from time import monotonic
+from typing import Any
+
+import grpc.aio
+
+from jdisagg.api.admin import AdminService
+from jdisagg.api.channels import bind, make_server
+from jdisagg.api.edge import Edge
+from jdisagg.api.fleet_client import FleetClient
+from jdisagg.api.generation import GenerationServicer
+from jdisagg.api.grpc_health import HealthReporter
+from jdisagg.api.http.app import make_app
+from jdisagg.api.http.server import HttpServer, listen
+from jdisagg.api.local_engine import LocalEngine
+from jdisagg.api.worker_service import WorkerService
+from jdisagg.core.config import Config
+from jdisagg.core.fleet import Load, Member
+from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import Role
+from jdisagg.roles.self_test import self_test
+from jdisagg.roles.watchdog import Watchdog
+from jdisagg.serve.deployments import Deployment, build_deployment
+from jdisagg.serve.engines import exit_on_crash
+from jdisagg.serve.process import Process, run_process
+from jdisagg.serve.ready import Ready, announce
+from jdisagg.text.tokenizer import Tokenizer
+from jdisagg.v1 import admin_pb2_grpc, generation_pb2_grpc, peer_pb2_grpc, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+TEST_HOOKS = "JDISAGG_TEST_HOOKS"  # "1": SIGUSR2 freezes the engine thread, as a hung device would
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM; returns the exit status."""
+    return run_process(lambda process: serve(config, process))
+
+
+async def serve(config: Config, process: Process) -> int:
+    """The life of one worker process."""
+    started_s = monotonic()
+    grpc_server = make_server()
+    address = bind(grpc_server, config.server.host, config.server.grpc_port)
+    listener = listen(config.server.host, config.server.port)
+    metrics = Metrics()
+    worker = f"pid {os.getpid()} @ {address}"
+    deployment = await asyncio.to_thread(build_deployment, config, metrics, worker, asyncio.get_running_loop(), exit_on_crash)
+    parts = _Edges(config, deployment, metrics, address, grpc_server)
+    http = HttpServer(parts.app, listener, stop_timeout_s=config.server.drain_s)
+    process.dump_with(parts.state)
+    for engine in deployment.engines:
+        await asyncio.to_thread(self_test, engine)
+    deployment.compiles_are_over()
+    watchdog = Watchdog(list(deployment.engines), config.device.step_timeout_s)
+    watchdog.start()
+    await grpc_server.start()
+    await http.start()
+    await parts.start()
+    _install_test_hooks(deployment)
+    announce(
+        Ready(
+            role=config.role,
+            http=http.address,
+            grpc=address,
+            model=parts.model_name,
+            warmup_s=round(monotonic() - started_s, 2),
+            executables=deployment.num_executables,
+        )
+    )
+    await process.stopping.wait()
+    unfinished = await parts.drain(monotonic() + config.server.drain_s)
+    if unfinished:
+        log.warning("%d requests were still running at the end of --drain-s", unfinished)
+    await http.stop()
+    await grpc_server.stop(1.0)
+    await parts.close()
+    watchdog.stop()
+    await asyncio.to_thread(deployment.stop)
+    return 0
+
+
+class _Edges:
+    """What a worker shows to the outside: services, HTTP application, registration."""
+
+    def __init__(self, config: Config, deployment: Deployment, metrics: Metrics, address: str, server: grpc.aio.Server) -> None:
+        self.model_name = config.model.served_model_name or config.model.model
+        self._engine = LocalEngine(
+            deployment.front, deployment.card(self.model_name), not_ready_reason=deployment.not_ready_reason
+        )
+        self._config = config
+        self._deployment = deployment
+        self._address = address
+        self._fleet: FleetClient | None = None
+        self._draining = False
+        self._metrics = metrics
+        edge = None
+        names = ["AdminService"]
+        if deployment.serves_clients:
+            names += ["GenerationService", "WorkerService"]
+            edge = Edge(
+                self._engine,
+                Tokenizer.from_directory(deployment.loaded.directory),
+                default_deadline_s=config.server.default_deadline_s,
+            )
+            generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
+            worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self._engine, config.transfer), server)
+        if deployment.peer_server is not None:
+            names.append("PeerService")
+            peer_pb2_grpc.add_PeerServiceServicer_to_server(deployment.peer_server, server)
+        admin = AdminService(drain=self.drain, stats=self.state, reset_prefix_cache=self._reset_prefix_cache)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+        services = tuple(f"jdisagg.v1.{name}" for name in names)
+        self._health = HealthReporter(server, services, self._engine.health)
+        self.app = make_app(edge, self._engine, self._metrics_text, config.server.api_key)
+        metrics.set_build(role=config.role, model=self.model_name)
+
+    async def start(self) -> None:
+        """Report health and register with the routers."""
+        await self._health.start()
+        if self._config.server.router:
+            self._fleet = FleetClient(self._member(), self._config.server.router, state=self._fleet_state)
+
+    def _member(self) -> Member:
+        card = self._engine.card
+        return Member(
+            role=Role.UNIFIED if self._config.role == "colocated" else Role(self._config.role),
+            address=self._address,
+            worker=self._deployment.worker,
+            epoch=self._deployment.epoch,
+            fingerprint=card.fingerprint,
+            model=card.name,
+            max_model_len=card.max_model_len,
+            vocab_size=card.vocab_size,
+            eos_token_ids=card.eos_token_ids,
+        )
+
+    def _fleet_state(self) -> tuple[Load, bool]:
+        return self._engine.load, self._draining
+
+    def _metrics_text(self) -> str:
+        self._deployment.count_compiles()
+        return self._metrics.text()
+
+    def state(self) -> dict[str, Any]:
+        """For /debug/state, SIGUSR1 and AdminService.Stats."""
+        return self._engine.debug_state()
+
+    async def drain(self, deadline_s: float) -> int:
+        """Say so to routers, admit nothing more, wait."""
+        self._draining = True
+        await self._health.close()
+        return await self._engine.drain(deadline_s)
+
+    async def _reset_prefix_cache(self) -> int:
+        future = self._deployment.front.loop.inbox.call(self._deployment.reset_prefix_cache)
+        return await asyncio.wrap_future(future)
+
+    async def close(self) -> None:
+        """End registration and peer connections."""
+        if self._fleet is not None:
+            await self._fleet.close()
+        await self._deployment.aclose()
+
+
+def _install_test_hooks(deployment: Deployment) -> None:
+    if os.environ.get(TEST_HOOKS) == "1":
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, deployment.front.freeze)
