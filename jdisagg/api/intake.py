@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from jdisagg.api.token_engine import ModelCard
@@ -75,8 +75,7 @@ async def admit(
     request: TextRequest, card: ModelCard, tokenizer: Tokenizer, *, deadline_s: float, draw_seed: Callable[[], int]
 ) -> Job:
     """Check everything and build the engine requests. Raises InvalidRequest or ModelNotFound."""
-    if request.model not in ("", card.name):
-        raise ModelNotFound(f"model {request.model!r} is not served here; the served model is {card.name!r}", field="model")
+    check_model(request.model, card)
     _check_counts(request)
     check_sampling(request.sampling, card.vocab_size)
     prompts = [await _token_ids(prompt, request, card, tokenizer) for prompt in request.prompts]
@@ -119,6 +118,12 @@ async def admit(
         skip_special_tokens=request.skip_special_tokens,
         deadline_s=deadline_s,
     )
+
+
+def check_model(name: str, card: ModelCard) -> None:
+    """Raise ModelNotFound unless `name` is empty or the served model."""
+    if name not in ("", card.name):
+        raise ModelNotFound(f"model {name!r} is not served here; the served model is {card.name!r}", field="model")
 
 
 def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
@@ -210,10 +215,3 @@ def _check_range(
 def _invalid(field: str, wanted: str, got: object) -> InvalidRequest:
     text = wanted if wanted.startswith(field) else f"{field}: {wanted}"
     return InvalidRequest(f"{text}; got {got}", field=field)
-
-
-def as_stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """OpenAI's `stop`: nothing, one string or several."""
-    if stop is None:
-        return ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)

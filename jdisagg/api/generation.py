@@ -1,0 +1,193 @@
+"""GenerationService over an Edge: the public gRPC API.
+
+Errors end the call with the status of their type; google.rpc details (`grpc-status-details-bin`) carry the field at fault
+(BadRequest) or the time to wait (RetryInfo).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+import grpc.aio
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from jdisagg.api.choice import ChoiceResult, Delta, ScoredToken, Transcript
+from jdisagg.api.codec import encode_finish, encode_provenance, status_of
+from jdisagg.api.edge import Edge
+from jdisagg.api.intake import Prompt, TextRequest, check_model
+from jdisagg.core.errors import InvalidRequest, JdisaggError, Overloaded
+from jdisagg.core.requests import SamplingParams
+from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+
+_DEFAULT_MAX_TOKENS = 16
+_STATUS_DETAILS_KEY = "grpc-status-details-bin"
+_SAMPLING_FIELDS = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+_OPTIONAL = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs",
+    "prompt_logprobs",
+)  # fmt: skip
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """Add to a grpc.aio server that runs in the Edge's event loop."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        """Write deltas, then exactly one `complete`; a cancelled call frees everything at once."""
+        try:
+            text_request = read_generate(request, self._edge.defaults, context.time_remaining())
+            job = await self._edge.admit(text_request)
+            transcript = self._edge.transcript(job)
+            async with aclosing(self._edge.stream(job)) as deltas:
+                async for delta in deltas:
+                    transcript.add(delta)
+                    await context.write(generation_pb2.GenerateResponse(request_id=job.request_id, delta=encode_delta(delta)))
+            complete = encode_complete(transcript)
+            await context.write(generation_pb2.GenerateResponse(request_id=job.request_id, complete=complete))
+        except JdisaggError as error:
+            await _abort(context, error, request)
+
+    async def Abort(
+        self, request: generation_pb2.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.AbortResponse:
+        """End a running Generate: its unfinished choices get FINISH_REASON_ABORT. Unknown ids are ignored."""
+        self._edge.abort(request.request_id)
+        return generation_pb2.AbortResponse()
+
+    async def GetModel(
+        self, request: generation_pb2.GetModelRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.GetModelResponse:
+        """The served model; NOT_FOUND for another name."""
+        card = self._edge.card
+        try:
+            check_model(request.model, card)
+        except JdisaggError as error:
+            await _abort(context, error)
+        return generation_pb2.GetModelResponse(
+            model=card.name,
+            max_model_len=card.max_model_len,
+            vocab_size=card.vocab_size,
+            eos_token_ids=card.eos_token_ids,
+            fingerprint=card.fingerprint,
+            has_chat_template=self._edge.tokenizer.chat is not None,
+        )
+
+
+def read_generate(request: generation_pb2.GenerateRequest, defaults: SamplingParams, timeout_s: float | None) -> TextRequest:
+    """The message as a TextRequest. Raises InvalidRequest when it has no prompt."""
+    sampling = request.sampling
+    return TextRequest(
+        request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
+        prompts=(_prompt(request),),
+        model=request.model,
+        sampling=_sampling(sampling, defaults),
+        seed=sampling.seed if sampling.HasField("seed") else None,
+        max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
+        default_max_tokens=_DEFAULT_MAX_TOKENS,
+        n=request.n or 1,
+        stop=tuple(request.stop),
+        echo=request.echo,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        timeout_s=timeout_s,
+    )
+
+
+def encode_delta(delta: Delta) -> generation_pb2.Delta:
+    """One delta as a message."""
+    return generation_pb2.Delta(
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=_logprobs(delta.logprobs),
+        prompt_logprobs=_logprobs(delta.prompt_logprobs),
+        finish=encode_finish(delta.finish),
+    )
+
+
+def encode_complete(transcript: Transcript) -> generation_pb2.Complete:
+    """The whole result as a message."""
+    usage = transcript.usage
+    return generation_pb2.Complete(
+        choices=[_choice(choice) for choice in transcript.choices],
+        usage=generation_pb2.Usage(
+            prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens, cached_tokens=usage.cached_tokens
+        ),
+    )
+
+
+def _choice(choice: ChoiceResult) -> generation_pb2.Choice:
+    return generation_pb2.Choice(
+        index=choice.index,
+        text=choice.text,
+        token_ids=choice.token_ids,
+        finish=encode_finish(choice.finish),
+        stop=choice.stop if isinstance(choice.stop, str) else "",
+        provenance=None if choice.provenance is None else encode_provenance(choice.provenance),
+    )
+
+
+def _logprobs(tokens: Sequence[ScoredToken]) -> list[common_pb2.TokenLogprob]:
+    return [
+        common_pb2.TokenLogprob(
+            token_id=token.token_id,
+            logprob=token.logprob or 0.0,
+            top=[common_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in token.top],
+            absent=token.logprob is None,
+        )
+        for token in tokens
+    ]
+
+
+def _prompt(request: generation_pb2.GenerateRequest) -> Prompt:
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequest("prompt: give text or token_ids", field="prompt")
+    return request.text if kind == "text" else tuple(request.token_ids.ids)
+
+
+def _sampling(message: common_pb2.SamplingParams, defaults: SamplingParams) -> SamplingParams:
+    given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
+    return replace(
+        defaults,
+        **given,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        min_tokens=message.min_tokens,
+        ignore_eos=message.ignore_eos,
+        stop_token_ids=tuple(message.stop_token_ids),
+    )
+
+
+async def _abort(
+    context: grpc.aio.ServicerContext, error: JdisaggError, request: generation_pb2.GenerateRequest | None = None
+) -> None:
+    """End the call with the error's status, message and details."""
+    code = status_of(error)
+    status = status_pb2.Status(code=code.value[0], message=error.message)
+    if isinstance(error, Overloaded):
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(error.retry_after_s * 1000))
+        status.details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    elif error.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=_path(error.field, request), description=error.message)
+        status.details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
+    await context.abort(code, error.message, trailing_metadata=((_STATUS_DETAILS_KEY, status.SerializeToString()),))
+
+
+def _packed(detail: error_details_pb2.RetryInfo | error_details_pb2.BadRequest) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed
+
+
+def _path(field: str, request: generation_pb2.GenerateRequest | None) -> str:
+    """The field's path in GenerateRequest."""
+    if field == "prompt" and request is not None:
+        return request.WhichOneof("prompt") or "prompt"
+    return f"sampling.{field}" if field in _SAMPLING_FIELDS else field

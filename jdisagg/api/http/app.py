@@ -1,0 +1,94 @@
+"""The HTTP application of one process: routes, errors, API key."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jdisagg.api.edge import Edge
+from jdisagg.api.http.chat import ChatCompletions
+from jdisagg.api.http.completions import Completions
+from jdisagg.api.http.errors import error_response, plain_error
+from jdisagg.api.http.openapi import openapi_document
+from jdisagg.api.http.operations import Observable, Operations
+from jdisagg.api.http.tokens import TokenEndpoints
+from jdisagg.core.errors import JdisaggError, Unauthenticated
+
+_GUARDED = ("/v1/", "/tokenize", "/detokenize")
+
+
+def make_app(edge: Edge | None, engine: Observable, metrics_text: Callable[[], str], api_key: str | None = None) -> Starlette:
+    """The application. `edge` None: a role without completions, which serves health, readiness, metrics and debug only."""
+    operations = Operations(engine, metrics_text)
+    routes = [
+        Route("/health", operations.health),
+        Route("/ready", operations.ready),
+        Route("/metrics", operations.metrics),
+        Route("/debug/state", operations.debug_state),
+    ]
+    if edge is not None:
+        routes += _completion_routes(edge)
+    guard = [Middleware(_ApiKeyGuard, api_key=api_key)] if api_key else []
+    handlers = {JdisaggError: _on_error, HTTPException: _on_http_error, Exception: _on_bug}
+    return Starlette(routes=routes, middleware=guard, exception_handlers=handlers)
+
+
+def _completion_routes(edge: Edge) -> list[Route]:
+    tokens = TokenEndpoints(edge)
+
+    async def openapi(request: Request) -> Response:
+        return JSONResponse(openapi_document(edge.card.name))
+
+    return [
+        Route("/v1/models", tokens.models),
+        Route("/v1/models/{name:path}", tokens.model),
+        Route("/v1/completions", Completions(edge).respond, methods=["POST"]),
+        Route("/v1/chat/completions", ChatCompletions(edge).respond, methods=["POST"]),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/openapi.json", openapi),
+    ]
+
+
+class _ApiKeyGuard:
+    """Asks for `Authorization: Bearer KEY` on everything that uses the model."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 401."""
+        if scope["type"] == "http" and scope["path"].startswith(_GUARDED):
+            given = Headers(scope=scope).get("authorization", "").encode()
+            if not hmac.compare_digest(given, self._expected):
+                error = Unauthenticated("missing or wrong API key; send the header 'Authorization: Bearer KEY'")
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, JdisaggError)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    response = plain_error(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """The server logs the traceback; the client learns only that it is not its fault."""
+    return plain_error(500, "internal error; the server's log has the details")

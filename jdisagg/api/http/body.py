@@ -1,0 +1,131 @@
+"""A JSON request body, read field by field. Types are checked here, ranges at intake. Unknown fields are ignored.
+
+null means absent, as at OpenAI.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from jdisagg.api.intake import Prompt
+from jdisagg.core.errors import Cancelled, InvalidRequest
+
+MAX_BODY_BYTES = 32 * 2**20
+
+
+class Body:
+    """The fields of one request."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+
+    def get(self, name: str) -> Any:
+        """The raw value; None when absent."""
+        return self._fields.get(name)
+
+    def number(self, name: str) -> float | None:
+        """A JSON number."""
+        value = self.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise wrong_type(name, "a number", value)
+        return value
+
+    def integer(self, name: str) -> int | None:
+        """A JSON number without a fraction."""
+        value = self.number(name)
+        if isinstance(value, float):
+            if not value.is_integer():
+                raise wrong_type(name, "an integer", value)
+            value = int(value)
+        return value
+
+    def boolean(self, name: str, default: bool = False) -> bool:
+        """true or false."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise wrong_type(name, "true or false", value)
+        return default if value is None else value
+
+    def text(self, name: str) -> str | None:
+        """A string."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, str):
+            raise wrong_type(name, "a string", value)
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """One string or a list of strings."""
+        value = self.get(name)
+        if isinstance(value, str):
+            return (value,)
+        if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            raise wrong_type(name, "a string or a list of strings", value)
+        return tuple(value or ())
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A list of integers."""
+        value = self.get(name)
+        if value is not None and not _is_token_list(value):
+            raise wrong_type(name, "a list of integers", value)
+        return tuple(value or ())
+
+    def objects(self, name: str) -> list[dict[str, Any]]:
+        """A list of JSON objects."""
+        value = self.get(name)
+        if value is not None and not (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
+            raise wrong_type(name, "a list of objects", value)
+        return value or []
+
+    def object(self, name: str) -> dict[str, Any]:
+        """A JSON object."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise wrong_type(name, "an object", value)
+        return value or {}
+
+    def prompts(self, name: str) -> tuple[Prompt, ...]:
+        """OpenAI's `prompt`: text, token ids, or a list of either."""
+        value = self.get(name)
+        if isinstance(value, str):
+            return (value,)
+        if isinstance(value, list) and value:
+            if _is_token_list(value):
+                return (tuple(value),)
+            if all(isinstance(item, str) or (_is_token_list(item) and item) for item in value):
+                return tuple(item if isinstance(item, str) else tuple(item) for item in value)
+        raise wrong_type(name, "a non-empty string, list of token ids, or list of either", value)
+
+
+async def read_body(request: Request) -> Body:
+    """Read and parse; raises InvalidRequest when it is not one JSON object of at most MAX_BODY_BYTES."""
+    chunks: list[bytes] = []
+    num_bytes = 0
+    try:
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            if num_bytes > MAX_BODY_BYTES:
+                raise InvalidRequest(f"the body has more than {MAX_BODY_BYTES} bytes; send several requests")
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise Cancelled("the client went away while sending its request") from None
+    try:
+        fields = json.loads(b"".join(chunks))
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise InvalidRequest(f"the body must be a JSON object; got {type(fields).__name__}")
+    return Body(fields)
+
+
+def wrong_type(name: str, wanted: str, got: Any) -> InvalidRequest:
+    """The error of a field that has another type."""
+    shown = json.dumps(got, ensure_ascii=False)
+    return InvalidRequest(f"{name}: must be {wanted}; got {shown[:80]}{'...' if len(shown) > 80 else ''}", field=name)
+
+
+def _is_token_list(value: Sequence[Any]) -> bool:
+    return isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)

@@ -1,0 +1,162 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from jdisagg.api.choice import Delta, ScoredToken, Transcript
+from jdisagg.api.edge import Edge
+from jdisagg.api.http.body import Body, read_body
+from jdisagg.api.http.connection import open_stream, while_connected
+from jdisagg.api.http.messages import render_prompt
+from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, refuse_unsupported
+from jdisagg.api.http.shapes import chat_logprobs, provenance_object, usage_object, wants_provenance
+from jdisagg.api.intake import MAX_LOGPROBS, Job, TextRequest
+from jdisagg.core.errors import InvalidRequest
+
+
+class ChatCompletions:
+    """The endpoint."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+
+    async def respond(self, request: Request) -> Response:
+        """Answer one request, streamed or whole."""
+        body = await read_body(request)
+        options = read_options(body, provenance=wants_provenance(request))
+        num_top = _read_top_logprobs(body)
+        job = await while_connected(request.receive, self._edge.admit(read_chat(body, self._edge, num_top)))
+        answer = _Answer(self._edge, job, options, num_top=num_top)
+        if options.stream:
+            return await open_stream(request, answer.events())
+        transcript = await while_connected(request.receive, self._edge.complete(job))
+        return JSONResponse(answer.whole(transcript))
+
+
+def read_chat(body: Body, edge: Edge, num_top: int | None) -> TextRequest:
+    """The body as a TextRequest. Raises InvalidRequest naming the field."""
+    refuse_unsupported(body)
+    n, max_tokens = body.integer("n"), body.integer("max_completion_tokens")
+    max_tokens = body.integer("max_tokens") if max_tokens is None else max_tokens
+    return TextRequest(
+        request_id=f"chatcmpl-{uuid.uuid4().hex}",
+        prompts=(render_prompt(body, edge.tokenizer.chat),),
+        model=body.text("model") or "",
+        sampling=read_sampling(body, edge.defaults, logprobs=num_top),
+        seed=body.integer("seed"),
+        max_tokens=max_tokens,
+        n=1 if n is None else n,
+        stop=body.texts("stop"),
+        add_special_tokens=body.boolean("add_special_tokens", False),  # the template writes them itself
+        skip_special_tokens=body.boolean("skip_special_tokens", True),
+        priority=body.integer("priority") or 0,
+        cache_salt=body.text("cache_salt") or "",
+    )
+
+
+def _read_top_logprobs(body: Body) -> int | None:
+    """Alternatives per token; None = no logprobs at all."""
+    wanted, num_top = body.boolean("logprobs"), body.integer("top_logprobs")
+    if num_top is not None and not wanted:
+        raise InvalidRequest("top_logprobs: needs logprobs=true", field="top_logprobs")
+    if num_top is not None and not 0 <= num_top <= MAX_LOGPROBS:
+        raise InvalidRequest(f"top_logprobs: must be in [0, {MAX_LOGPROBS}]; got {num_top}", field="top_logprobs")
+    return (num_top or 0) if wanted else None
+
+
+class _Answer:
+    """Writes one job's answer."""
+
+    def __init__(self, edge: Edge, job: Job, options: ResponseOptions, *, num_top: int | None) -> None:
+        self._edge = edge
+        self._job = job
+        self._options = options
+        self._num_top = num_top
+        self._created = int(time.time())
+
+    def whole(self, transcript: Transcript) -> dict[str, Any]:
+        """The response of a request that does not stream."""
+        choices = []
+        for choice in transcript.choices:
+            shown: dict[str, Any] = {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": self._logprobs(choice.logprobs),
+                "finish_reason": choice.finish.value if choice.finish else None,
+                "stop_reason": choice.stop,
+            }
+            if self._options.return_token_ids:
+                shown["token_ids"] = choice.token_ids
+            choices.append(shown)
+        answer = self._envelope("chat.completion", choices)
+        answer["usage"] = usage_object(transcript.usage)
+        if self._options.return_token_ids:
+            answer["prompt_token_ids"] = list(self._job.requests[0].prompt_token_ids)
+        if self._options.provenance:
+            answer["jdisagg"] = provenance_object(transcript)
+        return answer
+
+    async def events(self) -> AsyncGenerator[dict[str, Any]]:
+        """The chunks of a request that streams: the role first, then text, then a finish reason for each choice."""
+        transcript = self._edge.transcript(self._job, keep_text=False)
+        opened: set[int] = set()
+        async with aclosing(self._edge.stream(self._job)) as deltas:
+            async for delta in deltas:
+                transcript.add(delta)
+                if delta.index not in opened:
+                    opened.add(delta.index)
+                    yield self._chunk(delta.index, {"role": "assistant", "content": ""})
+                shows_tokens = self._options.return_token_ids and delta.token_ids
+                if delta.text or delta.logprobs or shows_tokens:
+                    yield self._text_chunk(delta)
+                if delta.finish is not None:
+                    yield self._last_chunk(delta, transcript)
+        if self._options.include_usage:
+            event = self._envelope("chat.completion.chunk", []) | {"usage": usage_object(transcript.usage)}
+            if self._options.provenance:
+                event["jdisagg"] = provenance_object(transcript)
+            yield event
+
+    def _text_chunk(self, delta: Delta) -> dict[str, Any]:
+        event = self._chunk(delta.index, {"content": delta.text}, logprobs=self._logprobs(delta.logprobs))
+        if self._options.return_token_ids:
+            event["choices"][0]["token_ids"] = list(delta.token_ids)
+        return event
+
+    def _last_chunk(self, delta: Delta, transcript: Transcript) -> dict[str, Any]:
+        assert delta.finish is not None
+        event = self._chunk(delta.index, {}, finish=delta.finish.value)
+        event["choices"][0]["stop_reason"] = delta.stop
+        if self._options.provenance and not self._options.include_usage and transcript.is_finished:
+            event["jdisagg"] = provenance_object(transcript)
+        return event
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        event = self._envelope("chat.completion.chunk", [choice])
+        if self._options.include_usage:
+            event["usage"] = None
+        return event
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._job.request_id,
+            "object": kind,
+            "created": self._created,
+            "model": self._edge.card.name,
+            "system_fingerprint": self._edge.card.fingerprint,
+            "choices": choices,
+        }
+
+    def _logprobs(self, tokens: list[ScoredToken] | tuple[ScoredToken, ...]) -> dict[str, Any] | None:
+        return None if self._num_top is None else chat_logprobs(self._edge.tokenizer, tokens, self._num_top)

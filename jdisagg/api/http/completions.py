@@ -1,0 +1,156 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from jdisagg.api.choice import ChoiceResult, Delta, Transcript
+from jdisagg.api.edge import Edge
+from jdisagg.api.http.body import Body, read_body
+from jdisagg.api.http.connection import open_stream, while_connected
+from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, refuse_unsupported
+from jdisagg.api.http.shapes import completion_logprobs, prompt_logprobs, provenance_object, usage_object, wants_provenance
+from jdisagg.api.intake import Job, TextRequest
+from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.requests import SamplingParams
+
+_DEFAULT_MAX_TOKENS = 16
+
+
+class Completions:
+    """The endpoint."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+
+    async def respond(self, request: Request) -> Response:
+        """Answer one request, streamed or whole."""
+        body = await read_body(request)
+        options = read_options(body, provenance=wants_provenance(request))
+        text_request = read_completion(body, self._edge.defaults)
+        job = await while_connected(request.receive, self._edge.admit(text_request))
+        answer = _Answer(self._edge, job, options, show_logprobs=text_request.sampling.logprobs is not None)
+        if options.stream:
+            return await open_stream(request, answer.events())
+        transcript = await while_connected(request.receive, self._edge.complete(job))
+        return JSONResponse(answer.whole(transcript))
+
+
+def read_completion(body: Body, defaults: SamplingParams) -> TextRequest:
+    """The body as a TextRequest. Raises InvalidRequest naming the field."""
+    refuse_unsupported(body)
+    if body.text("suffix"):
+        raise InvalidRequest("suffix: insertion is not served; leave it out", field="suffix")
+    n, best_of = body.integer("n"), body.integer("best_of")
+    n = 1 if n is None else n
+    if best_of is not None and best_of != n:
+        raise InvalidRequest(f"best_of: must equal n = {n} or be left out; got {best_of}", field="best_of")
+    logprobs, echo = body.integer("logprobs"), body.boolean("echo")
+    sampling = read_sampling(body, defaults, logprobs=logprobs)
+    if echo and logprobs is not None and sampling.prompt_logprobs is None:
+        sampling = replace(sampling, prompt_logprobs=logprobs)
+    return TextRequest(
+        request_id=f"cmpl-{uuid.uuid4().hex}",
+        prompts=body.prompts("prompt"),
+        model=body.text("model") or "",
+        sampling=sampling,
+        seed=body.integer("seed"),
+        max_tokens=body.integer("max_tokens"),
+        default_max_tokens=_DEFAULT_MAX_TOKENS,
+        n=n,
+        stop=body.texts("stop"),
+        echo=echo,
+        add_special_tokens=body.boolean("add_special_tokens", True),
+        skip_special_tokens=body.boolean("skip_special_tokens", True),
+        priority=body.integer("priority") or 0,
+        cache_salt=body.text("cache_salt") or "",
+    )
+
+
+class _Answer:
+    """Writes one job's answer."""
+
+    def __init__(self, edge: Edge, job: Job, options: ResponseOptions, *, show_logprobs: bool) -> None:
+        self._edge = edge
+        self._job = job
+        self._options = options
+        self._show_logprobs = show_logprobs
+        self._created = int(time.time())
+
+    def whole(self, transcript: Transcript) -> dict[str, Any]:
+        """The response of a request that does not stream."""
+        answer = self._envelope([self._choice(choice) for choice in transcript.choices])
+        answer["usage"] = usage_object(transcript.usage)
+        if self._options.provenance:
+            answer["jdisagg"] = provenance_object(transcript)
+        return answer
+
+    async def events(self) -> AsyncGenerator[dict[str, Any]]:
+        """The chunks of a request that streams."""
+        transcript = self._edge.transcript(self._job, keep_text=False)
+        async with aclosing(self._edge.stream(self._job)) as deltas:
+            async for delta in deltas:
+                transcript.add(delta)
+                if event := self._chunk(delta, transcript):
+                    yield event
+        if self._options.include_usage:
+            event = self._envelope([]) | {"usage": usage_object(transcript.usage)}
+            if self._options.provenance:
+                event["jdisagg"] = provenance_object(transcript)
+            yield event
+
+    def _chunk(self, delta: Delta, transcript: Transcript) -> dict[str, Any] | None:
+        shows_tokens = self._options.return_token_ids and delta.token_ids
+        if not (delta.text or delta.logprobs or delta.prompt_logprobs or shows_tokens or delta.finish):
+            return None
+        part = ChoiceResult(
+            index=delta.index,
+            texts=[delta.text],
+            token_ids=list(delta.token_ids),
+            logprobs=list(delta.logprobs),
+            prompt_logprobs=list(delta.prompt_logprobs),
+            finish=delta.finish,
+            stop=delta.stop,
+        )
+        event = self._envelope([self._choice(part)])
+        if self._options.include_usage:
+            event["usage"] = None
+        elif self._options.provenance and transcript.is_finished:
+            event["jdisagg"] = provenance_object(transcript)
+        return event
+
+    def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._job.request_id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._edge.card.name,
+            "system_fingerprint": self._edge.card.fingerprint,
+            "choices": choices,
+        }
+
+    def _choice(self, choice: ChoiceResult) -> dict[str, Any]:
+        shown: dict[str, Any] = {
+            "index": choice.index,
+            "text": choice.text,
+            "logprobs": None,
+            "finish_reason": choice.finish.value if choice.finish else None,
+            "stop_reason": choice.stop,
+        }
+        echoed = choice.prompt_logprobs if self._job.echo_texts is not None else []
+        if self._show_logprobs:
+            shown["logprobs"] = completion_logprobs(self._edge.tokenizer, [*echoed, *choice.logprobs])
+        if choice.prompt_logprobs and self._job.echo_texts is None:
+            shown["prompt_logprobs"] = prompt_logprobs(self._edge.tokenizer, choice.prompt_logprobs)
+        if self._options.return_token_ids:
+            shown["token_ids"] = choice.token_ids
+            shown["prompt_token_ids"] = list(self._job.requests[choice.index].prompt_token_ids) if choice.finish else None
+        return shown

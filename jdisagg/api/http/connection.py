@@ -1,0 +1,104 @@
+"""Work that lives exactly as long as its client's connection, and server-sent events on top of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jdisagg.api.http.errors import error_object
+from jdisagg.core.errors import Cancelled, JdisaggError
+
+T = TypeVar("T")
+
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long is gone
+
+_log = logging.getLogger(__name__)
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """Run `work`; when the client disconnects first, cancel it, wait for its clean-up and raise Cancelled."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Cancelled("the client disconnected")
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events: one `data:` line per object, then `data: [DONE]`.
+
+    `first` has been awaited by the caller, so that a request that fails before its first token gets a real status. A later
+    failure is sent as an error object, which ends the stream without [DONE].
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]) -> None:
+        super().__init__(headers=_HEADERS)
+        del self.headers["content-length"]
+        self._first = first
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything; closes the generator before it returns."""
+        async with aclosing(self._rest):
+            try:
+                await while_connected(receive, self._send_all(send))
+            except (Cancelled, TimeoutError, OSError):
+                return  # nobody is there to be told; closing the generator frees the request
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await _send_data(send, _encode(self._first))
+        try:
+            async for event in self._rest:
+                await _send_data(send, _encode(event))
+        except JdisaggError as error:
+            await _send_data(send, _encode(error_object(error)))
+        except (OSError, TimeoutError):
+            raise
+        except Exception:  # noqa: BLE001  # a bug of ours: logged, and the client is told that its answer is not whole
+            _log.exception("a stream failed")
+            await _send_data(send, _encode(error_object(JdisaggError("internal error; the server's log has the details"))))
+        else:
+            await _send_data(send, b"data: [DONE]\n\n")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def open_stream(request: Request, events: AsyncGenerator[dict[str, Any]]) -> EventStream:
+    """Wait for the first event (or the client's going away) and return the response. Raises what the first event raises."""
+    try:
+        first = await while_connected(request.receive, anext(events))
+    except BaseException:
+        await events.aclose()
+        raise
+    return EventStream(first, events)
+
+
+async def _send_data(send: Send, data: bytes) -> None:
+    async with asyncio.timeout(_SEND_TIMEOUT_S):
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+def _encode(event: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,63 @@
+"""OpenAI chat messages to a prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jdisagg.api.http.body import Body
+from jdisagg.core.errors import InvalidRequest
+from jdisagg.text.chat import ChatTemplate
+
+
+def render_prompt(body: Body, template: ChatTemplate | None) -> str:
+    """The prompt text of `messages` (and `tools`). Raises InvalidRequest naming the field."""
+    messages = body.objects("messages")
+    if not messages:
+        raise InvalidRequest("messages: must hold at least one message", field="messages")
+    if template is None:
+        raise InvalidRequest(
+            "messages: the served model has no chat template; use /v1/completions or add chat_template.jinja to the model",
+            field="messages",
+        )
+    add_generation_prompt = body.boolean("add_generation_prompt", True)
+    return template.render(
+        [_plain_message(index, message) for index, message in enumerate(messages)],
+        tools=_offered_tools(body),
+        add_generation_prompt=add_generation_prompt,
+        **{key: value for key, value in body.object("chat_template_kwargs").items() if key not in _RESERVED},
+    )
+
+
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents", "self"})
+
+
+def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    """Content given in parts becomes one text, as most templates expect."""
+    where = f"messages[{index}]"
+    if not isinstance(message.get("role"), str) or not message["role"]:
+        raise InvalidRequest(f"{where}.role: must be a non-empty string", field=f"{where}.role")
+    content = message.get("content")
+    if isinstance(content, list):
+        return {**message, "content": "".join(_part_text(where, part) for part in content)}
+    if content is None and (message.get("tool_calls") or message["role"] == "assistant"):
+        return {**message, "content": ""}
+    if not isinstance(content, str):
+        raise InvalidRequest(f"{where}.content: must be a string or a list of text parts", field=f"{where}.content")
+    return message
+
+
+def _part_text(where: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise InvalidRequest(f"{where}.content: only parts of type 'text' are served; got {kind!r}", field=f"{where}.content")
+    return part["text"]
+
+
+def _offered_tools(body: Body) -> list[dict[str, Any]] | None:
+    """Tools are shown to the model; a call cannot be forced, because that needs constrained decoding."""
+    tools, choice = body.objects("tools"), body.get("tool_choice")
+    if choice not in (None, "none", "auto"):
+        raise InvalidRequest(
+            f"tool_choice: forcing a call is not served; got {choice!r}; use 'auto' or 'none'", field="tool_choice"
+        )
+    return None if choice == "none" else tools or None

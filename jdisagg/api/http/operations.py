@@ -1,0 +1,61 @@
+"""What every role serves: /health, /ready, /metrics, /debug/state."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from jdisagg.api.http.errors import plain_error
+from jdisagg.api.token_engine import Health
+
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Observable(Protocol):
+    """The part of a TokenEngine that operators look at; roles without completions have only this."""
+
+    def health(self) -> Health:
+        """Current health, without waiting."""
+        ...
+
+    def debug_state(self) -> dict[str, Any]:
+        """Queues, ledgers and streams as JSON-able data."""
+        ...
+
+
+class Operations:
+    """The endpoints."""
+
+    def __init__(self, engine: Observable, metrics_text: Callable[[], str]) -> None:
+        self._engine = engine
+        self._metrics_text = metrics_text
+
+    async def health(self, request: Request) -> Response:
+        """200 while the engine turns over, else 503 with the reason."""
+        health = self._engine.health()
+        return _answer(health.healthy, "unhealthy", health.reason)
+
+    async def ready(self, request: Request) -> Response:
+        """200 when a request would be served now, else 503 with the reason."""
+        health = self._engine.health()
+        return _answer(health.healthy and health.ready, "not ready", health.reason)
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus text."""
+        return Response(self._metrics_text(), headers={"content-type": METRICS_CONTENT_TYPE})
+
+    async def debug_state(self, request: Request) -> Response:
+        """The engine's state, for clients on this machine only."""
+        if request.client is None or not ipaddress.ip_address(request.client.host).is_loopback:
+            return plain_error(403, "/debug/state is served to loopback clients only; ask from the machine itself")
+        return JSONResponse(self._engine.debug_state())
+
+
+def _answer(good: bool, otherwise: str, reason: str) -> Response:
+    if good:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": otherwise, "reason": reason}, status_code=503, headers={"retry-after": "1"})

@@ -1,0 +1,93 @@
+"""The parameters that completions and chat share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jdisagg.api.http.body import Body, wrong_type
+from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.requests import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResponseOptions:
+    """How the answer is written."""
+
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    provenance: bool  # where the KV came from, under the key "jdisagg"
+
+
+def read_options(body: Body, *, provenance: bool) -> ResponseOptions:
+    """`stream`, `stream_options`, `return_token_ids`."""
+    stream = body.boolean("stream")
+    stream_options = body.object("stream_options")
+    if stream_options and not stream:
+        raise InvalidRequest("stream_options: is allowed only with stream=true", field="stream_options")
+    return ResponseOptions(
+        stream=stream,
+        include_usage=Body(stream_options).boolean("include_usage"),
+        return_token_ids=body.boolean("return_token_ids"),
+        provenance=provenance,
+    )
+
+
+def read_sampling(body: Body, defaults: SamplingParams, *, logprobs: int | None) -> SamplingParams:
+    """Sampling parameters; what the body leaves out comes from `defaults`. Ranges are checked at intake."""
+
+    def number(name: str, default: float) -> float:
+        value = body.number(name)
+        return default if value is None else value
+
+    return SamplingParams(
+        temperature=number("temperature", defaults.temperature),
+        top_k=_top_k(body, defaults.top_k),
+        top_p=number("top_p", defaults.top_p),
+        min_p=number("min_p", defaults.min_p),
+        repetition_penalty=number("repetition_penalty", defaults.repetition_penalty),
+        presence_penalty=number("presence_penalty", defaults.presence_penalty),
+        frequency_penalty=number("frequency_penalty", defaults.frequency_penalty),
+        logit_bias=_logit_bias(body.object("logit_bias")),
+        min_tokens=body.integer("min_tokens") or 0,
+        ignore_eos=body.boolean("ignore_eos"),
+        stop_token_ids=body.integers("stop_token_ids"),
+        logprobs=logprobs,
+        prompt_logprobs=body.integer("prompt_logprobs"),
+    )
+
+
+def refuse_unsupported(body: Body) -> None:
+    """Fields whose meaning cannot be honoured are refused rather than ignored."""
+    response_format = body.object("response_format")
+    if response_format.get("type", "text") != "text":
+        raise InvalidRequest(
+            f"response_format: only {{'type': 'text'}} is served; got type {response_format.get('type')!r}; leave it out",
+            field="response_format",
+        )
+    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"):
+        if body.get(name) is not None:
+            raise InvalidRequest(f"{name}: constrained decoding is not served; leave it out", field=name)
+
+
+def _top_k(body: Body, default: int | None) -> int | None:
+    """0 and -1 mean off, as in vLLM."""
+    value = body.integer("top_k")
+    if value is None:
+        return default
+    return None if value in (0, -1) else value
+
+
+def _logit_bias(entries: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+    """Keys are token ids written as strings."""
+    biases: dict[int, float] = {}
+    for key, bias in entries.items():
+        try:
+            token_id = int(key)
+        except ValueError:
+            raise wrong_type("logit_bias", "an object whose keys are token ids", key) from None
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise wrong_type("logit_bias", "an object whose values are numbers", bias)
+        biases[token_id] = bias
+    return tuple(sorted(biases.items()))

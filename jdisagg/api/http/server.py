@@ -1,0 +1,96 @@
+"""uvicorn inside an event loop that already runs, on a socket bound beforehand (so port 0 works and its number is known)."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from jdisagg.core.errors import ConfigError
+
+_START_TIMEOUT_S = 10.0
+_BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process it is part of."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """A listening socket and, between `start` and `stop`, the server on it."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket, *, stop_timeout_s: float) -> None:
+        self._listener = listener
+        self._stop_timeout_s = stop_timeout_s
+        self.host, self.port = listener.getsockname()[:2]
+        config = uvicorn.Config(
+            app,
+            loop="none",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=max(1, round(stop_timeout_s)),
+            backlog=_BACKLOG,
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    async def start(self) -> None:
+        """Return when connections are accepted."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]), name="http")
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            while not self._server.started:
+                if self._task.done():
+                    self._task.result()
+                    raise ConfigError(f"the HTTP server on {self.address} ended while starting")
+                await asyncio.sleep(0.005)
+
+    async def stop(self) -> None:
+        """Accept nothing more, let open requests end for at most `stop_timeout_s`, close. Idempotent."""
+        task, self._task = self._task, None
+        if task is None:
+            self._listener.close()
+            return
+        self._server.should_exit = True
+        done, _ = await asyncio.wait([task], timeout=self._stop_timeout_s + 5.0)
+        if not done:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        else:
+            task.result()
+
+
+def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """Bind now (port 0 = a free one). Raises ConfigError when the address is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"--port: cannot listen on {host} port {port}: {error.strerror or error}; choose another port, or 0 for a free one",
+            field="port",
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def make_server(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0, stop_timeout_s: float = 5.0) -> HttpServer:
+    """`listen` and a server on it; serving begins with `start`. Raises ConfigError when the address is taken."""
+    return HttpServer(app, listen(host, port), stop_timeout_s=stop_timeout_s)

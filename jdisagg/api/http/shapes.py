@@ -1,0 +1,87 @@
+"""Pieces of OpenAI responses that several endpoints share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from starlette.requests import Request
+
+from jdisagg.api.choice import ScoredToken, Transcript, Usage
+from jdisagg.text.tokenizer import Tokenizer
+
+PROVENANCE_HEADER = "x-jdisagg-provenance"
+
+
+def wants_provenance(request: Request) -> bool:
+    """The client asks where its answer was computed."""
+    return request.headers.get(PROVENANCE_HEADER) == "1"
+
+
+def provenance_object(transcript: Transcript) -> dict[str, Any]:
+    """Where the KV came from: the first choice's fields, and one entry per choice."""
+    shown = [
+        {"index": choice.index, **asdict(choice.provenance)} for choice in transcript.choices if choice.provenance is not None
+    ]
+    first = {key: value for key, value in shown[0].items() if key != "index"} if shown else {}
+    return {**first, "choices": shown}
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """OpenAI's `usage`."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+    """`logprobs` of /v1/completions: four parallel lists. Alternatives that spell the same text keep the likelier one."""
+    return {
+        "tokens": [tokenizer.token_text(token.token_id) for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [_alternatives(tokenizer, token) for token in tokens],
+        "text_offset": [token.text_offset for token in tokens],
+    }
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[ScoredToken], num_top: int) -> dict[str, Any]:
+    """`logprobs` of /v1/chat/completions."""
+    content = [
+        _entry(tokenizer, token.token_id, token.logprob)
+        | {"top_logprobs": [_entry(tokenizer, *alternative) for alternative in token.top[:num_top]]}
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(tokenizer: Tokenizer, tokens: Sequence[ScoredToken]) -> list[dict[str, Any] | None]:
+    """Per prompt token: token id to logprob, rank and text (vLLM's form); None for the first."""
+    return [None if token.logprob is None else _ranked(tokenizer, token) for token in tokens]
+
+
+def _alternatives(tokenizer: Tokenizer, token: ScoredToken) -> dict[str, float] | None:
+    """The chosen token is always among them, as OpenAI has it."""
+    if token.logprob is None:
+        return None
+    shown: dict[str, float] = {}
+    for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
+        shown.setdefault(tokenizer.token_text(token_id), logprob)
+    return shown
+
+
+def _entry(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
+    spelled = tokenizer.token_bytes(token_id)
+    return {"token": spelled.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(spelled)}
+
+
+def _ranked(tokenizer: Tokenizer, token: ScoredToken) -> dict[str, Any]:
+    ranked = {
+        str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": tokenizer.token_text(token_id)}
+        for rank, (token_id, logprob) in enumerate(token.top, start=1)
+    }
+    chosen = {"logprob": token.logprob, "rank": None, "decoded_token": tokenizer.token_text(token.token_id)}
+    return {str(token.token_id): chosen} | ranked

@@ -1,0 +1,66 @@
+"""POST /tokenize and /detokenize, GET /v1/models."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from jdisagg.api.edge import Edge
+from jdisagg.api.http.body import read_body
+from jdisagg.api.http.messages import render_prompt
+from jdisagg.api.intake import check_model, check_token_ids
+from jdisagg.core.errors import InvalidRequest
+
+
+class TokenEndpoints:
+    """What needs the tokenizer and the model's card, but no engine."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+        self._started = int(time.time())
+
+    async def tokenize(self, request: Request) -> Response:
+        """`prompt` or `messages` to token ids."""
+        body = await read_body(request)
+        check_model(body.text("model") or "", self._edge.card)
+        tokenizer = self._edge.tokenizer
+        if body.get("messages") is not None:
+            text, special = render_prompt(body, tokenizer.chat), body.boolean("add_special_tokens", False)
+        else:
+            text, special = body.text("prompt"), body.boolean("add_special_tokens", True)
+        if text is None:
+            raise InvalidRequest("prompt: give a prompt (a string) or messages", field="prompt")
+        token_ids = tokenizer.encode(text, add_special_tokens=special)
+        answer: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": self._edge.card.max_model_len,
+            "tokens": list(token_ids),
+        }
+        if body.boolean("return_token_strs"):
+            answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in token_ids]
+        return JSONResponse(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """`tokens` to text, special tokens included."""
+        body = await read_body(request)
+        check_model(body.text("model") or "", self._edge.card)
+        token_ids = body.integers("tokens")
+        check_token_ids(token_ids, self._edge.card.vocab_size, "tokens")
+        return JSONResponse({"prompt": self._edge.tokenizer.decode(token_ids, skip_special_tokens=False)})
+
+    async def models(self, request: Request) -> Response:
+        """The served model, as a list."""
+        return JSONResponse({"object": "list", "data": [self._model_object()]})
+
+    async def model(self, request: Request) -> Response:
+        """One model by name."""
+        check_model(request.path_params["name"], self._edge.card)
+        return JSONResponse(self._model_object())
+
+    def _model_object(self) -> dict[str, Any]:
+        card = self._edge.card
+        model: dict[str, Any] = {"id": card.name, "object": "model", "created": self._started, "owned_by": "jdisagg"}
+        return model | {"max_model_len": card.max_model_len, "fingerprint": card.fingerprint}

@@ -1,0 +1,164 @@
+"""A TokenEngine whose tokens a reader computes by hand, and the whole edge on real sockets around it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc.aio
+from openai import AsyncOpenAI
+
+from jdisagg.api.edge import Edge
+from jdisagg.api.generation import GenerationServicer
+from jdisagg.api.http.app import make_app
+from jdisagg.api.http.server import make_server
+from jdisagg.api.token_engine import Health, ModelCard
+from jdisagg.core.errors import RequestError
+from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, TokenLogprob
+from jdisagg.text.tokenizer import Tokenizer
+from jdisagg.v1 import generation_pb2_grpc
+
+T = TypeVar("T")
+EOS = 1
+TIME_LIMIT_S = 20.0
+PROVENANCE = Provenance(prefill_worker="pid 1 @ p", decode_worker="pid 2 @ d", prefilled_tokens=3, transferred_bytes=99)
+
+
+class FakeEngine:
+    """Answers choice c with `answers[c % len]` and EOS. Token i has logprob -(i + 1), its only alternative is token i + 2."""
+
+    def __init__(self, tokenizer: Tokenizer, *answers: str, max_model_len: int = 200) -> None:
+        self.card = ModelCard(
+            name="tiny", max_model_len=max_model_len, vocab_size=tokenizer.vocab_size, eos_token_ids=(EOS,), fingerprint="fp"
+        )
+        self.answers = [tokenizer.encode(answer, add_special_tokens=False) for answer in answers]
+        self.tokens_per_output = 1
+        self.delay_s = 0.0
+        self.refusal: RequestError | None = None  # raised at admission
+        self.failure: tuple[int, RequestError] | None = None  # (after so many tokens, error)
+        self.requests: list[EngineRequest] = []
+        self.live: set[str] = set()
+        self.cancelled: list[str] = []
+        self.state = Health(healthy=True, ready=True)
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
+        """See TokenEngine."""
+        if self.refusal is not None:
+            raise self.refusal
+        self.requests.append(request)
+        self.live.add(request.request_id)
+        finished = False
+        try:
+            for output in self._outputs(request):
+                await asyncio.sleep(self.delay_s)
+                finished = output.finish is not None
+                yield output
+        finally:
+            self.live.remove(request.request_id)
+            if not finished:
+                self.cancelled.append(request.request_id)
+
+    def _outputs(self, request: EngineRequest) -> list[Output]:
+        sampling = request.sampling
+        answer = self.answers[request.choice % len(self.answers)]
+        tokens = (answer if sampling.ignore_eos else (*answer, EOS))[: sampling.max_tokens]
+        outputs = []
+        for begin in range(0, len(tokens), self.tokens_per_output):
+            part = tokens[begin : begin + self.tokens_per_output]
+            last = begin + len(part) == len(tokens)
+            stopped = last and part[-1] == EOS
+            if self.failure is not None and begin >= self.failure[0]:
+                return [*outputs, Output(request_id=request.request_id, finish=FinishReason.ERROR, error=self.failure[1])]
+            scored = tuple(_logprob(position, token) for position, token in enumerate(part, start=begin))
+            finish = (FinishReason.STOP if stopped else FinishReason.LENGTH) if last else None
+            outputs.append(
+                Output(
+                    request_id=request.request_id,
+                    token_ids=part,
+                    logprobs=scored if sampling.logprobs is not None else None,
+                    prompt_logprobs=_prompt_logprobs(request) if begin == 0 else None,
+                    finish=finish,
+                    stop_token_id=EOS if stopped else None,
+                    cached_tokens=2 if last else 0,
+                    provenance=PROVENANCE if last else None,
+                )
+            )
+        return outputs
+
+    def health(self) -> Health:
+        """See TokenEngine."""
+        return self.state
+
+    def debug_state(self) -> dict[str, Any]:
+        """See TokenEngine."""
+        return {"live": sorted(self.live)}
+
+    async def drain(self, deadline_s: float) -> int:
+        """See TokenEngine."""
+        return len(self.live)
+
+
+def _logprob(position: int, token_id: int) -> TokenLogprob:
+    return TokenLogprob(token_id=token_id, logprob=-(position + 1.0), top=((position + 2, -0.25),))
+
+
+def _prompt_logprobs(request: EngineRequest) -> tuple[TokenLogprob | None, ...] | None:
+    if request.sampling.prompt_logprobs is None:
+        return None
+    scored = (TokenLogprob(token_id=token, logprob=-0.5, top=((9, -0.1),)) for token in request.prompt_token_ids[1:])
+    return (None, *scored)
+
+
+@dataclass
+class Served:
+    """A running edge."""
+
+    engine: FakeEngine
+    edge: Edge
+    http: str  # base URL
+    port: int
+    client: AsyncOpenAI
+    stub: generation_pb2_grpc.GenerationServiceStub
+
+    async def wait_idle(self) -> None:
+        """Until nothing runs; fails after two seconds."""
+        async with asyncio.timeout(2.0):
+            while self.engine.live or self.edge.num_live:
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def serving(engine: FakeEngine, tokenizer: Tokenizer, *, api_key: str | None = None) -> AsyncIterator[Served]:
+    """HTTP and gRPC on real sockets; on exit nothing may be left running."""
+    edge = Edge(engine, tokenizer, default_deadline_s=10.0, draw_seed=lambda: 77)
+    server = make_server(make_app(edge, engine, lambda: "jdisagg_up 1\n", api_key), stop_timeout_s=1.0)
+    await server.start()
+    grpc_server = grpc.aio.server()
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), grpc_server)
+    grpc_port = grpc_server.add_insecure_port("127.0.0.1:0")
+    await grpc_server.start()
+    url = f"http://{server.address}"
+    async with (
+        AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0, timeout=10.0) as client,
+        grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}") as channel,
+    ):
+        served = Served(engine, edge, url, server.port, client, generation_pb2_grpc.GenerationServiceStub(channel))
+        try:
+            yield served
+            await served.wait_idle()
+        finally:
+            await grpc_server.stop(0.5)
+            await server.stop()
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run one test's coroutine with a time limit."""
+
+    async def limited() -> T:
+        async with asyncio.timeout(TIME_LIMIT_S):
+            return await work
+
+    return asyncio.run(limited())
