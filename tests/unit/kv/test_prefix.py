@@ -1,0 +1,63 @@
+"""The prefix index: longest match, whole pages, salts, eviction."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdisagg.kv.prefix import PrefixIndex
+
+TOKENS = tuple(range(10, 23))  # 13 tokens: three full pages of 4
+
+
+def filled(index: PrefixIndex, tokens: tuple[int, ...] = TOKENS, salt: str = "", first_page: int = 1) -> None:
+    """Index every full page of `tokens` as pages first_page, first_page + 1, ..."""
+    for i, key in enumerate(index.keys(tokens, salt)):
+        index.insert(key, first_page + i)
+
+
+def test_only_whole_pages_of_the_longest_common_prefix_match() -> None:
+    index = PrefixIndex(4)
+    filled(index)
+    assert index.match(TOKENS) == (1, 2, 3)
+    assert index.match(TOKENS[:11]) == (1, 2)
+    assert index.match((*TOKENS[:6], 0, 0, *TOKENS[8:])) == (1,)
+    assert index.match(TOKENS[4:]) == ()
+    assert index.match(TOKENS[:3]) == ()
+    assert index.match(()) == ()
+
+
+def test_a_salt_is_part_of_every_page() -> None:
+    index = PrefixIndex(4)
+    filled(index, salt="tenant-a")
+    assert index.match(TOKENS) == ()
+    assert index.match(TOKENS, "tenant-a") == (1, 2, 3)
+
+
+def test_the_first_page_under_a_key_stays_and_its_eviction_makes_room() -> None:
+    index = PrefixIndex(4)
+    filled(index)
+    key = index.keys(TOKENS)[1]
+    assert not index.insert(key, 9)
+    index.evict(2)
+    assert index.match(TOKENS) == (1,)  # page 3 is there but its parent is not
+    assert index.insert(key, 9)
+    assert index.match(TOKENS) == (1, 9, 3)
+    assert len(index) == 3
+
+
+def test_reset_names_what_it_forgot() -> None:
+    index = PrefixIndex(4)
+    filled(index)
+    assert sorted(index.reset()) == [1, 2, 3]
+    assert index.match(TOKENS) == ()
+    assert len(index) == 0
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=20), st.integers(1, 6), st.data())
+def test_keys_extend_from_any_known_start(tokens: list[int], page_size: int, data: st.DataObject) -> None:
+    index = PrefixIndex(page_size)
+    keys = index.keys(tokens)
+    assert len(keys) == len(tokens) // page_size == len(set(keys))
+    known = keys[: data.draw(st.integers(0, len(keys)))]
+    assert index.keys(tokens, known=known) == keys
