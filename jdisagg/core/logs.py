@@ -35,5 +35,5 @@ def setup_logs(role: str, environ: Mapping[str, str] = os.environ) -> None:
     )
     logging.basicConfig(level=_LEVELS[value], handlers=[handler], force=True)
     logging.captureWarnings(True)
-    for noisy in ("jax", "absl", "orbax", "httpx", "uvicorn.access", "asyncio"):
+    for noisy in ("jax", "absl", "orbax", "httpx", "uvicorn", "asyncio"):
         logging.getLogger(noisy).setLevel(max(_LEVELS[value], logging.WARNING))

@@ -211,7 +211,7 @@ def _unknown_key(path: Path, section: str | None, key: str) -> NoReturn:
 
 
 def _nearest(name: str, candidates: list[str]) -> str:
-    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else "; see --help for the list"
 
 

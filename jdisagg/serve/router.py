@@ -1,0 +1,86 @@
+"""Composition root of the router: public gRPC and HTTP edges over a fleet of workers that register here. No jax.
+
+Order of a start: bind both ports (a taken one fails at once), read tokenizer and model settings, serve, READY. Workers come
+and go; `/ready` says whether a request would be served now. SIGTERM: report NOT_SERVING, admit nothing, let streams end.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from time import monotonic
+
+import grpc.aio
+
+from jdisagg.api.admin import AdminService
+from jdisagg.api.channels import bind, make_server
+from jdisagg.api.fleet_service import FleetService
+from jdisagg.api.generation import GenerationServicer
+from jdisagg.api.grpc_health import HealthReporter
+from jdisagg.api.http.app import make_app
+from jdisagg.api.http.server import HttpServer, listen
+from jdisagg.core.config import Config
+from jdisagg.core.errors import Unavailable
+from jdisagg.core.metrics import Metrics
+from jdisagg.models.resolve import resolve_model
+from jdisagg.router.fleet_engine import FleetEngine
+from jdisagg.serve.process import Process, run_process
+from jdisagg.serve.ready import Ready, announce
+from jdisagg.serve.text_edge import make_edge
+from jdisagg.v1 import admin_pb2_grpc, fleet_pb2_grpc, generation_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+SERVICES = ("jdisagg.v1.GenerationService", "jdisagg.v1.FleetService", "jdisagg.v1.AdminService")
+GRPC_STOP_S = 1.0  # for calls that are still open after the drain
+
+
+def run(config: Config) -> int:
+    """Route until SIGTERM; returns the exit status."""
+    return run_process(lambda process: serve(config, process))
+
+
+async def serve(config: Config, process: Process) -> int:
+    """The life of one router process."""
+    started_s = monotonic()
+    server = make_server()
+    address = bind(server, config.server.host, config.server.grpc_port)
+    listener = listen(config.server.host, config.server.port)
+    model = config.model.served_model_name or config.model.model
+    metrics = Metrics()
+    metrics.set_build(role="router", model=model)
+    engine = FleetEngine(config=config.transfer, step_timeout_s=config.device.step_timeout_s, metrics=metrics)
+    edge = make_edge(engine, resolve_model(config.model.model), config.server)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(engine.workers, config.transfer), server)
+    health = HealthReporter(server, SERVICES, engine.health)
+
+    async def drain(deadline_s: float) -> int:
+        await health.close()
+        return await engine.drain(deadline_s)
+
+    _add_admin(server, engine, drain)
+    http = HttpServer(
+        make_app(edge, engine, metrics.text, config.server.api_key), listener, stop_timeout_s=config.server.drain_s
+    )
+    process.dump_with(engine.debug_state)
+    await server.start()
+    await http.start()
+    await health.start()
+    announce(Ready(role="router", http=http.address, grpc=address, model=model, warmup_s=round(monotonic() - started_s, 3)))
+    await process.stopping.wait()
+    unfinished = await drain(monotonic() + config.server.drain_s)
+    if unfinished:
+        log.warning("%d requests were still running at the end of --drain-s", unfinished)
+    await engine.close()
+    await http.stop()
+    await server.stop(GRPC_STOP_S)
+    return 0
+
+
+def _add_admin(server: grpc.aio.Server, engine: FleetEngine, drain: Callable[[float], Awaitable[int]]) -> None:
+    async def reset_prefix_cache() -> int:
+        raise Unavailable("a router has no prefix cache; ask the workers (FleetService.List names them)")
+
+    admin = AdminService(drain=drain, stats=engine.debug_state, reset_prefix_cache=reset_prefix_cache)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)

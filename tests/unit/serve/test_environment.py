@@ -1,0 +1,66 @@
+"""What is settled before jax is imported."""
+
+from pathlib import Path
+
+import pytest
+
+from jdisagg.core.config import Config, DeviceConfig, LocalConfig, ModelConfig
+from jdisagg.core.errors import ConfigError
+from jdisagg.serve.environment import num_devices_needed, prepare_jax
+
+COUNT = "--xla_force_host_platform_device_count"
+
+
+def config(tp: int = 1, devices: str | None = None, cache: str | None = "off", role: str = "unified") -> Config:
+    return Config(
+        role=role,
+        model=ModelConfig(tensor_parallel_size=tp),
+        device=DeviceConfig(devices=devices, compilation_cache_dir=cache),
+        local=LocalConfig(prefill_tp=2, decode_tp=3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "wanted"),
+    [
+        (config(), 1),
+        (config(tp=4), 4),
+        (config(devices="6"), 7),
+        (config(tp=2, devices="2-3"), 4),
+        (config(role="colocated"), 5),
+    ],
+)
+def test_as_many_virtual_cpu_devices_as_the_role_needs(made: Config, wanted: int) -> None:
+    environ = {"XLA_FLAGS": "--other"}
+    prepare_jax(made, environ)
+    assert num_devices_needed(made) == wanted
+    assert environ["XLA_FLAGS"] == ("--other" if wanted == 1 else f"--other {COUNT}={wanted}")
+
+
+def test_a_device_count_of_the_user_stays() -> None:
+    environ = {"XLA_FLAGS": f"{COUNT}=8"}
+    prepare_jax(config(tp=2), environ)
+    assert environ["XLA_FLAGS"] == f"{COUNT}=8"
+
+
+def test_the_compilation_cache_is_a_directory_that_exists(tmp_path: Path) -> None:
+    environ: dict[str, str] = {}
+    prepare_jax(config(cache=str(tmp_path / "a/b")), environ)
+    assert environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "a/b")
+    assert (tmp_path / "a/b").is_dir()
+
+
+def test_the_flag_wins_over_the_environment_and_off_removes_it(tmp_path: Path) -> None:
+    environ = {"JAX_COMPILATION_CACHE_DIR": "elsewhere"}
+    prepare_jax(config(cache=None), environ)
+    assert environ["JAX_COMPILATION_CACHE_DIR"] == "elsewhere"
+    prepare_jax(config(cache=str(tmp_path)), environ)
+    assert environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path)
+    prepare_jax(config(cache="off"), environ)
+    assert "JAX_COMPILATION_CACHE_DIR" not in environ
+
+
+def test_an_unusable_cache_directory_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--compilation-cache-dir: .* is not writable .* name another directory, or 'off'"):
+        prepare_jax(config(cache=str(tmp_path / "file" / "dir")), {})

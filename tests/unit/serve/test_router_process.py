@@ -1,0 +1,108 @@
+"""A real router process without workers: READY, its edges, its end."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from jdisagg.serve.ready import Ready, parse
+
+SERVE = [sys.executable, "-m", "jdisagg.serve"]
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def router() -> Iterator[tuple[subprocess.Popen[str], Ready]]:
+    process = subprocess.Popen(
+        [*SERVE, "--role", "router", "--served-model-name", "m"], stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL
+    )
+    assert process.stdout is not None
+    ready = parse(process.stdout.readline())
+    assert ready is not None
+    yield process, ready
+    process.kill()
+    process.wait(WAIT_S)
+    process.stdout.close()
+
+
+def get(address: str | None, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_a_router_without_workers_is_healthy_but_not_ready_and_sigterm_ends_it_with_zero(router) -> None:
+    process, ready = router
+    assert (ready.role, ready.model, ready.pid) == ("router", "m", process.pid)
+    assert get(ready.http, "/health")[0] == 200
+    status, body = get(ready.http, "/ready")
+    assert status == 503
+    assert "no decode or unified worker" in body
+    assert 'jdisagg_build_info{model="m"' in get(ready.http, "/metrics")[1]
+    with grpc.insecure_channel(ready.grpc) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+    assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(WAIT_S) == 0
+
+
+def exits(*flags: str, env: dict[str, str] | None = None) -> tuple[int, str]:
+    done = subprocess.run(
+        [*SERVE, *flags], capture_output=True, text=True, timeout=WAIT_S, env={**os.environ, **(env or {})}, check=False
+    )
+    assert done.stdout == ""
+    return done.returncode, done.stderr
+
+
+def test_a_taken_port_exits_2_with_one_line_that_names_the_flag() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        status, text = exits("--role", "router", "--port", str(taken.getsockname()[1]))
+    assert status == 2
+    assert "--port: cannot listen on 127.0.0.1" in text.splitlines()[-1]
+
+
+def test_a_taken_grpc_port_exits_2() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        status, text = exits("--role", "router", "--grpc-port", str(taken.getsockname()[1]))
+    assert status == 2
+    assert "port: cannot listen on 127.0.0.1" in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "wanted"),
+    [
+        (["--pagesize", "3"], {}, "jdisagg.serve: --pagesize: unknown flag; did you mean --page-size?\n"),
+        (["--role", "router", "--model", "./nowhere"], {}, "--model: ./nowhere is not a directory"),
+        (["--role", "router", "--cpu-affinity", "4000"], {}, "--cpu-affinity: got '4000', wanted cores out of "),
+        (["--role", "router"], {"JDISAGG_LOG_LEVEL": "loud"}, "JDISAGG_LOG_LEVEL: got 'loud'"),
+    ],
+)
+def test_a_bad_configuration_exits_2_with_one_line(flags: list[str], env: dict[str, str], wanted: str) -> None:
+    status, text = exits(*flags, env=env)
+    assert status == 2
+    assert text.count("\n") == 1
+    assert wanted in text
+
+
+def test_help_and_print_config_and_the_router_import_no_jax() -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['serve', '--print-config']\n"
+        "import jdisagg.serve.router, jdisagg.serve.local\n"
+        "try: runpy.run_module('jdisagg.serve', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert not {'jax', 'jaxlib', 'flax'} & set(sys.modules), 'jax was imported'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 'role = "local"' in done.stdout
