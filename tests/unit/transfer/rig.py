@@ -13,6 +13,7 @@ import grpc
 import jax
 import ml_dtypes
 import numpy as np
+from jax.experimental import transfer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdisagg.api.byte_source import GrpcByteSource
@@ -47,13 +48,10 @@ def piece(values: np.ndarray, begin: int = 3, *, heads_on: int = 2) -> Piece:
 
 
 def error_array() -> jax.Array:
-    """An array whose computation failed after it was dispatched."""
-
-    def fail(x: np.ndarray) -> np.ndarray:
-        raise RuntimeError("injected device failure")
-
-    shape = jax.ShapeDtypeStruct((LAYERS, CHUNK_TOKENS, HEADS, FEATURES), np.float32)
-    return jax.jit(lambda x: jax.pure_callback(fail, shape, x))(np.float32(1))
+    """What a dispatched computation that failed leaves: is_ready() is true, reading it raises."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    aval = jax.ShapeDtypeStruct((LAYERS, CHUNK_TOKENS, HEADS, FEATURES), np.float32, sharding=device)
+    return transfer.make_error_array(aval, "injected device failure")
 
 
 class LocalSource:

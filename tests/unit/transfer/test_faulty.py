@@ -1,0 +1,176 @@
+"""The fault-injecting wrappers produce the faults they name, on real backends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jdisagg.handoff.messages import HandoffId
+from jdisagg.transfer.base import PieceArrived, PieceFailed, Published, PublishFailed
+from jdisagg.transfer.fake import FakeFetcher, FakePublisher
+from jdisagg.transfer.faulty import Fault, FaultyByteSource, FaultyFetcher, FaultyPublisher
+from jdisagg.transfer.grpc_backend import GrpcFetcher, GrpcPublisher, PieceStore
+from jdisagg.transfer.target import PieceTarget
+from tests.unit.transfer.rig import CHUNK_TOKENS, FEATURES, HEADS, LAYERS, H, LocalSource, Rig, piece, sharding, tokens
+
+TARGET = PieceTarget(
+    sharding=sharding(4, 4),
+    dtype="float32",
+    chunk_tokens=CHUNK_TOKENS,
+    num_layers=LAYERS,
+    num_kv_heads=HEADS,
+    features=FEATURES,
+)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig("fake").start()
+    yield rig
+    rig.close()
+
+
+def faulty_fetcher(rig: Rig, *plan: Fault | None) -> FaultyFetcher:
+    rig.fetcher = FaultyFetcher(lambda post: FakeFetcher(rig.network, TARGET, post), rig.events.put, plan)
+    return rig.fetcher
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (Fault.CORRUPT, "checksum"),
+        (Fault.TRUNCATE, "truncated"),
+        (Fault.ERROR_ARRAY, "device"),
+        (Fault.DISCONNECT, "connection"),
+    ],
+)
+def test_a_failing_fetch_says_why_and_the_next_one_works(rig: Rig, fault: Fault, reason: str) -> None:
+    faulty_fetcher(rig, fault)
+    ready = rig.published("k", piece(tokens(5)))
+    assert rig.failed(ready).reason == reason
+    assert rig.arrived(ready).ready == ready
+
+
+def test_dropped_delayed_late_and_duplicate_events(rig: Rig) -> None:
+    fetcher = faulty_fetcher(rig, Fault.DROP, Fault.DELAY, Fault.DUPLICATE, Fault.LATE)
+    ready = rig.published("k", piece(tokens(5)))
+    rig.fetch(ready)
+    assert rig.quiet(0.0), "dropped"
+    rig.fetch(ready)
+    assert rig.quiet(0.0), "delayed"
+    fetcher.let_go()
+    assert isinstance(rig.event(), PieceArrived)
+    rig.fetch(ready)
+    assert rig.event() == rig.event(), "duplicate"
+    rig.fetch(ready)
+    assert rig.quiet(0.0), "late"
+    fetcher.let_go()
+    assert rig.quiet(0.0), "still late"
+    fetcher.cancel(HandoffId("other", 1))
+    assert rig.quiet(0.0), "another hand-off's end"
+    fetcher.cancel(H)
+    assert isinstance(rig.event(), PieceArrived)
+
+
+def test_a_faulty_publisher_fails_holds_and_repeats(rig: Rig) -> None:
+    plan = (Fault.ERROR_ARRAY, Fault.LATE, Fault.DUPLICATE, Fault.DROP)
+    rig.publisher = FaultyPublisher(lambda post: FakePublisher(rig.network, post), rig.events.put, plan)
+    failed = rig.publish_failed("a", piece(tokens(5)))
+    assert (failed.begin, failed.end) == (3, 8)
+    rig.publisher.publish(H, "b", piece(tokens(5)))
+    assert rig.quiet(0.0)
+    rig.publisher.discard("b")
+    late = rig.event()
+    assert isinstance(late, Published)
+    assert late.ready.key == "b"
+    rig.published("c", piece(tokens(5)))
+    assert isinstance(rig.event(), Published), "duplicate"
+    rig.publisher.publish(H, "d", piece(tokens(5)))
+    assert rig.quiet(0.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (Fault.CORRUPT, "checksum"),
+        (Fault.TRUNCATE, "truncated"),
+        (Fault.DISCONNECT, "connection"),
+        (Fault.DROP, "unknown_key"),
+    ],
+)
+def test_spoiled_bytes_are_noticed_by_the_grpc_fetcher(fault: Fault, reason: str) -> None:
+    rig = Rig("grpc")
+    rig.publisher = GrpcPublisher(rig.store, rig.events.put)
+    rig.fetcher = GrpcFetcher(FaultyByteSource(LocalSource(rig.store), [fault]), TARGET, rig.events.put)
+    sent = tokens(5)
+    ready = rig.published("k", piece(sent))
+    failed = rig.failed(ready)
+    assert failed.reason == reason, failed
+    assert np.array_equal(np.asarray(rig.arrived(ready).piece.data)[:, :5], sent)
+    rig.close()
+
+
+def test_a_wrong_announcement_is_not_believed() -> None:
+    rig = Rig("grpc").start()
+    ready = rig.published("k", piece(tokens(5)))
+    longer = replace(ready, end=ready.end + 1, shape=(LAYERS, 6, HEADS, FEATURES), num_bytes=ready.num_bytes // 5 * 6)
+    assert rig.failed(longer).reason == "truncated"
+    shorter = replace(ready, end=ready.end - 1, shape=(LAYERS, 4, HEADS, FEATURES), num_bytes=ready.num_bytes // 5 * 4)
+    assert rig.failed(shorter).reason == "truncated"
+    rig.close()
+
+
+def test_without_checksums_the_announcement_says_none() -> None:
+    rig = Rig("grpc").start()
+    rig.publisher.close()
+    rig.publisher = GrpcPublisher(rig.store, rig.events.put, checksums=False)
+    ready = rig.published("k", piece(tokens(5)))
+    assert ready.checksum == 0
+    rig.arrived(ready)
+    rig.close()
+
+
+def test_the_store_is_bounded_and_takes_one_oversize_piece() -> None:
+    store = PieceStore(max_bytes=10)
+    assert store.reserve("big", 100)
+    assert not store.reserve("small", 1)
+    store.discard("big")
+    assert store.reserve("a", 6)
+    assert not store.reserve("b", 5)
+    assert store.reserve("c", 4)
+    assert store.num_bytes == 10
+    assert not store.put("big", b"late")
+    assert store.get("big") is None
+    store.clear()
+    assert store.num_bytes == 0
+
+
+def test_a_full_store_fails_the_piece_at_once() -> None:
+    rig = Rig("grpc")
+    rig.store = PieceStore(max_bytes=1)
+    rig.start()
+    rig.published("k", piece(tokens(5)))
+    assert rig.publish_failed("k2", piece(tokens(5))).reason == "buffer_full"
+    rig.close()
+
+
+def test_a_stalled_peer_does_not_hold_up_another() -> None:
+    rig = Rig("grpc")
+    rig.publisher = GrpcPublisher(rig.store, rig.events.put)
+    source = FaultyByteSource(LocalSource(rig.store), [Fault.DELAY], delay_s=1.0)
+    rig.fetcher = GrpcFetcher(source, TARGET, rig.events.put)
+    ready = rig.published("k", piece(tokens(5)))
+    began_s = time.monotonic()
+    rig.fetcher.fetch(H, "slow", ready, began_s + 5)
+    time.sleep(0.05)
+    rig.fetcher.fetch(HandoffId("fast", 2), "fast", ready, began_s + 5)
+    event = rig.event()
+    assert event.handoff == HandoffId("fast", 2)
+    assert time.monotonic() - began_s < 0.9
+    assert isinstance(rig.event(), PieceArrived)
+    assert not isinstance(event, PieceFailed | PublishFailed)
+    rig.close()
