@@ -139,7 +139,6 @@ class DecodeRole:
             else:
                 more += self._execute(self._handoffs.on_reserved(reserved.request_id, now_s), now_s)
         for request in self._scheduler.take_retracted():
-            self._metrics.retractions.inc()
             self._execute(self._handoffs.release(request.request_id, "retracted"), now_s)
             self._start(request, now_s)
         early, self._early = self._early, []

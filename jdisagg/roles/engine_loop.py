@@ -17,6 +17,7 @@ from jdisagg.core.fleet import Load
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import FinishReason, Output, Provenance
 from jdisagg.roles.inbox import Call, Cancel, Inbox, Message, Submit
+from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline
 from jdisagg.roles.side import Side
 from jdisagg.roles.streams import Streams
@@ -40,6 +41,7 @@ class EngineLoop:
         inbox: Inbox,
         streams: Streams,
         metrics: Metrics,
+        observer: TickObserver,
         worker: str,
     ) -> None:
         self.inbox = inbox
@@ -48,10 +50,10 @@ class EngineLoop:
         self._side = side
         self._streams = streams
         self._metrics = metrics
+        self._observer = observer
         self._worker = worker
         self._draining = False
         self._was_idle = False
-        self.load = Load()  # replaced whole every tick, so that any thread may read it
 
     def tick(self, now_s: float) -> bool:
         """Advance by one step; returns False when there was nothing to do. Raises only what must stop the process."""
@@ -63,7 +65,7 @@ class EngineLoop:
         expired = self._scheduler.expire(now_s)
         turn = self._pipeline.turn(now_s)
         outputs += self._side.after_step(turn.plan, expired + turn.outputs, now_s)
-        self._observe(turn.plan, turn.host_s, turn.waited_s)
+        self._observer.observe(turn, len(self._streams))
         self._deliver(outputs, now_s + turn.host_s + turn.waited_s)
         self._was_idle = turn.idle and not messages
         if self._was_idle and self._scheduler.is_idle() and self._side.is_idle:
@@ -123,27 +125,14 @@ class EngineLoop:
             return output
         return replace(output, provenance=replace(output.provenance or Provenance(), decode_worker=self._worker))
 
-    def _observe(self, plan: Any, host_s: float, waited_s: float) -> None:
-        counts = self._scheduler.counts()
-        for state, count in counts.items():
-            self._metrics.requests.labels(state=state).set(count)
-        running = counts.get("running", 0)
-        self.load = Load(
-            running=running,
-            waiting=len(self._streams) - running,
-            free_pages=self._scheduler.num_free_pages,
-            total_pages=self._scheduler.num_pages,
-        )
-        self._metrics.kv_pages_free.set(self._scheduler.num_free_pages)
-        self._metrics.kv_pages_used.set(self._scheduler.num_pages - self._scheduler.num_free_pages)
-        if plan is not None:
-            self._metrics.host_overhead_seconds.observe(host_s)
-            phase = "mixed" if plan.prefill and plan.decode else "prefill" if plan.prefill else "decode"
-            self._metrics.step_seconds.labels(phase=phase).observe(host_s + waited_s)
-
     def start_draining(self) -> None:
         """Admit nothing any more; what runs goes on."""
         self._draining = True
+
+    @property
+    def load(self) -> Load:
+        """How busy the engine is; safe to read from any thread."""
+        return self._observer.load
 
     @property
     def num_unfinished(self) -> int:

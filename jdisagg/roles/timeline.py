@@ -16,7 +16,6 @@ class Timeline:
         self._first_s: float | None = None
         self._last_s: float | None = None
         self._kv_s: float | None = None
-        self._num_tokens = 0
 
     def scheduled(self, now_s: float) -> None:
         """First work on the request: its first prefill chunk, or its hand-off accepted by P."""
@@ -44,7 +43,7 @@ class Timeline:
             for _ in range(num_tokens):
                 self._metrics.itl_seconds.observe((now_s - self._last_s) / num_tokens)
         self._last_s = now_s
-        self._num_tokens += num_tokens
+        self._metrics.generated_tokens.inc(num_tokens)
 
     def finished(self, output: Output, now_s: float) -> None:
         """The last output is on its way."""

@@ -106,7 +106,8 @@ def build_deployment(
     if config.role == "colocated":
         return _colocated(config, metrics, worker, compiles, on_crash)
     role = Role(config.role)
-    core = build_core(config, role, usable_devices(config), config.model.tensor_parallel_size, metrics, worker)
+    tp = config.model.tensor_parallel_size
+    core = build_core(config, role, usable_devices(config), tp=tp, metrics=metrics, worker=worker)
     deployment = Deployment(core, compiles)
     if role is Role.PREFILL:
         store = PieceStore(config.transfer.transfer_buffer_bytes)
@@ -140,8 +141,8 @@ def _colocated(config: Config, metrics: Metrics, worker: str, compiles: CompileC
             "give more with --devices or lower --prefill-tp and --decode-tp",
             field="devices",
         )
-    prefill = build_core(config, Role.PREFILL, devices[:tp_p], tp_p, metrics, worker)
-    decode = build_core(config, Role.DECODE, devices[tp_p:], tp_d, metrics, worker)
+    prefill = build_core(config, Role.PREFILL, devices[:tp_p], tp=tp_p, metrics=metrics, worker=worker)
+    decode = build_core(config, Role.DECODE, devices[tp_p:], tp=tp_d, metrics=metrics, worker=worker)
     exchange = Exchange()
     publisher = DevicePutPublisher(exchange, prefill.inbox.post)
     fetcher = DevicePutFetcher(exchange, _target(decode), decode.inbox.post)

@@ -32,6 +32,7 @@ from jdisagg.roles.decode import DecodeRole
 from jdisagg.roles.engine_loop import EngineLoop
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.inbox import Inbox
+from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline
 from jdisagg.roles.ports import PeerClient
 from jdisagg.roles.prefill import PrefillRole
@@ -86,7 +87,7 @@ def usable_devices(config: Config) -> list[Any]:
     return [devices[index] for index in parse_ranges(config.device.devices, "--devices")]
 
 
-def build_core(config: Config, role: Role, devices: Sequence[Any], tp: int, metrics: Metrics, worker: str) -> Core:
+def build_core(config: Config, role: Role, devices: Sequence[Any], *, tp: int, metrics: Metrics, worker: str) -> Core:
     """Load the model onto the first `tp` of `devices`, make the pool, compile and run every executable."""
     mesh = make_mesh(devices, tp)
     started_s = monotonic()
@@ -135,6 +136,7 @@ def start_engine(core: Core, side: Side, on_crash: Callable[[BaseException], Non
         inbox=core.inbox,
         streams=core.streams,
         metrics=core.metrics,
+        observer=TickObserver(core.scheduler, core.metrics, core.role),
         worker=core.worker,
     )
     thread = EngineThread(loop, name=f"engine-{core.role.value}", on_crash=on_crash)

@@ -1,0 +1,58 @@
+"""What one engine tick shows on /metrics: queue lengths, pages, step times, and the scheduler's counters as differences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from prometheus_client import Gauge
+
+from jdisagg.core.fleet import Load
+from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import Role
+from jdisagg.roles.pipeline import Turn
+from jdisagg.sched.scheduler import Scheduler
+
+
+class TickObserver:
+    """Publishes the scheduler's state of one engine; `load` is replaced whole every tick, so that any thread may read it.
+
+    Gauges are moved by differences: two engines of one process (colocated) add up.
+    """
+
+    def __init__(self, scheduler: Scheduler, metrics: Metrics, role: Role) -> None:
+        self.load = Load()
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._role = role.value
+        self._seen = replace(scheduler.stats)
+        self._shown: dict[str, int] = {}
+
+    def observe(self, turn: Turn, num_streams: int) -> None:
+        """After a tick."""
+        scheduler, metrics = self._scheduler, self._metrics
+        counts = scheduler.counts()
+        for state, count in counts.items():
+            self._show(metrics.requests.labels(state=state), state, count)
+        free, total = scheduler.num_free_pages, scheduler.num_pages
+        self._show(metrics.kv_pages_free, "free", free)
+        self._show(metrics.kv_pages_used, "used", total - free)
+        running = counts["running"]
+        self.load = Load(running=running, waiting=max(0, num_streams - running), free_pages=free, total_pages=total)
+        if turn.plan is not None:
+            phase = "mixed" if turn.plan.prefill and turn.plan.decode else "prefill" if turn.plan.prefill else "decode"
+            metrics.host_overhead_seconds.observe(turn.host_s)
+            metrics.step_seconds.labels(phase=phase).observe(turn.host_s + turn.waited_s)
+            self._count()
+
+    def _show(self, gauge: Gauge, name: str, value: int) -> None:
+        if (change := value - self._shown.get(name, 0)) != 0:
+            gauge.inc(change)
+            self._shown[name] = value
+
+    def _count(self) -> None:
+        now, seen, metrics = self._scheduler.stats, self._seen, self._metrics
+        metrics.prefill_tokens.labels(role=self._role).inc(now.prefill_tokens - seen.prefill_tokens)
+        metrics.prefix_cache_hit_tokens.inc(now.prefix_hit_tokens - seen.prefix_hit_tokens)
+        metrics.preemptions.inc(now.preemptions - seen.preemptions)
+        metrics.retractions.inc(now.retractions - seen.retractions)
+        self._seen = replace(now)
