@@ -40,10 +40,7 @@ def load_orbax(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -> dict
     """The parameter dict as `dtype`, on its devices. Raises ConfigError naming tensor, directory, wanted and got."""
     path = (directory / SUBDIRECTORY).resolve()
     with ocp.PyTreeCheckpointer() as checkpointer:
-        try:
-            stored = dict(checkpointer.metadata(path).item_metadata.tree)
-        except (AttributeError, TypeError, ValueError, OSError) as error:
-            raise ConfigError(f"{path}: not readable as an Orbax checkpoint: {error}; convert again", field="model") from error
+        stored = _stored(checkpointer, path)
         _check(path, spec, stored)
         wanted = {
             declared.name: ocp.ArrayRestoreArgs(
@@ -61,6 +58,17 @@ def load_orbax(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -> dict
         return flat[declared.name]
 
     return build(spec, make)
+
+
+def _stored(checkpointer: ocp.PyTreeCheckpointer, path: Path) -> dict[str, Any]:
+    """Shape and type of every stored tensor by name."""
+    try:
+        metadata = checkpointer.metadata(path).item_metadata
+    except (TypeError, ValueError, OSError) as error:
+        raise ConfigError(f"{path}: not readable as an Orbax checkpoint: {error}; convert again", field="model") from error
+    if metadata is None or not isinstance(metadata.tree, dict):
+        raise ConfigError(f"{path}: not readable as an Orbax checkpoint: no tensors listed; convert again", field="model")
+    return metadata.tree
 
 
 def _check(path: Path, spec: ModelSpec, stored: dict[str, Any]) -> None:

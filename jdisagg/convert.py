@@ -1,0 +1,98 @@
+"""`python -m jdisagg.convert --model DIR --output DIR [--dtype T]`: a Hugging Face directory becomes an Orbax one.
+
+Everything is written to a temporary sibling, config.json last, and renamed at the end: a killed conversion leaves no
+directory that loads. Conversion holds the whole model in host memory once; serving never does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.models.orbax_source import save_orbax
+from jdisagg.models.resolve import read_config, resolve_model
+from jdisagg.models.safetensors_source import load_safetensors
+from jdisagg.models.sharding import make_mesh
+from jdisagg.models.spec import ModelSpec
+
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "LICENSE",
+)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def convert(source: Path, output: Path, *, dtype: str | None) -> None:
+    """Write `source` to `output` as an Orbax checkpoint; `dtype` None keeps the type config.json names (else float32).
+
+    Raises ConfigError when `output` exists or `source` cannot be read; then nothing is left behind.
+    """
+    if output.exists() or output.is_symlink():
+        raise ConfigError(f"--output: {output} exists; give a new name or remove it", field="output")
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output: {output.parent} is not a directory; create it first", field="output")
+    config = read_config(source)
+    spec = ModelSpec.from_config(config)
+    named = config.get("dtype") or config.get("torch_dtype")
+    dtype = dtype or (named if named in DTYPES else "float32")
+    partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
+    try:
+        save_orbax(partial, spec, load_safetensors(source, spec, make_mesh(jax.devices("cpu"), 1), dtype))
+        for name in COMPANIONS:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, partial / name)
+        written = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype}
+        (partial / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        partial.chmod(0o755)  # mkdtemp's 0700 would hide the model from other users
+        _rename_new(partial, output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status (2: a bad flag or checkpoint, one line on stderr)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jdisagg.convert", description="Convert a Hugging Face model directory to Orbax."
+    )
+    parser.add_argument("--model", required=True, help="Hugging Face directory or Hub id with safetensors weights")
+    parser.add_argument("--output", required=True, type=Path, help="directory to create")
+    parser.add_argument("--dtype", choices=DTYPES, help="element type to store (default: as config.json says)")
+    args = parser.parse_args(argv)
+    try:
+        convert(resolve_model(args.model), args.output, dtype=args.dtype)
+    except ConfigError as error:
+        print(f"jdisagg.convert: {error.message}", file=sys.stderr)
+        return 2
+    print(json.dumps({"event": "converted", "output": str(args.output.resolve())}))
+    return 0
+
+
+def _rename_new(partial: Path, output: Path) -> None:
+    """Rename; another process may have made `output` meanwhile (an existing directory with files makes rename fail)."""
+    try:
+        os.rename(partial, output)
+    except OSError as error:
+        raise ConfigError(f"--output: cannot create {output}: {error.strerror}", field="output") from error
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # an accelerator is of no use here and may be busy serving
+    sys.exit(main())

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from jdisagg.convert import convert, main
+from jdisagg.core.config import ModelConfig
+from jdisagg.core.errors import ConfigError
+from jdisagg.models.load import LoadedModel, load_model
+from jdisagg.models.sharding import make_mesh
+from tests.unit.models.conftest import CONFIG
+
+
+def load(directory: Path) -> LoadedModel:
+    return load_model(ModelConfig(model=str(directory)), make_mesh(jax.devices(), 1), seed=0)
+
+
+def test_a_converted_model_is_the_same_model(model_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generation = {"eos_token_id": [3, 5], "temperature": 0.6, "top_k": 20, "do_sample": True}
+    (model_directory / "generation_config.json").write_text(json.dumps(generation))
+    (model_directory / "tokenizer.json").write_text("{}")
+    (model_directory / "chat_template.jinja").write_text("{{ messages }}")
+    output = tmp_path / "converted"
+    assert main(["--model", str(model_directory), "--output", str(output)]) == 0
+    assert json.loads(capsys.readouterr().out)["output"] == str(output)
+    model = load(output)
+    assert model.fingerprint == load(model_directory).fingerprint
+    assert model.eos_token_ids == (3, 5)
+    assert model.generation_defaults == {"temperature": 0.6, "top_k": 20}
+    assert (output / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert not (output / "model.safetensors").exists()
+    assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+
+
+def test_dtype_is_stored(model_directory: Path, tmp_path: Path) -> None:
+    convert(model_directory, tmp_path / "halved", dtype="bfloat16")
+    assert json.loads((tmp_path / "halved" / "config.json").read_text())["dtype"] == "bfloat16"
+    sizes = {}
+    for dtype in ("float32", "bfloat16"):
+        config = ModelConfig(model=str(tmp_path / "halved"), dtype=dtype)
+        sizes[dtype] = load_model(config, make_mesh(jax.devices(), 1), seed=0).params["norm"]["scale"]
+    assert (sizes["float32"] == sizes["bfloat16"].astype("float32")).all()
+
+
+def test_it_refuses_to_overwrite(model_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "there"
+    output.mkdir()
+    assert main(["--model", str(model_directory), "--output", str(output)]) == 2
+    assert "there exists; give a new name" in capsys.readouterr().err
+    assert list(output.iterdir()) == []
+
+
+def test_a_failed_conversion_leaves_nothing(model_directory: Path, tmp_path: Path) -> None:
+    (model_directory / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(ConfigError, match="not readable as safetensors"):
+        convert(model_directory, tmp_path / "out", dtype=None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path: Path, model_directory: Path) -> None:
+    # Dozens of MB, so that the kill falls into the writing.
+    big = {**CONFIG, "hidden_size": 256, "intermediate_size": 2048, "vocab_size": 8192, "num_hidden_layers": 6}
+    (model_directory / "config.json").write_text(json.dumps(big))
+    script = (
+        "import json, sys; from pathlib import Path; from tests.unit.models import conftest as c;"
+        "from jdisagg.models.spec import ModelSpec;"
+        " d = Path(sys.argv[1]); big = json.loads((d / 'config.json').read_text());"
+        "c.write_model(d, c.tensors_of(ModelSpec.from_config(big)), **big)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(model_directory)], check=True, timeout=50)
+    output = tmp_path / "out"
+    command = [sys.executable, "-m", "jdisagg.convert", "--model", str(model_directory), "--output", str(output)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+        deadline_s = time.monotonic() + 40
+        while not list(tmp_path.glob(".out.partial-*/orbax*")) and time.monotonic() < deadline_s:
+            time.sleep(0.002)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert not output.exists()
+    partials = list(tmp_path.glob(".out.partial-*"))
+    assert len(partials) == 1, "the kill came while it was writing"
+    with pytest.raises(ConfigError):
+        load(partials[0])

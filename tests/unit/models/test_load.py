@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jdisagg.core.config import LayerLoop, ModelConfig, Numerics
+from jdisagg.core.errors import ConfigError
+from jdisagg.models.load import LoadedModel, load_model
+from jdisagg.models.orbax_source import save_orbax
+from jdisagg.models.sharding import make_mesh
+from jdisagg.models.spec import ModelSpec
+from tests.unit.models.conftest import CONFIG, tensors_of, write_model
+
+
+def load(directory: Path, *, tp: int = 1, seed: int = 0, **config: Any) -> LoadedModel:
+    config = {"tensor_parallel_size": tp, **config}
+    return load_model(ModelConfig(model=str(directory), **config), make_mesh(jax.devices(), tp), seed=seed)
+
+
+def as_orbax(model: LoadedModel, directory: Path) -> Path:
+    directory.mkdir()
+    shutil.copyfile(model.directory / "config.json", directory / "config.json")
+    save_orbax(directory, model.spec, model.params)
+    return directory
+
+
+def equal(a: LoadedModel, b: LoadedModel) -> bool:
+    return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((np.asarray(x) == np.asarray(y)).all()), a.params, b.params)))
+
+
+def test_kernels_are_the_transposed_tensors(model_directory: Path, tensors: dict[str, np.ndarray]) -> None:
+    model = load(model_directory)
+    layer = model.params["layers"][1]
+    np.testing.assert_array_equal(layer["self_attn"]["k_proj"]["kernel"], tensors["model.layers.1.self_attn.k_proj.weight"].T)
+    np.testing.assert_array_equal(layer["self_attn"]["o_proj"]["bias"], tensors["model.layers.1.self_attn.o_proj.bias"])
+    np.testing.assert_array_equal(model.params["embed_tokens"]["embedding"], tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(model.params["lm_head"]["kernel"], tensors["lm_head.weight"].T)
+    assert (model.dtype, model.kv_dtype, model.eos_token_ids) == ("float32", "float32", (3,))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "orbax"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_every_device_holds_its_part_only(model_directory: Path, tmp_path: Path, kind: str, tp: int) -> None:
+    whole = load(model_directory)
+    cut = load(as_orbax(whole, tmp_path / "orbax-model") if kind == "orbax" else model_directory, tp=tp)
+    attention = cut.params["layers"][0]["self_attn"]
+    assert attention["q_proj"]["kernel"].addressable_shards[0].data.shape == (16, 16 // tp)
+    assert attention["o_proj"]["kernel"].addressable_shards[0].data.shape == (16 // tp, 16)
+    assert attention["k_proj"]["kernel"].addressable_shards[0].data.shape == (16, 4 if tp == 2 else 8)  # replicated at tp > K
+    assert cut.params["embed_tokens"]["embedding"].addressable_shards[0].data.shape == (32 // tp, 16)
+    assert equal(whole, cut)
+    assert cut.fingerprint == whole.fingerprint
+
+
+def test_an_index_and_several_files_load_alike(model_directory: Path, tensors: dict[str, np.ndarray], tmp_path: Path) -> None:
+    names = sorted(tensors)
+    directory = tmp_path / "indexed"
+    directory.mkdir()
+    shutil.copyfile(model_directory / "config.json", directory / "config.json")
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in files.items():
+        save_file({name: tensors[name] for name in part}, directory / file)
+    without_index = load(directory)
+    weight_map = {name: file for file, part in files.items() for name in part}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (directory / "consolidated.safetensors").write_bytes(b"not in the index, not read")
+    assert load(directory).fingerprint == without_index.fingerprint == load(model_directory).fingerprint
+
+
+def test_bfloat16_files_and_conversion_round_once(tmp_path: Path, spec: ModelSpec) -> None:
+    tensors = tensors_of(spec)
+    halved = {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors.items()}
+    stored = load(write_model(tmp_path / "bf16", halved), dtype="bfloat16")
+    rounded = load(write_model(tmp_path / "f32", tensors), dtype="bfloat16")
+    assert stored.params["norm"]["scale"].dtype == "bfloat16"
+    assert equal(stored, rounded)
+    assert stored.fingerprint == rounded.fingerprint
+
+
+def test_fingerprint_tells_weights_dtype_numerics_and_spec_apart(
+    model_directory: Path, tensors: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    changed = {name: value.copy() for name, value in tensors.items()}
+    row = changed["model.layers.0.mlp.up_proj.weight"][0]
+    row[[0, 1]] = row[[1, 0]]  # the same numbers elsewhere
+    fingerprints = [
+        load(model_directory).fingerprint,
+        load(model_directory, dtype="bfloat16").fingerprint,
+        load(model_directory, numerics=Numerics.EXACT).fingerprint,
+        load(write_model(tmp_path / "eps", tensors, rms_norm_eps=1e-5)).fingerprint,
+        load(write_model(tmp_path / "changed", changed)).fingerprint,
+    ]
+    assert len(set(fingerprints)) == len(fingerprints)
+    assert load(model_directory).fingerprint == fingerprints[0]
+
+
+def test_dummy_needs_only_a_config_and_does_not_depend_on_the_mesh(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    one, four = load(tmp_path, load_format="dummy", seed=7), load(tmp_path, load_format="dummy", seed=7, tp=4)
+    other = load(tmp_path, load_format="dummy", seed=8)
+    assert equal(one, four)
+    assert one.fingerprint == four.fingerprint != other.fingerprint
+    kernels = [np.asarray(layer["mlp"]["up_proj"]["kernel"]) for layer in one.params["layers"]]
+    assert not np.array_equal(*kernels), "layers differ"
+
+
+def test_scan_stacks_the_layers_and_keeps_the_fingerprint(model_directory: Path) -> None:
+    plain, stacked = load(model_directory, tp=2), load(model_directory, tp=2, layer_loop=LayerLoop.SCAN)
+    kernel = stacked.params["layers"]["mlp"]["up_proj"]["kernel"]
+    assert kernel.shape == (2, 16, 24)
+    assert kernel.addressable_shards[0].data.shape == (2, 16, 12)
+    np.testing.assert_array_equal(kernel[1], plain.params["layers"][1]["mlp"]["up_proj"]["kernel"])
+    assert (plain.layer_loop, stacked.layer_loop) == (LayerLoop.UNROLLED, LayerLoop.SCAN)
+    assert plain.fingerprint == stacked.fingerprint
+
+
+def test_a_tied_model_may_lack_or_hold_an_output_matrix(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    held = load(write_model(tmp_path / "held", tensors, tie_word_embeddings=True))
+    del tensors["lm_head.weight"]
+    lacking = load(write_model(tmp_path / "lacking", tensors, tie_word_embeddings=True))
+    assert "lm_head" not in held.params
+    assert held.fingerprint == lacking.fingerprint
+
+
+def test_derived_buffers_of_old_checkpoints_are_ignored(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(2, np.float32)
+    load(write_model(tmp_path / "old", tensors))
+
+
+def without(tensors: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    return {key: value for key, value in tensors.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: without(t, "model.norm.weight"), r"1 tensors are missing, first model\.norm\.weight"),
+        (lambda t: {**t, "model.spare.weight": np.zeros(2, np.float32)}, r"model\.safetensors: .* first model\.spare\.weight"),
+        (
+            lambda t: {**t, "model.layers.0.mlp.up_proj.weight": np.zeros((16, 24), np.float32)},
+            r"model\.safetensors: tensor model\.layers\.0\.mlp\.up_proj\.weight is \[16, 24\], wanted \[24, 16\]",
+        ),
+        (lambda t: {**t, "model.norm.weight": np.zeros(16, np.int8)}, r"model\.norm\.weight is I8, wanted one of"),
+    ],
+)
+def test_bad_tensors_are_named(tmp_path: Path, tensors: dict[str, np.ndarray], change: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(write_model(tmp_path / "bad", change(tensors)))
+
+
+def test_an_orbax_checkpoint_of_another_shape_is_named(model_directory: Path, tmp_path: Path) -> None:
+    directory = as_orbax(load(model_directory), tmp_path / "orbax-model")
+    (directory / "config.json").write_text(json.dumps({**CONFIG, "intermediate_size": 48}))
+    with pytest.raises(ConfigError, match=r"mlp\.\w+\.weight is \[\d+, \d+\], wanted \[\d+, \d+\]"):
+        load(directory)
+    (directory / "config.json").write_text(json.dumps({**CONFIG, "attention_bias": False}))
+    with pytest.raises(ConfigError, match=r"proj\.bias is not one of LlamaForCausalLM"):
+        load(directory)
+    shutil.rmtree(directory / "orbax")
+    (directory / "orbax").mkdir()
+    with pytest.raises(ConfigError, match="not readable as an Orbax checkpoint"):
+        load(directory)
+
+
+def test_a_damaged_orbax_checkpoint_is_named(model_directory: Path, tmp_path: Path) -> None:
+    directory = as_orbax(load(model_directory), tmp_path / "orbax-model")
+    for file in (directory / "orbax" / "ocdbt.process_0" / "d").iterdir():
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    # In a process of its own: Orbax drops the reads it has under way, which warn when they are collected.
+    script = (
+        "import sys, jax; from jdisagg.core.config import ModelConfig; from jdisagg.models.load import load_model;"
+        "from jdisagg.models.sharding import make_mesh;"
+        "load_model(ModelConfig(model=sys.argv[1]), make_mesh(jax.devices(), 1), seed=0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(directory)], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 1
+    assert f"ConfigError: {directory / 'orbax'}: damaged Orbax checkpoint" in done.stderr
+
+
+def test_a_truncated_or_absent_file_is_named(model_directory: Path) -> None:
+    file = model_directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"model\.safetensors: not readable as safetensors"):
+        load(model_directory)
+    index = {"weight_map": {"model.norm.weight": "gone.safetensors"}}
+    (model_directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"gone\.safetensors: not readable"):
+        load(model_directory)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 8}, "--tensor-parallel-size is 8, wanted a divisor of num_attention_heads = 4"),
+        ({"dtype": "int8"}, "--dtype is 'int8', wanted auto"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype is 'fp8', wanted auto"),
+        ({"load_format": "gguf"}, "--load-format is 'gguf', wanted auto"),
+        ({"load_format": "orbax"}, "holds no orbax weights"),
+        ({"max_model_len": 65}, "--max-model-len is 65, wanted at most 64"),
+    ],
+)
+def test_bad_flags_are_named(model_directory: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(model_directory, **options)
+
+
+def test_too_few_devices_is_said() -> None:
+    with pytest.raises(ConfigError, match="--tensor-parallel-size is 3, wanted 1 to 2"):
+        make_mesh(jax.devices()[:2], 3)

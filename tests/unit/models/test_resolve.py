@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.models.resolve import eos_token_ids, generation_defaults, read_config, resolve_model
+
+
+def test_a_directory_is_itself(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path.resolve()
+
+
+@pytest.mark.parametrize("name", ["/no/such/place", "./none", "a/b/c"])
+def test_a_path_that_is_no_directory_is_refused_without_asking_the_hub(name: str) -> None:
+    with pytest.raises(ConfigError, match="is not a directory"):
+        resolve_model(name)
+
+
+def cached(root: Path, owner: str, name: str) -> Path:
+    """A repository in the layout of the Hub's local cache."""
+    repository = root / f"models--{owner}--{name}"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    (snapshot / "config.json").write_text("{}")
+    return snapshot
+
+
+def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    snapshot = cached(tmp_path, "someone", "tiny")
+    assert resolve_model("someone/tiny") == snapshot
+    with pytest.raises(ConfigError, match=r"someone/other is no directory, not in the local Hub cache"):
+        resolve_model("someone/other")
+    with pytest.raises(ConfigError, match="could not be fetched"):
+        resolve_model("not a name!")
+
+
+def test_config_must_be_a_json_object(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="holds list, wanted a JSON object"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json: not readable as JSON"):
+        read_config(tmp_path)
+
+
+def test_generation_config_wins_over_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    assert (eos_token_ids(tmp_path), generation_defaults(tmp_path)) == ((2,), {})
+    generation = {"eos_token_id": [7, 2], "top_p": 0.9, "temperature": None, "bos_token_id": 1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert (eos_token_ids(tmp_path), generation_defaults(tmp_path)) == ((7, 2), {"top_p": 0.9})

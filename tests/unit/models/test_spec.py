@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.models.spec import ModelSpec
+
+
+def test_head_dim_is_derived_unless_given(config: dict[str, Any]) -> None:
+    assert ModelSpec.from_config(config).attention.head_dim == 4
+    assert ModelSpec.from_config({**config, "head_dim": 10}).attention.head_dim == 10
+    qwen3 = {**config, "architectures": ["Qwen3ForCausalLM"]}
+    assert ModelSpec.from_config(qwen3).attention.head_dim == 128, "Qwen3's own default"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "extra", "biases", "qk_norm"),
+    [
+        ("LlamaForCausalLM", {"attention_bias": False}, (False, False), False),
+        ("LlamaForCausalLM", {"attention_bias": True}, (True, True), False),
+        ("MistralForCausalLM", {"attention_bias": True}, (False, False), False),
+        ("Qwen2ForCausalLM", {}, (True, False), False),
+        ("Qwen3ForCausalLM", {"attention_bias": False}, (False, False), True),
+    ],
+)
+def test_families_differ_in_biases_and_norms(
+    config: dict[str, Any], architecture: str, extra: dict[str, Any], biases: tuple[bool, bool], qk_norm: bool
+) -> None:
+    attention = ModelSpec.from_config({**config, "architectures": [architecture], **extra}).attention
+    assert ((attention.qkv_bias, attention.out_bias), attention.qk_norm) == (biases, qk_norm)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "extra", "windows"),
+    [
+        ("LlamaForCausalLM", {"sliding_window": 8}, (None, None)),
+        ("MistralForCausalLM", {"sliding_window": 8}, (8, 8)),
+        ("MistralForCausalLM", {"sliding_window": None}, (None, None)),
+        ("Qwen2ForCausalLM", {"sliding_window": 8}, (None, None)),
+        ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (None, 8)),
+        ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": True}, (None, None)),
+        (
+            "Qwen3ForCausalLM",
+            {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+            (8, None),
+        ),
+    ],
+)
+def test_windows_follow_the_family(config: dict[str, Any], architecture: str, extra: dict[str, Any], windows: object) -> None:
+    assert ModelSpec.from_config({**config, "architectures": [architecture], **extra}).attention.windows == windows
+
+
+def test_kv_spec_is_a_window_group_only_when_every_layer_has_it(config: dict[str, Any]) -> None:
+    mistral = ModelSpec.from_config({**config, "architectures": ["MistralForCausalLM"], "sliding_window": 8}).kv_spec(
+        "bfloat16"
+    )
+    assert (mistral.kind, mistral.window, mistral.features, mistral.num_kv_heads, mistral.dtype) == (
+        "window",
+        8,
+        8,
+        2,
+        "bfloat16",
+    )
+    mixed = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1, "architectures": ["Qwen2ForCausalLM"]}
+    qwen2 = ModelSpec.from_config({**config, **mixed}).kv_spec("float32")
+    assert (qwen2.kind, qwen2.window, qwen2.num_layers) == ("full", None, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "architectures"),
+        ({"architectures": None}, "architectures"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope_parameters"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"head_dim": 5}, "head_dim"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_key(config: dict[str, Any], change: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=key) as caught:
+        ModelSpec.from_config({**config, **change})
+    assert caught.value.field == key
+
+
+def test_old_and_new_rope_forms_are_equal(config: dict[str, Any]) -> None:
+    values = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    old = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **values}}
+    new = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **values}}
+    assert ModelSpec.from_config({**config, **old}).rope == ModelSpec.from_config({**config, **new}).rope
+
+
+def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones(config: dict[str, Any]) -> None:
+    values = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    plain = ModelSpec.from_config({**config, "head_dim": 16}).rope.inverse_frequencies()
+    scaled = {**config, "head_dim": 16, "rope_scaling": {"rope_type": "llama3", **values}}
+    ratio = ModelSpec.from_config(scaled).rope.inverse_frequencies() / plain
+    np.testing.assert_allclose(ratio[0], 1.0)
+    np.testing.assert_allclose(ratio[2:], 1 / 8, rtol=1e-6)
+    assert 1 / 8 < ratio[1] < 1
