@@ -34,7 +34,7 @@ def make_runner(loaded: LoadedModel, mesh: Mesh, config: Config, role: Role) -> 
     max_model_len = min(longest, (num_pages - 1) * layout.page_size)
     if wanted_len is not None and max_model_len < wanted_len:
         raise ConfigError(
-            f"max_model_len: got {wanted_len}, the pool holds {max_model_len} tokens ({num_pages} pages of {layout.page_size}); "
+            f"max_model_len: got {wanted_len}, {num_pages} pages of {layout.page_size} tokens hold {max_model_len}; "
             "lower --max-model-len or raise --num-pages or --kv-cache-bytes",
             field="max_model_len",
         )

@@ -1,4 +1,4 @@
-"""A small real model on the real kernels, and a reference that runs it densely in NumPy-free, one-sequence JAX."""
+"""A small real model on the real kernels, and a driver that writes plans by hand."""
 
 from __future__ import annotations
 
