@@ -2,46 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
-from jdisagg.core.config import TransferConfig
-from jdisagg.core.requests import EngineRequest, FinishReason, Output, SamplingParams
+from jdisagg.core.requests import FinishReason, Output
 from jdisagg.handoff import actions as act
-from jdisagg.handoff.decode_side import DecodeSide
-from jdisagg.handoff.messages import Accepted, Ack, ChunkReady, Done, Grant, HandoffId, Open
-from jdisagg.handoff.prefill_side import PrefillSide
-
-BPT = 10
-CONFIG = TransferConfig(transfer_chunk_tokens=4, transfer_buffer_bytes=1000)
-
-
-def request(num_tokens: int = 10, max_tokens: int = 5) -> EngineRequest:
-    return EngineRequest(
-        request_id="r",
-        prompt_token_ids=tuple(range(1, num_tokens + 1)),
-        sampling=SamplingParams(max_tokens=max_tokens),
-        deadline_s=100.0,
-    )
-
-
-def decode_side(config: TransferConfig = CONFIG) -> DecodeSide:
-    return DecodeSide(config, chunk_bytes_per_token=BPT, backend="fake")
-
-
-def prefill_side(config: TransferConfig = CONFIG) -> PrefillSide:
-    keys = itertools.count()
-    return PrefillSide(config, bytes_per_token=BPT, new_key=lambda: f"k{next(keys)}")
-
-
-def ready(key: str, begin: int, end: int) -> ChunkReady:
-    size = end - begin
-    return ChunkReady(key=key, begin=begin, end=end, shape=(1, size, 1, 5), dtype="bfloat16", num_bytes=size * BPT, checksum=0)
-
-
-H = HandoffId("r", 1)
-FIRST = Output(request_id="r#1", token_ids=(42,))
+from jdisagg.handoff.messages import Accepted, Ack, Done, Grant, Open
+from tests.unit.handoff.rig import FIRST, H, decode_side, prefill_side, ready, request
 
 
 @pytest.mark.covers("D02", "P06")

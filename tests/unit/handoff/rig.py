@@ -1,0 +1,53 @@
+"""Values the hand-off tests share: small requests, pieces of ten bytes a token, both sides."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TypeVar
+
+from jdisagg.core.config import LocalPrefill, TransferConfig
+from jdisagg.core.requests import EngineRequest, Output, SamplingParams
+from jdisagg.handoff.decode_side import DecodeSide
+from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.handoff.prefill_side import PrefillSide
+
+BPT = 10
+CONFIG = TransferConfig(transfer_chunk_tokens=4, transfer_buffer_bytes=1000)
+NEVER = TransferConfig(transfer_chunk_tokens=4, transfer_buffer_bytes=1000, local_prefill=LocalPrefill.NEVER)
+H = HandoffId("r", 1)
+FIRST = Output(request_id="r#1", token_ids=(42,))
+A = TypeVar("A")
+
+
+def request(num_tokens: int = 10, max_tokens: int = 5, deadline_s: float = 100.0, request_id: str = "r") -> EngineRequest:
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(range(1, num_tokens + 1)),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        deadline_s=deadline_s,
+    )
+
+
+def decode_side(config: TransferConfig = CONFIG) -> DecodeSide:
+    return DecodeSide(config, chunk_bytes_per_token=BPT, backend="fake")
+
+
+def prefill_side(config: TransferConfig = CONFIG) -> PrefillSide:
+    keys = itertools.count()
+    return PrefillSide(config, bytes_per_token=BPT, new_key=lambda: f"k{next(keys)}")
+
+
+def ready(key: str, begin: int, end: int) -> ChunkReady:
+    size = end - begin
+    return ChunkReady(key=key, begin=begin, end=end, shape=(1, size, 1, 5), dtype="bfloat16", num_bytes=size * BPT, checksum=0)
+
+
+def only(kind: type[A], actions: Sequence[object]) -> A:
+    """The one action of a kind."""
+    (found,) = (action for action in actions if isinstance(action, kind))
+    return found
+
+
+def none_of(kind: type, actions: Sequence[object]) -> bool:
+    return not any(isinstance(action, kind) for action in actions)

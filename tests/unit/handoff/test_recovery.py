@@ -1,0 +1,305 @@
+"""The ladder, rung by rung: fetch again, another prefill worker, a pause, a prefill here, a clean failure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.core.config import LocalPrefill
+from jdisagg.core.errors import (
+    DeadlineExceeded,
+    HandoffLost,
+    InvalidRequest,
+    NumericalError,
+    Overloaded,
+    RequestError,
+    Unavailable,
+)
+from jdisagg.core.requests import FinishReason, Output
+from jdisagg.handoff import actions as act
+from jdisagg.handoff.decode_side import DecodeSide
+from jdisagg.handoff.messages import Accepted, ChunkReady, Done, Grant, HandoffId, Refused, StreamEnded, Want
+from tests.unit.handoff.rig import CONFIG, FIRST, NEVER, H, decode_side, none_of, only, ready, request
+
+H2 = HandoffId("r", 2)
+DEAD = StreamEnded(reason="dead")
+
+
+def transferring(side: DecodeSide, peers: tuple[str, ...] = ("p",)) -> ChunkReady:
+    """One piece, [0, 4), is being fetched."""
+    side.start(request(), 0, peers, 0.0)
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    side.on_reserved("r", 0.0)
+    piece = ready("a", 0, 4)
+    side.on_message(H, piece, 0.0)
+    return piece
+
+
+@pytest.mark.covers("C08")
+def test_a_failed_fetch_is_tried_again_then_published_again_then_given_up() -> None:
+    side = decode_side(NEVER)
+    piece = transferring(side, ("p", "q"))
+    again = side.on_failed(H, "a", "checksum", 1.0)
+    assert only(act.Fetch, again).ready == piece
+    assert only(act.Recovered, again).rung == "refetch"
+    fresh = side.on_failed(H, "a", "checksum", 2.0)
+    assert [a.message for a in fresh if isinstance(a, act.Send)] == [
+        Grant(credit_bytes=200),
+        Want(begin=0, end=4, reason="checksum"),
+    ], "the abandoned piece's bytes are granted anew"
+    assert side.on_arrived(H, "a", 0.1, 2.0) == [], "the abandoned key arrives too late"
+    assert only(act.Fetch, side.on_message(H, ready("b", 0, 4), 2.0)).ready.key == "b"
+    lost = side.on_failed(H, "b", "timeout", 3.0)
+    assert lost[:2] == [act.CancelFetch(H), act.CloseStream(H)]
+    recovered = only(act.Recovered, lost)
+    assert (recovered.rung, recovered.peer, recovered.stage) == ("other_prefill", "p", "transferring")
+    assert "timeout" in recovered.cause
+    assert only(act.OpenStream, lost).peer == "q"
+
+
+def test_an_unknown_key_is_published_again_at_once() -> None:
+    side = decode_side()
+    transferring(side)
+    assert only(act.Fetch, side.on_failed(H, "a", "connection", 1.0)).ready.key == "a"
+    other = decode_side()
+    transferring(other)
+    actions = other.on_failed(H, "a", "unknown_key", 1.0)
+    assert none_of(act.Fetch, actions)
+    assert any(isinstance(a, act.Send) and isinstance(a.message, Want) for a in actions)
+
+
+def test_the_next_prefill_worker_sends_only_what_is_still_missing() -> None:
+    side = decode_side()
+    transferring(side, ("p", "q"))
+    side.on_arrived(H, "a", 0.1, 0.0)
+    actions = side.on_message(H, DEAD, 1.0)
+    opened = only(act.OpenStream, actions)
+    assert (opened.peer, opened.handoff, opened.message.held_tokens) == ("q", H2, 4)
+    assert act.Send(H2, Grant(credit_bytes=160)) in actions, "it has pages already"
+
+
+def test_pieces_after_a_gap_are_fetched_again_from_the_next_worker() -> None:
+    side = decode_side()
+    transferring(side, ("p", "q"))
+    side.on_message(H, ready("b", 4, 8), 0.0)
+    side.on_arrived(H, "b", 0.1, 0.0)
+    assert only(act.OpenStream, side.on_message(H, DEAD, 1.0)).message.held_tokens == 0
+
+
+@pytest.mark.covers("X22", "C06")
+def test_a_stream_that_ends_before_memory_exists_is_noticed() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    assert only(act.OpenStream, side.on_message(H, DEAD, 1.0)).peer == "q"
+    assert side.on_reserved("r", 2.0) == [act.Send(H2, Grant(credit_bytes=160))]
+
+
+def test_the_only_worker_is_asked_once_more_after_a_pause_then_the_prompt_is_computed_here() -> None:
+    side = decode_side()
+    side.start(request(), 3, ("p", "p"), 0.0)
+    lost = side.on_message(H, StreamEnded(reason="unreachable"), 1.0)
+    assert only(act.Recovered, lost).rung == "reconnect"
+    assert none_of(act.OpenStream, lost)
+    assert side.counts()["waiting"] == 1
+    assert side.tick(1.05) == []
+    opened = only(act.OpenStream, side.tick(1.1))
+    assert (opened.peer, opened.handoff) == ("p", H2)
+    actions = side.on_message(H2, StreamEnded(reason="unreachable"), 1.2)
+    local = only(act.ComputeLocally, actions)
+    assert (local.request_id, local.rung, local.held_tokens) == ("r", "local_prefill", 3)
+    assert local.provenance is not None
+    assert local.provenance.recoveries == ("reconnect", "local_prefill")
+    assert side.is_idle
+
+
+@pytest.mark.covers("C19", "D13")
+def test_without_any_rung_left_the_error_names_request_peer_stage_and_cause() -> None:
+    side = decode_side(NEVER)
+    transferring(side, ("p", "q"))
+    side.start(request(request_id="other"), 0, ("p",), 0.0)
+    side.on_message(H, DEAD, 1.0)
+    second = HandoffId("r", 3)
+    failed = only(act.Fail, side.on_message(second, StreamEnded(reason="heartbeat"), 1.0))
+    assert isinstance(failed.error, HandoffLost)
+    for word in ("request r", "stage opening", "peer q", "heartbeat", "p, q", "--local-prefill"):
+        assert word in failed.error.message
+    assert list(side.snapshot()["handoffs"]) == ["other"], "it failed alone"
+
+
+def test_without_peers_the_next_rung_is_taken_at_once() -> None:
+    assert only(act.ComputeLocally, decode_side().start(request(), 0, (), 0.0)).rung == "local_prefill"
+    side = decode_side(NEVER)
+    assert isinstance(only(act.Fail, side.start(request(), 0, (), 0.0)).error, Unavailable)
+    assert side.is_idle
+
+
+def test_short_prompts_never_leave_when_configured_so() -> None:
+    below = replace(CONFIG, local_prefill=LocalPrefill.BELOW_TOKENS, local_prefill_below_tokens=11)
+    assert decode_side(below).start(request(10), 0, ("p",), 0.0) == [act.ComputeLocally("r", "below_tokens", 0)]
+    assert only(act.OpenStream, decode_side(below).start(request(11), 0, ("p",), 0.0)).peer == "p"
+
+
+def test_a_full_worker_is_passed_over_and_asked_again_with_growing_pauses() -> None:
+    side = decode_side()
+    full = Refused(error=Overloaded("full"))
+    side.start(request(), 0, ("p", "q"), 0.0)
+    assert only(act.OpenStream, side.on_message(H, full, 0.0)).peer == "q"
+    now_s, pauses = 0.0, []
+    for serial in range(2, 14, 2):
+        assert none_of(act.OpenStream, side.on_message(HandoffId("r", serial), full, now_s))
+        began_s = now_s
+        while none_of(act.OpenStream, actions := side.tick(now_s)):
+            now_s += 0.05
+        pauses.append(round(now_s - began_s, 2))
+        assert only(act.OpenStream, actions).peer == "p"
+        assert only(act.OpenStream, side.on_message(HandoffId("r", serial + 1), full, now_s)).peer == "q"
+    assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0], abs=0.051)
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("too long"), NumericalError("NaN"), DeadlineExceeded("late")])
+@pytest.mark.covers("P02")
+def test_an_error_that_would_come_back_everywhere_ends_the_request_with_it(error: RequestError) -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    actions = side.on_message(H, Refused(error=error), 0.0)
+    assert only(act.Fail, actions).error is error
+    assert act.CloseStream(H) in actions
+    assert side.is_idle
+
+
+def test_a_first_token_is_delivered_once_and_later_streams_only_bring_kv() -> None:
+    side = decode_side()
+    transferring(side, ("p", "q"))
+    delivered = only(act.FirstToken, side.on_message(H, Done(first=FIRST, num_chunks=3), 0.0))
+    assert delivered.output == Output(request_id="r", token_ids=(42,))
+    reopened = only(act.OpenStream, side.on_message(H, DEAD, 1.0)).message.request
+    assert reopened.token_ids == request().token_ids
+    assert reopened.sampling.ignore_eos, "the second worker's token must not end the request before its KV is sent"
+    assert reopened.remaining_tokens > 1
+    side.on_message(H2, Accepted(cached_tokens=10), 1.0)
+    for key, begin, end in (("x", 0, 4), ("y", 4, 8), ("z", 8, 10)):
+        side.on_message(H2, ready(key, begin, end), 1.0)
+    other = Output(request_id="r#2", token_ids=(43,))
+    assert none_of(act.FirstToken, side.on_message(H2, Done(first=other, num_chunks=3), 1.0))
+    side.on_arrived(H2, "x", 0.1, 1.0)
+    side.on_arrived(H2, "y", 0.1, 1.0)
+    complete = only(act.KVComplete, side.on_arrived(H2, "z", 0.1, 1.0))
+    assert complete.provenance.recoveries == ("other_prefill",)
+    assert side.is_idle
+
+
+def test_a_first_token_that_ends_the_request_needs_no_kv() -> None:
+    side = decode_side()
+    transferring(side)
+    actions = side.on_message(H, Done(first=replace(FIRST, finish=FinishReason.STOP), num_chunks=1), 0.0)
+    assert only(act.FirstToken, actions).output.finish is FinishReason.STOP
+    assert act.CloseStream(H) in actions
+    assert act.CancelFetch(H) in actions
+    assert side.is_idle
+
+
+@pytest.mark.covers("X26", "C05", "X24")
+def test_what_comes_for_an_older_stream_or_an_ended_handoff_is_dropped_and_counted() -> None:
+    side = decode_side()
+    piece = transferring(side, ("p", "q"))
+    side.on_message(H, DEAD, 1.0)
+    assert side.on_message(H, piece, 1.0) == []
+    assert side.on_message(H, Done(first=FIRST, num_chunks=1), 1.0) == []
+    assert side.on_arrived(H, "a", 0.1, 1.0) == []
+    assert side.on_failed(H, "a", "timeout", 1.0) == []
+    assert side.on_message(H, DEAD, 1.0) == [], "the stream end of an older stream"
+    assert side.num_late == 4
+    side.release("r", "cancelled")
+    assert side.on_message(H2, Accepted(cached_tokens=0), 1.0) == []
+    assert side.on_reserved("r", 1.0) == []
+    assert side.is_idle
+
+
+def test_release_is_idempotent_in_every_stage() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p",), 0.0)
+    assert side.release("r", "cancel") == [act.CancelFetch(H), act.CloseStream(H)]
+    assert side.release("r", "cancel") == []
+    side.start(request(), 0, ("p",), 0.0)
+    side.on_message(H2, StreamEnded(reason="unreachable"), 0.0)
+    assert side.release("r", "cancel") == [], "a waiting hand-off has no stream"
+    assert side.is_idle
+
+
+def test_the_deadline_holds_in_every_stage() -> None:
+    side = decode_side()
+    transferring(side)
+    assert side.tick(4.9) == []
+    actions = side.tick(100.0)
+    error = only(act.Fail, actions).error
+    assert isinstance(error, DeadlineExceeded)
+    assert "transferring" in error.message
+    assert act.CloseStream(H) in actions
+    side.start(request(), 0, ("p",), 0.0)
+    side.on_message(H2, StreamEnded(reason="unreachable"), 99.99)
+    assert isinstance(only(act.Fail, side.tick(100.0)).error, DeadlineExceeded), "also while it pauses"
+    side.start(request(), 0, ("p",), 0.0)
+    assert isinstance(
+        only(act.Fail, side.on_message(HandoffId("r", 3), StreamEnded(reason="deadline"), 1.0)).error, DeadlineExceeded
+    )
+
+
+def test_fetches_never_outlive_the_deadline() -> None:
+    side = decode_side()
+    side.start(request(deadline_s=3.0), 0, ("p",), 0.0)
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    side.on_reserved("r", 0.0)
+    assert only(act.Fetch, side.on_message(H, ready("a", 0, 4), 1.0)).deadline_s == 3.0
+
+
+def test_silence_is_noticed_at_each_stage() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    assert side.tick(9.9) == []
+    assert "no answer" in only(act.Recovered, side.tick(10.0)).cause
+    side.on_message(H2, Accepted(cached_tokens=0), 10.0)
+    side.on_reserved("r", 10.0)
+    side.on_message(H2, ready("a", 0, 4), 10.0)
+    assert side.tick(15.9) == []
+    assert only(act.Recovered, side.tick(16.0)).rung == "refetch", "a fetch that never answered"
+    side.on_arrived(H2, "a", 0.1, 17.0)
+    side.on_message(H2, Done(first=FIRST, num_chunks=3), 17.0)
+    assert side.tick(36.9) == []
+    assert only(act.ComputeLocally, side.tick(37.0)).held_tokens == 4, "pieces that were never announced"
+
+
+@pytest.mark.parametrize("piece", [ready("a", 2, 5), ready("a", 8, 11), ready("a", 0, 5), ready("a", 4, 4), ready("b", 4, 8)])
+def test_a_piece_that_makes_no_sense_costs_the_stream_not_the_worker(piece: ChunkReady) -> None:
+    side = decode_side(NEVER)
+    side.start(request(), 3, ("p", "q"), 0.0)
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    side.on_message(H, ready("ok", 3, 7), 0.0)
+    actions = side.on_message(H, piece, 0.0)
+    assert "protocol" in only(act.Recovered, actions).cause
+    assert only(act.OpenStream, actions).peer == "q"
+
+
+def test_messages_out_of_order_cost_the_stream() -> None:
+    for early in (ready("a", 0, 4), Done(first=FIRST, num_chunks=0)):
+        side = decode_side()
+        side.start(request(), 0, ("p", "q"), 0.0)
+        assert "protocol" in only(act.Recovered, side.on_message(H, early, 0.0)).cause
+    side = decode_side()
+    transferring(side, ("p", "q"))
+    side.on_message(H, Done(first=FIRST, num_chunks=1), 0.0)
+    assert "protocol" in only(act.Recovered, side.on_message(H, Done(first=FIRST, num_chunks=1), 0.0)).cause
+
+
+def test_a_piece_announced_twice_is_fetched_once() -> None:
+    side = decode_side()
+    piece = transferring(side)
+    assert side.on_message(H, piece, 0.0) == []
+
+
+def test_the_same_request_twice_is_our_bug() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p",), 0.0)
+    with pytest.raises(AssertionError, match="live hand-off"):
+        side.start(request(), 0, ("p",), 0.0)

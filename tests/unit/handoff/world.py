@@ -1,0 +1,313 @@
+"""A decode worker, two prefill workers, their streams, engines and transfers, small enough to be stepped by hand.
+
+It executes actions as the roles do and checks what must hold at every one of them. Streams keep order but may lose a message,
+die, or be read late; transfers may fail, vanish, repeat, and come after the hand-off is over.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jdisagg.core.config import TransferConfig
+from jdisagg.core.errors import Overloaded
+from jdisagg.core.requests import EngineRequest, FinishReason, Output
+from jdisagg.handoff import actions as act
+from jdisagg.handoff.decode_side import DecodeSide
+from jdisagg.handoff.messages import ChunkReady, DecodeToPrefill, Grant, HandoffId, Open, PrefillToDecode, StreamEnded
+from jdisagg.handoff.prefill_side import PrefillSide
+from tests.unit.handoff.rig import BPT, ready
+
+PEERS = ("p0", "p1")
+
+
+@dataclass
+class Stream:
+    """Both directions of one stream."""
+
+    handoff: HandoffId
+    peer: str
+    down: deque[DecodeToPrefill] = field(default_factory=deque)
+    up: deque[PrefillToDecode] = field(default_factory=deque)
+    open_at_decode: bool = True
+    open_at_prefill: bool = True
+
+
+@dataclass
+class Client:
+    """What the world knows of one request at D."""
+
+    request: EngineRequest
+    in_place: set[int]
+    reserved: bool = False
+    tokens: int = 0
+    ends: list[str] = field(default_factory=list)
+    imported: dict[HandoffId, set[int]] = field(default_factory=dict)
+    serial: int = 0
+
+
+@dataclass
+class Prefiller:
+    """One prefill worker: its side, its engine's requests, what it has published."""
+
+    side: PrefillSide
+    engine: dict[str, EngineRequest] = field(default_factory=dict)
+    computed: dict[str, int] = field(default_factory=dict)
+    exporting: list[act.Export] = field(default_factory=list)
+    held_bytes: dict[str, int] = field(default_factory=dict)
+    ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
+    credit: dict[HandoffId, int] = field(default_factory=dict)
+    spent: dict[HandoffId, int] = field(default_factory=dict)
+    full: bool = False
+
+
+class World:
+    """Everything, and the time."""
+
+    def __init__(self, config: TransferConfig) -> None:
+        self.config = config
+        self.now_s = 0.0
+        self.keys = itertools.count()
+        self.decode = DecodeSide(config, chunk_bytes_per_token=BPT, backend="fake")
+        self.prefillers = {peer: self._prefiller(peer) for peer in PEERS}
+        self.clients: dict[str, Client] = {}
+        self.streams: dict[HandoffId, Stream] = {}
+        self.fetches: list[act.Fetch] = []
+        self.arriving: str | None = None
+
+    def _prefiller(self, peer: str) -> Prefiller:
+        new_key = lambda: f"{peer}-{next(self.keys)}"  # noqa: E731
+        return Prefiller(PrefillSide(self.config, bytes_per_token=BPT, new_key=new_key))
+
+    # --- decode role
+
+    def start(self, request: EngineRequest, held: int, peers: tuple[str, ...]) -> None:
+        self.clients[request.request_id] = Client(request, set(range(held)))
+        self.run_decode(self.decode.start(request, held, peers, self.now_s))
+
+    def reserve(self, request_id: str) -> None:
+        self.clients[request_id].reserved = True
+        self.run_decode(self.decode.on_reserved(request_id, self.now_s))
+
+    def release(self, request_id: str) -> None:
+        client = self.clients[request_id]
+        self.run_decode(self.decode.release(request_id, "cancelled"))
+        if not client.ends:
+            client.ends.append("released")
+
+    def run_decode(self, actions: Sequence[act.DecodeAction]) -> None:
+        for action in actions:
+            self._run_decode_action(action)
+
+    def _run_decode_action(self, action: act.DecodeAction) -> None:
+        match action:
+            case act.OpenStream(handoff=handoff, peer=peer, message=message):
+                client = self.clients[handoff.request_id]
+                assert handoff.serial > client.serial
+                assert set(range(message.held_tokens)) <= client.in_place, "it holds what it says"
+                client.serial = handoff.serial
+                stream = Stream(handoff, peer)
+                stream.down.append(message)
+                self.streams[handoff] = stream
+            case act.Send(handoff=handoff, message=message):
+                stream = self.streams[handoff]
+                assert stream.open_at_decode, "nothing is sent on a closed stream"
+                if isinstance(message, Grant):
+                    assert self.clients[handoff.request_id].reserved, "no credit before memory"
+                stream.down.append(message)
+            case act.CloseStream(handoff=handoff):
+                stream = self.streams[handoff]
+                stream.open_at_decode = False
+                stream.down.clear()
+                stream.down.append(StreamEnded(reason="closed"))
+            case act.Fetch():
+                assert action.deadline_s <= self.clients[action.handoff.request_id].request.deadline_s
+                self.fetches.append(action)
+            case act.CancelFetch():
+                pass  # what was fetched may still arrive: the worst case
+            case act.Import(request_id=request_id, handoff=handoff, key=key):
+                self._import(request_id, handoff, key)
+            case act.FirstToken(request_id=request_id, output=output):
+                client = self.clients[request_id]
+                client.tokens += 1
+                assert client.tokens == 1
+                assert not client.ends
+                assert output.request_id == request_id
+                if output.finish is not None:
+                    client.ends.append("finished")
+            case act.KVComplete(request_id=request_id):
+                client = self.clients[request_id]
+                assert client.in_place == set(range(len(client.request.token_ids)))
+                assert (client.tokens, client.reserved) == (1, True)
+                client.ends.append("complete")
+            case act.ComputeLocally(request_id=request_id, held_tokens=held):
+                client = self.clients[request_id]
+                assert set(range(held)) <= client.in_place
+                client.ends.append("local")
+            case act.Fail(request_id=request_id):
+                self.clients[request_id].ends.append("failed")
+            case act.Recovered():
+                assert action.rung in ("refetch", "reconnect", "other_prefill", "local_prefill")
+
+    def _import(self, request_id: str, handoff: HandoffId, key: str) -> None:
+        client = self.clients[request_id]
+        assert key == self.arriving, "only the piece that just arrived"
+        assert client.reserved, "pages first"
+        assert not client.ends, "nothing is scattered after the end"
+        assert handoff.serial == client.serial, "only of the newest stream"
+        begin, end = self.prefillers[self.streams[handoff].peer].ranges[key]
+        positions = set(range(begin, end))
+        mine = client.imported.setdefault(handoff, set())
+        assert not positions & mine, "every position once per stream"
+        mine |= positions
+        client.in_place |= positions
+
+    # --- prefill role
+
+    def run_prefill(self, peer: str, actions: Sequence[act.PrefillAction]) -> None:
+        worker = self.prefillers[peer]
+        for action in actions:
+            match action:
+                case act.Admit(handoff=handoff, request=request):
+                    if worker.full:
+                        self.run_prefill(peer, worker.side.on_refused(handoff, Overloaded("full")))
+                    else:
+                        assert request.request_id not in worker.engine
+                        worker.engine[request.request_id] = request
+                        worker.computed[request.request_id] = 0
+                        self.run_prefill(peer, worker.side.on_admitted(handoff, 0))
+                case act.Reply(handoff=handoff, message=message):
+                    self.streams[handoff].up.append(message)
+                case act.CloseReply(handoff=handoff):
+                    stream = self.streams[handoff]
+                    if stream.open_at_prefill:
+                        stream.open_at_prefill = False
+                        stream.up.append(StreamEnded(reason="closed"))
+                case act.Export(handoff=handoff, engine_request_id=engine_id, begin=begin, end=end, key=key):
+                    assert end <= worker.computed[engine_id], "only what is computed"
+                    assert 0 < end - begin <= self.config.transfer_chunk_tokens
+                    size = (end - begin) * BPT
+                    worker.spent[handoff] = worker.spent.get(handoff, 0) + size
+                    assert worker.spent[handoff] <= worker.credit[handoff], "credit is never exceeded"
+                    worker.ranges[key] = (begin, end)
+                    worker.held_bytes[key] = size
+                    held = sum(worker.held_bytes.values())
+                    assert held <= self.config.transfer_buffer_bytes or len(worker.held_bytes) == 1, "bounded buffer"
+                    worker.exporting.append(action)
+                case act.Discard(key=key):
+                    worker.held_bytes.pop(key, None)
+                case act.ReleaseRequest(engine_request_id=engine_id):
+                    worker.engine.pop(engine_id, None)
+
+    def deliver_down(self, stream: Stream) -> None:
+        message = stream.down.popleft()
+        worker = self.prefillers[stream.peer]
+        if not stream.open_at_prefill and not isinstance(message, StreamEnded):
+            return
+        match message:
+            case Open():
+                self.run_prefill(stream.peer, worker.side.open(stream.handoff, message, self.now_s))
+                return
+            case Grant(credit_bytes=credit):
+                worker.credit[stream.handoff] = max(credit, worker.credit.get(stream.handoff, 0))
+            case StreamEnded():
+                stream.open_at_prefill = False
+            case _:
+                pass
+        self.run_prefill(stream.peer, worker.side.on_message(stream.handoff, message, self.now_s))
+
+    def deliver_up(self, stream: Stream) -> None:
+        message = stream.up.popleft()
+        if stream.open_at_decode:
+            self.run_decode(self.decode.on_message(stream.handoff, message, self.now_s))
+
+    def compute(self, peer: str, engine_id: str, tokens: int) -> None:
+        worker = self.prefillers[peer]
+        total = len(worker.engine[engine_id].token_ids)
+        worker.computed[engine_id] = min(total, worker.computed[engine_id] + tokens)
+        self.run_prefill(peer, worker.side.on_computed(engine_id, worker.computed[engine_id], self.now_s))
+        if worker.computed[engine_id] < total:
+            return
+        request = worker.engine.pop(engine_id)
+        finish = FinishReason.LENGTH if request.remaining_tokens == 1 else None
+        if not request.sampling.ignore_eos and len(request.token_ids) % 5 == 0:
+            finish = finish or FinishReason.STOP  # every fifth length samples EOS
+        output = Output(request_id=engine_id, token_ids=(9,), finish=finish)
+        self.run_prefill(peer, worker.side.on_first_token(engine_id, output, self.now_s))
+
+    def publish(self, peer: str, outcome: str) -> None:
+        worker = self.prefillers[peer]
+        export = worker.exporting.pop(0)
+        begin, end = export.begin, export.end
+        if outcome == "fail":
+            if export.key in worker.held_bytes:
+                worker.spent[export.handoff] -= worker.held_bytes[export.key]  # D never hears of it
+                actions = worker.side.on_publish_failed(export.handoff, begin, end, "device", self.now_s)
+                self.run_prefill(peer, actions)
+        elif outcome == "ok":
+            actions = worker.side.on_published(export.handoff, ready(export.key, begin, end), self.now_s)
+            self.run_prefill(peer, actions)
+
+    # --- transfer
+
+    def finish_fetch(self, fetch: act.Fetch, outcome: str) -> None:
+        """`outcome`: ok, again (arrives, and once more later), lost, or a reason to fail with."""
+        if outcome != "again":
+            self.fetches.remove(fetch)
+        if outcome == "lost":
+            return
+        ready_now: ChunkReady = fetch.ready
+        gone = ready_now.key not in self.prefillers[fetch.peer].held_bytes
+        if outcome in ("ok", "again") and not gone:
+            self.arriving = ready_now.key
+            self.run_decode(self.decode.on_arrived(fetch.handoff, ready_now.key, 0.0, self.now_s))
+            self.arriving = None
+        else:
+            reason = "unknown_key" if gone else outcome if outcome not in ("ok", "again") else "connection"
+            self.run_decode(self.decode.on_failed(fetch.handoff, ready_now.key, reason, self.now_s))
+
+    # --- trouble and time
+
+    def kill(self, stream: Stream) -> None:
+        """The connection breaks: messages under way are lost, both ends hear of it."""
+        for messages, is_open in ((stream.down, stream.open_at_prefill), (stream.up, stream.open_at_decode)):
+            messages.clear()
+            if is_open:
+                messages.append(StreamEnded(reason="dead"))
+
+    def restart(self, peer: str) -> None:
+        """A prefill worker dies and comes back empty."""
+        self.prefillers[peer] = self._prefiller(peer)
+        for stream in self.streams.values():
+            if stream.peer == peer:
+                stream.open_at_prefill = False
+                stream.down.clear()
+                stream.up.append(StreamEnded(reason="dead"))
+
+    def tick(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.run_decode(self.decode.tick(self.now_s))
+        for peer in PEERS:
+            self.run_prefill(peer, self.prefillers[peer].side.tick(self.now_s))
+
+    def settle(self) -> None:
+        """Deliver and compute everything that is there."""
+        for _ in range(2000):
+            busy = False
+            for stream in list(self.streams.values()):
+                while stream.down:
+                    busy, _ = True, self.deliver_down(stream)
+                while stream.up:
+                    busy, _ = True, self.deliver_up(stream)
+            for peer, worker in self.prefillers.items():
+                for engine_id in list(worker.engine):
+                    busy, _ = True, self.compute(peer, engine_id, 3)
+                while worker.exporting:
+                    busy, _ = True, self.publish(peer, "ok")
+            for fetch in list(self.fetches):
+                busy, _ = True, self.finish_fetch(fetch, "ok")
+            if not busy:
+                return
+        raise AssertionError("the world does not come to rest")
