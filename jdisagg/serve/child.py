@@ -62,6 +62,11 @@ class Child:
         """Process id."""
         return self._process.pid
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has said READY."""
+        return self._ready.done()
+
     async def wait_ready(self, timeout_s: float) -> Ready | None:
         """Its READY; None when it exits or `timeout_s` passes first."""
         exited = asyncio.create_task(self._process.wait())

@@ -37,7 +37,8 @@ class Patience:
     first_delay_s: float = 0.5
     max_delay_s: float = 10.0
     stable_s: float = 30.0  # up this long = the next crash starts from the first delay
-    grace_s: float = 35.0  # from SIGTERM to SIGKILL
+    grace_s: float = 35.0  # from SIGTERM to SIGKILL, once READY
+    starting_grace_s: float = 1.0  # before READY there is nothing to drain
     max_start_failures: int = 3
 
 
@@ -67,13 +68,14 @@ class Supervisor:
         return {name: child.pid for name, (_, child) in self._children.items()}
 
     async def stop(self) -> bool:
-        """End every child, stage by stage; whether all of them exited with 0."""
+        """End every child, stage by stage; whether all that were READY exited with 0."""
         self._stopping.set()
         clean = True
         for stage in sorted({spec.stage for spec, _ in self._children.values()}):
             ending = [child for spec, child in self._children.values() if spec.stage == stage]
-            statuses = await asyncio.gather(*(child.stop(self._patience.grace_s) for child in ending))
-            clean = clean and not any(statuses)
+            served = [child.is_ready for child in ending]
+            statuses = await asyncio.gather(*(self._end(child) for child in ending))
+            clean = clean and not any(status for status, ready in zip(statuses, served, strict=True) if ready)
         if self._keepers:
             await asyncio.wait(self._keepers)  # each has its child ended by now, or ends the one it was just starting
         return clean
@@ -84,12 +86,12 @@ class Supervisor:
             began_s = time.monotonic()
             child = await Child.start(spec, previous)
             if self._stopping.is_set():
-                await child.stop(self._patience.grace_s)
+                await self._end(child)
                 return
             self._children[spec.name] = (spec, child)
             ready = await child.wait_ready(self._patience.start_s)
             if ready is None and not self._stopping.is_set():
-                await child.stop(self._patience.grace_s if first.done() else 1.0)
+                await self._end(child)
             elif ready is not None:
                 previous = ready
                 if not first.done():
@@ -108,6 +110,9 @@ class Supervisor:
             await self._pause(delay_s)
             delay_s = min(2 * delay_s, self._patience.max_delay_s)
             self.restarts += 1
+
+    async def _end(self, child: Child) -> int:
+        return await child.stop(self._patience.grace_s if child.is_ready else self._patience.starting_grace_s)
 
     async def _pause(self, delay_s: float) -> None:
         """Wait for the delay or for `stop`, whichever is first."""

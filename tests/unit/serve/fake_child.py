@@ -1,7 +1,7 @@
 """A tiny program in the place of `python -m jdisagg.serve`: says READY, answers /ready, writes down what happens to it.
 
 FAKE_DIR holds the notes. FAKE_MODE: "" | "crash-once" (decode exits 3 at its first start) | "crash" (decode always) |
-"bad-config" (decode exits 2) | "deaf" (decode ignores SIGTERM) | "silent" (decode never says READY).
+"bad-config" (decode exits 2) | "deaf" (decode ignores SIGTERM) | "silent" (decode never says READY, and ignores SIGTERM).
 """
 
 import json
@@ -40,7 +40,7 @@ def stop(*_: object) -> None:
 
 
 die_with_parent(os.environ)
-signal.signal(signal.SIGTERM, signal.SIG_IGN if mode == "deaf" else stop)
+signal.signal(signal.SIGTERM, signal.SIG_IGN if mode in ("deaf", "silent") else stop)
 note("started")
 sys.stderr.write("a line of the log\n")
 sys.stderr.flush()

@@ -163,8 +163,8 @@ def test_a_child_deaf_to_sigterm_is_killed_after_its_grace(fleet) -> None:
     assert "decode-0: did not end within 5.5 s of SIGTERM; killing it" in one.log.read_text()
 
 
-def test_sigterm_while_starting_ends_everything(fleet) -> None:
-    one = fleet("silent")
+def test_sigterm_while_starting_ends_everything_without_waiting_for_a_drain(fleet) -> None:
+    one = fleet("silent", "--drain-s", "30")
     until(lambda: len(one.events("started decode")) == 1, "decode did not start")
     one.process.send_signal(signal.SIGTERM)
     assert one.wait() == 0
