@@ -1,0 +1,257 @@
+"""P's bookkeeping: what is cut when, what is bounded, and that every way out frees everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, Overloaded
+from jdisagg.core.requests import FinishReason, Output
+from jdisagg.handoff import actions as act
+from jdisagg.handoff.messages import Accepted, Ack, Done, Grant, HandoffId, Open, Refused, StreamEnded, Want
+from jdisagg.handoff.prefill_side import PrefillSide
+from tests.unit.handoff.rig import CONFIG, FIRST, H, none_of, only, prefill_side, ready, request
+
+LOTS = Grant(credit_bytes=10_000)
+
+
+def opened(side: PrefillSide, handoff: HandoffId = H, num_tokens: int = 10, held: int = 0, *, credit: bool = True) -> None:
+    side.open(handoff, Open(request=request(num_tokens), held_tokens=held, backend="fake"), 0.0)
+    side.on_admitted(handoff, 0)
+    if credit:
+        side.on_message(handoff, LOTS, 0.0)
+
+
+def exports(actions: list[act.PrefillAction]) -> list[tuple[int, int]]:
+    return [(a.begin, a.end) for a in actions if isinstance(a, act.Export)]
+
+
+@pytest.mark.covers("C03")
+def test_whole_chunks_leave_while_computing_and_the_rest_goes_with_the_end() -> None:
+    side = prefill_side()
+    opened(side, num_tokens=11, held=1)
+    assert exports(side.on_computed("r#1", 4, 0.0)) == []
+    assert exports(side.on_computed("r#1", 10, 0.0)) == [(1, 5), (5, 9)]
+    assert exports(side.on_computed("r#1", 10, 0.0)) == [], "told twice"
+    assert exports(side.on_computed("r#1", 11, 0.0)) == [(9, 11)]
+
+
+def test_done_announces_the_pieces_still_to_come() -> None:
+    side = prefill_side()
+    opened(side, credit=False)
+    side.on_computed("r#1", 10, 0.0)
+    done = only(act.Reply, side.on_first_token("r#1", FIRST, 0.0)).message
+    assert isinstance(done, Done)
+    assert done.num_chunks == 3
+    assert exports(side.on_message(H, Grant(credit_bytes=40), 0.0)) == [(0, 4)]
+    assert exports(side.on_message(H, Grant(credit_bytes=79), 0.0)) == [], "credit for one piece and a bit"
+    assert exports(side.on_message(H, Grant(credit_bytes=40), 0.0)) == [], "credit never shrinks or counts twice"
+    assert exports(side.on_message(H, Grant(credit_bytes=100), 0.0)) == [(4, 8), (8, 10)]
+
+
+def test_the_buffer_is_shared_in_turns_and_nobody_overtakes_a_piece_that_does_not_fit() -> None:
+    side = prefill_side(replace(CONFIG, transfer_buffer_bytes=90))
+    a, b, c = HandoffId("a", 1), HandoffId("b", 2), HandoffId("c", 3)
+    for handoff, size in ((a, 12), (b, 12), (c, 1)):
+        opened(side, handoff, size)
+    assert exports(side.on_computed("a#1", 12, 0.0)) == [(0, 4), (4, 8)]
+    assert side.on_computed("b#2", 12, 0.0) == []
+    assert side.on_computed("c#3", 1, 0.0) == [], "one token would fit, but a and b were first"
+    assert side.buffered_bytes == 80
+    freed = side.on_message(a, Ack(key="k0"), 0.0)
+    assert [x.handoff for x in freed if isinstance(x, act.Export)] == [a]
+    freed = side.on_message(a, Ack(key="k1"), 0.0)
+    assert [x.handoff for x in freed if isinstance(x, act.Export)] == [b, c], "in turns"
+    assert side.buffered_bytes == 90
+    freed = side.on_message(a, Ack(key="k2"), 0.0)
+    assert [x.handoff for x in freed if isinstance(x, act.Export)] == [b]
+
+
+def test_a_piece_larger_than_the_buffer_goes_alone() -> None:
+    side = prefill_side(replace(CONFIG, transfer_buffer_bytes=5))
+    opened(side)
+    assert exports(side.on_computed("r#1", 10, 0.0)) == [(0, 4)]
+    assert exports(side.on_message(H, Ack(key="k0"), 0.0)) == [(4, 8)]
+
+
+def test_release_frees_everything_once_and_makes_room_for_others() -> None:
+    side = prefill_side(replace(CONFIG, transfer_buffer_bytes=80))
+    other = HandoffId("other", 2)
+    opened(side)
+    opened(side, other)
+    side.on_computed("r#1", 10, 0.0)
+    side.on_computed("other#2", 10, 0.0)
+    actions = side.release(H, "closed")
+    assert actions[:4] == [act.Discard("k0"), act.Discard("k1"), act.ReleaseRequest("r#1"), act.CloseReply(H)]
+    assert exports(actions[4:]) == [(0, 4), (4, 8)]
+    assert side.release(H, "closed") == []
+    assert side.on_message(other, StreamEnded(reason="dead"), 0.0)[-2:] == [
+        act.ReleaseRequest("other#2"),
+        act.CloseReply(other),
+    ]
+    assert side.is_idle
+    assert side.buffered_bytes == 0
+
+
+@pytest.mark.covers("X08", "X26", "C06")
+def test_events_after_the_end_are_dropped_and_counted() -> None:
+    side = prefill_side()
+    side.open(H, Open(request=request(), held_tokens=0, backend="fake"), 0.0)
+    side.on_message(H, StreamEnded(reason="dead"), 0.0)
+    assert side.on_admitted(H, 0) == []
+    assert side.on_refused(H, Overloaded("full")) == []
+    assert side.on_computed("r#1", 10, 0.0) == []
+    assert side.on_first_token("r#1", FIRST, 0.0) == []
+    assert side.on_failed_request("r#1", HandoffLost("x")) == []
+    assert side.on_published(H, ready("k0", 0, 4), 0.0) == [act.Discard("k0")]
+    assert side.on_publish_failed(H, 0, 4, "device", 0.0) == []
+    assert side.on_message(H, Ack(key="k0"), 0.0) == []
+    assert side.num_late == 7
+    assert side.is_idle
+
+
+def test_a_refused_request_was_never_in_the_engine() -> None:
+    side = prefill_side()
+    side.open(H, Open(request=request(), held_tokens=0, backend="fake"), 0.0)
+    error = Overloaded("full")
+    assert side.on_refused(H, error) == [act.Reply(H, Refused(error=error)), act.CloseReply(H)]
+    assert side.is_idle
+
+
+def test_a_request_that_fails_in_the_engine_tells_d_why() -> None:
+    side = prefill_side()
+    opened(side)
+    error = HandoffLost("gone")
+    actions = side.on_failed_request("r#1", error)
+    assert actions[0] == act.Reply(H, Refused(error=error))
+    assert actions[-1] == act.CloseReply(H)
+    assert side.is_idle
+
+
+def test_a_first_token_that_ends_the_request_discards_what_was_published() -> None:
+    side = prefill_side()
+    opened(side)
+    side.on_computed("r#1", 10, 0.0)
+    done, *rest = side.on_first_token("r#1", replace(FIRST, finish=FinishReason.STOP), 0.0)
+    assert done == act.Reply(H, Done(first=Output(request_id="r", token_ids=(42,), finish=FinishReason.STOP), num_chunks=3))
+    assert rest[:3] == [act.Discard("k0"), act.Discard("k1"), act.Discard("k2")]
+    assert side.is_idle
+
+
+@pytest.mark.covers("V22")
+def test_the_lease_runs_from_the_last_sign_of_life() -> None:
+    side = prefill_side()
+    opened(side)
+    side.on_computed("r#1", 10, 0.0)
+    assert side.tick(50.0) == [], "nothing is fetchable yet"
+    side.on_published(H, ready("k0", 0, 4), 50.0)
+    assert side.tick(59.9) == []
+    side.on_heartbeat(H, 59.0)
+    assert side.tick(68.9) == []
+    actions = side.tick(69.0)
+    refused = only(act.Reply, actions).message
+    assert isinstance(refused, Refused)
+    assert isinstance(refused.error, HandoffLost)
+    assert act.Discard("k0") in actions
+    assert act.ReleaseRequest("r#1") in actions
+    assert side.is_idle
+
+
+def test_the_deadline_frees_everything() -> None:
+    side = prefill_side()
+    opened(side, credit=False)
+    assert side.tick(99.9) == []
+    refused = only(act.Reply, side.tick(100.0)).message
+    assert isinstance(refused, Refused)
+    assert isinstance(refused.error, DeadlineExceeded)
+    assert side.is_idle
+
+
+def test_a_range_is_published_again_under_a_new_key() -> None:
+    side = prefill_side()
+    opened(side)
+    side.on_computed("r#1", 10, 0.0)
+    side.on_first_token("r#1", FIRST, 0.0)
+    actions = side.on_message(H, Want(begin=4, end=8, reason="checksum"), 0.0)
+    assert actions == [act.Discard("k1"), act.Export(H, "r#1", 4, 8, "k3")]
+    for key in ("k0", "k2"):
+        assert none_of(act.ReleaseRequest, side.on_message(H, Ack(key=key), 0.0))
+    assert act.ReleaseRequest("r#1") in side.on_message(H, Ack(key="k3"), 0.0)
+    assert side.is_idle
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 5), (8, 12), (4, 4), (-1, 3)])
+def test_only_published_tokens_can_be_asked_for_again(begin: int, end: int) -> None:
+    side = prefill_side()
+    opened(side, num_tokens=13)
+    side.on_computed("r#1", 9, 0.0)
+    refused = only(act.Reply, side.on_message(H, Want(begin=begin, end=end, reason="x"), 0.0)).message
+    assert isinstance(refused, Refused)
+    assert f"[{begin}, {end})" in refused.error.message
+    assert side.is_idle
+
+
+def test_a_failed_publication_is_repeated_twice_and_costs_no_credit() -> None:
+    side = prefill_side()
+    opened(side, num_tokens=4, credit=False)
+    side.on_computed("r#1", 4, 0.0)
+    assert exports(side.on_message(H, Grant(credit_bytes=40), 0.0)) == [(0, 4)]
+    for key in ("k0", "k1"):
+        actions = side.on_publish_failed(H, 0, 4, "device", 0.0)
+        assert actions[0] == act.Discard(key)
+        assert exports(actions) == [(0, 4)]
+    refused = only(act.Reply, side.on_publish_failed(H, 0, 4, "device", 0.0)).message
+    assert isinstance(refused, Refused)
+    assert "device" in refused.error.message
+    assert side.is_idle
+
+
+def test_duplicate_acks_and_publications_change_nothing() -> None:
+    side = prefill_side()
+    opened(side)
+    side.on_computed("r#1", 10, 0.0)
+    assert side.on_published(H, ready("k0", 0, 4), 0.0) == [act.Reply(H, ready("k0", 0, 4))]
+    assert side.on_published(H, ready("k0", 0, 4), 0.0) == []
+    assert side.on_message(H, Ack(key="k0"), 0.0) == [act.Discard("k0")]
+    assert side.on_message(H, Ack(key="k0"), 0.0) == []
+    assert side.buffered_bytes == 60
+
+
+def test_an_open_that_makes_no_sense_is_refused() -> None:
+    side = prefill_side()
+    actions = side.open(H, Open(request=request(), held_tokens=11, backend="fake"), 0.0)
+    refused = only(act.Reply, actions).message
+    assert isinstance(refused, Refused)
+    assert isinstance(refused.error, InvalidRequest)
+    assert side.is_idle
+    opened(side)
+    again = only(act.Reply, side.on_message(H, Open(request=request(), held_tokens=0, backend="fake"), 0.0)).message
+    assert isinstance(again, Refused)
+    assert side.is_idle
+
+
+def test_illegal_stage_changes_are_our_bug() -> None:
+    side = prefill_side()
+    opened(side)
+    with pytest.raises(AssertionError, match="computing -> computing"):
+        side.on_admitted(H, 0)
+    with pytest.raises(AssertionError, match="open already"):
+        side.open(H, Open(request=request(), held_tokens=0, backend="fake"), 0.0)
+
+
+def test_keys_cannot_be_guessed_and_are_new_each_time() -> None:
+    side = PrefillSide(CONFIG, bytes_per_token=10)
+    opened(side)
+    keys = [a.key for a in side.on_computed("r#1", 10, 0.0) if isinstance(a, act.Export)]
+    assert len(set(keys)) == 3
+    assert all(len(key) >= 22 for key in keys)
+
+
+def test_accepted_carries_the_prefix_hits_and_counts_follow_the_stage() -> None:
+    side = prefill_side()
+    side.open(H, Open(request=request(), held_tokens=0, backend="fake"), 0.0)
+    assert side.counts() == {"queued": 1, "computing": 0, "computed": 0}
+    assert side.on_admitted(H, 7) == [act.Reply(H, Accepted(cached_tokens=7))]
+    assert side.counts() == {"queued": 0, "computing": 1, "computed": 0}
+    assert side.snapshot()["handoffs"]["r#1"]["stage"] == "computing"
