@@ -10,6 +10,8 @@ from jdisagg.text.detokenize import Detokenizer
 from jdisagg.text.stops import StopStrings
 from jdisagg.text.tokenizer import Tokenizer
 
+_MIN_LOGPROB = -9999.0  # JSON has no -Infinity, which a token that was filtered out has
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredToken:
@@ -127,7 +129,8 @@ class ChoiceText:
 
 
 def _score(entry: TokenLogprob, offset: int) -> ScoredToken:
-    return ScoredToken(token_id=entry.token_id, logprob=entry.logprob, top=entry.top, text_offset=offset)
+    top = tuple((token_id, max(logprob, _MIN_LOGPROB)) for token_id, logprob in entry.top)
+    return ScoredToken(token_id=entry.token_id, logprob=max(entry.logprob, _MIN_LOGPROB), top=top, text_offset=offset)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,13 @@ from dataclasses import dataclass, replace
 
 from jdisagg.api.token_engine import ModelCard
 from jdisagg.core.errors import InvalidRequest, ModelNotFound
-from jdisagg.core.requests import EngineRequest, SamplingParams
+from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, EngineRequest, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer
 
 MAX_N = 64
 MAX_SEQUENCES = 1024  # prompts times choices of one client request
-MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
-MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 300
 _INLINE_TOKENIZE_CHARACTERS = 16_384  # longer texts are tokenized off the event loop
 
@@ -77,7 +75,7 @@ async def admit(
     """Check everything and build the engine requests. Raises InvalidRequest or ModelNotFound."""
     check_model(request.model, card)
     _check_counts(request)
-    check_sampling(request.sampling, card.vocab_size)
+    check_sampling(request.sampling, card)
     prompts = [await _token_ids(prompt, request, card, tokenizer) for prompt in request.prompts]
     echo_texts = None
     if request.echo:
@@ -126,7 +124,7 @@ def check_model(name: str, card: ModelCard) -> None:
         raise ModelNotFound(f"model {name!r} is not served here; the served model is {card.name!r}", field="model")
 
 
-def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+def check_sampling(sampling: SamplingParams, card: ModelCard) -> None:
     """Raise InvalidRequest when a parameter is out of range."""
     _check_range("temperature", sampling.temperature, 0, 100)
     _check_range("top_p", sampling.top_p, 0, 1, open_below=True)
@@ -145,10 +143,11 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         raise _invalid("logit_bias", f"may hold at most {MAX_LOGIT_BIAS} tokens", len(sampling.logit_bias))
     for token_id, bias in sampling.logit_bias:
         _check_range(f"logit_bias[{token_id}]", bias, -100, 100, field="logit_bias")
-    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise _invalid("stop_token_ids", f"may hold at most {MAX_STOP_TOKEN_IDS} ids", len(sampling.stop_token_ids))
-    check_token_ids((token_id for token_id, _ in sampling.logit_bias), vocab_size, "logit_bias")
-    check_token_ids(sampling.stop_token_ids, vocab_size, "stop_token_ids")
+    max_stop_ids = MAX_STOP_TOKEN_IDS - len(card.eos_token_ids)
+    if len(sampling.stop_token_ids) > max_stop_ids:
+        raise _invalid("stop_token_ids", f"may hold at most {max_stop_ids} ids", len(sampling.stop_token_ids))
+    check_token_ids((token_id for token_id, _ in sampling.logit_bias), card.vocab_size, "logit_bias")
+    check_token_ids(sampling.stop_token_ids, card.vocab_size, "stop_token_ids")
 
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int, field: str) -> None:

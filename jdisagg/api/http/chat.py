@@ -18,8 +18,9 @@ from jdisagg.api.http.connection import open_stream, while_connected
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, refuse_unsupported
 from jdisagg.api.http.shapes import chat_logprobs, provenance_object, usage_object, wants_provenance
-from jdisagg.api.intake import MAX_LOGPROBS, Job, TextRequest
+from jdisagg.api.intake import Job, TextRequest
 from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.requests import MAX_LOGPROBS
 
 
 class ChatCompletions:

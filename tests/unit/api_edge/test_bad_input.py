@@ -1,0 +1,157 @@
+"""Every bad field gets a 400 that names it; nothing reaches the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from jdisagg.text.tokenizer import Tokenizer
+from tests.unit.api_edge.fakes import FakeEngine, run, serving
+
+GOOD = {"model": "tiny", "prompt": "the"}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""} | {"add_special_tokens": False}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [1, True]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [10_000]}, "prompt"),
+    ({"prompt": [3] * 200}, "prompt"),
+    ({"prompt": ["a"] * 1025}, "prompt"),
+    ({"prompt": [3] * 190, "max_tokens": 11}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": 65}, "n"),
+    ({"n": True}, "n"),
+    ({"best_of": 2}, "best_of"),
+    ({"suffix": "x"}, "suffix"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"temperature": float("inf")}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"10000": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ["a", ""]}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop_token_ids": [-5]}, "stop_token_ids"),
+    ({"stop_token_ids": [5] * 64}, "stop_token_ids"),  # EOS takes one of the 64 places
+    ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+    ({"seed": "x"}, "seed"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"guided_regex": "a+"}, "guided_regex"),
+    ({"priority": 2**40}, "priority"),
+]
+CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    ({"max_completion_tokens": 0}, "max_tokens"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+]
+
+
+def test_every_bad_field_is_named(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            table = [("/v1/completions", GOOD | fields, field) for fields, field in COMPLETIONS]
+            table += [("/v1/chat/completions", CHAT | fields, field) for fields, field in CHATS]
+            for path, body, field in table:
+                answer = await http.post(path, content=_json(body))
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"]) == (400, field), (body, answer.text)
+                assert error["type"] == "invalid_request_error"
+                assert field.split("[")[0] in error["message"] or error["code"] == "context_length_exceeded", error
+            assert served.engine.requests == []
+            too_long = await http.post("/v1/completions", json=GOOD | {"prompt": [3] * 300})
+            assert too_long.json()["error"]["code"] == "context_length_exceeded"
+            assert "maximum context length is 200 tokens" in too_long.json()["error"]["message"]
+
+    run(check())
+
+
+def test_paths_methods_models_and_bodies_that_are_wrong(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            for response, status in [
+                (await http.get("/nowhere"), 404),
+                (await http.get("/v1/completions"), 405),
+                (await http.get("/v1/models/other"), 404),
+                (await http.post("/v1/completions", json=GOOD | {"model": "other"}), 404),
+                (await http.post("/v1/completions", content=b"{"), 400),
+                (await http.post("/v1/completions", content=b"[1]"), 400),
+                (await http.post("/v1/completions", content=b"[" * 100_000), 400),
+                (await http.post("/v1/completions", content=b'"' + b"\xff" * 9), 400),
+                (await http.post("/v1/completions", content=b" " * (33 * 2**20)), 400),
+                (await http.post("/tokenize", json={}), 400),
+                (await http.post("/detokenize", json={"tokens": [-1]}), 400),
+            ]:
+                assert response.status_code == status, response.text
+                assert response.json()["error"]["message"]
+            missing = await http.post("/v1/completions", json=GOOD | {"model": "other"})
+            assert missing.json()["error"]["code"] == "model_not_found"
+            assert served.engine.requests == []
+
+    run(check())
+
+
+@pytest.mark.parametrize("fields", [{"stop": None, "n": None, "logit_bias": None, "stream": None, "seed": None}, {"top_k": -1}])
+def test_null_means_absent(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            answer = await http.post("/v1/completions", json=GOOD | fields)
+            assert answer.json()["choices"][0]["text"] == "fox"
+            assert served.engine.requests[0].sampling.top_k is None
+
+    run(check())
+
+
+def test_a_body_sent_slowly_is_read_whole(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            body = b'{"prompt": "the"}'
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 17\r\n\r\n")
+            for byte in body:
+                writer.write(bytes([byte]))
+                await writer.drain()
+                await asyncio.sleep(0.001)
+            assert b'"text":"fox"' in await reader.read()
+            writer.close()
+
+    run(check())
+
+
+def _json(body: dict[str, Any]) -> bytes:
+    """JSON with NaN and Infinity, which httpx refuses to write."""
+    return json.dumps(body).encode()

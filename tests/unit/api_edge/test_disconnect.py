@@ -1,0 +1,123 @@
+"""A client that goes away frees everything at once, whatever it was waiting for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from time import monotonic
+from typing import Any
+
+import httpx
+import pytest
+
+from jdisagg.text.tokenizer import Tokenizer
+from tests.unit.api_edge.fakes import FakeEngine, Served, run, serving
+
+ANSWER = "the quick brown fox " * 8
+
+
+async def _send(
+    served: Served, path: str, body: dict[str, Any], *, receive_buffer_bytes: int = 65_536
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", served.port))
+    reader, writer = await asyncio.open_connection(sock=client)
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    writer.write(head.encode() + content)
+    await writer.drain()
+    return reader, writer
+
+
+async def _until_live(served: Served, count: int) -> None:
+    while len(served.engine.live) < count:
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("abrupt", [False, True], ids=["FIN", "RST"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("delay_s", [0.02, 60.0], ids=["between tokens", "before the first token"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_dropped_connection_cancels_every_choice(
+    tokenizer: Tokenizer, path: str, delay_s: float, stream: bool, abrupt: bool
+) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, ANSWER)
+        engine.delay_s = delay_s
+        async with serving(engine, tokenizer) as served:
+            body = {
+                "prompt": "hi",
+                "messages": [{"role": "user", "content": "hi"}],
+                "n": 3,
+                "max_tokens": 100,
+                "stream": stream,
+            }
+            reader, writer = await _send(served, path, body)
+            await _until_live(served, 3)
+            if stream and delay_s < 1:
+                assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+            if abrupt:
+                linger = socket.SO_LINGER
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, linger, b"\x01\0\0\0\0\0\0\0")
+                writer.transport.abort()
+            else:
+                writer.close()
+            start_s = monotonic()
+            await served.wait_idle()
+            assert monotonic() - start_s < 0.5
+            assert len(engine.cancelled) == 3
+
+    run(check())
+
+
+def test_a_reader_that_stalls_does_not_hold_the_engine(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, ANSWER * 2000, max_model_len=200_000)  # some 9 MB of events: more than sockets hold
+        engine.tokens_per_output = 500
+        async with serving(engine, tokenizer) as served:
+            body = {"prompt": "hi", "max_tokens": 100_000, "stream": True, "logprobs": 1}
+            _, writer = await _send(served, "/v1/completions", body, receive_buffer_bytes=4096)
+            await _until_live(served, 1)
+            async with asyncio.timeout(5.0):
+                while engine.live:
+                    await asyncio.sleep(0.01)
+            assert engine.cancelled == []  # it ran to its end while nobody read
+            assert served.edge.num_live == 1
+            writer.close()
+            await served.wait_idle()
+
+    run(check())
+
+
+def test_one_client_going_away_leaves_the_others_alone(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, ANSWER)
+        engine.delay_s = 0.005
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            _, writer = await _send(served, "/v1/completions", {"prompt": "hi", "max_tokens": 100, "stream": True})
+            other = asyncio.create_task(http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 30}))
+            await _until_live(served, 2)
+            writer.close()
+            assert (await other).json()["usage"]["completion_tokens"] == 30
+            await served.wait_idle()
+            assert len(engine.cancelled) == 1
+
+    run(check())
+
+
+def test_stopping_the_server_ends_streams_and_frees_the_port(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, ANSWER)
+        engine.delay_s = 60.0
+        async with serving(engine, tokenizer) as served:
+            _, writer = await _send(served, "/v1/completions", {"prompt": "hi", "stream": True})
+            await _until_live(served, 1)
+            writer.close()
+            port = served.port
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+    run(check())

@@ -1,0 +1,155 @@
+"""The edge without a network: intake, stop strings, ends of streams."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from time import monotonic
+
+import pytest
+
+from jdisagg.api.choice import ChoiceText, Transcript
+from jdisagg.api.edge import Edge
+from jdisagg.api.intake import ContextLengthExceeded, TextRequest
+from jdisagg.core.errors import InvalidRequest, RequestError
+from jdisagg.core.requests import EngineRequest, FinishReason, Output, SamplingParams, TokenLogprob
+from jdisagg.text.tokenizer import Tokenizer
+from tests.unit.api_edge.fakes import EOS, FakeEngine, run
+
+GREEDY = SamplingParams(temperature=0)
+
+
+def _request(prompt: str | tuple[int, ...] = "the", **fields: object) -> TextRequest:
+    return TextRequest(**({"request_id": "r", "prompts": (prompt,), "sampling": GREEDY} | fields))  # pyright: ignore[reportArgumentType]
+
+
+def test_drawn_seeds_differ_by_prompt_and_given_ones_do_not(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        edge = Edge(FakeEngine(tokenizer, "fox"), tokenizer, draw_seed=lambda: 2**32 - 1)
+        drawn = await edge.admit(_request(prompts=("a", "a"), n=2))
+        assert [request.sampling.seed for request in drawn.requests] == [2**32 - 1, 2**32 - 1, 0, 0]
+        given = await edge.admit(_request(prompts=("a", "a"), n=2, seed=-1))
+        assert [request.sampling.seed for request in given.requests] == [2**32 - 1] * 4
+        assert [request.request_id for request in given.requests] == ["r/0", "r/1", "r/2", "r/3"]
+        assert given.num_prompt_tokens == 2 * len(tokenizer.encode("a"))
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "default", "expected"),
+    [(10, None, None, 190), (10, None, 16, 16), (190, None, 16, 10), (199, 1, None, 1), (10, 190, None, 190), (10, 0, None, 1)],
+)
+def test_tokens_to_generate(
+    tokenizer: Tokenizer, num_prompt: int, max_tokens: int | None, default: int | None, expected: int
+) -> None:
+    async def check() -> None:
+        edge = Edge(FakeEngine(tokenizer, "fox"), tokenizer)
+        job = await edge.admit(_request((5,) * num_prompt, max_tokens=max_tokens, default_max_tokens=default, echo=True))
+        assert job.requests[0].sampling.max_tokens == expected
+        for too_long in (_request((5,) * num_prompt, max_tokens=201 - num_prompt), _request((5,) * 200)):
+            with pytest.raises(ContextLengthExceeded):
+                await edge.admit(too_long)
+
+    run(check())
+
+
+def test_the_shorter_deadline_wins(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        edge = Edge(FakeEngine(tokenizer, "fox"), tokenizer, default_deadline_s=50.0)
+        for timeout_s, expected_s in [(None, 50.0), (5.0, 5.0), (500.0, 50.0)]:
+            job = await edge.admit(_request(timeout_s=timeout_s))
+            assert job.requests[0].deadline_s - monotonic() == pytest.approx(expected_s, abs=1.0)
+
+    run(check())
+
+
+def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        edge = Edge(FakeEngine(tokenizer, "aaaa"), tokenizer)
+        tokens = tokenizer.encode("aaaa", add_special_tokens=False)
+        assert len(tokens) == 4
+        transcript = await edge.complete(await edge.admit(_request(stop=("a",), max_tokens=9)))
+        assert transcript.choices[0].text == ""
+        sampling = SamplingParams(min_tokens=3)
+        transcript = await edge.complete(await edge.admit(_request(stop=("a",), max_tokens=9, sampling=sampling)))
+        assert transcript.choices[0].text == "aaa"
+        assert transcript.usage.completion_tokens == 4
+
+    run(check())
+
+
+def test_closing_a_stream_returns_when_the_engine_is_free(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, "the quick brown fox")
+        edge = Edge(engine, tokenizer)
+        job = await edge.admit(_request(n=3))
+        async with aclosing(edge.stream(job)) as deltas:
+            await anext(deltas)
+            with pytest.raises(InvalidRequest, match="still running"):
+                await edge.admit(_request())
+            with pytest.raises(InvalidRequest, match="still running"):
+                await anext(edge.stream(job))
+        assert not engine.live
+        assert edge.num_live == 0
+        assert len(asyncio.all_tasks()) == 1
+        assert edge.abort("r") is False
+
+    run(check())
+
+
+class _Silent(FakeEngine):
+    """Ends its stream without a finish reason."""
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
+        yield Output(request_id=request.request_id, token_ids=(5,))
+
+
+def test_a_stream_without_an_end_is_an_error(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        edge = Edge(_Silent(tokenizer, "fox"), tokenizer)
+        with pytest.raises(RequestError, match="without a finish reason"):
+            await edge.complete(await edge.admit(_request()))
+
+    run(check())
+
+
+def test_a_token_that_was_filtered_out_has_a_finite_logprob(tokenizer: Tokenizer) -> None:
+    choice = ChoiceText(
+        tokenizer,
+        index=0,
+        prompt_token_ids=(0,),
+        echo_text=None,
+        stop=(),
+        min_tokens=0,
+        skip_special_tokens=True,
+        scores_only=False,
+    )
+    logprobs = (TokenLogprob(token_id=5, logprob=-math.inf, top=((6, -1.0), (7, -math.inf))),)
+    delta = choice.absorb(Output(request_id="r", token_ids=(5,), logprobs=logprobs, finish=FinishReason.LENGTH))
+    assert delta.logprobs[0].logprob == -9999.0
+    assert delta.logprobs[0].top == ((6, -1.0), (7, -9999.0))
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_the_text_of_a_stop_token_is_never_shown(tokenizer: Tokenizer, special: bool) -> None:
+    choice = ChoiceText(
+        tokenizer,
+        index=0,
+        prompt_token_ids=(0,),
+        echo_text=None,
+        stop=(),
+        min_tokens=0,
+        skip_special_tokens=False,
+        scores_only=False,
+    )
+    stop_id = EOS if special else tokenizer.encode("x", add_special_tokens=False)[0]
+    [a] = tokenizer.encode("a", add_special_tokens=False)
+    output = Output(request_id="r", token_ids=(a, stop_id), finish=FinishReason.STOP, stop_token_id=stop_id)
+    delta = choice.absorb(output)
+    assert (delta.text, delta.token_ids, delta.stop) == ("a", (a, stop_id), stop_id)
+    transcript = Transcript(1, n=1, num_prompt_tokens=1)
+    transcript.add(delta)
+    assert transcript.is_finished

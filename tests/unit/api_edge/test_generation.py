@@ -1,0 +1,184 @@
+"""GenerationService on a real channel."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from jdisagg.core.errors import HandoffLost, Overloaded
+from jdisagg.text.tokenizer import Tokenizer
+from jdisagg.v1 import common_pb2, generation_pb2
+from tests.unit.api_edge.fakes import PROVENANCE, FakeEngine, Served, run, serving
+
+ANSWER = "the quick brown fox 😀 jumps"
+
+
+async def _collect(served: Served, **fields: Any) -> tuple[list[generation_pb2.Delta], generation_pb2.Complete]:
+    """Deltas and the one complete, which is last."""
+    messages = [message async for message in served.stub.Generate(generation_pb2.GenerateRequest(**fields))]
+    assert [message.WhichOneof("event") for message in messages[:-1]] == ["delta"] * (len(messages) - 1)
+    assert messages[-1].WhichOneof("event") == "complete"
+    assert len({message.request_id for message in messages}) == 1
+    return [message.delta for message in messages[:-1]], messages[-1].complete
+
+
+def test_deltas_join_to_the_complete_result(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, ANSWER, "hello world"), tokenizer) as served:
+            sampling = common_pb2.SamplingParams(max_tokens=100, logprobs=1, prompt_logprobs=1, seed=9, temperature=0)
+            deltas, complete = await _collect(served, text="the dog", n=2, sampling=sampling)
+            for choice, text in zip(complete.choices, (ANSWER, "hello world"), strict=True):
+                mine = [delta for delta in deltas if delta.index == choice.index]
+                assert "".join(delta.text for delta in mine) == choice.text == text
+                assert [token for delta in mine for token in delta.token_ids] == list(choice.token_ids)
+                assert sum(len(delta.logprobs) for delta in mine) == len(choice.token_ids)
+                prompt = [entry for delta in mine for entry in delta.prompt_logprobs]
+                assert [entry.token_id for entry in prompt] == list(tokenizer.encode("the dog"))
+                assert [entry.absent for entry in prompt] == [True] + [False] * (len(prompt) - 1)
+                assert [delta.finish for delta in mine if delta.finish] == [common_pb2.FINISH_REASON_STOP]
+                assert choice.provenance.prefill_worker == PROVENANCE.prefill_worker
+            assert complete.usage.prompt_tokens == len(tokenizer.encode("the dog"))
+            assert complete.usage.completion_tokens == sum(len(choice.token_ids) for choice in complete.choices)
+            assert complete.usage.cached_tokens == 2
+            assert {request.sampling.seed for request in served.engine.requests} == {9}
+            assert {request.sampling.temperature for request in served.engine.requests} == {0}
+
+    run(check())
+
+
+def test_token_ids_and_stop_strings(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, ANSWER), tokenizer) as served:
+            ids = generation_pb2.TokenIds(ids=[5, 6])
+            sampling = common_pb2.SamplingParams(max_tokens=50)
+            _, complete = await _collect(served, token_ids=ids, stop=["own"], sampling=sampling)
+            assert complete.choices[0].text == "the quick br"
+            assert complete.choices[0].stop == "own"
+            assert served.engine.requests[0].prompt_token_ids == (5, 6)
+            assert len(served.engine.cancelled) == 1
+
+    run(check())
+
+
+def test_abort_finishes_with_what_there_is(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, ANSWER)
+        engine.delay_s = 0.02
+        async with serving(engine, tokenizer) as served:
+            await served.stub.Abort(generation_pb2.AbortRequest(request_id="unknown"))
+            work = asyncio.create_task(_collect(served, request_id="mine", text="the", n=2))
+            while len(engine.live) < 2:
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.05)
+            twin = served.stub.Generate(generation_pb2.GenerateRequest(request_id="mine", text="the"))
+            with pytest.raises(grpc.aio.AioRpcError, match="still running"):
+                await twin.read()
+            await served.stub.Abort(generation_pb2.AbortRequest(request_id="mine"))
+            _, complete = await work
+            assert [choice.finish for choice in complete.choices] == [common_pb2.FINISH_REASON_ABORT] * 2
+            assert all(choice.token_ids for choice in complete.choices)
+            assert sorted(engine.cancelled) == ["mine/0", "mine/1"]
+
+    run(check())
+
+
+def test_a_cancelled_call_frees_everything(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, ANSWER)
+        engine.delay_s = 60.0
+        async with serving(engine, tokenizer) as served:
+            call = served.stub.Generate(generation_pb2.GenerateRequest(text="the", n=4))
+            reading = asyncio.create_task(call.read())
+            while len(engine.live) < 4:
+                await asyncio.sleep(0.005)
+            call.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            await served.wait_idle()
+            assert len(engine.cancelled) == 4
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("fields", "violation"),
+    [
+        ({"text": "x", "sampling": common_pb2.SamplingParams(top_p=2)}, "sampling.top_p"),
+        ({"text": "x", "sampling": common_pb2.SamplingParams(max_tokens=-1)}, "sampling.max_tokens"),
+        ({"token_ids": generation_pb2.TokenIds(ids=[99_999])}, "token_ids"),
+        ({"token_ids": generation_pb2.TokenIds()}, "token_ids"),
+        ({"text": "x", "n": 65}, "n"),
+        ({}, "prompt"),
+    ],
+)
+def test_bad_fields_are_violations(tokenizer: Tokenizer, fields: dict[str, Any], violation: str) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
+            call = served.stub.Generate(generation_pb2.GenerateRequest(**fields))
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call.read()
+            assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+            status = await rpc_status.aio.from_call(call)
+            assert status is not None
+            detail = error_details_pb2.BadRequest()
+            assert status.details[0].Unpack(detail)
+            assert [entry.field for entry in detail.field_violations] == [violation]
+
+    run(check())
+
+
+def test_overload_and_loss_have_their_status(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, ANSWER)
+        async with serving(engine, tokenizer) as served:
+            engine.refusal = Overloaded("full", retry_after_s=1.5)
+            call = served.stub.Generate(generation_pb2.GenerateRequest(text="x"))
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call.read()
+            assert await call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            status = await rpc_status.aio.from_call(call)
+            detail = error_details_pb2.RetryInfo()
+            assert status is not None
+            assert status.details[0].Unpack(detail)
+            assert detail.retry_delay.ToMilliseconds() == 1500
+            engine.refusal, engine.failure = None, (2, HandoffLost("every rung failed"))
+            call = served.stub.Generate(generation_pb2.GenerateRequest(text="x"))
+            messages = []
+            with pytest.raises(grpc.aio.AioRpcError, match="every rung failed"):
+                messages += [message async for message in call]
+            assert await call.code() == grpc.StatusCode.ABORTED
+
+    run(check())
+
+
+def test_a_deadline_of_the_client_reaches_the_engine(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, ANSWER)
+        engine.delay_s = 60.0
+        async with serving(engine, tokenizer) as served:
+            call = served.stub.Generate(generation_pb2.GenerateRequest(text="x"), timeout=0.3)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            await served.wait_idle()
+            assert len(engine.cancelled) == 1
+
+    run(check())
+
+
+def test_the_model_is_described(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
+            model = await served.stub.GetModel(generation_pb2.GetModelRequest())
+            assert (model.model, model.max_model_len, list(model.eos_token_ids)) == ("tiny", 200, [1])
+            assert model.has_chat_template
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await served.stub.GetModel(generation_pb2.GetModelRequest(model="other"))
+            assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+    run(check())

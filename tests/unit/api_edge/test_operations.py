@@ -1,0 +1,106 @@
+"""What every role serves, and the endpoints around completions."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from jdisagg.api.http.app import make_app
+from jdisagg.api.http.server import make_server
+from jdisagg.api.token_engine import Health
+from jdisagg.core.errors import ConfigError
+from jdisagg.text.tokenizer import Tokenizer
+from tests.unit.api_edge.fakes import FakeEngine, run, serving
+
+
+def test_health_and_readiness_say_why_not(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, "fox")
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            assert (await http.get("/health")).status_code == 200
+            assert (await http.get("/ready")).status_code == 200
+            engine.state = Health(healthy=True, ready=False, reason="no usable prefill worker")
+            assert (await http.get("/health")).status_code == 200
+            assert (await http.get("/ready")).json() == {"status": "not ready", "reason": "no usable prefill worker"}
+            engine.state = Health(healthy=False, ready=True, reason="no tick for 7 s")
+            assert (await http.get("/health")).status_code == 503
+            assert (await http.get("/ready")).status_code == 503
+
+    run(check())
+
+
+def test_metrics_debug_models_and_openapi(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with (
+            serving(FakeEngine(tokenizer, "fox"), tokenizer) as served,
+            httpx.AsyncClient(base_url=served.http) as http,
+        ):
+            metrics = await http.get("/metrics")
+            assert metrics.text == "jdisagg_up 1\n"
+            assert metrics.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+            head = await http.head("/metrics")
+            assert (head.status_code, head.content) == (200, b"")
+            assert (await http.get("/debug/state")).json() == {"live": []}
+            [model] = [model async for model in served.client.models.list()]
+            assert model.id == "tiny"
+            assert (await served.client.models.retrieve("tiny")).id == "tiny"
+            document = (await http.get("/openapi.json")).json()
+            assert document["openapi"].startswith("3.")
+            assert set(document["paths"]) >= {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
+
+    run(check())
+
+
+def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            answer = (await http.post("/tokenize", json={"prompt": "the fox 😀", "return_token_strs": True})).json()
+            assert answer["tokens"] == list(tokenizer.encode("the fox 😀"))
+            assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 200)
+            assert answer["token_strs"][0] == "<s>"
+            text = (await http.post("/detokenize", json={"tokens": answer["tokens"]})).json()
+            assert text == {"prompt": "<s>the fox 😀"}
+            chat = (await http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]})).json()
+            prompt = "<s><|user|>x</s>\n<|assistant|>"
+            assert chat["tokens"] == list(tokenizer.encode(prompt, add_special_tokens=False))
+
+    run(check())
+
+
+def test_a_role_without_completions_serves_operations_only(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        server = make_server(make_app(None, FakeEngine(tokenizer, "fox"), lambda: "up 1\n", "key"))
+        await server.start()
+        async with httpx.AsyncClient(base_url=f"http://{server.address}") as http:
+            for path in ("/health", "/ready", "/metrics", "/debug/state"):
+                assert (await http.get(path)).status_code == 200
+        await server.stop()
+        await server.stop()
+
+    run(check())
+
+
+def test_debug_state_is_for_this_machine_only(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        app = make_app(None, FakeEngine(tokenizer, "fox"), lambda: "")
+        transport = httpx.ASGITransport(app, client=("203.0.113.9", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            assert (await http.get("/debug/state")).status_code == 403
+            assert (await http.get("/health")).status_code == 200
+
+    run(check())
+
+
+def test_a_taken_port_is_a_configuration_error(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        app = make_app(None, FakeEngine(tokenizer, "fox"), lambda: "")
+        server = make_server(app)
+        with pytest.raises(ConfigError, match=f"port {server.port}.*choose another") as caught:
+            make_server(app, port=server.port)
+        assert caught.value.field == "port"
+        await server.stop()
+        await asyncio.sleep(0)
+
+    run(check())
