@@ -2,6 +2,7 @@
 
     python scripts/train_demo_model.py train --work-dir WORK --time-budget-s 3600
     python scripts/train_demo_model.py export --work-dir WORK --output jdisagg/demo
+    python scripts/train_demo_model.py tasks --output configs/eval
 
 `train` may be stopped at any time and started again: it resumes from the last checkpoint in the work folder and ends when
 either the steps or the time are used up, the learning rate having decayed to zero. `export` may run beside it.
@@ -23,6 +24,7 @@ from demo_model.evaluate import held_out_scores
 from demo_model.export import export_tokenizer, export_weights
 from demo_model.net import Shape, init_params
 from demo_model.state import TrainState, load_state, lr_factor, make_optimizer, make_step, save_state
+from demo_model.tasks import write_tasks
 from demo_model.tokens import Stream, encode_documents, train_tokenizer
 from tokenizers import Tokenizer
 
@@ -45,11 +47,15 @@ def main() -> None:
     export.add_argument("--output", type=Path, default=Path("jdisagg/demo"))
     for command in (train, export):
         command.add_argument("--work-dir", type=Path, required=True, help="checkpoints and tokenizer; not for git")
+    tasks = commands.add_parser("tasks", help="write small evaluation tasks made from the held-out modules")
+    tasks.add_argument("--output", type=Path, default=Path("configs/eval"))
     args = parser.parse_args()
     if args.command == "train":
         run_training(args)
-    else:
+    elif args.command == "export":
         run_export(args)
+    else:
+        write_tasks(args.output, load_corpus().held_out, count=40, seed=0)
 
 
 def run_training(args: argparse.Namespace) -> None:

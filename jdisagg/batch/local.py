@@ -1,0 +1,50 @@
+"""An engine in this process behind the same HTTP application as a server's, without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+from starlette.applications import Starlette
+
+from jdisagg.api.edge import Edge
+from jdisagg.api.http.app import make_app
+from jdisagg.api.local_engine import LocalEngine
+from jdisagg.core.config import Config
+from jdisagg.core.metrics import Metrics
+from jdisagg.roles.self_test import self_test
+from jdisagg.roles.watchdog import Watchdog
+from jdisagg.serve.deployments import Deployment, build_deployment
+from jdisagg.serve.engines import exit_on_crash
+from jdisagg.text.tokenizer import Tokenizer
+
+
+@asynccontextmanager
+async def open_local(config: Config, timeout: httpx.Timeout) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a fresh engine (unified or colocated), compiled and tested; the engine ends with the context."""
+    metrics, worker, loop = Metrics(), f"pid {os.getpid()}", asyncio.get_running_loop()
+    deployment = await asyncio.to_thread(build_deployment, config, metrics, worker, loop, exit_on_crash)
+    watchdog = Watchdog(list(deployment.engines), config.device.step_timeout_s)
+    watchdog.start()
+    try:
+        for engine in deployment.engines:
+            await asyncio.to_thread(self_test, engine)
+        deployment.compiles_are_over()
+        transport = httpx.ASGITransport(app=_application(config, deployment, metrics, timeout))
+        async with httpx.AsyncClient(transport=transport, base_url="http://in-process", timeout=timeout) as client:
+            yield client
+    finally:
+        watchdog.stop()
+        await deployment.aclose()
+        await asyncio.to_thread(deployment.stop)
+
+
+def _application(config: Config, deployment: Deployment, metrics: Metrics, timeout: httpx.Timeout) -> Starlette:
+    name = config.model.served_model_name or config.model.model
+    engine = LocalEngine(deployment.front, deployment.card(name), not_ready_reason=deployment.not_ready_reason)
+    tokenizer = Tokenizer.from_directory(deployment.loaded.directory)
+    edge = Edge(engine, tokenizer, default_deadline_s=timeout.read or config.server.default_deadline_s)
+    return make_app(edge, engine, metrics.text)
