@@ -1,0 +1,73 @@
+"""A `python -m jdisagg.serve` for scripts: start it, wait for READY, stream from it, end it."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from jdisagg.api.channels import open_blocking_channel
+from jdisagg.serve.environment import PARENT_VARIABLE
+from jdisagg.serve.ready import Ready, parse
+from jdisagg.v1 import generation_pb2, generation_pb2_grpc
+
+ROOT = Path(__file__).resolve().parent.parent
+STOP_TIMEOUT_S = 45.0
+
+
+class FleetProcess:
+    """The process, in a session of its own; it ends when this one does, however that ends. Logs go to `log`."""
+
+    def __init__(self, *flags: str, log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log = log
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "jdisagg.serve", *flags],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                cwd=ROOT,
+                env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+                start_new_session=True,
+            )
+
+    def wait_ready(self, timeout_s: float, on_wait: Callable[[float], None] = lambda _: None) -> Ready:
+        """Its READY; raises RuntimeError with the end of the log when it does not come. `on_wait` gets the seconds so far."""
+        assert self.process.stdout is not None
+        began_s = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            while (seconds := time.monotonic() - began_s) < timeout_s and self.process.poll() is None:
+                on_wait(seconds)
+                if selector.select(timeout=1.0) and (ready := parse(self.process.stdout.readline().decode())) is not None:
+                    return ready
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
+        raise RuntimeError(f"not ready (exit status {self.process.poll()}); the end of {self._log}:\n{tail}")
+
+    def stop(self) -> int:
+        """End it; its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+def stream(
+    address: str, request: generation_pb2.GenerateRequest, timeout_s: float, on_text: Callable[[str], None] = lambda _: None
+) -> generation_pb2.Complete:
+    """Run one Generate; `on_text` gets the text as it comes. Raises grpc.RpcError."""
+    with open_blocking_channel(address) as channel:
+        for response in generation_pb2_grpc.GenerationServiceStub(channel).Generate(request, timeout=timeout_s):
+            if response.HasField("complete"):
+                return response.complete
+            on_text(response.delta.text)
+    raise RuntimeError(f"{address}: the stream ended without its closing message")
