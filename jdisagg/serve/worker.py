@@ -17,7 +17,6 @@ import grpc.aio
 
 from jdisagg.api.admin import AdminService
 from jdisagg.api.channels import bind, make_server
-from jdisagg.api.edge import Edge
 from jdisagg.api.fleet_client import FleetClient
 from jdisagg.api.generation import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
@@ -35,7 +34,7 @@ from jdisagg.serve.deployments import Deployment, build_deployment
 from jdisagg.serve.engines import exit_on_crash
 from jdisagg.serve.process import Process, run_process
 from jdisagg.serve.ready import Ready, announce
-from jdisagg.text.tokenizer import Tokenizer
+from jdisagg.serve.text_edge import make_edge
 from jdisagg.v1 import admin_pb2_grpc, generation_pb2_grpc, peer_pb2_grpc, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -109,11 +108,7 @@ class _Edges:
         names = ["AdminService"]
         if deployment.serves_clients:
             names += ["GenerationService", "WorkerService"]
-            edge = Edge(
-                self._engine,
-                Tokenizer.from_directory(deployment.loaded.directory),
-                default_deadline_s=config.server.default_deadline_s,
-            )
+            edge = make_edge(self._engine, deployment.loaded.directory, config.server)
             generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
             worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self._engine, config.transfer), server)
         if deployment.peer_server is not None:
