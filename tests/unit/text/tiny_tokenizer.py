@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}\n"
-    "  {%- if message.role == 'break' %}{% break %}{% endif %}\n"
+    "  {% if message.role == 'break' %}{% break %}{% endif %}\n"
     "<|{{ message['role'] }}|>{{ message['content'] | trim }}{{ eos_token }}\n"
     "{% endfor %}\n"
     "{% if tools %}tools: {{ tools | tojson(indent=2) }}\n{% endif %}\n"
