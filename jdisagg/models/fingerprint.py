@@ -15,6 +15,7 @@ import xxhash
 from jax import lax
 
 from jdisagg.models.declare import declarations
+from jdisagg.models.hashing import element_index, mix
 from jdisagg.models.spec import ModelSpec
 
 
@@ -37,15 +38,5 @@ def fingerprint(spec: ModelSpec, params: dict[str, Any], *, numerics: str) -> st
 def _checksum(x: jax.Array) -> jax.Array:
     """u32[2]: wrapping sums of two hashes of (bits, index)."""
     bits = lax.bitcast_convert_type(x, jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16).astype(jnp.uint32)
-    index = jnp.zeros(x.shape, jnp.uint32)
-    for axis, size in enumerate(x.shape):
-        index = index * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    place = _mix(index + jnp.uint32(0x9E3779B9))
-    return jnp.stack([jnp.sum(_mix(bits ^ place)), jnp.sum(_mix(bits + place * jnp.uint32(5) + jnp.uint32(1)))])
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """A 32-bit bijection that spreads every input bit (multiply, shift, exclusive or)."""
-    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> jnp.uint32(16))
+    place = mix(element_index(x.shape) + jnp.uint32(0x9E3779B9))
+    return jnp.stack([jnp.sum(mix(bits ^ place)), jnp.sum(mix(bits + place * jnp.uint32(5) + jnp.uint32(1)))])

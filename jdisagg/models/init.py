@@ -13,13 +13,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdisagg.models.declare import Declared, Path, build
+from jdisagg.models.hashing import element_index, mix
 from jdisagg.models.sharding import param_sharding
 from jdisagg.models.spec import ModelSpec
 
 
 def random_params(spec: ModelSpec, mesh: Mesh, dtype: str, *, seed: int) -> dict[str, Any]:
-    """Parameters drawn from the declared scales. The same seed gives the same values on every mesh."""
-    root = jax.device_put(jax.random.key(seed), NamedSharding(mesh, PartitionSpec()))
+    """Parameters with the declared standard deviations. The same seed gives the same values on every mesh."""
     draws: dict[Hashable, Any] = {}  # layers share shapes: one compilation for each distinct one
 
     def make(_: Path, declared: Declared) -> jax.Array:
@@ -28,12 +28,15 @@ def random_params(spec: ModelSpec, mesh: Mesh, dtype: str, *, seed: int) -> dict
         if kind not in draws:
             one = functools.partial(_draw, shape=declared.shape, scale=declared.scale, dtype=dtype)
             draws[kind] = jax.jit(one, out_shardings=sharding)
-        return draws[kind](root, np.uint32(zlib.crc32(declared.name.encode())))
+        number = np.uint32(zlib.crc32(f"{seed} {declared.name}".encode()))
+        return draws[kind](jax.device_put(number, NamedSharding(mesh, PartitionSpec())))
 
     return build(spec, make)
 
 
-def _draw(root: jax.Array, number: jax.Array, *, shape: tuple[int, ...], scale: float | None, dtype: str) -> jax.Array:
+def _draw(number: jax.Array, *, shape: tuple[int, ...], scale: float | None, dtype: str) -> jax.Array:
+    """Uniform with standard deviation `scale`; `number` u32 selects the stream."""
     if scale is None:
         return jnp.ones(shape, dtype)
-    return (scale * jax.random.normal(jax.random.fold_in(root, number), shape, jnp.float32)).astype(dtype)
+    bits = mix(element_index(shape) ^ mix(number)) >> jnp.uint32(8)
+    return ((bits.astype(jnp.float32) * 2.0**-24 - 0.5) * (12**0.5 * scale)).astype(dtype)

@@ -51,8 +51,9 @@ def load_orbax(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -> dict
         restore = ocp.args.PyTreeRestore(item={name: stored[name] for name in wanted}, restore_args=wanted)
         try:
             flat = checkpointer.restore(path, args=restore)
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"{path}: damaged Orbax checkpoint: {error}; convert again", field="model") from error
+        except Exception as error:  # Orbax raises bare Exception for unreadable data
+            first = str(error).partition("\n")[0]
+            raise ConfigError(f"{path}: damaged Orbax checkpoint: {first}; convert again", field="model") from error
 
     def make(_: ParamPath, declared: Declared) -> jax.Array:
         return flat[declared.name]
