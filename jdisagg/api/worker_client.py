@@ -21,6 +21,8 @@ from jdisagg.core.config import TransferConfig
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.v1 import worker_pb2, worker_pb2_grpc
 
+CLOSED = "closed"  # the worker ended the stream in good order; every other reason is a failure
+
 
 class WorkerLink:
     """Submits requests to one worker and delivers their outputs."""
@@ -88,7 +90,7 @@ class WorkerLink:
 
     async def _run(self) -> None:
         channel = open_channel(self.address, self._credentials)
-        reason = "closed"
+        reason = CLOSED
         try:
             call = worker_pb2_grpc.WorkerServiceStub(channel).Run()
             reason = await self._converse(call)
@@ -110,7 +112,7 @@ class WorkerLink:
         if read in done:
             error = read.exception()
             if error is None:
-                return "closed"
+                return CLOSED
             if isinstance(error, grpc.aio.AioRpcError):
                 return f"{error.code().name}: {error.details()}"
             raise error

@@ -11,6 +11,7 @@ When the stream ends, by any cause, every request that came on it and is not fin
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from time import monotonic
@@ -27,6 +28,8 @@ from jdisagg.core.fleet import Load
 from jdisagg.core.requests import EngineRequest, FinishReason, Output
 from jdisagg.roles.ports import OutputSink
 from jdisagg.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
 
 
 class WorkerEngine(Protocol):
@@ -78,8 +81,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             self._num_streams -= 1
             run.end()
             await cancel_and_wait(read, write, beat)
-        for task in done:
-            task.result()
+        if done == {beat}:
+            log.warning(
+                "router %s: no heartbeat for %.2f s; its requests are cancelled", context.peer(), self._config.dead_after_s
+            )
 
 
 class _RunStream:

@@ -17,6 +17,7 @@ from typing import Any
 
 from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.token_engine import Health, ModelCard
+from jdisagg.api.worker_client import CLOSED
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import (
     Cancelled,
@@ -216,6 +217,8 @@ class FleetEngine:
             raise Unavailable(f"request {flight.request.request_id}: {lost.error.message}; the fleet's replay budget is spent")
         if not lost.death and alone:
             await asyncio.sleep(min(0.05 * 2**flight.refusals, 2.0))  # the same worker again: not at once
+        if alone:
+            flight.tried = frozenset({failed_at})  # begin another round
         flight.replay()
         if flight.num_delivered == 0:
             flight.fingerprint = None  # nothing is fixed yet
@@ -257,6 +260,7 @@ class FleetEngine:
 
     def _on_lost(self, entry: Entry, reason: str) -> None:
         error = HandoffLost(f"worker {entry.member.address} ({entry.member.worker}) was lost: {reason}")
+        death = reason != CLOSED and not entry.member.draining
         for flight in self._flights.values():
             if flight.entry is entry:
-                flight.events.put_nowait(Lost(error, death=not entry.member.draining))
+                flight.events.put_nowait(Lost(error, death=death))

@@ -1,0 +1,154 @@
+"""A worker whose engine is arithmetic, behind the real WorkerService and the real registration."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from jdisagg.api.fleet_client import FleetClient
+from jdisagg.api.fleet_service import FleetService
+from jdisagg.api.worker_service import WorkerService
+from jdisagg.core.config import TransferConfig
+from jdisagg.core.errors import RequestError
+from jdisagg.core.fleet import Load, Member
+from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, Role
+from jdisagg.roles.ports import OutputSink
+from jdisagg.router.fleet_engine import FleetEngine
+from jdisagg.router.quarantine import ReplayConfig
+from jdisagg.v1 import fleet_pb2_grpc, worker_pb2_grpc
+from tests.unit.wire.rig import FAST, start_server
+
+TICK_S = 0.008
+
+
+def token_at(prompt: tuple[int, ...], index: int) -> int:
+    """The `index`-th generated token: a function of the prompt and the position alone."""
+    return (sum(prompt) * 31 + index * 7 + len(prompt)) % 997
+
+
+def expected(request: EngineRequest) -> list[int]:
+    """What the client must get."""
+    prompt = request.prompt_token_ids
+    return [token_at(prompt, i) for i in range(len(request.generated_token_ids), request.sampling.max_tokens)]
+
+
+class ArithmeticEngine:
+    """One token per live request and tick. Follows WorkerEngine."""
+
+    def __init__(self) -> None:
+        self.ticks = 0
+        self.frozen = False
+        self.refuse: RequestError | None = None
+        self.refusals: list[RequestError] = []  # each is used once; may be shared
+        self.live: dict[str, tuple[EngineRequest, OutputSink, list[int]]] = {}
+        self.seen: list[EngineRequest] = []
+
+    def submit(self, request: EngineRequest, sink: OutputSink) -> None:
+        self.seen.append(request)
+        if self.refuse is not None or self.refusals:
+            sink([self._end(request, self.refuse or self.refusals.pop())])
+            return
+        known = list(request.generated_token_ids)
+        assert known == [token_at(request.prompt_token_ids, i) for i in range(len(known))], "replay carries the wrong tokens"
+        self.live[request.request_id] = (request, sink, known)
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        if request_id in self.live and self.live[request_id][0].attempt == attempt:
+            del self.live[request_id]
+
+    @property
+    def load(self) -> Load:
+        return Load(running=len(self.live), free_pages=10, total_pages=10)
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            if not self.frozen:
+                self.tick()
+
+    def tick(self) -> None:
+        self.ticks += 1
+        by_sink: dict[int, tuple[OutputSink, list[Output]]] = {}
+        for request, sink, tokens in list(self.live.values()):
+            tokens.append(token_at(request.prompt_token_ids, len(tokens)))
+            last = len(tokens) >= request.sampling.max_tokens
+            output = Output(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                token_ids=(tokens[-1],),
+                finish=FinishReason.LENGTH if last else None,
+                provenance=Provenance(decode_worker="arithmetic", recoveries=("refetch",)) if last else None,
+            )
+            by_sink.setdefault(id(sink), (sink, []))[1].append(output)
+            if last:
+                del self.live[request.request_id]
+        for sink, outputs in by_sink.values():
+            sink(outputs)
+
+    def _end(self, request: EngineRequest, error: RequestError) -> Output:
+        return Output(request_id=request.request_id, attempt=request.attempt, finish=FinishReason.ERROR, error=error)
+
+
+class FakeWorker:
+    """One process of a fleet, in this process."""
+
+    def __init__(
+        self, routers: tuple[str, ...], role: Role = Role.DECODE, config: TransferConfig = FAST, **member: Any
+    ) -> None:
+        self.engine = ArithmeticEngine()
+        self.service = WorkerService(self.engine, config)
+        self.draining = False
+        self._routers = routers
+        self._role = role
+        self._member: dict[str, Any] = {"epoch": f"epoch-{id(self)}", "fingerprint": "weights-1"} | member
+
+    async def start(self, port: int = 0) -> FakeWorker:
+        self._server, self.address = await start_server(
+            lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.service, server), port
+        )
+        member = Member(
+            role=self._role,
+            address=self.address,
+            worker=f"fake @ {self.address}",
+            model="demo",
+            max_model_len=64,
+            vocab_size=1000,
+            **self._member,
+        )
+        self._ticking = asyncio.create_task(self.engine.run())
+        self.registration = FleetClient(member, self._routers, state=lambda: (self.engine.load, self.draining))
+        return self
+
+    async def die(self) -> None:
+        """Everything stops at once, as after a kill."""
+        self._ticking.cancel()
+        await asyncio.gather(self._ticking, return_exceptions=True)
+        await self.registration.close()
+        await self._server.stop(0)
+
+
+class Router:
+    """FleetEngine behind a FleetService, on a real port."""
+
+    def __init__(self, replay: ReplayConfig | None = None, config: TransferConfig = FAST, step_timeout_s: float = 0.4) -> None:
+        self.metrics = Metrics()
+        self.engine = FleetEngine(config=config, step_timeout_s=step_timeout_s, metrics=self.metrics, replay=replay)
+        self._config = config
+
+    async def start(self, port: int = 0) -> Router:
+        service = FleetService(self.engine.workers, self._config)
+        self._server, self.address = await start_server(
+            lambda server: fleet_pb2_grpc.add_FleetServiceServicer_to_server(service, server), port
+        )
+        return self
+
+    async def stop(self) -> None:
+        await self.engine.close()
+        await self._server.stop(0)
+
+    def linked(self) -> int:
+        return sum(entry.linked for entry in self.engine.workers.fleet.entries())
+
+    def replays(self) -> float:
+        return self.metrics.recoveries.labels(rung="replay")._value.get()

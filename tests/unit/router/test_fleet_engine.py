@@ -1,0 +1,391 @@
+"""Streams that survive their workers: every token once, in order, whatever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from time import monotonic
+
+import pytest
+
+from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, Overloaded, RequestError, Unavailable
+from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role, SamplingParams
+from jdisagg.router.quarantine import ReplayConfig
+from tests.unit.router.fakes import FakeWorker, Router, expected
+from tests.unit.wire.rig import FAST, request, run_quiet, until
+
+
+def ask(request_id: str, max_tokens: int = 40, **fields) -> EngineRequest:
+    number = int(request_id.strip("r"))
+    return request(request_id, prompt=(number, 2, 3), sampling=SamplingParams(max_tokens=max_tokens), **fields)
+
+
+async def collect(router: Router, asked: EngineRequest, outputs: list[Output] | None = None) -> list[Output]:
+    outputs = [] if outputs is None else outputs
+    async for output in router.engine.generate(asked):
+        outputs.append(output)
+    return outputs
+
+
+def tokens(outputs: list[Output]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def assert_whole(asked: EngineRequest, outputs: list[Output]) -> None:
+    assert tokens(outputs) == expected(asked)
+    assert [output.finish for output in outputs if output.finish] == [FinishReason.LENGTH]
+    assert {output.attempt for output in outputs} == {asked.attempt}
+
+
+async def fleet(*workers: FakeWorker, router: Router) -> list[FakeWorker]:
+    for worker in workers:
+        await worker.start()
+    await until(lambda: router.linked() == sum(worker._role is not Role.PREFILL for worker in workers))
+    return list(workers)
+
+
+async def stop(router: Router, *workers: FakeWorker) -> None:
+    for worker in workers:
+        assert not worker.engine.live, "a request was left on a worker"
+        await worker.die()
+    assert not router.engine.debug_state()["flights"]
+    assert all(entry.pending == 0 for entry in router.engine.workers.fleet.entries())
+    await router.stop()
+
+
+def test_a_request_runs_on_one_worker_with_an_ordered_list_of_prefill_peers():
+    async def body() -> None:
+        router = await Router().start()
+        where = (router.address,)
+        p1, p2, d = FakeWorker(where, Role.PREFILL), FakeWorker(where, Role.PREFILL), FakeWorker(where)
+        other = FakeWorker(where, Role.PREFILL, fingerprint="weights-2")
+        await fleet(p1, p2, other, d, router=router)
+        await until(lambda: len(router.engine.workers.members()) == 4)
+        asked = ask("r1")
+        assert_whole(asked, outputs := await collect(router, asked))
+        assert set(d.engine.seen[0].prefill_peers) == {p1.address, p2.address}
+        provenance = outputs[-1].provenance
+        assert provenance is not None
+        assert provenance.recoveries == ("refetch",)
+        assert router.engine.card.vocab_size == 1000
+        assert router.engine.health().ready
+        await stop(router, p1, p2, other, d)
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("kill", ["die", "freeze"])
+def test_a_stream_goes_on_exactly_when_its_worker_dies_or_stalls(kill):
+    async def body() -> None:
+        router = await Router().start()
+        d1, d2 = await fleet(FakeWorker((router.address,)), FakeWorker((router.address,)), router=router)
+        asked = ask("r1")
+        outputs: list[Output] = []
+        task = asyncio.create_task(collect(router, asked, outputs))
+        await until(lambda: len(tokens(outputs)) >= 5)
+        victim, heir = (d1, d2) if d1.engine.live else (d2, d1)
+        before = len(tokens(outputs))
+        began_s = monotonic()
+        if kill == "die":
+            await victim.die()
+        else:
+            victim.engine.frozen = True
+        await until(lambda: heir.engine.live)
+        assert monotonic() - began_s < 1.2
+        await task
+        assert_whole(asked, outputs)
+        assert len(heir.engine.seen[-1].generated_token_ids) >= before
+        assert heir.engine.seen[-1].attempt == 1
+        provenance = outputs[-1].provenance
+        assert provenance is not None
+        assert provenance.recoveries == ("replay", "refetch")
+        assert router.replays() == 1
+        if kill == "freeze":
+            await until(lambda: not victim.engine.live)  # its late outputs were dropped, its request cancelled
+            victim.engine.frozen = False
+            await until(lambda: router.linked() == 2)  # alive again: connected again
+            await victim.die()
+        await stop(router, heir)
+
+    run_quiet(body())
+
+
+def test_a_silent_worker_is_left_within_about_dead_after():
+    async def body() -> None:
+        router = await Router().start()
+        mute = FakeWorker((router.address,), config=FAST.__class__(heartbeat_s=20.0, dead_after_s=60.0))
+        (mute,) = await fleet(mute, router=router)
+        mute.engine.frozen = True  # no outputs, no heartbeats: as after SIGSTOP
+        asked = ask("r1")
+        task = asyncio.create_task(collect(router, asked))
+        began_s = monotonic()
+        await until(lambda: mute.engine.seen)
+        heir = await FakeWorker((router.address,)).start()
+        await until(lambda: heir.engine.seen)
+        assert monotonic() - began_s < 1.2
+        assert_whole(asked, await task)
+        await mute.die()
+        await stop(router, heir)
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("error", [HandoffLost("every rung failed"), Unavailable("draining"), Overloaded("queue is full")])
+def test_a_request_given_back_moves_to_another_worker(error):
+    async def body() -> None:
+        router = await Router().start()
+        workers = await fleet(FakeWorker((router.address,)), FakeWorker((router.address,)), router=router)
+        refusals = [error]
+        for worker in workers:
+            worker.engine.refusals = refusals
+        asked = ask("r1")
+        assert_whole(asked, await collect(router, asked))
+        assert [len(worker.engine.seen) for worker in workers] == [1, 1]
+        assert not refusals
+        await stop(router, *workers)
+
+    run_quiet(body())
+
+
+def test_a_request_given_back_by_everybody_goes_round_until_somebody_takes_it():
+    async def body() -> None:
+        router = await Router().start()
+        workers = await fleet(*(FakeWorker((router.address,)) for _ in range(3)), router=router)
+        workers[0].engine.refusals = workers[1].engine.refusals = [HandoffLost("no prefill worker")] * 6
+        workers[2].engine.refusals = [HandoffLost("no prefill worker")]
+        asked = ask("r1")
+        assert_whole(asked, await collect(router, asked))
+        workers[2].engine.refuse = HandoffLost("no prefill worker")
+        for worker in workers[:2]:
+            worker.engine.refusals, worker.engine.refuse = [], HandoffLost("no prefill worker")
+        (output,) = await collect(router, ask("r2", left_s=1.0))
+        assert isinstance(output.error, HandoffLost | DeadlineExceeded)
+        await stop(router, *workers)
+
+    run_quiet(body())
+
+
+def test_errors_of_the_caller_are_not_retried():
+    async def body() -> None:
+        router = await Router().start()
+        (worker,) = await fleet(FakeWorker((router.address,)), router=router)
+        worker.engine.refuse = InvalidRequest("top_p is 7", field="top_p")
+        (output,) = await collect(router, ask("r1"))
+        assert isinstance(output.error, InvalidRequest)
+        assert output.error.field == "top_p"
+        assert len(worker.engine.seen) == 1
+        worker.engine.refuse = Overloaded("queue is full", retry_after_s=3.0)
+        (output,) = await collect(router, ask("r2"))
+        assert isinstance(output.error, Overloaded)  # nowhere else to go
+        assert output.error.retry_after_s == 3.0
+        await stop(router, worker)
+
+    run_quiet(body())
+
+
+def test_a_request_seen_at_two_deaths_is_aborted_and_quarantined():
+    async def body() -> None:
+        router = await Router().start()
+        workers = await fleet(*(FakeWorker((router.address,)) for _ in range(3)), router=router)
+        outputs: list[Output] = []
+        task = asyncio.create_task(collect(router, ask("r1", max_tokens=5000), outputs))
+        for _ in range(2):
+            await until(lambda: any(worker.engine.live for worker in workers))
+            victim = next(worker for worker in workers if worker.engine.live)
+            workers.remove(victim)
+            await victim.die()
+        await task
+        assert isinstance(outputs[-1].error, HandoffLost)
+        assert "2 workers went down" in outputs[-1].error.message
+        (survivor,) = workers
+        before = len(survivor.engine.seen)
+        for again in (ask("r1"), request("other-id", prompt=(1, 2, 3))):  # the id, and the prompt
+            with pytest.raises(HandoffLost, match="quarantined for"):
+                await collect(router, again)
+        assert len(survivor.engine.seen) == before
+        assert_whole(asked := ask("r2"), await collect(router, asked))
+        await stop(router, survivor)
+
+    run_quiet(body())
+
+
+def test_replays_are_budgeted_per_fleet():
+    async def body() -> None:
+        router = await Router(ReplayConfig(budget=1, budget_per_s=0.0)).start()
+        d1, d2 = await fleet(FakeWorker((router.address,)), FakeWorker((router.address,)), router=router)
+        asked = [ask(f"r{i}", max_tokens=200) for i in range(6)]
+        results = [asyncio.create_task(collect(router, one)) for one in asked]
+        await until(lambda: len(d1.engine.live) == len(d2.engine.live) == 3)
+        await d1.die()
+        ends = [(await result)[-1] for result in results]
+        errors = [end.error for end in ends if end.error]
+        assert len(errors) == 2
+        assert all(isinstance(error, Unavailable) and "budget" in error.message for error in errors)
+        await stop(router, d2)
+
+    run_quiet(body())
+
+
+def test_without_a_worker_a_request_waits_a_little_then_fails_or_is_served():
+    async def body() -> None:
+        router = await Router(ReplayConfig(place_wait_s=0.3)).start()
+        began_s = monotonic()
+        with pytest.raises(Unavailable, match="no decode or unified worker"):
+            await collect(router, ask("r1"))
+        assert 0.25 < monotonic() - began_s < 1.0
+        with pytest.raises(DeadlineExceeded):
+            await collect(router, ask("r2", left_s=0.1))
+        assert not router.engine.health().ready
+        task = asyncio.create_task(collect(router, asked := ask("r3")))
+        worker = await FakeWorker((router.address,), Role.UNIFIED).start()
+        assert_whole(asked, await task)
+        assert worker.engine.seen[0].prefill_peers == ()
+        await stop(router, worker)
+
+    run_quiet(body())
+
+
+def test_a_request_ends_at_its_deadline_even_when_the_worker_does_not():
+    async def body() -> None:
+        router = await Router(step_timeout_s=60.0).start()
+        (worker,) = await fleet(FakeWorker((router.address,)), router=router)
+        worker.engine.frozen = True
+        began_s = monotonic()
+        (output,) = await collect(router, ask("r1", left_s=0.2))
+        assert isinstance(output.error, DeadlineExceeded)
+        assert monotonic() - began_s < 2.0
+        await until(lambda: not worker.engine.live)
+        await stop(router, worker)
+
+    run_quiet(body())
+
+
+@pytest.mark.covers("H10")
+def test_a_client_that_goes_away_frees_its_worker():
+    async def body() -> None:
+        router = await Router().start()
+        (worker,) = await fleet(FakeWorker((router.address,)), router=router)
+        async with contextlib.aclosing(router.engine.generate(ask("r1", max_tokens=10_000))) as stream:
+            async for _ in stream:
+                break
+        await until(lambda: not worker.engine.live, limit_s=1.0)
+        async with contextlib.aclosing(router.engine.generate(ask("r2", max_tokens=10_000))) as first:
+            await anext(first)
+            with pytest.raises(InvalidRequest, match="in use"):
+                await collect(router, ask("r2"))
+        await until(lambda: not worker.engine.live, limit_s=1.0)
+        await stop(router, worker)
+
+    run_quiet(body())
+
+
+def test_requests_stay_within_one_fingerprint_and_draining_workers_get_nothing_new():
+    async def body() -> None:
+        router = await Router(ReplayConfig(place_wait_s=0.3, replay_wait_s=0.3)).start()
+        old = FakeWorker((router.address,), fingerprint="weights-1")
+        new = FakeWorker((router.address,), fingerprint="weights-2")
+        await fleet(old, new, router=router)
+        new.draining = True
+        await until(lambda: any(member.draining for member in router.engine.workers.members()))
+        outputs: list[Output] = []
+        task = asyncio.create_task(collect(router, ask("r1", max_tokens=5000), outputs))
+        await until(lambda: tokens(outputs))
+        assert not new.engine.seen
+        new.draining = False
+        await until(lambda: not any(member.draining for member in router.engine.workers.members()))
+        await old.die()
+        await task
+        assert isinstance(outputs[-1].error, Unavailable)  # half its tokens are from other weights: it cannot go on
+        assert not new.engine.seen
+        assert_whole(asked := ask("r2"), await collect(router, asked))
+        await stop(router, new)
+
+    run_quiet(body())
+
+
+def test_a_restarted_router_learns_its_fleet_and_its_workers_free_the_old_streams():
+    async def body() -> None:
+        router = await Router().start()
+        (worker,) = await fleet(FakeWorker((router.address,)), router=router)
+        task = asyncio.create_task(collect(router, ask("r1", max_tokens=10_000)))
+        await until(lambda: worker.engine.live)
+        port = int(router.address.rpartition(":")[2])
+        await router.stop()
+        outputs = await task
+        assert outputs[-1].error is not None
+        await until(lambda: not worker.engine.live)
+        again = await Router().start(port)
+        await until(lambda: again.linked() == 1)
+        assert_whole(asked := ask("r2"), await collect(again, asked))
+        await stop(again, worker)
+
+    run_quiet(body())
+
+
+def test_least_loaded_worker_is_chosen():
+    async def body() -> None:
+        router = await Router().start()
+        workers = await fleet(*(FakeWorker((router.address,)) for _ in range(3)), router=router)
+        asked = [ask(f"r{i}", max_tokens=60) for i in range(12)]
+        tasks = [asyncio.create_task(collect(router, one)) for one in asked]
+        await until(lambda: sum(len(worker.engine.live) for worker in workers) == 12)
+        assert [len(worker.engine.live) for worker in workers] == [4, 4, 4]
+        for one, task in zip(asked, tasks, strict=True):
+            assert_whole(one, await task)
+        await stop(router, *workers)
+
+    run_quiet(body())
+
+
+def test_two_hundred_streams_survive_random_deaths():
+    async def body() -> None:
+        chance = random.Random(7)
+        router = await Router(ReplayConfig(max_deaths=6)).start()
+        workers = await fleet(*(FakeWorker((router.address,)) for _ in range(3)), router=router)
+        asked = [ask(f"r{i}", max_tokens=chance.randint(20, 150)) for i in range(200)]
+
+        async def one(item: EngineRequest) -> list[Output]:
+            await asyncio.sleep(chance.random() * 0.5)
+            return await collect(router, item)
+
+        tasks = [asyncio.create_task(one(item)) for item in asked]
+        for _ in range(4):
+            await asyncio.sleep(0.25)
+            victim = workers.pop(chance.randrange(len(workers)))
+            await victim.die()
+            workers.append(await FakeWorker((router.address,)).start(int(victim.address.rpartition(":")[2])))
+        for item, task in zip(asked, tasks, strict=True):
+            assert_whole(item, await task)
+        assert router.replays() > 20
+        await stop(router, *workers)
+
+    run_quiet(body(), limit_s=50.0)
+
+
+def test_deaths_fail_only_requests_that_saw_two_of_them():
+    async def body() -> None:
+        router = await Router().start()
+        workers = await fleet(*(FakeWorker((router.address,)) for _ in range(3)), router=router)
+        asked = [ask(f"r{i}", max_tokens=150) for i in range(60)]
+        results: list[list[Output]] = [[] for _ in asked]
+        tasks = [asyncio.create_task(collect(router, item, result)) for item, result in zip(asked, results, strict=True)]
+        await until(lambda: all(results))
+        await workers[0].die()
+        await until(lambda: len(workers[1].engine.live) + len(workers[2].engine.live) == 60)
+        await workers[1].die()
+        await asyncio.gather(*tasks)
+        aborted = 0
+        for item, outputs in zip(asked, results, strict=True):
+            error = outputs[-1].error
+            assert error is None or isinstance(error, RequestError)
+            if error is None:
+                assert_whole(item, outputs)
+            else:
+                aborted += 1
+                assert tokens(outputs) == expected(item)[: len(tokens(outputs))]
+                assert error.grpc_status == "ABORTED"
+        assert 5 <= aborted <= 15
+        await stop(router, workers[2])
+
+    run_quiet(body())

@@ -1,0 +1,250 @@
+"""Run streams, registration, admin, health: over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from jdisagg.api import channels
+from jdisagg.api.admin import AdminService
+from jdisagg.api.fleet_codec import decode_member
+from jdisagg.api.grpc_health import HealthReporter
+from jdisagg.api.token_engine import Health
+from jdisagg.api.worker_client import WorkerLink
+from jdisagg.core.errors import InvalidRequest, Overloaded, Unavailable
+from jdisagg.core.requests import FinishReason, Output, Role, SamplingParams
+from jdisagg.v1 import admin_pb2, admin_pb2_grpc, common_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.unit.router.fakes import FakeWorker, Router, expected
+from tests.unit.wire.rig import FAST, request, run_quiet, start_server, until
+
+
+class Client:
+    """A router's link with lists for callbacks."""
+
+    def __init__(self, address: str, step_timeout_s: float = 0.3) -> None:
+        self.ups = 0
+        self.batches: list[list[Output]] = []
+        self.downs: list[str] = []
+        self.link = WorkerLink(
+            address,
+            config=FAST,
+            step_timeout_s=step_timeout_s,
+            on_outputs=self.batches.append,
+            on_up=self._up,
+            on_down=self.downs.append,
+        )
+
+    def _up(self) -> None:
+        self.ups += 1
+
+    def outputs(self, request_id: str) -> list[Output]:
+        return [output for batch in self.batches for output in batch if output.request_id == request_id]
+
+
+def test_outputs_of_one_tick_share_a_message():
+    async def body() -> None:
+        worker = await FakeWorker(()).start()
+        client = Client(worker.address)
+        asked = [request(f"r{i}", prompt=(i, 1), sampling=SamplingParams(max_tokens=12)) for i in range(20)]
+        for one in asked:
+            client.link.submit(one)
+        await until(lambda: sum(output.finish is not None for batch in client.batches for output in batch) == 20)
+        for one in asked:
+            assert [token for output in client.outputs(one.request_id) for token in output.token_ids] == expected(one)
+        assert len(client.batches) <= 12 + 2  # a tick each, a little slack for arrivals, not 240
+        assert client.ups == 1
+        await client.link.close()
+        await until(lambda: worker.service.num_streams == 0)
+        assert client.downs == []
+        await worker.die()
+
+    run_quiet(body())
+
+
+def test_the_end_of_a_run_stream_cancels_its_requests_and_no_others():
+    async def body() -> None:
+        worker = await FakeWorker(()).start()
+        one, other = Client(worker.address), Client(worker.address)
+        one.link.submit(request("mine", sampling=SamplingParams(max_tokens=10_000)))
+        other.link.submit(request("theirs", sampling=SamplingParams(max_tokens=10_000)))
+        await until(lambda: len(worker.engine.live) == 2)
+        await one.link.close()
+        await until(lambda: list(worker.engine.live) == ["theirs"])
+        other.link.cancel("theirs", 7)  # another attempt: not this one
+        await asyncio.sleep(0.1)
+        assert worker.engine.live
+        other.link.cancel("theirs", 0)
+        await until(lambda: not worker.engine.live)
+        await other.link.close()
+        await worker.die()
+
+    run_quiet(body())
+
+
+def test_links_tell_death_stall_and_absence_apart():
+    async def body() -> None:
+        worker = await FakeWorker(()).start()
+        client = Client(worker.address)
+        await until(lambda: client.ups)
+        worker.engine.frozen = True
+        await asyncio.sleep(0.5)
+        assert client.downs == []  # an idle engine may sleep
+        client.link.submit(request("r"))
+        await until(lambda: client.downs)
+        assert client.downs == ["stalled"]
+        again = Client(worker.address)
+        await until(lambda: again.ups)
+        await worker.die()
+        await until(lambda: again.downs)
+        assert "UNAVAILABLE" in again.downs[0]
+        nobody = Client(worker.address)
+        await until(lambda: nobody.downs)
+        assert (nobody.ups, len(nobody.downs)) == (0, 1)
+
+    run_quiet(body())
+
+
+def test_a_malformed_submit_fails_alone():
+    async def body() -> None:
+        worker = await FakeWorker(()).start()
+        channel = channels.open_channel(worker.address)
+        call = worker_pb2_grpc.WorkerServiceStub(channel).Run()
+        bad = worker_pb2.Submit(request=common_pb2.EngineRequest(request_id="bad", attempt=3))
+        good = common_pb2.EngineRequest(request_id="good", prompt_token_ids=[1], deadline_ms=5000)
+        good.sampling.max_tokens = 3
+        await call.write(worker_pb2.RunRequest(submits=[bad, worker_pb2.Submit(request=good)]))
+        ends: dict[str, common_pb2.Output] = {}
+        async for message in call:
+            ends |= {output.request_id: output for output in message.outputs if output.finish}
+            if len(ends) == 2:
+                break
+        assert (ends["bad"].error.code, ends["bad"].attempt) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], 3)
+        assert ends["good"].finish == common_pb2.FINISH_REASON_LENGTH
+        call.cancel()
+        await channel.close()
+        await worker.die()
+
+    run_quiet(body())
+
+
+@pytest.mark.covers("C12", "X25")
+def test_workers_register_heartbeat_and_register_again():
+    async def body() -> None:
+        router = await Router().start()
+        port = int(router.address.rpartition(":")[2])
+        channel = channels.open_channel(router.address)
+        stub = fleet_pb2_grpc.FleetServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="register again") as caught:
+            await stub.Heartbeat(fleet_pb2.HeartbeatRequest(address="nobody:1", epoch="e"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        with pytest.raises(grpc.aio.AioRpcError, match="janitor"):
+            await stub.Register(fleet_pb2.RegisterRequest(member=fleet_pb2.Member(role="janitor")))
+        worker = await FakeWorker((router.address,), Role.PREFILL).start()
+        await until(router.engine.workers.members)
+        (member,) = [decode_member(item) for item in (await stub.List(fleet_pb2.ListRequest())).members]
+        assert (member.role, member.address, member.vocab_size) == (Role.PREFILL, worker.address, 1000)
+        await asyncio.sleep(2 * FAST.dead_after_s)
+        assert router.engine.workers.members()  # heartbeats keep it
+        await channel.close()
+        await router.stop()
+        await until(lambda: not worker.registration.registered()[router.address])
+        again = await Router().start(port)
+        await until(again.engine.workers.members)
+        await worker.die()
+        await until(lambda: not again.engine.workers.members())  # evicted
+        await again.stop()
+
+    run_quiet(body())
+
+
+def test_admin_calls_what_it_was_given():
+    async def body() -> None:
+        drained: list[float] = []
+
+        async def drain(deadline_s: float) -> int:
+            drained.append(deadline_s)
+            return 3
+
+        async def reset() -> int:
+            if drained:
+                raise Unavailable("pages are being transferred; try again")
+            return 17
+
+        service = AdminService(drain=drain, stats=lambda: {"queues": {"waiting": 2}}, reset_prefix_cache=reset)
+        server, address = await start_server(lambda s: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, s))
+        channel = channels.open_channel(address)
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        assert (await stub.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest())).pages_freed == 17
+        assert (await stub.Drain(admin_pb2.DrainRequest(deadline_ms=50))).unfinished == 3
+        assert json.loads((await stub.Stats(admin_pb2.StatsRequest())).json) == {"queues": {"waiting": 2}}
+        with pytest.raises(grpc.aio.AioRpcError, match="being transferred") as caught:
+            await stub.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await channel.close()
+        await server.stop(0)
+
+    run_quiet(body())
+
+
+def test_grpc_health_follows_the_engine_within_a_second_and_reflection_lists_services():
+    async def body() -> None:
+        status = Health(healthy=True, ready=True)
+        server = channels.make_server()
+        reporter = HealthReporter(server, ("jdisagg.v1.WorkerService",), lambda: status)
+        address = channels.bind(server)
+        await server.start()
+        await reporter.start()
+        channel = channels.open_channel(address)
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        async def serving(name: str = "jdisagg.v1.WorkerService") -> bool:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+            return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+        assert await serving()
+        assert await serving("")
+        status = Health(healthy=True, ready=False, reason="draining")
+        async with asyncio.timeout(1.0):
+            while await serving():
+                await asyncio.sleep(0.02)
+        status = Health(healthy=True, ready=True)
+        async with asyncio.timeout(1.0):
+            while not await serving():
+                await asyncio.sleep(0.02)
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        )
+        listed = {service.name for service in (await call.read()).list_services_response.service}
+        assert "jdisagg.v1.WorkerService" in listed
+        assert await call.read() is grpc.aio.EOF
+        await reporter.close()
+        assert not await serving()
+        await channel.close()
+        await server.stop(0)
+
+    run_quiet(body())
+
+
+def test_a_refused_request_ends_with_its_error_through_the_link():
+    async def body() -> None:
+        worker = await FakeWorker(()).start()
+        client = Client(worker.address)
+        for error in (InvalidRequest("n is 0", field="n"), Overloaded("full", retry_after_s=2.0)):
+            worker.engine.refuse = error
+            client.batches.clear()
+            client.link.submit(request("r"))
+            await until(lambda: client.batches)
+            (output,) = client.outputs("r")
+            assert output.finish is FinishReason.ERROR
+            assert type(output.error) is type(error)
+            assert vars(output.error) == vars(error)
+        await client.link.close()
+        await worker.die()
+
+    run_quiet(body())
