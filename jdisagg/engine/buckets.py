@@ -7,7 +7,7 @@ from dataclasses import dataclass
 EXACT_ROWS = 16  # R of the exact step; equal on all workers, since bits depend on it
 PREFILL_TILE = 16  # queries that share one page gather; prompts are padded to whole tiles
 _MAX_PREFILL_BUCKETS = 4
-_MAX_DECODE_BUCKETS = 6
+_MAX_DECODE_BUCKETS = 4  # each takes about 3 CPU seconds to compile on first start
 _MAX_SAMPLING_ROWS = 16  # sequences that may end their prompt in one prefill step
 
 
@@ -35,19 +35,15 @@ def prefill_buckets(max_num_batched_tokens: int, max_num_seqs: int) -> tuple[Pre
 
 
 def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Up to six row counts: powers of two (or of four) and `max_num_seqs` itself. One size for tiny set-ups."""
+    """Up to four row counts: powers of four (or of eight, ...) and `max_num_seqs` itself. One size for tiny set-ups."""
     if max_num_seqs <= 4:
         return (max_num_seqs,)
-    step = 2
+    factor = 4
     while True:
-        sizes = {max_num_seqs}
-        size = 1
-        while size < max_num_seqs:
-            sizes.add(size)
-            size *= step
+        sizes = {max_num_seqs} | {factor**power for power in range(10) if factor**power < max_num_seqs}
         if len(sizes) <= _MAX_DECODE_BUCKETS:
             return tuple(sorted(sizes))
-        step *= 2
+        factor *= 2
 
 
 def smallest_holding(buckets: tuple[int, ...], wanted: int) -> int:

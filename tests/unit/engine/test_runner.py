@@ -12,6 +12,7 @@ from jdisagg.engine.warmup import warm_up
 from jdisagg.sched.plan import Plan
 from tests.unit.engine.support import GREEDY, VOCAB, Driver, admit, append, chunk_up, make, prompt_of, tokens
 
+pytestmark = pytest.mark.timeout(240)  # whole steps are compiled
 PROMPT = prompt_of(21)
 
 

@@ -1,0 +1,77 @@
+"""Host side of a step: tiles, buckets, admissions."""
+
+import numpy as np
+import pytest
+
+from jdisagg.core.config import CacheConfig, Config, LocalPrefill, ModelConfig, Numerics, SchedulerConfig, TransferConfig
+from jdisagg.core.requests import Role, SamplingParams
+from jdisagg.engine import admission
+from jdisagg.engine.buckets import PrefillBucket, decode_buckets, prefill_buckets
+from jdisagg.engine.build import runner_shape
+from jdisagg.engine.packing import pack_prefill
+from jdisagg.engine.state import PROMPT_BIT
+from tests.unit.engine.support import admit, chunk_up, prompt_of
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 4, 5, 16, 100, 256, 1000])
+@pytest.mark.parametrize("max_tokens", [1, 16, 64, 100, 512, 8192])
+def test_buckets_are_few_and_reach_the_limits(max_num_seqs, max_tokens):
+    prefill, decode = prefill_buckets(max_tokens, max_num_seqs), decode_buckets(max_num_seqs)
+    assert len(prefill) + len(decode) + 4 <= 16
+    assert prefill[-1].num_tokens >= max_tokens
+    assert decode[-1] == max_num_seqs
+    assert all(bucket.num_tokens % 16 == 0 and 1 <= bucket.num_rows <= max_num_seqs for bucket in prefill)
+    assert sorted(set(decode)) == list(decode)
+
+
+def test_roles_get_the_executables_they_can_need():
+    def shape(role, numerics=Numerics.FAST, local=LocalPrefill.ON_FAILURE):
+        model, transfer = ModelConfig(numerics=numerics), TransferConfig(local_prefill=local)
+        return runner_shape(Config(model=model, transfer=transfer, cache=CacheConfig(), scheduler=SchedulerConfig()), role, 64)
+
+    assert shape(Role.PREFILL).decode == ()
+    assert shape(Role.DECODE).prefill
+    assert shape(Role.DECODE, local=LocalPrefill.NEVER).prefill == ()
+    exact = shape(Role.UNIFIED, Numerics.EXACT)
+    assert exact.exact
+    assert exact.prefill == exact.decode == ()
+
+
+def test_every_prompt_token_is_fed_once_at_its_position():
+    prompts = {slot: prompt_of(length, seed=slot) for slot, length in enumerate([33, 1, 16, 50])}
+    chunks = [chunk for slot, prompt in prompts.items() for chunk in chunk_up(slot, prompt, [len(prompt)], num_top=1)]
+    fed: dict[tuple[int, int], int] = {}
+    sampled, wanted = [], {}
+    for bucket, step in pack_prefill(chunks, (PrefillBucket(32, 2), PrefillBucket(64, 2)), dummy_slot=9):
+        batch = step.batch
+        assert len(batch.token_ids) == bucket.num_tokens
+        for index in np.flatnonzero(batch.positions >= 0):
+            key = (int(batch.tile_slots[index // 16]), int(batch.positions[index]))
+            assert key not in fed
+            fed[key] = int(batch.token_ids[index])
+        for row, slot in step.samples:
+            assert batch.positions[batch.sample_tokens[row]] == len(prompts[slot]) - 1
+            sampled.append(slot)
+        for targets in step.targets:
+            wanted[targets.slot] = wanted.get(targets.slot, []) + batch.targets[list(targets.rows)].tolist()
+    assert fed == {(slot, position): token for slot, prompt in prompts.items() for position, token in enumerate(prompt)}
+    assert sorted(sampled) == [0, 1, 2, 3]
+    assert {slot: prompt[1:] for slot, prompt in prompts.items() if len(prompt) > 1} == wanted
+
+
+def test_history_counts_prompt_and_generated_tokens():
+    request = admit(2, (1,), [5, 5, 6], SamplingParams(presence_penalty=1.0, logit_bias=((6, 2.0),)), generated=[6, 7, 7])
+    ((entries, bias),) = admission.pack_history(request, num_slots=4, vocab_size=10)
+    table, added = np.zeros(10, np.int64), np.zeros(10)
+    used = entries[0] == 2
+    np.add.at(table, entries[1, used], entries[2, used])
+    np.add.at(added, entries[1, used], bias[used])
+    assert table.tolist() == [0, 0, 0, 0, 0, PROMPT_BIT, PROMPT_BIT + 1, 2, 0, 0]
+    assert added[6] == 2.0
+    assert not added[:6].any()
+
+
+def test_admissions_come_in_fixed_sizes_and_padding_names_no_slot():
+    steps = list(admission.pack_admissions([admit(i, (1, 2), [3]) for i in range(5)], num_slots=6, width=4, vocab_size=10))
+    assert [step.cursor[0].tolist() for step in steps] == [[0, 1, 2, 3], [4, 7, 7, 7]]
+    assert steps[0].page_table[1].tolist() == [1, 2, 0, 0]

@@ -1,0 +1,56 @@
+"""KV layouts and the pool on every axis order and number of shards."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.kv.layout import KVLayout, choose_layout
+from jdisagg.kv.pool import KVPool, num_pages_for_bytes
+from jdisagg.kv.spec import KVSpec
+from jdisagg.models.sharding import make_mesh
+
+SPEC = KVSpec(num_layers=2, num_kv_heads=2, features=4, dtype="float32")
+
+
+@pytest.mark.parametrize("heads_major", [True, False])
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_scattered_tokens_are_gathered_again(heads_major, num_shards):
+    layout = KVLayout(spec=SPEC, page_size=4, num_shards=num_shards, heads_major=heads_major, as_bits=False)
+    kv = jnp.zeros(layout.shape(6), layout.storage_dtype)
+    rows = np.random.default_rng(0).normal(size=(2, 5, 2, 4)).astype(np.float32)
+    pages, offsets = np.array([5, 5, 2, 1, 1]), np.array([0, 3, 2, 1, 0])
+    kv = layout.scatter_tokens(kv, jnp.asarray(rows), pages, offsets)
+    np.testing.assert_array_equal(layout.gather_tokens(kv, pages, offsets), rows)
+    assert np.count_nonzero(kv) == np.count_nonzero(rows) * layout.num_replicas
+
+
+def test_the_array_is_sharded_by_head_and_its_bytes_are_what_the_layout_says():
+    mesh = make_mesh(jax.devices("cpu"), 2)
+    layout = choose_layout(SPEC, mesh, 8)
+    pool = KVPool((layout,), mesh, 10)
+    (kv,) = pool.take()
+    assert kv.nbytes == 10 * layout.bytes_per_page
+    assert num_pages_for_bytes((layout,), kv.nbytes + 1) == 10
+    assert kv.addressable_shards[0].data.shape == (2, 10, 1, 8, 4)
+
+
+def test_taken_arrays_cannot_be_taken_or_put_twice():
+    mesh = make_mesh(jax.devices("cpu"), 1)
+    pool = KVPool((choose_layout(SPEC, mesh, 8),), mesh, 2)
+    kv = pool.take()
+    with pytest.raises(AssertionError, match="already taken"):
+        pool.take()
+    pool.put(kv)
+    with pytest.raises(AssertionError, match="twice"):
+        pool.put(kv)
+
+
+def test_sizes_that_cannot_work_name_the_flag():
+    mesh = make_mesh(jax.devices("cpu"), 3)
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        choose_layout(SPEC, mesh, 8)
+    one = make_mesh(jax.devices("cpu"), 1)
+    with pytest.raises(ConfigError, match="num_pages"):
+        KVPool((choose_layout(SPEC, one, 8),), one, 1)
