@@ -1,0 +1,54 @@
+"""What the documentation names exists: flags, files, metrics."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from jdisagg.core.flags import ROLES
+from jdisagg.core.metrics import Metrics
+from jdisagg.core.settings import build_parser
+
+ROOT = Path(__file__).parents[3]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OTHER_PROGRAMS = {
+    "--once",
+    "--out",
+    "--allow-cpu",
+    "--test",
+    "--quick",
+    "--input",
+    "--output",
+    "--server",
+    "--disagg",
+    "--accelerator",
+}
+
+
+@pytest.fixture(params=DOCS, ids=lambda path: path.name)
+def text(request: pytest.FixtureRequest) -> str:
+    return request.param.read_text()
+
+
+def test_every_flag_named_exists(text: str) -> None:
+    known = {option for action in build_parser()._actions for option in action.option_strings} | OTHER_PROGRAMS
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known
+
+
+def test_every_file_named_exists(text: str) -> None:
+    named = set(re.findall(r"(?<![\w/.-])(?:jdisagg|scripts|configs|docs|tests|pallas_kernels)/[\w./-]*\w", text))
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_every_metric_named_exists_and_operations_names_every_metric() -> None:
+    exposed = {line.split()[2] for line in Metrics().text().splitlines() if line.startswith("# TYPE")}
+    text = (ROOT / "docs" / "operations.md").read_text()
+    named = set(re.findall(r"`(jdisagg_\w+)`", text))
+    assert named <= exposed
+    phases = {f"jdisagg_request_{phase}_seconds" for phase in re.findall(r"`\.\._(\w+)_seconds`", text)}
+    assert exposed <= named | phases
+
+
+def test_the_readme_names_every_role() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [role for role in ROLES if f"| `{role}` |" not in text] == []
