@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,15 @@ def test_templates_are_sandboxed_and_checked_at_load(byte_level_directory: Path,
 def test_a_directory_without_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer\.json .* save it there"):
         Tokenizer.from_directory(tmp_path)
+
+
+def test_the_packaged_model_tokenizes_and_chats_as_in_transformers() -> None:
+    directory = Path(str(resources.files("jdisagg"))) / "demo"
+    ours, theirs = Tokenizer.from_directory(directory), PreTrainedTokenizerFast.from_pretrained(directory)
+    for text in TEXTS:
+        ids = theirs(text)["input_ids"]
+        assert list(ours.encode(text)) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.chat is not None
+    expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
+    assert ours.chat.render(MESSAGES) == expected
