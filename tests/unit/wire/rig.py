@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from time import monotonic
 from typing import Any
 
@@ -17,14 +17,20 @@ from jdisagg.handoff.identity import Backend, CacheGroup, Identity
 from jdisagg.kv.spec import KVSpec
 
 FAST = TransferConfig(heartbeat_s=0.05, dead_after_s=0.5)  # shorter ones break when the machine is busy
+_servers: list[grpc.aio.Server] = []
 
 
 def run_quiet(body: Coroutine[Any, Any, None], limit_s: float = 30.0) -> None:
     """Run `body` and assert that no task and no thread outlives it."""
 
     async def main() -> None:
-        async with asyncio.timeout(limit_s):
-            await body
+        try:
+            async with asyncio.timeout(limit_s):
+                await body
+        finally:
+            for server in _servers:  # those a failing test left: they would break the tests after it
+                await server.stop(0)
+            _servers.clear()
         await asyncio.sleep(0.05)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, left
@@ -48,12 +54,8 @@ async def start_server(add: Callable[[grpc.aio.Server], object], port: int = 0) 
     add(server)
     address = channels.bind(server, port=port)
     await server.start()
+    _servers.append(server)
     return server, address
-
-
-async def closing(*closers: Awaitable[object]) -> None:
-    for closer in closers:
-        await closer
 
 
 def identity(**changes: Any) -> Identity:
