@@ -49,8 +49,8 @@ class Planner:
 
     def _plan_decodes(self, draft: Draft) -> None:
         for sequence in self._table.queues[Status.RUNNING]:
-            wanted = sequence.status is Status.RUNNING and sequence.may_decode and draft.budget > 0
-            if wanted and self._make_room(draft, sequence):
+            # One that lost its pages to an earlier one in this loop has everything to compute again: it may not decode.
+            if sequence.may_decode and draft.budget > 0 and self._make_room(draft, sequence):
                 self._plan_decode(draft, sequence)
 
     def _make_room(self, draft: Draft, sequence: Sequence) -> bool:

@@ -324,3 +324,24 @@ def test_eos_from_the_device_ends_a_fetched_sequence() -> None:
     engine.run()
     assert engine.seen["a"].tokens == expected(prompt, 9, ignore_eos=False)
     assert EOS not in engine.seen["a"].tokens or engine.seen["a"].last.finish is FinishReason.STOP
+
+
+def test_an_urgent_request_that_only_pins_keep_out_waits_for_their_owners() -> None:
+    engine = FakeEngine(Role.DECODE, num_pages=10, scheduling_policy="priority")
+    engine.add(request("seed", PROMPT[:8], 1))
+    engine.run()
+    pinner = (*PROMPT[:8], 1)
+    engine.add(request("pinner", pinner, 3, priority=5), remote=True)
+    assert engine.scheduler.held_tokens("pinner") == 8
+    urgent = (7,) * 32  # eight of nine pages, two are pinned
+    engine.add(request("urgent", urgent, 2, priority=0), remote=True)
+    prompts = {"pinner": pinner, "urgent": urgent}
+    order: list[str] = []
+    for _ in range(30):
+        engine.tick()
+        for reserved in engine.scheduler.take_reserved():
+            order.append(reserved.request_id)
+            arrive(engine, reserved, prompts[reserved.request_id])
+    engine.run()
+    assert order == ["pinner", "urgent"]
+    assert engine.seen["urgent"].tokens == expected(urgent, 2)

@@ -97,3 +97,14 @@ def test_pages_are_taken_when_their_first_token_comes_not_before() -> None:
     assert engine.scheduler.num_pages - engine.scheduler.num_free_pages == 2
     engine.run()
     assert engine.seen["a"].tokens == expected(A, 5)
+
+
+def test_a_prompt_preempted_half_way_starts_its_logprobs_again() -> None:
+    engine = FakeEngine(num_pages=9, max_num_batched_tokens=5, caching=False)
+    long = tuple(range(1, 21))
+    engine.add(request("old", (1, 2, 3, 4), 16), request("young", long, 2, prompt_logprobs=0))
+    engine.run()
+    assert engine.scheduler.stats.preemptions > 0
+    assert [c.start for p in engine.plans for c in p.prefill if c.request_id == "young"].count(0) > 1
+    first = engine.seen["young"].outputs[0].prompt_logprobs
+    assert [p.token_id if p else None for p in first or ()] == [None, *long[1:]]
