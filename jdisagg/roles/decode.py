@@ -48,6 +48,7 @@ class DecodeRole:
         streams: Streams,
         metrics: Metrics,
         static_peers: Callable[[], tuple[str, ...]],
+        page_size: int,
     ) -> None:
         self._config = config
         self._scheduler = scheduler
@@ -58,6 +59,7 @@ class DecodeRole:
         self._streams = streams
         self._metrics = metrics
         self._static_peers = static_peers
+        self._page_size = page_size
         self._arrived: dict[tuple[HandoffId, str], Piece] = {}  # confirmed pieces until their Import action, same tick
         self._provenance: dict[str, Provenance] = {}
         self._self_tests: set[str] = set()
@@ -185,7 +187,8 @@ class DecodeRole:
             case act.FirstToken(request_id=request_id, output=output):
                 return [self._scheduler.remote_first_token(request_id, output, now_s)]
             case act.KVComplete(request_id=request_id, provenance=provenance):
-                self._provenance[request_id] = provenance
+                pages = -(-provenance.transferred_tokens // self._page_size)
+                self._provenance[request_id] = replace(provenance, transferred_pages=pages)
                 self._scheduler.kv_arrived(request_id, now_s)
                 if stream := self._streams.get(request_id):
                     stream.timeline.kv_arrived(now_s)

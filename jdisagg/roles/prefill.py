@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jdisagg.core.errors import RequestError
 from jdisagg.core.metrics import Metrics
-from jdisagg.core.requests import EngineRequest, FinishReason, Output
+from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.events import PeerMessage, PeerOpened, Reply
 from jdisagg.handoff.messages import HandoffId
@@ -34,13 +35,21 @@ class PrefillRole:
     """A Side that executes what PrefillSide decides."""
 
     def __init__(
-        self, *, scheduler: Scheduler, handoffs: PrefillSide, runner: Runner, publisher: Publisher, metrics: Metrics
+        self,
+        *,
+        scheduler: Scheduler,
+        handoffs: PrefillSide,
+        runner: Runner,
+        publisher: Publisher,
+        metrics: Metrics,
+        worker: str,
     ) -> None:
         self._scheduler = scheduler
         self._handoffs = handoffs
         self._runner = runner
         self._publisher = publisher
         self._metrics = metrics
+        self._worker = worker
         self._replies: dict[HandoffId, Reply] = {}
 
     def admit(self, request: EngineRequest, now_s: float) -> None:
@@ -91,7 +100,8 @@ class PrefillRole:
             elif output.error is not None:
                 self._execute(self._handoffs.on_failed_request(output.request_id, output.error), now_s)
             else:
-                self._execute(self._handoffs.on_first_token(output.request_id, output, now_s), now_s)
+                signed = replace(output, provenance=Provenance(prefill_worker=self._worker))
+                self._execute(self._handoffs.on_first_token(output.request_id, signed, now_s), now_s)
         return own
 
     def _ended(self, output: Output) -> Output:

@@ -153,7 +153,12 @@ def prefill_side(core: Core, publisher: Publisher) -> Side:
     """Prompts for decode workers."""
     handoffs = PrefillSide(core.config.transfer, bytes_per_token=core.kv_spec.bytes_per_token)
     return PrefillRole(
-        scheduler=core.scheduler, handoffs=handoffs, runner=core.runner, publisher=publisher, metrics=core.metrics
+        scheduler=core.scheduler,
+        handoffs=handoffs,
+        runner=core.runner,
+        publisher=publisher,
+        metrics=core.metrics,
+        worker=core.worker,
     )
 
 
@@ -173,6 +178,7 @@ def decode_side(
         streams=core.streams,
         metrics=core.metrics,
         static_peers=static_peers,
+        page_size=core.runner.page_size,
     )
 
 
