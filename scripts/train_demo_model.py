@@ -45,6 +45,7 @@ def main() -> None:
     train.add_argument("--matmul-dtype", choices=("float32", "bfloat16"), default="bfloat16")
     export = commands.add_parser("export", help="evaluate the last checkpoint and write the model directory")
     export.add_argument("--output", type=Path, default=Path("jdisagg/demo"))
+    export.add_argument("--held-out-files", type=int, help="score only so many (default all)")
     for command in (train, export):
         command.add_argument("--work-dir", type=Path, required=True, help="checkpoints and tokenizer; not for git")
     tasks = commands.add_parser("tasks", help="write small evaluation tasks made from the held-out modules")
@@ -98,7 +99,7 @@ def run_export(args: argparse.Namespace) -> None:
     tokenizer = Tokenizer.from_file(str(args.work_dir / "tokenizer.json"))
     state = last_state(args.work_dir, shape, seed=0)
     shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), state.params)
-    scores = held_out_scores(shipped, shape, tokenizer, load_corpus().held_out)
+    scores = held_out_scores(shipped, shape, tokenizer, load_corpus().held_out[: args.held_out_files])
     export_tokenizer(args.output, tokenizer, shape)
     export_weights(args.output, state.params, shape)
     write_card(args.output / "README.md", state, shape, scores)

@@ -1,0 +1,99 @@
+"""Evaluate a model offline on small tasks, on top of `jdisagg.batch`.
+
+    python scripts/eval_batch.py --task configs/eval/choice.jsonl choice [--model MODEL [serve flags] | --server URL]
+
+Tasks are JSON lines:
+    choice      {"context", "choices": [..], "answer": i}       accuracy of the likeliest continuation
+    generate    {"prompt", "expected" | "contains", ..}         greedy answers: exact match, or containing a text
+    perplexity  {"text"}                                        nats per token, bits per byte
+
+Prints a table and JSON. `--reference transformers` scores the same token ids with transformers as well. `--work-dir` keeps
+the batch files: a killed evaluation started again with the same command goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from eval_tasks.tasks import TASKS, Answers, Probe, Scores, load_examples
+
+from jdisagg.batch.__main__ import main as run_batch
+from jdisagg.models.resolve import resolve_model
+from jdisagg.text.tokenizer import Tokenizer
+
+
+def main() -> int:
+    """Evaluate one task; returns the exit status of the batch when that fails."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("kind", choices=sorted(TASKS))
+    parser.add_argument("--task", type=Path, required=True, metavar="FILE.jsonl")
+    parser.add_argument("--model", default="demo", help="the model, and whose tokenizer is used (default demo)")
+    parser.add_argument("--server", metavar="URL", help="evaluate what this server serves; --model names the same model")
+    parser.add_argument("--limit", type=int, metavar="N", help="use the first N examples")
+    parser.add_argument("--reference", choices=("transformers",), help="compare with another implementation")
+    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="keep batch input and output here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the scores here as well")
+    args, flags = parser.parse_known_args()
+    directory = resolve_model(args.model)
+    tokenizer = Tokenizer.from_directory(directory)
+    examples = load_examples(args.task, args.kind)[: args.limit]
+    task = TASKS[args.kind]
+    probes = [probe for example in examples for probe in task.probes(example, tokenizer)]
+    flags = ["--server", args.server, *flags] if args.server else ["--model", args.model, *flags]
+    scores: dict[str, Scores] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        work_dir = args.work_dir or Path(scratch)
+        status = run_probes(probes, work_dir, flags)
+        if status:
+            return status
+        scores["jdisagg"] = task.score(examples, read_answers(work_dir), tokenizer)
+    if args.reference:
+        reference = importlib.import_module("eval_tasks.reference")  # needs torch
+        scores[args.reference] = task.score(examples, reference.reference_answers(directory, probes), tokenizer)
+    report(args.kind, len(examples), scores, args.json)
+    return 0
+
+
+def run_probes(probes: list[Probe], work_dir: Path, flags: list[str]) -> int:
+    """Run the probes as a batch in `work_dir`; the exit status of the batch."""
+    work_dir.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(probe.line()) + "\n" for probe in probes)
+    source = work_dir / "in.jsonl"
+    if not source.exists() or source.read_text("utf-8") != text:
+        source.write_text(text, "utf-8")
+    return run_batch(["--input", str(source), "--output", str(work_dir / "out.jsonl"), *flags])
+
+
+def read_answers(work_dir: Path) -> Answers:
+    """First choices by probe name. Raises ValueError for the first request that failed."""
+    answers: Answers = {}
+    for raw in (work_dir / "out.jsonl").read_text("utf-8").splitlines():
+        line = json.loads(raw)
+        response = line["response"]
+        if response is None or response["status_code"] != 200:
+            problem = line["error"] if response is None else response["body"]
+            raise ValueError(f"{line['custom_id']} was not answered: {problem}")
+        answers[line["custom_id"]] = response["body"]["choices"][0]
+    return answers
+
+
+def report(kind: str, num_examples: int, scores: dict[str, Scores], path: Path | None) -> None:
+    """A table and one JSON line on stdout; the JSON also to `path`."""
+    print(f"{kind}, {num_examples} examples" + "".join(f"{name:>16}" for name in scores))
+    for metric in scores["jdisagg"]:
+        print(f"  {metric:<24}" + "".join(f"{values[metric]:>16.4f}" for values in scores.values()))
+    summary = json.dumps({"task": kind, "examples": num_examples, "scores": scores})
+    print(summary)
+    if path is not None:
+        path.write_text(summary + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

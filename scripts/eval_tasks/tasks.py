@@ -1,0 +1,173 @@
+"""What each kind of task asks a model, and how its answers are scored. No model code here.
+
+A probe is one request of `jdisagg.batch`; its answer is the first choice of the response, in OpenAI's form.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from jdisagg.text.tokenizer import Tokenizer
+
+WINDOW, STRIDE = 1024, 512  # tokens of perplexity windows; every token but a text's first sees at least WINDOW - STRIDE
+Example = dict[str, Any]
+Answers = dict[str, dict[str, Any]]  # probe name -> choice
+Scores = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """One request. `name` is unique in its batch."""
+
+    name: str
+    token_ids: tuple[int, ...]
+    max_tokens: int = 0  # 0: score the prompt
+    stop: tuple[str, ...] = ()
+
+    def line(self) -> dict[str, Any]:
+        """The batch line."""
+        body: dict[str, Any] = {"prompt": list(self.token_ids), "max_tokens": self.max_tokens, "temperature": 0}
+        body |= {"stop": list(self.stop)} if self.max_tokens else {"echo": True, "logprobs": 0}
+        return {"custom_id": self.name, "method": "POST", "url": "/v1/completions", "body": body}
+
+
+class Task(Protocol):
+    """One kind of task."""
+
+    required: tuple[str, ...]  # fields of an example
+
+    def probes(self, example: Example, tokenizer: Tokenizer) -> list[Probe]:
+        """The requests of one example."""
+        ...
+
+    def score(self, examples: list[Example], answers: Answers, tokenizer: Tokenizer) -> Scores:
+        """Named numbers over all examples."""
+        ...
+
+
+class Choice:
+    """Which continuation has the largest summed log-probability; its tokens are those after the context's."""
+
+    required = ("id", "context", "choices", "answer")
+
+    def probes(self, example: Example, tokenizer: Tokenizer) -> list[Probe]:
+        """One per continuation."""
+        return [
+            Probe(name=f"{example['id']}/{index}", token_ids=tuple(tokenizer.encode(example["context"] + choice)))
+            for index, choice in enumerate(example["choices"])
+        ]
+
+    def score(self, examples: list[Example], answers: Answers, tokenizer: Tokenizer) -> Scores:
+        """Accuracy by sum and by sum per byte, and the mean log-probability (nats) of the right continuation."""
+        by_sum = by_byte = 0
+        right_nats = 0.0
+        for example in examples:
+            start = len(tokenizer.encode(example["context"]))
+            sums = [
+                math.fsum(token_logprobs(answers[f"{example['id']}/{index}"])[start:])
+                for index in range(len(example["choices"]))
+            ]
+            per_byte = [total / len(choice.encode()) for total, choice in zip(sums, example["choices"], strict=True)]
+            by_sum += _argmax(sums) == example["answer"]
+            by_byte += _argmax(per_byte) == example["answer"]
+            right_nats += sums[example["answer"]]
+        count = len(examples)
+        return {"accuracy": by_sum / count, "accuracy_per_byte": by_byte / count, "right_logprob_nats": right_nats / count}
+
+
+class Generate:
+    """Greedy answers against an expected text."""
+
+    required = ("id", "prompt")
+
+    def probes(self, example: Example, tokenizer: Tokenizer) -> list[Probe]:
+        """One."""
+        return [
+            Probe(
+                name=example["id"],
+                token_ids=tuple(tokenizer.encode(example["prompt"])),
+                max_tokens=example.get("max_tokens", 32),
+                stop=tuple(example.get("stop", ())),
+            )
+        ]
+
+    def score(self, examples: list[Example], answers: Answers, tokenizer: Tokenizer) -> Scores:
+        """Shares of answers that equal `expected` (spaces around them aside) and that contain `contains` or `expected`."""
+        texts = [answers[example["id"]]["text"] for example in examples]
+        exact = sum(text.strip() == example.get("expected") for text, example in zip(texts, examples, strict=True))
+        contains = sum(
+            example.get("contains", example.get("expected", "")) in text for text, example in zip(texts, examples, strict=True)
+        )
+        return {"exact_match": exact / len(examples), "contains": contains / len(examples)}
+
+
+class Perplexity:
+    """Log-likelihood of whole texts; context starts afresh at every text, in sliding windows."""
+
+    required = ("id", "text")
+
+    def probes(self, example: Example, tokenizer: Tokenizer) -> list[Probe]:
+        """One per window."""
+        return [
+            Probe(name=f"{example['id']}/{index}", token_ids=ids)
+            for index, (ids, _) in enumerate(windows(tuple(tokenizer.encode(example["text"]))))
+        ]
+
+    def score(self, examples: list[Example], answers: Answers, tokenizer: Tokenizer) -> Scores:
+        """Per token and per byte."""
+        nats, num_tokens, num_bytes = 0.0, 0, 0
+        for example in examples:
+            for index, (_, counted) in enumerate(windows(tuple(tokenizer.encode(example["text"])))):
+                nats -= math.fsum(token_logprobs(answers[f"{example['id']}/{index}"])[-counted:])
+                num_tokens += counted
+            num_bytes += len(example["text"].encode())
+        bits = nats / math.log(2)
+        return {
+            "nats_per_token": nats / num_tokens,
+            "perplexity_token": math.exp(nats / num_tokens),
+            "bits_per_byte": bits / num_bytes,
+            "perplexity_byte": 2 ** (bits / num_bytes),
+        }
+
+
+TASKS: dict[str, Task] = {"choice": Choice(), "generate": Generate(), "perplexity": Perplexity()}
+
+
+def load_examples(path: Path, kind: str) -> list[Example]:
+    """The task file's lines; an absent id becomes the line number. Raises ValueError naming the line."""
+    examples: list[Example] = []
+    for number, raw in enumerate(path.read_text("utf-8").splitlines(), start=1):
+        if not raw.strip():
+            continue
+        example = {"id": str(number), **json.loads(raw)}
+        missing = [name for name in TASKS[kind].required if name not in example]
+        if missing:
+            raise ValueError(f"{path}:{number}: a {kind} example needs {', '.join(missing)}; it has {', '.join(example)}")
+        examples.append(example)
+    if not examples:
+        raise ValueError(f"{path} holds no example")
+    return examples
+
+
+def windows(ids: tuple[int, ...]) -> list[tuple[tuple[int, ...], int]]:
+    """(at most WINDOW ids, how many of the last ones count): every id but the first counts exactly once."""
+    out: list[tuple[tuple[int, ...], int]] = []
+    done = 1
+    while done < len(ids):
+        end = min(len(ids), WINDOW if done == 1 else done + STRIDE)
+        out.append((ids[max(0, end - WINDOW) : end], end - done))
+        done = end
+    return out
+
+
+def token_logprobs(choice: dict[str, Any]) -> list[float]:
+    """Log-probabilities (nats) of the prompt's tokens; the first token has none and counts as 0."""
+    return [0.0 if value is None else value for value in choice["logprobs"]["token_logprobs"]]
+
+
+def _argmax(values: list[float]) -> int:
+    return max(range(len(values)), key=values.__getitem__)
