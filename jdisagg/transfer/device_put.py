@@ -7,6 +7,7 @@ after the copy was started is safe. There are no bytes to check: `checksum` is 0
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 
 from jdisagg.handoff.messages import ChunkReady, HandoffId
@@ -85,6 +86,10 @@ class DevicePutFetcher:
     def fetch(self, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
         """Copy the piece onto D's mesh."""
         self._lanes.fetch(handoff, peer, ready, deadline_s)
+
+    def warm_up(self, example: jax.Array) -> None:
+        """Copy an array shaped and placed like P's pieces once, before READY: one device to many compiles a slicing program."""
+        self._target.place(example)
 
     def cancel(self, handoff: HandoffId) -> None:
         """Drop the fetches of `handoff`."""

@@ -1,0 +1,46 @@
+"""Between meshes of one process: nothing compiles after warm-up, and the copy is one."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import numpy as np
+import pytest
+
+from jdisagg.transfer.device_put import DevicePutFetcher, DevicePutPublisher
+from jdisagg.transfer.target import PieceTarget
+from tests.unit.transfer.rig import CHUNK_TOKENS, FEATURES, HEADS, LAYERS, Rig, piece, sharding, tokens
+
+
+@pytest.mark.parametrize(("devices_p", "first_d", "devices_d"), [(1, 4, 4), (2, 4, 1), (1, 0, 1), (2, 0, 2), (4, 4, 2)])
+def test_any_two_meshes_byte_exact_without_compiling_after_warm_up(
+    devices_p: int, first_d: int, devices_d: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig("device_put")
+    target = PieceTarget(
+        sharding=sharding(first_d, devices_d),
+        dtype="float32",
+        chunk_tokens=CHUNK_TOKENS,
+        num_layers=LAYERS,
+        num_kv_heads=HEADS,
+        features=FEATURES,
+    )
+    rig.publisher = DevicePutPublisher(rig.exchange, rig.events.put)
+    fetcher = DevicePutFetcher(rig.exchange, target, rig.events.put)
+    rig.fetcher = fetcher
+    fetcher.warm_up(piece(tokens(CHUNK_TOKENS), heads_on=devices_p).data)
+    sent = tokens(5, seed=1)
+    source = piece(sent, heads_on=devices_p)
+    jax.config.update("jax_log_compiles", True)  # on every thread, unlike the context manager
+    try:
+        with caplog.at_level(logging.WARNING):
+            got = rig.arrived(rig.published("k", source)).piece.data
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    assert not [record for record in caplog.records if "ompil" in record.getMessage()]
+    assert got.sharding == sharding(first_d, devices_d)
+    rig.publisher.discard("k")
+    source.data.delete()
+    assert np.array_equal(np.asarray(got)[:, :5], sent), "it does not share the source's memory"
+    rig.close()
