@@ -34,7 +34,7 @@ def stored(array):
 class Paged:
     """Sequences of random KV on shuffled pages of a pool that is NaN elsewhere."""
 
-    def __init__(self, lengths, *, heads_major, dtype, seed=0, layer=1):
+    def __init__(self, lengths, *, heads_major, dtype, seed=0, layer=1, bits=True):
         rng = np.random.default_rng(seed)
         self.width = max(-(-n // S) for n in lengths) + 2
         pool = np.full((L, P, S, K, 2 * D), np.nan)
@@ -49,7 +49,8 @@ class Paged:
                 self.tables[number, page_index] = page
                 part = rows[page_index * S : (page_index + 1) * S]
                 pool[layer, page, : len(part)] = part
-        self.kv = jnp.asarray(stored((pool.swapaxes(2, 3) if heads_major else pool).astype(dtype)))
+        pool = (pool.swapaxes(2, 3) if heads_major else pool).astype(dtype)
+        self.kv = jnp.asarray(stored(pool) if bits else pool)
 
 
 @pytest.mark.kernels
