@@ -139,6 +139,14 @@ def test_a_first_token_that_ends_the_request_discards_what_was_published() -> No
     assert side.is_idle
 
 
+def test_a_request_with_one_token_to_go_publishes_nothing_even_with_credit() -> None:
+    side = prefill_side()
+    side.open(H, Open(request=request(max_tokens=1), held_tokens=0, backend="fake"), 0.0)
+    side.on_admitted(H, 0)
+    side.on_message(H, LOTS, 0.0)
+    assert side.on_computed("r#1", 10, 0.0) == []
+
+
 @pytest.mark.covers("V22")
 def test_the_lease_runs_from_the_last_sign_of_life() -> None:
     side = prefill_side()

@@ -266,8 +266,10 @@ def test_silence_is_noticed_at_each_stage() -> None:
     assert only(act.Recovered, side.tick(16.0)).rung == "refetch", "a fetch that never answered"
     side.on_arrived(H2, "a", 0.1, 17.0)
     side.on_message(H2, Done(first=FIRST, num_chunks=3), 17.0)
-    assert side.tick(36.9) == []
-    assert only(act.ComputeLocally, side.tick(37.0)).held_tokens == 4, "pieces that were never announced"
+    side.on_message(H2, ready("b", 4, 8), 20.0)
+    side.on_arrived(H2, "b", 0.1, 20.0)
+    assert side.tick(39.9) == []
+    assert only(act.ComputeLocally, side.tick(40.0)).held_tokens == 8, "pieces that were never announced"
 
 
 @pytest.mark.parametrize("piece", [ready("a", 2, 5), ready("a", 8, 11), ready("a", 0, 5), ready("a", 4, 4), ready("b", 4, 8)])
@@ -290,6 +292,26 @@ def test_messages_out_of_order_cost_the_stream() -> None:
     transferring(side, ("p", "q"))
     side.on_message(H, Done(first=FIRST, num_chunks=1), 0.0)
     assert "protocol" in only(act.Recovered, side.on_message(H, Done(first=FIRST, num_chunks=1), 0.0)).cause
+
+
+@pytest.mark.parametrize(("max_tokens", "first"), [(5, Output(request_id="r#1")), (1, FIRST)])
+def test_a_done_that_neither_ends_nor_continues_the_request_costs_the_stream(max_tokens: int, first: Output) -> None:
+    side = decode_side()
+    side.start(request(max_tokens=max_tokens), 0, ("p", "q"), 0.0)
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    actions = side.on_message(H, Done(first=first, num_chunks=0), 0.0)
+    assert "protocol" in only(act.Recovered, actions).cause
+    assert none_of(act.FirstToken, actions)
+
+
+def test_every_message_counts_as_progress() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p",), 0.0)
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    side.on_reserved("r", 0.0)
+    side.on_message(H, Done(first=FIRST, num_chunks=3), 15.0)
+    assert side.tick(34.9) == []
+    assert "no piece" in only(act.Recovered, side.tick(35.0)).cause
 
 
 def test_a_piece_announced_twice_is_fetched_once() -> None:
