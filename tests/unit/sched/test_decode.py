@@ -345,3 +345,33 @@ def test_an_urgent_request_that_only_pins_keep_out_waits_for_their_owners() -> N
     engine.run()
     assert order == ["pinner", "urgent"]
     assert engine.seen["urgent"].tokens == expected(urgent, 2)
+
+
+def test_arrived_sequences_that_lack_their_next_page_do_not_wait_for_each_other() -> None:
+    engine = FakeEngine(Role.DECODE, num_pages=3, caching=False)
+    prompts = {"old": (1, 2, 3, 4), "young": (5, 6, 7, 8)}
+    for name, prompt in prompts.items():
+        engine.add(request(name, prompt, 5), remote=True)  # one page each, and one more to go on
+    engine.tick()
+    for reserved in engine.scheduler.take_reserved():
+        arrive(engine, reserved, prompts[reserved.request_id])
+    assert engine.scheduler.num_free_pages == 0
+    engine.run()
+    assert engine.scheduler.stats.retractions == 1
+    for name, prompt in prompts.items():
+        assert engine.seen[name].tokens == expected(prompt, 5)
+
+
+@pytest.mark.covers("V07")
+def test_a_sequence_without_a_slot_blocks_no_fetch_behind_it() -> None:
+    engine = FakeEngine(Role.DECODE, max_num_seqs=1)
+    engine.add(request("running", (1, 2), 9), request("waits", (3, 4), 2))
+    engine.tick()
+    engine.add(request("fetched", PROMPT, 2), remote=True)
+    engine.tick()
+    (reserved,) = engine.scheduler.take_reserved()
+    assert status_of(engine, "waits") == "waiting"
+    arrive(engine, reserved, PROMPT)
+    engine.run()
+    assert engine.seen["waits"].tokens == expected((3, 4), 2)
+    assert engine.seen["fetched"].tokens == expected(PROMPT, 2)

@@ -288,7 +288,7 @@ class _Fixed:
         return self.value
 
 
-@pytest.mark.covers("H12", "X20")
+@pytest.mark.covers("H12", "X20", "H18")
 @pytest.mark.parametrize("machine", [WorkerMachine, PrefillMachine, DecodeMachine], ids=["unified", "prefill", "decode"])
 def test_every_history_keeps_the_invariants(machine: type[WorkerMachine]) -> None:
     run_state_machine_as_test(machine)

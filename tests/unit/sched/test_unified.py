@@ -23,7 +23,7 @@ def test_every_request_gets_its_tokens_whatever_is_mixed_in_a_step(delay: int) -
     assert any(p.prefill and p.decode for p in engine.plans)
 
 
-@pytest.mark.covers("D25", "V11")
+@pytest.mark.covers("D25", "V11", "H06")
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 8])
 def test_overlap_gives_the_tokens_of_the_plain_loop_without_a_wasted_row(max_tokens: int) -> None:
     engines = [FakeEngine(delay=delay) for delay in (0, 1)]
@@ -262,3 +262,19 @@ def test_every_slot_is_evicted_once_for_every_admission() -> None:
     engine.run()
     assert sorted(s for p in engine.plans for s in p.evict) == sorted(a.slot for p in engine.plans for a in p.admit)
     assert next_token([1, 2]) == 3  # the model of these tests, by hand
+
+
+@pytest.mark.covers("V38")
+def test_counters_agree_with_what_the_device_did_and_counts_with_the_queues() -> None:
+    engine = FakeEngine(max_num_seqs=2)
+    engine.add(*(request(f"r{i}", LONG[: 9 + i], 3) for i in range(4)))
+    while not engine.scheduler.is_idle():
+        engine.tick()
+        counts = engine.scheduler.counts()
+        assert sum(counts.values()) == len(engine.scheduler.snapshot()["sequences"])
+        stats = engine.scheduler.stats
+        assert stats.prefill_tokens + stats.decode_tokens == engine.device.num_forward_tokens
+    stats = engine.scheduler.stats
+    assert stats.prefix_query_tokens == 9 + 10 + 11 + 12
+    assert stats.prefill_tokens + stats.prefix_hit_tokens == stats.prefix_query_tokens
+    assert stats.decode_tokens == 4 * 2
