@@ -57,6 +57,8 @@ class Planner:
         """Get the page of the next position, from later sequences if need be. False when it had to give up its own."""
         wanted = self._pages_to_decode(sequence)
         first = len(sequence.holding.pages)
+        if wanted <= first:
+            return True
         while (new := self._table.pages.grow(sequence.holding, wanted)) is None:
             victim = self._table.later_victim()
             assert victim is not None, "no page is free and nobody holds one"
