@@ -55,8 +55,8 @@ def pack_prefill(
         for chunk in chunks
         for begin in range(0, len(chunk.token_ids), PREFILL_TILE)
     ]
-    largest = buckets[-1]
     while tiles:
+        largest = buckets[-1]
         taken, rows = 0, 0
         while taken < min(len(tiles), largest.num_tiles) and rows + tiles[taken].samples <= largest.num_rows:
             rows += tiles[taken].samples
