@@ -46,12 +46,17 @@ class ArithmeticEngine:
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
         self.seen.append(request)
+        self._last_sink = sink
         if self.refuse is not None or self.refusals:
             sink([self._end(request, self.refuse or self.refusals.pop())])
             return
         known = list(request.generated_token_ids)
         assert known == [token_at(request.prompt_token_ids, i) for i in range(len(known))], "replay carries the wrong tokens"
         self.live[request.request_id] = (request, sink, known)
+
+    def say(self, output: Output) -> None:
+        """Send an output that nothing asked for."""
+        self._last_sink([output])
 
     def cancel(self, request_id: str, attempt: int) -> None:
         if request_id in self.live and self.live[request_id][0].attempt == attempt:

@@ -49,7 +49,7 @@ async def stop(router: Router, *workers: FakeWorker) -> None:
     for worker in workers:
         assert not worker.engine.live, "a request was left on a worker"
         await worker.die()
-    assert not router.engine.debug_state()["flights"]
+    assert not (await router.engine.debug_state())["flights"]
     assert all(entry.pending == 0 for entry in router.engine.workers.fleet.entries())
     await router.stop()
 
@@ -148,17 +148,41 @@ def test_a_request_given_back_moves_to_another_worker(error):
     run_quiet(body())
 
 
+@pytest.mark.covers("X26")
+def test_late_outputs_of_an_older_attempt_are_dropped():
+    async def body() -> None:
+        router = await Router().start()
+        workers = await fleet(FakeWorker((router.address,)), FakeWorker((router.address,)), router=router)
+        refusals: list[RequestError] = [HandoffLost("every rung failed")]
+        for worker in workers:
+            worker.engine.refusals = refusals
+        asked = ask("r1", max_tokens=80)
+        outputs: list[Output] = []
+        task = asyncio.create_task(collect(router, asked, outputs))
+        await until(lambda: len(tokens(outputs)) > 3)
+        (former,) = (worker for worker in workers if not worker.engine.live)
+        former.engine.say(Output(request_id="r1", attempt=0, token_ids=(999,)))
+        former.engine.say(Output(request_id="r1", attempt=0, finish=FinishReason.ERROR, error=HandoffLost("late")))
+        former.engine.say(Output(request_id="nobody", token_ids=(999,)))
+        await task
+        assert_whole(asked, outputs)
+        await stop(router, *workers)
+
+    run_quiet(body())
+
+
 def test_a_request_given_back_by_everybody_goes_round_until_somebody_takes_it():
     async def body() -> None:
         router = await Router().start()
         workers = await fleet(*(FakeWorker((router.address,)) for _ in range(3)), router=router)
-        workers[0].engine.refusals = workers[1].engine.refusals = [HandoffLost("no prefill worker")] * 6
-        workers[2].engine.refusals = [HandoffLost("no prefill worker")]
+        first, *others = (entry.member.address for entry in router.engine.workers.fleet.entries())
+        by_address = {worker.address: worker for worker in workers}
+        by_address[others[1]].engine.refusals = [HandoffLost("no prefill worker")]
+        for address in (first, others[0]):
+            by_address[address].engine.refuse = HandoffLost("no prefill worker")
         asked = ask("r1")
         assert_whole(asked, await collect(router, asked))
-        workers[2].engine.refuse = HandoffLost("no prefill worker")
-        for worker in workers[:2]:
-            worker.engine.refusals, worker.engine.refuse = [], HandoffLost("no prefill worker")
+        by_address[others[1]].engine.refuse = HandoffLost("no prefill worker")
         (output,) = await collect(router, ask("r2", left_s=1.0))
         assert isinstance(output.error, HandoffLost | DeadlineExceeded)
         await stop(router, *workers)

@@ -176,7 +176,10 @@ def test_admin_calls_what_it_was_given():
                 raise Unavailable("pages are being transferred; try again")
             return 17
 
-        service = AdminService(drain=drain, stats=lambda: {"queues": {"waiting": 2}}, reset_prefix_cache=reset)
+        async def stats() -> dict[str, object]:
+            return {"queues": {"waiting": 2}}
+
+        service = AdminService(drain=drain, stats=stats, reset_prefix_cache=reset)
         server, address = await start_server(lambda s: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, s))
         channel = channels.open_channel(address)
         stub = admin_pb2_grpc.AdminServiceStub(channel)
