@@ -21,7 +21,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self,
         *,
         drain: Callable[[float], Awaitable[int]],
-        stats: Callable[[], dict[str, Any]],
+        stats: Callable[[], Awaitable[dict[str, Any]]],
         reset_prefix_cache: Callable[[], Awaitable[int]],
     ) -> None:
         """`drain(deadline_s)` returns the unfinished requests, `stats()` JSON-able data, `reset_prefix_cache()` pages freed."""
@@ -35,7 +35,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def Stats(self, request: admin_pb2.StatsRequest, context: grpc.aio.ServicerContext) -> admin_pb2.StatsResponse:
         """The state as JSON."""
-        return admin_pb2.StatsResponse(json=json.dumps(self._stats()))
+        return admin_pb2.StatsResponse(json=json.dumps(await self._stats()))
 
     async def ResetPrefixCache(
         self, request: admin_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext

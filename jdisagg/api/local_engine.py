@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from jdisagg.api.token_engine import Health, ModelCard
-from jdisagg.core.errors import DeadlineExceeded
+from jdisagg.core.errors import DeadlineExceeded, Unavailable
 from jdisagg.core.fleet import Load
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.roles.engine_thread import EngineThread
@@ -21,6 +21,9 @@ from jdisagg.roles.inbox import Cancel, Submit
 from jdisagg.roles.ports import OutputSink
 
 DEADLINE_GRACE_S = 5.0  # the engine itself ends a request at its deadline; this is for an engine that no longer can
+ANSWER_TIMEOUT_S = 2.0  # for a question to the engine thread, asked between two ticks
+
+Answer = TypeVar("Answer")
 
 
 class LocalEngine:
@@ -103,12 +106,20 @@ class LocalEngine:
         reason = self._not_ready_reason()
         return Health(healthy=True, ready=not reason, reason=reason)
 
-    def debug_state(self) -> dict[str, Any]:
+    async def ask(self, function: Callable[[], Answer], timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+        """Run `function` on the engine thread between two ticks. Raises Unavailable when the engine does not turn over."""
+        future = self._thread.loop.inbox.call(function)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+        except TimeoutError:
+            raise Unavailable(f"the engine thread has not answered within {timeout_s:g} s; see /health") from None
+
+    async def debug_state(self) -> dict[str, Any]:
         """The engine's snapshot, taken between two ticks; says so when the engine does not turn over."""
         try:
-            return self._thread.call(self._thread.loop.snapshot, timeout_s=2.0)
-        except TimeoutError:
-            return {"error": "the engine thread does not answer", "in_flight": self._thread.loop.in_flight_text()}
+            return await self.ask(self._thread.loop.snapshot)
+        except Unavailable as error:
+            return {"error": error.message, "in_flight": self._thread.loop.in_flight_text()}
 
     async def drain(self, deadline_s: float) -> int:
         """Admit nothing more; wait for what runs. Returns the number still unfinished at `deadline_s`."""

@@ -51,8 +51,8 @@ class TokenEngine(Protocol):
         """Current health, without waiting."""
         ...
 
-    def debug_state(self) -> dict[str, Any]:
-        """Queues, ledgers and streams as JSON-able data."""
+    async def debug_state(self) -> dict[str, Any]:
+        """Queues, ledgers and streams as JSON-able data; within seconds also when the engine hangs (it then says so)."""
         ...
 
     async def drain(self, deadline_s: float) -> int:

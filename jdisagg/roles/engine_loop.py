@@ -80,6 +80,8 @@ class EngineLoop:
                 self._cancel(request_id, attempt)
                 return []
             case Call(function=function, future=future):
+                if not future.set_running_or_notify_cancel():
+                    return []  # whoever asked no longer waits
                 try:
                     future.set_result(function())
                 except Exception as error:  # noqa: BLE001 - the caller's future carries it
@@ -120,10 +122,15 @@ class EngineLoop:
         self._streams.deliver(named, now_s)
 
     def _named(self, output: Output) -> Output:
-        """Every last output says which worker it came from."""
+        """Every last output says which worker it came from, and how many prompt tokens were computed for it anywhere."""
         if output.finish is None and output.provenance is None:
             return output
-        return replace(output, provenance=replace(output.provenance or Provenance(), decode_worker=self._worker))
+        provenance = replace(output.provenance or Provenance(), decode_worker=self._worker)
+        stream = self._streams.get(output.request_id)
+        if stream is not None and output.finish not in (None, FinishReason.ERROR) and not provenance.prefilled_tokens:
+            computed = len(stream.request.prompt_token_ids) - output.cached_tokens
+            provenance = replace(provenance, prefilled_tokens=computed)
+        return replace(output, provenance=provenance)
 
     def start_draining(self) -> None:
         """Admit nothing any more; what runs goes on."""

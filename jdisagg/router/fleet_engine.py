@@ -114,7 +114,7 @@ class FleetEngine:
             return Health(healthy=True, ready=False, reason="no decode or unified worker is connected")
         return Health(healthy=True, ready=True)
 
-    def debug_state(self) -> dict[str, Any]:
+    async def debug_state(self) -> dict[str, Any]:
         """Members and flights."""
         flights = [
             {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from jdisagg.api.byte_source import GrpcByteSource
@@ -141,8 +142,8 @@ def _colocated(config: Config, metrics: Metrics, worker: str, compiles: CompileC
             "give more with --devices or lower --prefill-tp and --decode-tp",
             field="devices",
         )
-    prefill = build_core(config, Role.PREFILL, devices[:tp_p], tp=tp_p, metrics=metrics, worker=worker)
-    decode = build_core(config, Role.DECODE, devices[tp_p:], tp=tp_d, metrics=metrics, worker=worker)
+    prefill = build_core(_logging_to(config, "prefill"), Role.PREFILL, devices[:tp_p], tp=tp_p, metrics=metrics, worker=worker)
+    decode = build_core(_logging_to(config, "decode"), Role.DECODE, devices[tp_p:], tp=tp_d, metrics=metrics, worker=worker)
     exchange = Exchange()
     publisher = DevicePutPublisher(exchange, prefill.inbox.post)
     fetcher = DevicePutFetcher(exchange, _target(decode), decode.inbox.post)
@@ -160,6 +161,14 @@ def _colocated(config: Config, metrics: Metrics, worker: str, compiles: CompileC
     ]
     deployment.closers += [publisher.close, fetcher.close]
     return deployment
+
+
+def _logging_to(config: Config, suffix: str) -> Config:
+    """Two schedulers in one process write two schedule logs."""
+    path = config.scheduler.schedule_log
+    if path is None:
+        return config
+    return replace(config, scheduler=replace(config.scheduler, schedule_log=f"{path}.{suffix}"))
 
 
 def _target(core: Core) -> PieceTarget:

@@ -38,6 +38,7 @@ from jdisagg.roles.ports import PeerClient
 from jdisagg.roles.prefill import PrefillRole
 from jdisagg.roles.side import Side
 from jdisagg.roles.streams import Streams
+from jdisagg.sched.log import make_scheduler
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.transfer.base import Fetcher, Publisher
 
@@ -101,7 +102,7 @@ def build_core(config: Config, role: Role, devices: Sequence[Any], *, tp: int, m
         "%s: %d pages of %d tokens, weights in %.1f s, %d executables in %.1f s",
         *(role.value, runner.num_pages, runner.page_size, loaded_s - started_s, len(warmed), monotonic() - loaded_s),
     )
-    scheduler = Scheduler(
+    scheduler = make_scheduler(
         config.scheduler,
         role=role,
         max_model_len=runner.max_model_len,

@@ -99,7 +99,11 @@ async def supervise(config: Config, process: Process, program: Sequence[str] = S
     """Run the fleet of `config` until `process.stopping`; `program` is the command that serves one role."""
     began_s = time.monotonic()
     supervisor = Supervisor(Patience(grace_s=config.server.drain_s + GRACE_BEYOND_DRAIN_S))
-    process.dump_with(lambda: {"children": supervisor.pids, "restarts": supervisor.restarts})
+
+    async def state() -> Mapping[str, object]:
+        return {"children": supervisor.pids, "restarts": supervisor.restarts}
+
+    process.dump_with(state)
     starting = asyncio.create_task(_start_fleet(config, supervisor, program))
     stopping = asyncio.create_task(process.stopping.wait())
     try:

@@ -37,10 +37,11 @@ class Process:
 
     def __init__(self) -> None:
         self.stopping = asyncio.Event()
-        self._state: Callable[[], Mapping[str, Any]] = dict
+        self._state: Callable[[], Awaitable[Mapping[str, Any]]] | None = None
+        self._dumps: set[asyncio.Task[None]] = set()
 
-    def dump_with(self, state: Callable[[], Mapping[str, Any]]) -> None:
-        """`state` is called at SIGUSR1; it returns JSON-able data and must not block."""
+    def dump_with(self, state: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
+        """`state` is awaited at SIGUSR1; it returns JSON-able data within a few seconds, whatever hangs."""
         self._state = state
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -60,7 +61,13 @@ class Process:
         self.stopping.set()
 
     def _dump(self) -> None:
-        sys.stderr.write(json.dumps({"event": "state", "pid": os.getpid(), **self._state()}, default=str) + "\n")
+        task = asyncio.get_running_loop().create_task(self._write_state())
+        self._dumps.add(task)
+        task.add_done_callback(self._dumps.discard)
+
+    async def _write_state(self) -> None:
+        state = {} if self._state is None else await self._state()
+        sys.stderr.write(json.dumps({"event": "state", "pid": os.getpid(), **state}, default=str) + "\n")
         sys.stderr.flush()
 
 

@@ -148,9 +148,9 @@ class _Edges:
         self._deployment.count_compiles()
         return self._metrics.text()
 
-    def state(self) -> dict[str, Any]:
+    async def state(self) -> dict[str, Any]:
         """For /debug/state, SIGUSR1 and AdminService.Stats."""
-        return self._engine.debug_state()
+        return await self._engine.debug_state()
 
     async def drain(self, deadline_s: float) -> int:
         """Say so to routers, admit nothing more, wait."""
@@ -159,8 +159,7 @@ class _Edges:
         return await self._engine.drain(deadline_s)
 
     async def _reset_prefix_cache(self) -> int:
-        future = self._deployment.front.loop.inbox.call(self._deployment.reset_prefix_cache)
-        return await asyncio.wrap_future(future)
+        return await self._engine.ask(self._deployment.reset_prefix_cache)
 
     async def close(self) -> None:
         """End registration and peer connections."""

@@ -22,7 +22,7 @@ class Observable(Protocol):
         """Current health, without waiting."""
         ...
 
-    def debug_state(self) -> dict[str, Any]:
+    async def debug_state(self) -> dict[str, Any]:
         """Queues, ledgers and streams as JSON-able data."""
         ...
 
@@ -52,7 +52,7 @@ class Operations:
         """The engine's state, for clients on this machine only."""
         if request.client is None or not ipaddress.ip_address(request.client.host).is_loopback:
             return plain_error(403, "/debug/state is served to loopback clients only; ask from the machine itself")
-        return JSONResponse(self._engine.debug_state())
+        return JSONResponse(await self._engine.debug_state())
 
 
 def _answer(good: bool, otherwise: str, reason: str) -> Response:

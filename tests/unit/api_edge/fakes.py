@@ -92,7 +92,7 @@ class FakeEngine:
         """See TokenEngine."""
         return self.state
 
-    def debug_state(self) -> dict[str, Any]:
+    async def debug_state(self) -> dict[str, Any]:
         """See TokenEngine."""
         return {"live": sorted(self.live)}
 
