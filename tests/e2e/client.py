@@ -42,6 +42,7 @@ class Got:
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
+    top_gaps: dict[int, list[float]] = field(default_factory=dict)  # nats between the two best tokens, if asked for
     times_s: dict[int, list[float]] = field(default_factory=dict)
     text: dict[int, str] = field(default_factory=dict)
     finish: dict[int, int] = field(default_factory=dict)
@@ -63,6 +64,8 @@ class Got:
         index = delta.index
         self.tokens.setdefault(index, []).extend(delta.token_ids)
         self.logprobs.setdefault(index, []).extend(entry.logprob for entry in delta.logprobs)
+        gaps = [entry.top[0].logprob - entry.top[1].logprob for entry in delta.logprobs if len(entry.top) > 1]
+        self.top_gaps.setdefault(index, []).extend(gaps)
         if delta.token_ids:
             self.times_s.setdefault(index, []).append(time.monotonic())
         self.text[index] = self.text.get(index, "") + delta.text

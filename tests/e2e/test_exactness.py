@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.e2e.client import Asked, Got, run_all
@@ -11,7 +13,7 @@ from tests.e2e.processes import ServerProcess, wait_until
 from tests.e2e.tiny_model import HEAD_DIM, KV_HEADS, LAYERS
 
 VOCAB = 1024  # token ids used in prompts; inside every demo tokenizer
-COUNT = 120
+COUNT = int(os.environ.get("JDISAGG_MIXED_COUNT", "120"))
 BYTES_PER_TOKEN = LAYERS * KV_HEADS * 2 * HEAD_DIM * 4  # float32
 
 
