@@ -98,7 +98,7 @@ class DecodeSide:
             case msg.Refused(error=error):
                 return self._on_error(record, error, f"refused: {error}", now_s)
             case msg.StreamEnded():
-                return self._on_ended(record, record.stream, message, now_s)
+                return self._on_ended(record, message, now_s)
             case _:
                 return self._lose(record, f"protocol: {type(message).__name__} at stage {stage.value}", now_s)
 
@@ -128,10 +128,9 @@ class DecodeSide:
             return delivered + self.release(request.request_id, "finished")
         return delivered + self._complete(record)
 
-    def _on_ended(self, record: Inbound, stream: InboundStream, message: msg.StreamEnded, now_s: float) -> list[DecodeAction]:
+    def _on_ended(self, record: Inbound, message: msg.StreamEnded, now_s: float) -> list[DecodeAction]:
         if record.stage is InboundStage.COMPUTED and record.covered:
-            stream.ended = True  # P owes nothing more, only pages are missing here
-            return []
+            return []  # P owes nothing more, only pages are missing here
         if message.reason == "deadline":
             return self._fail(record, record.too_late())
         cause = message.reason if message.error is None else f"{message.reason}: {message.error}"
@@ -184,7 +183,7 @@ class DecodeSide:
     def _grant(self, record: Inbound) -> list[DecodeAction]:
         """Let P publish a window of bytes beyond what is settled here; nothing for a request that needs no KV."""
         stream = record.stream
-        if stream is None or stream.ended or not record.reserved or not record.needs_kv or record.covered:
+        if stream is None or not record.reserved or not record.needs_kv or record.covered:
             return []
         return stream.grant(self._window_bytes)
 

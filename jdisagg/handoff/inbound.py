@@ -68,7 +68,6 @@ class InboundStream:
     settled_bytes: int = 0  # announced pieces that D has imported or given up
     granted_bytes: int = 0
     cached_tokens: int = 0  # prompt tokens P had in its prefix cache
-    ended: bool = False  # P closed after everything it owed had arrived
 
     def announce(self, ready: ChunkReady) -> IncomingPiece:
         """A piece can be fetched."""

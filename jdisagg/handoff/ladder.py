@@ -42,7 +42,7 @@ class Ladder:
 
     def after_pause(self) -> str | None:
         """The peer to ask again after `pause`: a full one, or the only one that failed once; None = no hope left."""
-        waiting = [peer for peer in self.peers if peer in self._busy and peer not in self._num_failures]
+        waiting = [peer for peer in self.peers if peer in self._busy]
         if waiting:
             return waiting[0]
         if len(self.peers) == 1 and self._num_failures.get(self.peers[0]) == 1:

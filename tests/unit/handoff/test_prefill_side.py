@@ -209,6 +209,9 @@ def test_a_failed_publication_is_repeated_twice_and_costs_no_credit() -> None:
         actions = side.on_publish_failed(H, 0, 4, "device", 0.0)
         assert actions[0] == act.Discard(key)
         assert exports(actions) == [(0, 4)]
+    done = only(act.Reply, side.on_first_token("r#1", FIRST, 0.0)).message
+    assert isinstance(done, Done)
+    assert done.num_chunks == 1
     refused = only(act.Reply, side.on_publish_failed(H, 0, 4, "device", 0.0)).message
     assert isinstance(refused, Refused)
     assert "device" in refused.error.message

@@ -267,9 +267,9 @@ def test_silence_is_noticed_at_each_stage() -> None:
     side.on_arrived(H2, "a", 0.1, 17.0)
     side.on_message(H2, Done(first=FIRST, num_chunks=3), 17.0)
     side.on_message(H2, ready("b", 4, 8), 20.0)
-    side.on_arrived(H2, "b", 0.1, 20.0)
-    assert side.tick(39.9) == []
-    assert only(act.ComputeLocally, side.tick(40.0)).held_tokens == 8, "pieces that were never announced"
+    side.on_arrived(H2, "b", 0.1, 21.0)
+    assert side.tick(40.9) == []
+    assert only(act.ComputeLocally, side.tick(41.0)).held_tokens == 8, "pieces that were never announced"
 
 
 @pytest.mark.parametrize("piece", [ready("a", 2, 5), ready("a", 8, 11), ready("a", 0, 5), ready("a", 4, 4), ready("b", 4, 8)])
@@ -302,6 +302,30 @@ def test_a_done_that_neither_ends_nor_continues_the_request_costs_the_stream(max
     actions = side.on_message(H, Done(first=first, num_chunks=0), 0.0)
     assert "protocol" in only(act.Recovered, actions).cause
     assert none_of(act.FirstToken, actions)
+
+
+def test_p_may_leave_once_it_owes_nothing_although_pages_are_missing_here() -> None:
+    side = decode_side(NEVER)
+    side.start(request(), 10, ("p", "q"), 0.0)
+    side.on_message(H, Accepted(cached_tokens=10), 0.0)
+    side.on_message(H, Done(first=FIRST, num_chunks=0), 0.0)
+    assert side.on_message(H, StreamEnded(reason="closed"), 0.0) == []
+    assert side.tick(90.0) == [], "no stall either: it waits for pages, not for P"
+    actions = side.on_reserved("r", 90.0)
+    assert none_of(act.Send, actions)
+    assert only(act.KVComplete, actions).provenance.transferred_tokens == 0
+    side.start(request(), 10, ("p", "q"), 0.0)
+    again = HandoffId("r", 2)
+    assert only(act.OpenStream, side.on_message(again, StreamEnded(reason="closed"), 0.0)).peer == "q", "no token yet"
+
+
+def test_a_full_worker_is_waited_for_when_the_other_one_is_lost() -> None:
+    side = decode_side(NEVER)
+    side.start(request(), 0, ("p", "q"), 0.0)
+    side.on_message(H, Refused(error=Overloaded("full")), 0.0)
+    assert none_of(act.Fail, side.on_message(H2, DEAD, 0.0))
+    assert only(act.OpenStream, side.tick(0.1)).peer == "p"
+    assert isinstance(only(act.Fail, side.on_message(HandoffId("r", 3), DEAD, 0.2)).error, HandoffLost)
 
 
 def test_every_message_counts_as_progress() -> None:
