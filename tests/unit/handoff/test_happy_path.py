@@ -16,7 +16,7 @@ def test_decode_side_opens_before_memory_and_completes_after_the_last_piece() ->
     assert side.start(request(), 2, ("p",), 0.0) == [
         act.OpenStream(H, "p", Open(request=request(), held_tokens=2, backend="fake"))
     ]
-    assert side.on_message(H, Accepted(cached_tokens=0), 0.0) == []
+    assert side.on_message(H, Accepted(cached_tokens=3), 0.0) == []
     assert side.on_reserved("r", 0.0) == [act.Send(H, Grant(credit_bytes=160))]
     piece = ready("a", 2, 6)
     assert side.on_message(H, piece, 1.0) == [act.Fetch(H, "p", piece, 6.0)]
@@ -32,7 +32,7 @@ def test_decode_side_opens_before_memory_and_completes_after_the_last_piece() ->
     assert last[:2] == [act.Import("r", H, "b"), act.Send(H, Ack(key="b"))]
     complete = next(action for action in last if isinstance(action, act.KVComplete))
     assert (complete.provenance.transferred_tokens, complete.provenance.transferred_bytes) == (8, 80)
-    assert complete.provenance.prefill_worker == "p"
+    assert (complete.provenance.prefill_worker, complete.provenance.prefilled_tokens) == ("p", 7)
     assert last[-1] == act.CloseStream(H)
     assert side.is_idle
 

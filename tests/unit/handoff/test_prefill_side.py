@@ -37,6 +37,12 @@ def test_whole_chunks_leave_while_computing_and_the_rest_goes_with_the_end() -> 
     assert exports(side.on_computed("r#1", 11, 0.0)) == [(9, 11)]
 
 
+def test_a_first_token_means_that_everything_is_computed() -> None:
+    side = prefill_side()
+    opened(side, num_tokens=6)
+    assert exports(side.on_first_token("r#1", FIRST, 0.0)) == [(0, 4), (4, 6)]
+
+
 def test_done_announces_the_pieces_still_to_come() -> None:
     side = prefill_side()
     opened(side, credit=False)
