@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jdisagg.models.declare import declarations
 from jdisagg.models.hashing import element_index, mix
@@ -23,20 +24,32 @@ def fingerprint(spec: ModelSpec, params: dict[str, Any], *, numerics: str) -> st
     """32 hex digits over unstacked parameters as they lie in memory (their dtype counts)."""
     digest = xxhash.xxh3_128()
     digest.update(repr((spec, numerics)).encode())
-    checksum = jax.jit(_checksum)
+    checksum = jax.jit(_checksums, static_argnums=1)
     sums: dict[str, jax.Array] = {}
     for path, declared in declarations(spec).items():
         leaf: Any = params
         for part in path:
             leaf = leaf[part]
-        sums[f"{declared.name} {leaf.dtype} {leaf.shape}"] = checksum(leaf)
+        sums[f"{declared.name} {leaf.dtype} {leaf.shape}"] = checksum(leaf, leaf.sharding)
     for name, value in sorted(jax.device_get(sums).items()):
-        digest.update(f"{name} {np.asarray(value).tolist()}".encode())
+        digest.update(f"{name} {np.sum(value, axis=0, dtype=np.uint32).tolist()}".encode())
     return digest.hexdigest()
 
 
-def _checksum(x: jax.Array) -> jax.Array:
-    """u32[2]: wrapping sums of two hashes of (bits, index)."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16).astype(jnp.uint32)
-    place = mix(element_index(x.shape) + jnp.uint32(0x9E3779B9))
-    return jnp.stack([jnp.sum(mix(bits ^ place)), jnp.sum(mix(bits + place * jnp.uint32(5) + jnp.uint32(1)))])
+def _checksums(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """u32[N, 2]: two hashes of (bits, index) summed, wrapping, over each of the N parts that x is cut into.
+
+    The parts are added on the host: dozens of all-reduces in flight at once deadlock on CPU devices that share few threads.
+    """
+    axes = tuple(sharding.spec) + (None,) * (x.ndim - len(sharding.spec))
+    cut = next((name for name in axes if name is not None), None)
+
+    def part(block: jax.Array) -> jax.Array:
+        starts = tuple(0 if name is None else lax.axis_index(name) * size for name, size in zip(axes, block.shape, strict=True))
+        bits = lax.bitcast_convert_type(block, jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16).astype(jnp.uint32)
+        place = mix(element_index(block.shape, starts, x.shape) + jnp.uint32(0x9E3779B9))
+        sums = jnp.stack([jnp.sum(mix(bits ^ place)), jnp.sum(mix(bits + place * jnp.uint32(5) + jnp.uint32(1)))])
+        return sums[None, :]
+
+    mesh, given, returned = sharding.mesh, sharding.spec, PartitionSpec(cut)
+    return jax.shard_map(part, mesh=mesh, in_specs=given, out_specs=returned, check_vma=False)(x)

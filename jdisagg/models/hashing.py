@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def element_index(shape: tuple[int, ...]) -> jax.Array:
-    """u32[shape]: number of each element in row-major order, wrapping."""
+def element_index(shape: tuple[int, ...], starts: tuple[int | jax.Array, ...], whole: tuple[int, ...]) -> jax.Array:
+    """u32[shape]: row-major number, wrapping, of each element of the block at `starts` of an array of shape `whole`."""
     index = jnp.zeros(shape, jnp.uint32)
-    for axis, size in enumerate(shape):
-        index = index * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, axis)
+    for axis, (start, size) in enumerate(zip(starts, whole, strict=True)):
+        at = lax.broadcasted_iota(jnp.uint32, shape, axis) + jnp.asarray(start, jnp.uint32)
+        index = index * jnp.uint32(size) + at
     return index
 
 

@@ -38,5 +38,5 @@ def _draw(number: jax.Array, *, shape: tuple[int, ...], scale: float | None, dty
     """Uniform with standard deviation `scale`; `number` u32 selects the stream."""
     if scale is None:
         return jnp.ones(shape, dtype)
-    bits = mix(element_index(shape) ^ mix(number)) >> jnp.uint32(8)
+    bits = mix(element_index(shape, (0,) * len(shape), shape) ^ mix(number)) >> jnp.uint32(8)
     return ((bits.astype(jnp.float32) * 2.0**-24 - 0.5) * (12**0.5 * scale)).astype(dtype)

@@ -1,4 +1,9 @@
-"""Parameters in an Orbax checkpoint: a flat dict by checkpoint name, in memory orientation, under DIRECTORY/orbax."""
+"""Parameters in an Orbax checkpoint: a flat dict by checkpoint name, in memory orientation, under DIRECTORY/orbax.
+
+Orbax writes it and says what it holds; the bytes are read through tensorstore, one device's part of one parameter at a
+time. Orbax's own restore keeps every host copy until the end: 1.5-2 times the checkpoint in memory against 1.2, and 3 times
+as long for 400 MB.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from jax.sharding import Mesh
 
 from jdisagg.core.errors import ConfigError
@@ -17,6 +23,13 @@ from jdisagg.models.sharding import param_sharding
 from jdisagg.models.spec import ModelSpec
 
 SUBDIRECTORY = "orbax"
+CHUNK_BYTES = 16 * 2**20  # read unit: a device's part of a large parameter does not need the whole of it
+_CONTEXT = {  # nothing is read twice, so nothing is cached; few threads, each of which keeps what it once allocated
+    "cache_pool": {"total_bytes_limit": 0},
+    "cache_pool#directory": {"total_bytes_limit": 2**20},
+    "file_io_concurrency": {"limit": 4},
+    "data_copy_concurrency": {"limit": 2},
+}
 
 
 def has_orbax(directory: Path) -> bool:
@@ -25,48 +38,52 @@ def has_orbax(directory: Path) -> bool:
 
 
 def save_orbax(directory: Path, spec: ModelSpec, params: dict[str, Any]) -> None:
-    """Write unstacked parameters to DIRECTORY/orbax, which must not exist."""
+    """Write unstacked parameters to DIRECTORY/orbax, which must not exist. Uncompressed: weights shrink by 8 % only."""
     flat: dict[str, jax.Array] = {}
     for path, declared in declarations(spec).items():
         leaf: Any = params
         for part in path:
             leaf = leaf[part]
         flat[declared.name] = leaf
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save((directory / SUBDIRECTORY).resolve(), flat)
+    save_args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in flat}
+    with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer:
+        checkpointer.save((directory / SUBDIRECTORY).resolve(), flat, save_args=save_args)
 
 
 def load_orbax(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -> dict[str, Any]:
     """The parameter dict as `dtype`, on its devices. Raises ConfigError naming tensor, directory, wanted and got."""
     path = (directory / SUBDIRECTORY).resolve()
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        stored = _stored(checkpointer, path)
-        _check(path, spec, stored)
-        wanted = {
-            declared.name: ocp.ArrayRestoreArgs(
-                sharding=param_sharding(mesh, spec, declared), dtype=np.dtype(dtype), global_shape=declared.shape
-            )
-            for declared in declarations(spec).values()
-        }
-        restore = ocp.args.PyTreeRestore(item={name: stored[name] for name in wanted}, restore_args=wanted)
-        try:
-            flat = checkpointer.restore(path, args=restore)
-        except Exception as error:  # Orbax raises bare Exception for unreadable data
-            first = str(error).partition("\n")[0]
-            raise ConfigError(f"{path}: damaged Orbax checkpoint: {first}; convert again", field="model") from error
+    _check(path, spec, _stored(path))
+    context = ts.Context(_CONTEXT)
 
     def make(_: ParamPath, declared: Declared) -> jax.Array:
-        return flat[declared.name]
+        try:
+            tensor = ts.cast(_open(path, declared.name, context), ts.dtype(dtype))
+
+            def read(index: tuple[slice, ...] | None) -> np.ndarray:
+                return tensor[index].read().result()
+
+            return jax.make_array_from_callback(declared.shape, param_sharding(mesh, spec, declared), read)
+        except (ValueError, OSError) as error:
+            first = str(error).partition("\n")[0]
+            message = f"{path}: tensor {declared.name} is not readable: {first}; convert again"
+            raise ConfigError(message, field="model") from error
 
     return build(spec, make)
 
 
-def _stored(checkpointer: ocp.PyTreeCheckpointer, path: Path) -> dict[str, Any]:
+def _open(path: Path, name: str, context: ts.Context) -> ts.TensorStore:
+    store = {"driver": "ocdbt", "base": f"file://{path}/", "path": f"{name}/", "cache_pool": "cache_pool#directory"}
+    return ts.open({"driver": "zarr", "kvstore": store}, context=context, open=True, read=True).result()
+
+
+def _stored(path: Path) -> dict[str, Any]:
     """Shape and type of every stored tensor by name."""
-    try:
-        metadata = checkpointer.metadata(path).item_metadata
-    except (TypeError, ValueError, OSError) as error:
-        raise ConfigError(f"{path}: not readable as an Orbax checkpoint: {error}; convert again", field="model") from error
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        try:
+            metadata = checkpointer.metadata(path).item_metadata
+        except (TypeError, ValueError, OSError) as error:
+            raise ConfigError(f"{path}: not readable as an Orbax checkpoint: {error}; convert again", field="model") from error
     if metadata is None or not isinstance(metadata.tree, dict):
         raise ConfigError(f"{path}: not readable as an Orbax checkpoint: no tensors listed; convert again", field="model")
     return metadata.tree

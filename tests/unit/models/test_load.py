@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -176,17 +174,8 @@ def test_a_damaged_orbax_checkpoint_is_named(model_directory: Path, tmp_path: Pa
     directory = as_orbax(load(model_directory), tmp_path / "orbax-model")
     for file in (directory / "orbax" / "ocdbt.process_0" / "d").iterdir():
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    # In a process of its own: Orbax drops the reads it has under way, which warn when they are collected.
-    script = (
-        "import sys, jax; from jdisagg.core.config import ModelConfig; from jdisagg.models.load import load_model;"
-        "from jdisagg.models.sharding import make_mesh;"
-        "load_model(ModelConfig(model=sys.argv[1]), make_mesh(jax.devices(), 1), seed=0)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(directory)], capture_output=True, text=True, timeout=50, check=False
-    )
-    assert done.returncode == 1
-    assert f"ConfigError: {directory / 'orbax'}: damaged Orbax checkpoint" in done.stderr
+    with pytest.raises(ConfigError, match=r"orbax: tensor [\w.]+ is not readable"):
+        load(directory)
 
 
 def test_a_truncated_or_absent_file_is_named(model_directory: Path) -> None:
