@@ -65,8 +65,8 @@ class DecodeSide:
         record = self._live.get(request_id)
         if record is None:
             return []
-        record.reserved, stream = True, record.stream
-        if stream is None:
+        told_before, record.reserved, stream = record.reserved, True, record.stream
+        if stream is None or told_before:
             return []
         stream.progress_s = now_s
         fetches = [stream.fetch(piece, record.request.deadline_s, now_s) for piece in stream.pieces.values()]

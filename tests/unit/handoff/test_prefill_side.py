@@ -40,7 +40,8 @@ def test_whole_chunks_leave_while_computing_and_the_rest_goes_with_the_end() -> 
 def test_a_first_token_means_that_everything_is_computed() -> None:
     side = prefill_side()
     opened(side, num_tokens=6)
-    assert exports(side.on_first_token("r#1", FIRST, 0.0)) == [(0, 4), (4, 6)]
+    assert exports(side.on_computed("r#1", 4, 0.0)) == [(0, 4)]
+    assert exports(side.on_first_token("r#1", FIRST, 0.0)) == [(4, 6)]
 
 
 def test_done_announces_the_pieces_still_to_come() -> None:
@@ -163,7 +164,9 @@ def test_the_lease_runs_from_the_last_sign_of_life() -> None:
     assert side.tick(59.9) == []
     side.on_heartbeat(H, 59.0)
     assert side.tick(68.9) == []
-    actions = side.tick(69.0)
+    side.on_message(H, LOTS, 68.9)
+    assert side.tick(78.8) == []
+    actions = side.tick(78.9)
     refused = only(act.Reply, actions).message
     assert isinstance(refused, Refused)
     assert isinstance(refused.error, HandoffLost)

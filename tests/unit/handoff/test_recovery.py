@@ -328,6 +328,12 @@ def test_a_full_worker_is_waited_for_when_the_other_one_is_lost() -> None:
     assert isinstance(only(act.Fail, side.on_message(HandoffId("r", 3), DEAD, 0.2)).error, HandoffLost)
 
 
+def test_pages_are_reported_once() -> None:
+    side = decode_side()
+    transferring(side)
+    assert side.on_reserved("r", 0.0) == [], "neither credit nor fetches twice"
+
+
 def test_every_message_counts_as_progress() -> None:
     side = decode_side()
     side.start(request(), 0, ("p",), 0.0)
