@@ -72,6 +72,10 @@ class EngineThread:
         """Undo `freeze`."""
         self._frozen.clear()
 
+    def freeze_or_thaw(self) -> None:
+        """Test hook: the one of the two that changes something."""
+        (self.thaw if self._frozen.is_set() else self.freeze)()
+
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():

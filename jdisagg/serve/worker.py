@@ -39,7 +39,7 @@ from jdisagg.v1 import admin_pb2_grpc, generation_pb2_grpc, peer_pb2_grpc, worke
 
 log = logging.getLogger(__name__)
 
-TEST_HOOKS = "JDISAGG_TEST_HOOKS"  # "1": SIGUSR2 freezes the engine thread, as a hung device would
+TEST_HOOKS = "JDISAGG_TEST_HOOKS"  # "1": SIGUSR2 freezes the engine thread, as a hung device would; again thaws it
 
 
 def run(config: Config) -> int:
@@ -170,4 +170,4 @@ class _Edges:
 
 def _install_test_hooks(deployment: Deployment) -> None:
     if os.environ.get(TEST_HOOKS) == "1":
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, deployment.front.freeze)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, deployment.front.freeze_or_thaw)

@@ -1,0 +1,139 @@
+"""What operators do to a worker: HEAD /metrics, SIGUSR1, a hung engine, SIGTERM. The tests share one process, in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.e2e.client import OPTIONS, Asked, Got, generate, run_all
+from tests.e2e.conftest import starting
+from tests.e2e.processes import ServerProcess, wait_until
+
+SERVICES = ("", "jdisagg.v1.GenerationService", "jdisagg.v1.WorkerService")
+SLOTS = 8  # of the shared flags: the other requests wait their turn
+LONG = [
+    Asked(
+        prompt=tuple(range(20 + number, 40 + number)),
+        sampling={"max_tokens": 220, "temperature": 0.0, "ignore_eos": True},
+        request_id=f"drained-{number}",
+    )
+    for number in range(3 * SLOTS)
+]
+SHORT = Asked(prompt=(20, 21, 22), sampling={"max_tokens": 2, "temperature": 0.0})
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, exact_flags: tuple[str, ...]) -> Iterator[ServerProcess]:
+    with starting(tmp_path_factory.mktemp("signals")) as start:
+        yield start("unified", "--role", "unified", *exact_flags, env={"JDISAGG_TEST_HOOKS": "1"}).wait_ready()
+
+
+def is_serving(server: ServerProcess, service: str = "") -> bool:
+    """What grpc.health.v1 says, asked within a second."""
+    with grpc.insecure_channel(server.grpc, options=OPTIONS) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=1.0)
+    return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def states(text: str) -> list[dict[str, object]]:
+    """The state lines of a log."""
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith('{"event": "state"')]
+    return [line for line in lines if "scheduler" in line]
+
+
+def test_head_of_metrics(server: ServerProcess) -> None:
+    with urllib.request.urlopen(urllib.request.Request(server.http + "/metrics", method="HEAD"), timeout=5) as answer:
+        assert answer.status == 200
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        assert int(answer.headers["content-length"]) > 1000
+        assert answer.read() == b""
+
+
+def test_sigusr1_shows_stacks_and_state_and_disturbs_nobody(server: ServerProcess) -> None:
+    server.signal(signal.SIGUSR1)
+    wait_until(lambda: states(server.log_since_ready()), 5, "state on stderr")
+    text = server.log_since_ready()
+    assert "most recent call first" in text, "stacks of the threads"
+    assert "engine_thread.py" in text
+    [state] = states(text)
+    assert state["pid"] == server.pid
+    assert state["streams"] == []
+    (got,) = run_all(server.grpc, [SHORT])
+    assert got.error is None
+
+
+@pytest.mark.timeout(60)
+def test_hung_engine_is_seen_by_http_and_grpc_and_may_come_back(server: ServerProcess) -> None:
+    assert all(is_serving(server, service) for service in SERVICES)
+    (before,) = run_all(server.grpc, [SHORT])
+    server.signal(signal.SIGUSR2)
+    frozen_s = time.monotonic()
+    wait_until(lambda: server.get("/health")[0] == 503, 6.0, "/health turns")
+    http_s = time.monotonic() - frozen_s
+    wait_until(lambda: not any(is_serving(server, service) for service in SERVICES), 6.0 - http_s, "gRPC health turns")
+    print(f"\nhung engine: /health {http_s:.1f} s, grpc.health.v1 {time.monotonic() - frozen_s:.1f} s")
+    assert "no tick" in server.get("/health")[1]
+    assert server.get("/ready")[0] == 503
+    _loop_answers_while_the_state_is_asked_for(server)
+    server.signal(signal.SIGUSR1)
+    wait_until(lambda: "has not answered" in server.log_since_ready(), 5, "SIGUSR1 answers as well")
+
+    server.signal(signal.SIGUSR2)
+    wait_until(lambda: server.get("/ready")[0] == 200 and is_serving(server), 5, "a thawed engine is healthy again")
+    (after,) = run_all(server.grpc, [SHORT])
+    assert after.essence() == before.essence()
+    assert after.error is None
+
+
+def _loop_answers_while_the_state_is_asked_for(server: ServerProcess) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.state)
+        largest_s = 0.0
+        while not asked.done():
+            began_s = time.monotonic()
+            server.get("/health")
+            largest_s = max(largest_s, time.monotonic() - began_s)
+        state = asked.result()
+    assert "has not answered" in str(state["error"])
+    assert "in_flight" in state
+    print(f"/debug/state of a hung engine: another request waited at most {largest_s * 1e3:.0f} ms")
+    assert largest_s < 1.0
+
+
+@pytest.mark.covers("H16")
+def test_sigterm_lets_streams_finish_and_refuses_new_ones(server: ServerProcess) -> None:
+    wanted = run_all(server.grpc, LONG)
+    got, refused, serving = asyncio.run(asyncio.wait_for(_drained(server), 120))
+    for one, other in zip(got, wanted, strict=True):
+        assert one.error is None, one.error
+        assert one.essence() == other.essence()
+    assert refused.error is not None
+    assert refused.error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "draining" in (refused.error.details() or "")
+    assert not serving
+    assert server.process.wait(15) == 0
+
+
+async def _drained(server: ServerProcess) -> tuple[list[Got], Got, bool]:
+    """The streams, running and queued at SIGTERM, a request that came after it, and what health said then."""
+    async with grpc.aio.insecure_channel(server.grpc, options=OPTIONS) as channel:
+        streams = [asyncio.create_task(generate(channel, asked)) for asked in LONG]
+        while len((await asyncio.to_thread(server.state))["streams"]) < len(LONG):
+            await asyncio.sleep(0.01)
+        server.signal(signal.SIGTERM)
+        await asyncio.sleep(0.05)
+        refused = await generate(channel, SHORT)
+        serving = await asyncio.to_thread(is_serving, server)
+        assert not all(stream.done() for stream in streams), "streams are too short for this test"
+        return list(await asyncio.gather(*streams)), refused, serving
