@@ -38,7 +38,7 @@ esac
 supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
 if ! { [ -x .venv/bin/python ] && supported .venv/bin/python; }; then
   python=
-  for candidate in ${PYTHON:+"$PYTHON"} python3.12 python3.11 python3 python; do
+  for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3 python; do
     if supported "$candidate"; then python=$candidate; break; fi
   done
   [ -n "$python" ] || die "no Python 3.11 or 3.12 found; install one or set PYTHON"
