@@ -126,7 +126,7 @@ def build_deployment(
         static = config.transfer.prefill
         side = decode_side(core, peers=peers, fetcher=fetcher, backend="grpc", static_peers=lambda: static)
         deployment.peer_client = peers
-        deployment.closers += [fetcher.close, source.close]
+        deployment.closers += [source.close, fetcher.close]  # a fetch from a dead peer ends with its channel
     else:
         side = unified_side(core)
     deployment.engines.append(start_engine(core, side, on_crash))
@@ -147,6 +147,7 @@ def _colocated(config: Config, metrics: Metrics, worker: str, compiles: CompileC
     exchange = Exchange()
     publisher = DevicePutPublisher(exchange, prefill.inbox.post)
     fetcher = DevicePutFetcher(exchange, _target(decode), decode.inbox.post)
+    fetcher.warm_up(prefill.runner.device.empty_piece())  # the copy between unlike meshes compiles too
     peers = InProcessPeers(prefill.inbox, decode.inbox)
     static = (InProcessPeers.ADDRESS,)
     deployment = Deployment(decode, compiles)
