@@ -42,7 +42,7 @@ def is_serving(server: ServerProcess, service: str = "") -> bool:
     """What grpc.health.v1 says, asked within a second."""
     with grpc.insecure_channel(server.grpc, options=OPTIONS) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=1.0)
+        answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=1.0)  # pyright: ignore[reportAttributeAccessIssue]
     return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
