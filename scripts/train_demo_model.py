@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
 import sys
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from demo_model.card import write_card
 from demo_model.corpus import chat_documents, load_corpus
-from demo_model.evaluate import held_out_scores
+from demo_model.evaluate import held_out_scores, task_texts
 from demo_model.export import export_tokenizer, export_weights
 from demo_model.net import Shape, init_params
 from demo_model.state import TrainState, load_state, lr_factor, make_optimizer, make_step, save_state
@@ -29,6 +30,7 @@ from demo_model.tokens import Stream, encode_documents, train_tokenizer
 from tokenizers import Tokenizer
 
 CHAT_DOCUMENTS = 1500
+TASK_TEXTS = Path("configs/eval/perplexity.jsonl")
 
 
 def main() -> None:
@@ -67,10 +69,11 @@ def run_training(args: argparse.Namespace) -> None:
     rows = args.tokens_per_step // args.seq_len
     log(f"{stream.num_tokens} tokens an epoch, {rows} x {args.seq_len} a step, {jax.default_backend()}, from step {state.step}")
     step_fn = make_step(shape, jnp.dtype(args.matmul_dtype))
+    stop = StopRequest()
     began_s, earlier_s = time.monotonic(), state.elapsed_s
     for tokens, segments in stream.batches(rows=rows, seq_len=args.seq_len, start_token=state.tokens):
         progress = max(state.step / args.steps, state.elapsed_s / args.time_budget_s)
-        if progress >= 1.0:
+        if progress >= 1.0 or stop.asked:
             break
         factor = lr_factor(state.step, progress)
         params, optimizer, loss = step_fn(
@@ -90,7 +93,19 @@ def run_training(args: argparse.Namespace) -> None:
         if state.step % args.checkpoint_every == 0:
             save_state(args.work_dir / "state.npz", state)
     save_state(args.work_dir / "state.npz", state)
-    log(f"done at step {state.step}")
+    log(f"{'stopped' if stop.asked else 'done'} at step {state.step}")
+
+
+class StopRequest:
+    """SIGTERM and SIGINT end the run after the current step, with a checkpoint."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: object) -> None:
+        self.asked = True
 
 
 def run_export(args: argparse.Namespace) -> None:
@@ -100,9 +115,10 @@ def run_export(args: argparse.Namespace) -> None:
     state = last_state(args.work_dir, shape, seed=0)
     shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), state.params)
     scores = held_out_scores(shipped, shape, tokenizer, load_corpus().held_out[: args.held_out_files])
+    task = held_out_scores(shipped, shape, tokenizer, task_texts(TASK_TEXTS))
     export_tokenizer(args.output, tokenizer, shape)
     export_weights(args.output, state.params, shape)
-    write_card(args.output / "README.md", state, shape, scores)
+    write_card(args.output / "README.md", state, shape, scores, task)
     log(f"step {state.step}: {scores.bits_per_byte:.4f} bits per byte, gzip {scores.gzip:.4f}, xz {scores.xz:.4f}")
 
 

@@ -41,11 +41,12 @@ afresh at every file; windows of {window} tokens advance by {stride}. Weights as
 | xz -9 | {scores.xz:.4f} |
 | gzip -9 | {scores.gzip:.4f} |
 
-Loss: {loss:.4f} nats per held-out token.
+Loss: {loss:.4f} nats per held-out token. The excerpts of held-out modules in `configs/eval/perplexity.jsonl`, whose short
+contexts make them harder: {task.bits_per_byte:.4f} bits per byte (xz {task.xz:.4f}).
 """
 
 
-def write_card(path: Path, state: TrainState, shape: Shape, scores: Scores) -> None:
+def write_card(path: Path, state: TrainState, shape: Shape, scores: Scores, task: Scores) -> None:
     """Write README.md from what was measured."""
     text = CARD.format(
         parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)) / 1e6,
@@ -56,6 +57,7 @@ def write_card(path: Path, state: TrainState, shape: Shape, scores: Scores) -> N
         minutes=state.elapsed_s / 60,
         backend={"cpu": "two CPU cores"}.get(jax.default_backend(), jax.default_backend()),
         scores=scores,
+        task=task,
         window=WINDOW,
         stride=STRIDE,
         loss=scores.bits_per_byte * 0.6931471805599453 * scores.num_bytes / scores.num_tokens,

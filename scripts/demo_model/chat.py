@@ -11,7 +11,7 @@ CHAT_TEMPLATE = (
     "{% if message['role'] in ('system', 'developer') %}<|system|>"
     "{% elif message['role'] == 'assistant' %}<|assistant|>"
     "{% else %}<|user|>{% endif %}"
-    "\n{{ message['content'] }}<|end|>\n"
+    "{{ '\\n' + message['content'] }}<|end|>\n"  # a newline right after a block would be trimmed
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )

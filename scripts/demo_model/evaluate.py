@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import json
 import lzma
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +47,12 @@ def held_out_scores(params: Params, shape: Shape, tokenizer: Tokenizer, modules:
         nats += sum(_window_nats(score, params, window) for window in windows([BOS_ID, *ids]))
     bits = nats / math.log(2)
     return Scores(len(modules), size, tokens, bits / size, 8 * gz / size, 8 * xz / size)
+
+
+def task_texts(path: Path) -> list[Module]:
+    """The texts of a perplexity task file, which do not change with the interpreter."""
+    examples = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [Module(example["id"], example["text"]) for example in examples]
 
 
 def windows(ids: list[int]) -> list[tuple[list[int], int]]:

@@ -72,7 +72,7 @@ def make_step(shape: Shape, dtype: jnp.dtype) -> StepFn:
 
     def mean_nats(params: Params, tokens: jax.Array, segments: jax.Array) -> jax.Array:
         nats, counted = token_nats(params, tokens, segments, shape=shape, dtype=dtype)
-        return jnp.sum(nats * counted) / jnp.sum(counted)
+        return jnp.sum(nats, where=counted) / jnp.sum(counted, dtype=nats.dtype)
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(
