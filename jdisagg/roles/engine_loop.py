@@ -12,7 +12,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from jdisagg.core.errors import InvalidRequest, RequestError, Unavailable
+from jdisagg.core.errors import InvalidRequest, NumericalError, RequestError, Unavailable
 from jdisagg.core.fleet import Load
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import FinishReason, Output, Provenance
@@ -118,6 +118,8 @@ class EngineLoop:
         for output in outputs:
             if output.finish is not None:
                 self._side.forget(output.request_id)
+            if isinstance(output.error, NumericalError):
+                self._metrics.nan_requests.inc()
         named = [self._named(output) for output in outputs]
         self._streams.deliver(named, now_s)
 

@@ -10,8 +10,9 @@ import asyncio
 import logging
 import os
 import signal
+from collections.abc import Coroutine
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
 
@@ -38,6 +39,7 @@ from jdisagg.serve.text_edge import make_edge
 from jdisagg.v1 import admin_pb2_grpc, generation_pb2_grpc, peer_pb2_grpc, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 TEST_HOOKS = "JDISAGG_TEST_HOOKS"  # "1": SIGUSR2 freezes the engine thread, as a hung device would; again thaws it
 
@@ -55,12 +57,13 @@ async def serve(config: Config, process: Process) -> int:
     listener = listen(config.server.host, config.server.port)
     metrics = Metrics()
     worker = f"pid {os.getpid()} @ {address}"
-    deployment = await asyncio.to_thread(build_deployment, config, metrics, worker, asyncio.get_running_loop(), exit_on_crash)
+    build = asyncio.to_thread(build_deployment, config, metrics, worker, asyncio.get_running_loop(), exit_on_crash)
+    deployment = await _unless_stopped(process, build)
     parts = _Edges(config, deployment, metrics, address, grpc_server)
     http = HttpServer(parts.app, listener, stop_timeout_s=config.server.drain_s)
     process.dump_with(parts.state)
     for engine in deployment.engines:
-        await asyncio.to_thread(self_test, engine)
+        await _unless_stopped(process, asyncio.to_thread(self_test, engine))
     deployment.compiles_are_over()
     watchdog = Watchdog(list(deployment.engines), config.device.step_timeout_s)
     watchdog.start()
@@ -88,6 +91,17 @@ async def serve(config: Config, process: Process) -> int:
     watchdog.stop()
     await asyncio.to_thread(deployment.stop)
     return 0
+
+
+async def _unless_stopped(process: Process, work: Coroutine[Any, Any, T]) -> T:
+    """Await a part of the start. SIGTERM meanwhile ends the process at once: a compiling thread cannot be stopped."""
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(process.stopping.wait())
+    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if not task.done():
+        log.info("ended before it was ready; no request was lost")
+        os._exit(0)
+    stopped.cancel()
+    return task.result()
 
 
 class _Edges:

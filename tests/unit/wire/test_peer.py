@@ -203,6 +203,7 @@ def test_another_process_behind_a_live_connection_is_greeted_anew():
         await until(lambda: len(p.opened()) == 2)
         await d.client.aclose()
         await until(lambda: len(p.ends()) == 2)
+        assert [opened.handoff.request_id for opened in p.opened()] == [H1.request_id, H2.request_id]
         await p.server.stop(0)
 
     run_quiet(body())
