@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
 from demo_model.chat import SPECIAL_TOKENS, render
 from demo_model.evaluate import held_out_scores, task_texts
@@ -67,5 +66,5 @@ def test_card_tells_the_bits_per_byte_that_the_weights_have() -> None:
     assert scores.bits_per_byte < scores.xz
     one = task_texts(TASK)[:1]
     before = held_out_scores(weights, shape, backend, one).bits_per_byte
-    weights["norm"] = jnp.ones_like(weights["norm"])  # the number does depend on the weights
+    weights["layers"] = weights["layers"][::-1]  # the number does depend on the weights
     assert held_out_scores(weights, shape, backend, one).bits_per_byte > before + 0.1
