@@ -1,0 +1,193 @@
+"""A prefill and a decode engine together: exact streams, one end each, nothing left, whatever happens in between."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+
+from jdisagg.core.requests import FinishReason
+from jdisagg.roles import engine_loop
+from tests.unit.roles.world import World
+from tests.unit.sched.engine_fake import expected, request
+
+
+@pytest.fixture(autouse=True)
+def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.0)
+
+
+PROMPT = tuple(range(3, 22))
+
+
+@pytest.mark.covers("D14", "D12")
+def test_stream_is_exact_and_everything_is_freed() -> None:
+    world = World(local_prefill=False)
+    world.submit(request("a", PROMPT, 6))
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+    assert world.outputs["a"][-1].finish is FinishReason.LENGTH
+    assert world.decode.scheduler.stats.prefill_tokens == 0
+
+
+def test_last_output_says_where_the_prompt_was_computed() -> None:
+    world = World(local_prefill=False)
+    world.submit(request("a", PROMPT, 6))
+    world.settle()
+    provenance = world.outputs["a"][-1].provenance
+    assert provenance is not None
+    assert (provenance.prefill_worker, provenance.decode_worker) == ("p0", "decode")
+    assert (provenance.transferred_tokens, provenance.transferred_pages) == (19, 5)
+    assert provenance.transferred_bytes == 19 * 4
+
+
+def test_second_request_fetches_only_what_the_prefix_cache_lacks() -> None:
+    world = World(local_prefill=False)
+    world.submit(request("a", PROMPT, 3))
+    world.settle()
+    world.submit(request("b", (*PROMPT, 7, 8), 3))
+    world.settle()
+    provenance = world.outputs["b"][-1].provenance
+    assert world.tokens("b") == expected((*PROMPT, 7, 8), 3)
+    assert provenance is not None
+    assert provenance.transferred_tokens == 21 - 16  # the four full pages of "a" are here already
+
+
+@pytest.mark.covers("D20")
+def test_single_token_requests_transfer_nothing() -> None:
+    world = World(local_prefill=False)
+    world.submit(request("a", PROMPT, 1))
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 1)
+    assert world.outputs["a"][-1].provenance is not None
+    assert world.outputs["a"][-1].provenance.transferred_bytes == 0
+
+
+def test_cut_stream_is_recovered_by_another_peer() -> None:
+    world = World(local_prefill=False)
+    world.submit(request("a", PROMPT, 6))
+    for _ in range(3):
+        world.tick()
+    for handoff in list(world.wire.open_streams):
+        world.wire.cut(handoff, "dead")
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+    assert world.decode.metrics.recoveries.labels(rung="other_prefill")._value.get() == 1
+
+
+def test_without_any_working_peer_the_prompt_is_computed_here() -> None:
+    world = World(local_prefill=True)
+    world.submit(request("a", PROMPT, 6))
+    for _ in range(200):
+        world.tick()
+        for handoff in list(world.wire.open_streams):
+            world.wire.cut(handoff, "dead")
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+    assert world.decode.scheduler.stats.prefill_tokens == len(PROMPT)
+
+
+@pytest.mark.covers("X01", "C10")
+def test_request_that_no_peer_can_serve_fails_alone() -> None:
+    world = World(local_prefill=False)
+    world.submit(request("a", PROMPT, 6))
+    world.submit(request("b", (5, 6, 7), 6))
+    for _ in range(400):
+        world.tick()
+        for handoff in list(world.wire.open_streams):
+            if handoff.request_id == "a":
+                world.wire.cut(handoff, "dead")
+    world.settle()
+    assert world.outputs["a"][-1].error is not None
+    assert "dead" in world.outputs["a"][-1].error.message
+    assert world.tokens("b") == expected((5, 6, 7), 6)
+
+
+class PairMachine(RuleBasedStateMachine):
+    """Random arrivals, cancels, deadlines, cut streams, lost pieces, uneven progress."""
+
+    local_prefill = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(local_prefill=self.local_prefill, decode_pages=18, prefill_pages=14)
+        self.wanted: dict[str, list[int]] = {}
+        self.spoiled: set[str] = set()
+
+    @rule(length=st.integers(1, 30), first=st.integers(1, 3), max_tokens=st.integers(1, 12), ignore_eos=st.booleans())
+    def submit(self, length: int, first: int, max_tokens: int, ignore_eos: bool) -> None:
+        name = f"r{len(self.wanted)}"
+        prompt = tuple(range(first, first + length))
+        self.wanted[name] = expected(prompt, max_tokens, ignore_eos=ignore_eos)
+        self.world.submit(request(name, prompt, max_tokens, ignore_eos=ignore_eos))
+
+    @rule(length=st.integers(1, 20), timeout_s=st.sampled_from([0.0, 0.02, 0.05, 0.2]))
+    def submit_with_deadline(self, length: int, timeout_s: float) -> None:
+        name = f"r{len(self.wanted)}"
+        prompt = tuple(range(1, 1 + length))
+        self.wanted[name] = expected(prompt, 9)
+        self.spoiled.add(name)
+        self.world.submit(request(name, prompt, 9, deadline_s=self.world.now_s + timeout_s))
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.wanted)))
+        self.spoiled.add(name)
+        self.world.cancel(name)
+
+    @rule()
+    def tick_decode(self) -> None:
+        self.world.now_s += 0.01
+        self.world.decode.tick(self.world.now_s)
+
+    @rule()
+    def tick_prefill(self) -> None:
+        self.world.now_s += 0.01
+        self.world.prefill.tick(self.world.now_s)
+
+    @rule(count=st.integers(1, 5))
+    def transfer(self, count: int) -> None:
+        for _ in range(count):
+            self.world.network.step()
+
+    @rule(count=st.integers(1, 8))
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            self.world.tick()
+
+    @precondition(lambda self: self.world.wire.open_streams)
+    @rule(data=st.data(), reason=st.sampled_from(["dead", "heartbeat"]))
+    def cut(self, data: st.DataObject, reason: str) -> None:
+        self.world.wire.cut(data.draw(st.sampled_from(sorted(self.world.wire.open_streams))), reason)
+
+    @rule(count=st.integers(1, 4))
+    def lose_pieces(self, count: int) -> None:
+        self.world.network.lose_next = count
+
+    def teardown(self) -> None:
+        self.world.network.lose_next = 0
+        self.world.settle()
+        for name, wanted in self.wanted.items():
+            outputs = self.world.outputs[name]
+            ends = [output for output in outputs if output.finish is not None]
+            assert len(ends) <= 1, f"{name} ended twice"
+            got = self.world.tokens(name)
+            assert got == wanted[: len(got)], f"{name}: a wrong token"
+            if name in self.spoiled or (ends and ends[0].error is not None and not self.local_prefill):
+                continue  # cancelled, timed out, or out of peers: what came was right
+            assert ends, f"{name} never ended"
+            assert ends[0].error is None, ends[0].error
+            assert got == wanted
+
+
+class StrictPairMachine(PairMachine):
+    """The same with a decode worker that must not prefill."""
+
+    local_prefill = False
+
+
+@pytest.mark.covers("I-3", "I-4", "X26")
+@pytest.mark.parametrize("machine", [PairMachine, StrictPairMachine], ids=["on-failure", "never"])
+def test_every_history_ends_exact_and_quiescent(machine: type[PairMachine]) -> None:
+    assert run_state_machine_as_test(machine) is None  # the machine's teardown asserts

@@ -1,0 +1,305 @@
+"""A prefill and a decode engine, real but for device and transport, stepped by hand: no thread, no clock, no array.
+
+Tokens are those of the scheduler tests' fake device: each is the sum of everything read through the page table, so a page that
+was not transferred, transferred wrongly or reused too early changes the stream.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+from jdisagg.core.config import LocalPrefill, SchedulerConfig, TransferConfig
+from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import EngineRequest, Output, Role
+from jdisagg.handoff.decode_side import DecodeSide
+from jdisagg.handoff.events import FromPrefill, PeerMessage, PeerOpened
+from jdisagg.handoff.messages import ChunkReady, DecodeToPrefill, HandoffId, Open, PrefillToDecode, StreamEnded
+from jdisagg.handoff.prefill_side import PrefillSide
+from jdisagg.roles.decode import DecodeRole
+from jdisagg.roles.engine_loop import EngineLoop
+from jdisagg.roles.inbox import Cancel, Inbox, Submit
+from jdisagg.roles.observer import TickObserver
+from jdisagg.roles.pipeline import StepPipeline
+from jdisagg.roles.prefill import PrefillRole
+from jdisagg.roles.side import Side
+from jdisagg.roles.streams import Streams
+from jdisagg.sched.plan import PageTable, Plan, StepResult
+from jdisagg.sched.scheduler import Scheduler
+from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, Published
+from tests.unit.sched.engine_fake import EOS, FakeDevice
+
+BYTES_PER_TOKEN = 4
+CHUNK_TOKENS = 8
+PEERS = ("p0", "p1")
+
+
+class FakeRunner:
+    """The fake device behind the Runner protocol; pieces are lists of tokens."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.device = FakeDevice(num_pages, page_size)
+
+    def dispatch(self, plan: Plan) -> StepResult:
+        return self.device.dispatch(plan)
+
+    def collect(self, handle: StepResult) -> StepResult:
+        return handle
+
+    def export_tokens(self, page_table: PageTable, begin: int, end: int, group: int = 0) -> Piece:
+        assert 0 < end - begin <= CHUNK_TOKENS
+        tokens = self.device.read(list(page_table[0]), end)[begin:end]
+        return Piece(begin=begin, end=end, data=cast(Any, tokens), group=group)
+
+    def import_tokens(self, page_table: PageTable, piece: Piece) -> None:
+        for offset, token in enumerate(cast(Any, piece.data)):
+            self.device.write(page_table[0], piece.begin + offset, token)
+
+
+class Network:
+    """Everything under way between the engines, one queue per direction and kind, so that nothing overtakes on a stream."""
+
+    def __init__(self) -> None:
+        self.transfers: deque[Callable[[], None]] = deque()
+        self.pieces: dict[str, Piece] = {}
+        self.lose_next = 0
+
+    def step(self) -> bool:
+        """One transfer event."""
+        if not self.transfers:
+            return False
+        self.transfers.popleft()()
+        return True
+
+
+class FakePublisher:
+    name = "fake"
+
+    def __init__(self, network: Network, inbox: Inbox) -> None:
+        self._network = network
+        self._inbox = inbox
+        self._held: set[str] = set()
+
+    def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
+        self._held.add(key)
+        count = piece.end - piece.begin
+        ready = ChunkReady(
+            key=key, begin=piece.begin, end=piece.end, shape=(1, count, 1, 1), dtype="float32",
+            num_bytes=count * BYTES_PER_TOKEN, checksum=1,
+        )  # fmt: skip
+
+        def store() -> None:
+            if key in self._held:
+                self._network.pieces[key] = piece
+                self._inbox.post(Published(handoff=handoff, ready=ready))
+
+        self._network.transfers.append(store)
+
+    def discard(self, key: str) -> None:
+        self._held.discard(key)
+        self._network.pieces.pop(key, None)
+
+    @property
+    def num_buffered_bytes(self) -> int:
+        return len(self._held)
+
+    def close(self) -> None:
+        self._held.clear()
+
+
+class FakeFetcher:
+    name = "fake"
+
+    def __init__(self, network: Network, inbox: Inbox) -> None:
+        self._network = network
+        self._inbox = inbox
+
+    def fetch(self, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
+        def deliver() -> None:
+            piece = self._network.pieces.get(ready.key)
+            if self._network.lose_next > 0:
+                self._network.lose_next -= 1
+                self._inbox.post(PieceFailed(handoff=handoff, ready=ready, reason="connection"))
+            elif piece is None:
+                self._inbox.post(PieceFailed(handoff=handoff, ready=ready, reason="unknown_key"))
+            else:
+                self._inbox.post(PieceArrived(handoff=handoff, ready=ready, piece=piece, seconds=0.0))
+
+        self._network.transfers.append(deliver)
+
+    def cancel(self, handoff: HandoffId) -> None:
+        """Nothing: late arrivals are what this world is about."""
+
+    def close(self) -> None:
+        """No thread."""
+
+
+class Wire:
+    """PeerClient and Reply in one: streams by D's HandoffId; P gets its own ids, like a gRPC server gives them."""
+
+    def __init__(self, prefill: Inbox, decode: Inbox) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._serial = 0
+        self.open_streams: dict[HandoffId, HandoffId] = {}
+
+    def open(self, peer: str, handoff: HandoffId, message: Open) -> None:
+        self._serial += 1
+        theirs = HandoffId(handoff.request_id, 1000 + self._serial)
+        self.open_streams[handoff] = theirs
+        self._prefill.post(PeerOpened(theirs, message, "d0", _Reply(self, handoff)))
+
+    def send(self, handoff: HandoffId, message: DecodeToPrefill) -> None:
+        if (theirs := self.open_streams.get(handoff)) is not None:
+            self._prefill.post(PeerMessage(theirs, message))
+
+    def close(self, handoff: HandoffId) -> None:
+        if (theirs := self.open_streams.pop(handoff, None)) is not None:
+            self._prefill.post(PeerMessage(theirs, StreamEnded(reason="closed")))
+
+    def to_decode(self, handoff: HandoffId, message: PrefillToDecode) -> None:
+        if handoff in self.open_streams:
+            self._decode.post(FromPrefill(handoff, message))
+
+    def cut(self, handoff: HandoffId, reason: str) -> None:
+        """The connection breaks: both sides learn it."""
+        if (theirs := self.open_streams.pop(handoff, None)) is not None:
+            self._prefill.post(PeerMessage(theirs, StreamEnded(reason=reason)))
+            self._decode.post(FromPrefill(handoff, StreamEnded(reason=reason)))
+
+
+class _Reply:
+    def __init__(self, wire: Wire, handoff: HandoffId) -> None:
+        self._wire = wire
+        self._handoff = handoff
+
+    def send(self, message: PrefillToDecode) -> None:
+        self._wire.to_decode(self._handoff, message)
+
+    def close(self) -> None:
+        self._wire.cut(self._handoff, "closed")
+
+
+class Engine:
+    """One loop with its parts at hand."""
+
+    def __init__(self, role: Role, num_pages: int, local_prefill: bool) -> None:
+        config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=12, reserved_decode_tokens=4)
+        self.metrics = Metrics()
+        self.inbox = Inbox()
+        self.streams = Streams()
+        self.runner = FakeRunner(num_pages, 4)
+        self.scheduler = Scheduler(
+            config, role=role, max_model_len=48, page_size=4, num_pages=num_pages, eos_token_ids=(EOS,),
+            local_prefill=local_prefill,
+        )  # fmt: skip
+        self.loop: EngineLoop | None = None
+        self._role = role
+
+    def run(self, side: Side) -> None:
+        """Complete the engine with its role."""
+        self.loop = EngineLoop(
+            scheduler=self.scheduler,
+            pipeline=StepPipeline(self.scheduler, self.runner),
+            side=side,
+            inbox=self.inbox,
+            streams=self.streams,
+            metrics=self.metrics,
+            observer=TickObserver(self.scheduler, self.metrics, self._role),
+            worker=self._role.value,
+        )
+
+    def tick(self, now_s: float) -> bool:
+        """One tick, invariants checked after it."""
+        assert self.loop is not None
+        busy = self.loop.tick(now_s)
+        self.scheduler.check()
+        return busy
+
+
+class World:
+    """Both engines and what clients have got."""
+
+    def __init__(self, *, local_prefill: bool = True, decode_pages: int = 24, prefill_pages: int = 24) -> None:
+        policy = LocalPrefill.ON_FAILURE if local_prefill else LocalPrefill.NEVER
+        config = TransferConfig(transfer_chunk_tokens=CHUNK_TOKENS, transfer_buffer_bytes=96, local_prefill=policy)
+        self.now_s = 0.0
+        self.network = Network()
+        self.prefill = Engine(Role.PREFILL, prefill_pages, local_prefill=True)
+        self.decode = Engine(Role.DECODE, decode_pages, local_prefill=local_prefill)
+        self.wire = Wire(self.prefill.inbox, self.decode.inbox)
+        self.handoffs = DecodeSide(config, chunk_bytes_per_token=BYTES_PER_TOKEN, backend="fake")
+        self.outputs: dict[str, list[Output]] = {}
+        publisher = FakePublisher(self.network, self.prefill.inbox)
+        self.prefill.run(
+            PrefillRole(
+                scheduler=self.prefill.scheduler,
+                handoffs=PrefillSide(config, bytes_per_token=BYTES_PER_TOKEN),
+                runner=self.prefill.runner,
+                publisher=publisher,
+                metrics=self.prefill.metrics,
+                worker="p0",
+            )
+        )
+        self.publisher = publisher
+        self.decode.run(
+            DecodeRole(
+                config=config,
+                scheduler=self.decode.scheduler,
+                handoffs=self.handoffs,
+                runner=self.decode.runner,
+                peers=self.wire,
+                fetcher=FakeFetcher(self.network, self.decode.inbox),
+                streams=self.decode.streams,
+                metrics=self.decode.metrics,
+                static_peers=lambda: PEERS,
+                page_size=4,
+            )
+        )
+
+    def submit(self, request: EngineRequest) -> None:
+        """A client's request to D."""
+        got = self.outputs.setdefault(request.request_id, [])
+        self.decode.inbox.post(Submit(replace(request, attempt=0), lambda outputs: self._take(got, outputs)))
+
+    def _take(self, got: list[Output], outputs: list[Output]) -> None:
+        for output in outputs:
+            mine = self.outputs.get(output.request_id)
+            assert mine is not None, f"an output for {output.request_id}, which nobody asked for"
+            mine.append(output)
+
+    def cancel(self, request_id: str) -> None:
+        self.decode.inbox.post(Cancel(request_id, 0))
+
+    def tick(self) -> bool:
+        """Everything once; False when nothing happened anywhere."""
+        moved = self.network.step()
+        self.now_s += 0.01
+        return any([moved, self.prefill.tick(self.now_s), self.decode.tick(self.now_s)])
+
+    def settle(self, max_ticks: int = 4000) -> None:
+        """Run until nobody has anything to do, time passing quickly once nothing moves."""
+        quiet = 0
+        for _ in range(max_ticks):
+            quiet = 0 if self.tick() else quiet + 1
+            if quiet > 3:
+                if self.decode.loop is not None and self.decode.loop.num_unfinished == 0 and not self.wire.open_streams:
+                    break
+                self.now_s += 0.5
+        self.assert_quiescent()
+
+    def tokens(self, request_id: str) -> list[int]:
+        """All tokens a client got, in order."""
+        return [token for output in self.outputs[request_id] for token in output.token_ids]
+
+    def assert_quiescent(self) -> None:
+        """Nothing is left anywhere."""
+        for engine in (self.prefill, self.decode):
+            assert engine.scheduler.is_idle(), engine.scheduler.snapshot()
+            assert engine.scheduler.num_free_pages == engine.scheduler.num_pages
+            assert len(engine.streams) == 0
+        assert self.handoffs.is_idle, self.handoffs.snapshot()
+        assert self.publisher.num_buffered_bytes == 0
+        assert not self.wire.open_streams
