@@ -27,8 +27,8 @@ CHUNK_BYTES = 16 * 2**20  # read unit: a device's part of a large parameter does
 _CONTEXT = {  # nothing is read twice, so nothing is cached; few threads, each of which keeps what it once allocated
     "cache_pool": {"total_bytes_limit": 0},
     "cache_pool#directory": {"total_bytes_limit": 2**20},
-    "file_io_concurrency": {"limit": 4},
-    "data_copy_concurrency": {"limit": 2},
+    "file_io_concurrency": {"limit": 1},
+    "data_copy_concurrency": {"limit": 1},
 }
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,14 @@ def has_safetensors(directory: Path) -> bool:
 
 def load_safetensors(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -> dict[str, Any]:
     """The parameter dict as `dtype`, on its devices. Raises ConfigError naming tensor, file, and what was wanted and got."""
-    with ExitStack() as stack:
-        tensors = _open(directory, stack)
-        _check_names(directory, spec, tensors)
+    files = _files(directory)
+    _check_names(directory, spec, files)
 
-        def make(_: ParamPath, declared: Declared) -> jax.Array:
-            file, handle = tensors[declared.name]
+    def make(_: ParamPath, declared: Declared) -> jax.Array:
+        # Opened once per tensor: an open file keeps every page that was read mapped, which doubles the resident size.
+        with _opened(files[declared.name]) as handle:
             part = handle.get_slice(declared.name)
-            _check(file, declared, tuple(part.get_shape()), part.get_dtype())
+            _check(files[declared.name], declared, tuple(part.get_shape()), part.get_dtype())
 
             def read(index: tuple[slice, ...] | None) -> np.ndarray:
                 assert index is not None
@@ -48,52 +48,57 @@ def load_safetensors(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -
 
             return jax.make_array_from_callback(declared.shape, param_sharding(mesh, spec, declared), read)
 
-        return build(spec, make)
+    return build(spec, make)
 
 
-def _open(directory: Path, stack: ExitStack) -> dict[str, tuple[Path, Any]]:
-    """Name -> (file, open handle) of every tensor."""
-    tensors: dict[str, tuple[Path, Any]] = {}
+def _files(directory: Path) -> dict[str, Path]:
+    """Name -> file of every tensor."""
+    found: dict[str, Path] = {}
     index = directory / INDEX
     if index.is_file():
         weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConfigError(f"{index}: weight_map is {type(weight_map).__name__}, wanted an object", field="model")
-        files = {file: _handle(directory / Path(str(file)).name, stack) for file in sorted(set(weight_map.values()))}
-        for name, file in weight_map.items():
-            if name not in files[file][2]:
-                raise ConfigError(f"{files[file][0]}: no tensor {name}, which {index.name} says is there", field="model")
-            tensors[name] = files[file][:2]
-        return tensors
+        found = {name: directory / Path(str(file)).name for name, file in weight_map.items()}
+        held = {file: _names(file) for file in sorted(set(found.values()))}
+        for name, file in found.items():
+            if name not in held[file]:
+                raise ConfigError(f"{file}: no tensor {name}, which {index.name} says is there", field="model")
+        return found
     single = directory / "model.safetensors"
-    for path in [single] if single.is_file() else sorted(directory.glob("*.safetensors")):
-        _, handle, names = _handle(path, stack)
-        for name in names:
-            if name in tensors:
-                raise ConfigError(f"{path}: tensor {name} is in {tensors[name][0].name} too; keep one", field="model")
-            tensors[name] = (path, handle)
-    return tensors
+    for file in [single] if single.is_file() else sorted(directory.glob("*.safetensors")):
+        for name in _names(file):
+            if name in found:
+                raise ConfigError(f"{file}: tensor {name} is in {found[name].name} too; keep one", field="model")
+            found[name] = file
+    return found
 
 
-def _handle(path: Path, stack: ExitStack) -> tuple[Path, Any, frozenset[str]]:
+def _names(file: Path) -> frozenset[str]:
+    with _opened(file) as handle:
+        return frozenset(handle.keys())
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     try:
-        handle = stack.enter_context(safe_open(path, framework="np"))
+        handle = safe_open(file, framework="np")
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path}: not readable as safetensors: {error}; copy the file again", field="model") from error
-    return path, handle, frozenset(handle.keys())
+        raise ConfigError(f"{file}: not readable as safetensors: {error}; copy the file again", field="model") from error
+    with handle:
+        yield handle
 
 
-def _check_names(directory: Path, spec: ModelSpec, tensors: Mapping[str, tuple[Path, Any]]) -> None:
+def _check_names(directory: Path, spec: ModelSpec, files: Mapping[str, Path]) -> None:
     wanted = {declared.name for declared in declarations(spec).values()}
-    if missing := sorted(wanted - tensors.keys()):
+    if missing := sorted(wanted - files.keys()):
         raise ConfigError(f"{directory}: {len(missing)} tensors are missing, first {missing[0]}", field="model")
-    extra = sorted(name for name in tensors.keys() - wanted if not name.endswith(_DERIVED))
+    extra = sorted(name for name in files.keys() - wanted if not name.endswith(_DERIVED))
     if spec.tied:
         extra = [name for name in extra if name != "lm_head.weight"]
     if extra:
-        file = tensors[extra[0]][0]
         raise ConfigError(
-            f"{file}: {len(extra)} tensors that {spec.architecture} does not have, first {extra[0]}; "
+            f"{files[extra[0]]}: {len(extra)} tensors that {spec.architecture} does not have, first {extra[0]}; "
             "is config.json of the same checkpoint?",
             field="model",
         )
