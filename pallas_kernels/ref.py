@@ -38,7 +38,8 @@ def write(  # noqa: PLR0917
     """
     rows = _cast_bits(jnp.concatenate([k, v], axis=-1).astype(dtype), kv.dtype)
     if heads_major:
-        return kv.at[layer, pages, :, offsets].set(rows, mode="drop")
+        heads = jnp.arange(rows.shape[1])[None, :]  # named one by one: XLA:TPU copies the cache for a slice in between
+        return kv.at[layer, pages[:, None], heads, offsets[:, None]].set(rows, mode="drop")
     return kv.at[layer, pages, offsets].set(rows, mode="drop")
 
 

@@ -12,7 +12,7 @@ from jdisagg.core.requests import Role
 from jdisagg.engine.buckets import decode_buckets, prefill_buckets
 from jdisagg.engine.device import Device, DeviceShape
 from jdisagg.engine.model import DecoderModel
-from jdisagg.engine.ops import RefOps
+from jdisagg.engine.ops import choose_ops
 from jdisagg.engine.runner import ModelRunner, RunnerShape
 from jdisagg.kv.layout import KVLayout, choose_layout
 from jdisagg.kv.pool import num_pages_for_bytes
@@ -33,12 +33,13 @@ def make_runner(loaded: LoadedModel, mesh: Mesh, config: Config, role: Role) -> 
     num_pages = _num_pages(loaded, layout, mesh, config, longest)
     max_model_len = min(longest, (num_pages - 1) * layout.page_size)
     if wanted_len is not None and max_model_len < wanted_len:
+        needed = -(-wanted_len // layout.page_size) + 1  # page 0 is never used
         raise ConfigError(
-            f"max_model_len: got {wanted_len}, {num_pages} pages of {layout.page_size} tokens hold {max_model_len}; "
-            "lower --max-model-len or raise --num-pages or --kv-cache-bytes",
+            f"--max-model-len: got {wanted_len}, {num_pages} pages of {layout.page_size} tokens hold {max_model_len}; "
+            f"lower it to {max_model_len}, or give --num-pages {needed} or --kv-cache-bytes {needed * layout.bytes_per_page}",
             field="max_model_len",
         )
-    model = DecoderModel(loaded.spec, RefOps(layout, mesh), loaded.layer_loop)
+    model = DecoderModel(loaded.spec, choose_ops(layout, mesh), loaded.layer_loop)
     sizes = DeviceShape(
         max_num_seqs=scheduler.max_num_seqs,
         pages_per_seq=-(-max_model_len // layout.page_size),

@@ -48,7 +48,7 @@ class Device:
         self._params = params
         new_state = partial(slots.new_state, shape.max_num_seqs, shape.pages_per_seq, shape.vocab_size)
         self._state = jax.jit(new_state, out_shardings=self.whole)()
-        self._functions = _jit_all(StepFunctions(model, layout.page_size, self.whole), self)
+        self._functions = _jit_all(StepFunctions(model, layout.page_size, self.whole), self, mesh)
 
     def prefill(self, batch: PrefillBatch) -> StepOut:
         """Run one prefill bucket."""
@@ -102,17 +102,17 @@ class Device:
         return out
 
 
-def _jit_all(steps: StepFunctions, device: Device) -> dict[str, Any]:
+def _jit_all(steps: StepFunctions, device: Device, mesh: Mesh) -> dict[str, Any]:
     """Every function with its donations and output shardings."""
     whole, kv, layout = device.whole, device.pool.shardings, device.layout
     step = partial(jax.jit, donate_argnums=(1, 2), out_shardings=(kv, whole, whole))
     update = partial(jax.jit, donate_argnums=0, out_shardings=whole)
 
     def gather(cache: jax.Array, where: jax.Array) -> jax.Array:
-        return layout.gather_tokens(cache, where[0], where[1])
+        return layout.gather_tokens(mesh, cache, where[0], where[1])
 
     def scatter(cache: jax.Array, piece: jax.Array, where: jax.Array) -> jax.Array:
-        return layout.scatter_tokens(cache, piece, where[0], where[1])
+        return layout.scatter_tokens(mesh, cache, piece, where[0], where[1])
 
     return {
         "prefill": step(steps.prefill),

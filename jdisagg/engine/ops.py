@@ -1,4 +1,4 @@
-"""`AttentionOps` bound to the plain XLA kernels, one KV layout and one mesh."""
+"""`AttentionOps` bound to one set of kernels, one KV layout and one mesh."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jdisagg.kv.layout import TP_AXIS, KVLayout
-from jdisagg.models.batch import TokenBatch
+from jdisagg.models.batch import AttentionOps, TokenBatch
 from pallas_kernels import ref
+from pallas_kernels.tpu_decode import decode_attend
 
 _ROWS = PartitionSpec(None, TP_AXIS)  # [T, heads, D]
 _ALL = PartitionSpec()
+_LANES = 128  # the TPU kernel's head dimension is a multiple of this
+
+
+def choose_ops(layout: KVLayout, mesh: Mesh) -> AttentionOps:
+    """The fastest kernels that serve `layout` on the platform of `mesh`."""
+    fits = layout.spec.features % (2 * _LANES) == 0
+    return TpuOps(layout, mesh) if fits and mesh.devices.flat[0].platform == "tpu" else RefOps(layout, mesh)
 
 
 class RefOps:
@@ -52,5 +60,30 @@ class RefOps:
         arguments = (q, kv, jnp.asarray(layer, jnp.int32), batch.page_tables, batch.positions)
         if self._layout.num_shards == 1:
             return kernel(*arguments)
+        specs = (_ROWS, self._layout.partition, _ALL, _ALL, _ALL)
+        return jax.shard_map(kernel, mesh=self._mesh, in_specs=specs, out_specs=_ROWS, check_vma=False)(*arguments)
+
+
+class TpuOps:
+    """The Pallas kernel where every query is a tile of its own (decode, `exact`), the plain kernels elsewhere."""
+
+    def __init__(self, layout: KVLayout, mesh: Mesh) -> None:
+        """Bind to `layout` on `mesh`."""
+        self._layout = layout
+        self._mesh = mesh
+        self._plain = RefOps(layout, mesh)
+
+    def write(self, kv: jax.Array, layer: int | jax.Array, k: jax.Array, v: jax.Array, batch: TokenBatch) -> jax.Array:
+        """See RefOps."""
+        return self._plain.write(kv, layer, k, v, batch)
+
+    def attend(
+        self, q: jax.Array, kv: jax.Array, layer: int | jax.Array, batch: TokenBatch, *, scale: float, window: int | None
+    ) -> jax.Array:
+        """See RefOps."""
+        if batch.page_tables.shape[0] != q.shape[0]:
+            return self._plain.attend(q, kv, layer, batch, scale=scale, window=window)
+        kernel = partial(decode_attend, scale=scale, window=window, heads_major=self._layout.heads_major)
+        arguments = (q, kv, jnp.asarray(layer, jnp.int32), batch.page_tables, batch.positions)
         specs = (_ROWS, self._layout.partition, _ALL, _ALL, _ALL)
         return jax.shard_map(kernel, mesh=self._mesh, in_specs=specs, out_specs=_ROWS, check_vma=False)(*arguments)

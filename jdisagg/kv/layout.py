@@ -2,8 +2,9 @@
 
 Outside, KV is `[L, T, K, F]` pieces and (page, offset) pairs. Inside it is one array per group:
 
-    tokens-major [L, P, S, K, F]    TPU, GPU
-    heads-major  [L, P, K, S, F]    CPU (decode attention 2 against 15 ms), and TPU at one local head, where tokens-major copies
+    tokens-major [L, P, S, K, F]    GPU
+    heads-major  [L, P, K, S, F]    CPU (decode attention 2 against 15 ms), TPU (a page is one matrix of K * S rows for free;
+                                    tokens-major copies the cache for that below eight local heads)
 
 K here counts replicas: with fewer kv heads than tensor-parallel shards each head is stored `num_replicas` times.
 """
@@ -20,6 +21,8 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.kv.spec import KVSpec
 
 TP_AXIS = "tp"
+_ALL = PartitionSpec()
+_HEADS_OF_PIECE = PartitionSpec(None, None, TP_AXIS)  # [L, T, K, F]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,21 +75,32 @@ class KVLayout:
         whole = self.num_replicas > 1 or self.num_shards == 1
         return NamedSharding(mesh, PartitionSpec() if whole else PartitionSpec(None, None, TP_AXIS))
 
-    def gather_tokens(self, kv: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
+    def gather_tokens(self, mesh: Mesh, kv: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
         """KV [L, T, K, F] of the tokens at (pages i32[T], offsets i32[T]); a replicated head is read once."""
-        if self.heads_major:
-            rows = kv.at[:, pages, :, offsets].get(mode="clip")
-            rows = rows.transpose(1, 0, 2, 3)
-        else:
-            rows = kv.at[:, pages, offsets].get(mode="clip")
-        return _cast_bits(rows[:, :, :: self.num_replicas], self.dtype)
+        kernel = jax.shard_map(
+            self._gather, mesh=mesh, in_specs=(self.partition, _ALL, _ALL), out_specs=_HEADS_OF_PIECE, check_vma=False
+        )
+        return _cast_bits(kernel(kv, pages, offsets)[:, :, :: self.num_replicas], self.dtype)
 
-    def scatter_tokens(self, kv: jax.Array, rows: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
+    def scatter_tokens(self, mesh: Mesh, kv: jax.Array, rows: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
         """Store KV rows [L, T, K, F] at (pages i32[T], offsets i32[T]); the inverse of `gather_tokens`."""
         rows = _cast_bits(jnp.repeat(rows, self.num_replicas, axis=2), kv.dtype)
-        if self.heads_major:
-            return kv.at[:, pages, :, offsets].set(rows.transpose(1, 0, 2, 3), mode="drop")
-        return kv.at[:, pages, offsets].set(rows, mode="drop")
+        specs = (self.partition, _HEADS_OF_PIECE, _ALL, _ALL)
+        kernel = jax.shard_map(self._scatter, mesh=mesh, in_specs=specs, out_specs=self.partition, check_vma=False)
+        return kernel(kv, rows, pages, offsets)
+
+    def _gather(self, kv: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
+        return kv.at[self._index(kv, pages, offsets)].get(mode="clip")
+
+    def _scatter(self, kv: jax.Array, rows: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
+        return kv.at[self._index(kv, pages, offsets)].set(rows, mode="drop")
+
+    def _index(self, kv: jax.Array, pages: jax.Array, offsets: jax.Array) -> tuple[jax.Array, ...]:
+        """Indices of [L, T, K] rows of F, every axis named: XLA:TPU copies the cache for a slice between indices."""
+        layers = jnp.arange(kv.shape[0])[:, None, None]
+        heads = jnp.arange(kv.shape[2 if self.heads_major else 3])[None, None, :]
+        pages, offsets = pages[None, :, None], offsets[None, :, None]
+        return (layers, pages, heads, offsets) if self.heads_major else (layers, pages, offsets, heads)
 
 
 def choose_layout(spec: KVSpec, mesh: Mesh, page_size: int) -> KVLayout:
@@ -99,8 +113,7 @@ def choose_layout(spec: KVSpec, mesh: Mesh, page_size: int) -> KVLayout:
             field="tensor_parallel_size",
         )
     platform = mesh.devices.flat[0].platform
-    local_heads = max(1, heads // num_shards)
-    heads_major = platform == "cpu" or (platform == "tpu" and local_heads == 1)
+    heads_major = platform in ("cpu", "tpu")
     as_bits = platform == "cpu" and jnp.dtype(spec.dtype).itemsize == 2
     return KVLayout(spec=spec, page_size=page_size, num_shards=num_shards, heads_major=heads_major, as_bits=as_bits)
 

@@ -17,12 +17,13 @@ SPEC = KVSpec(num_layers=2, num_kv_heads=2, features=4, dtype="float32")
 @pytest.mark.parametrize("heads_major", [True, False])
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_scattered_tokens_are_gathered_again(heads_major, num_shards):
+    mesh = make_mesh(jax.devices("cpu"), num_shards)
     layout = KVLayout(spec=SPEC, page_size=4, num_shards=num_shards, heads_major=heads_major, as_bits=False)
     kv = jnp.zeros(layout.shape(6), layout.storage_dtype)
     rows = np.random.default_rng(0).normal(size=(2, 5, 2, 4)).astype(np.float32)
     pages, offsets = np.array([5, 5, 2, 1, 1]), np.array([0, 3, 2, 1, 0])
-    kv = layout.scatter_tokens(kv, jnp.asarray(rows), pages, offsets)
-    np.testing.assert_array_equal(layout.gather_tokens(kv, pages, offsets), rows)
+    kv = layout.scatter_tokens(mesh, kv, jnp.asarray(rows), pages, offsets)
+    np.testing.assert_array_equal(layout.gather_tokens(mesh, kv, pages, offsets), rows)
     assert np.count_nonzero(kv) == np.count_nonzero(rows) * layout.num_replicas
 
 
