@@ -78,10 +78,14 @@ def bind(server: grpc.aio.Server, host: str = "127.0.0.1", port: int = 0, creden
             bound = server.add_insecure_port(wanted)
         else:
             bound = server.add_secure_port(wanted, credentials.server)
-    except RuntimeError as error:
-        raise ConfigError(f"grpc_port: cannot listen on {wanted} ({error}); free it or choose another, 0 picks one") from error
+    except RuntimeError:
+        bound = 0
     if bound == 0:
-        raise ConfigError(f"grpc_port: cannot listen on {wanted}; free it or choose another, 0 picks one")
+        raise ConfigError(
+            f"--grpc-port: cannot listen on {wanted}: in use, or not an address of this machine; "
+            "choose another port, or 0 for a free one",
+            field="grpc_port",
+        )
     return join_address(host, bound)
 
 

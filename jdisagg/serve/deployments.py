@@ -36,7 +36,6 @@ class Deployment:
         self.worker = core.worker
         self.epoch = core.epoch
         self.num_executables = core.num_executables
-        self.serves_clients = core.role is not Role.PREFILL
         self.engines: list[EngineThread] = []
         self.peer_server: PeerServer | None = None
         self.peer_client: GrpcPeerClient | None = None

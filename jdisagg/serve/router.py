@@ -26,7 +26,7 @@ from jdisagg.models.resolve import resolve_model
 from jdisagg.router.fleet_engine import FleetEngine
 from jdisagg.serve.process import Process, run_process
 from jdisagg.serve.ready import Ready, announce
-from jdisagg.serve.text_edge import make_edge
+from jdisagg.serve.text_edge import make_edge, read_text_model
 from jdisagg.v1 import admin_pb2_grpc, fleet_pb2_grpc, generation_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ async def serve(config: Config, process: Process) -> int:
     metrics = Metrics()
     metrics.set_build(role="router", model=model)
     engine = FleetEngine(config=config.transfer, step_timeout_s=config.device.step_timeout_s, metrics=metrics)
-    edge = make_edge(engine, resolve_model(config.model.model), config.server)
+    edge = make_edge(engine, read_text_model(resolve_model(config.model.model)), config.server)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(engine.workers, config.transfer), server)
     health = HealthReporter(server, SERVICES, engine.health)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,22 @@ from jdisagg.models.resolve import generation_defaults
 from jdisagg.text.tokenizer import Tokenizer
 
 
-def make_edge(engine: TokenEngine, directory: Path, server: ServerConfig) -> Edge:
-    """An Edge over `engine` for the model in `directory`. Raises ConfigError when it holds no tokenizer."""
-    return Edge(
-        engine,
-        Tokenizer.from_directory(directory),
-        default_deadline_s=server.default_deadline_s,
-        defaults=sampling_defaults(directory),
-    )
+@dataclass(frozen=True, kw_only=True)
+class TextModel:
+    """What turns text into requests. Read it before anything that takes long: it may be what is wrong with a directory."""
+
+    tokenizer: Tokenizer
+    defaults: SamplingParams
+
+
+def read_text_model(directory: Path) -> TextModel:
+    """Raises ConfigError when `directory` holds no usable tokenizer."""
+    return TextModel(tokenizer=Tokenizer.from_directory(directory), defaults=sampling_defaults(directory))
+
+
+def make_edge(engine: TokenEngine, text: TextModel, server: ServerConfig) -> Edge:
+    """An Edge over `engine`."""
+    return Edge(engine, text.tokenizer, default_deadline_s=server.default_deadline_s, defaults=text.defaults)
 
 
 def sampling_defaults(directory: Path) -> SamplingParams:

@@ -29,13 +29,14 @@ from jdisagg.core.config import Config
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
+from jdisagg.models.resolve import resolve_model
 from jdisagg.roles.self_test import self_test
 from jdisagg.roles.watchdog import Watchdog
 from jdisagg.serve.deployments import Deployment, build_deployment
 from jdisagg.serve.engines import exit_on_crash
 from jdisagg.serve.process import Process, run_process
 from jdisagg.serve.ready import Ready, announce
-from jdisagg.serve.text_edge import make_edge
+from jdisagg.serve.text_edge import TextModel, make_edge, read_text_model
 from jdisagg.v1 import admin_pb2_grpc, generation_pb2_grpc, peer_pb2_grpc, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -57,9 +58,10 @@ async def serve(config: Config, process: Process) -> int:
     listener = listen(config.server.host, config.server.port)
     metrics = Metrics()
     worker = f"pid {os.getpid()} @ {address}"
+    text = None if config.role == "prefill" else read_text_model(resolve_model(config.model.model))
     build = asyncio.to_thread(build_deployment, config, metrics, worker, asyncio.get_running_loop(), exit_on_crash)
     deployment = await _unless_stopped(process, build)
-    parts = _Edges(config, deployment, metrics, address, grpc_server)
+    parts = _Edges(config, deployment, text=text, metrics=metrics, address=address, server=grpc_server)
     http = HttpServer(parts.app, listener, stop_timeout_s=config.server.drain_s)
     process.dump_with(parts.state)
     for engine in deployment.engines:
@@ -107,7 +109,16 @@ async def _unless_stopped(process: Process, work: Coroutine[Any, Any, T]) -> T:
 class _Edges:
     """What a worker shows to the outside: services, HTTP application, registration."""
 
-    def __init__(self, config: Config, deployment: Deployment, metrics: Metrics, address: str, server: grpc.aio.Server) -> None:
+    def __init__(
+        self,
+        config: Config,
+        deployment: Deployment,
+        *,
+        text: TextModel | None,
+        metrics: Metrics,
+        address: str,
+        server: grpc.aio.Server,
+    ) -> None:
         self.model_name = config.model.served_model_name or config.model.model
         self._engine = LocalEngine(
             deployment.front, deployment.card(self.model_name), not_ready_reason=deployment.not_ready_reason
@@ -120,9 +131,9 @@ class _Edges:
         self._metrics = metrics
         edge = None
         names = ["AdminService"]
-        if deployment.serves_clients:
+        if text is not None:
             names += ["GenerationService", "WorkerService"]
-            edge = make_edge(self._engine, deployment.loaded.directory, config.server)
+            edge = make_edge(self._engine, text, config.server)
             generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
             worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self._engine, config.transfer), server)
         if deployment.peer_server is not None:
