@@ -171,7 +171,7 @@ def decode_request(message: common_pb2.EngineRequest, now_s: float) -> EngineReq
         choice=message.choice,
         priority=message.priority,
         cache_salt=message.cache_salt,
-        deadline_s=now_s + message.deadline_ms / 1000,
+        deadline_s=now_s + min(message.deadline_ms / 1000, _MAX_DEADLINE_S),
         prefill_peers=tuple(message.prefill_peers),
     )
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.errors import ConfigError, InvalidRequest
-from jdisagg.core.requests import EngineRequest, Role
+from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, EngineRequest, Role
+
+_MAX_INT32 = 2**31 - 1  # lengths and token ids are 32 bits wide on the device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +20,8 @@ class Limits:
     page_size: int  # tokens
     num_usable_pages: int
     num_lookahead: int = 0
+    vocab_size: int | None = None  # None = unknown: ids are only held to 32 bits
+    eos_token_ids: tuple[int, ...] = ()
 
     @property
     def pool_tokens(self) -> int:
@@ -58,6 +62,7 @@ def check_request(request: EngineRequest, limits: Limits) -> None:
         raise InvalidRequest(
             f"{len(request.generated_token_ids)} tokens are generated already, max_tokens is {max_tokens}", field="max_tokens"
         )
+    _check_for_device(request, limits)
     if limits.role is Role.PREFILL:
         num_known = len(request.token_ids)
         _check_total(num_known, limits.max_model_len, "this worker's context length is", request, spare=num_known)
@@ -66,6 +71,30 @@ def check_request(request: EngineRequest, limits: Limits) -> None:
     _check_total(num_prompt + max_tokens, limits.max_model_len, "the model's context length is", request, spare=num_prompt)
     num_kv = num_prompt + max(0, max_tokens - 1) + limits.num_lookahead  # the last token's KV is never written
     _check_total(num_kv, limits.pool_tokens, "this worker's KV pool holds", request, spare=num_prompt)
+
+
+def _check_for_device(request: EngineRequest, limits: Limits) -> None:
+    """What a step cannot take. Edges check more; requests of other processes come past them, and one must not end them all."""
+    sampling, num_prompt = request.sampling, len(request.prompt_token_ids)
+    bound = _MAX_INT32 if limits.vocab_size is None else limits.vocab_size
+    for field, token_ids in (
+        ("prompt", request.prompt_token_ids),
+        ("generated_token_ids", request.generated_token_ids),
+        ("stop_token_ids", sampling.stop_token_ids),
+    ):
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= bound):
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < bound)
+            raise InvalidRequest(f"{field}: ids must be in [0, {bound}), the model's vocabulary; got {wrong}", field=field)
+    num_stops = len({*sampling.stop_token_ids, *limits.eos_token_ids})
+    if num_stops > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"stop_token_ids: {num_stops} with the model's own; use at most {MAX_STOP_TOKEN_IDS}", field="stop_token_ids"
+        )
+    if num_prompt + sampling.max_tokens > _MAX_INT32:
+        raise InvalidRequest(f"max_tokens: got {sampling.max_tokens}, use {_MAX_INT32 - num_prompt}", field="max_tokens")
+    for field, wanted in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+        if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
+            raise InvalidRequest(f"{field}: must be in [0, {MAX_LOGPROBS}]; got {wanted}", field=field)
 
 
 def _check_total(total: int, limit: int, what: str, request: EngineRequest, spare: int) -> None:

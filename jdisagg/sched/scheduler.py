@@ -45,6 +45,7 @@ class Scheduler:
         exact_rows: int | None = None,
         num_lookahead: int = 0,
         local_prefill: bool = True,
+        vocab_size: int | None = None,
     ) -> None:
         """`num_pages` counts the null page. `exact_rows` changes nothing here: the runner tiles rows. `local_prefill` False:
         a decode worker whose retracted sequences are fetched again (`take_retracted`) instead of recomputed.
@@ -56,6 +57,8 @@ class Scheduler:
             page_size=page_size,
             num_usable_pages=pages.num_usable,
             num_lookahead=num_lookahead,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
         )
         check_config(config, self._limits)
         self._config = config

@@ -112,6 +112,7 @@ def build_core(config: Config, role: Role, devices: Sequence[Any], *, tp: int, m
         enable_prefix_caching=config.cache.enable_prefix_caching,
         exact_rows=EXACT_ROWS if config.model.numerics is Numerics.EXACT else None,
         local_prefill=config.transfer.local_prefill is not LocalPrefill.NEVER,
+        vocab_size=loaded.spec.vocab_size,
     )
     return Core(
         config=config,

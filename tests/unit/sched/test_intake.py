@@ -55,6 +55,37 @@ def test_contradictory_requests_are_refused(bad: Any) -> None:
     assert engine.scheduler.is_idle()
 
 
+@pytest.mark.parametrize("role", [Role.UNIFIED, Role.PREFILL])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        request("a", (1, -3) * 20, 2),
+        request("a", (1, 2**31), 2),
+        request("a", (1,), 4, generated=(-1,)),
+        request("a", (1,), 2, stop_token_ids=(2**31,)),
+        request("a", (1,), 2, stop_token_ids=tuple(range(1, 70))),
+        request("a", (1,), 2**31 - 1),
+        request("a", (1,), 2, logprobs=21),
+        request("a", (1,), 2, prompt_logprobs=-1),
+    ],
+    ids=["negative", "wide", "generated", "wide-stop", "many-stops", "max-tokens", "logprobs", "prompt-logprobs"],
+)
+def test_what_no_step_could_take_is_refused_alone(bad: Any, role: Role) -> None:
+    sizes = {"max_model_len": 64, "page_size": 4, "num_pages": 40, "eos_token_ids": (EOS,)}
+    scheduler = Scheduler(SchedulerConfig(), role=role, **sizes)
+    with pytest.raises(InvalidRequest):
+        scheduler.add(bad, 0.0)
+    assert scheduler.is_idle()
+
+
+def test_ids_beyond_the_vocabulary_are_refused() -> None:
+    sizes = {"max_model_len": 64, "page_size": 4, "num_pages": 40, "eos_token_ids": (EOS,), "vocab_size": 100}
+    scheduler = Scheduler(SchedulerConfig(), role=Role.UNIFIED, **sizes)
+    with pytest.raises(InvalidRequest, match=r"\[0, 100\).*got 100"):
+        scheduler.add(request("a", (99, 100), 2), 0.0)
+    scheduler.add(request("a", (99, 0), 2), 0.0)
+
+
 def test_a_live_id_is_refused_and_free_again_afterwards() -> None:
     engine = FakeEngine()
     engine.add(request("a", (1, 2)))
