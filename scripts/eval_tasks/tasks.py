@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,7 +51,10 @@ class Task(Protocol):
 
 
 class Choice:
-    """Which continuation has the largest summed log-probability; its tokens are those after the context's."""
+    """Which continuation has the largest summed log-probability.
+
+    Its tokens are those after the ones it shares with the context alone: where a token spans the border, all of it counts.
+    """
 
     required = ("id", "context", "choices", "answer")
 
@@ -66,10 +70,10 @@ class Choice:
         by_sum = by_byte = 0
         right_nats = 0.0
         for example in examples:
-            start = len(tokenizer.encode(example["context"]))
+            context = tokenizer.encode(example["context"])
             sums = [
-                math.fsum(token_logprobs(answers[f"{example['id']}/{index}"])[start:])
-                for index in range(len(example["choices"]))
+                math.fsum(token_logprobs(answers[probe.name])[common_length(context, probe.token_ids) :])
+                for probe in self.probes(example, tokenizer)
             ]
             per_byte = [total / len(choice.encode()) for total, choice in zip(sums, example["choices"], strict=True)]
             by_sum += _argmax(sums) == example["answer"]
@@ -162,6 +166,11 @@ def windows(ids: tuple[int, ...]) -> list[tuple[tuple[int, ...], int]]:
         out.append((ids[max(0, end - WINDOW) : end], end - done))
         done = end
     return out
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Leading tokens that are equal."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def token_logprobs(choice: dict[str, Any]) -> list[float]:

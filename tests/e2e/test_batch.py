@@ -1,0 +1,51 @@
+"""Batches on an engine in the batch's own process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jdisagg.batch.journal import journal_path
+
+FLAGS = (
+    *("--numerics", "exact", "--max-model-len", "128", "--page-size", "16", "--num-pages", "100"),
+    *("--max-num-seqs", "4", "--max-num-batched-tokens", "32", "--transfer-chunk-tokens", "32"),
+)
+
+
+def start(source: Path, output: Path, model: Path, *more: str) -> subprocess.Popen[bytes]:
+    files = ("--input", str(source), "--output", str(output), "--quiet", "--max-concurrency", "4")
+    return subprocess.Popen([sys.executable, "-m", "jdisagg.batch", *files, "--model", str(model), *FLAGS, *more])
+
+
+@pytest.mark.timeout(240)
+def test_killed_disaggregated_batch_ends_as_an_undisturbed_unified_one(tiny_model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    lines = [{"token_ids": [3 + i, 5, 7 + i % 3], "max_tokens": 60, "ignore_eos": True} for i in range(24)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"prompt": [], "seed": 1}]), "utf-8")
+    unified, killed = tmp_path / "unified.jsonl", tmp_path / "disagg.jsonl"
+    assert start(source, unified, tiny_model).wait(100) == 0
+    disagg = ("--disagg", "--local-prefill", "never")
+    process = start(source, killed, tiny_model, *disagg)
+    try:
+        journal = journal_path(killed)
+        end_s = time.monotonic() + 100
+        while not (journal.exists() and journal.read_bytes().count(b"\n") > 3):  # the header and some answers
+            assert process.poll() is None
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait(10)
+    assert not killed.exists()
+    assert start(source, killed, tiny_model, *disagg).wait(100) == 0
+    assert killed.read_bytes() == unified.read_bytes()
+    answers = [json.loads(line) for line in killed.read_text("utf-8").splitlines()]
+    assert [answer["response"]["status_code"] for answer in answers] == [200] * 24 + [400]
+    texts = [answer["response"]["body"]["choices"][0]["text"] for answer in answers[:-1]]
+    assert len(set(texts)) > 20
