@@ -6,6 +6,7 @@ once instead of inheriting the old one's back-off. Ports are never shared: a sec
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 
 import grpc
@@ -87,6 +88,14 @@ def bind(server: grpc.aio.Server, host: str = "127.0.0.1", port: int = 0, creden
             field="grpc_port",
         )
     return join_address(host, bound)
+
+
+def advertised(bound: str, advertise_host: str | None) -> str:
+    """HOST:PORT that other machines use for a server bound at `bound`: a wildcard address is replaced by this machine's name."""
+    host, _, port = bound.rpartition(":")
+    if advertise_host is None:
+        advertise_host = socket.gethostname() if host in ("0.0.0.0", "[::]", "::") else host.strip("[]")
+    return join_address(advertise_host, int(port))
 
 
 def join_address(host: str, port: int) -> str:

@@ -80,6 +80,7 @@ _DEVICE = (
 )
 _SERVER = (
     Flag("server", "host", "address to bind"),
+    Flag("server", "advertise_host", "name or address that routers and peers use to reach this process"),
     Flag("server", "port", "HTTP port; 0 picks a free one", minimum=0, maximum=65535),
     Flag("server", "grpc_port", "gRPC port; 0 picks a free one", minimum=0, maximum=65535),
     Flag("server", "router", "routers to register with", syntax="addresses"),

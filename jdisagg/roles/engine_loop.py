@@ -67,10 +67,11 @@ class EngineLoop:
         outputs += self._side.after_step(turn.plan, expired + turn.outputs, now_s)
         self._observer.observe(turn, len(self._streams))
         self._deliver(outputs, now_s + turn.host_s + turn.waited_s)
-        self._was_idle = turn.idle and not messages
-        if self._was_idle and self._scheduler.is_idle() and self._side.is_idle:
-            self._scheduler.check()
-        return not self._was_idle
+        idle = turn.idle and not messages
+        if idle and not self._was_idle and self._scheduler.is_idle() and self._side.is_idle:
+            self._scheduler.check()  # once per idle spell: its cost grows with the pool
+        self._was_idle = idle
+        return not idle
 
     def _take(self, message: Message, now_s: float) -> list[Output]:
         match message:
