@@ -91,7 +91,7 @@ def bind(server: grpc.aio.Server, host: str = "127.0.0.1", port: int = 0, creden
 
 
 def advertised(bound: str, advertise_host: str | None) -> str:
-    """HOST:PORT that other machines use for a server bound at `bound`: a wildcard address is replaced by this machine's name."""
+    """HOST:PORT that other machines use for a server bound at `bound`; a wildcard becomes this machine's name."""
     host, _, port = bound.rpartition(":")
     if advertise_host is None:
         advertise_host = socket.gethostname() if host in ("0.0.0.0", "[::]", "::") else host.strip("[]")

@@ -102,9 +102,7 @@ class ServerConfig:
     """Edges of a process."""
 
     host: str = "127.0.0.1"
-    advertise_host: str | None = (
-        None  # how peers and routers reach us; None = host, or this machine's name if that is a wildcard
-    )
+    advertise_host: str | None = None  # how others reach us; None = host, this machine's name for a wildcard
     port: int = 0  # HTTP; 0 picks a free one
     grpc_port: int = 0
     router: tuple[str, ...] = ()  # routers to register with

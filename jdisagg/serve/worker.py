@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from jdisagg.api.admin import AdminService
-from jdisagg.api.channels import bind, make_server
+from jdisagg.api.channels import advertised, bind, make_server
 from jdisagg.api.fleet_client import FleetClient
 from jdisagg.api.generation import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
@@ -57,11 +57,12 @@ async def serve(config: Config, process: Process) -> int:
     address = bind(grpc_server, config.server.host, config.server.grpc_port)
     listener = listen(config.server.host, config.server.port)
     metrics = Metrics()
-    worker = f"pid {os.getpid()} @ {address}"
+    public = advertised(address, config.server.advertise_host)
+    worker = f"pid {os.getpid()} @ {public}"
     text = None if config.role == "prefill" else read_text_model(resolve_model(config.model.model))
     build = asyncio.to_thread(build_deployment, config, metrics, worker, asyncio.get_running_loop(), exit_on_crash)
     deployment = await _unless_stopped(process, build)
-    parts = _Edges(config, deployment, text=text, metrics=metrics, address=address, server=grpc_server)
+    parts = _Edges(config, deployment, text=text, metrics=metrics, address=public, server=grpc_server)
     http = HttpServer(parts.app, listener, stop_timeout_s=config.server.drain_s)
     process.dump_with(parts.state)
     for engine in deployment.engines:
