@@ -14,6 +14,7 @@ from tests.golden.references import FAMILIES, NUM_GENERATED, Reference, make_ref
 
 TOLERANCE = 2e-4  # of the largest |logit|: float32 sums in another order, over two layers
 SHAPES = {"whole": (112, 16), "chunked": (16, 4), "single tokens": (8, 1)}  # tokens per step, per tile
+SHARDED = ("llama-tied-bias", "mistral-window", "qwen2-mixed-windows", "qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +37,11 @@ def test_references_are_worth_comparing_with(references: dict[str, Reference]) -
         assert len(set(reference.greedy)) >= 24, family
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tp"),
+    [(family, 1) for family in FAMILIES]
+    + [(family, tp) for family in SHARDED for tp in (2, 4)],  # at 4, kv heads are replicated
+)
 def test_logits_and_greedy_tokens_equal_transformers(references: dict[str, Reference], family: str, tp: int) -> None:
     reference = references[family]
     model, mesh = load(reference, tp)
