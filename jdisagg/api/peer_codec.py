@@ -16,6 +16,7 @@ from jdisagg.handoff.messages import (
     Grant,
     Open,
     Refused,
+    Started,
     Want,
 )
 from jdisagg.kv.spec import KVSpec
@@ -62,11 +63,13 @@ def decode_down(message: peer_pb2.PrefillRequest, now_s: float) -> Open | Grant 
             return None
 
 
-def encode_up(message: Accepted | ChunkReady | Done | Refused | Want) -> peer_pb2.PrefillResponse:
+def encode_up(message: Accepted | Started | ChunkReady | Done | Refused | Want) -> peer_pb2.PrefillResponse:
     """P -> D."""
     match message:
         case Accepted():
             return peer_pb2.PrefillResponse(accepted=peer_pb2.Accepted(cached_tokens=message.cached_tokens))
+        case Started():
+            return peer_pb2.PrefillResponse(started=peer_pb2.Started())
         case ChunkReady():
             event = peer_pb2.ChunkReady(
                 key=message.key,
@@ -88,11 +91,13 @@ def encode_up(message: Accepted | ChunkReady | Done | Refused | Want) -> peer_pb
             return peer_pb2.PrefillResponse(want=_encode_want(message))
 
 
-def decode_up(message: peer_pb2.PrefillResponse) -> Accepted | ChunkReady | Done | Refused | Want | None:
+def decode_up(message: peer_pb2.PrefillResponse) -> Accepted | Started | ChunkReady | Done | Refused | Want | None:
     """Raises InvalidRequest for a chunk whose shape does not have four axes."""
     match message.WhichOneof("event"):
         case "accepted":
             return Accepted(cached_tokens=message.accepted.cached_tokens)
+        case "started":
+            return Started()
         case "chunk_ready":
             return _decode_chunk(message.chunk_ready)
         case "done":

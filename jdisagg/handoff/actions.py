@@ -40,6 +40,13 @@ class CloseStream:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerReady:
+    """P has memory for the request and computes it: pages may be reserved for it here."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Fetch:
     """Get the piece of `ready`; answer with on_arrived or on_failed before `deadline_s` (monotonic)."""
 
@@ -111,7 +118,18 @@ class Recovered:
 
 
 DecodeAction = (
-    OpenStream | Send | CloseStream | Fetch | CancelFetch | Import | FirstToken | KVComplete | ComputeLocally | Fail | Recovered
+    OpenStream
+    | Send
+    | CloseStream
+    | PeerReady
+    | Fetch
+    | CancelFetch
+    | Import
+    | FirstToken
+    | KVComplete
+    | ComputeLocally
+    | Fail
+    | Recovered
 )
 
 # --- prefill side

@@ -2,11 +2,10 @@
 
     start        open a stream on the first peer, before memory exists
     on_reserved  pages exist: grant credit, fetch what was announced
-    on_message   Accepted, ChunkReady, Done, Refused, StreamEnded of one stream; those of older streams are dropped
+    on_message   Accepted, Started, ChunkReady, Done, Refused, StreamEnded of one stream; those of older streams are dropped
     on_arrived   a confirmed piece: Import, Ack, more credit; the last one completes the hand-off
     on_failed    fetch again, then have P publish the range again, then give the stream up
-    tick         deadlines and stalls
-    release      the one way out for cancel, retraction and finish
+    tick         deadlines and stalls;  release: the one way out for cancel, retraction and finish
 
 When a stream is lost the ladder decides: another P (from where the KV in place ends), a pause, a prefill here, or failure.
 Each request ends in exactly one of KVComplete, FirstToken with finish, ComputeLocally, Fail, or a call of `release`.
@@ -63,10 +62,10 @@ class DecodeSide:
     def on_reserved(self, request_id: str, now_s: float) -> list[DecodeAction]:
         """The request has pages for all its tokens."""
         record = self._live.get(request_id)
-        if record is None:
+        if record is None or record.reserved:
             return []
-        told_before, record.reserved, stream = record.reserved, True, record.stream
-        if stream is None or told_before:
+        record.reserved, stream = True, record.stream
+        if stream is None:
             return []
         stream.progress_s = now_s
         fetches = [stream.fetch(piece, record.request.deadline_s, now_s) for piece in stream.pieces.values()]
@@ -91,6 +90,8 @@ class DecodeSide:
                 record.move(InboundStage.ACCEPTED)
                 record.stream.cached_tokens = cached_tokens
                 return []
+            case msg.Started() if stage is not InboundStage.OPENING:
+                return [act.PeerReady(handoff.request_id)]
             case msg.ChunkReady() if stage is not InboundStage.OPENING:
                 return self._on_chunk(record, record.stream, message, now_s)
             case msg.Done() if stage in (InboundStage.ACCEPTED, InboundStage.TRANSFERRING):

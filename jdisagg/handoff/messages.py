@@ -5,6 +5,7 @@ D opens one stream per hand-off. Ranges are half-open token ranges [begin, end).
     D                                   P
     Open(request, held)          ->     admit, or Refused
                                  <-     Accepted(cached)
+                                 <-     Started (P has pages now; not before that does D take any)
     Grant(credit)                ->     (D has pages now)
                                  <-     ChunkReady(key, range) ...       while P computes on
     fetch bytes of key, scatter
@@ -76,6 +77,15 @@ class Accepted:
     cached_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """P computes the request, so it holds every page it needs there.
+
+    D reserves its own pages only now. Were memory taken on either side in any order, D could hold pages for what P has no
+    room for while P holds pages for what D has no room for, and both would wait for ever.
+    """
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkReady:
     """KV of tokens [begin, end) can be fetched under `key`. shape = (layers, tokens, heads, features)."""
@@ -117,4 +127,4 @@ class StreamEnded:
 
 
 DecodeToPrefill = Open | Grant | Ack | Want | StreamEnded
-PrefillToDecode = Accepted | ChunkReady | Done | Refused | Want | StreamEnded
+PrefillToDecode = Accepted | Started | ChunkReady | Done | Refused | Want | StreamEnded

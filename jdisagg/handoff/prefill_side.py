@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from jdisagg.core.config import TransferConfig
-from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, RequestError
+from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, Overloaded, RequestError
 from jdisagg.core.requests import Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.actions import PrefillAction
@@ -34,6 +34,7 @@ from jdisagg.handoff.messages import (
     HandoffId,
     Open,
     Refused,
+    Started,
     StreamEnded,
     Want,
 )
@@ -133,6 +134,11 @@ class PrefillSide:
         """Whether the engine request belongs to a live hand-off."""
         return engine_request_id in self._by_request
 
+    def on_started(self, engine_request_id: str) -> list[PrefillAction]:
+        """The engine has given the request its pages and begins with it."""
+        record = self._by_request.get(engine_request_id)
+        return [] if record is None else [act.Reply(record.handoff, Started())]
+
     def on_computed(self, engine_request_id: str, upto: int, now_s: float) -> list[PrefillAction]:
         """KV of tokens [0, upto) is dispatched; an Export that follows is ordered after it on the device."""
         record = self._by_request.get(engine_request_id)
@@ -206,6 +212,17 @@ class PrefillSide:
                 text = f"request {record.request.request_id}: published pieces not fetched for {silent_s:.1f} s"
                 actions += self._refuse(record, HandoffLost(text))
         return actions
+
+    def make_room(self) -> list[PrefillAction]:
+        """Others wait for pages that finished prompts hold: the youngest one whose D has no pages goes back to D's queue.
+
+        Without this two full pools could wait for each other. Its pages stay in the prefix cache while nobody needs them.
+        """
+        for record in reversed(self._live.values()):
+            if record.stage is OutboundStage.COMPUTED and record.credit_bytes == 0:
+                text = f"request {record.request.request_id}: gave its pages to waiting prompts, its receiver had none yet"
+                return self._refuse(record, Overloaded(text))
+        return []
 
     # --- helpers
 

@@ -1,7 +1,7 @@
 """The decode role: prompts are computed by P, their KV is fetched, and tokens stream from here.
 
     client request -> scheduler.add(remote) -> DecodeSide.start: stream to P opens before memory exists
-    scheduler reserves pages                -> credit granted, pieces fetched by transfer threads
+    P has begun: scheduler reserves pages   -> credit granted, pieces fetched by transfer threads
     piece confirmed on this mesh            -> scattered by this thread, acknowledged
     all tokens in, first token known        -> READY, a slot, decode steps
 
@@ -22,7 +22,7 @@ from jdisagg.core.requests import EngineRequest, Output, Provenance
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.events import FromPrefill
-from jdisagg.handoff.messages import Accepted, HandoffId
+from jdisagg.handoff.messages import HandoffId
 from jdisagg.roles.inbox import Message
 from jdisagg.roles.ports import PeerClient, Runner
 from jdisagg.roles.streams import Streams
@@ -109,8 +109,6 @@ class DecodeRole:
         """A message of P, or of a transfer thread."""
         match message:
             case FromPrefill(handoff=handoff, message=body):
-                if isinstance(body, Accepted):
-                    self._scheduler.peer_ready(handoff.request_id)
                 return self._execute(self._handoffs.on_message(handoff, body, now_s), now_s)
             case PieceArrived(handoff=handoff, ready=ready, piece=piece, seconds=seconds):
                 self._arrived[handoff, ready.key] = piece
@@ -162,7 +160,10 @@ class DecodeRole:
 
     def _execute_one(self, action: act.DecodeAction, now_s: float) -> list[Output]:
         match action:
+            case act.PeerReady(request_id=request_id):
+                self._scheduler.peer_ready(request_id)
             case act.OpenStream(handoff=handoff, peer=peer, message=message):
+                self._scheduler.peer_ready(handoff.request_id, False)
                 self._peers.open(peer, handoff, message)
             case act.Send(handoff=handoff, message=message):
                 self._peers.send(handoff, message)

@@ -30,6 +30,8 @@ from jdisagg.transfer.base import Published, Publisher, PublishFailed
 
 log = logging.getLogger(__name__)
 
+STUCK_S = 0.25
+
 
 class PrefillRole:
     """A Side that executes what PrefillSide decides."""
@@ -51,6 +53,7 @@ class PrefillRole:
         self._metrics = metrics
         self._worker = worker
         self._replies: dict[HandoffId, Reply] = {}
+        self._stuck_since_s: float | None = None  # prompts wait, none runs: finished ones hold the pages
 
     def admit(self, request: EngineRequest, now_s: float) -> None:
         """Only the self-test comes this way: a prompt whose KV nobody fetches."""
@@ -82,14 +85,27 @@ class PrefillRole:
     def before_step(self, now_s: float) -> list[Output]:
         """Deadlines and leases."""
         self._execute(self._handoffs.tick(now_s), now_s)
+        self._make_room(now_s)
         counts = self._handoffs.counts()
         self._metrics.published_bytes.set(self._publisher.num_buffered_bytes)
         self._metrics.leases.set(sum(counts.values()))
         return []
 
+    def _make_room(self, now_s: float) -> None:
+        counts = self._scheduler.counts()
+        if not (counts["waiting"] and counts["publishing"]) or counts["running"]:
+            self._stuck_since_s = None
+        elif self._stuck_since_s is None:
+            self._stuck_since_s = now_s
+        elif now_s - self._stuck_since_s >= STUCK_S:
+            self._stuck_since_s = None
+            self._execute(self._handoffs.make_room(), now_s)
+
     def after_step(self, plan: Plan | None, outputs: list[Output], now_s: float) -> list[Output]:
         """Publish what the dispatched chunks made, and answer first tokens."""
         if plan is not None:
+            for admit in plan.admit:
+                self._execute(self._handoffs.on_started(admit.request_id), now_s)
             for chunk in plan.prefill:
                 upto = chunk.start + len(chunk.token_ids)
                 self._execute(self._handoffs.on_computed(chunk.request_id, upto, now_s), now_s)

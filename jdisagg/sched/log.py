@@ -53,9 +53,9 @@ class LoggedScheduler(Scheduler):
         """As Scheduler.add."""
         self._call("add", super().add, request, now_s, **options)
 
-    def peer_ready(self, request_id: str) -> None:
+    def peer_ready(self, request_id: str, is_ready: bool = True) -> None:
         """As Scheduler.peer_ready."""
-        self._call("peer_ready", super().peer_ready, request_id)
+        self._call("peer_ready", super().peer_ready, request_id, is_ready)
 
     def cancel(self, request_id: str) -> bool:
         """As Scheduler.cancel."""

@@ -134,10 +134,10 @@ class Scheduler:
             return len(self._admission.find_prefix(sequence)) * self._limits.page_size
         return sequence.holding.held_tokens or sequence.num_computed
 
-    def peer_ready(self, request_id: str) -> None:
-        """The peer of a sequence added with `is_open=False` has shaken hands: pages may be reserved."""
+    def peer_ready(self, request_id: str, is_ready: bool = True) -> None:
+        """Whether the peer of a remote sequence has begun with it: only then may pages be reserved here."""
         if sequence := self._table.live.get(request_id):
-            sequence.is_open = True
+            sequence.is_open = is_ready
 
     def cancel(self, request_id: str) -> bool:
         """Free everything the request holds, in any state, at once; no output follows. False when it is unknown."""

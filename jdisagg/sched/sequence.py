@@ -48,7 +48,7 @@ class Sequence:
     epoch: int = 0  # goes up when results in flight must be dropped: preempted or ended
     slot: int | None = None
     is_final: bool = False  # its last output was sent (a published sequence lives on until released)
-    is_open: bool = True  # remote: the peer has shaken hands, pages may be reserved
+    is_open: bool = True  # remote: the peer has begun, pages may be reserved
     cached_tokens: int | None = None  # prompt tokens found in a prefix cache; recorded once
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 

@@ -146,6 +146,10 @@ class Accepted(_message.Message):
     cached_tokens: int
     def __init__(self, cached_tokens: _Optional[int] = ...) -> None: ...
 
+class Started(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ChunkReady(_message.Message):
     __slots__ = ("key", "range", "group", "shape", "dtype", "num_bytes", "checksum")
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -179,7 +183,7 @@ class Refused(_message.Message):
     def __init__(self, error: _Optional[_Union[_common_pb2.RequestFailure, _Mapping]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("accepted", "chunk_ready", "done", "refused", "want", "heartbeat")
+    __slots__ = ("accepted", "chunk_ready", "done", "refused", "want", "heartbeat", "started")
     class Heartbeat(_message.Message):
         __slots__ = ()
         def __init__(self) -> None: ...
@@ -189,13 +193,15 @@ class PrefillResponse(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     WANT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
     chunk_ready: ChunkReady
     done: Done
     refused: Refused
     want: Want
     heartbeat: PrefillResponse.Heartbeat
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., chunk_ready: _Optional[_Union[ChunkReady, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., heartbeat: _Optional[_Union[PrefillResponse.Heartbeat, _Mapping]] = ...) -> None: ...
+    started: Started
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., chunk_ready: _Optional[_Union[ChunkReady, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., heartbeat: _Optional[_Union[PrefillResponse.Heartbeat, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("key",)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from jdisagg.core.requests import FinishReason
+from jdisagg.handoff.events import PeerMessage, PeerOpened
 from jdisagg.roles import engine_loop
+from jdisagg.roles.inbox import Inbox, Message
 from tests.unit.roles.world import World
 from tests.unit.sched.engine_fake import expected, request
 
@@ -103,6 +107,22 @@ def test_request_that_no_peer_can_serve_fails_alone() -> None:
     assert world.tokens("b") == expected((5, 6, 7), 6)
 
 
+@pytest.mark.covers("I-1")
+def test_two_full_pools_never_wait_for_each_other() -> None:
+    """A holds pages of D and waits for P's; B holds P's pages and waits for D's: P gives B back to D's queue."""
+    world = World(local_prefill=False, decode_pages=10, prefill_pages=10)
+    world.submit(request("a", tuple(range(1, 21)), 4))
+    world.submit(request("b", tuple(range(2, 31)), 4))
+    for _ in range(4):
+        world.prefill.tick(world.now_s)
+        world.decode.tick(world.now_s)
+    (stream,) = [handoff for handoff in world.wire.open_streams if handoff.request_id == "a"]
+    world.wire.cut(stream, "dead")
+    world.settle()
+    assert world.tokens("a") == expected(tuple(range(1, 21)), 4)
+    assert world.tokens("b") == expected(tuple(range(2, 31)), 4)
+
+
 class PairMachine(RuleBasedStateMachine):
     """Random arrivals, cancels, deadlines, cut streams, lost pieces, uneven progress."""
 
@@ -191,3 +211,33 @@ class StrictPairMachine(PairMachine):
 @pytest.mark.parametrize("machine", [PairMachine, StrictPairMachine], ids=["on-failure", "never"])
 def test_every_history_ends_exact_and_quiescent(machine: type[PairMachine]) -> None:
     assert run_state_machine_as_test(machine) is None  # the machine's teardown asserts
+
+
+@pytest.mark.covers("D14")
+@pytest.mark.parametrize("pages", [(13, 13), (18, 14), (24, 12)])
+def test_neither_pool_waits_for_the_other(pages: tuple[int, int]) -> None:
+    """P sees the streams in another order than D opened them, both pools hold about one request, and D retracts."""
+    for seed in range(12):
+        rng = random.Random(seed)
+        world = World(local_prefill=False, decode_pages=pages[0], prefill_pages=pages[1])
+        shuffle_streams(world.prefill.inbox, rng)
+        prompts = {f"r{i}": tuple(rng.randint(1, 40) for _ in range(rng.randint(6, 30))) for i in range(8)}
+        for name, prompt in prompts.items():
+            world.submit(request(name, prompt, 12))
+            for _ in range(rng.randint(0, 2)):
+                world.tick()
+        world.settle()
+        assert {name: world.tokens(name) for name in prompts} == {name: expected(prompts[name], 12) for name in prompts}
+
+
+def shuffle_streams(inbox: Inbox, rng: random.Random) -> None:
+    """What is read at once keeps its order within a stream, not between streams."""
+    drain = inbox.drain
+
+    def shuffled(wait_s: float) -> list[Message]:
+        messages = drain(wait_s)
+        keys = [message.handoff.request_id if isinstance(message, PeerOpened | PeerMessage) else "" for message in messages]
+        ranks = {key: rng.random() for key in sorted(set(keys))}
+        return [message for _, message in sorted(zip(keys, messages, strict=True), key=lambda pair: ranks[pair[0]])]
+
+    inbox.drain = shuffled  # type: ignore[method-assign]
