@@ -294,10 +294,15 @@ class World:
         """All tokens a client got, in order."""
         return [token for output in self.outputs[request_id] for token in output.token_ids]
 
+    def text(self) -> str:
+        """All ledgers, for a failure."""
+        parts = {"P": self.prefill.loop, "D": self.decode.loop}
+        return "\n".join(f"{name}: {loop.snapshot() if loop else None}" for name, loop in parts.items())
+
     def assert_quiescent(self) -> None:
         """Nothing is left anywhere."""
         for engine in (self.prefill, self.decode):
-            assert engine.scheduler.is_idle(), engine.scheduler.snapshot()
+            assert engine.scheduler.is_idle(), self.text()
             assert engine.scheduler.num_free_pages == engine.scheduler.num_pages
             assert len(engine.streams) == 0
         assert self.handoffs.is_idle, self.handoffs.snapshot()
