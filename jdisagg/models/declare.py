@@ -111,7 +111,7 @@ def declarations(spec: ModelSpec) -> dict[Path, Declared]:
         found[tuple(part if isinstance(part, int) else str(part) for part in path)] = Declared(
             name=".".join((*prefix, *names, metadata["file_name"])),
             shape=tuple(param.get_value().shape),
-            axes=metadata["out_sharding"],
+            axes=metadata["logical_axes"],
             transposed=metadata["transposed"],
             scale=metadata["scale"],
         )
@@ -135,8 +135,7 @@ def _param(
     shape = jax.ShapeDtypeStruct(tuple(size for _, size in axes), np.float32)
     return nnx.Param(
         shape,
-        sharding_names=tuple(name for name, _ in axes),
-        eager_sharding=False,
+        logical_axes=tuple(name for name, _ in axes),  # not nnx's own key: that one is renamed between flax releases
         file_name=file_name,
         transposed=transposed,
         scale=scale,
