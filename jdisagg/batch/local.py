@@ -6,11 +6,11 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import httpx
 from starlette.applications import Starlette
 
-from jdisagg.api.edge import Edge
 from jdisagg.api.http.app import make_app
 from jdisagg.api.local_engine import LocalEngine
 from jdisagg.core.config import Config
@@ -19,7 +19,7 @@ from jdisagg.roles.self_test import self_test
 from jdisagg.roles.watchdog import Watchdog
 from jdisagg.serve.deployments import Deployment, build_deployment
 from jdisagg.serve.engines import exit_on_crash
-from jdisagg.text.tokenizer import Tokenizer
+from jdisagg.serve.text_edge import make_edge, read_text_model
 
 
 @asynccontextmanager
@@ -45,6 +45,6 @@ async def open_local(config: Config, timeout: httpx.Timeout) -> AsyncIterator[ht
 def _application(config: Config, deployment: Deployment, metrics: Metrics, timeout: httpx.Timeout) -> Starlette:
     name = config.model.served_model_name or config.model.model
     engine = LocalEngine(deployment.front, deployment.card(name), not_ready_reason=deployment.not_ready_reason)
-    tokenizer = Tokenizer.from_directory(deployment.loaded.directory)
-    edge = Edge(engine, tokenizer, default_deadline_s=timeout.read or config.server.default_deadline_s)
+    server = replace(config.server, default_deadline_s=timeout.read or config.server.default_deadline_s)
+    edge = make_edge(engine, read_text_model(deployment.loaded.directory), server)
     return make_app(edge, engine, metrics.text)
