@@ -97,8 +97,10 @@ class Edge:
             for index in sorted(unfinished):
                 yield Delta(index=index, finish=FinishReason.ABORT)
         finally:
-            del self._live[job.request_id]
-            await _end(tasks)
+            try:
+                await _end(tasks)
+            finally:
+                del self._live[job.request_id]  # last: a new request of this id must not meet the cancel of the old one
 
     async def complete(self, job: Job) -> Transcript:
         """Run a request to its end. Raises RequestError when a choice fails."""

@@ -95,6 +95,7 @@ class DecodeRole:
     def forget(self, request_id: str) -> None:
         """End its hand-off and drop what arrived for it."""
         self._execute(self._handoffs.release(request_id, "forgotten"), 0.0)
+        self._early = [output for output in self._early if output.request_id != request_id]
         self._provenance.pop(request_id, None)
         self._self_tests.discard(request_id)
 

@@ -60,7 +60,7 @@ class EngineLoop:
         messages = self.inbox.drain(IDLE_WAIT_S if self._was_idle else 0.0)
         outputs: list[Output] = []
         for message in messages:
-            outputs += self._take(message, now_s)
+            self._take(message, outputs, now_s)
         outputs += self._side.before_step(now_s)
         expired = self._scheduler.expire(now_s)
         turn = self._pipeline.turn(now_s)
@@ -73,40 +73,42 @@ class EngineLoop:
         self._was_idle = idle
         return not idle
 
-    def _take(self, message: Message, now_s: float) -> list[Output]:
+    def _take(self, message: Message, outputs: list[Output], now_s: float) -> None:
+        """Handle one message; `outputs` are those of this tick so far."""
         match message:
             case Submit():
-                return self._admit(message, now_s)
+                self._admit(message, outputs, now_s)
             case Cancel(request_id=request_id, attempt=attempt):
-                self._cancel(request_id, attempt)
-                return []
+                self._cancel(request_id, attempt, outputs)
             case Call(function=function, future=future):
                 if not future.set_running_or_notify_cancel():
-                    return []  # whoever asked no longer waits
+                    return  # whoever asked no longer waits
                 try:
                     future.set_result(function())
                 except Exception as error:  # noqa: BLE001 - the caller's future carries it
                     future.set_exception(error)
-                return []
             case _:
-                return self._side.handle(message, now_s)
+                outputs += self._side.handle(message, now_s)
 
-    def _admit(self, message: Submit, now_s: float) -> list[Output]:
+    def _admit(self, message: Submit, outputs: list[Output], now_s: float) -> None:
         request = message.request
         try:
             if self._draining:
                 raise Unavailable("this worker is draining; send the request to another one")
+            if (older := self._streams.get(request.request_id)) is not None and older.request.attempt < request.attempt:
+                # Its router replays it here and the cancel of the older attempt, on a broken stream, is still under way.
+                self._cancel(request.request_id, older.request.attempt, outputs)
             if request.request_id in self._streams:
                 raise InvalidRequest(f"request id {request.request_id!r} is already running; use a new one", field="request_id")
             self._side.admit(request, now_s)
         except RequestError as error:
             self._metrics.requests_finished.labels(reason="refused").inc()
             message.sink([_failure(request.request_id, request.attempt, error)])
-            return []
+            return
         self._streams.open(request, message.sink, Timeline(self._metrics, now_s))
-        return []
 
-    def _cancel(self, request_id: str, attempt: int) -> None:
+    def _cancel(self, request_id: str, attempt: int, outputs: list[Output]) -> None:
+        """Nothing of it is delivered any more, not even to a new request of the same id that comes in this very tick."""
         stream = self._streams.get(request_id)
         if stream is None or stream.request.attempt != attempt:
             return
@@ -114,6 +116,7 @@ class EngineLoop:
         self._metrics.requests_finished.labels(reason="abort").inc()
         self._scheduler.cancel(request_id)
         self._side.forget(request_id)
+        outputs[:] = [output for output in outputs if output.request_id != request_id]
 
     def _deliver(self, outputs: list[Output], now_s: float) -> None:
         for output in outputs:

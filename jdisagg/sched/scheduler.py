@@ -282,6 +282,7 @@ class Scheduler:
         assert sum(len(q) for q in table.queues.values()) == len(table.live), "a sequence is in no queue or in two"
 
     def _end(self, request_id: str) -> bool:
+        self._complete = [output for output in self._complete if output.request_id != request_id]
         sequence = self._table.live.get(request_id)
         if sequence is not None:
             self._table.end(sequence)

@@ -56,6 +56,24 @@ def test_tokens_to_generate(
     run(check())
 
 
+def test_an_id_is_taken_until_the_engine_has_let_go_of_it(tokenizer: Tokenizer) -> None:
+    """Else the late cancel of a closed request would hit the next one of the same id."""
+
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, "the quick brown fox")
+        edge = Edge(engine, tokenizer)
+        stream = edge.stream(await edge.admit(_request(n=3, max_tokens=9)))
+        await anext(stream)
+        assert engine.live
+        closing = asyncio.ensure_future(stream.aclose())
+        while not closing.done():
+            assert edge.num_live or not engine.live
+            await asyncio.sleep(0)
+        assert (edge.num_live, engine.live) == (0, set())
+
+    run(check())
+
+
 def test_the_shorter_deadline_wins(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         edge = Edge(FakeEngine(tokenizer, "fox"), tokenizer, default_deadline_s=50.0)

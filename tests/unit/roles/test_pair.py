@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from jdisagg.core.requests import FinishReason
+from jdisagg.core.requests import FinishReason, Output
 from jdisagg.handoff.events import PeerMessage, PeerOpened
 from jdisagg.roles import engine_loop
-from jdisagg.roles.inbox import Inbox, Message
+from jdisagg.roles.inbox import Inbox, Message, Submit
 from tests.unit.roles.world import World
 from tests.unit.sched.engine_fake import expected, request
 
@@ -121,6 +122,43 @@ def test_two_full_pools_never_wait_for_each_other() -> None:
     world.settle()
     assert world.tokens("a") == expected(tuple(range(1, 21)), 4)
     assert world.tokens("b") == expected(tuple(range(2, 31)), 4)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5])
+@pytest.mark.parametrize("num_prefill_ticks", range(1, 9))
+def test_reused_id_gets_nothing_of_the_cancelled_request(max_tokens: int, num_prefill_ticks: int) -> None:
+    """Everything P sent for the old one, its cancel and the new one are read in one tick."""
+    world = World(local_prefill=False)
+    world.submit(request("a", tuple(range(3, 9)), max_tokens))
+    world.decode.tick(0.01)
+    for number in range(num_prefill_ticks):
+        world.network.step()
+        world.prefill.tick(0.02 + 0.01 * number)
+    world.cancel("a")
+    got: list[Output] = []
+    world.decode.inbox.post(Submit(request("a", PROMPT, 6), got.extend))
+    world.now_s = 0.5
+    world.settle()
+    assert [token for output in got for token in output.token_ids] == expected(PROMPT, 6)
+    assert [output.finish for output in got if output.finish] == [FinishReason.LENGTH]
+    assert world.outputs["a"] == []
+
+
+def test_newer_attempt_takes_the_place_of_an_older_one() -> None:
+    """A router whose stream broke replays here before this worker has seen the break."""
+    world = World(local_prefill=False)
+    world.submit(request("a", PROMPT, 6))
+    for _ in range(6):
+        world.tick()
+    delivered = tuple(world.tokens("a"))
+    got: list[Output] = []
+    world.decode.inbox.post(Submit(replace(request("a", PROMPT, 6, generated=delivered), attempt=1), got.extend))
+    world.tick()
+    world.cancel("a")  # the older attempt's, at last
+    world.settle()
+    assert [*delivered, *(token for output in got for token in output.token_ids)] == expected(PROMPT, 6)
+    assert {output.attempt for output in got} == {1}
+    assert tuple(world.tokens("a")) == delivered
 
 
 class PairMachine(RuleBasedStateMachine):
