@@ -10,7 +10,17 @@ import numpy as np
 import torch
 import transformers
 
+import jdisagg
+
 NUM_GENERATED = 64
+DEMO = Path(jdisagg.__file__).parent / "demo"
+DEMO_PROMPTS = (  # the first that a deterministic continuation does not soon turn into a loop is taken
+    "import argparse\nimport os\n\ndef main(argv=None):\n    parser = argparse.ArgumentParser(description=",
+    'class Request:\n    """A single HTTP request.\n\n    The attributes are:\n',
+    "def parse_header(line, default=None):\n    name, sep, value = line.partition(':')\n    if not sep:\n        raise",
+    "# Errors raised by this module\n\nclass Error(Exception):\n    pass\n\nclass ",
+)
+MIN_DISTINCT = 24
 PROMPT_LEN = 45  # not a multiple of any tile, chunk or page here
 _SHAPE = {
     "vocab_size": 256,
@@ -67,12 +77,23 @@ def make_reference(family: str, directory: Path) -> Reference:
             if parameter.ndim == 1:  # biases start as zeros and norms as ones: a missing one would not show
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(directory)
-    prompt = np.random.default_rng(2).integers(0, 256, PROMPT_LEN).tolist()
+    return _run(model, directory, np.random.default_rng(2).integers(0, 256, PROMPT_LEN).tolist())
+
+
+def demo_reference() -> Reference:
+    """The model that ships with the package, on a prompt of its own kind."""
+    model = transformers.LlamaForCausalLM.from_pretrained(DEMO, dtype=torch.float32, attn_implementation="eager").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
+    made = (_run(model, DEMO, tokenizer(prompt)["input_ids"]) for prompt in DEMO_PROMPTS)
+    return next(reference for reference in made if len(set(reference.greedy)) >= MIN_DISTINCT)
+
+
+def _run(model: Any, directory: Path, prompt: list[int]) -> Reference:
     tokens = list(prompt)
     with torch.no_grad():
         logits = torch.zeros(0)
         for _ in range(NUM_GENERATED + 1):
             logits = model(torch.tensor([tokens])).logits[0]
             tokens.append(int(logits[-1].argmax()))
-    tokens = tokens[: PROMPT_LEN + NUM_GENERATED]
-    return Reference(directory, tuple(prompt), tuple(tokens[PROMPT_LEN:]), logits.float().numpy())
+    tokens = tokens[: len(prompt) + NUM_GENERATED]
+    return Reference(directory, tuple(prompt), tuple(tokens[len(prompt) :]), logits.float().numpy())

@@ -10,16 +10,17 @@ from jdisagg.core.config import LayerLoop, ModelConfig
 from jdisagg.models.load import LoadedModel, load_model
 from jdisagg.models.sharding import make_mesh
 from tests.golden.paged import PagedRun, with_scaled_keys, without_rope
-from tests.golden.references import FAMILIES, NUM_GENERATED, Reference, make_reference
+from tests.golden.references import FAMILIES, MIN_DISTINCT, NUM_GENERATED, Reference, demo_reference, make_reference
 
 TOLERANCE = 2e-4  # of the largest |logit|: float32 sums in another order, over two layers
 SHAPES = {"whole": (112, 16), "chunked": (16, 4), "single tokens": (8, 1)}  # tokens per step, per tile
-SHARDED = ("llama-tied-bias", "mistral-window", "qwen2-mixed-windows", "qwen3")
+SHARDED = ("demo", "llama-tied-bias", "mistral-window", "qwen2-mixed-windows", "qwen3")
 
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
-    return {family: make_reference(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
+    made = {family: make_reference(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
+    return {**made, "demo": demo_reference()}
 
 
 def load(reference: Reference, tp: int, loop: LayerLoop = LayerLoop.AUTO) -> tuple[LoadedModel, jax.sharding.Mesh]:
@@ -34,12 +35,12 @@ def difference(got: np.ndarray, reference: Reference) -> float:
 
 def test_references_are_worth_comparing_with(references: dict[str, Reference]) -> None:
     for family, reference in references.items():
-        assert len(set(reference.greedy)) >= 24, family
+        assert len(set(reference.greedy)) >= MIN_DISTINCT, family
 
 
 @pytest.mark.parametrize(
     ("family", "tp"),
-    [(family, 1) for family in FAMILIES]
+    [(family, 1) for family in (*FAMILIES, "demo")]
     + [(family, tp) for family in SHARDED for tp in (2, 4)],  # at 4, kv heads are replicated
 )
 def test_logits_and_greedy_tokens_equal_transformers(references: dict[str, Reference], family: str, tp: int) -> None:
