@@ -149,7 +149,11 @@ class DecodeRole:
         if output.finish is None:
             return output
         provenance = self._provenance.get(output.request_id)
-        return output if provenance is None else replace(output, provenance=provenance)
+        if provenance is None:
+            return output
+        computed_here = output.provenance.prefilled_tokens if output.provenance is not None else 0
+        prefilled_tokens = provenance.prefilled_tokens or computed_here
+        return replace(output, provenance=replace(provenance, prefilled_tokens=prefilled_tokens))
 
     # --- actions
 
@@ -194,7 +198,9 @@ class DecodeRole:
                 self._scheduler.kv_arrived(request_id, now_s)
                 if stream := self._streams.get(request_id):
                     stream.timeline.kv_arrived(now_s)
-            case act.ComputeLocally(request_id=request_id):
+            case act.ComputeLocally(request_id=request_id, provenance=provenance):
+                if provenance is not None:
+                    self._provenance[request_id] = Provenance(recoveries=provenance.recoveries)
                 self._scheduler.compute_locally(request_id)
             case act.Fail(request_id=request_id, error=error):
                 failed = self._scheduler.fail(request_id, error)

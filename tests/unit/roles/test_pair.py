@@ -90,6 +90,10 @@ def test_without_any_working_peer_the_prompt_is_computed_here() -> None:
     world.settle()
     assert world.tokens("a") == expected(PROMPT, 6)
     assert world.decode.scheduler.stats.prefill_tokens == len(PROMPT)
+    provenance = world.outputs["a"][-1].provenance
+    assert provenance is not None
+    assert (provenance.prefill_worker, provenance.prefilled_tokens) == ("", len(PROMPT))
+    assert provenance.recoveries == ("other_prefill", "local_prefill")
 
 
 @pytest.mark.covers("X01", "C10")
