@@ -178,6 +178,7 @@ def _check_counts(request: TextRequest) -> None:
 async def _token_ids(prompt: Prompt, request: TextRequest, card: ModelCard, tokenizer: Tokenizer) -> tuple[int, ...]:
     if isinstance(prompt, str):
         special = request.add_special_tokens
+        _check_length(prompt, card.max_model_len, tokenizer.max_token_characters)
         if len(prompt) > _INLINE_TOKENIZE_CHARACTERS:
             prompt = await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=special)
         else:
@@ -186,6 +187,16 @@ async def _token_ids(prompt: Prompt, request: TextRequest, card: ModelCard, toke
         raise _invalid("prompt", "must hold at least one token", "none")
     check_token_ids(prompt, card.vocab_size, "prompt")
     return prompt
+
+
+def _check_length(text: str, max_model_len: int, max_token_characters: int) -> None:
+    """Text that is too long whatever its tokens are need not be tokenized: megabytes cost seconds and gigabytes."""
+    if len(text) > max_model_len * max_token_characters:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {max_model_len} tokens, but the prompt has {len(text)} characters, more "
+            f"than {max_token_characters} per token; shorten the prompt",
+            field="prompt",
+        )
 
 
 def _max_tokens(request: TextRequest, num_prompt_tokens: int, max_model_len: int) -> int:

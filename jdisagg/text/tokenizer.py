@@ -39,6 +39,7 @@ class Tokenizer:
         template = chat_template if chat_template is not None else _default_template(config.get("chat_template"))
         self.chat = None if template is None else ChatTemplate(template, self.special_tokens)
         self._decoder = json.loads(backend.to_str())["decoder"] or {}
+        self.max_token_characters = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self._bytes = ByteLevelVocabulary(backend) if self._decoder.get("type") == "ByteLevel" else None
 
     @classmethod

@@ -5,7 +5,9 @@ null means absent, as at OpenAI.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,8 @@ from jdisagg.api.intake import Prompt
 from jdisagg.core.errors import Cancelled, InvalidRequest
 
 MAX_BODY_BYTES = 32 * 2**20
+BODY_TIMEOUT_S = 60.0  # from the end of the headers to the end of the body
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Body:
@@ -105,15 +109,21 @@ async def read_body(request: Request) -> Body:
     chunks: list[bytes] = []
     num_bytes = 0
     try:
-        async for chunk in request.stream():
-            num_bytes += len(chunk)
-            if num_bytes > MAX_BODY_BYTES:
-                raise InvalidRequest(f"the body has more than {MAX_BODY_BYTES} bytes; send several requests")
-            chunks.append(chunk)
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                num_bytes += len(chunk)
+                if num_bytes > MAX_BODY_BYTES:
+                    raise InvalidRequest(f"the body has more than {MAX_BODY_BYTES} bytes; send several requests")
+                chunks.append(chunk)
     except ClientDisconnect:
         raise Cancelled("the client went away while sending its request") from None
+    except TimeoutError:
+        raise InvalidRequest(f"the body did not arrive within {BODY_TIMEOUT_S:g} s; got {num_bytes} bytes") from None
     try:
-        fields = json.loads(b"".join(chunks))
+        raw = b"".join(chunks)
+        fields = json.loads(raw)
+        if _ESCAPED_SURROGATE.search(raw):
+            json.dumps(fields, ensure_ascii=False).encode()  # half of a pair is no character: nothing could tokenize it
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(fields, dict):

@@ -9,11 +9,44 @@ from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jdisagg.core.errors import ConfigError
 
 _START_TIMEOUT_S = 10.0
 _BACKLOG = 2048
+HEADER_TIMEOUT_S = 30.0  # from connecting, or from a request's first byte, to the end of its headers
+
+
+class _Protocol(HttpToolsProtocol):
+    """Hangs up on a client that does not finish its headers: uvicorn alone would keep its descriptor for ever."""
+
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._await_headers()
+
+    def on_headers_complete(self) -> None:
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def _await_headers(self) -> None:
+        self._stop_waiting()
+        self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
 
 class _Server(uvicorn.Server):
@@ -34,7 +67,7 @@ class HttpServer:
         config = uvicorn.Config(
             app,
             loop="none",
-            http="httptools",
+            http=_Protocol,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from jdisagg.api.http import body, server
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
 
@@ -155,3 +156,50 @@ def test_a_body_sent_slowly_is_read_whole(tokenizer: Tokenizer) -> None:
 def _json(body: dict[str, Any]) -> bytes:
     """JSON with NaN and Infinity, which httpx refuses to write."""
     return json.dumps(body).encode()
+
+
+@pytest.mark.parametrize("text", ['{"prompt": "\\ud800"}', '{"prompt": "a", "stop": ["\\uDFff"]}'])
+def test_half_a_surrogate_pair_is_the_callers_fault(tokenizer: Tokenizer, text: str) -> None:
+    async def check() -> None:
+        async with (
+            serving(FakeEngine(tokenizer, "fox"), tokenizer) as served,
+            httpx.AsyncClient(base_url=served.http) as client,
+        ):
+            answer = await client.post("/v1/completions", content=text, headers={"content-type": "application/json"})
+            assert answer.status_code == 400
+            whole = text.replace("\\ud800", "\\ud83d\\ude00").replace("\\uDFff", "\\uD83D\\uDE00")
+            answer = await client.post("/v1/completions", content=whole, headers={"content-type": "application/json"})
+            assert answer.status_code == 200
+
+    run(check())
+
+
+def test_hopelessly_long_text_is_refused_without_tokenizing_it(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        async with (
+            serving(FakeEngine(tokenizer, "fox"), tokenizer) as served,
+            httpx.AsyncClient(base_url=served.http) as client,
+        ):
+            monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("tokenized"))
+            answer = await client.post("/v1/completions", json={"prompt": "a " * 100_000, "max_tokens": 2})
+            assert answer.status_code == 400
+            assert "maximum context length is 200 tokens" in answer.json()["error"]["message"]
+
+    run(check())
+
+
+@pytest.mark.parametrize("sent", [b"GET /hea", b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"])
+def test_a_request_that_never_comes_whole_is_ended(tokenizer: Tokenizer, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEADER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.2)
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(sent)
+            async with asyncio.timeout(3.0):
+                answer = await reader.read(4096)
+            assert (b"did not arrive within 0.2 s" in answer) if b"{" in sent else answer == b""
+            writer.close()
+
+    run(check())
