@@ -20,6 +20,7 @@ from jdisagg.transfer.target import PieceError
 
 log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
+IDLE_LANE_S = 60.0  # a peer's thread ends after so long without a fetch: peers that restart come back under new addresses
 
 
 class Lane:
@@ -72,6 +73,7 @@ class FetchLanes:
         self._obtain = obtain
         self._post = post
         self._lanes: dict[str, Lane] = {}
+        self._used_s: dict[str, float] = {}  # per lane, when it last got a job
         self._jobs: dict[int, FetchJob] = {}  # written here, popped by lanes: single dict operations only
         self._ids = itertools.count()
         self._closed = False
@@ -81,8 +83,11 @@ class FetchLanes:
         if self._closed:
             self._post(PieceFailed(handoff=handoff, ready=ready, reason="connection", detail="the fetcher is closed"))
             return
+        now_s = monotonic()
         if peer not in self._lanes:
+            self._end_idle_lanes(now_s)
             self._lanes[peer] = Lane(f"{self._name}-{peer}")
+        self._used_s[peer] = now_s
         job_id, job = next(self._ids), FetchJob(handoff, peer, ready, deadline_s)
         self._jobs[job_id] = job
         self._lanes[peer].submit(lambda: self._run(job_id, job))
@@ -108,6 +113,17 @@ class FetchLanes:
         for lane in self._lanes.values():
             lane.join(CLOSE_TIMEOUT_S)
         self._lanes.clear()
+
+    @property
+    def num_lanes(self) -> int:
+        """Threads."""
+        return len(self._lanes)
+
+    def _end_idle_lanes(self, now_s: float) -> None:
+        busy = {job.peer for job in list(self._jobs.values())}
+        for peer in [peer for peer, used_s in self._used_s.items() if now_s - used_s > IDLE_LANE_S and peer not in busy]:
+            del self._used_s[peer]
+            self._lanes.pop(peer).stop()
 
     def _run(self, job_id: int, job: FetchJob) -> None:
         try:
