@@ -119,8 +119,8 @@ class LocalConfig:
 
     num_prefill: int = 1
     num_decode: int = 1
-    prefill_tp: int = 1
-    decode_tp: int = 1
+    prefill_tp: int | None = None  # None = tensor_parallel_size
+    decode_tp: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,3 +135,13 @@ class Config:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
+
+    @property
+    def prefill_tp(self) -> int:
+        """Devices of a prefill engine where one command starts both kinds (roles local and colocated)."""
+        return self.local.prefill_tp or self.model.tensor_parallel_size
+
+    @property
+    def decode_tp(self) -> int:
+        """Devices of a decode engine where one command starts both kinds."""
+        return self.local.decode_tp or self.model.tensor_parallel_size

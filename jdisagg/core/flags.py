@@ -43,13 +43,19 @@ _MODEL = (
     Flag("model", "max_model_len", "prompt + generated tokens; default: the model's own", minimum=2),
     Flag("model", "tensor_parallel_size", "devices per model", minimum=1, maximum=1024),
     Flag("model", "numerics", "exact: a token never depends on its neighbours, bit for bit"),
-    Flag("model", "layer_loop", "unrolled Python loop, or lax.scan for compile time"),
+    Flag("model", "layer_loop", "layers in a Python loop, or lax.scan for a short compilation"),
 )
 _CACHE = (
     Flag("cache", "page_size", "tokens per KV page", minimum=1, maximum=1024, aliases=("block_size",)),
     Flag("cache", "num_pages", "size of the pool in pages (page 0 is never used)", minimum=2),
     Flag("cache", "kv_cache_bytes", "size of the pool in bytes, e.g. 512MiB", minimum=1, syntax="bytes"),
-    Flag("cache", "device_memory_utilization", "size of the pool by share of device memory", minimum=0.01, maximum=1),
+    Flag(
+        "cache",
+        "device_memory_utilization",
+        "size of the pool by share of device memory; on CPU 1 GiB instead",
+        minimum=0.01,
+        maximum=1,
+    ),
     Flag("cache", "enable_prefix_caching", "reuse KV of equal prefixes"),
 )
 _SCHEDULER = (
@@ -57,14 +63,14 @@ _SCHEDULER = (
     Flag("scheduler", "max_num_batched_tokens", "tokens per step", minimum=1),
     Flag("scheduler", "long_prefill_token_threshold", "prompt tokens per request and step; 0 = no cap", minimum=0),
     Flag("scheduler", "scheduling_policy", "order of waiting requests", choices=("fcfs", "priority")),
-    Flag("scheduler", "reserved_decode_tokens", "room a prompt must leave before it is admitted", minimum=0),
+    Flag("scheduler", "reserved_decode_tokens", "tokens a prompt must leave room for before it is admitted", minimum=0),
     Flag("scheduler", "max_queue_len", "waiting requests before new ones are refused", minimum=1),
     Flag("scheduler", "schedule_log", "write every plan to this file"),
 )
 _TRANSFER = (
-    Flag("transfer", "prefill", "static prefill workers of a decode worker", syntax="addresses"),
-    Flag("transfer", "kv_transfer_backend", "what moves KV", choices=("auto", "grpc", "device_put", "fake")),
-    Flag("transfer", "transfer_buffer_bytes", "bytes in flight per worker, e.g. 256MiB", minimum=1, syntax="bytes"),
+    Flag("transfer", "prefill", "prefill workers of a decode worker without a router, HOST:PORT,..", syntax="addresses"),
+    Flag("transfer", "kv_transfer_backend", "what moves KV; fake moves none", choices=("auto", "grpc", "device_put", "fake")),
+    Flag("transfer", "transfer_buffer_bytes", "bytes in flight per worker", minimum=1, syntax="bytes"),
     Flag("transfer", "transfer_chunk_tokens", "tokens of one KV piece", minimum=1),
     Flag("transfer", "local_prefill", "when decode prefills itself: on-failure, never, below-tokens=N"),
     Flag("transfer", "lease_s", "life of published KV after its receiver fell silent", minimum=0.1),
@@ -83,7 +89,7 @@ _SERVER = (
     Flag("server", "advertise_host", "name or address that routers and peers use to reach this process"),
     Flag("server", "port", "HTTP port; 0 picks a free one", minimum=0, maximum=65535),
     Flag("server", "grpc_port", "gRPC port; 0 picks a free one", minimum=0, maximum=65535),
-    Flag("server", "router", "routers to register with", syntax="addresses"),
+    Flag("server", "router", "routers a worker registers with, HOST:PORT,..", syntax="addresses"),
     Flag("server", "api_key", "@FILE holding the key clients must send (or set JDISAGG_API_KEY)", syntax="secret"),
     Flag("server", "default_deadline_s", "deadline of requests that bring none", minimum=0.1),
     Flag("server", "drain_s", "time running requests get after SIGTERM", minimum=0),
@@ -93,8 +99,8 @@ _SERVER = (
 _LOCAL = (
     Flag("local", "num_prefill", "prefill workers --role local starts", minimum=0, maximum=64),
     Flag("local", "num_decode", "decode workers --role local starts", minimum=1, maximum=64),
-    Flag("local", "prefill_tp", "--tensor-parallel-size of prefill workers", minimum=1, maximum=1024),
-    Flag("local", "decode_tp", "--tensor-parallel-size of decode workers", minimum=1, maximum=1024),
+    Flag("local", "prefill_tp", "devices per prefill worker; default: --tensor-parallel-size", minimum=1, maximum=1024),
+    Flag("local", "decode_tp", "devices per decode worker; default: --tensor-parallel-size", minimum=1, maximum=1024),
 )
 FLAGS: tuple[Flag, ...] = _MODEL + _CACHE + _SCHEDULER + _TRANSFER + _DEVICE + _SERVER + _LOCAL
 SECTIONS: tuple[str, ...] = tuple(dict.fromkeys(flag.section for flag in FLAGS))

@@ -50,7 +50,9 @@ def build_parser(prog: str = "python -m jdisagg.serve") -> argparse.ArgumentPars
     for flag in FLAGS:
         options = [flag.option, *("--" + alias.replace("_", "-") for alias in flag.aliases)]
         default = getattr(SECTION_TYPES[flag.section](), flag.name)
-        text = flag.help.replace("%", "%%") + (f" ({', '.join(flag.choices)})" if flag.choices else "") + _shown(default)
+        choices = flag.choices or _members(_HINTS[flag.name])
+        listed = f" ({', '.join(choices)})" if choices and flag.name != "local_prefill" else ""
+        text = flag.help.replace("%", "%%") + listed + _shown(flag, default)
         if _HINTS[flag.name] is bool:
             action = "store_true" if flag.name == "print_config" else argparse.BooleanOptionalAction
             groups[flag.section].add_argument(*options, dest=flag.name, action=action, help=text)
@@ -215,7 +217,17 @@ def _nearest(name: str, candidates: list[str]) -> str:
     return f"; did you mean {close[0]}?" if close else "; see --help for the list"
 
 
-def _shown(default: object) -> str:
-    if default is None or default == () or isinstance(default, bool):
+def _members(hint: Any) -> tuple[str, ...]:
+    return tuple(member.value for member in hint) if isinstance(hint, type) and issubclass(hint, Enum) else ()
+
+
+def _shown(flag: Flag, default: object) -> str:
+    if default is None or default == ():
         return ""
-    return f" (default {default.value if isinstance(default, Enum) else default})".replace("%", "%%")
+    if isinstance(default, bool):
+        return "" if flag.name == "print_config" else f" (default {'on' if default else 'off'})"
+    if isinstance(default, Enum):
+        default = default.value
+    elif flag.syntax == "bytes" and isinstance(default, int):
+        default = f"{default // 2**20}MiB"
+    return f" (default {default})".replace("%", "%%")

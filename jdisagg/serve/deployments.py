@@ -134,7 +134,7 @@ def build_deployment(
 
 def _colocated(config: Config, metrics: Metrics, worker: str, compiles: CompileCounter, on_crash: OnCrash) -> Deployment:
     devices = usable_devices(config)
-    tp_p, tp_d = config.local.prefill_tp, config.local.decode_tp
+    tp_p, tp_d = config.prefill_tp, config.decode_tp
     if len(devices) < tp_p + tp_d:
         raise ConfigError(
             f"--role colocated: got {len(devices)} devices, wanted {tp_p} for prefill and {tp_d} for decode; "

@@ -38,7 +38,7 @@ def pin_to_cores(device: DeviceConfig) -> None:
 
 def num_devices_needed(config: Config) -> int:
     """Devices that must be visible for this role's mesh(es)."""
-    both = config.local.prefill_tp + config.local.decode_tp
+    both = config.prefill_tp + config.decode_tp
     needed = both if config.role == "colocated" else config.model.tensor_parallel_size
     if config.device.devices is not None:
         needed = max(needed, 1 + max(parse_ranges(config.device.devices, "--devices")))

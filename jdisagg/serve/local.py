@@ -54,8 +54,8 @@ def router_spec(config: Config, program: Sequence[str] = SERVE) -> ChildSpec:
 def worker_specs(config: Config, router: str, program: Sequence[str] = SERVE) -> list[ChildSpec]:
     """Decode and prefill workers, on loopback and free ports, registering with `router` (HOST:PORT)."""
     local = config.local
-    roles = [("prefill", local.prefill_tp, i) for i in range(local.num_prefill)]
-    roles += [("decode", local.decode_tp, i) for i in range(local.num_decode)]
+    roles = [("prefill", config.prefill_tp, i) for i in range(local.num_prefill)]
+    roles += [("decode", config.decode_tp, i) for i in range(local.num_decode)]
     shares = split_devices(config.device.devices, [tp for _, tp, _ in roles])
     server = replace(config.server, host=LOOPBACK, port=0, grpc_port=0, router=(router,), api_key=None)
     specs = []

@@ -230,3 +230,9 @@ def test_devices_are_split_when_there_are_enough_and_shared_otherwise(devices, n
 def test_too_few_devices_for_one_worker_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="--devices: got '0' \\(1 devices\\), wanted at least 2"):
         split_devices("0", [2, 1])
+
+
+def test_tensor_parallel_size_holds_for_both_kinds_unless_one_says_otherwise() -> None:
+    config = load_config(["--tensor-parallel-size", "4", "--decode-tp", "2"], {})
+    specs = worker_specs(config, "127.0.0.1:9", program=())
+    assert [load_config(spec.command(None), {}).model.tensor_parallel_size for spec in specs] == [4, 2]
