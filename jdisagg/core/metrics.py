@@ -37,15 +37,22 @@ class Metrics:
         self.kv_pages_used = self._gauge("kv_pages_used", "KV pages referenced by at least one request.")
         self.published_bytes = self._gauge("published_bytes", "Bytes of KV pieces held for fetching peers.")
         self.leases = self._gauge("leases", "Published hand-offs whose lease is live.")
+        self.workers = self._gauge("workers", "Workers this router knows (decode and unified: connected ones).", "role")
         self.build_info = self._gauge("build_info", "Constant 1; the labels name the build.", "role", "model", "python")
 
     def _define_latencies(self) -> None:
         request, step = _REQUEST_BUCKETS_S, _STEP_BUCKETS_S
         self.ttft_seconds = self._histogram("time_to_first_token_seconds", "Admission to first token sent.", request)
         self.itl_seconds = self._histogram("inter_token_latency_seconds", "Gap between tokens of one stream.", step)
-        self.request_queue_seconds = self._histogram("request_queue_seconds", "Admission to first scheduling.", request)
-        self.request_prefill_seconds = self._histogram("request_prefill_seconds", "First to last prefill step.", request)
-        self.request_transfer_seconds = self._histogram("request_transfer_seconds", "Hand-off opened to KV complete.", request)
+        self.request_queue_seconds = self._histogram(
+            "request_queue_seconds", "Admission to first work on the prompt, here or on a peer.", request
+        )
+        self.request_prefill_seconds = self._histogram(
+            "request_prefill_seconds", "First work on the prompt to first token.", request
+        )
+        self.request_transfer_seconds = self._histogram(
+            "request_transfer_seconds", "First token known to KV complete: what the transfer adds.", request
+        )
         self.request_decode_seconds = self._histogram("request_decode_seconds", "First token to last token.", request)
         self.transfer_seconds = self._histogram("transfer_seconds", "Time to fetch one KV piece.", step, "backend")
         self.step_seconds = self._histogram("step_seconds", "Dispatch of a step to its tokens.", step, "phase")

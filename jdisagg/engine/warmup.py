@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from jdisagg.core.requests import Role
 from jdisagg.engine import admission
 from jdisagg.engine.packing import empty_exact, empty_prefill
 from jdisagg.engine.runner import ModelRunner
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ def warm_up(runner: ModelRunner, role: Role) -> list[Warmed]:
         started_s = time.monotonic()
         jax.block_until_ready(run())
         warmed.append(Warmed(name, shape, time.monotonic() - started_s))
+        log.info("compiled %s (%s) in %.2f s", name, shape, warmed[-1].seconds)
     return warmed
 
 

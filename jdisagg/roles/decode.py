@@ -167,6 +167,8 @@ class DecodeRole:
         match action:
             case act.PeerReady(request_id=request_id):
                 self._scheduler.peer_ready(request_id)
+                if stream := self._streams.get(request_id):
+                    stream.timeline.scheduled(now_s)
             case act.OpenStream(handoff=handoff, peer=peer, message=message):
                 self._scheduler.peer_ready(handoff.request_id, False)
                 self._peers.open(peer, handoff, message)
@@ -209,13 +211,9 @@ class DecodeRole:
 
     def _count_recovery(self, action: act.Recovered) -> None:
         self._metrics.recoveries.labels(rung=action.rung).inc()
+        where = f", prefill peer {action.peer}" if action.peer else ""
         log.warning(
-            "request %s: %s after %s at stage %s (peer %s)",
-            action.request_id,
-            action.rung,
-            action.cause,
-            action.stage,
-            action.peer,
+            "request %s: recovering by %s; stage %s%s: %s", action.request_id, action.rung, action.stage, where, action.cause
         )
 
     # --- views

@@ -65,6 +65,9 @@ class EngineLoop:
         expired = self._scheduler.expire(now_s)
         turn = self._pipeline.turn(now_s)
         outputs += self._side.after_step(turn.plan, expired + turn.outputs, now_s)
+        for chunk in turn.plan.prefill if turn.plan is not None else ():
+            if stream := self._streams.get(chunk.request_id):
+                stream.timeline.scheduled(now_s)
         self._observer.observe(turn, len(self._streams))
         self._deliver(outputs, now_s + turn.host_s + turn.waited_s)
         idle = turn.idle and not messages
@@ -162,7 +165,7 @@ class EngineLoop:
     def self_test(self, message: Submit, now_s: float) -> None:
         """Run one request through the real loop without needing a peer (readiness)."""
         self._side.start_self_test(message.request, now_s)
-        self._streams.open(message.request, message.sink, Timeline(self._metrics, now_s))
+        self._streams.open(message.request, message.sink, Timeline(Metrics(), now_s))  # no client's: it counts nowhere
 
     def in_flight_text(self) -> str:
         """The plan the device works on, for the log; safe to call from another thread."""

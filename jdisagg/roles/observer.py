@@ -10,6 +10,7 @@ from jdisagg.core.fleet import Load
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
 from jdisagg.roles.pipeline import Turn
+from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
 
 
@@ -39,9 +40,8 @@ class TickObserver:
         running = counts["running"]
         self.load = Load(running=running, waiting=max(0, num_streams - running), free_pages=free, total_pages=total)
         if turn.plan is not None:
-            phase = "mixed" if turn.plan.prefill and turn.plan.decode else "prefill" if turn.plan.prefill else "decode"
             metrics.host_overhead_seconds.observe(turn.host_s)
-            metrics.step_seconds.labels(phase=phase).observe(turn.host_s + turn.waited_s)
+            metrics.step_seconds.labels(phase=_phase(turn.plan)).observe(turn.host_s + turn.waited_s)
             self._count()
 
     def _show(self, gauge: Gauge, name: str, value: int) -> None:
@@ -56,3 +56,9 @@ class TickObserver:
         metrics.preemptions.inc(now.preemptions - seen.preemptions)
         metrics.retractions.inc(now.retractions - seen.retractions)
         self._seen = replace(now)
+
+
+def _phase(plan: Plan) -> str:
+    if plan.prefill:
+        return "mixed" if plan.decode else "prefill"
+    return "decode" if plan.decode else "upkeep"  # slots freed, nothing computed

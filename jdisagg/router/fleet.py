@@ -83,6 +83,10 @@ class Fleet:
         """Everybody, as they described themselves."""
         return [entry.member for entry in self._entries.values()]
 
+    def count(self, role: Role) -> int:
+        """Workers of a role that are there; those that decode count while they are linked."""
+        return sum(e.member.role is role and (e.linked or not e.member.decodes) for e in self._entries.values())
+
     def choose(self, fingerprint: str | None, now_s: float, *, but_not: frozenset[str] = frozenset()) -> Entry | None:
         """The worker for the next request of that fingerprint (None = any); addresses in `but_not` only as a last resort."""
         usable = [

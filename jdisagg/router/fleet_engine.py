@@ -11,7 +11,9 @@ outputs of an older attempt are dropped by its number. Brakes: `quarantine`.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -34,6 +36,8 @@ from jdisagg.router.fleet import Entry
 from jdisagg.router.flight import Flight, Lost
 from jdisagg.router.quarantine import Quarantine, ReplayBudget, ReplayConfig
 from jdisagg.router.workers import Workers
+
+log = logging.getLogger(__name__)
 
 DEADLINE_GRACE_S = 1.0  # the worker ends a request at its deadline; this is for one that no longer can
 _RECOVERABLE = (HandoffLost, Unavailable, Overloaded)
@@ -62,6 +66,8 @@ class FleetEngine:
         )
         self._replay = replay or ReplayConfig()
         self._metrics = metrics
+        for role in Role:
+            metrics.workers.labels(role=role.value).set_function(partial(self.workers.fleet.count, role))
         self._card = card
         self._flights: dict[str, Flight] = {}
         self._quarantine = Quarantine(self._replay.quarantine_s)
@@ -223,6 +229,10 @@ class FleetEngine:
         if flight.num_delivered == 0:
             flight.fingerprint = None  # nothing is fixed yet
         self._metrics.recoveries.labels(rung="replay").inc()
+        log.warning(
+            "request %s: attempt %d behind %d delivered tokens: %s",
+            *(flight.request.request_id, flight.attempt, flight.num_delivered, lost.error.message),
+        )
         await self._place(flight)
         return None
 

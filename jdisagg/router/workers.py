@@ -149,7 +149,7 @@ class Workers:
     def _up(self, entry: Entry) -> None:
         entry.linked = True
         self._retry_at_s.pop(entry.key, None)
-        log.info("worker %s (%s) is connected", entry.member.address, entry.member.worker)
+        log.info("%s worker %s is connected", entry.member.role.value, entry.member.worker)
         self._notify()
 
     def _down(self, entry: Entry, reason: str) -> None:
@@ -173,5 +173,5 @@ class Workers:
         was_linked, entry.linked = entry.linked, False
         self.fleet.suspect(entry, monotonic())
         if was_linked or not entry.member.decodes:
-            log.warning("worker %s (%s) is lost: %s", entry.member.address, entry.member.worker, reason)
+            log.warning("%s worker %s is lost: %s", entry.member.role.value, entry.member.worker, reason)
         self._on_lost(entry, reason)

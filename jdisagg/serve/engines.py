@@ -95,13 +95,12 @@ def build_core(config: Config, role: Role, devices: Sequence[Any], *, tp: int, m
     loaded = load_model(config.model, mesh, seed=config.server.seed)
     loaded_s = monotonic()
     runner = make_runner(loaded, mesh, config, role)
-    warmed = warm_up(runner, role)
-    for executable in warmed:
-        log.info("compiled %s (%s) in %.2f s", executable.name, executable.shape, executable.seconds)
     log.info(
-        "%s: %d pages of %d tokens, weights in %.1f s, %d executables in %.1f s",
-        *(role.value, runner.num_pages, runner.page_size, loaded_s - started_s, len(warmed), monotonic() - loaded_s),
+        "%s: weights of %s in %.1f s; %d KV pages of %d tokens; compiling",
+        *(role.value, config.model.model, loaded_s - started_s, runner.num_pages - 1, runner.page_size),
     )
+    warmed = warm_up(runner, role)
+    log.info("%s: %d executables compiled and run in %.1f s", role.value, len(warmed), monotonic() - loaded_s)
     scheduler = make_scheduler(
         config.scheduler,
         role=role,

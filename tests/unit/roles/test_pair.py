@@ -46,6 +46,21 @@ def test_last_output_says_where_the_prompt_was_computed() -> None:
     assert provenance.transferred_bytes == 19 * 4
 
 
+def test_phases_on_the_decode_worker_part_at_the_start_of_the_prompts_computation() -> None:
+    world = World(local_prefill=False)
+    world.submit(request("a", PROMPT, 6))
+    world.settle()
+
+    def read(name: str) -> float:
+        return world.decode.metrics.registry.get_sample_value(name) or 0.0
+
+    seconds = {name: read(f"jdisagg_request_{name}_seconds_sum") for name in ("queue", "prefill", "transfer", "decode")}
+    counts = {name: read(f"jdisagg_request_{name}_seconds_count") for name in seconds}
+    assert counts == dict.fromkeys(seconds, 1.0)
+    assert seconds["prefill"] > 0, "time on P is not time in a queue"
+    assert seconds["queue"] + seconds["prefill"] == pytest.approx(read("jdisagg_time_to_first_token_seconds_sum"))
+
+
 def test_second_request_fetches_only_what_the_prefix_cache_lacks() -> None:
     world = World(local_prefill=False)
     world.submit(request("a", PROMPT, 3))

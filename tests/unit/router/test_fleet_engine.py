@@ -70,6 +70,8 @@ def test_a_request_runs_on_one_worker_with_an_ordered_list_of_prefill_peers():
         assert provenance.recoveries == ("refetch",)
         assert router.engine.card.vocab_size == 1000
         assert router.engine.health().ready
+        workers = [f'jdisagg_workers{{role="{role}"}} {count}.0' for role, count in (("prefill", 3), ("decode", 1))]
+        assert set(workers) <= set(router.metrics.text().splitlines())
         await stop(router, p1, p2, other, d)
 
     run_quiet(body())
