@@ -10,12 +10,15 @@ from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.states import Status
 from jdisagg.sched.table import SequenceTable
 
+MAX_WAITING_WEIGHED = 64  # longest queue gone through for one pin
+
 
 class Admission:
     """Reserves pages for sequences that hold none (or only pins). `reserved_decode_tokens` None: no decode follows here."""
 
-    def __init__(self, table: SequenceTable, reserved_decode_tokens: int | None) -> None:
+    def __init__(self, table: SequenceTable, reserved_decode_tokens: int | None, max_model_len: int) -> None:
         self._table = table
+        self._most_pages = table.pages.pages_for(max_model_len)  # of any one sequence
         self._reserved_decode_tokens = reserved_decode_tokens
 
     def take_memory(self, sequence: Sequence, promised: int) -> bool:
@@ -64,13 +67,21 @@ class Admission:
         hits = pages.find(sequence, limit)
         if not hits:
             return
-        waiting = [*table.queues[Status.PREALLOC], *table.queues[Status.WAITING], sequence]
-        pinned = len(hits) + sum(len(s.holding.pages) for s in waiting)
-        own = {id(sequence): len(hits)}
-        largest = max(pages.pages_for(self.gate_tokens(s)) - own.get(id(s), len(s.holding.pages)) for s in waiting)
-        if pinned + largest > pages.num_usable:
+        has_plenty = len(hits) + self._most_pages <= pages.num_free
+        if not (has_plenty or self._fits_beside_pins(sequence, len(hits))):
             return
         pages.pin(sequence.holding, hits)
         sequence.holding.held_tokens = len(hits) * pages.page_size
         table.stats.prefix_hit_tokens += min(sequence.holding.held_tokens, len(sequence.request.prompt_token_ids))
         table.stats.prefix_query_tokens += len(sequence.request.prompt_token_ids)
+
+    def _fits_beside_pins(self, sequence: Sequence, num_hits: int) -> bool:
+        """Exactly, for a pool that is nearly full. Behind a long queue nothing is pinned: weighing it would take too long."""
+        pages, table = self._table.pages, self._table
+        if len(table.queues[Status.PREALLOC]) + len(table.queues[Status.WAITING]) > MAX_WAITING_WEIGHED:
+            return False
+        waiting = [*table.queues[Status.PREALLOC], *table.queues[Status.WAITING], sequence]
+        pinned = num_hits + sum(len(s.holding.pages) for s in waiting)
+        own = {id(sequence): num_hits}
+        largest = max(pages.pages_for(self.gate_tokens(s)) - own.get(id(s), len(s.holding.pages)) for s in waiting)
+        return pinned + largest <= pages.num_usable

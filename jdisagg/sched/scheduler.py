@@ -70,7 +70,7 @@ class Scheduler:
             refetch_retracted=role is Role.DECODE and not local_prefill,
         )
         reserve = None if role is Role.PREFILL else config.reserved_decode_tokens
-        self._admission = Admission(self._table, reserve)
+        self._admission = Admission(self._table, reserve, max_model_len)
         self._planner = Planner(self._table, self._admission, config, self._limits, eos_token_ids)
         self._committer = Committer(self._table, role, eos_token_ids)
         self._steps = StepsInFlight()
