@@ -9,6 +9,7 @@ retried here: the recovery ladder is `handoff`'s.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -17,9 +18,12 @@ from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.peer_link import HelloFailed, PeerLink
 from jdisagg.api.peer_stream import PeerStream
 from jdisagg.core.config import TransferConfig
+from jdisagg.core.errors import Unavailable
 from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.identity import Identity
 from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, Open, StreamEnded
+
+log = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 1.0
 
@@ -128,6 +132,11 @@ class GrpcPeerClient:
         ended = StreamEnded(reason="dead")
         try:
             ended = await self._live(handoff, stream)
+        except BaseException as error:
+            if not self._closed:  # a bug of ours or of grpc: the hand-off recovers, the log says from what
+                log.exception("%s on prefill peer %s ended without a status", handoff, stream.peer)
+                ended = StreamEnded(reason="dead", error=Unavailable(f"prefill peer {stream.peer}: {error!r}"))
+            raise
         finally:
             if self._streams.get(handoff) is stream:
                 del self._streams[handoff]
