@@ -19,8 +19,9 @@ from jdisagg.v1 import common_pb2, generation_pb2
 
 CONFIG = ROOT / "configs" / "demo-local.toml"
 LOG = ROOT / "out" / "quickstart.log"
-PROMPT = "def fibonacci(n):\n"
-MAX_TOKENS = 48
+PROMPT = "def main():\n    parser = argparse."
+MAX_TOKENS = 64
+TEMPERATURE, SEED = 0.7, 3  # greedy, a model this small repeats itself
 READY_TIMEOUT_S = 600.0
 REQUEST_TIMEOUT_S = 120.0
 
@@ -40,8 +41,8 @@ def show(ready: Ready) -> None:
     """What runs, one request, where it was computed."""
     for worker in ready.workers:
         print(f"{worker['role']:>8}  pid {worker['pid']:<7} grpc {worker['grpc']}")
-    print(f"ready after {ready.warmup_s:.1f} s; one request ({MAX_TOKENS} tokens, greedy):\n")
-    sampling = common_pb2.SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+    print(f"ready after {ready.warmup_s:.1f} s; one request ({MAX_TOKENS} tokens, temperature {TEMPERATURE:g}, seed {SEED}):\n")
+    sampling = common_pb2.SamplingParams(temperature=TEMPERATURE, seed=SEED, max_tokens=MAX_TOKENS)
     request = generation_pb2.GenerateRequest(text=PROMPT, sampling=sampling)
     began_s = time.monotonic()
     print(PROMPT, end="", flush=True)
@@ -58,7 +59,7 @@ def where(complete: generation_pb2.Complete, ready: Ready) -> str:
     prefill, decode = (names.get(worker, worker.split(" @ ")[0]) for worker in (p.prefill_worker, p.decode_worker))
     if not p.prefill_worker:
         return f"prefilled and decoded on D {decode}: {p.prefilled_tokens} tokens, nothing transferred"
-    pages = f"{p.transferred_pages} pages, " if p.transferred_pages else ""
+    pages = f"{p.transferred_pages} page{'s' if p.transferred_pages > 1 else ''}, " if p.transferred_pages else ""
     return f"prefilled on P {prefill}: {p.transferred_tokens} tokens, {pages}{p.transferred_bytes / 1e6:.1f} MB -> D {decode}"
 
 

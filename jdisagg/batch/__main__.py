@@ -21,6 +21,7 @@ from jdisagg.batch.journal import Journal
 from jdisagg.batch.runner import check_unpublished, run_batch
 from jdisagg.batch.sender import Sender, served_model
 from jdisagg.core.errors import ConfigError, JdisaggError
+from jdisagg.core.logs import setup_logs
 from jdisagg.core.settings import API_KEY_VARIABLE, load_config
 from jdisagg.serve.environment import prepare_jax
 
@@ -73,5 +74,15 @@ def _open_client(command: Command) -> AbstractAsyncContextManager[httpx.AsyncCli
     return importlib.import_module(_LOCAL_MODULE).open_local(config, timeout)
 
 
+def _process() -> int:
+    """`main` with logs on stderr: loading and compiling a model takes a while, and says so."""
+    try:
+        setup_logs("batch")
+    except ConfigError as error:
+        print(f"jdisagg.batch: {error.message}", file=sys.stderr)
+        return EXIT_BAD_COMMAND
+    return main(sys.argv[1:])
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(_process())

@@ -14,6 +14,12 @@ from jdisagg.core.errors import ConfigError
 DESCRIPTION = """Run a file of requests offline. Kill it at any moment and start it again with the same command: it goes on
 where it was, and the output is the one an undisturbed run would have written. Flags that are not listed here are
 those of `python -m jdisagg.serve` and configure the engine of this process (--model, --max-num-seqs, ..)."""
+EPILOG = """input lines, in any mixture; each may carry the parameters of the HTTP API:
+  {"prompt": "def ", "max_tokens": 8}
+  {"token_ids": [1, 2, 3], "temperature": 0}
+  {"messages": [{"role": "user", "content": "Hello"}]}
+  {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def ", "max_tokens": 8}}
+A request that fails becomes an output line with its error; the others go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +42,13 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_command(argv: Sequence[str]) -> Command:
     """Raises ConfigError; exits only for `--help`."""
-    parser = _Parser(prog="python -m jdisagg.batch", allow_abbrev=False, description=DESCRIPTION)
+    parser = _Parser(
+        prog="python -m jdisagg.batch",
+        allow_abbrev=False,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--input", type=Path, required=True, metavar="FILE.jsonl", help="requests, one JSON object per line")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl", help="answers, in the order of the input")
     parser.add_argument(

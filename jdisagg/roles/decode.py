@@ -211,7 +211,7 @@ class DecodeRole:
 
     def _count_recovery(self, action: act.Recovered) -> None:
         self._metrics.recoveries.labels(rung=action.rung).inc()
-        where = f", prefill peer {action.peer}" if action.peer else ""
+        where = f", prefill peer {action.peer}" if action.peer and action.peer not in action.cause else ""
         log.warning(
             "request %s: recovering by %s; stage %s%s: %s", action.request_id, action.rung, action.stage, where, action.cause
         )

@@ -269,7 +269,7 @@ class FleetEngine:
                 flight.events.put_nowait(output)
 
     def _on_lost(self, entry: Entry, reason: str) -> None:
-        error = HandoffLost(f"worker {entry.member.address} ({entry.member.worker}) was lost: {reason}")
+        error = HandoffLost(f"worker {entry.member.worker} was lost: {reason}")
         death = reason != CLOSED and not entry.member.draining
         for flight in self._flights.values():
             if flight.entry is entry:

@@ -56,7 +56,10 @@ class Workers:
 
     def register(self, member: Member) -> None:
         """A worker is there, or there again."""
+        known = any(entry.key == (member.address, member.epoch) for entry in self.fleet.entries())
         old = self.fleet.register(member, monotonic())
+        if not known and not member.decodes:
+            log.info("%s worker %s has registered", member.role.value, member.worker)
         if old is not None:
             self._lose(old, "another process took its address")
         self._connect_missing()
