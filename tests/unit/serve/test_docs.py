@@ -22,6 +22,7 @@ OTHER_PROGRAMS = {
     "--server",
     "--disagg",
     "--accelerator",
+    "--task",
 }
 
 
