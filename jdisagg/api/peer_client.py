@@ -47,6 +47,7 @@ class GrpcPeerClient:
         self._config = config
         self._credentials = credentials
         self._links: dict[str, PeerLink] = {}
+        self._retiring: set[PeerLink] = set()  # given up for new streams, closed with their last one
         self._streams: dict[HandoffId, PeerStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failures: dict[str, str] = {}  # peer -> why it cannot be used; "" = it can
@@ -94,7 +95,9 @@ class GrpcPeerClient:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        links, self._links = list(self._links.values()), {}
+        links = [*self._links.values(), *self._retiring]
+        self._links = {}
+        self._retiring = set()
         await asyncio.gather(*(link.close() for link in links))
 
     def _cross(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -155,7 +158,8 @@ class GrpcPeerClient:
             self._failures[stream.peer] = ""
             if stream.closed:
                 break
-            ended = await stream.run(link, epoch, lambda message: self._deliver(handoff, stream, message))
+            with link.in_use():
+                ended = await stream.run(link, epoch, lambda message: self._deliver(handoff, stream, message))
             if ended.reason in ("dead", "heartbeat"):
                 self._failed(link, ended.error.message if ended.error else ended.reason)
             if stream.answered or ended.reason not in ("dead", "epoch"):
@@ -172,11 +176,16 @@ class GrpcPeerClient:
         return link
 
     def _failed(self, link: PeerLink, why: str) -> None:
-        """Forget the connection: the next stream makes a new one. Streams still on it end by themselves."""
+        """Forget the connection: the next stream makes a new one. Streams still on it live or die by their own heartbeats."""
         if self._links.get(link.peer) is link:
             del self._links[link.peer]
             self._failures[link.peer] = why
-            self._start(link.close())
+            self._retiring.add(link)
+            self._start(self._retire(link))
+
+    async def _retire(self, link: PeerLink) -> None:
+        await link.retire()
+        self._retiring.discard(link)
 
     async def _probe_forever(self, peer: str) -> None:
         while True:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc
 import grpc.aio
@@ -34,6 +36,31 @@ class PeerLink:
         self._channel = open_channel(peer, credentials)
         self._stub = peer_pb2_grpc.PeerServiceStub(self._channel)
         self._hello: asyncio.Task[Identity] | None = None
+        self._num_streams = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """A stream lives on the channel: `retire` waits for it."""
+        self._num_streams += 1
+        self._unused.clear()
+        try:
+            yield
+        finally:
+            self._num_streams -= 1
+            if self._num_streams == 0:
+                self._unused.set()
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that live on the channel; their heartbeats tell whether the peer is there."""
+        return self._num_streams
+
+    async def retire(self) -> None:
+        """Close once the last stream has ended: closing a channel ends every stream on it."""
+        await self._unused.wait()
+        await self.close()
 
     async def hello(self) -> Identity:
         """The peer's identity; asks once and shares the answer. Raises HelloFailed within about a second."""

@@ -124,6 +124,31 @@ def test_prefill_closing_the_stream_ends_it_once_on_both_sides():
     run_quiet(body())
 
 
+def test_a_failed_question_never_ends_the_streams_beside_it(monkeypatch):
+    """A slow P misses a probe, or one of its streams dies: the other hand-offs on the connection go on."""
+
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.open(address, H1, opening())
+        await until(p.opened)
+
+        p.service._identity = dataclasses.replace(p.service._identity, fingerprint="refuses every Hello from now on")
+        monkeypatch.setattr("jdisagg.api.peer_client.PROBE_INTERVAL_S", 0.05)
+        d.client.watch((address,))
+        await asyncio.sleep(0.6)
+        assert d.ends(H1) == []
+        assert not d.client.usable(address)
+        p.opened()[0].reply.send(Accepted(cached_tokens=3))
+        await until(lambda: d.messages(H1) == [Accepted(cached_tokens=3)])
+        d.client.close(H1)
+        await until(lambda: p.ends() == ["closed"])
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
 @pytest.mark.covers("X22")
 def test_death_of_prefill_ends_every_stream_once_within_a_second():
     async def body() -> None:
