@@ -84,7 +84,7 @@ def bind(server: grpc.aio.Server, host: str = "127.0.0.1", port: int = 0, creden
     if bound == 0:
         raise ConfigError(
             f"--grpc-port: cannot listen on {wanted}: in use, or not an address of this machine; "
-            "choose another port, or 0 for a free one",
+            "choose another port, 0 for a free one, or another --host",
             field="grpc_port",
         )
     return join_address(host, bound)

@@ -193,6 +193,10 @@ def _check_together(values: Values) -> None:
     can_prefill = config.transfer.prefill or config.server.router or config.transfer.local_prefill is not LocalPrefill.NEVER
     if config.role == "decode" and not can_prefill:
         fail("--local-prefill", "never", "a way to prefill: give --prefill or --router, or allow local prefill")
+    if config.role == "local" and not config.local.num_prefill and config.transfer.local_prefill is LocalPrefill.NEVER:
+        fail("--num-prefill", 0, "at least 1 with --local-prefill never: nobody could compute a prompt")
+    if config.scheduler.schedule_log and not os.access(Path(config.scheduler.schedule_log).parent, os.W_OK):
+        fail("--schedule-log", config.scheduler.schedule_log, "a file in a directory that exists and is writable")
 
 
 def _unknown_flag(text: str) -> NoReturn:

@@ -96,8 +96,8 @@ def build_core(config: Config, role: Role, devices: Sequence[Any], *, tp: int, m
     loaded_s = monotonic()
     runner = make_runner(loaded, mesh, config, role)
     log.info(
-        "%s: weights of %s in %.1f s; %d KV pages of %d tokens; compiling",
-        *(role.value, config.model.model, loaded_s - started_s, runner.num_pages - 1, runner.page_size),
+        "%s: weights of %s in %.1f s; %d KV pages of %d tokens, %d tokens per request at most; compiling",
+        *(role.value, config.model.model, loaded_s - started_s, runner.num_pages - 1, runner.page_size, runner.max_model_len),
     )
     warmed = warm_up(runner, role)
     log.info("%s: %d executables compiled and run in %.1f s", role.value, len(warmed), monotonic() - loaded_s)

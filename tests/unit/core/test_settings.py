@@ -118,6 +118,8 @@ def test_a_pool_size_flag_replaces_another_pool_size_of_the_file(write) -> None:
         (["--max-num-batched-tokens", "4"], "--max-num-batched-tokens: got 4, wanted at least --max-num-seqs = 16"),
         (["--dead-after-s", "0.3"], "--dead-after-s: got 0.3, wanted at least twice --heartbeat-s = 0.25"),
         (["--role", "decode", "--local-prefill", "never"], "wanted a way to prefill: give --prefill or --router"),
+        (["--num-prefill", "0", "--local-prefill", "never"], "--num-prefill: got 0, wanted at least 1 with --local-prefill"),
+        (["--schedule-log", "no/such/log"], "--schedule-log: got 'no/such/log', wanted a file in a directory that exists"),
         (["--config", "no/such.toml"], "--config: cannot read 'no/such.toml': No such file or directory"),
     ],
 )
