@@ -47,6 +47,7 @@ class GrpcPeerClient:
         self._config = config
         self._credentials = credentials
         self._links: dict[str, PeerLink] = {}
+        self._watched: set[str] = set()
         self._retiring: set[PeerLink] = set()  # given up for new streams, closed with their last one
         self._streams: dict[HandoffId, PeerStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -69,8 +70,13 @@ class GrpcPeerClient:
 
     def watch(self, peers: tuple[str, ...]) -> None:
         """Keep asking these peers whether they are there, so that `usable` is true before the first request."""
+        self._watched |= set(peers)
         for peer in peers:
             self._cross(self._start, self._probe_forever(peer))
+
+    def is_down(self, peer: str) -> bool:
+        """Whether a watched peer did not answer last time. Others are found out by asking."""
+        return peer in self._watched and self._failures.get(peer, "") != ""
 
     def usable(self, peer: str) -> bool:
         """Whether the last thing heard of the peer was good. False for a peer never spoken to."""
@@ -155,7 +161,7 @@ class GrpcPeerClient:
             except HelloFailed as error:
                 self._failed(link, error.error.message)
                 return StreamEnded(reason=error.reason, error=error.error)
-            self._failures[stream.peer] = ""
+            self._answered(stream.peer)
             if stream.closed:
                 break
             with link.in_use():
@@ -179,9 +185,16 @@ class GrpcPeerClient:
         """Forget the connection: the next stream makes a new one. Streams still on it live or die by their own heartbeats."""
         if self._links.get(link.peer) is link:
             del self._links[link.peer]
+            if not self._failures.get(link.peer):
+                log.warning("prefill peer %s is down: %s", link.peer, why)
             self._failures[link.peer] = why
             self._retiring.add(link)
             self._start(self._retire(link))
+
+    def _answered(self, peer: str) -> None:
+        if self._failures.get(peer):
+            log.info("prefill peer %s answers again", peer)
+        self._failures[peer] = ""
 
     async def _retire(self, link: PeerLink) -> None:
         await link.retire()
@@ -192,7 +205,7 @@ class GrpcPeerClient:
             link = self._link(peer)
             try:
                 await link.refresh()
-                self._failures[peer] = ""
+                self._answered(peer)
             except HelloFailed as error:
                 self._failed(link, error.error.message)
             await asyncio.sleep(PROBE_INTERVAL_S)

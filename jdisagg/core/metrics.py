@@ -36,6 +36,7 @@ class Metrics:
         self.kv_pages_free = self._gauge("kv_pages_free", "KV pages nobody references (reusable prefix pages included).")
         self.kv_pages_used = self._gauge("kv_pages_used", "KV pages referenced by at least one request.")
         self.published_bytes = self._gauge("published_bytes", "Bytes of KV pieces held for fetching peers.")
+        self.peers = self._gauge("peers", "Prefill workers that a decode worker has spoken to.", "state")
         self.leases = self._gauge("leases", "Published hand-offs whose lease is live.")
         self.workers = self._gauge("workers", "Workers this router knows (decode and unified: connected ones).", "role")
         self.build_info = self._gauge("build_info", "Constant 1; the labels name the build.", "role", "model", "python")

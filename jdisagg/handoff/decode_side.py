@@ -57,7 +57,7 @@ class DecodeSide:
         record = Inbound(request, held_tokens, Ladder(peers))
         self._live[request_id] = record
         peer = record.ladder.next_peer()
-        return self._open(record, peer, now_s) if peer else self._last_rungs(record, "", "no prefill worker is known")
+        return self._open(record, peer, now_s) if peer else self._last_rungs(record, "", "no prefill worker is known to answer")
 
     def on_reserved(self, request_id: str, now_s: float) -> list[DecodeAction]:
         """The request has pages for all its tokens."""

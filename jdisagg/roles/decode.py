@@ -85,7 +85,10 @@ class DecodeRole:
         return policy is LocalPrefill.BELOW_TOKENS and short
 
     def _peer_list(self, request: EngineRequest) -> tuple[str, ...]:
-        return request.prefill_peers or self._static_peers()
+        peers = request.prefill_peers or self._static_peers()
+        answering = tuple(peer for peer in peers if not self._peers.is_down(peer))
+        never = self._config.local_prefill is LocalPrefill.NEVER
+        return answering or (peers if never else ())  # with nothing to fall back on, asking is better than failing
 
     def _start(self, request: EngineRequest, now_s: float) -> None:
         held_tokens = self._scheduler.held_tokens(request.request_id)
@@ -127,6 +130,9 @@ class DecodeRole:
 
     def before_step(self, now_s: float) -> list[Output]:
         """Deadlines and stalls of hand-offs."""
+        down = [bool(why) for why in self._peers.failures().values()]
+        self._metrics.peers.labels(state="down").set(sum(down))
+        self._metrics.peers.labels(state="usable").set(len(down) - sum(down))
         return self._execute(self._handoffs.tick(now_s), now_s)
 
     def after_step(self, plan: Plan | None, outputs: list[Output], now_s: float) -> list[Output]:
@@ -211,6 +217,8 @@ class DecodeRole:
 
     def _count_recovery(self, action: act.Recovered) -> None:
         self._metrics.recoveries.labels(rung=action.rung).inc()
+        if not action.peer:  # no stream was opened; that the peers are down is logged once, where it is found out
+            return
         where = f", prefill peer {action.peer}" if action.peer and action.peer not in action.cause else ""
         log.warning(
             "request %s: recovering by %s; stage %s%s: %s", action.request_id, action.rung, action.stage, where, action.cause
@@ -225,4 +233,4 @@ class DecodeRole:
 
     def snapshot(self) -> dict[str, Any]:
         """Hand-offs of this worker."""
-        return self._handoffs.snapshot()
+        return self._handoffs.snapshot() | {"peers": self._peers.failures()}

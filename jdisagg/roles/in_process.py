@@ -43,3 +43,11 @@ class InProcessPeers:
     def close(self, handoff: HandoffId) -> None:
         """Tell P that the stream ended."""
         self._prefill_inbox.post(PeerMessage(handoff, StreamEnded(reason="closed")))
+
+    def is_down(self, peer: str) -> bool:
+        """It lives and dies with this process."""
+        return False
+
+    def failures(self) -> dict[str, str]:
+        """Never any."""
+        return {self.ADDRESS: ""}

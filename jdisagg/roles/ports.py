@@ -49,5 +49,13 @@ class PeerClient(Protocol):
         """End the stream; idempotent. No StreamEnded follows."""
         ...
 
+    def is_down(self, peer: str) -> bool:
+        """The peer is asked again and again by itself, and did not answer last time: no request need find that out."""
+        ...
+
+    def failures(self) -> dict[str, str]:
+        """Peers spoken to, and why each cannot be used; "" = it can."""
+        ...
+
 
 OutputSink = Callable[[list[Output]], None]  # called once per tick by the engine thread; must not block

@@ -111,6 +111,22 @@ def test_without_any_working_peer_the_prompt_is_computed_here() -> None:
     assert provenance.recoveries == ("other_prefill", "local_prefill")
 
 
+def test_peers_known_to_be_down_are_not_asked() -> None:
+    world = World(local_prefill=True)
+    world.wire.down = {"p0", "p1"}
+    world.submit(request("a", PROMPT, 6))
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+    assert world.wire.num_opened == 0
+    assert world.decode.metrics.peers.labels(state="down")._value.get() == 2
+    world.wire.down = {"p0"}
+    world.submit(request("b", (*PROMPT, 4), 6))
+    world.settle()
+    provenance = world.outputs["b"][-1].provenance
+    assert provenance is not None
+    assert (provenance.prefill_worker, provenance.recoveries) == ("p0", ())  # the fake P calls itself p0
+
+
 @pytest.mark.covers("X01", "C10")
 def test_request_that_no_peer_can_serve_fails_alone() -> None:
     world = World(local_prefill=False)

@@ -144,8 +144,18 @@ class Wire:
         self._decode = decode
         self._serial = 0
         self.open_streams: dict[HandoffId, HandoffId] = {}
+        self.down: set[str] = set()
+        self.num_opened = 0
+
+    def is_down(self, peer: str) -> bool:
+        return peer in self.down
+
+    def failures(self) -> dict[str, str]:
+        return {peer: "down" if peer in self.down else "" for peer in PEERS}
 
     def open(self, peer: str, handoff: HandoffId, message: Open) -> None:
+        assert peer not in self.down
+        self.num_opened += 1
         self._serial += 1
         theirs = HandoffId(handoff.request_id, 1000 + self._serial)
         self.open_streams[handoff] = theirs

@@ -149,6 +149,26 @@ def test_a_failed_question_never_ends_the_streams_beside_it(monkeypatch):
     run_quiet(body())
 
 
+def test_watched_peers_are_known_to_be_down_until_they_answer(monkeypatch):
+    async def body() -> None:
+        monkeypatch.setattr("jdisagg.api.peer_client.PROBE_INTERVAL_S", 0.05)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        address = f"127.0.0.1:{port}"
+        p, d = Prefill(identity()), Decode()
+        assert not d.client.is_down(address)  # never asked
+        d.client.watch((address,))
+        await until(lambda: d.client.is_down(address))
+        await p.start(port)
+        await until(lambda: not d.client.is_down(address))
+        assert d.client.usable(address)
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
 @pytest.mark.covers("X22")
 def test_death_of_prefill_ends_every_stream_once_within_a_second():
     async def body() -> None:
