@@ -16,6 +16,13 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 _REQUEST_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
 _HOST_BUCKETS_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
+# fed by a process without an engine, too; the others would be 0 there for ever
+_WITHOUT_ENGINE = frozenset(
+    """
+    workers build_info time_to_first_token_seconds inter_token_latency_seconds request_decode_seconds generated_tokens
+    requests_finished recoveries
+    """.split()
+)
 
 
 class Metrics:
@@ -24,9 +31,11 @@ class Metrics:
     More attributes than a class should have, on purpose: a flat list is what a reader of `/metrics` looks for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, engine: bool = True) -> None:
+        """`engine` False: expose only what a router feeds; a 0 that nobody measured would read as "no page is free"."""
         disable_created_metrics()  # a switch of the library, not of a registry: it would double the number of series
         self.registry = CollectorRegistry(auto_describe=True)
+        self._engine = engine
         self._define_state()
         self._define_latencies()
         self._define_counters()
@@ -83,10 +92,13 @@ class Metrics:
         return generate_latest(self.registry).decode("utf-8")
 
     def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
-        return Gauge(f"jdisagg_{name}", help_text, labels, registry=self.registry)
+        return Gauge(f"jdisagg_{name}", help_text, labels, registry=self._registry_of(name))
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        return Counter(f"jdisagg_{name}_total", help_text, labels, registry=self.registry)
+        return Counter(f"jdisagg_{name}_total", help_text, labels, registry=self._registry_of(name))
 
     def _histogram(self, name: str, help_text: str, buckets_s: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"jdisagg_{name}", help_text, labels, registry=self.registry, buckets=buckets_s)
+        return Histogram(f"jdisagg_{name}", help_text, labels, registry=self._registry_of(name), buckets=buckets_s)
+
+    def _registry_of(self, name: str) -> CollectorRegistry | None:
+        return self.registry if self._engine or name in _WITHOUT_ENGINE else None

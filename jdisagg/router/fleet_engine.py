@@ -32,6 +32,7 @@ from jdisagg.core.errors import (
 )
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role
+from jdisagg.roles.timeline import Timeline
 from jdisagg.router.fleet import Entry
 from jdisagg.router.flight import Flight, Lost
 from jdisagg.router.quarantine import Quarantine, ReplayBudget, ReplayConfig
@@ -99,14 +100,14 @@ class FleetEngine:
         self._quarantine.check(request, monotonic())
         if request.request_id in self._flights:
             raise InvalidRequest(f"request_id {request.request_id} is in use; ids must be unique among live requests")
-        flight = Flight(request)
+        flight, timeline = Flight(request), Timeline(self._metrics, monotonic())
         self._flights[request.request_id] = flight
         try:
             await self._place(flight)  # raises: not admitted at all
             while not flight.finished:
                 output = await self._next(flight)
                 if output is not None:
-                    self._observe(output)
+                    _observe(timeline, output)
                     yield output
         finally:
             del self._flights[request.request_id]
@@ -255,11 +256,6 @@ class FleetEngine:
             flight.prefill.pending -= 1
             flight.prefill = None
 
-    def _observe(self, output: Output) -> None:
-        if output.finish is not None:
-            self._metrics.requests_finished.labels(reason=output.finish.value).inc()
-        self._metrics.generated_tokens.inc(len(output.token_ids))
-
     # --- what the workers bring
 
     def _on_outputs(self, outputs: list[Output]) -> None:
@@ -274,3 +270,11 @@ class FleetEngine:
         for flight in self._flights.values():
             if flight.entry is entry:
                 flight.events.put_nowait(Lost(error, death=death))
+
+
+def _observe(timeline: Timeline, output: Output) -> None:
+    """Mark what the client gets now; a gap that a replay fills is one gap, as the client feels it."""
+    now_s = monotonic()
+    timeline.produced(len(output.token_ids), now_s)
+    if output.finish is not None:
+        timeline.finished(output, now_s)

@@ -47,7 +47,7 @@ async def serve(config: Config, process: Process) -> int:
     address = bind(server, config.server.host, config.server.grpc_port)
     listener = listen(config.server.host, config.server.port)
     model = config.model.served_model_name or config.model.model
-    metrics = Metrics()
+    metrics = Metrics(engine=False)
     metrics.set_build(role="router", model=model)
     engine = FleetEngine(config=config.transfer, step_timeout_s=config.device.step_timeout_s, metrics=metrics)
     edge = make_edge(engine, read_text_model(resolve_model(config.model.model)), config.server)

@@ -61,3 +61,12 @@ def test_two_instances_do_not_share_state() -> None:
     first.preemptions.inc()
     assert "jdisagg_preemptions_total 1.0" in first.text()
     assert "jdisagg_preemptions_total 0.0" in second.text()
+
+
+def test_a_process_without_an_engine_exposes_no_series_of_one() -> None:
+    router = Metrics(engine=False)
+    router.set_build(role="router", model="demo")
+    router.kv_pages_free.set(3)  # goes nowhere
+    names = {family.name for family in text_string_to_metric_families(router.text())}
+    assert {"jdisagg_time_to_first_token_seconds", "jdisagg_inter_token_latency_seconds", "jdisagg_build_info"} <= names
+    assert not [name for name in names if re.search("kv_|queue|prefill|transfer|step|compiles|lease", name)]

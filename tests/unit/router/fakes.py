@@ -137,7 +137,7 @@ class Router:
     """FleetEngine behind a FleetService, on a real port."""
 
     def __init__(self, replay: ReplayConfig | None = None, config: TransferConfig = FAST, step_timeout_s: float = 0.4) -> None:
-        self.metrics = Metrics()
+        self.metrics = Metrics(engine=False)
         self.engine = FleetEngine(config=config, step_timeout_s=step_timeout_s, metrics=self.metrics, replay=replay)
         self._config = config
 

@@ -103,6 +103,10 @@ def test_a_stream_goes_on_exactly_when_its_worker_dies_or_stalls(kill):
         assert provenance is not None
         assert provenance.recoveries == ("replay", "refetch")
         assert router.replays() == 1
+        text = router.metrics.text().splitlines()
+        assert "jdisagg_time_to_first_token_seconds_count 1.0" in text
+        assert "jdisagg_inter_token_latency_seconds_count 39.0" in text  # the gap of the replay included
+        assert 'jdisagg_requests_finished_total{reason="length"} 1.0' in text
         if kill == "freeze":
             await until(lambda: not victim.engine.live)  # its late outputs were dropped, its request cancelled
             victim.engine.frozen = False
