@@ -114,11 +114,14 @@ def run_export(args: argparse.Namespace) -> None:
     tokenizer = Tokenizer.from_file(str(args.work_dir / "tokenizer.json"))
     state = last_state(args.work_dir, shape, seed=0)
     shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), state.params)
-    scores = held_out_scores(shipped, shape, tokenizer, load_corpus().held_out[: args.held_out_files])
+    modules = load_corpus().held_out[: args.held_out_files]
+    scores = held_out_scores(shipped, shape, tokenizer, modules)
+    prose = [module for module in modules if not module.path.startswith("encodings/")]
+    prose_scores = held_out_scores(shipped, shape, tokenizer, prose)
     task = held_out_scores(shipped, shape, tokenizer, task_texts(TASK_TEXTS))
     export_tokenizer(args.output, tokenizer, shape)
     export_weights(args.output, state.params, shape)
-    write_card(args.output / "README.md", state, shape, scores, task)
+    write_card(args.output / "README.md", state, shape, scores=scores, prose=prose_scores, task=task)
     log(f"step {state.step}: {scores.bits_per_byte:.4f} bits per byte, gzip {scores.gzip:.4f}, xz {scores.xz:.4f}")
 
 

@@ -35,19 +35,22 @@ tested and shown without a download; it is no useful assistant.
 Bits per byte, {scores.files} files, {scores.num_bytes} bytes, {scores.num_tokens} tokens. Context and compressors start
 afresh at every file; windows of {window} tokens advance by {stride}. Weights as shipped (bfloat16), arithmetic in float32.
 
-| model | bits per byte |
-| --- | --- |
-| this model | {scores.bits_per_byte:.4f} |
-| xz -9 | {scores.xz:.4f} |
-| gzip -9 | {scores.gzip:.4f} |
+The tables of `encodings` much resemble one another, so the modules outside it stand in a column of their own
+({prose.files} files, {prose.num_bytes} bytes).
+
+| model | bits per byte | without `encodings` |
+| --- | --- | --- |
+| this model | {scores.bits_per_byte:.4f} | {prose.bits_per_byte:.4f} |
+| xz -9 | {scores.xz:.4f} | {prose.xz:.4f} |
+| gzip -9 | {scores.gzip:.4f} | {prose.gzip:.4f} |
 
 Loss: {loss:.4f} nats per held-out token. The excerpts of held-out modules in `configs/eval/perplexity.jsonl`, whose short
 contexts make them harder: {task.bits_per_byte:.4f} bits per byte (xz {task.xz:.4f}).
 """
 
 
-def write_card(path: Path, state: TrainState, shape: Shape, scores: Scores, task: Scores) -> None:
-    """Write README.md from what was measured."""
+def write_card(path: Path, state: TrainState, shape: Shape, *, scores: Scores, prose: Scores, task: Scores) -> None:
+    """Write README.md from what was measured: all held-out modules, those outside `encodings`, the task's excerpts."""
     text = CARD.format(
         parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)) / 1e6,
         shape=shape,
@@ -57,6 +60,7 @@ def write_card(path: Path, state: TrainState, shape: Shape, scores: Scores, task
         minutes=state.elapsed_s / 60,
         backend={"cpu": "two CPU cores"}.get(jax.default_backend(), jax.default_backend()),
         scores=scores,
+        prose=prose,
         task=task,
         window=WINDOW,
         stride=STRIDE,
