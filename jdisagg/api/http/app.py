@@ -35,7 +35,9 @@ def make_app(edge: Edge | None, engine: Observable, metrics_text: Callable[[], s
         Route("/metrics", operations.metrics),
         Route("/debug/state", operations.debug_state),
     ]
-    if edge is not None:
+    if edge is None:
+        routes += [Route(path, _ask_elsewhere, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]
+    else:
         routes += _completion_routes(edge)
     guard = [Middleware(_ApiKeyGuard, api_key=api_key)] if api_key else []
     handlers = {JdisaggError: _on_error, HTTPException: _on_http_error, Exception: _on_bug}
@@ -75,6 +77,10 @@ class _ApiKeyGuard:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+async def _ask_elsewhere(request: Request) -> Response:
+    return plain_error(404, "this is a prefill worker; ask a decode worker or the router")
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

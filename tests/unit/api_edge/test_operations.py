@@ -82,6 +82,18 @@ def test_a_role_without_completions_serves_operations_only(tokenizer: Tokenizer)
     run(check())
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_completions_asked_of_a_prefill_worker_name_whom_to_ask(tokenizer: Tokenizer, path: str) -> None:
+    async def check() -> None:
+        transport = httpx.ASGITransport(make_app(None, FakeEngine(tokenizer, "fox"), lambda: ""))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            answer = await http.post(path, json={"prompt": "x"})
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"] == "this is a prefill worker; ask a decode worker or the router"
+
+    run(check())
+
+
 def test_debug_state_is_for_this_machine_only(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         app = make_app(None, FakeEngine(tokenizer, "fox"), lambda: "")
