@@ -1,6 +1,7 @@
 """`python -m jdisagg.batch --input in.jsonl --output out.jsonl [--model MODEL [serve flags] [--disagg] | --server URL]`.
 
-Exit status: 0 done, 1 stopped early (the same command goes on from there), 2 a command that cannot be run.
+Exit status: 0 done (failed requests are counted on stderr, they do not change it), 1 stopped early (the same command goes on
+from there), 2 a command that cannot be run.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tqdm import tqdm
 
 from jdisagg.batch.command import Command, parse_command
 from jdisagg.batch.journal import Journal
+from jdisagg.batch.results import count_lines
 from jdisagg.batch.runner import check_unpublished, run_batch
 from jdisagg.batch.sender import Sender, served_model
 from jdisagg.core.errors import ConfigError, JdisaggError
@@ -35,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
         command = parse_command(argv)
         if check_unpublished(command.batch):
             asyncio.run(_run(command))
+        print(f"jdisagg.batch: {count_lines(command.batch.output)}", file=sys.stderr)
         return EXIT_DONE
     except ConfigError as error:
         print(f"jdisagg.batch: {error.message}", file=sys.stderr)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from jdisagg.batch.lines import BadLine, Call
@@ -24,3 +26,15 @@ def error_line(bad: BadLine) -> dict[str, Any]:
     """The line of an input line that is no request."""
     error = {"code": "invalid_line", "message": bad.message, "line": bad.number}
     return {"id": f"batch_req_{bad.number}", "custom_id": bad.custom_id, "response": None, "error": error}
+
+
+def count_lines(output: Path) -> str:
+    """The words "N ok, M failed" about a finished output: ok is an answer with HTTP status 200."""
+    ok = failed = 0
+    with output.open("rb") as file:
+        for raw in file:
+            response = json.loads(raw)["response"]
+            succeeded = response is not None and response["status_code"] == 200
+            ok += succeeded
+            failed += not succeeded
+    return f"{ok} ok, {failed} failed"

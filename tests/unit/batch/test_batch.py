@@ -39,10 +39,13 @@ def arguments(source: Path, output: Path, url: str, *more: str) -> list[str]:
     return ["--input", str(source), "--output", str(output), "--server", url, "--quiet", *more]
 
 
-def test_answers_come_in_input_order_with_bad_lines_marked(tmp_path: Path) -> None:
+def test_answers_come_in_input_order_with_bad_lines_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, output = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
     with serving() as server:
         assert main(arguments(source, output, server.url, "--seed", "1000")) == 0
+        assert capsys.readouterr().err.splitlines()[-1] == "jdisagg.batch: 4 ok, 5 failed"
+        assert main(arguments(source, output, server.url, "--seed", "1000")) == 0  # done already
+        assert capsys.readouterr().err.splitlines()[-1] == "jdisagg.batch: 4 ok, 5 failed"
     answers = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert [answer["id"] for answer in answers] == [f"batch_req_{number}" for number in (1, 2, 4, 5, 6, 7, 8, 9, 10)]
     assert [answer["custom_id"] for answer in answers] == ["a", "line-2", "line-4", None, None, "g", "h", "i", "line-10"]
