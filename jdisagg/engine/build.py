@@ -15,7 +15,7 @@ from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.ops import choose_ops
 from jdisagg.engine.runner import ModelRunner, RunnerShape
 from jdisagg.kv.layout import KVLayout, choose_layout
-from jdisagg.kv.pool import num_pages_for_bytes
+from jdisagg.kv.pool import MIN_PAGES, num_pages_for_bytes
 from jdisagg.models.load import LoadedModel
 
 CPU_CACHE_BYTES = 2**30
@@ -75,11 +75,25 @@ def _num_pages(loaded: LoadedModel, layout: KVLayout, mesh: Mesh, config: Config
     if cache.num_pages is not None:
         return cache.num_pages
     if cache.kv_cache_bytes is not None:
-        return num_pages_for_bytes((layout,), cache.kv_cache_bytes)
+        return _fitting_pages(layout, cache.kv_cache_bytes, "--kv-cache-bytes", f"got {cache.kv_cache_bytes}")
     useful = 2 * config.scheduler.max_num_seqs * -(-longest // layout.page_size) + 1  # every slot full, as much again cached
     if mesh.devices.flat[0].platform == "cpu":
-        return min(useful, num_pages_for_bytes((layout,), CPU_CACHE_BYTES))
-    return num_pages_for_bytes((layout,), _free_bytes(loaded, mesh, cache, config))
+        return min(useful, _fitting_pages(layout, CPU_CACHE_BYTES, "--kv-cache-bytes", f"default {CPU_CACHE_BYTES}"))
+    free = _free_bytes(loaded, mesh, cache, config)
+    share = cache.device_memory_utilization
+    return _fitting_pages(layout, free, "--device-memory-utilization", f"{share} leaves {free} bytes for KV")
+
+
+def _fitting_pages(layout: KVLayout, num_bytes: int, flag: str, got: str) -> int:
+    """Pages in `num_bytes`, which come from `flag`. Raises ConfigError when it is less than a pool needs."""
+    num_pages = num_pages_for_bytes((layout,), num_bytes)
+    if num_pages < MIN_PAGES:
+        raise ConfigError(
+            f"{flag}: {got}, wanted at least {MIN_PAGES * layout.bytes_per_page} bytes: {MIN_PAGES} pages of {layout.page_size} "
+            f"tokens, {layout.bytes_per_page} bytes each (page 0 is never used); raise it or lower --page-size",
+            field=flag.removeprefix("--").replace("-", "_"),
+        )
+    return num_pages
 
 
 def _free_bytes(loaded: LoadedModel, mesh: Mesh, cache: CacheConfig, config: Config) -> int:

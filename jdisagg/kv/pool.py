@@ -14,6 +14,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.kv.layout import KVLayout
 
 NULL_PAGE = 0
+MIN_PAGES = 2  # the null page and one to use
 
 
 class KVPool:
@@ -21,9 +22,9 @@ class KVPool:
 
     def __init__(self, layouts: tuple[KVLayout, ...], mesh: Mesh, num_pages: int) -> None:
         """Allocate `num_pages` zeroed pages per group, the null page included, sharded by head over mesh axis "tp"."""
-        if num_pages < 2:
+        if num_pages < MIN_PAGES:
             raise ConfigError(
-                f"num_pages: got {num_pages}, wanted at least 2 (page 0 is never used); raise --num-pages or --kv-cache-bytes",
+                f"--num-pages: got {num_pages}, wanted at least {MIN_PAGES} (page 0 is never used); raise --num-pages",
                 field="num_pages",
             )
         self.num_pages = num_pages

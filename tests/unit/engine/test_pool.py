@@ -5,11 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jdisagg.core.config import CacheConfig, Config
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.requests import Role
+from jdisagg.engine.build import make_runner
 from jdisagg.kv.layout import KVLayout, choose_layout
 from jdisagg.kv.pool import KVPool, num_pages_for_bytes
 from jdisagg.kv.spec import KVSpec
 from jdisagg.models.sharding import make_mesh
+from tests.unit.engine.support import load
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, features=4, dtype="float32")
 
@@ -55,3 +59,10 @@ def test_sizes_that_cannot_work_name_the_flag():
     one = make_mesh(jax.devices("cpu"), 1)
     with pytest.raises(ConfigError, match="num_pages"):
         KVPool((choose_layout(SPEC, one, 8),), one, 1)
+
+
+def test_too_few_bytes_are_refused_by_the_name_of_their_flag():
+    config = Config(cache=CacheConfig(page_size=4, kv_cache_bytes=10))
+    with pytest.raises(ConfigError, match=r"--kv-cache-bytes: got 10, wanted at least \d+ bytes: 2 pages") as caught:
+        make_runner(*load(), config, Role.UNIFIED)
+    assert caught.value.field == "kv_cache_bytes"
