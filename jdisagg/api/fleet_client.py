@@ -55,8 +55,9 @@ class FleetClient:
             try:
                 await self._serve(router, fleet_pb2_grpc.FleetServiceStub(channel))
             except grpc.aio.AioRpcError as error:
-                if self._registered[router]:
-                    log.warning("router %s is gone: %s: %s", router, error.code().name, error.details())
+                _, draining = self._state()
+                if self._registered[router] and not draining:
+                    log.warning("router %s is gone (%s); trying again until it is back", router, error.code().name)
                 self._registered[router] = False
             finally:
                 await channel.close()

@@ -334,6 +334,23 @@ def test_requests_stay_within_one_fingerprint_and_draining_workers_get_nothing_n
     run_quiet(body())
 
 
+@pytest.mark.parametrize("draining", [False, True])
+def test_a_router_that_goes_is_one_short_line_and_none_while_the_worker_drains(draining, caplog):
+    async def body() -> None:
+        router = await Router().start()
+        (worker,) = await fleet(FakeWorker((router.address,)), router=router)
+        worker.draining = draining
+        caplog.clear()
+        await router.stop()
+        await until(lambda: not worker.registration.registered()[router.address])
+        lines = [record.getMessage() for record in caplog.records if record.name == "jdisagg.api.fleet_client"]
+        gone = f"router {router.address} is gone (UNAVAILABLE); trying again until it is back"
+        assert lines == ([] if draining else [gone])
+        await worker.die()
+
+    run_quiet(body())
+
+
 def test_a_restarted_router_learns_its_fleet_and_its_workers_free_the_old_streams():
     async def body() -> None:
         router = await Router().start()
