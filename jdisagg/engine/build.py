@@ -86,10 +86,10 @@ def _num_pages(loaded: LoadedModel, layout: KVLayout, mesh: Mesh, config: Config
 
 def _fitting_pages(layout: KVLayout, num_bytes: int, flag: str, got: str) -> int:
     """Pages in `num_bytes`, which come from `flag`. Raises ConfigError when it is less than a pool needs."""
-    num_pages = num_pages_for_bytes((layout,), num_bytes)
+    num_pages, needed = num_pages_for_bytes((layout,), num_bytes), MIN_PAGES * layout.bytes_per_page
     if num_pages < MIN_PAGES:
         raise ConfigError(
-            f"{flag}: {got}, wanted at least {MIN_PAGES * layout.bytes_per_page} bytes: {MIN_PAGES} pages of {layout.page_size} "
+            f"{flag}: {got}, wanted at least {needed} bytes: {MIN_PAGES} pages of {layout.page_size} "
             f"tokens, {layout.bytes_per_page} bytes each (page 0 is never used); raise it or lower --page-size",
             field=flag.removeprefix("--").replace("-", "_"),
         )

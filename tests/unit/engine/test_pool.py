@@ -57,7 +57,7 @@ def test_sizes_that_cannot_work_name_the_flag():
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
         choose_layout(SPEC, mesh, 8)
     one = make_mesh(jax.devices("cpu"), 1)
-    with pytest.raises(ConfigError, match="num_pages"):
+    with pytest.raises(ConfigError, match="--num-pages"):
         KVPool((choose_layout(SPEC, one, 8),), one, 1)
 
 
