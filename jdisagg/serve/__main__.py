@@ -15,6 +15,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.logs import setup_logs
 from jdisagg.core.settings import load_config, to_toml
 from jdisagg.serve.environment import die_with_parent, pin_to_cores, prepare_jax
+from jdisagg.serve.preflight import check_worker
 
 EXIT_BAD_CONFIG = 2
 _MODULES = {"router": "jdisagg.serve.router", "local": "jdisagg.serve.local"}
@@ -32,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
         die_with_parent(os.environ)
         pin_to_cores(config.device)
         if config.role not in _MODULES:
+            check_worker(config)
             prepare_jax(config, os.environ)
         return importlib.import_module(_MODULES.get(config.role, _WORKER_MODULE)).run(config)
     except ConfigError as error:

@@ -1,0 +1,41 @@
+"""What can be found wrong before jax is imported: taken ports, a model that is not there. Costs a tenth of a second."""
+
+from __future__ import annotations
+
+from jdisagg.api.http.server import listen
+from jdisagg.core.config import Config
+from jdisagg.core.errors import ConfigError
+from jdisagg.models.resolve import read_config, resolve_model
+
+
+def check_worker(config: Config) -> None:
+    """Raise ConfigError for what a worker would refuse only after importing jax. Ports are bound for good later."""
+    for flag, port in (("--port", config.server.port), ("--grpc-port", config.server.grpc_port)):
+        if port:
+            _check_port(flag, config.server.host, port)
+    if 0 < config.server.port == config.server.grpc_port:
+        raise ConfigError(
+            f"--grpc-port: got {config.server.grpc_port}, which is --port as well; choose another, or 0 for a free one"
+        )
+    read_config(resolve_model(config.model.model))
+    _check_pool(config)
+
+
+def _check_port(flag: str, host: str, port: int) -> None:
+    try:
+        listen(host, port).close()
+    except ConfigError as error:
+        raise ConfigError(error.message.replace("--port", flag, 1), field=flag) from error
+
+
+def _check_pool(config: Config) -> None:
+    cache, wanted = config.cache, config.model.max_model_len
+    if cache.num_pages is None or wanted is None or cache.kv_cache_bytes is not None:
+        return
+    holds = (cache.num_pages - 1) * cache.page_size
+    if 0 < holds < wanted:
+        raise ConfigError(
+            f"--max-model-len: got {wanted}, but a pool of {cache.num_pages} pages of {cache.page_size} tokens holds {holds}; "
+            f"lower it to {holds}, or give --num-pages {-(-wanted // cache.page_size) + 1}",
+            field="max_model_len",
+        )
