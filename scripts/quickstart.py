@@ -19,9 +19,9 @@ from jdisagg.v1 import common_pb2, generation_pb2
 
 CONFIG = ROOT / "configs" / "demo-local.toml"
 LOG = ROOT / "out" / "quickstart.log"
-PROMPT = "def main():\n    parser = argparse."
-MAX_TOKENS = 64
-TEMPERATURE, SEED = 0.7, 3  # greedy, a model this small repeats itself
+PROMPT = 'def read_lines(path, encoding=None):\n    """Return the lines of a file."""\n    with open(path'
+MAX_TOKENS = 80
+TEMPERATURE, SEED = 0.4, 1  # greedy, a model this small repeats itself
 READY_TIMEOUT_S = 600.0
 REQUEST_TIMEOUT_S = 120.0
 
