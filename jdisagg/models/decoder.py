@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdisagg.core.config import LayerLoop
-from jdisagg.models import rope
+from jdisagg.models import rotary
 from jdisagg.models.batch import AttentionOps, TokenBatch
 from jdisagg.models.layers import dot, linear, mlp, rms_norm
 from jdisagg.models.spec import ModelSpec
@@ -29,7 +29,7 @@ def forward(
     """
     with jax.named_scope("embed"):
         x = jnp.take(params["embed_tokens"]["embedding"], batch.token_ids, axis=0)
-    turn = rope.angles(spec.rope, batch.positions)
+    turn = rotary.angles(spec.rope, batch.positions)
     group = kv[0]
     if layer_loop is LayerLoop.SCAN:
         window = spec.attention.windows[0]
@@ -70,7 +70,7 @@ def block(
         v = linear(attn["v_proj"], h).reshape(tokens, a.num_kv_heads, a.head_dim)
         if a.qk_norm:
             q, k = rms_norm(attn["q_norm"], q, spec.norm_eps), rms_norm(attn["k_norm"], k, spec.norm_eps)
-        q, k = rope.rotate(q, *turn), rope.rotate(k, *turn)
+        q, k = rotary.rotate(q, *turn), rotary.rotate(k, *turn)
         kv = ops.write(kv, layer, k, v, batch)
         seen = ops.attend(q, kv, layer, batch, scale=a.head_dim**-0.5, window=window)
         x = x + linear(attn["o_proj"], seen.reshape(tokens, a.num_heads * a.head_dim))

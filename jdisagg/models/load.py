@@ -13,10 +13,11 @@ from jdisagg.core.config import LayerLoop, ModelConfig
 from jdisagg.core.errors import ConfigError
 from jdisagg.models.fingerprint import fingerprint
 from jdisagg.models.init import random_params
+from jdisagg.models.limits import check_model
 from jdisagg.models.orbax_source import has_orbax, load_orbax
 from jdisagg.models.resolve import eos_token_ids, generation_defaults, read_config, resolve_model
-from jdisagg.models.safetensors_source import has_safetensors, load_safetensors
-from jdisagg.models.sharding import check_tensor_parallel
+from jdisagg.models.safetensors_files import has_safetensors
+from jdisagg.models.safetensors_source import load_safetensors
 from jdisagg.models.spec import ModelSpec
 from jdisagg.models.stacking import stack_layers
 
@@ -45,16 +46,9 @@ def load_model(config: ModelConfig, mesh: Mesh, *, seed: int) -> LoadedModel:
     """
     directory = resolve_model(config.model)
     spec = ModelSpec.from_config(read_config(directory))
-    check_tensor_parallel(spec, mesh.shape["tp"])
+    check_model(config, spec, mesh.shape["tp"])
     dtype = _dtype("dtype", config.dtype, "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
     kv_dtype = _dtype("kv_cache_dtype", config.kv_cache_dtype, dtype)
-    if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
-        raise ConfigError(
-            f"--max-model-len is {config.max_model_len}, wanted at most {spec.max_model_len}, the model's own",
-            field="max_model_len",
-        )
-    if config.layer_loop is LayerLoop.SCAN and not spec.uniform_window:
-        raise ConfigError("--layer-loop is scan, wanted unrolled: windows differ between layers", field="layer_loop")
     params = _load(_format(config.load_format, directory), directory, spec, mesh, dtype, seed=seed)
     identity = fingerprint(spec, params, numerics=config.numerics.value)
     scan = config.layer_loop is LayerLoop.SCAN

@@ -1,7 +1,4 @@
-"""Rotary position embedding: frequencies from config.json, rotation in float32 from the position of each token.
-
-RoFormer (arXiv:2104.09864), in the half-split form: feature d turns together with feature d + D/2.
-"""
+"""Rotary position embedding as config.json describes it: frequencies. The rotation itself is in `rotary`. No jax here."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.core.errors import ConfigError
@@ -72,18 +67,6 @@ class RopeSpec:
             blend = np.clip(blend, 0.0, 1.0)
             frequencies = frequencies * (blend + (1.0 - blend) / self.factor)
         return frequencies.astype(np.float32)
-
-
-def angles(rope: RopeSpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine, f32[T, 1, D/2], of the rotation at positions i32[T]."""
-    turned = positions.astype(jnp.float32)[:, None] * jnp.asarray(rope.inverse_frequencies())[None, :]
-    return jnp.cos(turned)[:, None, :], jnp.sin(turned)[:, None, :]
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn the feature pairs of x [T, H, D] in float32; the result has x's dtype."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def _number(values: Mapping[str, Any], key: str, name: str) -> float:

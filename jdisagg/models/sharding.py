@@ -39,17 +39,3 @@ def param_sharding(mesh: Mesh, spec: ModelSpec, declared: Declared) -> NamedShar
     if spec.vocab_size % tp:
         replicated.add("vocab")
     return NamedSharding(mesh, PartitionSpec(*(None if axis in replicated else RULES[axis] for axis in declared.axes)))
-
-
-def check_tensor_parallel(spec: ModelSpec, tp: int) -> None:
-    """Raise ConfigError when this model cannot be cut over `tp` devices."""
-    heads, kv_heads = spec.attention.num_heads, spec.attention.num_kv_heads
-    if heads % tp:
-        wanted = f"a divisor of num_attention_heads = {heads}"
-    elif kv_heads % tp and tp % kv_heads:
-        wanted = f"a divisor or a multiple of num_key_value_heads = {kv_heads}"
-    elif spec.mlp % tp:
-        wanted = f"a divisor of intermediate_size = {spec.mlp}"
-    else:
-        return
-    raise ConfigError(f"--tensor-parallel-size is {tp}, wanted {wanted}", field="tensor_parallel_size")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from jdisagg.api.byte_source import GrpcByteSource
 from jdisagg.api.peer_client import GrpcPeerClient
@@ -20,6 +19,7 @@ from jdisagg.models.load import LoadedModel
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.in_process import InProcessPeers
 from jdisagg.serve.engines import Core, build_core, decode_side, prefill_side, start_engine, unified_side, usable_devices
+from jdisagg.serve.preflight import check_backend
 from jdisagg.transfer.base import Fetcher, Publisher
 from jdisagg.transfer.device_put import DevicePutFetcher, DevicePutPublisher, Exchange
 from jdisagg.transfer.grpc_backend import GrpcFetcher, GrpcPublisher, PieceStore
@@ -101,7 +101,7 @@ def build_deployment(
     config: Config, metrics: Metrics, worker: str, loop: asyncio.AbstractEventLoop, on_crash: OnCrash
 ) -> Deployment:
     """Build the role's engines, running. Raises ConfigError."""
-    _check_backend(config)
+    check_backend(config)
     compiles = CompileCounter()
     if config.role == "colocated":
         return _colocated(config, metrics, worker, compiles, on_crash)
@@ -174,12 +174,3 @@ def _logging_to(config: Config, suffix: str) -> Config:
 def _target(core: Core) -> PieceTarget:
     """What arriving pieces must become for this engine's import executable."""
     return PieceTarget.of(core.kv_spec, core.runner.device.piece_sharding, core.runner.chunk_tokens)
-
-
-def _check_backend(config: Config) -> None:
-    wanted = {"colocated": ("auto", "device_put")}.get(config.role, ("auto", "grpc"))
-    got: Any = config.transfer.kv_transfer_backend
-    if config.role in ("prefill", "decode", "colocated") and got not in wanted:
-        raise ConfigError(
-            f"--kv-transfer-backend: got {got!r}, --role {config.role} has {' and '.join(wanted)}", field="kv_transfer_backend"
-        )

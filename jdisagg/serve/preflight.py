@@ -1,11 +1,18 @@
-"""What can be found wrong before jax is imported: taken ports, a model that is not there. Costs a tenth of a second."""
+"""What can be found wrong before jax is imported: taken ports, a model that is not there or not whole.
+
+Costs a few tenths of a second.
+"""
 
 from __future__ import annotations
 
 from jdisagg.api.http.server import listen
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
+from jdisagg.models.limits import check_model
 from jdisagg.models.resolve import read_config, resolve_model
+from jdisagg.models.safetensors_files import check_layers, has_safetensors
+from jdisagg.models.spec import ModelSpec
+from jdisagg.serve.text_edge import read_text_model
 
 
 def check_worker(config: Config) -> None:
@@ -17,8 +24,27 @@ def check_worker(config: Config) -> None:
         raise ConfigError(
             f"--grpc-port: got {config.server.grpc_port}, which is --port as well; choose another, or 0 for a free one"
         )
-    read_config(resolve_model(config.model.model))
     _check_pool(config)
+    check_backend(config)
+    directory = resolve_model(config.model.model)
+    spec = ModelSpec.from_config(read_config(directory))
+    tps = (config.prefill_tp, config.decode_tp) if config.role == "colocated" else (config.model.tensor_parallel_size,)
+    for tp in tps:
+        check_model(config.model, spec, tp)
+    if config.role != "prefill":
+        read_text_model(directory)
+    if config.model.load_format != "dummy" and has_safetensors(directory):
+        check_layers(directory, spec.num_layers)
+
+
+def check_backend(config: Config) -> None:
+    """Raise ConfigError for a transfer backend that the role does not have."""
+    wanted = {"colocated": ("auto", "device_put")}.get(config.role, ("auto", "grpc"))
+    got = config.transfer.kv_transfer_backend
+    if config.role in ("prefill", "decode", "colocated") and got not in wanted:
+        raise ConfigError(
+            f"--kv-transfer-backend: got {got!r}, --role {config.role} has {' and '.join(wanted)}", field="kv_transfer_backend"
+        )
 
 
 def _check_port(flag: str, host: str, port: int) -> None:

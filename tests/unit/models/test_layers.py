@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jdisagg.models.layers import linear, rms_norm
-from jdisagg.models.rope import RopeSpec, angles, rotate
+from jdisagg.models.rope import RopeSpec
+from jdisagg.models.rotary import angles, rotate
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:

@@ -1,0 +1,75 @@
+"""Which tensors lie in which safetensors file, from headers alone. No jax here: a broken checkpoint is seen at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.models.resolve import read_object
+
+INDEX = "model.safetensors.index.json"
+DERIVED = (".rotary_emb.inv_freq",)  # buffers in old checkpoints that follow from config.json
+_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+def has_safetensors(directory: Path) -> bool:
+    """True when `load_safetensors` has something to read."""
+    return bool((directory / INDEX).is_file() or any(directory.glob("*.safetensors")))
+
+
+def tensor_files(directory: Path) -> dict[str, Path]:
+    """Name -> file of every tensor. Raises ConfigError for an unreadable file and an index that does not hold."""
+    found: dict[str, Path] = {}
+    index = directory / INDEX
+    if index.is_file():
+        weight_map = read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ConfigError(f"{index}: weight_map is {type(weight_map).__name__}, wanted an object", field="model")
+        found = {name: directory / Path(str(file)).name for name, file in weight_map.items()}
+        held = {file: _names(file) for file in sorted(set(found.values()))}
+        for name, file in found.items():
+            if name not in held[file]:
+                raise ConfigError(f"{file}: no tensor {name}, which {index.name} says is there", field="model")
+        return found
+    single = directory / "model.safetensors"
+    for file in [single] if single.is_file() else sorted(directory.glob("*.safetensors")):
+        for name in _names(file):
+            if name in found:
+                raise ConfigError(f"{file}: tensor {name} is in {found[name].name} too; keep one", field="model")
+            found[name] = file
+    return found
+
+
+def check_layers(directory: Path, num_layers: int) -> None:
+    """Raise ConfigError naming a tensor that some layers have and others lack. What all lack is found when loading."""
+    found: dict[str, set[int]] = {}
+    for name in tensor_files(directory):
+        if (match := _OF_LAYER.fullmatch(name)) and not name.endswith(DERIVED):
+            found.setdefault(match[2], set()).add(int(match[1]))
+    missing = []
+    for suffix, layers in sorted(found.items()):
+        missing += [f"model.layers.{layer}.{suffix}" for layer in range(num_layers) if layer not in layers]
+    if missing:
+        raise ConfigError(f"{directory}: {len(missing)} tensors are missing, first {missing[0]}", field="model")
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """The open file; raises ConfigError when it is none."""
+    try:
+        handle = safe_open(file, framework="np")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file}: not readable as safetensors: {error}; copy the file again", field="model") from error
+    with handle:
+        yield handle
+
+
+def _names(file: Path) -> frozenset[str]:
+    with opened(file) as handle:
+        return frozenset(handle.keys())
