@@ -1,0 +1,103 @@
+"""The thread around an engine: what a step that raises or hangs does to the process and to its clients."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from jdisagg.core.errors import Unavailable
+from jdisagg.core.requests import FinishReason, Output, Role
+from jdisagg.roles.compute import ComputeSide
+from jdisagg.roles.engine_thread import EngineThread
+from jdisagg.roles.inbox import Submit
+from jdisagg.roles.self_test import self_test
+from jdisagg.roles.watchdog import EXIT_STEP_TIMEOUT, Watchdog
+from jdisagg.sched.plan import Plan, StepResult
+from tests.unit.roles.world import Engine
+from tests.unit.sched.engine_fake import expected, request
+
+
+def until(condition: Callable[[], object], what: str, limit_s: float = 5.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.005)
+
+
+class Running:
+    """A unified engine on its thread."""
+
+    def __init__(self) -> None:
+        self.engine = Engine(Role.UNIFIED, 24, local_prefill=True)
+        self.engine.run(ComputeSide(self.engine.scheduler))
+        assert self.engine.loop is not None
+        self.crashes: list[BaseException] = []
+        self.outputs: list[Output] = []
+        self.thread = EngineThread(self.engine.loop, name="engine", on_crash=self.crashes.append)
+        self.thread.start()
+
+    def submit(self, name: str, max_tokens: int = 4) -> None:
+        self.engine.inbox.post(Submit(request(name, (1, 2, 3), max_tokens), self.outputs.extend))
+
+
+@pytest.fixture
+def running():
+    made = Running()
+    yield made
+    made.thread.thaw()
+    assert made.thread.stop(5.0)
+
+
+def test_requests_run_and_the_self_test_passes(running: Running) -> None:
+    self_test(running.thread)
+    running.submit("a")
+    until(lambda: running.outputs and running.outputs[-1].finish, "the request ends")
+    assert [token for output in running.outputs for token in output.token_ids] == expected((1, 2, 3), 4)
+    assert running.thread.unhealthy_reason(time.monotonic()) == ""
+
+
+def test_a_step_that_raises_tells_every_client_and_the_process(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(plan: Plan) -> StepResult:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(running.engine.runner, "dispatch", broken)
+    running.submit("a")
+    running.submit("b")
+    until(lambda: running.crashes, "the crash is reported")
+    assert "the device is gone" in str(running.crashes[0])
+    assert sorted(output.request_id for output in running.outputs) == ["a", "b"]
+    assert all(output.finish is FinishReason.ERROR for output in running.outputs)
+    assert all(isinstance(output.error, Unavailable) for output in running.outputs)
+    assert "the device is gone" in running.thread.unhealthy_reason(time.monotonic())
+
+
+def test_a_frozen_engine_is_unhealthy_after_five_seconds(running: Running) -> None:
+    running.thread.freeze()
+    time.sleep(0.1)
+    now_s = time.monotonic()
+    assert running.thread.unhealthy_reason(now_s) == ""
+    assert "no tick has ended" in running.thread.unhealthy_reason(now_s + 5.1)
+
+
+def test_a_step_that_hangs_ends_the_process(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    collect = running.engine.runner.collect
+
+    def hanging(handle: StepResult) -> StepResult:
+        release.wait(5.0)
+        return collect(handle)
+
+    monkeypatch.setattr(running.engine.runner, "collect", hanging)
+    exits: list[int] = []
+    watchdog = Watchdog([running.thread], 0.2, on_timeout=exits.append)
+    watchdog.start()
+    time.sleep(0.5)
+    assert exits == []  # an idle engine is no hanging one
+    running.submit("a")
+    until(lambda: exits, "the watchdog ends the process")
+    assert exits == [EXIT_STEP_TIMEOUT]
+    release.set()
+    watchdog.stop()
