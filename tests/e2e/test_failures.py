@@ -203,4 +203,7 @@ def test_two_static_prefill_workers_one_dead(start: Start, exact_flags: tuple[st
     decode = start("decode", "--role", "decode", *flags, *exact_flags).wait_ready()
     requests = long_requests(4, seed=800, max_tokens=8)
     assert_exact(run_all(decode.grpc, requests), run_all(unified.grpc, requests))
-    assert decode.metric("jdisagg_recoveries_total", rung="other_prefill") > 0
+    assert decode.metric("jdisagg_peers", state="down") == 1
+    assert decode.metric("jdisagg_peers", state="usable") == 1
+    assert decode.metric("jdisagg_recoveries_total") == 0  # known to be down: nobody had to find out
+    assert decode.log.read_text().count(f"prefill peer {nobody} is down") == 1
