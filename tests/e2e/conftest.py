@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,8 +32,8 @@ def starting(directory: Path) -> Iterator[Start]:
     """Yields `start(name, *flags) -> ServerProcess` (not yet ready); everything started is ended at exit."""
     started: list[ServerProcess] = []
 
-    def start(name: str, *flags: str, env: dict[str, str] | None = None) -> ServerProcess:
-        process = ServerProcess(*flags, log=directory / f"{name}-{len(started)}.log", env=env)
+    def start(name: str, *flags: str, **options: Any) -> ServerProcess:
+        process = ServerProcess(*flags, log=directory / f"{name}-{len(started)}.log", **options)
         started.append(process)
         return process
 

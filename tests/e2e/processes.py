@@ -11,6 +11,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +21,29 @@ READY_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 15.0
 
 
+@dataclass(frozen=True)
+class Resources:
+    """What a process holds of the system."""
+
+    threads: int
+    descriptors: int
+    sockets: int
+
+    def __le__(self, other: Resources) -> bool:
+        return all(mine <= its for mine, its in zip(vars(self).values(), vars(other).values(), strict=True))
+
+
 class ServerProcess:
     """One `python -m jdisagg.serve` with its READY line. Always ended by SIGKILL if nothing else helps."""
 
-    def __init__(self, *flags: str, log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(self, *flags: str, log: Path, env: dict[str, str] | None = None, module: str = "jdisagg.serve") -> None:
         self.flags = flags
         self.log = log
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", **(env or {})}
         environment.pop("XLA_FLAGS", None)
         with log.open("ab") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "jdisagg.serve", *flags],
+                [sys.executable, "-m", module, *flags],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env=environment,
@@ -133,21 +148,24 @@ class ServerProcess:
                 total += float(value)
         return total
 
-    def num_descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.pid}/fd"))
-
-    def num_threads(self) -> int:
-        return len(os.listdir(f"/proc/{self.pid}/task"))
+    def resources(self) -> Resources:
+        """Threads, descriptors and sockets of the process now."""
+        names = []
+        for descriptor in os.listdir(f"/proc/{self.pid}/fd"):
+            with suppress(FileNotFoundError):
+                names.append(os.readlink(f"/proc/{self.pid}/fd/{descriptor}"))
+        sockets = sum(name.startswith("socket:") for name in names)
+        return Resources(len(os.listdir(f"/proc/{self.pid}/task")), len(names), sockets)
 
     def state(self) -> dict[str, Any]:
         """GET /debug/state."""
         return json.loads(self.get("/debug/state")[1])
 
 
-def wait_until(condition: Any, timeout_s: float, what: str) -> None:
-    """Poll until `condition()` is true; raises with `what` otherwise."""
+def wait_until(condition: Any, timeout_s: float, what: str, found: Callable[[], object] | None = None) -> None:
+    """Poll until `condition()` is true; raises with `what`, and what `found()` sees, otherwise."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:
-            raise AssertionError(f"not within {timeout_s} s: {what}")
+            raise AssertionError(f"not within {timeout_s} s: {what}" + (f"; found {found()}" if found else ""))
         time.sleep(0.02)

@@ -81,16 +81,26 @@ def test_pair_equals_unified_and_bytes_are_as_computed(pair: Pair, requests: lis
 
 
 def test_pair_is_quiescent_and_leaks_nothing(pair: Pair, requests: list[Asked]) -> None:
-    run_all(pair.decode.grpc, requests[:40])
-    for server in (pair.prefill, pair.decode):
+    assert_leaks_nothing(pair.decode, requests, pair.prefill, pair.decode)
+
+
+def test_unified_leaks_nothing(unified: ServerProcess, requests: list[Asked]) -> None:
+    assert_leaks_nothing(unified, requests, unified)
+
+
+def assert_leaks_nothing(edge: ServerProcess, requests: list[Asked], *servers: ServerProcess) -> None:
+    """Rounds of requests end with the pages, threads, descriptors and sockets of the round before."""
+    for _ in range(2):  # pools of threads fill up to their bound, connections open
+        run_all(edge.grpc, requests)
+    for server in servers:
         assert_quiescent(server)
-    before = [(s.num_descriptors(), s.num_threads()) for s in (pair.prefill, pair.decode)]
+    before = [server.resources() for server in servers]
     for _ in range(3):
-        run_all(pair.decode.grpc, requests[:40])
-    for server, (descriptors, threads) in zip((pair.prefill, pair.decode), before, strict=True):
+        run_all(edge.grpc, requests)
+    for server, was in zip(servers, before, strict=True):
         assert_quiescent(server)
-        wait_until(lambda s=server, d=descriptors: s.num_descriptors() <= d + 2, 10, "descriptors back")
-        assert server.num_threads() <= threads + 2
+        wait_until(lambda s=server, w=was: s.resources() <= w, 10, f"{server.flags[1]}: no more than {was}", server.resources)
+        print(f"\n{server.flags[1]}: {was} -> {server.resources()} after 3 x {len(requests)} requests")
 
 
 def test_nothing_compiles_after_ready(unified: ServerProcess, pair: Pair, reference: list[Got]) -> None:
@@ -107,5 +117,5 @@ def test_colocated_equals_unified(
     assert_same(requests, reference, run_all(server.grpc, requests))
     assert server.metric("jdisagg_prefill_tokens_total", role="decode") == 0
     assert server.metric("jdisagg_transfer_bytes_total", backend="device_put") > 0
-    assert_quiescent(server)
+    assert_leaks_nothing(server, requests, server)
     assert_nothing_compiled_since_ready(server)
