@@ -65,7 +65,14 @@ class SchedulerConfig:
     max_num_seqs: int = 16  # slots of the decode state
     max_num_batched_tokens: int = 512  # prefill + decode tokens per step
     long_prefill_token_threshold: int = 0  # prefill tokens per request and step; 0 = no cap of its own
-    scheduling_policy: str = "fcfs"  # fcfs | priority
+    max_num_kv_read_tokens: int = 0  # tokens of KV one step may read; 0 = no bound
+    enable_chunked_prefill: bool = True  # False: a prompt is computed in one step, or refused
+    num_scheduler_steps: int = 1  # decode steps per dispatch when nothing needs the host in between
+    scheduling_policy: str = "fcfs"  # fcfs | priority | prefill-first
+    priority_aging_s: float = 10.0  # waiting this long outweighs one level of priority; 0 = never
+    max_bypass: int = 16  # later requests that may take memory before one that does not fit yet
+    safety_margin: float = 0.0  # share of the pool below which nothing new starts while something runs
+    host_kv_bytes: int = 0  # host memory for KV of preempted and retracted requests; 0 = always recompute
     reserved_decode_tokens: int = 64  # D admits a prompt only when this many more tokens would fit
     max_queue_len: int = 4096  # waiting requests before RESOURCE_EXHAUSTED
     schedule_log: str | None = None

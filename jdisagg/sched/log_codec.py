@@ -9,14 +9,14 @@ from typing import Any
 from jdisagg.core import errors
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, Role, SamplingParams, TokenLogprob
-from jdisagg.sched.plan import Admit, PageAppend, Plan, PrefillChunk, Sampled, StepResult
+from jdisagg.sched.plan import Admit, HostCopy, PageAppend, PageCopy, Plan, PrefillChunk, Sampled, StepResult
 from jdisagg.sched.views import Reserved
 
 _TAG = "$"
 _DATACLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
-        *(Admit, PageAppend, Plan, PrefillChunk, Sampled, StepResult, Reserved),
+        *(Admit, HostCopy, PageAppend, PageCopy, Plan, PrefillChunk, Sampled, StepResult, Reserved),
         *(EngineRequest, Output, Provenance, SamplingParams, SchedulerConfig, TokenLogprob),
     )
 }

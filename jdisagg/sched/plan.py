@@ -2,7 +2,8 @@
 
 `runner.dispatch(plan)` is the only way to the device. A Plan holds ints, floats and tuples only, so that it can be logged,
 replayed, and broadcast to the other processes of a multi-host worker. Slots are rows of the device-resident decode state,
-[0, max_num_seqs). Order inside a step: evict, admit, page updates, prefill chunks, decode rows.
+[0, max_num_seqs). Order inside a step: offload, evict, admit, page-table appends, restore, page copies, prefill chunks, decode
+rows (`num_steps` times). Everything before the chunks reads and writes KV as the steps dispatched before left it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,27 @@ class PageAppend:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PageCopy:
+    """Copy the KV of one whole page to another, for a sequence that goes its own way inside a shared page."""
+
+    group: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostCopy:
+    """KV of a sequence's tokens [0, num_tokens) in `page_table`, to host memory (offload) or back from there (restore).
+
+    An offload replaces what the host kept under the same key; a restore, and `Plan.forget`, remove it.
+    """
+
+    key: str  # request id
+    page_table: PageTable
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillChunk:
     """Compute KV of tokens [start, start + len(token_ids)) of the sequence in `slot`.
 
@@ -59,7 +81,8 @@ class PrefillChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """One step. `decode` lists slots that advance by one token (their last token may still be on the device only)."""
+    """One step. `decode` lists slots that advance by `num_steps` tokens (their last token may still be on the device only);
+    what a slot produces past its end is dropped at commit, and lands in the null page when no page was reserved for it."""
 
     step_id: int
     evict: tuple[int, ...] = ()
@@ -68,16 +91,21 @@ class Plan:
     prefill: tuple[PrefillChunk, ...] = ()
     decode: tuple[int, ...] = ()
     num_lookahead: int = 0
+    num_steps: int = 1  # decode steps of this dispatch
+    copies: tuple[PageCopy, ...] = ()
+    offload: tuple[HostCopy, ...] = ()
+    restore: tuple[HostCopy, ...] = ()
+    forget: tuple[str, ...] = ()  # keys of host copies that nobody will ask for
 
     @property
     def is_empty(self) -> bool:
         """True when nothing has to reach the device."""
-        return not (self.evict or self.admit or self.pages or self.prefill or self.decode)
+        return not (self.evict or self.admit or self.pages or self.prefill or self.decode or self.offload or self.forget)
 
     @property
     def num_tokens(self) -> int:
         """Query tokens of the step."""
-        return sum(len(chunk.token_ids) for chunk in self.prefill) + len(self.decode)
+        return sum(len(chunk.token_ids) for chunk in self.prefill) + len(self.decode) * self.num_steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
