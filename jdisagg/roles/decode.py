@@ -73,7 +73,8 @@ class DecodeRole:
             self._scheduler.add(request, now_s)
             return
         self._scheduler.add(request, now_s, remote=True, is_open=False)
-        self._start(request, now_s)
+        if not self._scheduler.awaits_sibling(request.request_id):
+            self._start(request, now_s)
 
     def _prefills_here(self, request: EngineRequest) -> bool:
         policy = self._config.local_prefill
