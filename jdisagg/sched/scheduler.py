@@ -246,8 +246,10 @@ class Scheduler:
         sequence.num_computed = sequence.num_scheduled = sequence.target
         self._table.pages.publish(sequence)
 
-    def compute_locally(self, request_id: str) -> bool:
-        """Give up on the peer: the sequence waits, at its place by arrival, to be prefilled here. Tokens it has stay.
+    def compute_locally(self, request_id: str, held_tokens: int = 0) -> bool:
+        """Give up on the peer: the sequence waits, at its place by arrival, to be prefilled here. Tokens it has stay. KV of its
+        first `held_tokens` tokens has arrived: with prefix caching its full pages need not be computed, if they are still
+        there when its turn comes.
 
         True when the request goes on without its peer, False when it is unknown or finished.
         """
@@ -255,7 +257,7 @@ class Scheduler:
         if sequence is None or sequence.status is Status.PUBLISHING:
             return False
         if sequence.status in (Status.PREALLOC, Status.TRANSFER):
-            self._table.compute_here(sequence)
+            self._table.compute_here(sequence, held_tokens)
         return True
 
     # --- views and upkeep

@@ -30,7 +30,7 @@ class Stats:
 
 
 class SequenceTable:
-    """State changes of sequences. Every exit from memory goes through `end` or `preempt`."""
+    """State changes of sequences. Every exit from memory goes through `end`, `preempt` or `compute_here`."""
 
     def __init__(
         self, *, pages: PageBook, slots: Slots, host: HostMemory, is_decode_worker: bool, refetch_retracted: bool
@@ -91,8 +91,12 @@ class SequenceTable:
             self.move(sequence, Status.WAITING)
         return copy
 
-    def compute_here(self, sequence: Sequence) -> None:
-        """A remote sequence (PREALLOC or TRANSFER) will be prefilled by this worker."""
+    def compute_here(self, sequence: Sequence, held_tokens: int) -> None:
+        """A remote sequence (PREALLOC or TRANSFER) will be prefilled by this worker; what has arrived is left to be found."""
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(sequence.holding.held_tokens, len(sequence.request.prompt_token_ids))
+        sequence.num_computed = min(held_tokens, len(sequence.holding.pages) * self.pages.page_size)
+        self.pages.publish(sequence)
         self._strip(sequence)
         self.move(sequence, Status.WAITING)
 
