@@ -14,6 +14,7 @@ from typing import Any
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestError, Unavailable
 from jdisagg.core.requests import EngineRequest, Output, Role
+from jdisagg.kv.events import PrefixJournal
 from jdisagg.sched.admission import Admission
 from jdisagg.sched.committer import Committer
 from jdisagg.sched.intake import Limits, check_config, check_request
@@ -242,6 +243,10 @@ class Scheduler:
         """Forget all shared prefixes; returns the pages forgotten. Requests that hold such pages keep them."""
         return self._table.pages.reset_index()
 
+    def kv_journal(self) -> PrefixJournal:
+        """From now on every change of the prefix cache is written down here, to be taken once per tick. Call once, at start."""
+        return self._table.pages.journal()
+
     @property
     def num_pages(self) -> int:
         """Usable pages of the pool."""
@@ -266,6 +271,7 @@ class Scheduler:
         return {
             "counts": self.counts(),
             "pages": {"total": self.num_pages, "free": self.num_free_pages},
+            "prefix_cache": self._table.pages.describe_index(),
             "steps_in_flight": len(self._steps),
             "draining": self._draining,
             "stats": asdict(self.stats),
