@@ -8,8 +8,8 @@ from jdisagg.api.kv_event_ring import KVEventRing, Snapshot
 from jdisagg.kv.events import Batch, Cleared, KVEvent, Removed, Stored, as_events
 from jdisagg.v1 import kv_events_pb2
 
-PART_PAGES = 4096  # of one message of a snapshot, at most, and
-PART_TOKENS = 65536  # tokens: far below the 4 MiB that gRPC clients accept unless told otherwise
+PART_PAGES = 512  # of one message of a snapshot at most: a few ms of the event loop, then others have a turn
+PART_TOKENS = 65536  # the same in tokens, far below the 4 MiB that gRPC clients accept unless told otherwise
 
 
 def encode_batch(ring: KVEventRing, batch: Batch) -> kv_events_pb2.SubscribeResponse:
@@ -20,10 +20,12 @@ def encode_batch(ring: KVEventRing, batch: Batch) -> kv_events_pb2.SubscribeResp
 def encode_snapshot(ring: KVEventRing, snapshot: Snapshot) -> Iterator[kv_events_pb2.SubscribeResponse]:
     """The messages of a snapshot, at least one, made one by one."""
     size = max(1, min(PART_PAGES, PART_TOKENS // ring.page_size))
-    for begin in range(0, max(1, len(snapshot.pages)), size):
-        message = _message(ring, snapshot.sequence, snapshot.time_s, as_events(snapshot.pages[begin : begin + size]))
+    keys, pages = snapshot.keys, snapshot.pages
+    for begin in range(0, max(1, len(keys)), size):
+        end = begin + size
+        message = _message(ring, snapshot.sequence, snapshot.time_s, as_events(keys[begin:end], pages[begin:end]))
         message.snapshot = True
-        message.more = begin + size < len(snapshot.pages)
+        message.more = end < len(keys)
         yield message
 
 

@@ -18,11 +18,12 @@ from jdisagg.kv.events import Batch, CachedPage, CachedPages
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All pages as of batch `sequence` (0: none was published yet)."""
+    """All pages as of batch `sequence` (0: none was published yet). Two lists: pairs take several times as long to copy."""
 
     sequence: int
     time_s: float
-    pages: list[tuple[bytes, CachedPage]]
+    keys: list[bytes]
+    pages: list[CachedPage]  # in the order of `keys`
 
 
 class KVEventRing:
@@ -69,4 +70,4 @@ class KVEventRing:
 
     def snapshot(self) -> Snapshot:
         """The set now."""
-        return Snapshot(self._sequence, self._time_s, list(self._set.pages.items()))
+        return Snapshot(self._sequence, self._time_s, list(self._set.pages), list(self._set.pages.values()))

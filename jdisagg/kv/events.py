@@ -118,9 +118,9 @@ class CachedPages:
             parent = key
 
 
-def as_events(pages: Sequence[tuple[bytes, CachedPage]]) -> tuple[Stored, ...]:
+def as_events(keys: Sequence[bytes], pages: Sequence[CachedPage]) -> tuple[Stored, ...]:
     """A set of pages as the events that build it."""
-    return tuple(Stored((key,), page.parent, page.token_ids, page.root) for key, page in pages)
+    return tuple(Stored((key,), page.parent, page.token_ids, page.root) for key, page in zip(keys, pages, strict=True))
 
 
 def digest(keys: Iterable[bytes]) -> str:
