@@ -121,6 +121,17 @@ class SequenceTable:
         """Somebody will free pages by going on (pins of sequences that wait for memory do not count)."""
         return any(self.queues[s] for s in (Status.RUNNING, Status.READY, Status.TRANSFER, Status.PUBLISHING))
 
+    def check(self) -> None:
+        """Assert that pages, slots, host memory and queues are exactly those of the live sequences."""
+        live = self.live.values()
+        self.pages.check(s.holding for s in live)
+        slots = [s.slot for s in live if s.slot is not None]
+        assert len(set(slots)) == len(slots) == len(self.queues[Status.RUNNING]), "slots and running sequences do not match"
+        assert len(slots) + self.slots.num_free == self.slots.num_slots, "a slot is lost"
+        kept = sum(s.host_tokens for s in live)
+        assert kept == self.host.used_tokens, f"{self.host.used_tokens} tokens on the host, {kept} of live sequences"
+        assert sum(len(q) for q in self.queues.values()) == len(self.live), "a sequence is in no queue or in two"
+
     def _copy_out(self, sequence: Sequence) -> HostCopy | None:
         """Only what can go on decoding at once when it is back: everything known but the last token is computed."""
         num_tokens = sequence.num_computed

@@ -33,6 +33,7 @@ from jdisagg.roles.decode import DecodeRole
 from jdisagg.roles.engine_loop import EngineLoop
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.inbox import Inbox
+from jdisagg.roles.kv_feed import KVEventFeed
 from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline
 from jdisagg.roles.ports import PeerClient
@@ -138,8 +139,10 @@ def build_core(config: Config, role: Role, devices: Sequence[Any], *, tp: int, m
     )
 
 
-def start_engine(core: Core, side: Side, on_crash: Callable[[BaseException], None]) -> EngineThread:
-    """The engine's thread, running."""
+def start_engine(
+    core: Core, side: Side, on_crash: Callable[[BaseException], None], kv_feed: KVEventFeed | None = None
+) -> EngineThread:
+    """The engine's thread, running. `kv_feed`: told of cache changes after every tick."""
     loop = EngineLoop(
         scheduler=core.scheduler,
         pipeline=StepPipeline(core.scheduler, core.runner),
@@ -147,7 +150,7 @@ def start_engine(core: Core, side: Side, on_crash: Callable[[BaseException], Non
         inbox=core.inbox,
         streams=core.streams,
         metrics=core.metrics,
-        observer=TickObserver(core.scheduler, core.metrics, core.role),
+        observer=TickObserver(core.scheduler, core.metrics, core.role, kv_feed),
         worker=core.worker,
     )
     thread = EngineThread(loop, name=f"engine-{core.role.value}", on_crash=on_crash)

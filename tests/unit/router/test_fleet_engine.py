@@ -18,7 +18,7 @@ from tests.unit.wire.rig import FAST, request, run_quiet, until
 
 
 def ask(request_id: str, max_tokens: int = 40, **fields) -> EngineRequest:
-    number = int(request_id.strip("r"))
+    number = int(request_id.strip("rs"))
     return request(request_id, prompt=(number, 2, 3), sampling=SamplingParams(max_tokens=max_tokens), **fields)
 
 
