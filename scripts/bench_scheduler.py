@@ -52,7 +52,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there as well")
     options = parser.parse_args()
     runs = 1 if options.quick else options.runs
-    makers, notes = subjects(options.nano_vllm)
+    try:
+        makers, notes = subjects(options.nano_vllm)
+    except ImportError as error:
+        parser.error(f"--nano-vllm: {error}")
     report: dict[str, Any] = {"machine": machine(), "page_size": PAGE_SIZE, "runs": runs, "includes": notes}
     print_head(report)
     report["loads"] = [measure(load, makers, runs) for load in loads(options.quick)]
