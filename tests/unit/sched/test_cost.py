@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jdisagg.core.config import SchedulerConfig
-from jdisagg.core.requests import EngineRequest, Role
+from jdisagg.core.requests import Role
 from jdisagg.sched.plan import Sampled, StepResult
 from jdisagg.sched.queue import SequenceQueue
 from jdisagg.sched.scheduler import Scheduler
@@ -26,12 +26,16 @@ FEW, MANY = 100, 5000
 
 
 def loaded(
-    num_waiting: int, *, running: int = RUNNING, slots: int = 0, pages: int = 256, head: EngineRequest | None = None
+    num_waiting: int, *, running: int = RUNNING, slots: int = 0, pages: int = 256, waiting_tokens: int = 5, max_bypass: int = 16
 ) -> Scheduler:
-    """`running` decoding sequences, behind them `head`, and `num_waiting` more."""
+    """`running` decoding sequences, and behind them `num_waiting` with prompts of `waiting_tokens`."""
     scheduler = Scheduler(
         SchedulerConfig(
-            max_num_seqs=slots or running, max_num_batched_tokens=512, reserved_decode_tokens=0, max_queue_len=2 * MANY
+            max_num_seqs=slots or running,
+            max_num_batched_tokens=512,
+            reserved_decode_tokens=0,
+            max_queue_len=2 * MANY,
+            max_bypass=max_bypass,
         ),
         role=Role.UNIFIED,
         max_model_len=512,
@@ -39,13 +43,13 @@ def loaded(
         num_pages=1 + pages,
         eos_token_ids=(),
     )
-    small = [request(f"r{i}", (1 + i % 7, 2, 3, 4, 5), 64) for i in range(running + num_waiting)]
-    for r in (*small[:running], *([head] if head else []), *small[running:]):
-        scheduler.add(r, 0.0)
+    for i in range(running + num_waiting):
+        rest = (2, 3, 4, 5) if i < running else (6,) * (waiting_tokens - 1)
+        scheduler.add(request(f"r{i}", (1 + i % 7, *rest), 64), 0.0)
     for _ in range(3):
         step(scheduler)
     assert scheduler.counts()["running"] == running
-    assert scheduler.counts()["waiting"] == num_waiting + (head is not None)
+    assert scheduler.counts()["waiting"] == num_waiting
     return scheduler
 
 
@@ -104,11 +108,12 @@ def test_a_step_does_the_same_work_with_5000_waiting_as_with_100() -> None:
     assert works(loaded(MANY)) == works(loaded(FEW))
 
 
-def test_a_step_whose_next_in_line_lacks_memory_does_the_same_work_with_5000_waiting_as_with_100() -> None:
-    large = request("large", (7,) * 400, 16)
-    few, many = (loaded(n, running=RUNNING - 1, slots=RUNNING, pages=110, head=large) for n in (FEW, MANY))
+@pytest.mark.parametrize("max_bypass", [0, 16])
+def test_a_step_in_which_all_waiting_lack_memory_does_the_same_work_with_5000_as_with_100(max_bypass: int) -> None:
+    sizes = {"running": RUNNING - 1, "slots": RUNNING, "pages": 110, "waiting_tokens": 370, "max_bypass": max_bypass}
+    few, many = loaded(FEW, **sizes), loaded(MANY, **sizes)
     assert works(many) == works(few)
-    assert many.counts()["waiting"] == MANY + 1
+    assert many.counts()["waiting"] == MANY
 
 
 @pytest.mark.covers("V45")
