@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ def loaded(
         eos_token_ids=(),
     )
     for i in range(running + num_waiting):
-        rest = (2, 3, 4, 5) if i < running else (6,) * (waiting_tokens - 1)
+        rest = (2, 3, 4, 5) * 4 if i < running else (6,) * (waiting_tokens - 1)
         scheduler.add(request(f"r{i}", (1 + i % 7, *rest), 64), 0.0)
     for _ in range(3):
         step(scheduler)
@@ -83,11 +84,14 @@ def counted() -> Iterator[Work]:
         return on_event
 
     before = sys.gettrace()
+    gc.collect()
+    gc.disable()  # a finalizer that runs meanwhile would count
     sys.settrace(on_event)
     try:
         yield work
     finally:
         sys.settrace(before)
+        gc.enable()
 
 
 def work_of(do: Callable[[], object]) -> Work:
