@@ -68,6 +68,7 @@ class EngineRequest:
     priority: int = 0  # lower runs first
     cache_salt: str = ""  # prefix-cache tenancy
     prefill_peers: tuple[str, ...] = ()  # for D: addresses of P in order of preference; empty = its own static list
+    traceparent: str = ""  # W3C trace context of the client's call, carried along and logged; empty = none came
 
     @property
     def token_ids(self) -> tuple[int, ...]:

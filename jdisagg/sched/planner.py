@@ -36,6 +36,7 @@ class Planner:
     def draft(self) -> Draft:
         """Plan one step. Order is (priority, arrival) throughout, so equal histories give equal drafts."""
         draft = Draft(self._config.max_num_batched_tokens)
+        self._table.preempted.clear()
         if self._limits.role is not Role.PREFILL:
             self._plan_decodes(draft)
         for sequence in self._table.queues[Status.RUNNING]:
@@ -63,7 +64,7 @@ class Planner:
             victim = self._table.later_victim()
             assert victim is not None, "no page is free and nobody holds one"
             assert victim.slot not in draft.rows, "a victim was planned before its better"
-            self._table.preempt(victim)
+            self._table.preempt(victim, sequence)
             draft.preempted = True
             if victim is sequence:
                 return False

@@ -26,7 +26,7 @@ from jdisagg.sched.states import Status
 from jdisagg.sched.steps import StepsInFlight
 from jdisagg.sched.stops import find_stop
 from jdisagg.sched.table import SequenceTable, Stats
-from jdisagg.sched.views import Reserved, describe
+from jdisagg.sched.views import Preempted, Reserved, describe
 
 
 class Scheduler:
@@ -104,11 +104,8 @@ class Scheduler:
         if self._end_if_complete(request):
             return
         queued = sum(len(self._table.queues[s]) for s in (Status.WAITING, Status.PREALLOC))
-        if queued >= self._config.max_queue_len:
-            message = (
-                f"{queued} requests are waiting, max_queue_len is {self._config.max_queue_len}; retry later or add a worker"
-            )
-            raise Overloaded(message)
+        if queued >= (limit := self._config.max_queue_len):
+            raise Overloaded(f"{queued} requests are waiting, max_queue_len is {limit}; retry later or add a worker")
         priority = request.priority if self._config.scheduling_policy == "priority" else 0
         sequence = Sequence(
             request=request,
@@ -218,9 +215,7 @@ class Scheduler:
 
     def compute_locally(self, request_id: str) -> bool:
         """Give up on the peer: the sequence waits, at its place by arrival, to be prefilled here. Tokens it has stay.
-
-        True when the request goes on without its peer, False when it is unknown or finished.
-        """
+        True when the request goes on without its peer, False when it is unknown or finished."""
         sequence = self._table.live.get(request_id)
         if sequence is None or sequence.status is Status.PUBLISHING:
             return False
@@ -235,7 +230,7 @@ class Scheduler:
         self._draining = True
 
     def is_idle(self) -> bool:
-        """Nothing lives, nothing is in flight, the device knows it, and nothing is left to say."""
+        """Nothing lives, is in flight, is left to say, or has to be told to the device."""
         return not (self._table.live or len(self._steps) or self._table.slots.has_evictions or self._complete)
 
     def reset_prefix_cache(self) -> int:
@@ -256,6 +251,11 @@ class Scheduler:
     def stats(self) -> Stats:
         """Counters since start."""
         return self._table.stats
+
+    @property
+    def preempted(self) -> tuple[Preempted, ...]:
+        """Sequences that the latest plan took pages from."""
+        return tuple(self._table.preempted)
 
     def counts(self) -> dict[str, int]:
         """Live sequences by status."""
@@ -294,7 +294,6 @@ class Scheduler:
         stop = find_stop(generated[-1], len(generated), request.sampling, self._eos) if generated else None
         if stop is not None:
             finish, stop_token_id = stop
-            self._complete.append(
-                Output(request_id=request.request_id, attempt=request.attempt, finish=finish, stop_token_id=stop_token_id)
-            )
+            over = Output(request_id=request.request_id, attempt=request.attempt, finish=finish, stop_token_id=stop_token_id)
+            self._complete.append(over)
         return stop is not None

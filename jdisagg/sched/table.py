@@ -9,6 +9,7 @@ from jdisagg.sched.queue import SequenceQueue
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.slots import Slots
 from jdisagg.sched.states import LIVE, Status, check_transition
+from jdisagg.sched.views import Preempted
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class SequenceTable:
         self.queues = {status: SequenceQueue() for status in LIVE}
         self.retracted: list[Sequence] = []  # back in PREALLOC, their hand-off has to be opened again
         self.reserved: list[Sequence] = []  # just got pages for KV that a peer will send
+        self.preempted: list[Preempted] = []  # by the latest plan
         self._is_decode_worker = is_decode_worker
         self._refetch_retracted = refetch_retracted
 
@@ -59,8 +61,9 @@ class SequenceTable:
         self.vacate(sequence)
         self.move(sequence, Status.FINISHED)
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Take pages and slot away; the tokens stay, their KV is computed or fetched again."""
+    def preempt(self, sequence: Sequence, wanted_by: Sequence) -> None:
+        """Take pages and slot away for `wanted_by`; the tokens stay, their KV is computed or fetched again."""
+        self.preempted.append(Preempted(sequence.request_id, wanted_by.request_id, len(sequence.holding.pages)))
         if self._is_decode_worker:
             self.stats.retractions += 1
         else:

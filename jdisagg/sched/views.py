@@ -19,6 +19,15 @@ class Reserved:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A sequence lost its pages so that another one could go on (itself, when none was free for its own next token)."""
+
+    request_id: str
+    wanted_by: str  # request id
+    num_pages: int  # it held
+
+
 def describe(sequence: Sequence) -> dict[str, Any]:
     """One sequence as JSON-able data."""
     return {
