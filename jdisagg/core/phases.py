@@ -23,9 +23,9 @@ class Phases:
     def __init__(self, now_s: float) -> None:
         """The request has just come and waits."""
         self.phase = Phase.QUEUE
+        self.has_token = False
         self.seconds: dict[Phase, float] = {}  # of phases left so far
         self._since_s = now_s
-        self._has_token = False
 
     def started(self, now_s: float) -> bool:
         """Somebody works on its prompt. True when it waited until now."""
@@ -37,17 +37,23 @@ class Phases:
     def produced(self, now_s: float) -> None:
         """A token is known: whatever went before, it decodes."""
         self.started(now_s)
-        self._has_token = True
+        self.has_token = True
         if self.phase is Phase.PREFILL:
             self._leave(now_s, Phase.DECODE)
 
     def kv_arrived(self, now_s: float) -> None:
-        """Its KV is complete here, or was taken away by its receiver: the time since the first token was transfer."""
+        """Its KV is complete here: the time since the first token was transfer."""
         if self.phase is Phase.DECODE:
             self.phase = Phase.TRANSFER
-        if self._has_token:
+        if self.has_token:
             self._leave(now_s, Phase.DECODE)
         self.seconds.setdefault(Phase.TRANSFER, 0.0)
+
+    def handed_over(self, now_s: float) -> None:
+        """Its KV was fetched by its receiver, or is not wanted any more: nothing was decoded here."""
+        if self.phase is Phase.DECODE:
+            self.phase = Phase.TRANSFER
+        self._leave(now_s, self.phase)
 
     def preempted(self, now_s: float) -> None:
         """Its KV is gone; it waits again."""

@@ -25,12 +25,15 @@ class FlightRecorder:
     def __init__(self, directory: Path | None, role: str) -> None:
         """`directory`: where files go; None keeps the plans and writes none."""
         self.plans: deque[tuple[float, Plan]] = deque(maxlen=NUM_RECENT_PLANS)  # (now_s of the call, plan)
+        self.latest: Plan | None = None  # the empty ones too
         self._directory = directory
         self._role = role
 
     def add(self, now_s: float, plan: Plan) -> None:
-        """Remember a plan."""
-        self.plans.append((now_s, plan))
+        """Remember a plan, as of a call at `now_s`."""
+        self.latest = plan
+        if not plan.is_empty:
+            self.plans.append((now_s, plan))
 
     @contextmanager
     def writing_on_failure(self, call: str, snapshot: Callable[[], dict[str, Any]]) -> Iterator[None]:

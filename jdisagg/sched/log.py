@@ -44,7 +44,6 @@ class LoggedScheduler(Scheduler):
         """Raises ConfigError like Scheduler, OSError when the log file cannot be written."""
         super().__init__(config, role=role, **sizes)
         self.recorder = FlightRecorder(plans_directory, role.value)
-        self._latest: Plan | None = None
         self._file: TextIO | None = None
         if config.schedule_log is not None:
             self._file = Path(config.schedule_log).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives as long
@@ -83,9 +82,8 @@ class LoggedScheduler(Scheduler):
     def schedule(self, now_s: float) -> Plan:
         """As Scheduler.schedule; written unless the scheduler is idle (an empty plan may reserve pages)."""
         with self.recorder.writing_on_failure("schedule", super().snapshot):
-            plan = self._latest = self._call("schedule", super().schedule, now_s, quiet=self.is_idle())
-        if not plan.is_empty:
-            self.recorder.add(now_s, plan)
+            plan = self._call("schedule", super().schedule, now_s, quiet=self.is_idle())
+        self.recorder.add(now_s, plan)
         return plan
 
     def commit(self, result: StepResult, now_s: float) -> list[Output]:
@@ -110,9 +108,10 @@ class LoggedScheduler(Scheduler):
 
     def why_not(self, request_id: str) -> Wait | None:
         """Why the latest plan did nothing for a request; see `Explainer.why_not`. Changes nothing."""
-        if self._latest is None:
+        plan = self.recorder.latest
+        if plan is None:
             return None
-        return Explainer(self._table, self._admission, self._config, self._limits).why_not(request_id, self._latest)
+        return Explainer(self._table, self._admission, self._config, self._limits).why_not(request_id, plan)
 
     @property
     def table(self) -> SequenceTable:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from jdisagg.core.config import SchedulerConfig
-from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestError, Unavailable
+from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
 from jdisagg.core.requests import EngineRequest, Output, Role
 from jdisagg.sched.admission import Admission
 from jdisagg.sched.committer import Committer
@@ -20,6 +20,7 @@ from jdisagg.sched.intake import Limits, check_config, check_request
 from jdisagg.sched.pages import PageBook
 from jdisagg.sched.plan import PageTable, Plan, StepResult
 from jdisagg.sched.planner import Planner
+from jdisagg.sched.queue_limit import QueueLimit
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.slots import Slots
 from jdisagg.sched.states import Status
@@ -74,6 +75,7 @@ class Scheduler:
         self._planner = Planner(self._table, self._admission, config, self._limits, eos_token_ids)
         self._committer = Committer(self._table, role, eos_token_ids)
         self._steps = StepsInFlight()
+        self._queue_limit = QueueLimit(self._table, config.max_queue_len)
         self._num_added = 0
         self._next_deadline_s = float("inf")
         self._complete: list[Output] = []  # of requests that were over when they came (a replay whose last output got lost)
@@ -93,8 +95,8 @@ class Scheduler:
         """Queue a request. `remote`: its KV comes from a peer; leading tokens found in the prefix index (at most `held_limit`)
         are pinned and need not be sent. `is_open` False: reserve no pages before `peer_ready`.
 
-        Raises InvalidRequest (it could never run; the message has the number to use), Overloaded (queue full), Unavailable
-        (draining). After an error nothing is kept.
+        Raises InvalidRequest (it could never run; the message has the number to use), Overloaded (queue full; says when to
+        come again), Unavailable (draining). After an error nothing is kept.
         """
         if self._draining:
             raise Unavailable("this worker is draining; send the request to another one")
@@ -103,9 +105,7 @@ class Scheduler:
         check_request(request, self._limits)
         if self._end_if_complete(request):
             return
-        queued = sum(len(self._table.queues[s]) for s in (Status.WAITING, Status.PREALLOC))
-        if queued >= (limit := self._config.max_queue_len):
-            raise Overloaded(f"{queued} requests are waiting, max_queue_len is {limit}; retry later or add a worker")
+        self._queue_limit.admit(now_s)
         priority = request.priority if self._config.scheduling_policy == "priority" else 0
         sequence = Sequence(
             request=request,
@@ -171,6 +171,7 @@ class Scheduler:
         draft = self._planner.draft()
         plan = draft.freeze(self._steps.next_id, self._table.slots.take_evictions(), self._limits.num_lookahead)
         self._steps.start(plan, draft.rows)
+        self._queue_limit.observe(now_s)
         return plan
 
     def commit(self, result: StepResult, now_s: float) -> list[Output]:

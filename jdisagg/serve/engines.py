@@ -139,6 +139,7 @@ def start_engine(core: Core, side: Side, on_crash: Callable[[BaseException], Non
         metrics=core.metrics,
         observer=TickObserver(core.scheduler, core.metrics, core.role),
         worker=core.worker,
+        slow_request_s=core.config.server.slow_request_s,
     )
     thread = EngineThread(loop, name=f"engine-{core.role.value}", on_crash=on_crash)
     thread.start()
@@ -160,6 +161,7 @@ def prefill_side(core: Core, publisher: Publisher) -> Side:
         publisher=publisher,
         metrics=core.metrics,
         worker=core.worker,
+        slow_request_s=core.config.server.slow_request_s,
     )
 
 
