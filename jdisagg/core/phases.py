@@ -49,11 +49,10 @@ class Phases:
             self._leave(now_s, Phase.DECODE)
         self.seconds.setdefault(Phase.TRANSFER, 0.0)
 
-    def handed_over(self, now_s: float) -> None:
+    def handed_over(self) -> None:
         """Its KV was fetched by its receiver, or is not wanted any more: nothing was decoded here."""
         if self.phase is Phase.DECODE:
             self.phase = Phase.TRANSFER
-        self._leave(now_s, self.phase)
 
     def preempted(self, now_s: float) -> None:
         """Its KV is gone; it waits again."""

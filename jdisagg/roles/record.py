@@ -62,7 +62,7 @@ class RequestRecord:
 
     def handed_over(self, now_s: float) -> None:
         """Its hand-off is over (prefill role)."""
-        self._phases.handed_over(now_s)
+        self._phases.handed_over()
         has_token = self._phases.has_token
         self.ended("handed over" if has_token else "given up before its first token", int(has_token), now_s)
 

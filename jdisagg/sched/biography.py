@@ -201,7 +201,7 @@ class Biography:
         if call in ("cancel", "release"):
             self._settle(now_s)
             if self._status is Status.PUBLISHING:
-                self._phases.handed_over(now_s)
+                self._phases.handed_over()
             ended = "its KV was handed over" if self._status is Status.PUBLISHING else Cancelled.__name__.lower()
             self._say(
                 now_s, f"{ended} while {self._status.value}, {counted(self._num_tokens, 'token')}; {self._phase_text(now_s)}"
