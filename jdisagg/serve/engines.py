@@ -19,6 +19,7 @@ from jdisagg.core.requests import Role
 from jdisagg.core.values import parse_ranges
 from jdisagg.engine.buckets import EXACT_ROWS
 from jdisagg.engine.build import make_runner
+from jdisagg.engine.nan_search import NanSearch
 from jdisagg.engine.runner import ModelRunner
 from jdisagg.engine.warmup import warm_up
 from jdisagg.handoff.decode_side import DecodeSide
@@ -132,7 +133,7 @@ def start_engine(core: Core, side: Side, on_crash: Callable[[BaseException], Non
     """The engine's thread, running."""
     loop = EngineLoop(
         scheduler=core.scheduler,
-        pipeline=StepPipeline(core.scheduler, core.runner),
+        pipeline=StepPipeline(core.scheduler, core.runner, NanSearch(core.runner.export_tokens, core.runner.chunk_tokens)),
         side=side,
         inbox=core.inbox,
         streams=core.streams,
