@@ -38,6 +38,7 @@ class FleetClient:
         self._state = state
         self._credentials = credentials
         self._registered: dict[str, bool] = dict.fromkeys(routers, False)
+        self._refused: set[str] = set()  # routers that did not take our API key: said once
         self._tasks = [asyncio.create_task(self._keep(router)) for router in routers]
 
     def registered(self) -> dict[str, bool]:
@@ -56,7 +57,10 @@ class FleetClient:
                 await self._serve(router, fleet_pb2_grpc.FleetServiceStub(channel))
             except grpc.aio.AioRpcError as error:
                 _, draining = self._state()
-                if self._registered[router] and not draining:
+                if error.code() is grpc.StatusCode.UNAUTHENTICATED and router not in self._refused:
+                    self._refused.add(router)
+                    log.error("router %s refuses this worker: %s", router, error.details())
+                elif self._registered[router] and not draining:
                     log.warning("router %s is gone (%s); trying again until it is back", router, error.code().name)
                 self._registered[router] = False
             finally:

@@ -183,6 +183,12 @@ def _check_together(values: Values) -> None:
             f"{BY_NAME[sizes[1]].option}: got it beside {BY_NAME[sizes[0]].option}; keep one of them", field=sizes[1]
         )
     config = _build(values)
+    key = config.server.api_key
+    if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError(
+            f"--api-key: a key of {len(key)} characters is not a word of printable ASCII; a header could not carry it",
+            field="api_key",
+        )
     step, slots = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     if step < slots:
         fail(

@@ -74,7 +74,7 @@ def _whole(spans: list[tuple[int, int]]) -> bool:
 
 def _first(kv: np.ndarray, begin: int) -> _Found | None:
     """The lowest bad layer of KV [L, T, K, F] (F: keys, then values) and its first bad token, counted from `begin`."""
-    bad = np.isnan(kv).any(axis=2)  # [L, T, F]
+    bad = np.asarray(np.isnan(kv).any(axis=2))  # bool[L, T, F]
     layers = np.flatnonzero(bad.any(axis=(1, 2)))
     if not len(layers):
         return None

@@ -165,6 +165,13 @@ def test_the_api_key_comes_from_a_file_or_the_environment_and_is_never_printed(t
     assert "is empty" in message("--api-key", f"@{path}")
 
 
+@pytest.mark.parametrize("key", ["two words", "schlüssel", "tab\tbed", "bell\a"])
+def test_a_key_that_no_header_can_carry_is_refused_without_showing_it(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"--api-key: a key of {len(key)} characters is not a word") as caught:
+        load_config([], {"JDISAGG_API_KEY": key})
+    assert key not in caught.value.message
+
+
 argv_strategy = st.fixed_dictionaries(
     {},
     optional={
