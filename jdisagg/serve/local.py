@@ -56,7 +56,7 @@ def worker_specs(config: Config, router: str, program: Sequence[str] = SERVE) ->
     roles = [("prefill", config.prefill_tp, i) for i in range(local.num_prefill)]
     roles += [("decode", config.decode_tp, i) for i in range(local.num_decode)]
     shares = split_devices(config.device.devices, [tp for _, tp, _ in roles])
-    server = replace(config.server, host=LOOPBACK, port=0, grpc_port=0, router=(router,))
+    server = replace(config.server, host=LOOPBACK, advertise_host=None, port=0, grpc_port=0, router=(router,))
     specs = []
     for (role, tp, index), devices in zip(roles, shares, strict=True):
         settings = replace(
@@ -64,6 +64,7 @@ def worker_specs(config: Config, router: str, program: Sequence[str] = SERVE) ->
             role=role,
             model=replace(config.model, tensor_parallel_size=tp),
             device=replace(config.device, devices=devices),
+            transfer=replace(config.transfer, prefill=()),  # the router names the peers of each request
             scheduler=replace(config.scheduler, schedule_log=_numbered(config.scheduler.schedule_log, f"{role}-{index}")),
             server=server,
             local=LocalConfig(),
