@@ -182,5 +182,9 @@ class Workers:
         was_linked, entry.linked = entry.linked, False
         self.fleet.suspect(entry, monotonic())
         if was_linked or not entry.member.decodes:
-            log.warning("%s worker %s is lost: %s", entry.member.role.value, entry.member.worker, reason)
+            worker, role = entry.member.worker, entry.member.role.value
+            if entry.member.draining and not entry.pending:
+                log.info("%s worker %s has left", role, worker)
+            else:
+                log.warning("%s worker %s is lost: %s", role, worker, reason)
         self._on_lost(entry, reason)

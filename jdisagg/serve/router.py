@@ -55,11 +55,13 @@ async def serve(config: Config, process: Process) -> int:
     )
     edge = make_edge(engine, read_text_model(resolve_model(config.model.model)), config.server)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
-    fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(engine.workers, config.transfer), server)
+    fleet = FleetService(engine.workers, config.transfer)
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
     health = HealthReporter(server, SERVICES, engine.health)
 
     async def drain(deadline_s: float) -> int:
         await health.close()
+        fleet.leave()
         return await engine.drain(deadline_s)
 
     _add_admin(server, engine, drain)
@@ -75,6 +77,7 @@ async def serve(config: Config, process: Process) -> int:
     unfinished = await drain(monotonic() + config.server.drain_s)
     if unfinished:
         log.warning("%d requests were still running at the end of --drain-s", unfinished)
+    await fleet.everybody_told()
     await engine.close()
     await http.stop()
     await server.stop(GRPC_STOP_S)

@@ -186,6 +186,8 @@ class _Edges:
         """Say so to routers, admit nothing more, wait."""
         self._draining = True
         await self._health.close()
+        if self._fleet is not None:
+            await self._fleet.announce()
         return await self._engine.drain(deadline_s)
 
     async def _reset_prefix_cache(self) -> int:

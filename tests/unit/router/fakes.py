@@ -142,7 +142,7 @@ class Router:
         self._config = config
 
     async def start(self, port: int = 0) -> Router:
-        service = FleetService(self.engine.workers, self._config)
+        self.service = service = FleetService(self.engine.workers, self._config)
         self._server, self.address = await start_server(
             lambda server: fleet_pb2_grpc.add_FleetServiceServicer_to_server(service, server), port
         )
