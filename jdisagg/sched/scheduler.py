@@ -209,6 +209,11 @@ class Scheduler:
         """Take a dispatched step's results in, in order of dispatch, at any time later."""
         return self._committer.commit(self._steps.finish(result.step_id), result)
 
+    def kv_after(self, step_id: int, slot: int) -> tuple[PageTable, int] | None:
+        """Page table and tokens of KV that a step in flight leaves to `slot`; None when its result there is void."""
+        row = self._steps.row(step_id, slot)
+        return None if row is None else ((tuple(row.sequence.holding.pages),), row.end)
+
     # --- remote sequences (D)
 
     def take_reserved(self) -> list[Reserved]:

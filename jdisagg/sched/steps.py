@@ -88,6 +88,11 @@ class StepsInFlight:
             self._rows[plan.step_id] = rows
             self._next_id += 1
 
+    def row(self, step_id: int, slot: int) -> Row | None:
+        """What a step in flight does in `slot`; None when its result there would be dropped."""
+        row = self._rows.get(step_id, {}).get(slot)
+        return row if row is not None and row.epoch == row.sequence.epoch else None
+
     def finish(self, step_id: int) -> dict[int, Row]:
         """The rows of a step whose results have come, once; empty when it is unknown."""
         return self._rows.pop(step_id, {})

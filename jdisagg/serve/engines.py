@@ -20,6 +20,7 @@ from jdisagg.core.values import parse_ranges
 from jdisagg.engine.buckets import EXACT_ROWS
 from jdisagg.engine.build import make_runner
 from jdisagg.engine.costs import measure_retraction_cost
+from jdisagg.engine.nan_search import NanSearch
 from jdisagg.engine.runner import ModelRunner
 from jdisagg.engine.warmup import warm_up
 from jdisagg.handoff.decode_side import DecodeSide
@@ -145,7 +146,7 @@ def start_engine(
     """The engine's thread, running. `kv_feed`: told of cache changes after every tick."""
     loop = EngineLoop(
         scheduler=core.scheduler,
-        pipeline=StepPipeline(core.scheduler, core.runner),
+        pipeline=StepPipeline(core.scheduler, core.runner, NanSearch(core.runner.export_tokens, core.runner.chunk_tokens)),
         side=side,
         inbox=core.inbox,
         streams=core.streams,
