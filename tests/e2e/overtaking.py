@@ -139,12 +139,14 @@ class _Reader:
             self._check_better(sequence, life, admitted)
             worse = [s for s in admitted if s.order > sequence.order]
             self.story.forks_past += sum(s.order > sequence.order for s in forked)
-            self._note(sequence, life, worse, sequence.num_bypassed - bypassed[sequence], held)
+            had_to_go = not (held or forked) and bool(admitted) and admitted[0].order > sequence.order
+            self._note(sequence, life, worse, sequence.num_bypassed - bypassed[sequence], had_to_go)
             if status is Status.WAITING and self._scheduler.table.slots.num_free == 0:
                 life.num_slots_lost += sum(s.order > sequence.order for s in seated)
 
-    def _note(self, sequence: Sequence, life: Life, worse: list[Sequence], counted: int, held: bool) -> None:
-        """`counted`: as the scheduler did it; everybody else must have needed no slot while this one waits for one."""
+    def _note(self, sequence: Sequence, life: Life, worse: list[Sequence], counted: int, had_to_go: bool) -> None:
+        """`counted`: as the scheduler did it; everybody else must have needed no slot while this one waits for one. `had_to_go`:
+        nobody held memory when the first of `worse` got some."""
         passes = len(worse)
         if sequence.status is Status.WAITING:
             remote = sum(s.is_remote and s.status is Status.TRANSFER for s in worse)
@@ -152,8 +154,8 @@ class _Reader:
             life.num_passed_slot += passes - counted
         else:
             assert counted == passes, f"{sequence.request_id}: {counted} counted, {passes} passed it"
-        if counted and not held:
-            life.num_free_passes += 1  # the first of them: from then on somebody holds memory
+        if counted and had_to_go:
+            life.num_free_passes += 1
             counted -= 1
         life.num_passed += counted
         life.num_passed_preempted += counted if sequence.was_preempted else 0
