@@ -11,7 +11,7 @@ from jdisagg.sched.intake import Limits, check_request
 from jdisagg.sched.queue_limit import QueueLimit
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.states import Status
-from jdisagg.sched.stops import find_stop
+from jdisagg.sched.stops import find_stop, stop_ids
 from jdisagg.sched.table import SequenceTable
 
 
@@ -51,6 +51,7 @@ class Arrivals:
             status=status,
             is_remote=remote,
             generated=list(request.generated_token_ids),
+            stop_ids=stop_ids(request.sampling, self._limits.eos_token_ids),
             target=len(request.token_ids),
             is_open=is_open,
         )
