@@ -77,7 +77,7 @@ class LoggedScheduler(Scheduler):
 
     def expire(self, now_s: float) -> list[Output]:
         """As Scheduler.expire; written when it may change something."""
-        return self._call("expire", super().expire, now_s, quiet=not self._complete and now_s < self._next_deadline_s)
+        return self._call("expire", super().expire, now_s, quiet=not self._arrivals.is_due(now_s))
 
     def schedule(self, now_s: float) -> Plan:
         """As Scheduler.schedule; written unless the scheduler is idle (an empty plan may reserve pages)."""

@@ -108,9 +108,10 @@ class Plan:
         return sum(len(chunk.token_ids) for chunk in self.prefill) + len(self.decode)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Sampled:
-    """Tokens one slot produced in one step; `bad` names a NaN (the request fails, alone)."""
+    """Tokens one slot produced in one step; `bad` names a NaN (the request fails, alone). Never changed; not frozen, for the
+    speed of construction."""
 
     slot: int
     token_ids: tuple[int, ...]

@@ -42,7 +42,9 @@ class Starter:
         if draft.preempted or (self._rows.is_scarce and self._table.someone_holds_memory):
             return
         queues = self._table.queues
-        if not (queues[Status.FORKING] or queues[Status.WAITING] or queues[Status.PREALLOC]):
+        if not queues[Status.PREALLOC] and not (
+            self._can_compute(draft) and (queues[Status.FORKING] or queues[Status.WAITING])
+        ):
             return
         promised = self._table.outstanding_pages()
         blocked: list[Sequence] = []

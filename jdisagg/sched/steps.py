@@ -8,9 +8,10 @@ from jdisagg.sched.plan import Admit, HostCopy, PageAppend, PageCopy, Plan, Pref
 from jdisagg.sched.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
-    """What one slot does in one step. Valid at commit only while the sequence's epoch is still `epoch`."""
+    """What one slot does in one step. Valid at commit only while the sequence's epoch is still `epoch`. Never changed; not
+    frozen, since that makes the construction of one per slot and step three times as slow."""
 
     sequence: Sequence
     epoch: int
