@@ -38,7 +38,7 @@ class Starter:
     def start(self, draft: Draft, donors: dict[str, Sequence]) -> None:
         """Let in whoever can go. After a preemption nobody new may take what was just freed."""
         if not draft.preempted:
-            self._start_ready(draft)
+            self._start_ready(draft, donors)
         if draft.preempted or (self._rows.is_scarce and self._table.someone_holds_memory):
             return
         queues = self._table.queues
@@ -51,10 +51,21 @@ class Starter:
         promised = self._fork(draft, donors, promised, blocked)
         self._start_waiting(draft, promised, blocked)
 
-    def _start_ready(self, draft: Draft) -> None:
-        """Sequences whose KV has arrived take free slots and decode at once."""
+    def _start_ready(self, draft: Draft, donors: dict[str, Sequence]) -> None:
+        """Sequences whose KV has arrived take free slots and decode at once. One that waits to be computed here, or restored,
+        and whose turn is before theirs goes first when it fits: under load there is always somebody whose KV has arrived."""
         table = self._table
+        has_room = not self._rows.is_scarce
         for sequence in table.queues[Status.READY]:
+            while has_room and not draft.preempted and self._can_compute(draft):
+                earlier = self._waiting_before(sequence, donors)
+                if earlier is None:
+                    break
+                has_room = not self._is_too_long(draft, earlier) and self._admission.take_memory(
+                    earlier, table.outstanding_pages()
+                )
+                if has_room:
+                    self._start_one(draft, earlier)
             if not self._can_compute(draft):
                 return
             if sequence.status is not Status.READY:
@@ -69,6 +80,16 @@ class Starter:
             if not self._rows.make_room(draft, sequence):
                 return
             self._decode_from_now_on(draft, sequence)
+
+    def _waiting_before(self, ready: Sequence, donors: dict[str, Sequence]) -> Sequence | None:
+        """Who needs memory and a slot and comes before `ready`, and before all others that could take memory now."""
+        queues = self._table.queues
+        first = queues[Status.WAITING].at(0)
+        if first is None or first.order > ready.order:
+            return None
+        if any(child.request_id in donors for child in queues[Status.FORKING].before(first)):
+            return None
+        return None if any(remote.is_open for remote in queues[Status.PREALLOC].before(first)) else first
 
     def _fork(self, draft: Draft, donors: dict[str, Sequence], promised: int, blocked: list[Sequence]) -> int:
         """Choices whose prompt is in memory go before all who need more; returns the pages promised by now."""
@@ -94,24 +115,24 @@ class Starter:
     def _start_waiting(self, draft: Draft, promised: int, blocked: list[Sequence]) -> None:
         """Give memory to those who wait for it, in order, whether they compute here (slot and budget too) or fetch.
 
-        Who cannot go for another reason than memory (no slot, no budget, peer not ready) is passed over. Who lacks memory lets
-        at most `max_bypass` later ones go first, in its whole life, and none after it was preempted: then all behind it wait
-        until it fits. When nothing but pins of waiting ones is in its way, anybody may pass, or nobody would ever free a page.
+        Whose peer is not ready is passed over. Who lacks memory, or a slot that those who fetch do not need yet, lets at most
+        `max_bypass` later ones go first, in its whole life, and none after it was preempted: then all behind it wait until it
+        fits. When nothing but pins of waiting ones is in its way, anybody may pass, or nobody would ever free a page.
         """
         waiting, prealloc = self._table.queues[Status.WAITING], self._table.queues[Status.PREALLOC]
         i = j = 0
         while not self._is_closed_by(blocked):
-            local, remote = waiting.at(i) if self._can_compute(draft) else None, prealloc.at(j)
+            local, remote, can_compute = waiting.at(i), prealloc.at(j), self._can_compute(draft)
             if remote is not None and not remote.is_open:
                 j += 1
                 continue
             candidates = [s for s in (local, remote) if s is not None]
-            if not candidates:
+            if not candidates or (remote is None and not can_compute):
                 return
             sequence = min(candidates, key=lambda s: s.order)
-            if sequence is local and self._is_too_long(draft, sequence):
+            if sequence is local and can_compute and self._is_too_long(draft, sequence):
                 return
-            if self._admission.take_memory(sequence, promised):
+            if (sequence is remote or can_compute) and self._admission.take_memory(sequence, promised):
                 promised += sequence.holding.outstanding_pages
                 for passed in blocked:
                     passed.num_bypassed += 1

@@ -133,8 +133,10 @@ class _Reader:
         if not moved:
             return
         for sequence, status in before.items():
-            if sequence.status is not status or status not in WITHOUT_MEMORY or not sequence.is_open:
+            if sequence.status is not status or status not in WITHOUT_MEMORY:
                 continue
+            if status is Status.PREALLOC and not sequence.is_open:
+                continue  # its peer has not begun with it
             life = self._lives[sequence.request_id]
             self._check_better(sequence, life, admitted)
             worse = [s for s in admitted if s.order > sequence.order]

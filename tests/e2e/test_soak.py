@@ -74,7 +74,9 @@ def test_a_full_pair_starves_nobody_and_leaks_nothing(
     flags = ("--model", str(tiny_model), *SIZES, *TIGHT)
     prefill = start("prefill", "--role", "prefill", *flags, "--schedule-log", str(logs[0])).wait_ready()
     peer = ("--prefill", prefill.grpc, "--local-prefill", "never")
-    decode = start("decode", "--role", "decode", *flags, *peer, "--max-num-seqs", "3", "--schedule-log", str(logs[1])).wait_ready()
+    decode = start(
+        "decode", "--role", "decode", *flags, *peer, "--max-num-seqs", "3", "--schedule-log", str(logs[1])
+    ).wait_ready()
     soak(decode, [prefill, decode], catalogue, wanted)
     assert decode.metric("jdisagg_prefill_tokens_total", role="decode") == 0
     assert decode.stop() == 0
