@@ -102,8 +102,7 @@ class Explainer:
         donor = self._table.groups.donor(sequence)
         if donor is None or any(chunk.slot == donor.slot for chunk in plan.prefill):
             return Wait(Cause.SIBLING, "the prompt it shares with its siblings is not computed yet")
-        wait = self._preemption(plan) or self._margin() or self._no_room_in_step(plan) or self._no_reads(sequence)
-        if wait is not None:
+        if (wait := self._preemption(plan) or self._margin()) is not None:
             return wait
         if (short := self._shortage(sequence)) is not None:
             return Wait(Cause.MEMORY, short)
@@ -203,8 +202,7 @@ class Explainer:
 
     def _earlier(self, sequence: Sequence, can_compute: bool) -> Iterator[Sequence]:
         """Those whose turn comes before, of those that could go: choices with a sibling to fork from come before all others."""
-        if can_compute:
-            yield from (s for s in self._table.queues[Status.FORKING] if self._table.groups.donor(s) is not None)
+        yield from (s for s in self._table.queues[Status.FORKING] if self._table.groups.donor(s) is not None)
         open_ones = [s for s in self._table.queues[Status.PREALLOC] if s.is_open]
         local = list(self._table.queues[Status.WAITING]) if can_compute else []
         yield from sorted((s for s in [*open_ones, *local] if s.order < sequence.order), key=lambda s: s.order)

@@ -1,4 +1,4 @@
-"""Who starts in a step: those whose KV has arrived, choices that fork from a sibling, and those who wait for memory."""
+"""Who starts in a step: choices that fork from a sibling, those whose KV is in place, and those who wait for memory."""
 
 from __future__ import annotations
 
@@ -37,22 +37,20 @@ class Starter:
 
     def start(self, draft: Draft, donors: dict[str, Sequence]) -> None:
         """Let in whoever can go. After a preemption nobody new may take what was just freed."""
-        if not draft.preempted:
-            self._start_ready(draft)
-        if draft.preempted or (self._rows.is_scarce and self._table.someone_holds_memory):
+        if draft.preempted:
             return
-        queues = self._table.queues
-        if not queues[Status.PREALLOC] and not (
-            self._can_compute(draft) and (queues[Status.FORKING] or queues[Status.WAITING])
-        ):
-            return
-        promised = self._table.outstanding_pages()
+        is_closed = self._rows.is_scarce and self._table.someone_holds_memory
         blocked: list[Sequence] = []
-        promised = self._fork(draft, donors, promised, blocked)
-        self._start_waiting(draft, promised, blocked)
+        if donors and not is_closed:
+            self._fork(draft, donors, blocked)
+        self._start_ready(draft)
+        queues = self._table.queues
+        waiting = queues[Status.PREALLOC] or (queues[Status.WAITING] and self._can_compute(draft))
+        if waiting and not (draft.preempted or is_closed):
+            self._start_waiting(draft, blocked)
 
     def _start_ready(self, draft: Draft) -> None:
-        """Sequences whose KV has arrived take free slots and decode at once."""
+        """Sequences whose KV is in place, from a peer or a sibling, take free slots and decode at once."""
         table = self._table
         for sequence in table.queues[Status.READY]:
             if not self._can_compute(draft):
@@ -70,28 +68,26 @@ class Starter:
                 return
             self._decode_from_now_on(draft, sequence)
 
-    def _fork(self, draft: Draft, donors: dict[str, Sequence], promised: int, blocked: list[Sequence]) -> int:
-        """Choices whose prompt is in memory go before all who need more; returns the pages promised by now."""
+    def _fork(self, draft: Draft, donors: dict[str, Sequence], blocked: list[Sequence]) -> None:
+        """Choices whose prompt is in memory take their share of it before anybody takes more; then they wait for a slot."""
         table = self._table
+        promised = table.outstanding_pages()
         for child in table.queues[Status.FORKING]:
-            if not self._can_compute(draft):
-                break
             donor = donors.get(child.request_id)
-            if donor is None or child.num_known > draft.reads:
+            if donor is None:
                 continue
             if not self._admission.share_memory(child, donor, promised):
                 blocked.append(child)
                 continue
             promised += child.holding.outstanding_pages
+            table.move(child, Status.READY)
             table.stats.forks += 1
             boundary, offset = divmod(child.num_computed, table.pages.page_size)
             if offset:
                 source, target = donor.holding.pages[boundary], child.holding.pages[boundary]
                 draft.copies.append(PageCopy(group=0, source=source, target=target))
-            self._decode_from_now_on(draft, child)
-        return promised
 
-    def _start_waiting(self, draft: Draft, promised: int, blocked: list[Sequence]) -> None:
+    def _start_waiting(self, draft: Draft, blocked: list[Sequence]) -> None:
         """Give memory to those who wait for it, in order, whether they compute here (slot and budget too) or fetch.
 
         Who cannot go for another reason than memory (no slot, no budget, peer not ready) is passed over. Who lacks memory lets
@@ -99,6 +95,7 @@ class Starter:
         until it fits. When nothing but pins of waiting ones is in its way, anybody may pass, or nobody would ever free a page.
         """
         waiting, prealloc = self._table.queues[Status.WAITING], self._table.queues[Status.PREALLOC]
+        promised = self._table.outstanding_pages()
         i = j = 0
         while not self._is_closed_by(blocked):
             local, remote = waiting.at(i) if self._can_compute(draft) else None, prealloc.at(j)
