@@ -39,7 +39,7 @@ class Starter:
         """Let in whoever can go. After a preemption nobody new may take what was just freed."""
         if not draft.preempted:
             self._start_ready(draft)
-        if draft.preempted or (self._rows.is_scarce and self._table.someone_holds_memory):
+        if draft.preempted or self._is_short:
             return
         queues = self._table.queues
         if not (queues[Status.FORKING] or queues[Status.WAITING] or queues[Status.PREALLOC]):
@@ -72,7 +72,7 @@ class Starter:
         """Choices whose prompt is in memory go before all who need more; returns the pages promised by now."""
         table = self._table
         for child in table.queues[Status.FORKING]:
-            if not self._can_compute(draft):
+            if self._is_short or not self._can_compute(draft):
                 break
             donor = donors.get(child.request_id)
             if donor is None or child.num_known > draft.reads:
@@ -98,7 +98,7 @@ class Starter:
         """
         waiting, prealloc = self._table.queues[Status.WAITING], self._table.queues[Status.PREALLOC]
         i = j = 0
-        while not self._is_closed_by(blocked):
+        while not (self._is_short or self._is_closed_by(blocked)):
             local, remote = waiting.at(i) if self._can_compute(draft) else None, prealloc.at(j)
             if remote is not None and not remote.is_open:
                 j += 1
@@ -121,6 +121,11 @@ class Starter:
                 else:
                     j += 1
 
+    @property
+    def _is_short(self) -> bool:
+        """Below the safety margin nothing new starts while somebody goes on, one that started in this very step included."""
+        return self._rows.is_scarce and self._table.someone_holds_memory
+
     def _is_closed_by(self, blocked: list[Sequence]) -> bool:
         """Nobody may pass those who lack memory any more; looking further than may pass would cost time for nothing."""
         if not blocked or not self._table.someone_holds_memory:
@@ -129,8 +134,11 @@ class Starter:
         return len(blocked) > limit or any(s.was_preempted or s.num_bypassed >= limit for s in blocked)
 
     def _is_too_long(self, draft: Draft, sequence: Sequence) -> bool:
-        """Without chunks: the rest of this step does not hold what is missing of it. It goes first in a later one."""
-        if self._config.enable_chunked_prefill or sequence.host_tokens:
+        """It cannot go in parts (its KV comes back from the host, or chunks are off), and the rest of this step does not hold
+        what it needs. It goes first in a later one."""
+        if sequence.host_tokens:
+            return sequence.num_known > draft.reads
+        if self._config.enable_chunked_prefill:
             return False
         found = len(self._admission.find_prefix(sequence)) * self._table.pages.page_size
         return sequence.target - found > draft.budget or sequence.target > draft.reads
