@@ -39,14 +39,13 @@ class Starter:
         """Let in whoever can go. After a preemption nobody new may take what was just freed."""
         if draft.preempted:
             return
-        is_closed = self._rows.is_scarce and self._table.someone_holds_memory
         blocked: list[Sequence] = []
-        if donors and not is_closed:
+        if donors:
             self._fork(draft, donors, blocked)
         self._start_ready(draft)
         queues = self._table.queues
         waiting = queues[Status.PREALLOC] or (queues[Status.WAITING] and self._can_compute(draft))
-        if waiting and not (draft.preempted or is_closed):
+        if waiting and not draft.preempted:
             self._start_waiting(draft, blocked)
 
     def _start_ready(self, draft: Draft) -> None:
@@ -73,6 +72,8 @@ class Starter:
         table = self._table
         promised = table.outstanding_pages()
         for child in table.queues[Status.FORKING]:
+            if self._is_short:
+                return
             donor = donors.get(child.request_id)
             if donor is None:
                 continue
@@ -97,7 +98,7 @@ class Starter:
         waiting, prealloc = self._table.queues[Status.WAITING], self._table.queues[Status.PREALLOC]
         promised = self._table.outstanding_pages()
         i = j = 0
-        while not self._is_closed_by(blocked):
+        while not (self._is_short or self._is_closed_by(blocked)):
             local, remote = waiting.at(i) if self._can_compute(draft) else None, prealloc.at(j)
             if remote is not None and not remote.is_open:
                 j += 1
@@ -120,6 +121,11 @@ class Starter:
                 else:
                     j += 1
 
+    @property
+    def _is_short(self) -> bool:
+        """Below the safety margin nothing new starts while somebody goes on, one that started in this very step included."""
+        return self._rows.is_scarce and self._table.someone_holds_memory
+
     def _is_closed_by(self, blocked: list[Sequence]) -> bool:
         """Nobody may pass those who lack memory any more; looking further than may pass would cost time for nothing."""
         if not blocked or not self._table.someone_holds_memory:
@@ -128,8 +134,11 @@ class Starter:
         return len(blocked) > limit or any(s.was_preempted or s.num_bypassed >= limit for s in blocked)
 
     def _is_too_long(self, draft: Draft, sequence: Sequence) -> bool:
-        """Without chunks: the rest of this step does not hold what is missing of it. It goes first in a later one."""
-        if self._config.enable_chunked_prefill or sequence.host_tokens:
+        """It cannot go in parts (its KV comes back from the host, or chunks are off), and the rest of this step does not hold
+        what it needs. It goes first in a later one."""
+        if sequence.host_tokens:
+            return sequence.num_known > draft.reads
+        if self._config.enable_chunked_prefill:
             return False
         found = len(self._admission.find_prefix(sequence)) * self._table.pages.page_size
         return sequence.target - found > draft.budget or sequence.target > draft.reads
