@@ -100,7 +100,9 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         """True when nothing has to reach the device."""
-        return not (self.evict or self.admit or self.pages or self.prefill or self.decode or self.offload or self.forget)
+        return not (
+            self.evict or self.admit or self.pages or self.prefill or self.decode or self.copies or self.offload or self.forget
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -37,12 +37,12 @@ def test_eight_choices_compute_the_prompt_once_and_share_its_pages(length: int, 
     assert len({copy.target for copy in copies}) == len(copies)
 
 
-def test_choices_wait_for_slots_and_fork_from_whoever_is_left() -> None:
+def test_choices_that_wait_for_slots_hold_their_share_of_the_prompt() -> None:
     engine = FakeEngine(num_pages=100, max_num_seqs=3, caching=False)
     engine.add(*choices(7))
     engine.run()
     assert all(engine.seen[f"r/{i}"].tokens == expected(PROMPT, 6) for i in range(7))
-    assert engine.scheduler.stats.prefill_tokens < 3 * len(PROMPT)
+    assert engine.scheduler.stats.prefill_tokens == len(PROMPT)
 
 
 def test_a_choice_whose_leader_was_cancelled_leads() -> None:
