@@ -3,8 +3,11 @@
 The bound of policy `priority`: a request gets memory after one that came later only when
 
 (a) the later one ranks better: it came at most (difference in priority) x `priority_aging_s` after it; or
-(b) it did not fit into the free pages, and then at most `max_bypass` requests of worse rank go before it in its whole life,
-    none once it has lost its pages. Choices that fork from a sibling in memory count with their sibling.
+(b) it did not fit into the free pages, or had no slot while the later one needs none yet, and then at most `max_bypass`
+    requests of worse rank go before it in its whole life, none once it has lost its pages. Choices that fork from a sibling
+    in memory count with their sibling.
+
+A free slot goes to one of worse rank only while the better one does not fit into the free pages.
 """
 
 from __future__ import annotations
@@ -38,8 +41,7 @@ class Life:
     num_passed: int = 0  # requests of worse rank that got memory while it lacked it
     num_passed_preempted: int = 0  # the same after it had lost its pages
     num_free_passes: int = 0  # the same while nobody held memory, so that somebody had to go
-    num_passed_slot: int = 0  # the same by remote ones, which need no slot, while it waited for one
-    num_slots_lost: int = 0  # slots that ones of worse rank with KV in place took while it waited for a slot
+    num_slots_lost: int = 0  # slots that ones of worse rank with KV in place took while it waited for pages and a slot
 
 
 @dataclass(slots=True)
@@ -50,7 +52,7 @@ class Story:
     plans: Counter[str] = field(default_factory=Counter)  # how many did what
     better: int = 0  # times a later request went first because it ranks better
     forks_past: int = 0  # times a choice forked past somebody who lacked memory
-    broken: list[str] = field(default_factory=list)  # of (a)
+    broken: list[str] = field(default_factory=list)  # who went before whom without a right to
 
     def text(self) -> str:
         """The figures, for people."""
@@ -60,13 +62,11 @@ class Story:
         longest = ", ".join(f"{priority}: {max(some):.2f} s" for priority, some in sorted(waits.items()))
         passed = max((life.num_passed for life in self.lives), default=0)
         by_count = dict(sorted(Counter(life.num_passed for life in self.lives).items()))
-        free, slot, lost = (
-            sum(getattr(life, name) for life in self.lives) for name in ("num_free_passes", "num_passed_slot", "num_slots_lost")
-        )
+        free, lost = sum(life.num_free_passes for life in self.lives), [life.num_slots_lost for life in self.lives]
         return (
             f"{len(self.lives)} engine requests; passed for memory at most {passed} times {by_count}; "
             f"passed by better rank {self.better}, by forks {self.forks_past}, with all memory free {free}, "
-            f"by remote ones while slots were taken {slot}, slots lost to worse rank {lost}\n"
+            f"slots lost for want of pages {sum(lost)}, at most {max(lost, default=0)}\n"
             f"  longest wait for memory by priority: {longest}\n  {dict(self.plans)}"
         )
 
@@ -102,8 +102,9 @@ class _Reader:
         held = table.someone_holds_memory
         try:
             result = getattr(self._scheduler, call)(*args, **{key: decode(value) for key, value in line["kwargs"].items()})
-        except Exception as error:  # noqa: BLE001 - compared with what was raised then
-            assert line.get("raised") == type(error).__name__, f"line {number}: {error!r}"
+        except Exception as error:
+            if line.get("raised") != type(error).__name__:
+                raise
             return
         assert encode(result) == line.get("result"), f"line {number}: {call} differs"
         if call == "add" and args[0].request_id in table.live:
@@ -123,10 +124,11 @@ class _Reader:
 
     def _watch(self, before: dict[Sequence, Status], bypassed: dict[Sequence, int], held: bool, now_s: float) -> None:
         """Compare who got memory, or a slot, in this step with who did not."""
-        moved = [s for s, status in before.items() if s.status is not status and s.status in (Status.RUNNING, Status.TRANSFER)]
+        with_memory = (Status.RUNNING, Status.TRANSFER, Status.READY)
+        moved = [s for s, status in before.items() if s.status is not status and s.status in with_memory]
         admitted = sorted((s for s in moved if before[s] in WITHOUT_MEMORY), key=lambda s: s.order)
         forked = [s for s in moved if before[s] is Status.FORKING]
-        seated = [s for s in moved if before[s] is Status.READY]
+        seated = [s for s in moved if before[s] not in WITHOUT_MEMORY and s.status is Status.RUNNING]
         for sequence in (*admitted, *forked):
             life = self._lives[sequence.request_id]
             life.waited_s = life.waited_s or now_s - life.added_s
@@ -141,26 +143,23 @@ class _Reader:
             self._check_better(sequence, life, admitted)
             worse = [s for s in admitted if s.order > sequence.order]
             self.story.forks_past += sum(s.order > sequence.order for s in forked)
-            had_to_go = not (held or forked) and bool(admitted) and admitted[0].order > sequence.order
-            self._note(sequence, life, worse, sequence.num_bypassed - bypassed[sequence], had_to_go)
+            assert sequence.num_bypassed - bypassed[sequence] == len(worse), f"{sequence.request_id}: passed by {worse}"
+            had_to_go = bool(worse) and not (held or forked) and admitted[0].order > sequence.order
+            life.num_free_passes += had_to_go
+            life.num_passed += len(worse) - had_to_go
+            life.num_passed_preempted += (len(worse) - had_to_go) if sequence.was_preempted else 0
             if status is Status.WAITING and self._scheduler.table.slots.num_free == 0:
-                life.num_slots_lost += sum(s.order > sequence.order for s in seated)
+                self._check_slots(sequence, life, [s for s in seated if s.order > sequence.order], now_s)
 
-    def _note(self, sequence: Sequence, life: Life, worse: list[Sequence], counted: int, had_to_go: bool) -> None:
-        """`counted`: as the scheduler did it; everybody else must have needed no slot while this one waits for one. `had_to_go`:
-        nobody held memory when the first of `worse` got some."""
-        passes = len(worse)
-        if sequence.status is Status.WAITING:
-            remote = sum(s.is_remote and s.status is Status.TRANSFER for s in worse)
-            assert passes - remote <= counted <= passes, f"{sequence.request_id}: {counted} counted, {passes} passed it"
-            life.num_passed_slot += passes - counted
-        else:
-            assert counted == passes, f"{sequence.request_id}: {counted} counted, {passes} passed it"
-        if counted and had_to_go:
-            life.num_free_passes += 1
-            counted -= 1
-        life.num_passed += counted
-        life.num_passed_preempted += counted if sequence.was_preempted else 0
+    def _check_slots(self, sequence: Sequence, life: Life, seated: list[Sequence], now_s: float) -> None:
+        """One that is first of all who need memory, and fits even after this step whatever it will get, fitted before."""
+        life.num_slots_lost += len(seated)
+        table = self._scheduler.table
+        others = (s for status in (*WITHOUT_MEMORY, Status.FORKING) for s in table.queues[status].before(sequence))
+        needs = table.pages.pages_for(sequence.max_len)
+        fits = needs <= table.pages.num_free - table.outstanding_pages() and not self._scheduler.preempted
+        if seated and fits and next(others, None) is None:
+            self.story.broken.append(f"{seated[0].request_id} took the slot of {sequence.request_id} at {now_s:.3f} s")
 
     def _check_better(self, sequence: Sequence, life: Life, admitted: list[Sequence]) -> None:
         for other in (s for s in admitted if s.order < sequence.order):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from tests.e2e.client import Asked, Got, run_all
 from tests.e2e.conftest import Start, starting
 from tests.e2e.overtaking import Story, read_story
 from tests.e2e.processes import Resources, ServerProcess, wait_until
-from tests.e2e.soak_load import Crowd, Fate, Outcome, make_catalogue
+from tests.e2e.soak_load import Fate, Outcome, flood, make_catalogue
 from tests.e2e.test_exactness import assert_quiescent
 
 SOAK_S = float(os.environ.get("JDISAGG_SOAK_S", "8"))
@@ -44,7 +43,7 @@ def catalogue() -> list[Asked]:
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, catalogue: list[Asked]) -> Iterator[list[Got]]:
+def wanted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, catalogue: list[Asked]) -> list[Got]:
     """What each entry gets from a server with room for all and no cache."""
     flags = ("--model", str(tiny_model), *SIZES, "--num-pages", "400", "--no-enable-prefix-caching")
     with starting(tmp_path_factory.mktemp("roomy")) as start:
@@ -53,7 +52,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, catalogue
         server.stop()
     assert all(one.error is None for one in got), [one.error for one in got if one.error][:1]
     assert len({token for one in got for choice in one.tokens.values() for token in choice}) > 300
-    yield got
+    return got
 
 
 def test_a_full_unified_server_starves_nobody_and_leaks_nothing(
@@ -72,7 +71,7 @@ def test_a_full_pair_starves_nobody_and_leaks_nothing(
 ) -> None:
     logs = [tmp_path / "prefill.jsonl", tmp_path / "decode.jsonl"]
     flags = ("--model", str(tiny_model), *SIZES, *TIGHT)
-    prefill = start("prefill", "--role", "prefill", *flags, "--schedule-log", str(logs[0])).wait_ready()
+    prefill = start("prefill", "--role", "prefill", *flags, "--num-pages", "49", "--schedule-log", str(logs[0])).wait_ready()
     peer = ("--prefill", prefill.grpc, "--local-prefill", "never")
     decode = start(
         "decode", "--role", "decode", *flags, *peer, "--max-num-seqs", "3", "--schedule-log", str(logs[1])
@@ -87,18 +86,17 @@ def test_a_full_pair_starves_nobody_and_leaks_nothing(
 
 def soak(edge: ServerProcess, servers: list[ServerProcess], catalogue: list[Asked], wanted: list[Got]) -> None:
     """Load `edge`, and look at all servers before and after."""
-    Crowd(edge, catalogue, seed=1).flood(WARM_UP_S)
+    flood(edge, catalogue, seed=1, seconds=WARM_UP_S)
     before = [assert_at_rest(server) for server in servers]
-    crowd = Crowd(edge, catalogue, seed=2)
-    crowd.flood(SOAK_S)
-    print(f"\n{edge.flags[1]}: {outcomes_text(crowd.outcomes)}")
+    outcomes = flood(edge, catalogue, seed=2, seconds=SOAK_S)
+    print(f"\n{edge.flags[1]}: {outcomes_text(outcomes)}")
     for server, was in zip(servers, before, strict=True):
         assert_at_rest(server)
         wait_until(lambda s=server, w=was: s.resources() <= w, 10, f"{server.flags[1]}: no more than {was}", server.resources)
         print(f"  {server.flags[1]}: {was} -> {server.resources()}; host time per step {host_time_text(server)}")
         print(f"  {server.state()['scheduler']['stats']}")
         assert server.metric("jdisagg_compiles_after_ready_total") == 0
-    for outcome in crowd.outcomes:
+    for outcome in outcomes:
         check_outcome(outcome, wanted[outcome.visit.entry])
 
 
