@@ -67,6 +67,7 @@ class EngineRequest:
     choice: int = 0
     priority: int = 0  # lower runs first
     cache_salt: str = ""  # prefix-cache tenancy
+    fork_group: str = ""  # live requests of one group with one prompt share its KV; the choices of one client prompt
     prefill_peers: tuple[str, ...] = ()  # for D: addresses of P in order of preference; empty = its own static list
 
     @property

@@ -25,7 +25,11 @@ class Admission:
         """Reserve pages of all tokens known so far; the gate also keeps room for the start of the output."""
         pages, holding = self._table.pages, sequence.holding
         total = pages.pages_for(self.gate_tokens(sequence))
-        if sequence.status is Status.PREALLOC:
+        if sequence.host_tokens:
+            if total > pages.num_free - promised:
+                return False
+            sequence.continue_from(sequence.host_tokens)
+        elif sequence.status is Status.PREALLOC:
             if total - len(holding.pages) > pages.num_free - promised:
                 return False
         else:
@@ -37,6 +41,22 @@ class Admission:
         grown = pages.grow(holding, pages.pages_for(sequence.num_known))
         assert grown is not None, "the gate let a sequence in that does not fit"
         holding.promised_pages = total
+        return True
+
+    def share_memory(self, child: Sequence, donor: Sequence, promised: int) -> bool:
+        """Reserve pages for a choice beside the sibling whose prompt it has: its full pages are shared, up to the prompt's last
+        token, which the child feeds itself. The caller copies the page in between when there is one."""
+        pages, holding = self._table.pages, child.holding
+        num_shared = (child.num_known - 1) // pages.page_size
+        total = pages.pages_for(self.gate_tokens(child))
+        if total - num_shared > pages.num_free - promised:
+            return False
+        pages.share(holding, donor.holding, num_shared)
+        grown = pages.grow(holding, pages.pages_for(child.num_known))
+        assert grown is not None, "the gate let a choice in that does not fit"
+        holding.promised_pages = total
+        child.continue_from(child.num_known - 1)
+        child.cached_tokens = child.num_computed
         return True
 
     def gate_tokens(self, sequence: Sequence) -> int:

@@ -29,13 +29,14 @@ class Committer:
             if row.epoch != sequence.epoch:
                 continue
             sequence.num_computed = row.end
-            self._table.pages.publish(sequence)
             sequence.prompt_logprobs.extend(result.prompt_logprobs.get(slot, ()))
-            if row.samples:
+            if row.num_samples:
                 assert slot in sampled, f"step {result.step_id} has no token for slot {slot} ({sequence.request_id})"
-                sequence.num_in_flight -= 1
-                if (output := self._take_sampled(sequence, sampled[slot], result.step_id)) is not None:
+                sequence.num_in_flight -= row.num_samples
+                if (output := self._take_sampled(sequence, sampled[slot], row.num_samples, result.step_id)) is not None:
                     outputs.append(output)
+            else:
+                self._table.pages.publish(sequence)
         return outputs
 
     def take_first(self, sequence: Sequence, first: Output) -> Output:
@@ -82,14 +83,15 @@ class Committer:
             cached_tokens=sequence.cached_tokens or 0,
         )
 
-    def _take_sampled(self, sequence: Sequence, sampled: Sampled, step_id: int) -> Output | None:
+    def _take_sampled(self, sequence: Sequence, sampled: Sampled, num_samples: int, step_id: int) -> Output | None:
         if sampled.bad is not None:
             message = (
                 f"request {sequence.request_id}: step {step_id} produced no usable logits ({sampled.bad}); other requests go on"
             )
             return self.failure(sequence, NumericalError(message))
         prompt_logprobs = self._prompt_logprobs(sequence)
-        tokens, finish, stop_token_id = self._append(sequence, sampled.token_ids)
+        tokens, finish, stop_token_id = self._append(sequence, sampled.token_ids[:num_samples])
+        self._table.pages.publish(sequence)
         logprobs = sampled.logprobs[: len(tokens)] if sampled.logprobs is not None and tokens else None
         output = Output(
             request_id=sequence.request_id,

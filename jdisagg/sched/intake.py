@@ -8,6 +8,8 @@ from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.errors import ConfigError, InvalidRequest
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, EngineRequest, Role
 
+POLICIES = ("fcfs", "priority", "prefill-first")
+_NOT_NEGATIVE = ("max_num_kv_read_tokens", "priority_aging_s", "max_bypass", "host_kv_bytes")
 _MAX_INT32 = 2**31 - 1  # lengths and token ids are 32 bits wide on the device
 
 
@@ -22,6 +24,7 @@ class Limits:
     num_lookahead: int = 0
     vocab_size: int | None = None  # None = unknown: ids are only held to 32 bits
     eos_token_ids: tuple[int, ...] = ()
+    read_tokens: int = 0  # KV one step may read; 0 = no bound
 
     @property
     def pool_tokens(self) -> int:
@@ -31,12 +34,22 @@ class Limits:
 
 def check_config(config: SchedulerConfig, limits: Limits) -> None:
     """Raise ConfigError for sizes with which no plan could ever be made."""
-    if config.scheduling_policy not in ("fcfs", "priority"):
-        raise ConfigError(f"scheduling_policy is {config.scheduling_policy!r}; use fcfs or priority", field="scheduling_policy")
-    for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue_len"):
+    if config.scheduling_policy not in POLICIES:
+        raise ConfigError(
+            f"scheduling_policy is {config.scheduling_policy!r}; use {', '.join(POLICIES)}", field="scheduling_policy"
+        )
+    for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue_len", "num_scheduler_steps"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} is {getattr(config, name)}; use at least 1", field=name)
-    for name in ("long_prefill_token_threshold", "reserved_decode_tokens"):
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < limits.max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}, and without chunked prefill one step computes up to "
+            f"{limits.max_model_len} tokens; use --max-num-batched-tokens {limits.max_model_len}, or chunks",
+            field="max_num_batched_tokens",
+        )
+    if not 0 <= config.safety_margin < 1:
+        raise ConfigError(f"safety_margin is {config.safety_margin}; use 0 <= share < 1", field="safety_margin")
+    for name in ("long_prefill_token_threshold", "reserved_decode_tokens", *_NOT_NEGATIVE):
         if getattr(config, name) < 0:
             raise ConfigError(f"{name} is {getattr(config, name)}; use 0 or more", field=name)
     rows = config.max_num_seqs * (1 + limits.num_lookahead)
@@ -67,10 +80,14 @@ def check_request(request: EngineRequest, limits: Limits) -> None:
         num_known = len(request.token_ids)
         _check_total(num_known, limits.max_model_len, "this worker's context length is", request, spare=num_known)
         _check_total(num_known, limits.pool_tokens, "this worker's KV pool holds", request, spare=num_known)
+        if limits.read_tokens:
+            _check_total(num_known, limits.read_tokens, "one step of this worker reads", request, spare=num_known)
         return
     _check_total(num_prompt + max_tokens, limits.max_model_len, "the model's context length is", request, spare=num_prompt)
     num_kv = num_prompt + max(0, max_tokens - 1) + limits.num_lookahead  # the last token's KV is never written
     _check_total(num_kv, limits.pool_tokens, "this worker's KV pool holds", request, spare=num_prompt)
+    if limits.read_tokens:
+        _check_total(num_kv, limits.read_tokens, "one step of this worker reads", request, spare=num_prompt)
 
 
 def _check_for_device(request: EngineRequest, limits: Limits) -> None:

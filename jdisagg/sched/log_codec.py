@@ -9,6 +9,7 @@ from typing import Any
 from jdisagg.core import errors
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, Role, SamplingParams, TokenLogprob
+from jdisagg.sched.host_memory import RetractionCost
 from jdisagg.sched.plan import Admit, HostCopy, PageAppend, PageCopy, Plan, PrefillChunk, Sampled, StepResult
 from jdisagg.sched.views import Reserved
 
@@ -16,7 +17,7 @@ _TAG = "$"
 _DATACLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
-        *(Admit, HostCopy, PageAppend, PageCopy, Plan, PrefillChunk, Sampled, StepResult, Reserved),
+        *(Admit, HostCopy, PageAppend, PageCopy, Plan, PrefillChunk, Sampled, StepResult, Reserved, RetractionCost),
         *(EngineRequest, Output, Provenance, SamplingParams, SchedulerConfig, TokenLogprob),
     )
 }

@@ -51,6 +51,11 @@ class PageBook:
         holding.pages.extend(hits)
         holding.num_indexed = len(hits)
 
+    def share(self, holding: Holding, donor: Holding, num_pages: int) -> None:
+        """Take references to the donor's first pages as the leading ones of an empty holding."""
+        self.pin(holding, tuple(donor.pages[:num_pages]))
+        holding.keys = donor.keys[:num_pages]
+
     def grow(self, holding: Holding, num_pages: int) -> tuple[int, ...] | None:
         """Extend to `num_pages` pages; the new ones (maybe none), or None and no change when memory is short."""
         new = self._allocator.alloc(max(0, num_pages - len(holding.pages)))
@@ -61,7 +66,7 @@ class PageBook:
     def publish(self, sequence: Sequence) -> None:
         """Offer the full pages below `num_computed` to the prefix index: the steps that wrote them have committed."""
         holding = sequence.holding
-        num_full = sequence.num_computed // self.page_size
+        num_full = min(sequence.num_computed, sequence.num_known) // self.page_size  # beyond its end there is junk
         if not self._caching or num_full <= holding.num_indexed:
             return
         self._hash(sequence, num_full)

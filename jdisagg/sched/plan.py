@@ -104,8 +104,8 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens of the step."""
-        return sum(len(chunk.token_ids) for chunk in self.prefill) + len(self.decode) * self.num_steps
+        """Query tokens of the step; of the first one when there are several."""
+        return sum(len(chunk.token_ids) for chunk in self.prefill) + len(self.decode)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Sequences in order of (priority, arrival). Arrivals append; the few out-of-order entries are found by bisection."""
+"""Sequences in order of (rank, arrival). Arrivals append; the few out-of-order entries are found by bisection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class SequenceQueue:
     """Sorted by `Sequence.order`, which is unique. Adding and removing cost a bisection and a memmove of 8 bytes per entry."""
 
     def __init__(self) -> None:
-        self._orders: list[tuple[int, int]] = []
+        self._orders: list[tuple[float, int]] = []
         self._sequences: list[Sequence] = []
 
     def __len__(self) -> int:

@@ -16,12 +16,15 @@ from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, Re
 from jdisagg.core.requests import EngineRequest, Output, Role
 from jdisagg.sched.admission import Admission
 from jdisagg.sched.committer import Committer
+from jdisagg.sched.host_memory import HostMemory, RetractionCost
 from jdisagg.sched.intake import Limits, check_config, check_request
 from jdisagg.sched.pages import PageBook
 from jdisagg.sched.plan import PageTable, Plan, StepResult
 from jdisagg.sched.planner import Planner
+from jdisagg.sched.rows import RowPlanner
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.slots import Slots
+from jdisagg.sched.starter import Starter
 from jdisagg.sched.states import Status
 from jdisagg.sched.steps import StepsInFlight
 from jdisagg.sched.stops import find_stop
@@ -46,9 +49,12 @@ class Scheduler:
         num_lookahead: int = 0,
         local_prefill: bool = True,
         vocab_size: int | None = None,
+        host_tokens: int = 0,
+        retraction_cost: RetractionCost | None = None,
     ) -> None:
         """`num_pages` counts the null page. `exact_rows` changes nothing here: the runner tiles rows. `local_prefill` False:
-        a decode worker whose retracted sequences are fetched again (`take_retracted`) instead of recomputed.
+        a decode worker whose retracted sequences are fetched again (`take_retracted`) instead of recomputed. `host_tokens`: KV
+        the host may keep of those that lost their pages.
         Raises ConfigError."""
         pages = PageBook(num_pages=num_pages, page_size=page_size, enable_prefix_caching=enable_prefix_caching)
         self._limits = Limits(
@@ -59,6 +65,7 @@ class Scheduler:
             num_lookahead=num_lookahead,
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
+            read_tokens=config.max_num_kv_read_tokens,
         )
         check_config(config, self._limits)
         self._config = config
@@ -66,12 +73,15 @@ class Scheduler:
         self._table = SequenceTable(
             pages=pages,
             slots=Slots(config.max_num_seqs),
+            host=HostMemory(host_tokens, retraction_cost or RetractionCost()),
             is_decode_worker=role is Role.DECODE,
             refetch_retracted=role is Role.DECODE and not local_prefill,
         )
         reserve = None if role is Role.PREFILL else config.reserved_decode_tokens
         self._admission = Admission(self._table, reserve, max_model_len)
-        self._planner = Planner(self._table, self._admission, config, self._limits, eos_token_ids)
+        rows = RowPlanner(self._table, config, self._limits)
+        starter = Starter(self._table, self._admission, rows, config, eos_token_ids)
+        self._planner = Planner(self._table, rows, starter, config, self._limits)
         self._committer = Committer(self._table, role, eos_token_ids)
         self._steps = StepsInFlight()
         self._num_added = 0
@@ -103,26 +113,42 @@ class Scheduler:
         check_request(request, self._limits)
         if self._end_if_complete(request):
             return
-        queued = sum(len(self._table.queues[s]) for s in (Status.WAITING, Status.PREALLOC))
+        queued = sum(len(self._table.queues[s]) for s in (Status.WAITING, Status.PREALLOC, Status.FORKING))
         if queued >= self._config.max_queue_len:
             message = (
                 f"{queued} requests are waiting, max_queue_len is {self._config.max_queue_len}; retry later or add a worker"
             )
             raise Overloaded(message)
-        priority = request.priority if self._config.scheduling_policy == "priority" else 0
+        status = Status.PREALLOC if remote else Status.WAITING
+        if request.fork_group and self._table.groups.can_wait(request, remote=remote):
+            status = Status.FORKING
         sequence = Sequence(
             request=request,
-            order=(priority, self._num_added),
-            status=Status.PREALLOC if remote else Status.WAITING,
+            order=(self._rank(request, now_s), self._num_added),
+            status=status,
+            is_remote=remote,
             generated=list(request.generated_token_ids),
             target=len(request.token_ids),
             is_open=is_open,
         )
         self._num_added += 1
         self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
-        if remote:
+        if status is Status.PREALLOC:
             self._admission.pin_prefix(sequence, held_limit)
         self._table.add(sequence)
+
+    def _rank(self, request: EngineRequest, now_s: float) -> float:
+        """Lower goes first. A request of a worse priority is passed only by those that come at most (difference in priority) x
+        `priority_aging_s` after it: all waiting age alike, so their order never changes."""
+        if self._config.scheduling_policy != "priority":
+            return 0.0
+        aging_s = self._config.priority_aging_s
+        return now_s + request.priority * aging_s if aging_s > 0 else float(request.priority)
+
+    def awaits_sibling(self, request_id: str) -> bool:
+        """It will take the prompt's KV from another choice of its group: no peer need be asked for it now."""
+        sequence = self._table.live.get(request_id)
+        return sequence is not None and sequence.status is Status.FORKING
 
     def held_tokens(self, request_id: str) -> int:
         """Leading tokens whose KV is here: pinned ones of a remote sequence, computed ones of any other, and for one that
@@ -172,7 +198,11 @@ class Scheduler:
     def schedule(self, now_s: float) -> Plan:
         """Decide the next step. An empty plan is not dispatched and needs no commit."""
         draft = self._planner.draft()
-        plan = draft.freeze(self._steps.next_id, self._table.slots.take_evictions(), self._limits.num_lookahead)
+        table = self._table
+        evicted, forgotten = table.slots.take_evictions(), table.host.take_forgotten()
+        plan = draft.freeze(self._steps.next_id, evicted, self._limits.num_lookahead, forgotten)
+        table.stats.prefill_tokens += sum(len(chunk.token_ids) for chunk in plan.prefill)
+        table.stats.decode_tokens += len(plan.decode) * plan.num_steps
         self._steps.start(plan, draft.rows)
         return plan
 
@@ -236,7 +266,8 @@ class Scheduler:
 
     def is_idle(self) -> bool:
         """Nothing lives, nothing is in flight, the device knows it, and nothing is left to say."""
-        return not (self._table.live or len(self._steps) or self._table.slots.has_evictions or self._complete)
+        device_behind = self._table.slots.has_evictions or self._table.host.has_forgotten
+        return not (self._table.live or len(self._steps) or device_behind or self._complete)
 
     def reset_prefix_cache(self) -> int:
         """Forget all shared prefixes; returns the pages forgotten. Requests that hold such pages keep them."""
@@ -266,6 +297,7 @@ class Scheduler:
         return {
             "counts": self.counts(),
             "pages": {"total": self.num_pages, "free": self.num_free_pages},
+            "host_tokens": {"total": self._table.host.capacity_tokens, "used": self._table.host.used_tokens},
             "steps_in_flight": len(self._steps),
             "draining": self._draining,
             "stats": asdict(self.stats),
@@ -279,6 +311,8 @@ class Scheduler:
         slots = [s.slot for s in table.live.values() if s.slot is not None]
         assert len(set(slots)) == len(slots) == len(table.queues[Status.RUNNING]), "slots and running sequences do not match"
         assert len(slots) + table.slots.num_free == table.slots.num_slots, "a slot is lost"
+        kept = sum(s.host_tokens for s in table.live.values())
+        assert kept == table.host.used_tokens, f"{table.host.used_tokens} tokens on the host, {kept} of live sequences"
         assert sum(len(q) for q in table.queues.values()) == len(table.live), "a sequence is in no queue or in two"
 
     def _end(self, request_id: str) -> bool:

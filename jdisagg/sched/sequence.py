@@ -34,10 +34,10 @@ class Holding:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Mutable; owned by the scheduler. `order` sorts queues and picks victims: (priority, arrival number)."""
+    """Mutable; owned by the scheduler. `order` sorts queues and picks victims: (rank, arrival number)."""
 
     request: EngineRequest
-    order: tuple[int, int]
+    order: tuple[float, int]
     status: Status
     generated: list[int]
     target: int  # tokens whose KV must exist before the next token: computed here or fetched, then decoding starts
@@ -48,7 +48,11 @@ class Sequence:
     epoch: int = 0  # goes up when results in flight must be dropped: preempted or ended
     slot: int | None = None
     is_final: bool = False  # its last output was sent (a published sequence lives on until released)
+    is_remote: bool = False  # its KV is to come from a peer
     is_open: bool = True  # remote: the peer has begun, pages may be reserved
+    host_tokens: int = 0  # leading tokens whose KV is kept in host memory
+    num_bypassed: int = 0  # later sequences that took memory while this one lacked it
+    was_preempted: bool = False  # it has given up its pages once: nobody passes it any more
     cached_tokens: int | None = None  # prompt tokens found in a prefix cache; recorded once
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -73,9 +77,9 @@ class Sequence:
         return self.num_scheduled >= self.target
 
     @property
-    def may_decode(self) -> bool:
-        """One more token is wanted for certain, counting those in flight."""
-        return self.is_decoding and len(self.generated) + self.num_in_flight < self.request.sampling.max_tokens
+    def num_wanted(self) -> int:
+        """Tokens still wanted, those in flight counted as here."""
+        return self.request.sampling.max_tokens - len(self.generated) - self.num_in_flight
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -100,3 +104,8 @@ class Sequence:
         self.num_computed = self.num_scheduled = self.num_in_flight = 0
         self.target = self.num_known
         self.prompt_logprobs.clear()
+
+    def continue_from(self, num_tokens: int) -> None:
+        """KV of all known tokens but the last, `num_tokens`, is in its pages: the next step decodes."""
+        assert num_tokens == self.num_known - 1, f"{self.request_id}: {num_tokens} of {self.num_known} tokens have KV"
+        self.target = self.num_computed = self.num_scheduled = num_tokens

@@ -4,7 +4,8 @@ P, unified:  WAITING -> RUNNING -> (P: PUBLISHING until the hand-off is released
 D:           PREALLOC -> TRANSFER -> READY -> RUNNING -> FINISHED
              no memory   KV on its   waits for
              yet         way         a slot
-preempted:   RUNNING | READY -> WAITING (recompute here) | PREALLOC (D that must not prefill: fetch again)
+preempted:   RUNNING | READY -> WAITING (recompute here, or restore from host memory) | PREALLOC (D that must not prefill)
+n > 1:       FORKING (until a sibling's prompt KV is there) -> RUNNING | WAITING or PREALLOC (it has to lead)
 fall-back:   PREALLOC | TRANSFER -> WAITING
 cancelled, failed, expired: any -> FINISHED
 """
@@ -21,6 +22,7 @@ class Status(Enum):
     PREALLOC = "prealloc"
     TRANSFER = "transfer"
     READY = "ready"
+    FORKING = "forking"
     RUNNING = "running"
     PUBLISHING = "publishing"
     FINISHED = "finished"
@@ -33,6 +35,7 @@ ALLOWED: dict[Status, frozenset[Status]] = {
     Status.PREALLOC: frozenset({Status.TRANSFER, Status.WAITING, Status.FINISHED}),
     Status.TRANSFER: frozenset({Status.READY, Status.WAITING, Status.FINISHED}),
     Status.READY: frozenset({Status.RUNNING, Status.WAITING, Status.PREALLOC, Status.FINISHED}),
+    Status.FORKING: frozenset({Status.RUNNING, Status.WAITING, Status.PREALLOC, Status.FINISHED}),
     Status.RUNNING: frozenset({Status.WAITING, Status.PREALLOC, Status.PUBLISHING, Status.FINISHED}),
     Status.PUBLISHING: frozenset({Status.FINISHED}),
     Status.FINISHED: frozenset(),

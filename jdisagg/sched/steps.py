@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jdisagg.sched.plan import Admit, PageAppend, Plan, PrefillChunk
+from jdisagg.sched.plan import Admit, HostCopy, PageAppend, PageCopy, Plan, PrefillChunk
 from jdisagg.sched.sequence import Sequence
 
 
@@ -15,26 +15,50 @@ class Row:
     sequence: Sequence
     epoch: int
     end: int  # tokens whose KV exists once the step is done
-    samples: bool
+    num_samples: int  # tokens it gets of this step
 
 
 @dataclass(slots=True)
 class Draft:
-    """A plan in the making. `budget` = query tokens left in this step."""
+    """A plan in the making. `budget` = query tokens left in this step, `reads` = tokens of KV it may still read."""
 
     budget: int
+    reads: float
+    num_steps: int = 1
     admit: list[Admit] = field(default_factory=list)
     appends: list[PageAppend] = field(default_factory=list)
     prefill: list[PrefillChunk] = field(default_factory=list)
     decode: list[int] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
+    offload: list[HostCopy] = field(default_factory=list)
+    restore: list[HostCopy] = field(default_factory=list)
     rows: dict[int, Row] = field(default_factory=dict)
     preempted: bool = False
 
-    def freeze(self, step_id: int, evict: tuple[int, ...], num_lookahead: int) -> Plan:
+    def undo(self, sequence: Sequence) -> None:
+        """Take back what this step was going to do for a sequence that loses its pages: rows, budgets, table entries."""
+        slot = sequence.slot
+        if slot is None or (row := self.rows.pop(slot, None)) is None:
+            return
+        for chunk in [chunk for chunk in self.prefill if chunk.slot == slot]:
+            self.prefill.remove(chunk)
+            self.budget += len(chunk.token_ids)
+        if slot in self.decode:
+            self.decode.remove(slot)
+            self.budget += 1
+        self.reads += row.end
+        self.appends = [append for append in self.appends if append.slot != slot]
+
+    def freeze(self, step_id: int, evict: tuple[int, ...], num_lookahead: int, forget: tuple[str, ...]) -> Plan:
         """The plan as plain data."""
         return Plan(
             step_id=step_id,
             evict=evict,
+            num_steps=self.num_steps,
+            copies=tuple(self.copies),
+            offload=tuple(self.offload),
+            restore=tuple(self.restore),
+            forget=forget,
             admit=tuple(self.admit),
             pages=tuple(self.appends),
             prefill=tuple(self.prefill),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jdisagg.sched.forks import ForkGroups
+from jdisagg.sched.host_memory import HostMemory
 from jdisagg.sched.pages import PageBook
+from jdisagg.sched.plan import HostCopy
 from jdisagg.sched.queue import SequenceQueue
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.slots import Slots
@@ -21,14 +24,21 @@ class Stats:
     prefix_query_tokens: int = 0  # prompt tokens looked up
     prefill_tokens: int = 0  # scheduled in chunks
     decode_tokens: int = 0  # scheduled as decode rows
+    forks: int = 0  # choices that took a sibling's prompt KV
+    offloaded_tokens: int = 0  # of preempted and retracted sequences, to host memory
+    restored_tokens: int = 0  # and back
 
 
 class SequenceTable:
     """State changes of sequences. Every exit from memory goes through `end` or `preempt`."""
 
-    def __init__(self, *, pages: PageBook, slots: Slots, is_decode_worker: bool, refetch_retracted: bool) -> None:
+    def __init__(
+        self, *, pages: PageBook, slots: Slots, host: HostMemory, is_decode_worker: bool, refetch_retracted: bool
+    ) -> None:
         self.pages = pages
         self.slots = slots
+        self.host = host
+        self.groups = ForkGroups()
         self.stats = Stats()
         self.live: dict[str, Sequence] = {}
         self.queues = {status: SequenceQueue() for status in LIVE}
@@ -40,6 +50,7 @@ class SequenceTable:
     def add(self, sequence: Sequence) -> None:
         """Enter in the status it was made with."""
         self.live[sequence.request_id] = sequence
+        self.groups.add(sequence)
         self.queues[sequence.status].add(sequence)
 
     def move(self, sequence: Sequence, status: Status) -> None:
@@ -56,19 +67,29 @@ class SequenceTable:
         """The one release path of finish, cancel, time-out and failure: pages and slot are free, late results are void."""
         sequence.epoch += 1
         self.pages.drop(sequence.holding)
+        self.host.drop(sequence.request_id)
         self.vacate(sequence)
         self.move(sequence, Status.FINISHED)
+        if (heir := self.groups.remove(sequence)) is not None:
+            self._lead(heir)
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Take pages and slot away; the tokens stay, their KV is computed or fetched again."""
+    def preempt(self, sequence: Sequence) -> HostCopy | None:
+        """Take pages and slot away; the tokens stay. Their KV goes to host memory when a copy is returned (to be made before
+        anything else is written), else it is computed or fetched again."""
         if self._is_decode_worker:
             self.stats.retractions += 1
         else:
             self.stats.preemptions += 1
+        copy = self._copy_out(sequence)
+        sequence.was_preempted = True
         self._strip(sequence)
-        self.move(sequence, Status.PREALLOC if self._refetch_retracted else Status.WAITING)
-        if self._refetch_retracted:
+        sequence.host_tokens = copy.num_tokens if copy is not None else 0
+        if copy is None and self._refetch_retracted:
+            self.move(sequence, Status.PREALLOC)
             self.retracted.append(sequence)
+        else:
+            self.move(sequence, Status.WAITING)
+        return copy
 
     def compute_here(self, sequence: Sequence) -> None:
         """A remote sequence (PREALLOC or TRANSFER) will be prefilled by this worker."""
@@ -95,6 +116,23 @@ class SequenceTable:
     def someone_holds_memory(self) -> bool:
         """Somebody will free pages by going on (pins of sequences that wait for memory do not count)."""
         return any(self.queues[s] for s in (Status.RUNNING, Status.READY, Status.TRANSFER, Status.PUBLISHING))
+
+    def _copy_out(self, sequence: Sequence) -> HostCopy | None:
+        """Only what can go on decoding at once when it is back: everything known but the last token is computed."""
+        num_tokens = sequence.num_computed
+        if num_tokens != sequence.num_known - 1 or not self.host.keep(sequence.request_id, num_tokens):
+            return None
+        self.stats.offloaded_tokens += num_tokens
+        num_pages = self.pages.pages_for(num_tokens)
+        table = (tuple(sequence.holding.pages[:num_pages]),)
+        return HostCopy(key=sequence.request_id, page_table=table, num_tokens=num_tokens)
+
+    def _lead(self, sequence: Sequence) -> None:
+        """A choice that waited for a sibling which is gone is computed, or fetched, itself."""
+        self.move(sequence, Status.PREALLOC if sequence.is_remote else Status.WAITING)
+        if sequence.is_remote:
+            sequence.is_open = False
+            self.retracted.append(sequence)
 
     def _strip(self, sequence: Sequence) -> None:
         self.pages.drop(sequence.holding)

@@ -43,6 +43,7 @@ def request(
     generated: tuple[int, ...] = (),
     priority: int = 0,
     salt: str = "",
+    fork_group: str = "",
     **sampling: Any,
 ) -> EngineRequest:
     """A request with short notation."""
@@ -54,6 +55,7 @@ def request(
         generated_token_ids=generated,
         priority=priority,
         cache_salt=salt,
+        fork_group=fork_group,
     )
 
 
@@ -73,11 +75,17 @@ class FakeDevice:
         self.memory: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
         self.page_size = page_size
         self.slots: dict[int, SlotState] = {}
+        self.host: dict[str, list[int]] = {}  # KV kept in host memory
         self.num_forward_tokens = 0
+        self.num_copied_pages = 0
         self.bad: set[int] = set()  # slots whose next sample is NaN
 
     def dispatch(self, plan: Plan) -> StepResult:
         """One step; its result may be committed any time later."""
+        for key in plan.forget:
+            del self.host[key]
+        for copy in plan.offload:
+            self.host[copy.key] = self.read(copy.page_table[0], copy.num_tokens)
         for slot in plan.evict:
             del self.slots[slot]
         for admit in plan.admit:
@@ -87,8 +95,15 @@ class FakeDevice:
         for page in plan.pages:
             assert page.index == len(self.slots[page.slot].pages), "a page is appended out of order"
             self.slots[page.slot].pages.append(page.page)
+        for copy in plan.restore:
+            for position, token in enumerate(self.host.pop(copy.key)):
+                self.write(copy.page_table[0], position, token)
+        for copy in plan.copies:
+            assert copy.source != copy.target
+            self.memory[copy.target] = list(self.memory[copy.source])
+            self.num_copied_pages += 1
         sampled = [self._prefill(chunk) for chunk in plan.prefill]
-        sampled += [self._decode(slot) for slot in plan.decode]
+        sampled += [self._decode(slot, plan.num_steps) for slot in plan.decode]
         self.num_forward_tokens += plan.num_tokens
         logprobs = {c.slot: tuple(TokenLogprob(t, -1.0) for t in c.targets) for c in plan.prefill if c.targets is not None}
         return StepResult(step_id=plan.step_id, sampled=tuple(s for s in sampled if s is not None), prompt_logprobs=logprobs)
@@ -117,11 +132,20 @@ class FakeDevice:
         state.length = chunk.start + len(chunk.token_ids)
         return self._sample(chunk.slot, state) if chunk.samples else None
 
-    def _decode(self, slot: int) -> Sampled:
+    def _decode(self, slot: int, num_steps: int) -> Sampled:
+        """What lies past the reserved pages is thrown away, as the null page does; the first step has its page."""
         state = self.slots[slot]
-        self.write(state.pages, state.length, state.last_token)
-        state.length += 1
-        return self._sample(slot, state)
+        steps = []
+        for number in range(num_steps):
+            if number and state.length >= len(state.pages) * self.page_size:
+                steps.append(steps[-1])  # junk: nobody may take it
+                continue
+            self.write(state.pages, state.length, state.last_token)
+            state.length += 1
+            steps.append(self._sample(slot, state))
+        tokens = tuple(token for step in steps for token in step.token_ids)
+        logprobs = tuple(logprob for step in steps for logprob in step.logprobs or ())
+        return Sampled(slot=slot, token_ids=tokens, logprobs=logprobs, bad=steps[0].bad)
 
     def _sample(self, slot: int, state: SlotState) -> Sampled:
         state.last_token = next_token(self.read(state.pages, state.length))
@@ -156,6 +180,7 @@ class FakeEngine:
         delay: int = 1,
         caching: bool = True,
         local_prefill: bool = True,
+        host_tokens: int = 0,
         **config: Any,
     ) -> None:
         defaults: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "reserved_decode_tokens": 0}
@@ -169,6 +194,7 @@ class FakeEngine:
             eos_token_ids=(EOS,),
             enable_prefix_caching=caching,
             local_prefill=local_prefill,
+            host_tokens=host_tokens,
         )
         self.device = FakeDevice(num_pages, page_size)
         self.delay = delay
@@ -223,6 +249,7 @@ class FakeEngine:
             if self.scheduler.is_idle() and not self.in_flight:
                 assert self.scheduler.num_free_pages == self.scheduler.num_pages
                 assert not self.device.slots, "the device still holds a slot"
+                assert not self.device.host, "a host copy is left"
                 return
             self.tick()
         raise AssertionError(f"not idle after {max_ticks} ticks: {self.scheduler.snapshot()}")

@@ -90,7 +90,7 @@ def test_an_unready_head_is_passed_over_and_memory_goes_in_order_of_arrival() ->
 
 @pytest.mark.covers("D10")
 def test_admissions_of_one_tick_fit_together_and_the_first_that_does_not_stops_the_rest() -> None:
-    engine = FakeEngine(Role.DECODE, num_pages=11, caching=False)
+    engine = FakeEngine(Role.DECODE, num_pages=11, caching=False, max_bypass=0)
     engine.add(*(request(f"r{i}", PROMPT, 2) for i in range(10)), remote=True)
     engine.add(request("tiny", (1,), 1), remote=True)
     engine.tick()
@@ -108,7 +108,7 @@ def test_counts_are_the_lengths_of_the_queues() -> None:
     engine.add(request("local", (1, 2), 2))
     assert engine.scheduler.counts() == {
         **{"prealloc": 4, "waiting": 1, "transfer": 0},
-        **{"ready": 0, "running": 0, "publishing": 0},
+        **{"ready": 0, "running": 0, "publishing": 0, "forking": 0},
     }
     engine.tick()
     counts = engine.scheduler.counts()

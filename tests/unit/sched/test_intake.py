@@ -167,7 +167,7 @@ def test_a_deadline_ends_its_request_alone_wherever_it_is() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "advice"),
     [
-        ("scheduling_policy", "fifo", "fcfs or priority"),
+        ("scheduling_policy", "fifo", "fcfs, priority, prefill-first"),
         ("max_num_seqs", 0, "at least 1"),
         ("max_num_batched_tokens", 3, "--max-num-batched-tokens 4"),
         ("reserved_decode_tokens", -1, "0 or more"),

@@ -50,11 +50,16 @@ class WorkerMachine(RuleBasedStateMachine):
         budget=st.integers(4, 12),
         threshold=st.sampled_from([0, 3]),
         reserve=st.sampled_from([0, 5]),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(["fcfs", "priority", "prefill-first"]),
+        steps=st.sampled_from([1, 1, 3]),
+        host_tokens=st.sampled_from([0, 12, 100]),
+        max_bypass=st.sampled_from([0, 1, 16]),
+        safety_margin=st.sampled_from([0.0, 0.0, 0.3]),
+        max_num_kv_read_tokens=st.sampled_from([0, 0, 50]),
         caching=st.booleans(),
         local_prefill=st.booleans(),
     )
-    def start(self, num_pages: int, budget: int, threshold: int, reserve: int, policy: str, **options: Any) -> None:
+    def start(self, num_pages: int, budget: int, threshold: int, reserve: int, policy: str, steps: int, **options: Any) -> None:
         self.directory = tempfile.TemporaryDirectory()
         self.log = Path(self.directory.name) / "schedule.jsonl"
         self.engine = FakeEngine(
@@ -65,6 +70,7 @@ class WorkerMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold,
             reserved_decode_tokens=reserve,
             scheduling_policy=policy,
+            num_scheduler_steps=steps,
             schedule_log=str(self.log),
             **options,
         )
@@ -103,8 +109,21 @@ class WorkerMachine(RuleBasedStateMachine):
         except InvalidRequest:
             return
         self.requests[name] = new
-        if remote and any(s["request_id"] == name for s in self.engine.scheduler.snapshot()["sequences"]):
+        if (
+            remote
+            and not self.engine.scheduler.awaits_sibling(name)
+            and any(s["request_id"] == name for s in self.engine.scheduler.snapshot()["sequences"])
+        ):
             self.fetches[name] = Fetch(new.token_ids, held_tokens=self.engine.scheduler.held_tokens(name))
+
+    @rule(prompt=PROMPTS, n=st.integers(2, 4), max_tokens=st.integers(1, 9), remote=st.booleans())
+    def add_choices(self, prompt: tuple[int, ...], n: int, max_tokens: int, remote: bool) -> None:
+        """Choices of one request: they may share its prompt's KV, and get what they would get alone."""
+        options = {"ignore_eos": True, "priority": 0, "prompt_logprobs": None, "fork_group": f"g{len(self.requests)}"}
+        for _ in range(n):
+            self.add(
+                prompt=prompt, max_tokens=max_tokens, num_resumed=0, remote=remote, is_open=True, deadline_s=1e9, **options
+            )
 
     @precondition(lambda self: len(self.engine.in_flight) < MAX_IN_FLIGHT)
     @rule()

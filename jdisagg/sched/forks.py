@@ -1,0 +1,58 @@
+"""Choices of one request share the KV of their prompt.
+
+The first to come leads: it is computed (or fetched) like any other. The rest wait as FORKING until its prompt KV is written,
+then each takes references to the full pages, copies the page it will write into, and decodes from the prompt's last token.
+A group whose leader ends before that gets a new leader.
+"""
+
+from __future__ import annotations
+
+from jdisagg.core.requests import EngineRequest
+from jdisagg.sched.sequence import Sequence
+from jdisagg.sched.states import Status
+
+
+class ForkGroups:
+    """Live sequences by the fork group their requests name."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, list[Sequence]] = {}
+
+    def can_wait(self, request: EngineRequest, *, remote: bool) -> bool:
+        """A sibling with the same prompt is live and will have what this request needs of it.
+
+        Not for resumed requests, nor where every position has to be computed for its log-probabilities; and a remote one that
+        ends with its first token never fetches any KV that others could share.
+        """
+        fewest = 2 if remote else 1
+        if request.generated_token_ids or request.sampling.prompt_logprobs is not None or request.sampling.max_tokens < fewest:
+            return False
+        return any(
+            s.request.prompt_token_ids == request.prompt_token_ids and s.request.cache_salt == request.cache_salt
+            for s in self._members.get(request.fork_group, ())
+        )
+
+    def add(self, sequence: Sequence) -> None:
+        """A sequence came; those that name no group are nobody's sibling."""
+        if sequence.request.fork_group:
+            self._members.setdefault(sequence.request.fork_group, []).append(sequence)
+
+    def remove(self, sequence: Sequence) -> Sequence | None:
+        """A sequence ended. Returns the sibling that has to lead from now on, if the rest waits for nobody."""
+        group = sequence.request.fork_group
+        if not group:
+            return None
+        members = self._members[group]
+        members.remove(sequence)
+        if not members:
+            del self._members[group]
+            return None
+        return members[0] if all(s.status is Status.FORKING for s in members) else None
+
+    def donor(self, child: Sequence) -> Sequence | None:
+        """A sibling in whose pages all of the prompt but its last token is written, or will be by a dispatched step."""
+        wanted = len(child.request.prompt_token_ids) - 1
+        for sibling in self._members[child.request.fork_group]:
+            if sibling.status in (Status.RUNNING, Status.READY) and sibling.num_scheduled >= wanted:
+                return sibling
+        return None

@@ -1,0 +1,63 @@
+"""KV that left the device: whose, how much, and whether the way through host memory is worth it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetractionCost:
+    """Seconds, measured at warm-up. The way out and back is compared with computing (or fetching) the tokens again."""
+
+    copy_s_per_token: float = 0.0  # one way
+    recompute_s_per_token: float = 0.0
+    fixed_copy_s: float = 0.0  # of one round trip, however short
+
+    def prefers_copy(self, num_tokens: int) -> bool:
+        """The round trip is not slower than recomputation."""
+        return self.fixed_copy_s + 2 * num_tokens * self.copy_s_per_token <= num_tokens * self.recompute_s_per_token
+
+
+class HostMemory:
+    """The ledger of host copies by request id; the bytes are the runner's."""
+
+    def __init__(self, capacity_tokens: int, cost: RetractionCost) -> None:
+        self.capacity_tokens = capacity_tokens
+        self._cost = cost
+        self._tokens: dict[str, int] = {}
+        self._used = 0
+        self._forgotten: list[str] = []
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens whose KV is kept on the host."""
+        return self._used
+
+    def keep(self, request_id: str, num_tokens: int) -> bool:
+        """Set room aside for a copy; False when it is not worth it or does not fit, and nothing changes."""
+        if not 0 < num_tokens <= self.capacity_tokens - self._used or not self._cost.prefers_copy(num_tokens):
+            return False
+        assert request_id not in self._tokens, f"{request_id} has a host copy already"
+        self._tokens[request_id] = num_tokens
+        self._used += num_tokens
+        return True
+
+    def restored(self, request_id: str) -> None:
+        """The copy goes back to the device with the plan in the making, which removes it from the host."""
+        self._used -= self._tokens.pop(request_id)
+
+    def drop(self, request_id: str) -> None:
+        """Nobody will ask for the copy, if there is one; the next plan says so."""
+        if request_id in self._tokens:
+            self.restored(request_id)
+            self._forgotten.append(request_id)
+
+    @property
+    def has_forgotten(self) -> bool:
+        """Copies were dropped since the last `take_forgotten`."""
+        return bool(self._forgotten)
+
+    def take_forgotten(self) -> tuple[str, ...]:
+        """Copies dropped since the last call."""
+        forgotten, self._forgotten = tuple(self._forgotten), []
+        return forgotten

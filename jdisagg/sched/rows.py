@@ -1,0 +1,135 @@
+"""What running sequences do in a step: decode rows and prompt chunks, within the step's budgets, and the pages for them."""
+
+from __future__ import annotations
+
+from jdisagg.core.config import SchedulerConfig
+from jdisagg.sched.intake import Limits
+from jdisagg.sched.plan import HostCopy, PageAppend, PrefillChunk
+from jdisagg.sched.sequence import Sequence
+from jdisagg.sched.states import Status
+from jdisagg.sched.steps import Draft, Row
+from jdisagg.sched.table import SequenceTable
+
+
+class RowPlanner:
+    """Adds rows to a draft. Running sequences that find no page take those of the last in order, themselves included."""
+
+    def __init__(self, table: SequenceTable, config: SchedulerConfig, limits: Limits) -> None:
+        self._table = table
+        self._config = config
+        self._limits = limits
+
+    # --- decode rows
+
+    def plan_decodes(self, draft: Draft) -> None:
+        """One row for every running sequence that wants a token, in order, as far as budgets and pages go."""
+        for sequence in self._table.queues[Status.RUNNING]:
+            # One that lost its pages to an earlier one in this loop has everything to compute again: it may not decode.
+            if not sequence.is_decoding or sequence.num_wanted <= 0 or sequence.slot in draft.rows:
+                continue
+            if draft.budget <= 0:
+                return
+            length = sequence.num_known + sequence.num_in_flight
+            if length <= draft.reads and self.make_room(draft, sequence):
+                self.plan_decode(draft, sequence)
+
+    def make_room(self, draft: Draft, sequence: Sequence) -> bool:
+        """Get the page of the next position, from later sequences if need be. False when it had to give up its own."""
+        wanted = self.pages_to_decode(sequence, draft.num_steps)
+        first = len(sequence.holding.pages)
+        if wanted <= first:
+            return True
+        while (new := self._table.pages.grow(sequence.holding, wanted)) is None:
+            victim = self._table.later_victim()
+            assert victim is not None, "no page is free and nobody holds one"
+            self._preempt(draft, victim)
+            if victim is sequence:
+                return False
+        if sequence.slot is not None:
+            slot = sequence.slot
+            draft.appends.extend(PageAppend(slot=slot, group=0, index=first + i, page=page) for i, page in enumerate(new))
+        return True
+
+    def pages_to_decode(self, sequence: Sequence, num_steps: int = 1) -> int:
+        """Pages for the tokens fed in the next `num_steps` steps and the lookahead, never beyond the sequence's longest."""
+        more = min(num_steps, max(1, sequence.num_wanted)) - 1
+        length = sequence.num_known + sequence.num_in_flight + more + self._limits.num_lookahead
+        return self._table.pages.pages_for(min(length, self._limits.max_model_len))
+
+    def plan_decode(self, draft: Draft, sequence: Sequence) -> None:
+        """A row for a sequence that has a slot and its pages."""
+        assert sequence.slot is not None
+        count = min(draft.num_steps, sequence.num_wanted)
+        sequence.num_scheduled += count
+        sequence.num_in_flight += count
+        draft.budget -= 1
+        draft.reads -= sequence.num_scheduled
+        draft.decode.append(sequence.slot)
+        draft.rows[sequence.slot] = Row(sequence, sequence.epoch, sequence.num_scheduled, count)
+
+    def _preempt(self, draft: Draft, victim: Sequence) -> None:
+        draft.undo(victim)
+        if (copy := self._table.preempt(victim)) is not None:
+            draft.offload.append(copy)
+        draft.preempted = True
+
+    # --- prompt chunks
+
+    def plan_chunks(self, draft: Draft) -> None:
+        """The next piece of every running sequence that is not decoding yet; of the first only when memory is scarce."""
+        scarce = self.is_scarce
+        for sequence in self._table.queues[Status.RUNNING]:
+            if sequence.is_decoding:
+                continue
+            self.plan_chunk(draft, sequence)
+            if scarce:
+                return
+
+    @property
+    def is_scarce(self) -> bool:
+        """Less of the pool is free than the safety margin wants."""
+        margin = self._config.safety_margin
+        return margin > 0 and self._table.pages.num_free < margin * self._limits.num_usable_pages
+
+    def chunk_length(self, draft: Draft, sequence: Sequence) -> int:
+        """Tokens of its prompt that fit into what is left of this step; 0 = none."""
+        begin = sequence.num_scheduled
+        missing = sequence.target - begin
+        room = min(draft.budget, max(0, draft.reads - begin))
+        if not self._config.enable_chunked_prefill:
+            return missing if missing <= room else 0
+        return int(min(missing, room, self._config.long_prefill_token_threshold or missing))
+
+    def plan_chunk(self, draft: Draft, sequence: Sequence) -> None:
+        """The next piece of a prompt; nothing when a budget is spent."""
+        length = self.chunk_length(draft, sequence)
+        if length <= 0:
+            return
+        assert sequence.slot is not None
+        begin = sequence.num_scheduled
+        end = begin + length
+        samples = end == sequence.target
+        targets = None
+        if sequence.wants_prompt_logprobs:
+            targets = sequence.tokens(begin + 1, min(end + 1, len(sequence.request.prompt_token_ids))) or None
+        draft.prefill.append(
+            PrefillChunk(
+                slot=sequence.slot,
+                request_id=sequence.request_id,
+                start=begin,
+                token_ids=sequence.tokens(begin, end),
+                samples=samples,
+                targets=targets,
+                num_top=(sequence.request.sampling.prompt_logprobs or 0) if targets else 0,
+            )
+        )
+        sequence.num_scheduled = end
+        sequence.num_in_flight += samples
+        draft.budget -= length
+        draft.reads -= end
+        draft.rows[sequence.slot] = Row(sequence, sequence.epoch, end, int(samples))
+
+
+def host_copy(sequence: Sequence) -> HostCopy:
+    """Where KV of the sequence's leading `host_tokens` goes in the pages it holds now."""
+    return HostCopy(key=sequence.request_id, page_table=(tuple(sequence.holding.pages),), num_tokens=sequence.host_tokens)

@@ -1,0 +1,81 @@
+"""n choices of one request: one prompt in memory, a page of their own each from where they part."""
+
+from __future__ import annotations
+
+import pytest
+
+from jdisagg.core.requests import Role
+from jdisagg.sched.plan import PageCopy
+from tests.unit.sched.engine_fake import FakeEngine, expected, request
+
+PROMPT = tuple(range(1, 11))  # 10 tokens: two full pages of 4 and a half one
+
+
+def choices(n: int, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 6) -> list:
+    return [request(f"r/{i}", prompt, max_tokens, fork_group="r") for i in range(n)]
+
+
+@pytest.mark.covers("H09", "X28")
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("length", [1, 4, 5, 9, 10])
+def test_eight_choices_compute_the_prompt_once_and_share_its_pages(length: int, caching: bool) -> None:
+    engine = FakeEngine(num_pages=100, max_num_seqs=8, max_num_batched_tokens=64, caching=caching)
+    engine.add(*choices(8, PROMPT[:length]))
+    peak = 0
+    while not engine.scheduler.is_idle():
+        engine.tick()
+        peak = max(peak, engine.scheduler.num_pages - engine.scheduler.num_free_pages)
+    engine.run()
+    assert all(engine.seen[f"r/{i}"].tokens == expected(PROMPT[:length], 6) for i in range(8))
+    assert sum(len(c.token_ids) for p in engine.plans for c in p.prefill) == length
+    assert engine.scheduler.stats.forks == 7
+    prompt_pages, output_pages = -(-length // 4), -(-6 // 4)
+    assert peak <= prompt_pages + 8 * output_pages + 8
+    copies = [copy for plan in engine.plans for copy in plan.copies]
+    assert len(copies) == (7 if (length - 1) % 4 else 0)
+    assert all(isinstance(copy, PageCopy) for copy in copies)
+    assert len({copy.target for copy in copies}) == len(copies)
+
+
+def test_choices_wait_for_slots_and_fork_from_whoever_is_left() -> None:
+    engine = FakeEngine(num_pages=100, max_num_seqs=3, caching=False)
+    engine.add(*choices(7))
+    engine.run()
+    assert all(engine.seen[f"r/{i}"].tokens == expected(PROMPT, 6) for i in range(7))
+    assert engine.scheduler.stats.prefill_tokens < 3 * len(PROMPT)
+
+
+def test_a_choice_whose_leader_was_cancelled_leads() -> None:
+    engine = FakeEngine(caching=False)
+    engine.add(*choices(3))
+    assert engine.scheduler.counts()["forking"] == 2
+    engine.scheduler.cancel("r/0")
+    assert engine.scheduler.counts() | {"waiting": 1, "forking": 1} == engine.scheduler.counts()
+    engine.run()
+    assert "r/0" not in engine.seen
+    assert all(engine.seen[f"r/{i}"].tokens == expected(PROMPT, 6) for i in (1, 2))
+    assert engine.scheduler.stats.prefill_tokens == len(PROMPT)
+
+
+def test_a_remote_group_fetches_once_and_a_new_leader_is_announced() -> None:
+    engine = FakeEngine(Role.DECODE, caching=False)
+    engine.add(*choices(3), remote=True)
+    assert [engine.scheduler.awaits_sibling(f"r/{i}") for i in range(3)] == [False, True, True]
+    engine.tick()
+    assert [r.request_id for r in engine.scheduler.take_reserved()] == ["r/0"]
+    engine.scheduler.cancel("r/0")
+    assert [r.request_id for r in engine.scheduler.take_retracted()] == ["r/1"]
+    assert [engine.scheduler.awaits_sibling(f"r/{i}") for i in (1, 2)] == [False, True]
+
+
+def test_what_cannot_be_shared_is_not_waited_for() -> None:
+    engine = FakeEngine(Role.DECODE)
+    one, two = choices(2, max_tokens=1)  # ends with the first token, which comes without KV
+    engine.add(one, two, remote=True)
+    assert engine.scheduler.counts()["prealloc"] == 2
+    other = request("r/9", PROMPT[:5], 3, fork_group="r")
+    salted = request("r/8", PROMPT, 3, fork_group="r", salt="tenant")
+    resumed = request("r/7", PROMPT, 3, fork_group="r", generated=(24,))
+    scored = request("r/6", PROMPT, 3, fork_group="r", prompt_logprobs=0)
+    engine.add(other, salted, resumed, scored, remote=True)
+    assert engine.scheduler.counts()["forking"] == 0
