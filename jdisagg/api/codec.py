@@ -151,6 +151,7 @@ def encode_request(request: EngineRequest, now_s: float) -> common_pb2.EngineReq
         choice=request.choice,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        fork_group=request.fork_group,
         deadline_ms=remaining_ms(request.deadline_s, now_s),
         prefill_peers=request.prefill_peers,
     )
@@ -171,6 +172,7 @@ def decode_request(message: common_pb2.EngineRequest, now_s: float) -> EngineReq
         choice=message.choice,
         priority=message.priority,
         cache_salt=message.cache_salt,
+        fork_group=message.fork_group,
         deadline_s=now_s + min(message.deadline_ms / 1000, _MAX_DEADLINE_S),
         prefill_peers=tuple(message.prefill_peers),
     )

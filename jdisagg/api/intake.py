@@ -103,6 +103,7 @@ async def admit(
                 choice=choice,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                fork_group=f"{request.request_id}/{number}" if request.n > 1 else "",
             )
             for choice in range(request.n)
         ]

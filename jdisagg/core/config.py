@@ -56,6 +56,8 @@ class CacheConfig:
     kv_cache_bytes: int | None = None
     device_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    enable_kv_events: bool = False  # record what enters and leaves the prefix cache, for KVEventsService
+    kv_events_buffer: int = 4096  # batches a listener may be behind before it gets the whole set again
 
 
 @dataclass(frozen=True, kw_only=True)

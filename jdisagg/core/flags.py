@@ -57,6 +57,8 @@ _CACHE = (
         maximum=1,
     ),
     Flag("cache", "enable_prefix_caching", "reuse KV of equal prefixes"),
+    Flag("cache", "enable_kv_events", "publish changes of the prefix cache over gRPC (KVEventsService)"),
+    Flag("cache", "kv_events_buffer", "batches a listener may be behind before it gets the whole set again", minimum=1),
 )
 _SCHEDULER = (
     Flag("scheduler", "max_num_seqs", "sequences decoded together", minimum=1, maximum=65536),

@@ -48,6 +48,7 @@ class Metrics:
         self.peers = self._gauge("peers", "Prefill workers that a decode worker has spoken to.", "state")
         self.leases = self._gauge("leases", "Published hand-offs whose lease is live.")
         self.workers = self._gauge("workers", "Workers this router knows (decode and unified: connected ones).", "role")
+        self.kv_event_listeners = self._gauge("kv_event_listeners", "Streams of KVEventsService that are open.")
         self.build_info = self._gauge("build_info", "Constant 1; the labels name the build.", "role", "model", "python")
 
     def _define_latencies(self) -> None:
@@ -78,6 +79,7 @@ class Metrics:
         self.transfer_failures = self._counter("transfer_failures", "KV pieces that did not arrive.", "backend", "reason")
         self.recoveries = self._counter("recoveries", "Failures survived, by rung of the recovery ladder.", "rung")
         self.prefix_cache_hit_tokens = self._counter("prefix_cache_hit_tokens", "Prompt tokens served from the prefix cache.")
+        self.kv_events = self._counter("kv_events", "Published changes of the prefix cache: stored, removed, cleared.", "kind")
         self.preemptions = self._counter("preemptions", "Running requests set back to free pages for others.")
         self.retractions = self._counter("retractions", "Decode requests retracted and resumed later.")
         self.nan_requests = self._counter("nan_requests", "Requests failed because their logits were not finite.")

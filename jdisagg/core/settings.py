@@ -188,6 +188,8 @@ def _check_together(values: Values) -> None:
         fail(
             "--max-num-batched-tokens", step, f"at least --max-num-seqs = {slots}: each running sequence takes a token per step"
         )
+    if config.cache.enable_kv_events and not config.cache.enable_prefix_caching:
+        fail("--enable-kv-events", True, "prefix caching: drop --no-enable-prefix-caching, or there is nothing to publish")
     if config.transfer.dead_after_s < 2 * config.transfer.heartbeat_s:
         fail("--dead-after-s", config.transfer.dead_after_s, f"at least twice --heartbeat-s = {config.transfer.heartbeat_s:g}")
     can_prefill = config.transfer.prefill or config.server.router or config.transfer.local_prefill is not LocalPrefill.NEVER

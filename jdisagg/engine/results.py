@@ -36,17 +36,24 @@ class Part:
 
 def read(parts: Sequence[Part], step_id: int) -> tuple[tuple[Sampled, ...], dict[int, tuple[TokenLogprob, ...]]]:
     """Wait for the parts and read them with one `device_get`."""
-    sampled: list[Sampled] = []
+    sampled: dict[int, Sampled] = {}
     prompts: dict[int, tuple[TokenLogprob, ...]] = {}
     arrays = jax.device_get([part.wanted() for part in parts])
     for part, values in zip(parts, arrays, strict=True):
         for row, slot in part.packed.samples:
-            sampled.append(_sampled(values, row, slot, part.num_top.get(slot), step_id))
+            new = _sampled(values, row, slot, part.num_top.get(slot), step_id)
+            sampled[slot] = _joined(sampled[slot], new) if slot in sampled else new
         for targets in part.packed.targets:
             ids = part.packed.batch.targets
             found = tuple(_logprob(values["prompt"], row, int(ids[row]), targets.num_top) for row in targets.rows)
             prompts[targets.slot] = prompts.get(targets.slot, ()) + found
-    return tuple(sampled), prompts
+    return tuple(sampled.values()), prompts
+
+
+def _joined(first: Sampled, then: Sampled) -> Sampled:
+    """What one slot got in a row of steps."""
+    logprobs = None if first.logprobs is None or then.logprobs is None else first.logprobs + then.logprobs
+    return Sampled(slot=first.slot, token_ids=first.token_ids + then.token_ids, logprobs=logprobs, bad=first.bad or then.bad)
 
 
 def _sampled(values: Mapping[str, Any], row: int, slot: int, num_top: int | None, step_id: int) -> Sampled:

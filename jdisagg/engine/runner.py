@@ -1,6 +1,7 @@
 """`ModelRunner`: the device side of one engine. Plans go in, tokens come out, one step late if the caller likes.
 
-dispatch(plan): evict -> admit -> page appends -> prefill steps -> decode step      nothing waits
+dispatch(plan): offload -> evict -> admit -> page appends -> restore -> page copies -> prefill steps -> decode steps
+                                                                                    nothing waits
 collect(handle): one read of what those steps sampled
 export_tokens / import_tokens: KV of a token range as a piece [L, T, K, F]; page size never leaves this file
 """
@@ -17,10 +18,11 @@ import numpy as np
 from jdisagg.engine import admission
 from jdisagg.engine.buckets import EXACT_ROWS, PrefillBucket, smallest_holding
 from jdisagg.engine.device import Device
+from jdisagg.engine.host_copies import HostCopies
 from jdisagg.engine.packing import Packed, pack_exact, pack_prefill
 from jdisagg.engine.results import Part, read
 from jdisagg.engine.steps import StepOut
-from jdisagg.sched.plan import Admit, PageTable, Plan, StepResult
+from jdisagg.sched.plan import Admit, HostCopy, PageCopy, PageTable, Plan, StepResult
 from jdisagg.transfer.base import Piece
 
 
@@ -49,6 +51,7 @@ class ModelRunner:
     def __init__(self, device: Device, shape: RunnerShape) -> None:
         self.device = device
         self.shape = shape
+        self._host = HostCopies()
         self._num_top: dict[int, int] = {}  # slot -> alternatives wanted, for slots that want log-probabilities
 
     @property
@@ -60,6 +63,11 @@ class ModelRunner:
     def page_size(self) -> int:
         """Tokens per page."""
         return self.device.layout.page_size
+
+    @property
+    def num_host_copies(self) -> int:
+        """Sequences whose KV is kept in host memory."""
+        return len(self._host)
 
     @property
     def chunk_tokens(self) -> int:
@@ -79,11 +87,18 @@ class ModelRunner:
     def dispatch(self, plan: Plan) -> Dispatched:
         """Start one step without waiting for it."""
         started_s = time.monotonic()
+        for key in plan.forget:
+            self._host.forget(key)
+        for copy in plan.offload:
+            self._offload(copy)
         for slot in plan.evict:
             self._num_top.pop(slot, None)
         self._admit(plan.admit)
         for entries in admission.pack_appends(plan.pages, num_slots=self.device.shape.max_num_seqs):
             self.device.append_pages(entries)
+        for copy in plan.restore:
+            self._restore(copy)
+        self._copy_pages(plan.copies)
         parts = self._exact(plan) if self.shape.exact else [*self._prefill(plan), *self._decode(plan)]
         for part in parts:
             for array in jax.tree.leaves(part.wanted()):
@@ -93,6 +108,7 @@ class ModelRunner:
     def collect(self, handle: Dispatched) -> StepResult:
         """Wait for a dispatched step and read its tokens."""
         sampled, prompts = read(handle.parts, handle.step_id)
+        self._host.settle()
         seconds = time.monotonic() - handle.started_s
         return StepResult(step_id=handle.step_id, sampled=sampled, prompt_logprobs=prompts, step_s=seconds)
 
@@ -107,10 +123,28 @@ class ModelRunner:
         assert got == wanted, f"a piece of {got} tokens, wanted {wanted}: pad it to --transfer-chunk-tokens before import"
         self.device.import_piece(piece.data, self._where(page_table, piece.begin, piece.end, piece.group))
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Copy one page (of at most `chunk_tokens` tokens) to another, for sequences that part ways inside a page."""
-        piece = self.export_tokens(((source,),), 0, self.page_size)
-        self.import_tokens(((target,),), piece)
+    def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Copy whole pages, as many tokens at a time as a piece holds."""
+        offsets = np.arange(self.page_size, dtype=np.int32)
+        ends = [[np.stack([np.full_like(offsets, page), offsets]) for page in (c.source, c.target)] for c in copies]
+        for first in range(0, len(copies) * self.page_size, self.chunk_tokens):
+            source, target = (np.zeros((2, self.chunk_tokens), np.int32) for _ in range(2))
+            for where, side in ((source, 0), (target, 1)):
+                cells = np.concatenate([pair[side] for pair in ends], axis=1)[:, first : first + self.chunk_tokens]
+                where[:, : cells.shape[1]] = cells
+            self.device.import_piece(self.device.export(source), target)
+
+    def _offload(self, copy: HostCopy) -> None:
+        ranges = range(0, copy.num_tokens, self.chunk_tokens)
+        ends = [(begin, min(begin + self.chunk_tokens, copy.num_tokens)) for begin in ranges]
+        self._host.keep(copy.key, [self.device.export(self._where(copy.page_table, *end, 0)) for end in ends])
+
+    def _restore(self, copy: HostCopy) -> None:
+        for number, piece in enumerate(self._host.take(copy.key)):
+            begin = number * self.chunk_tokens
+            end = min(begin + self.chunk_tokens, copy.num_tokens)
+            on_device = jax.device_put(piece, self.device.piece_sharding)
+            self.device.import_piece(on_device, self._where(copy.page_table, begin, end, 0))
 
     def _where(self, page_table: PageTable, begin: int, end: int, group: int) -> np.ndarray:
         """(page, offset) i32[2, chunk_tokens] of tokens [begin, end), padded to the null page."""
@@ -139,17 +173,19 @@ class ModelRunner:
         return [self._part(step, self.device.prefill(step.batch)) for _, step in packed]
 
     def _decode(self, plan: Plan) -> list[Part]:
-        parts: list[Part] = []
+        packed = []
         for first in range(0, len(plan.decode), self.shape.decode[-1] if self.shape.decode else 1):
             slots = plan.decode[first : first + self.shape.decode[-1]]
             rows = np.full(smallest_holding(self.shape.decode, len(slots)), self.device.shape.max_num_seqs, np.int32)
             rows[: len(slots)] = slots
-            parts.append(self._part(Packed(rows, tuple(enumerate(slots))), self.device.decode(rows)))
-        return parts
+            packed.append(Packed(self.device.upload(rows), tuple(enumerate(slots))))
+        return [self._part(step, self.device.decode(step.batch)) for _ in range(plan.num_steps) for step in packed]
 
     def _exact(self, plan: Plan) -> list[Part]:
-        packed = pack_exact(plan.prefill, plan.decode, self.device.shape.max_num_seqs)
-        return [self._part(step, self.device.exact(step.batch)) for step in packed]
+        """Several steps need nothing new from the host: a decode row finds its token and position in the device's state."""
+        assert plan.num_steps == 1 or not plan.prefill, f"step {plan.step_id}: prompts are computed once"
+        packed = list(pack_exact(plan.prefill, plan.decode, self.device.shape.max_num_seqs))
+        return [self._part(step, self.device.exact(step.batch)) for _ in range(plan.num_steps) for step in packed]
 
     def _part(self, packed: Packed, out: StepOut) -> Part:
         num_top = {slot: self._num_top[slot] for _, slot in packed.samples if slot in self._num_top}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jdisagg.engine.batches import ExactBatch, PrefillBatch
 from jdisagg.engine.model import KV, Params, StepModel
@@ -77,7 +77,8 @@ class StepFunctions:
     def _tokens(self, token_ids: jax.Array, positions: jax.Array, valid: jax.Array, tables: jax.Array) -> TokenBatch:
         """Flat tokens [T] in tiles of the sequences with page tables i32[N, M]; padding goes to the null page."""
         positions = jnp.where(valid, positions, 0)
-        pages = jnp.take_along_axis(tables, positions.reshape(tables.shape[0], -1) // self.page_size, axis=1).reshape(-1)
+        entries = positions.reshape(tables.shape[0], -1) // self.page_size
+        pages = jnp.take_along_axis(tables, entries, axis=1, mode="fill", fill_value=0).reshape(-1)  # past its end: null page
         return TokenBatch(
             token_ids=jnp.where(valid, token_ids, 0),
             positions=positions,
@@ -87,7 +88,12 @@ class StepFunctions:
         )
 
     def _logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        return lax.with_sharding_constraint(self.model.logits(params, hidden), self.replicated)
+        """Each shard multiplies its own part of the vocabulary, then the results are gathered: constraining the product to be
+        whole at once makes XLA gather the weights instead, in every step."""
+        mesh, logits = self.replicated.mesh, self.model.logits(params, hidden)
+        if logits.shape[-1] % mesh.size == 0:
+            logits = lax.with_sharding_constraint(logits, NamedSharding(mesh, PartitionSpec(None, *mesh.axis_names)))
+        return lax.with_sharding_constraint(logits, self.replicated)
 
     def _prompt_logprobs(self, params: Params, hidden: jax.Array, targets: jax.Array, sampling: Sampling) -> Logprobs:
         """Log-probabilities of `targets` i32[T], a block of rows at a time: [T, V] never exists."""

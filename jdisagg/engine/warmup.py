@@ -54,7 +54,6 @@ def _executables(runner: ModelRunner, role: Role) -> Iterator[tuple[str, str, Ca
     for rows in runner.shape.decode:
         yield "decode", f"{rows} rows", lambda rows=rows: device.decode(np.full(rows, dummy, np.int32))
     nowhere = np.zeros((2, sizes.chunk_tokens), np.int32)
-    if role is Role.PREFILL:
-        yield "export", f"{sizes.chunk_tokens} tokens", lambda: device.export(nowhere)
-    if role is Role.DECODE:
+    yield "export", f"{sizes.chunk_tokens} tokens", lambda: device.export(nowhere)
+    if role is not Role.PREFILL:
         yield "import", f"{sizes.chunk_tokens} tokens", lambda: device.import_piece(device.empty_piece(), nowhere)

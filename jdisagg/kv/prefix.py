@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import KeysView, Sequence
 
 _KEY_BYTES = 16
 
@@ -65,9 +65,15 @@ class PrefixIndex:
         self._key_of[page] = key
         return True
 
-    def evict(self, page: int) -> None:
-        """Forget an indexed page; its content is about to be overwritten."""
-        del self._page_of[self._key_of.pop(page)]
+    def evict(self, page: int) -> bytes:
+        """Forget an indexed page, whose content is about to be overwritten; returns its key."""
+        key = self._key_of.pop(page)
+        del self._page_of[key]
+        return key
+
+    def indexed(self) -> KeysView[bytes]:
+        """Keys of all pages that can be found."""
+        return self._page_of.keys()
 
     def reset(self) -> tuple[int, ...]:
         """Forget everything; returns the pages that were indexed."""

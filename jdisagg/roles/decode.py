@@ -73,7 +73,8 @@ class DecodeRole:
             self._scheduler.add(request, now_s)
             return
         self._scheduler.add(request, now_s, remote=True, is_open=False)
-        self._start(request, now_s)
+        if not self._scheduler.awaits_sibling(request.request_id):
+            self._start(request, now_s)
 
     def _prefills_here(self, request: EngineRequest) -> bool:
         policy = self._config.local_prefill
@@ -206,10 +207,10 @@ class DecodeRole:
                 self._scheduler.kv_arrived(request_id, now_s)
                 if stream := self._streams.get(request_id):
                     stream.timeline.kv_arrived(now_s)
-            case act.ComputeLocally(request_id=request_id, provenance=provenance):
+            case act.ComputeLocally(request_id=request_id, held_tokens=held_tokens, provenance=provenance):
                 if provenance is not None:
                     self._provenance[request_id] = Provenance(recoveries=provenance.recoveries)
-                self._scheduler.compute_locally(request_id)
+                self._scheduler.compute_locally(request_id, held_tokens)
             case act.Fail(request_id=request_id, error=error):
                 failed = self._scheduler.fail(request_id, error)
                 return [failed] if failed is not None else []

@@ -1,4 +1,4 @@
-"""What one engine tick shows on /metrics: queue lengths, pages, step times, and the scheduler's counters as differences."""
+"""What one engine tick shows: queue lengths, pages, step times and counters on /metrics, cache changes to a feed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from prometheus_client import Gauge
 from jdisagg.core.fleet import Load
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
+from jdisagg.roles.kv_feed import KVEventFeed
 from jdisagg.roles.pipeline import Turn
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
@@ -20,11 +21,12 @@ class TickObserver:
     Gauges are moved by differences: two engines of one process (colocated) add up.
     """
 
-    def __init__(self, scheduler: Scheduler, metrics: Metrics, role: Role) -> None:
+    def __init__(self, scheduler: Scheduler, metrics: Metrics, role: Role, kv_feed: KVEventFeed | None = None) -> None:
         self.load = Load()
         self._scheduler = scheduler
         self._metrics = metrics
         self._role = role.value
+        self._kv_feed = kv_feed
         self._seen = replace(scheduler.stats)
         self._shown: dict[str, int] = {}
 
@@ -43,6 +45,8 @@ class TickObserver:
             metrics.host_overhead_seconds.observe(turn.host_s)
             metrics.step_seconds.labels(phase=_phase(turn.plan)).observe(turn.host_s + turn.waited_s)
             self._count()
+        if self._kv_feed is not None:
+            self._kv_feed.publish()
 
     def _show(self, gauge: Gauge, name: str, value: int) -> None:
         if (change := value - self._shown.get(name, 0)) != 0:

@@ -87,8 +87,11 @@ class Fleet:
         """Workers of a role that are there; those that decode count while they are linked."""
         return sum(e.member.role is role and (e.linked or not e.member.decodes) for e in self._entries.values())
 
-    def choose(self, fingerprint: str | None, now_s: float, *, but_not: frozenset[str] = frozenset()) -> Entry | None:
-        """The worker for the next request of that fingerprint (None = any); addresses in `but_not` only as a last resort."""
+    def choose(
+        self, fingerprint: str | None, now_s: float, *, but_not: frozenset[str] = frozenset(), home: str = ""
+    ) -> Entry | None:
+        """The worker for the next request of that fingerprint (None = any); addresses in `but_not` only as a last resort, and
+        the one at `home` before less busy ones."""
         usable = [
             entry
             for entry in self._entries.values()
@@ -99,7 +102,12 @@ class Fleet:
         ]
         if not usable:
             return None
-        return min(usable, key=lambda entry: (entry.member.address in but_not, entry.suspect_until_s > now_s, *_busy(entry)))
+
+        def rank(entry: Entry) -> tuple[object, ...]:
+            address = entry.member.address
+            return (address in but_not, entry.suspect_until_s > now_s, address != home, *_busy(entry))
+
+        return min(usable, key=rank)
 
     def prefill_peers(self, fingerprint: str) -> list[Entry]:
         """Prefill workers of that fingerprint, least busy first."""

@@ -35,6 +35,7 @@ from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role
 from jdisagg.roles.timeline import Timeline
 from jdisagg.router.fleet import Entry
 from jdisagg.router.flight import Flight, Lost
+from jdisagg.router.homes import Homes
 from jdisagg.router.quarantine import Quarantine, ReplayBudget, ReplayConfig
 from jdisagg.router.workers import Workers
 
@@ -71,6 +72,7 @@ class FleetEngine:
             metrics.workers.labels(role=role.value).set_function(partial(self.workers.fleet.count, role))
         self._card = card
         self._flights: dict[str, Flight] = {}
+        self._homes = Homes()
         self._quarantine = Quarantine(self._replay.quarantine_s)
         self._budget = ReplayBudget(self._replay.budget, self._replay.budget_per_s)
         self._draining = False
@@ -102,6 +104,7 @@ class FleetEngine:
             raise InvalidRequest(f"request_id {request.request_id} is in use; ids must be unique among live requests")
         flight, timeline = Flight(request), Timeline(self._metrics, monotonic())
         self._flights[request.request_id] = flight
+        self._homes.enter(request.fork_group)
         try:
             await self._place(flight)  # raises: not admitted at all
             while not flight.finished:
@@ -111,6 +114,7 @@ class FleetEngine:
                     yield output
         finally:
             del self._flights[request.request_id]
+            self._homes.leave(request.fork_group)
             self._leave(flight)
 
     def health(self) -> Health:
@@ -161,8 +165,10 @@ class FleetEngine:
             now_s = monotonic()
             if now_s >= flight.request.deadline_s:
                 raise DeadlineExceeded(f"request {flight.request.request_id}: its deadline passed before a worker took it")
-            entry = self.workers.fleet.choose(flight.fingerprint, now_s, but_not=flight.tried)
+            home = self._homes.of(flight.request.fork_group)
+            entry = self.workers.fleet.choose(flight.fingerprint, now_s, but_not=flight.tried, home=home)
             if entry is not None:
+                self._homes.settle(flight.request.fork_group, entry.member.address)
                 self._submit(flight, entry)
                 return
             if now_s - began_s >= wait_s:

@@ -100,9 +100,9 @@ class LoggedScheduler(Scheduler):
         """As Scheduler.kv_arrived."""
         self._call("kv_arrived", super().kv_arrived, request_id, now_s)
 
-    def compute_locally(self, request_id: str) -> bool:
+    def compute_locally(self, request_id: str, held_tokens: int = 0) -> bool:
         """As Scheduler.compute_locally."""
-        return self._call("compute_locally", super().compute_locally, request_id)
+        return self._call("compute_locally", super().compute_locally, request_id, held_tokens)
 
     def drain(self) -> None:
         """As Scheduler.drain."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from jdisagg.kv.allocator import PageAllocator
+from jdisagg.kv.events import PrefixJournal, Stored, digest
 from jdisagg.kv.prefix import PrefixIndex
 from jdisagg.sched.sequence import Holding, Sequence
 
@@ -15,8 +17,9 @@ class PageBook:
     def __init__(self, *, num_pages: int, page_size: int, enable_prefix_caching: bool) -> None:
         self.page_size = page_size
         self._index = PrefixIndex(page_size)
-        self._allocator = PageAllocator(num_pages, self._index.evict)
+        self._allocator = PageAllocator(num_pages, self._evict)
         self._caching = enable_prefix_caching
+        self._journal: PrefixJournal | None = None  # None = nobody wants to know
 
     @property
     def num_usable(self) -> int:
@@ -70,9 +73,11 @@ class PageBook:
         if not self._caching or num_full <= holding.num_indexed:
             return
         self._hash(sequence, num_full)
-        for i in range(holding.num_indexed, num_full):
-            if self._index.insert(holding.keys[i], holding.pages[i]):
-                self._allocator.set_indexed(holding.pages[i])
+        new = [i for i in range(holding.num_indexed, num_full) if self._index.insert(holding.keys[i], holding.pages[i])]
+        for i in new:
+            self._allocator.set_indexed(holding.pages[i])
+        if self._journal is not None:
+            self._record(self._journal, sequence, new)
         holding.num_indexed = num_full
 
     def drop(self, holding: Holding) -> None:
@@ -85,7 +90,21 @@ class PageBook:
         """Forget all cached prefixes; returns the number of pages forgotten. Pages in use stay in use."""
         pages = self._index.reset()
         self._allocator.clear_indexed(pages)
+        if self._journal is not None:
+            self._journal.cleared()
         return len(pages)
+
+    def journal(self) -> PrefixJournal:
+        """Begin to write down every change of the prefix index, for one reader that takes them. Call before the first one."""
+        assert self._journal is None, "the changes of the prefix index have a reader already"
+        assert not len(self._index), "pages were indexed before anybody recorded it"
+        self._journal = PrefixJournal()
+        return self._journal
+
+    def describe_index(self) -> dict[str, Any]:
+        """Number of indexed pages and the digest of their keys; cost grows with their number."""
+        keys = self._index.indexed()
+        return {"pages": len(keys), "digest": digest(keys)}
 
     def check(self, holdings: Iterable[Holding]) -> None:
         """Assert that references are exactly those of `holdings` and that no page is lost (I-2, I-3)."""
@@ -102,6 +121,24 @@ class PageBook:
         assert len(counted) == self._allocator.num_used, (
             f"{self._allocator.num_used} pages used, {len(counted)} held by sequences"
         )
+
+    def _evict(self, page: int) -> None:
+        key = self._index.evict(page)
+        if self._journal is not None:
+            self._journal.removed(key)
+
+    def _record(self, journal: PrefixJournal, sequence: Sequence, new: list[int]) -> None:
+        """One event for each run of consecutive pages in `new` (indices into the holding, ascending)."""
+        keys, size = sequence.holding.keys, self.page_size
+        root = self._index.root_key(sequence.request.cache_salt)
+        begin = 0
+        for end in range(1, len(new) + 1):
+            if end < len(new) and new[end] == new[end - 1] + 1:
+                continue
+            first, last = new[begin], new[end - 1] + 1
+            parent = keys[first - 1] if first else None
+            journal.stored(Stored(tuple(keys[first:last]), parent, sequence.tokens(first * size, last * size), root))
+            begin = end
 
     def _hash(self, sequence: Sequence, num_pages: int) -> None:
         keys, size = sequence.holding.keys, self.page_size

@@ -8,12 +8,12 @@ that leave are those of `add` (the caller's fault, or full) and assertions (ours
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestError, Unavailable
 from jdisagg.core.requests import EngineRequest, Output, Role
+from jdisagg.kv.events import PrefixJournal
 from jdisagg.sched.admission import Admission
 from jdisagg.sched.committer import Committer
 from jdisagg.sched.host_memory import HostMemory, RetractionCost
@@ -29,7 +29,7 @@ from jdisagg.sched.states import Status
 from jdisagg.sched.steps import StepsInFlight
 from jdisagg.sched.stops import find_stop
 from jdisagg.sched.table import SequenceTable, Stats
-from jdisagg.sched.views import Reserved, describe
+from jdisagg.sched.views import Reserved, snapshot
 
 
 class Scheduler:
@@ -246,8 +246,10 @@ class Scheduler:
         sequence.num_computed = sequence.num_scheduled = sequence.target
         self._table.pages.publish(sequence)
 
-    def compute_locally(self, request_id: str) -> bool:
-        """Give up on the peer: the sequence waits, at its place by arrival, to be prefilled here. Tokens it has stay.
+    def compute_locally(self, request_id: str, held_tokens: int = 0) -> bool:
+        """Give up on the peer: the sequence waits, at its place by arrival, to be prefilled here. Tokens it has stay. KV of its
+        first `held_tokens` tokens has arrived: with prefix caching its full pages need not be computed, if they are still
+        there when its turn comes.
 
         True when the request goes on without its peer, False when it is unknown or finished.
         """
@@ -255,7 +257,7 @@ class Scheduler:
         if sequence is None or sequence.status is Status.PUBLISHING:
             return False
         if sequence.status in (Status.PREALLOC, Status.TRANSFER):
-            self._table.compute_here(sequence)
+            self._table.compute_here(sequence, held_tokens)
         return True
 
     # --- views and upkeep
@@ -272,6 +274,10 @@ class Scheduler:
     def reset_prefix_cache(self) -> int:
         """Forget all shared prefixes; returns the pages forgotten. Requests that hold such pages keep them."""
         return self._table.pages.reset_index()
+
+    def kv_journal(self) -> PrefixJournal:
+        """From now on every change of the prefix cache is written down here, to be taken once per tick. Call once, at start."""
+        return self._table.pages.journal()
 
     @property
     def num_pages(self) -> int:
@@ -294,26 +300,11 @@ class Scheduler:
 
     def snapshot(self) -> dict[str, Any]:
         """JSON-able state for people: every live sequence, pages, counters."""
-        return {
-            "counts": self.counts(),
-            "pages": {"total": self.num_pages, "free": self.num_free_pages},
-            "host_tokens": {"total": self._table.host.capacity_tokens, "used": self._table.host.used_tokens},
-            "steps_in_flight": len(self._steps),
-            "draining": self._draining,
-            "stats": asdict(self.stats),
-            "sequences": [describe(s) for queue in self._table.queues.values() for s in queue],
-        }
+        return snapshot(self._table) | {"steps_in_flight": len(self._steps), "draining": self._draining}
 
     def check(self) -> None:
-        """Assert the invariants of pages and slots; cost grows with the pool."""
-        table = self._table
-        table.pages.check(s.holding for s in table.live.values())
-        slots = [s.slot for s in table.live.values() if s.slot is not None]
-        assert len(set(slots)) == len(slots) == len(table.queues[Status.RUNNING]), "slots and running sequences do not match"
-        assert len(slots) + table.slots.num_free == table.slots.num_slots, "a slot is lost"
-        kept = sum(s.host_tokens for s in table.live.values())
-        assert kept == table.host.used_tokens, f"{table.host.used_tokens} tokens on the host, {kept} of live sequences"
-        assert sum(len(q) for q in table.queues.values()) == len(table.live), "a sequence is in no queue or in two"
+        """Assert the invariants of pages, slots and queues; cost grows with the pool."""
+        self._table.check()
 
     def _end(self, request_id: str) -> bool:
         self._complete = [output for output in self._complete if output.request_id != request_id]

@@ -30,7 +30,7 @@ class Stats:
 
 
 class SequenceTable:
-    """State changes of sequences. Every exit from memory goes through `end` or `preempt`."""
+    """State changes of sequences. Every exit from memory goes through `end`, `preempt` or `compute_here`."""
 
     def __init__(
         self, *, pages: PageBook, slots: Slots, host: HostMemory, is_decode_worker: bool, refetch_retracted: bool
@@ -91,8 +91,12 @@ class SequenceTable:
             self.move(sequence, Status.WAITING)
         return copy
 
-    def compute_here(self, sequence: Sequence) -> None:
-        """A remote sequence (PREALLOC or TRANSFER) will be prefilled by this worker."""
+    def compute_here(self, sequence: Sequence, held_tokens: int) -> None:
+        """A remote sequence (PREALLOC or TRANSFER) will be prefilled by this worker; what has arrived is left to be found."""
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(sequence.holding.held_tokens, len(sequence.request.prompt_token_ids))
+        sequence.num_computed = min(held_tokens, len(sequence.holding.pages) * self.pages.page_size)
+        self.pages.publish(sequence)
         self._strip(sequence)
         self.move(sequence, Status.WAITING)
 
@@ -116,6 +120,17 @@ class SequenceTable:
     def someone_holds_memory(self) -> bool:
         """Somebody will free pages by going on (pins of sequences that wait for memory do not count)."""
         return any(self.queues[s] for s in (Status.RUNNING, Status.READY, Status.TRANSFER, Status.PUBLISHING))
+
+    def check(self) -> None:
+        """Assert that pages, slots, host memory and queues are exactly those of the live sequences."""
+        live = self.live.values()
+        self.pages.check(s.holding for s in live)
+        slots = [s.slot for s in live if s.slot is not None]
+        assert len(set(slots)) == len(slots) == len(self.queues[Status.RUNNING]), "slots and running sequences do not match"
+        assert len(slots) + self.slots.num_free == self.slots.num_slots, "a slot is lost"
+        kept = sum(s.host_tokens for s in live)
+        assert kept == self.host.used_tokens, f"{self.host.used_tokens} tokens on the host, {kept} of live sequences"
+        assert sum(len(q) for q in self.queues.values()) == len(self.live), "a sequence is in no queue or in two"
 
     def _copy_out(self, sequence: Sequence) -> HostCopy | None:
         """Only what can go on decoding at once when it is back: everything known but the last token is computed."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jdisagg.api.byte_source import GrpcByteSource
+from jdisagg.api.kv_event_ring import KVEventRing
 from jdisagg.api.peer_client import GrpcPeerClient
 from jdisagg.api.peer_server import PeerServer
 from jdisagg.api.token_engine import ModelCard
@@ -18,6 +19,8 @@ from jdisagg.engine.compiles import CompileCounter
 from jdisagg.models.load import LoadedModel
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.in_process import InProcessPeers
+from jdisagg.roles.kv_feed import KVEventFeed
+from jdisagg.roles.side import Side
 from jdisagg.serve.engines import Core, build_core, decode_side, prefill_side, start_engine, unified_side, usable_devices
 from jdisagg.serve.preflight import check_backend
 from jdisagg.transfer.base import Fetcher, Publisher
@@ -40,6 +43,7 @@ class Deployment:
         self.peer_server: PeerServer | None = None
         self.peer_client: GrpcPeerClient | None = None
         self.closers: list[Callable[[], None]] = []
+        self.kv_rings: dict[str, KVEventRing] = {}  # by role of the engine; empty when events are off
         self._core = core
         self._compiles = compiles
         self._counted_compiles = 0
@@ -80,6 +84,21 @@ class Deployment:
         reasons = "; ".join(f"{peer}: {why}" for peer, why in self.peer_client.failures().items() if why)
         return f"no usable prefill worker ({reasons or 'none has answered yet'})"
 
+    def add_engine(self, core: Core, side: Side, on_crash: OnCrash, loop: asyncio.AbstractEventLoop) -> None:
+        """Start one engine; its cache events, if they are on, are kept for listeners on `loop`."""
+        feed, cache = None, core.config.cache
+        if cache.enable_kv_events:
+            ring = KVEventRing(
+                pool=core.role.value,
+                epoch=core.epoch,
+                page_size=core.runner.page_size,
+                num_batches=cache.kv_events_buffer,
+                loop=loop,
+            )
+            self.kv_rings[ring.pool] = ring
+            feed = KVEventFeed(core.scheduler.kv_journal(), ring.post, core.metrics)
+        self.engines.append(start_engine(core, side, on_crash, feed))
+
     def reset_prefix_cache(self) -> int:
         """On the engine thread."""
         return self._core.scheduler.reset_prefix_cache()
@@ -104,7 +123,7 @@ def build_deployment(
     check_backend(config)
     compiles = CompileCounter()
     if config.role == "colocated":
-        return _colocated(config, metrics, worker, compiles, on_crash)
+        return _colocated(config, metrics, worker, compiles, loop=loop, on_crash=on_crash)
     role = Role(config.role)
     tp = config.model.tensor_parallel_size
     core = build_core(config, role, usable_devices(config), tp=tp, metrics=metrics, worker=worker)
@@ -128,11 +147,19 @@ def build_deployment(
         deployment.closers += [source.close, fetcher.close]  # a fetch from a dead peer ends with its channel
     else:
         side = unified_side(core)
-    deployment.engines.append(start_engine(core, side, on_crash))
+    deployment.add_engine(core, side, on_crash, loop)
     return deployment
 
 
-def _colocated(config: Config, metrics: Metrics, worker: str, compiles: CompileCounter, on_crash: OnCrash) -> Deployment:
+def _colocated(
+    config: Config,
+    metrics: Metrics,
+    worker: str,
+    compiles: CompileCounter,
+    *,
+    loop: asyncio.AbstractEventLoop,
+    on_crash: OnCrash,
+) -> Deployment:
     devices = usable_devices(config)
     tp_p, tp_d = config.prefill_tp, config.decode_tp
     if len(devices) < tp_p + tp_d:
@@ -151,14 +178,9 @@ def _colocated(config: Config, metrics: Metrics, worker: str, compiles: CompileC
     static = (InProcessPeers.ADDRESS,)
     deployment = Deployment(decode, compiles)
     deployment.num_executables += prefill.num_executables
-    deployment.engines = [
-        start_engine(prefill, prefill_side(prefill, publisher), on_crash),
-        start_engine(
-            decode,
-            decode_side(decode, peers=peers, fetcher=fetcher, backend="device_put", static_peers=lambda: static),
-            on_crash,
-        ),
-    ]
+    deployment.add_engine(prefill, prefill_side(prefill, publisher), on_crash, loop)
+    side = decode_side(decode, peers=peers, fetcher=fetcher, backend="device_put", static_peers=lambda: static)
+    deployment.add_engine(decode, side, on_crash, loop)
     deployment.closers += [publisher.close, fetcher.close]
     return deployment
 

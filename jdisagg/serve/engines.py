@@ -19,6 +19,7 @@ from jdisagg.core.requests import Role
 from jdisagg.core.values import parse_ranges
 from jdisagg.engine.buckets import EXACT_ROWS
 from jdisagg.engine.build import make_runner
+from jdisagg.engine.costs import measure_retraction_cost
 from jdisagg.engine.runner import ModelRunner
 from jdisagg.engine.warmup import warm_up
 from jdisagg.handoff.decode_side import DecodeSide
@@ -32,6 +33,7 @@ from jdisagg.roles.decode import DecodeRole
 from jdisagg.roles.engine_loop import EngineLoop
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.inbox import Inbox
+from jdisagg.roles.kv_feed import KVEventFeed
 from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline
 from jdisagg.roles.ports import PeerClient
@@ -101,6 +103,13 @@ def build_core(config: Config, role: Role, devices: Sequence[Any], *, tp: int, m
     )
     warmed = warm_up(runner, role)
     log.info("%s: %d executables compiled and run in %.1f s", role.value, len(warmed), monotonic() - loaded_s)
+    host_tokens = config.scheduler.host_kv_bytes // loaded.spec.kv_spec(loaded.kv_dtype).bytes_per_token
+    cost = measure_retraction_cost(runner) if host_tokens else None
+    if cost is not None:
+        log.info(
+            "%s: host memory for KV of %d tokens; per token %.1f us to copy one way, %.1f us to compute again",
+            *(role.value, host_tokens, cost.copy_s_per_token * 1e6, cost.recompute_s_per_token * 1e6),
+        )
     scheduler = make_scheduler(
         config.scheduler,
         role=role,
@@ -112,6 +121,8 @@ def build_core(config: Config, role: Role, devices: Sequence[Any], *, tp: int, m
         exact_rows=EXACT_ROWS if config.model.numerics is Numerics.EXACT else None,
         local_prefill=config.transfer.local_prefill is not LocalPrefill.NEVER,
         vocab_size=loaded.spec.vocab_size,
+        host_tokens=host_tokens,
+        retraction_cost=cost,
     )
     return Core(
         config=config,
@@ -128,8 +139,10 @@ def build_core(config: Config, role: Role, devices: Sequence[Any], *, tp: int, m
     )
 
 
-def start_engine(core: Core, side: Side, on_crash: Callable[[BaseException], None]) -> EngineThread:
-    """The engine's thread, running."""
+def start_engine(
+    core: Core, side: Side, on_crash: Callable[[BaseException], None], kv_feed: KVEventFeed | None = None
+) -> EngineThread:
+    """The engine's thread, running. `kv_feed`: told of cache changes after every tick."""
     loop = EngineLoop(
         scheduler=core.scheduler,
         pipeline=StepPipeline(core.scheduler, core.runner),
@@ -137,7 +150,7 @@ def start_engine(core: Core, side: Side, on_crash: Callable[[BaseException], Non
         inbox=core.inbox,
         streams=core.streams,
         metrics=core.metrics,
-        observer=TickObserver(core.scheduler, core.metrics, core.role),
+        observer=TickObserver(core.scheduler, core.metrics, core.role, kv_feed),
         worker=core.worker,
     )
     thread = EngineThread(loop, name=f"engine-{core.role.value}", on_crash=on_crash)

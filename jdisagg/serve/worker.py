@@ -23,6 +23,7 @@ from jdisagg.api.generation import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.server import HttpServer, listen
+from jdisagg.api.kv_events import KVEventsService
 from jdisagg.api.local_engine import LocalEngine
 from jdisagg.api.worker_service import WorkerService
 from jdisagg.core.config import Config
@@ -37,7 +38,7 @@ from jdisagg.serve.engines import exit_on_crash
 from jdisagg.serve.process import Process, run_process
 from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.text_edge import TextModel, make_edge, read_text_model
-from jdisagg.v1 import admin_pb2_grpc, generation_pb2_grpc, peer_pb2_grpc, worker_pb2_grpc
+from jdisagg.v1 import admin_pb2_grpc, generation_pb2_grpc, kv_events_pb2_grpc, peer_pb2_grpc, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -131,7 +132,7 @@ class _Edges:
         self._draining = False
         self._metrics = metrics
         edge = None
-        names = ["AdminService"]
+        names = ["AdminService", "KVEventsService"]
         if text is not None:
             names += ["GenerationService", "WorkerService"]
             edge = make_edge(self._engine, text, config.server)
@@ -142,6 +143,8 @@ class _Edges:
             peer_pb2_grpc.add_PeerServiceServicer_to_server(deployment.peer_server, server)
         admin = AdminService(drain=self.drain, stats=self.state, reset_prefix_cache=self._reset_prefix_cache)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+        self._kv_events = KVEventsService(deployment.kv_rings, metrics)
+        kv_events_pb2_grpc.add_KVEventsServiceServicer_to_server(self._kv_events, server)
         services = tuple(f"jdisagg.v1.{name}" for name in names)
         self._health = HealthReporter(server, services, self._engine.health)
         self.app = make_app(edge, self._engine, self._metrics_text, config.server.api_key)
@@ -181,6 +184,7 @@ class _Edges:
     async def drain(self, deadline_s: float) -> int:
         """Say so to routers, admit nothing more, wait."""
         self._draining = True
+        await self._kv_events.close()
         await self._health.close()
         return await self._engine.drain(deadline_s)
 

@@ -116,6 +116,8 @@ def test_a_pool_size_flag_replaces_another_pool_size_of_the_file(write) -> None:
         (["--api-key", "hunter2"], "--api-key: a secret is not given in the open; put it in a file and pass @FILE"),
         (["--num-pages", "9", "--kv-cache-bytes", "9"], "--kv-cache-bytes: got it beside --num-pages; keep one of them"),
         (["--max-num-batched-tokens", "4"], "--max-num-batched-tokens: got 4, wanted at least --max-num-seqs = 16"),
+        (["--enable-kv-events", "--no-enable-prefix-caching"], "--enable-kv-events: got True, wanted prefix caching"),
+        (["--kv-events-buffer", "0"], "--kv-events-buffer: got 0, wanted at least 1"),
         (["--dead-after-s", "0.3"], "--dead-after-s: got 0.3, wanted at least twice --heartbeat-s = 0.25"),
         (["--role", "decode", "--local-prefill", "never"], "wanted a way to prefill: give --prefill or --router"),
         (["--num-prefill", "0", "--local-prefill", "never"], "--num-prefill: got 0, wanted at least 1 with --local-prefill"),

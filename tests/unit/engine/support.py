@@ -45,9 +45,9 @@ CONFIG = {
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 
 
-def load(dtype: str = "float32", tp: int = 1):
-    """(model, mesh) with random weights large enough that tokens vary."""
-    spec = ModelSpec.from_config(CONFIG)
+def load(dtype: str = "float32", tp: int = 1, **config):
+    """(model, mesh) with random weights large enough that tokens vary; `config` replaces keys of CONFIG."""
+    spec = ModelSpec.from_config(CONFIG | config)
     mesh = make_mesh(jax.devices("cpu"), tp)
     params = random_params(spec, mesh, dtype, seed=3)
     params = jax.tree.map(lambda x: x * np.asarray(5.0, x.dtype) if x.ndim > 1 else x, params)

@@ -1,6 +1,7 @@
 """The runner: chunked equals whole, overlap equals none, nothing compiles after warm-up, pieces survive the way out and in."""
 
 import logging
+import re
 
 import jax
 import numpy as np
@@ -8,9 +9,14 @@ import pytest
 
 from jdisagg.core.requests import Role, SamplingParams
 from jdisagg.engine.compiles import CompileCounter
+from jdisagg.engine.model import DecoderModel
+from jdisagg.engine.ops import choose_ops
+from jdisagg.engine.packing import empty_exact, empty_prefill
+from jdisagg.engine.state import new_state
+from jdisagg.engine.steps import StepFunctions
 from jdisagg.engine.warmup import warm_up
 from jdisagg.sched.plan import Plan
-from tests.unit.engine.support import GREEDY, VOCAB, Driver, admit, append, chunk_up, make, prompt_of, tokens
+from tests.unit.engine.support import GREEDY, VOCAB, Driver, admit, append, chunk_up, load, make, prompt_of, tokens
 
 pytestmark = pytest.mark.timeout(240)  # whole steps are compiled
 PROMPT = prompt_of(21)
@@ -165,9 +171,20 @@ def test_an_empty_plan_reads_nothing(runner):
     assert runner.device.shape.vocab_size == VOCAB
 
 
-def test_copying_a_page_copies_its_tokens(runner):
-    Driver(runner).run(admit=(admit(0, range(1, 17), PROMPT),), prefill=chunk_up(0, PROMPT, [21]))
-    runner.copy_page(2, 70)
-    pair = [np.asarray(runner.export_tokens(((page,),), 0, 4).data)[:, :4] for page in (2, 70)]
-    np.testing.assert_array_equal(pair[0], pair[1])
-    assert pair[0].any()
+@pytest.mark.parametrize("name", ["prefill", "decode", "exact"])
+def test_no_step_gathers_a_weight(name):
+    """Tensor-parallel steps move activations and logits between devices, never a matrix of the model."""
+    model, mesh = load(tp=2, vocab_size=96)  # divides by tp, so the output matrix is cut
+    runner = make(tp=2, num_pages=20)
+    device, layout = runner.device, runner.device.layout
+    steps = StepFunctions(DecoderModel(model.spec, choose_ops(layout, mesh), model.layer_loop), layout.page_size, device.whole)
+    batches = {"prefill": empty_prefill(runner.shape.prefill[0], 4), "decode": np.full(4, 4, np.int32), "exact": empty_exact(4)}
+    state = jax.device_put(new_state(4, 16, 96), device.whole)
+    step = jax.jit(getattr(steps, name), out_shardings=(device.pool.shardings, device.whole, device.whole))
+    compiled = step.lower(model.params, device.pool.take(), state, device.upload(batches[name])).compile().as_text()
+    gathered = {
+        shape for line in compiled.splitlines() if " all-gather(" in line for shape in re.findall(r"\[([\d,]+)\]", line)
+    }
+    matrices = {",".join(map(str, leaf.shape)) for leaf in jax.tree.leaves(model.params) if leaf.ndim == 2}
+    assert gathered
+    assert not gathered & matrices

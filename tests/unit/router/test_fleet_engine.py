@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from dataclasses import replace
 from time import monotonic
 
 import pytest
@@ -17,7 +18,7 @@ from tests.unit.wire.rig import FAST, request, run_quiet, until
 
 
 def ask(request_id: str, max_tokens: int = 40, **fields) -> EngineRequest:
-    number = int(request_id.strip("r"))
+    number = int(request_id.strip("rs"))
     return request(request_id, prompt=(number, 2, 3), sampling=SamplingParams(max_tokens=max_tokens), **fields)
 
 
@@ -73,6 +74,24 @@ def test_a_request_runs_on_one_worker_with_an_ordered_list_of_prefill_peers():
         workers = [f'jdisagg_workers{{role="{role}"}} {count}.0' for role, count in (("prefill", 3), ("decode", 1))]
         assert set(workers) <= set(router.metrics.text().splitlines())
         await stop(router, p1, p2, other, d)
+
+    run_quiet(body())
+
+
+def test_choices_of_one_request_go_to_one_worker_and_others_to_the_less_busy():
+    async def body() -> None:
+        router = await Router().start()
+        workers = [FakeWorker((router.address,)) for _ in range(3)]
+        await fleet(*workers, router=router)
+        await until(lambda: len(router.engine.workers.members()) == 3)
+        choices = [replace(ask(f"r{i}"), fork_group="r") for i in range(6)]
+        alone = [ask(f"s{i}") for i in range(4)]
+        await asyncio.gather(*(collect(router, asked) for asked in (*choices, *alone)))
+        seen = [{request.request_id[0] for request in worker.engine.seen} for worker in workers]
+        assert sum("r" in letters for letters in seen) == 1
+        assert sum("s" in letters for letters in seen) >= 2
+        assert not len(router.engine._homes)
+        await stop(router, *workers)
 
     run_quiet(body())
 

@@ -253,6 +253,27 @@ def test_falling_back_keeps_the_place_in_the_queue_and_what_was_sent(stage: str)
     assert not engine.scheduler.compute_locally("a")
 
 
+@pytest.mark.covers("V24")
+@pytest.mark.parametrize("held", [0, 3, 4, 9, 10])
+def test_kv_that_arrived_before_the_peer_died_is_not_computed_again(held: int) -> None:
+    """What is missing starts at the first bad or missing page of this request; a second request with the same prefix is not
+    held up and computes nothing twice."""
+    engine = FakeEngine(Role.DECODE)
+    engine.add(request("a", PROMPT, 5), remote=True)
+    engine.tick()
+    (reserved,) = engine.scheduler.take_reserved()
+    engine.device.import_tokens(reserved.page_table, PROMPT, 0, held)
+    assert engine.scheduler.compute_locally("a", held)
+    engine.add(request("b", PROMPT, 5))
+    engine.run()
+    kept = min(held, len(PROMPT) - 1) // 4 * 4
+    chunks = [c for p in engine.plans for c in p.prefill]
+    assert next(c.start for c in chunks if c.request_id == "a") == kept
+    assert sum(len(c.token_ids) for c in chunks if c.request_id == "a") == len(PROMPT) - kept
+    assert engine.seen["a"].tokens == engine.seen["b"].tokens == expected(PROMPT, 5)
+    assert engine.seen["a"].last.cached_tokens == 0  # none of it was in a prefix cache when it was asked for
+
+
 @pytest.mark.covers("D13")
 def test_a_failed_fetch_fails_its_request_alone() -> None:
     engine = FakeEngine(Role.DECODE)

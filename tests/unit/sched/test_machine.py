@@ -59,7 +59,9 @@ class WorkerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         local_prefill=st.booleans(),
     )
-    def start(self, num_pages: int, budget: int, threshold: int, reserve: int, policy: str, steps: int, **options: Any) -> None:
+    def start(
+        self, *, num_pages: int, budget: int, threshold: int, reserve: int, policy: str, steps: int, **options: Any
+    ) -> None:
         self.directory = tempfile.TemporaryDirectory()
         self.log = Path(self.directory.name) / "schedule.jsonl"
         self.engine = FakeEngine(
@@ -176,9 +178,13 @@ class WorkerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), fails=st.booleans())
     def peer_dies(self, data: st.DataObject, fails: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.fetches)))
-        del self.fetches[name]
+        fetch = self.fetches.pop(name)
         if not fails:
-            assert self.engine.scheduler.compute_locally(name)
+            held = fetch.held_tokens
+            if fetch.page_table is not None:
+                held = data.draw(st.integers(held, len(fetch.tokens)))
+                self.engine.device.import_tokens(fetch.page_table, fetch.tokens, fetch.held_tokens, held)
+            assert self.engine.scheduler.compute_locally(name, held)
             return
         output = self.engine.scheduler.fail(name, HandoffLost("lost"))
         assert output is not None

@@ -1,0 +1,86 @@
+"""KV on the host, pages copied, several steps in one dispatch: what a plan may ask for beside its rows."""
+
+import numpy as np
+import pytest
+
+from jdisagg.core.config import Numerics
+from jdisagg.sched.plan import HostCopy, PageCopy, Plan
+from tests.unit.engine.support import Driver, admit, chunk_up, make, prompt_of, tokens
+
+pytestmark = pytest.mark.timeout(240)  # whole steps are compiled
+PROMPT = prompt_of(21)
+PAGES, ELSEWHERE = tuple(range(1, 7)), tuple(range(20, 26))
+RANGES = ((0, 8), (8, 16), (16, 21))
+
+
+@pytest.fixture(scope="module", params=list(Numerics), ids=lambda level: level.value)
+def runner(request):
+    return make(num_pages=80, numerics=request.param)
+
+
+def kv(runner, pages):
+    """KV of the prompt's tokens in `pages`."""
+    pieces = (np.asarray(runner.export_tokens((pages,), *ends).data)[:, : ends[1] - ends[0]] for ends in RANGES)
+    return np.concatenate(list(pieces), axis=1)
+
+
+def computed(runner):
+    """The prompt's KV is in PAGES; returns it."""
+    driver = Driver(runner)
+    driver.run(admit=(admit(0, PAGES, PROMPT),), prefill=chunk_up(0, PROMPT, [21]))
+    driver.run(evict=(0,))
+    assert kv(runner, PAGES).any()
+    return kv(runner, PAGES)
+
+
+def overwrite(pages):
+    """Page copies that leave other bytes in `pages`."""
+    return tuple(PageCopy(group=0, source=70 - page, target=page) for page in pages)
+
+
+def test_copied_pages_hold_the_same_bytes(runner):
+    before = computed(runner)
+    copies = tuple(PageCopy(group=0, source=a, target=b) for a, b in zip(PAGES, ELSEWHERE, strict=True))  # several pieces
+    runner.collect(runner.dispatch(Plan(step_id=1, copies=copies)))
+    np.testing.assert_array_equal(kv(runner, ELSEWHERE), before)
+
+
+@pytest.mark.parametrize("settles", [True, False], ids=["after it has settled", "at once"])
+def test_kv_survives_the_way_through_host_memory(runner, settles):
+    before = computed(runner)
+    out = HostCopy(key="a", page_table=(PAGES,), num_tokens=21)
+    handle = runner.dispatch(Plan(step_id=1, offload=(out,), copies=overwrite(PAGES)))
+    if settles:
+        runner.collect(handle)
+    assert not np.array_equal(kv(runner, PAGES), before)
+    back = HostCopy(key="a", page_table=(ELSEWHERE,), num_tokens=21)
+    runner.collect(runner.dispatch(Plan(step_id=2, restore=(back,))))
+    np.testing.assert_array_equal(kv(runner, ELSEWHERE), before)
+    assert runner.num_host_copies == 0
+
+
+def test_a_forgotten_copy_is_gone(runner):
+    out = HostCopy(key="a", page_table=(PAGES,), num_tokens=21)
+    runner.collect(runner.dispatch(Plan(step_id=1, offload=(out,))))
+    assert runner.num_host_copies == 1
+    runner.collect(runner.dispatch(Plan(step_id=2, forget=("a",))))
+    assert runner.num_host_copies == 0
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 11])
+def test_several_steps_in_one_dispatch_give_the_tokens_of_single_ones(runner, num_steps):
+    """Two rows; beyond the end of the shorter one's pages nothing of anybody else is touched."""
+    driver, short = Driver(runner), prompt_of(3, seed=4)
+    single = [tokens(driver.generate(0, range(1, 17), p, num=12)) for p in (PROMPT, short)]
+    neighbour = computed(runner)
+    admits = (admit(0, range(30, 46), PROMPT), admit(1, (50, 51), short))  # room for 8 tokens of the second
+    first = driver.run(admit=admits, prefill=(*chunk_up(0, PROMPT, [21]), *chunk_up(1, short, [3])))
+    got = {one.slot: list(one.token_ids) for one in first.sampled}
+    while len(got[0]) < 12:
+        for one in driver.run(decode=(0, 1), num_steps=num_steps).sampled:
+            assert len(one.token_ids) == num_steps
+            got[one.slot] += one.token_ids
+    assert got[0][:12] == single[0]
+    assert got[1][:6] == single[1][:6]
+    np.testing.assert_array_equal(kv(runner, PAGES), neighbour)
+    driver.run(evict=(0, 1))

@@ -1,0 +1,185 @@
+"""What a step costs, counted instead of timed (scripts/bench_scheduler.py does that): instructions, copies, comparisons."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import ceil, log2
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from jdisagg.core.config import SchedulerConfig
+from jdisagg.core.requests import Role
+from jdisagg.sched.plan import Sampled, StepResult
+from jdisagg.sched.queue import SequenceQueue
+from jdisagg.sched.scheduler import Scheduler
+from jdisagg.sched.sequence import Sequence
+from jdisagg.sched.states import Status
+from tests.unit.sched.engine_fake import request
+
+RUNNING = 8
+FEW, MANY = 100, 5000
+
+
+def loaded(
+    num_waiting: int, *, running: int = RUNNING, slots: int = 0, pages: int = 256, waiting_tokens: int = 5, max_bypass: int = 16
+) -> Scheduler:
+    """`running` decoding sequences, and behind them `num_waiting` with prompts of `waiting_tokens`."""
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=slots or running,
+            max_num_batched_tokens=512,
+            reserved_decode_tokens=0,
+            max_queue_len=2 * MANY,
+            max_bypass=max_bypass,
+        ),
+        role=Role.UNIFIED,
+        max_model_len=512,
+        page_size=4,
+        num_pages=1 + pages,
+        eos_token_ids=(),
+    )
+    for i in range(running + num_waiting):
+        rest = (2, 3, 4, 5) * 4 if i < running else (6,) * (waiting_tokens - 1)
+        scheduler.add(request(f"r{i}", (1 + i % 7, *rest), 64), 0.0)
+    for _ in range(3):
+        step(scheduler)
+    assert scheduler.counts()["running"] == running
+    assert scheduler.counts()["waiting"] == num_waiting
+    return scheduler
+
+
+def step(scheduler: Scheduler) -> None:
+    """One whole turn of the loop with a runner that answers at once."""
+    scheduler.expire(0.0)
+    plan = scheduler.schedule(0.0)
+    slots = (*(chunk.slot for chunk in plan.prefill if chunk.samples), *plan.decode)
+    scheduler.commit(StepResult(step_id=plan.step_id, sampled=tuple(Sampled(slot=s, token_ids=(9,)) for s in slots)), 0.0)
+
+
+@dataclass
+class Work:
+    """What was done between two moments."""
+
+    instructions: int = 0  # of Python byte code
+    copied: int = 0  # queue entries in snapshots
+
+
+@contextmanager
+def counted() -> Iterator[Work]:
+    """Count what the body does. What C code does inside one instruction is seen for queue snapshots only."""
+    work = Work()
+
+    def on_event(frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "call":
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            if frame.f_code is SequenceQueue.__iter__.__code__:
+                work.copied += len(frame.f_locals["self"])
+        work.instructions += event == "opcode"
+        return on_event
+
+    before = sys.gettrace()
+    gc.collect()
+    gc.disable()  # a finalizer that runs meanwhile would count
+    sys.settrace(on_event)
+    try:
+        yield work
+    finally:
+        sys.settrace(before)
+        gc.enable()
+
+
+def work_of(do: Callable[[], object]) -> Work:
+    """Of one call."""
+    with counted() as work:
+        do()
+    assert work.instructions > 0
+    return work
+
+
+def works(scheduler: Scheduler, steps: int = 20) -> list[Work]:
+    """Of every one of the next steps."""
+    return [work_of(lambda: step(scheduler)) for _ in range(steps)]
+
+
+@pytest.mark.covers("V45", "X19")
+def test_a_step_does_the_same_work_with_5000_waiting_as_with_100() -> None:
+    assert works(loaded(MANY)) == works(loaded(FEW))
+
+
+@pytest.mark.parametrize("max_bypass", [0, 16])
+def test_a_step_in_which_all_waiting_lack_memory_does_the_same_work_with_5000_as_with_100(max_bypass: int) -> None:
+    sizes = {"running": RUNNING - 1, "slots": RUNNING, "pages": 110, "waiting_tokens": 370, "max_bypass": max_bypass}
+    few, many = loaded(FEW, **sizes), loaded(MANY, **sizes)
+    assert works(many) == works(few)
+    assert many.counts()["waiting"] == MANY
+
+
+@pytest.mark.covers("V45")
+def test_the_work_of_a_decode_step_grows_in_proportion_to_who_runs() -> None:
+    few, many = (loaded(0, running=n, pages=17 * n) for n in (RUNNING, 8 * RUNNING))
+    small, large = ([w.instructions + w.copied for w in works(s)] for s in (few, many))
+    assert sum(small) < sum(large) <= 8 * sum(small)
+    assert many.stats.preemptions == 0
+
+
+@pytest.mark.covers("X19")
+def test_cancelling_one_of_5000_waiting_is_the_work_of_cancelling_one_of_100() -> None:
+    few, many = loaded(FEW), loaded(MANY)
+    wanted = work_of(lambda: few.cancel(f"r{RUNNING + FEW // 2}"))
+    assert work_of(lambda: many.cancel(f"r{RUNNING + MANY // 2}")) == wanted
+    assert many.counts()["waiting"] == MANY - 1
+
+
+@dataclass
+class Comparisons:
+    """How many were made, by C code as well."""
+
+    count: int = 0
+
+
+def counting_sequences(num: int, seen: Comparisons) -> list[Sequence]:
+    """In order of arrival. Each comparison of two orders counts; so does each entry that a search by identity passes."""
+
+    class CountedOrder(tuple[int, int]):
+        __slots__ = ()
+        __hash__ = tuple.__hash__
+
+        def __lt__(self, other: Any) -> bool:
+            seen.count += 1
+            return super().__lt__(other)
+
+        def __eq__(self, other: object) -> bool:
+            seen.count += 1
+            return super().__eq__(other)
+
+    class CountedSequence(Sequence):
+        __slots__ = ()
+        __hash__ = object.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            seen.count += 1
+            return self is other
+
+    return [
+        CountedSequence(request(f"r{i}", (1,)), CountedOrder((0, i)), Status.WAITING, generated=[], target=1)
+        for i in range(num)
+    ]
+
+
+@pytest.mark.covers("X19")
+def test_removing_one_of_5000_from_a_queue_compares_a_logarithm_of_them() -> None:
+    seen, queue = Comparisons(), SequenceQueue()
+    sequences = counting_sequences(MANY, seen)
+    for sequence in sequences:
+        queue.add(sequence)
+    for index in (0, MANY // 2, MANY - 1):
+        seen.count = 0
+        queue.remove(sequences[index])
+        assert 0 < seen.count <= 2 * ceil(log2(MANY))
+    assert len(queue) == MANY - 3
