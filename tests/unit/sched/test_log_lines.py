@@ -55,7 +55,7 @@ def test_every_call_is_on_disk_before_the_next_with_its_arguments_and_result(tmp
     scheduler.add(asked, 1.5, remote=True, is_open=False)
     scheduler.peer_ready("ü", False)
     scheduler.peer_ready("ü")
-    assert scheduler.compute_locally("ü")
+    assert scheduler.compute_locally("ü", 4)
     plan = scheduler.schedule(2.5)
     nothing = StepResult(step_id=99, sampled=())
     scheduler.commit(nothing, 3.5)
@@ -71,7 +71,7 @@ def test_every_call_is_on_disk_before_the_next_with_its_arguments_and_result(tmp
         {"call": "add", "args": [encode(asked), 1.5], "kwargs": {"remote": True, "is_open": False}, "result": None},
         {"call": "peer_ready", "args": ["ü", False], "kwargs": {}, "result": None},
         {"call": "peer_ready", "args": ["ü", True], "kwargs": {}, "result": None},
-        {"call": "compute_locally", "args": ["ü"], "kwargs": {}, "result": True},
+        {"call": "compute_locally", "args": ["ü", 4], "kwargs": {}, "result": True},
         {"call": "schedule", "args": [2.5], "kwargs": {}, "result": encode(plan)},
         {"call": "commit", "args": [encode(nothing), 3.5], "kwargs": {}, "result": []},
         {"call": "fail", "args": ["ü", {"$": "HandoffLost", "message": "gone"}], "kwargs": {}, "result": encode(output)},

@@ -27,6 +27,7 @@ def test_a_snapshot_tells_where_every_sequence_is_and_what_it_holds() -> None:
         },
         "pages": {"total": 32, "free": 28},
         "host_tokens": {"total": 40, "used": 0},
+        "prefix_cache": {"pages": 0, "digest": "0" * 32},
         "steps_in_flight": 2,
         "draining": True,
         "stats": {
