@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jdisagg.core.requests import Role
 from jdisagg.sched.admission import MAX_WAITING_WEIGHED
-from tests.unit.sched.engine_fake import FakeEngine, request
+from tests.unit.sched.engine_fake import FakeEngine, expected, request
 
 SIZE = 4  # tokens per page
 SIDES = st.tuples(st.integers(1, 20), st.integers(1, 12), st.booleans())  # prompt tokens, output tokens, remote
@@ -125,3 +125,32 @@ def test_pins_are_counted_and_bounded_by_what_the_caller_may_hold() -> None:
     stats = engine.scheduler.stats
     assert stats.prefix_hit_tokens - before.prefix_hit_tokens == 12 + 8
     assert stats.prefix_query_tokens - before.prefix_query_tokens == 13 + 13
+
+
+@pytest.mark.parametrize(("num_pages", "forks_at_once"), [(3, False), (4, True)])
+def test_a_choice_needs_only_the_pages_it_does_not_share(num_pages: int, forks_at_once: bool) -> None:
+    engine = FakeEngine(num_pages=num_pages + 1, caching=False, max_num_batched_tokens=64, delay=0)
+    prompt = tuple(range(1, 11))  # two full pages are shared, the third is the choice's own
+    engine.add(*(request(f"r/{i}", prompt, 3, fork_group="r") for i in range(2)))
+    engine.tick()
+    assert [a.request_id for a in engine.tick().admit] == (["r/1"] if forks_at_once else [])
+    engine.run()
+    assert engine.seen["r/1"].tokens == expected(prompt, 3)
+
+
+@pytest.mark.parametrize(("reserve", "num_pages", "forks_at_once"), [(4, 5, False), (4, 6, True), (0, 4, True)])
+def test_a_choice_leaves_what_was_promised_to_others_and_gets_its_own_promise(
+    reserve: int, num_pages: int, forks_at_once: bool
+) -> None:
+    """Each needs 13 tokens at its longest, 4 pages; two of them are shared, the leader has taken three."""
+    engine = FakeEngine(
+        num_pages=num_pages + 1, caching=False, max_num_batched_tokens=64, reserved_decode_tokens=reserve, delay=0
+    )
+    prompt = tuple(range(1, 11))
+    engine.add(*(request(f"r/{i}", prompt, 4, fork_group="r") for i in range(2)))
+    engine.tick()
+    assert [a.request_id for a in engine.tick().admit] == (["r/1"] if forks_at_once else [])
+    if reserve:
+        assert engine.scheduler.stats.preemptions == 0
+    engine.run()
+    assert engine.seen["r/1"].tokens == expected(prompt, 4)

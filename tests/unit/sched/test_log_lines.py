@@ -65,6 +65,7 @@ def test_every_call_is_on_disk_before_the_next_with_its_arguments_and_result(tmp
     assert output.error is error
     scheduler.drain()
     assert scheduler.reset_prefix_cache() == 0
+    assert not scheduler.compute_locally("unknown")
     assert not scheduler.cancel("ü")
     scheduler.release("ü")
     assert lines(path)[1:] == [
@@ -77,6 +78,7 @@ def test_every_call_is_on_disk_before_the_next_with_its_arguments_and_result(tmp
         {"call": "fail", "args": ["ü", {"$": "HandoffLost", "message": "gone"}], "kwargs": {}, "result": encode(output)},
         {"call": "drain", "args": [], "kwargs": {}, "result": None},
         {"call": "reset_prefix_cache", "args": [], "kwargs": {}, "result": 0},
+        {"call": "compute_locally", "args": ["unknown", 0], "kwargs": {}, "result": False},
         {"call": "cancel", "args": ["ü"], "kwargs": {}, "result": False},
         {"call": "release", "args": ["ü"], "kwargs": {}, "result": None},
     ]

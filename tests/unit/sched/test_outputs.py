@@ -209,3 +209,17 @@ def test_prefixes_are_cached_and_retracted_sequences_computed_here_unless_told_o
     assert scheduler.take_retracted() == []
     assert scheduler.counts()["waiting"] == 1
     assert scheduler.held_tokens("b") == 8  # what it computed is found again
+
+
+def test_a_ready_peer_is_one_unless_said_otherwise() -> None:
+    sizes = {"max_model_len": 64, "page_size": 4, "num_pages": 20, "eos_token_ids": ()}
+    scheduler = Scheduler(SchedulerConfig(), role=Role.DECODE, **sizes)
+    scheduler.add(request("a", (1, 2), 3), 0.0, remote=True, is_open=False)
+    scheduler.peer_ready("a")
+    scheduler.peer_ready("unknown")
+    scheduler.schedule(0.0)
+    assert [r.request_id for r in scheduler.take_reserved()] == ["a"]
+    scheduler.add(request("b", (1, 2), 3), 0.0, remote=True)
+    scheduler.peer_ready("b", False)
+    scheduler.schedule(0.0)
+    assert scheduler.take_reserved() == []

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jdisagg.kv.events import Stored
 from jdisagg.sched.pages import PageBook
 from jdisagg.sched.sequence import Holding, Sequence
 from jdisagg.sched.states import Status
@@ -124,6 +125,37 @@ def test_dropping_forgets_the_promise_and_keeps_the_keys() -> None:
     assert one.holding.pages == []
     assert (one.holding.num_indexed, one.holding.promised_pages, one.holding.held_tokens) == (0, 0, 0)
     assert one.holding.keys == keys
+
+
+def test_one_event_is_written_for_each_run_of_pages_that_nobody_had_indexed() -> None:
+    pages = book()
+    journal = pages.journal()
+    short = computed(pages, 4, PROMPT[:5])
+    longer = computed(pages, 8, PROMPT[:9])  # its own first page is a copy of one that is indexed
+    pages.drop(short.holding)
+    taken = Holding()
+    assert pages.grow(taken, pages.num_free) is not None  # evicts the first page, while the second is held
+    pages.drop(taken)
+    journal.take()
+    whole = computed(pages, 12)
+    first, second, third = whole.holding.keys
+    assert longer.holding.keys == [first, second]
+    stored = [event for event in journal.take() if isinstance(event, Stored)]
+    assert [(event.keys, event.parent, event.token_ids) for event in stored] == [
+        ((first,), None, PROMPT[:4]),
+        ((third,), second, PROMPT[8:12]),
+    ]
+
+
+def test_a_journal_has_one_reader_from_the_first_page_on() -> None:
+    pages = book()
+    pages.journal()
+    with pytest.raises(AssertionError, match=r"^the changes of the prefix index have a reader already"):
+        pages.journal()
+    late = book()
+    computed(late, 4)
+    with pytest.raises(AssertionError, match=r"^pages were indexed before anybody recorded it"):
+        late.journal()
 
 
 def _hold_twice(one: Holding, two: Holding) -> None:
