@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.requests import Role, SamplingParams
-from jdisagg.sched.plan import Admit, PageAppend, Sampled, StepResult
+from jdisagg.sched.plan import Admit, PageAppend, PrefillChunk, Sampled, StepResult
 from jdisagg.sched.scheduler import Scheduler
 from tests.unit.sched.engine_fake import EOS, FakeEngine, expected, request
 
@@ -21,7 +21,11 @@ def test_an_admission_tells_the_device_all_it_needs() -> None:
     engine = FakeEngine()
     asked = replace(request("a/3", PROMPT, 9, generated=(5, 6), temperature=0.5, top_k=4), choice=3)
     engine.add(asked)
-    assert engine.tick().admit == (
+    plan = engine.tick()
+    assert plan.prefill == (
+        PrefillChunk(slot=0, request_id="a/3", start=0, token_ids=(*PROMPT, 5, 6), samples=True, targets=None, num_top=0),
+    )
+    assert plan.admit == (
         Admit(
             slot=0,
             request_id="a/3",
@@ -85,17 +89,17 @@ def test_alternatives_are_asked_for_where_a_next_token_is_scored(wanted: int, to
 
 @pytest.mark.parametrize(
     ("policy", "steps"),
-    [("fcfs", [(3, 2), (3, 2), (3, 2), (3, 2), (3, 2)]), ("prefill-first", [(3, 2), (0, 5), (0, 5), (4, 0), (4, 0)])],
+    [("fcfs", [(3, 2), (3, 2), (3, 2), (3, 2), (3, 2), (3, 1)]), ("prefill-first", [(3, 2), (0, 5), (1, 4), (4, 0), (4, 0)])],
 )
 def test_a_running_prompt_yields_to_decodes_or_goes_before_them(policy: str, steps: list[tuple[int, int]]) -> None:
     engine = FakeEngine(scheduling_policy=policy, max_num_batched_tokens=5, delay=0)
     engine.add(*(request(f"r{i}", (i + 1,), 20) for i in range(3)))
     engine.tick()
-    engine.add(request("long", tuple(range(10, 22)), 9))
+    engine.add(request("long", tuple(range(10, 21)), 9))
     plans = [engine.tick() for _ in steps]
     assert [(len(p.decode), sum(len(c.token_ids) for c in p.prefill)) for p in plans] == steps
     engine.run()
-    assert engine.seen["long"].tokens == expected(tuple(range(10, 22)), 9)
+    assert engine.seen["long"].tokens == expected(tuple(range(10, 21)), 9)
 
 
 @given(
@@ -125,24 +129,32 @@ def test_a_step_is_as_full_as_budget_and_threshold_allow(lengths: list[int], bud
     assert all(engine.seen[f"r{i}"].tokens == expected(prompt, 3) for i, prompt in enumerate(prompts))
 
 
-@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4), reads=st.integers(12, 40))
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4), reads=st.integers(12, 40), delay=st.integers(0, 2))
 def test_a_step_reads_no_more_than_allowed_and_leaves_nobody_out_for_whom_there_was_enough(
-    lengths: list[int], reads: int
+    lengths: list[int], reads: int, delay: int
 ) -> None:
-    engine = FakeEngine(max_num_kv_read_tokens=reads, max_num_batched_tokens=64, delay=0)
+    engine = FakeEngine(max_num_kv_read_tokens=reads, max_num_batched_tokens=64, delay=delay)
     prompts = [tuple(100 * i + j for j in range(n)) for i, n in enumerate(lengths)]
     engine.add(*(request(f"r{i}", prompt, 3) for i, prompt in enumerate(prompts)))
     while not engine.scheduler.is_idle():
-        rows = [s for s in engine.scheduler.snapshot()["sequences"] if s["status"] == "running" and s["generated_tokens"]]
-        lengths_now = [s["prompt_tokens"] + s["generated_tokens"] for s in rows]
         left, num_rows = reads, 0
-        for length in lengths_now:
-            if length <= left:
+        for s in engine.scheduler.snapshot()["sequences"]:
+            output = s["generated_tokens"] + s["in_flight_tokens"]
+            length = s["prompt_tokens"] + output
+            if s["status"] == "running" and 0 < output < 3 and length <= left:
                 left, num_rows = left - length, num_rows + 1
         plan = engine.tick()
         assert len(plan.decode) == num_rows
         assert sum(c.start + len(c.token_ids) for c in plan.prefill) <= left
     assert all(engine.seen[f"r{i}"].tokens == expected(prompt, 3) for i, prompt in enumerate(prompts))
+
+
+def test_a_running_prompt_waits_when_nothing_is_left_to_read() -> None:
+    engine = FakeEngine(max_num_kv_read_tokens=12, long_prefill_token_threshold=4, max_num_batched_tokens=16, delay=0)
+    engine.add(request("a", tuple(range(1, 9)), 1), request("b", tuple(range(11, 19)), 1))
+    steps = [[(c.request_id, c.start, c.start + len(c.token_ids)) for c in engine.tick().prefill] for _ in range(3)]
+    assert steps == [[("a", 0, 4), ("b", 0, 4)], [("a", 4, 8)], [("b", 4, 8)]]  # 4 + 4, then 8 and not 8 more
+    engine.run()
 
 
 @pytest.mark.parametrize(("margin", "admitted"), [(0.0, ["b"]), (0.5, ["b"]), (0.51, [])])

@@ -159,3 +159,34 @@ def test_kv_kept_on_the_host_comes_back_into_new_pages_and_decoding_goes_on(role
     assert stats.offloaded_tokens == stats.restored_tokens == sum(c.num_tokens for c in out)
     assert stats.prefill_tokens == 12  # the prompts, once
     assert all(engine.seen[name].tokens == expected(prompt, 12) for name, prompt in prompts.items())
+
+
+def test_a_copy_on_the_host_ends_with_its_sequence() -> None:
+    engine = FakeEngine(num_pages=8, host_tokens=100, caching=False, delay=0)
+    engine.add(request("a", (1, 2, 3, 4), 12), request("b", (5, 6, 7, 8), 12), request("c", (9, 10, 11, 12), 12))
+    while not engine.device.host:
+        engine.tick()
+    (victim,) = engine.device.host
+    assert engine.scheduler.snapshot()["host_tokens"]["used"] == len(engine.device.host[victim])
+    engine.scheduler.cancel(victim)
+    assert engine.scheduler.snapshot()["host_tokens"]["used"] == 0
+    assert engine.tick().forget == (victim,)
+    engine.run()
+
+
+def test_a_choice_forks_as_soon_as_all_but_the_last_token_of_its_prompt_is_on_its_way() -> None:
+    engine = FakeEngine(max_num_batched_tokens=9, caching=False)
+    prompt = LONG[:10]
+    engine.add(*(request(f"r/{i}", prompt, 3, fork_group="r") for i in range(2)))
+    assert [len(c.token_ids) for c in engine.step().prefill] == [9]
+    plan = engine.step()
+    assert ([len(c.token_ids) for c in plan.prefill], [a.request_id for a in plan.admit]) == ([1], ["r/1"])
+    engine.run()
+    assert engine.seen["r/1"].tokens == expected(prompt, 3)
+
+
+@pytest.mark.parametrize(("max_tokens", "remote", "waits"), [(0, False, 0), (1, False, 1), (1, True, 0), (2, True, 1)])
+def test_a_choice_waits_for_a_sibling_that_will_have_kv_to_share(max_tokens: int, remote: bool, waits: int) -> None:
+    engine = FakeEngine(Role.DECODE, caching=False)
+    engine.add(*(request(f"r/{i}", LONG[:10], max_tokens, fork_group="r") for i in range(2)), remote=remote)
+    assert engine.scheduler.counts()["forking"] == waits
