@@ -1,11 +1,13 @@
-"""Runs a schedule log again and says whether every call gives what it gave: `python -m jdisagg.replay LOG.jsonl`.
+"""Runs a schedule log again: `python -m jdisagg.replay LOG.jsonl` says whether every call gives what it gave.
 
-No device, no network: a log from a production worker is enough to study a schedule, or to see that a change keeps it.
+`--why REQUEST_ID` also tells that request's life, with times: what it waited for, its chunks and steps, its end. No device, no
+network: a log from a production worker is enough to study a schedule, or to see that a change keeps it.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,9 +15,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jdisagg.core.errors import RequestError
+from jdisagg.core.errors import JdisaggError
+from jdisagg.sched.biography import Biography
+from jdisagg.sched.log import LoggedScheduler
 from jdisagg.sched.log_codec import decode, encode
-from jdisagg.sched.scheduler import Scheduler
+
+_NUM_NEAREST = 5
+_CALLS_WITH_TIME = frozenset({"add", "expire", "schedule", "commit", "remote_first_token", "kv_arrived"})  # their last argument
+_CALLS = _CALLS_WITH_TIME | frozenset(
+    "peer_ready cancel fail release take_reserved take_retracted compute_locally drain reset_prefix_cache".split()
+)
+_Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # name, arguments
+
+
+class DamagedLog(ValueError):
+    """A line that is no call of a scheduler. `line` counts from 1; `is_cut`: the writer was stopped while writing it."""
+
+    def __init__(self, line: int, message: str, *, is_cut: bool = False) -> None:
+        super().__init__(f"line {line}: {message}")
+        self.line = line
+        self.is_cut = is_cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,62 +54,154 @@ class Report:
     num_calls: int
     num_plans: int
     difference: Difference | None
+    damage: DamagedLog | None = None  # a line cut off or unreadable; everything before it was replayed
+    request_ids: tuple[str, ...] = ()  # in order of their coming
+    story: tuple[str, ...] = ()  # of the request asked for
 
 
-def replay(lines: Iterable[str]) -> Report:
-    """Replay a log's lines up to its end or the first difference. A last line cut off by a crash is left out.
+def replay(lines: Iterable[str], why: str | None = None) -> Report:
+    """Replay a log's lines up to its end, the first difference or the first damaged line; tell the life of request `why`.
 
-    Raises ValueError when the log does not start with a scheduler's sizes.
+    Raises DamagedLog when the log does not start with a scheduler's sizes.
     """
     calls = _parse(lines)
-    _, first = next(calls, (0, {}))
-    if first.get("call") != "__init__":
-        raise ValueError("not a schedule log: the first line must be the call of __init__")
-    config = replace(decode(first["args"])[0], schedule_log=None)
-    scheduler = Scheduler(config, **{key: decode(value) for key, value in first["kwargs"].items()})
+    scheduler = _make_scheduler(*next(calls, (1, {})))
+    biography = None if why is None else Biography(scheduler, why)
     num_calls = num_plans = 0
-    for number, line in calls:
-        wanted = {key: line[key] for key in ("result", "raised") if key in line}
-        got = _run(scheduler, line)
-        num_calls += 1
-        num_plans += line["call"] == "schedule"
-        if got != wanted:
-            return Report(num_calls, num_plans, Difference(number, line["call"], wanted, got))
-    return Report(num_calls, num_plans, None)
+    now_s = 0.0
+    request_ids: dict[str, None] = {}
+    difference = damage = None
+    try:
+        for number, line, (call, args, kwargs), at_s in _timed(calls):
+            now_s = max(now_s, at_s or 0.0)
+            if call == "add":
+                request_ids[args[0].request_id] = None
+            if biography is not None:
+                biography.before()
+            result, error = _run(scheduler, call, args, kwargs)
+            if biography is not None:
+                biography.after(call, args, now_s, result, error)
+            num_calls += 1
+            num_plans += call == "schedule"
+            wanted = {key: line[key] for key in ("result", "raised") if key in line}
+            got = {"result": encode(result)} if error is None else {"raised": type(error).__name__}
+            if got != wanted:
+                difference = Difference(number, call, wanted, got)
+                break
+    except DamagedLog as found:
+        damage = found
+    if biography is not None:
+        biography.close(now_s)
+    story = () if biography is None else tuple(biography.lines)
+    return Report(num_calls, num_plans, difference, damage, tuple(request_ids), story)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0: all the same; 1: a difference, printed; 2: not a log."""
+    """Exit status 0: all the same; 1: a difference, printed; 2: not a log, a damaged line, or an unknown request.
+
+    A last line that was cut off is named and left out: logs of workers that were killed end so.
+    """
     parser = argparse.ArgumentParser(prog="python -m jdisagg.replay", description=__doc__)
     parser.add_argument("log", type=Path, help="file written by --schedule-log")
-    path = parser.parse_args(argv).log
+    parser.add_argument("--why", metavar="REQUEST_ID", help="tell this request's life")
+    options = parser.parse_args(argv)
     try:
-        with path.open(encoding="utf-8") as lines:
-            report = replay(lines)
-    except (OSError, ValueError, KeyError) as error:
-        print(f"{path}: {error}", file=sys.stderr)
+        with options.log.open(encoding="utf-8", errors="replace") as lines:
+            report = replay(lines, options.why)
+    except (OSError, ValueError) as error:
+        print(f"{options.log}: {error}", file=sys.stderr)
         return 2
-    if report.difference is None:
+    for line in report.story:
+        print(line)
+    return _verdict(options.log, options.why, report)
+
+
+def _verdict(path: Path, why: str | None, report: Report) -> int:
+    status = 0
+    if report.damage is not None:
+        print(f"{path}: {report.damage}; {report.num_calls} calls before it were replayed", file=sys.stderr)
+        status = 0 if report.damage.is_cut else 2
+    if why is not None and not report.story:
+        print(f"{path}: no request {why!r}{_nearest(why, report.request_ids)}", file=sys.stderr)
+        status = 2
+    if report.difference is not None:
+        different = report.difference
+        print(f"{path}:{different.line}: {different.call} differs after {report.num_plans} plans")
+        print(f"  wanted {json.dumps(different.wanted)}\n  got    {json.dumps(different.got)}")
+        return 1
+    if status == 0:
         print(f"{report.num_calls} calls, {report.num_plans} plans: all the same")
-        return 0
-    different = report.difference
-    print(f"{path}:{different.line}: {different.call} differs after {report.num_plans} plans")
-    print(f"  wanted {json.dumps(different.wanted)}\n  got    {json.dumps(different.got)}")
-    return 1
+    return status
+
+
+def _nearest(wanted: str, known: tuple[str, ...]) -> str:
+    if not known:
+        return "; the log has no request"
+    begun = [name for name in known if name.startswith(wanted) or wanted.startswith(name)]
+    close = [*begun, *difflib.get_close_matches(wanted, known, n=_NUM_NEAREST, cutoff=0.3)] or list(known)
+    named = list(dict.fromkeys(close))[:_NUM_NEAREST]
+    return f" among the {len(known)} of the log; the nearest: {', '.join(named)}"
 
 
 def _parse(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(lines, start=1):
-        if line.endswith("\n"):
+        if not line.endswith("\n"):
+            raise DamagedLog(number, "cut off before its end, as by a crash", is_cut=True)
+        try:
             yield number, json.loads(line)
+        except ValueError as error:
+            raise DamagedLog(number, f"not JSON: {error}") from error
 
 
-def _run(scheduler: Scheduler, line: dict[str, Any]) -> dict[str, Any]:
-    kwargs = {key: decode(value) for key, value in line["kwargs"].items()}
+def _make_scheduler(number: int, line: dict[str, Any]) -> LoggedScheduler:
+    if not isinstance(line, dict) or line.get("call") != "__init__":
+        raise DamagedLog(number, "not a schedule log: the first line must be the call of __init__")
     try:
-        return {"result": encode(getattr(scheduler, line["call"])(*decode(line["args"]), **kwargs))}
-    except (RequestError, AssertionError) as error:
-        return {"raised": type(error).__name__}
+        config = replace(decode(line["args"])[0], schedule_log=None)
+        return LoggedScheduler(config, **{key: decode(value) for key, value in line["kwargs"].items()})
+    except (LookupError, TypeError, AttributeError, ValueError, JdisaggError) as error:
+        raise DamagedLog(number, f"no scheduler can be made of it: {type(error).__name__}: {error}") from error
+
+
+def _read_call(number: int, line: Any) -> _Call:
+    try:
+        call, args = line["call"], decode(line["args"])
+        if call not in _CALLS or not isinstance(args, tuple):
+            raise DamagedLog(number, f"{call!r} is no call of a scheduler")
+        if call in _CALLS_WITH_TIME and not (args and isinstance(args[-1], int | float)):
+            raise DamagedLog(number, f"{call} without a time")
+        if call == "add":
+            _ = args[0].request_id
+        return call, args, {key: decode(value) for key, value in line["kwargs"].items()}
+    except (LookupError, TypeError, AttributeError) as error:
+        raise DamagedLog(number, f"not a call of a scheduler: {type(error).__name__}: {error}") from error
+
+
+def _timed(calls: Iterator[tuple[int, dict[str, Any]]]) -> Iterator[tuple[int, dict[str, Any], _Call, float | None]]:
+    """Calls with their time. One that brings none belongs to the same tick as the next that does; None at the log's end."""
+    held: list[tuple[int, dict[str, Any], _Call]] = []
+    try:
+        for number, line in calls:
+            call = _read_call(number, line)
+            held.append((number, line, call))
+            if call[0] in _CALLS_WITH_TIME:
+                at_s = float(call[1][-1])
+                for entry in held:
+                    yield *entry, at_s
+                held.clear()
+    except DamagedLog:
+        for entry in held:
+            yield *entry, None
+        raise
+    for entry in held:
+        yield *entry, None
+
+
+def _run(scheduler: LoggedScheduler, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Exception | None]:
+    try:
+        return getattr(scheduler, call)(*args, **kwargs), None
+    except Exception as error:  # noqa: BLE001 - whatever was raised then should be raised now; it is compared with the log
+        return None, error
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import NoReturn
 import grpc
 import grpc.aio
 
+from jdisagg.api.status_details import details_metadata, read_retry_after_s
 from jdisagg.core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -32,6 +33,7 @@ from jdisagg.core.requests import (
     SamplingParams,
     TokenLogprob,
 )
+from jdisagg.core.trace import read_traceparent
 from jdisagg.v1 import common_pb2
 
 _MAX_DEADLINE_S = 30 * 86_400.0  # an infinite deadline is sent as a month
@@ -61,8 +63,9 @@ def status_of(error: JdisaggError) -> grpc.StatusCode:
 
 
 async def abort(context: grpc.aio.ServicerContext, error: JdisaggError) -> NoReturn:
-    """End an RPC with the error's status and message."""
-    await context.abort(status_of(error), error.message)
+    """End an RPC with the error's status, message and details."""
+    code = status_of(error)
+    await context.abort(code, error.message, details_metadata(code, error, error.field))
     raise AssertionError("abort returned")
 
 
@@ -91,7 +94,8 @@ def error_from_rpc(error: grpc.RpcError, what: str) -> RequestError:
     details = error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else str(error)
     message = f"{what}: {name}: {details}"
     if name == Overloaded.grpc_status:
-        return Overloaded(message)
+        retry_after_s = read_retry_after_s(error)
+        return Overloaded(message) if retry_after_s is None else Overloaded(message, retry_after_s=retry_after_s)
     return _ERROR_BY_NAME.get(name, Unavailable)(message)
 
 
@@ -154,6 +158,7 @@ def encode_request(request: EngineRequest, now_s: float) -> common_pb2.EngineReq
         fork_group=request.fork_group,
         deadline_ms=remaining_ms(request.deadline_s, now_s),
         prefill_peers=request.prefill_peers,
+        traceparent=request.traceparent,
     )
 
 
@@ -175,6 +180,7 @@ def decode_request(message: common_pb2.EngineRequest, now_s: float) -> EngineReq
         fork_group=message.fork_group,
         deadline_s=now_s + min(message.deadline_ms / 1000, _MAX_DEADLINE_S),
         prefill_peers=tuple(message.prefill_peers),
+        traceparent=read_traceparent(message.traceparent),
     )
 
 

@@ -12,19 +12,18 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import grpc.aio
-from google.protobuf import any_pb2, duration_pb2
-from google.rpc import error_details_pb2, status_pb2
 
 from jdisagg.api.choice import ChoiceResult, Delta, ScoredToken, Transcript
 from jdisagg.api.codec import encode_finish, encode_provenance, status_of
 from jdisagg.api.edge import Edge
 from jdisagg.api.intake import Prompt, TextRequest, check_model
-from jdisagg.core.errors import InvalidRequest, JdisaggError, Overloaded
+from jdisagg.api.status_details import details_metadata
+from jdisagg.core.errors import InvalidRequest, JdisaggError
 from jdisagg.core.requests import SamplingParams
+from jdisagg.core.trace import TRACEPARENT, read_traceparent
 from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 _DEFAULT_MAX_TOKENS = 16
-_STATUS_DETAILS_KEY = "grpc-status-details-bin"
 _SAMPLING_FIELDS = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 _OPTIONAL = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs",
@@ -41,7 +40,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Write deltas, then exactly one `complete`; a cancelled call frees everything at once."""
         try:
-            text_request = read_generate(request, self._edge.defaults, context.time_remaining())
+            text_request = read_generate(
+                request, self._edge.defaults, context.time_remaining(), traceparent=_traceparent(context)
+            )
             job = await self._edge.admit(text_request)
             transcript = self._edge.transcript(job)
             async with aclosing(self._edge.stream(job)) as deltas:
@@ -79,7 +80,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
 
-def read_generate(request: generation_pb2.GenerateRequest, defaults: SamplingParams, timeout_s: float | None) -> TextRequest:
+def read_generate(
+    request: generation_pb2.GenerateRequest, defaults: SamplingParams, timeout_s: float | None, *, traceparent: str = ""
+) -> TextRequest:
     """The message as a TextRequest. Raises InvalidRequest when it has no prompt."""
     sampling = request.sampling
     return TextRequest(
@@ -96,7 +99,13 @@ def read_generate(request: generation_pb2.GenerateRequest, defaults: SamplingPar
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout_s=timeout_s,
+        traceparent=traceparent,
     )
+
+
+def _traceparent(context: grpc.aio.ServicerContext) -> str:
+    values = [value for key, value in context.invocation_metadata() or () if key == TRACEPARENT]
+    return read_traceparent(values[0]) if len(values) == 1 and isinstance(values[0], str) else ""
 
 
 def encode_delta(delta: Delta) -> generation_pb2.Delta:
@@ -169,21 +178,8 @@ async def _abort(
 ) -> None:
     """End the call with the error's status, message and details."""
     code = status_of(error)
-    status = status_pb2.Status(code=code.value[0], message=error.message)
-    if isinstance(error, Overloaded):
-        delay = duration_pb2.Duration()
-        delay.FromMilliseconds(round(error.retry_after_s * 1000))
-        status.details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
-    elif error.field is not None:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=_path(error.field, request), description=error.message)
-        status.details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
-    await context.abort(code, error.message, trailing_metadata=((_STATUS_DETAILS_KEY, status.SerializeToString()),))
-
-
-def _packed(detail: error_details_pb2.RetryInfo | error_details_pb2.BadRequest) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(detail)
-    return packed
+    field = None if error.field is None else _path(error.field, request)
+    await context.abort(code, error.message, details_metadata(code, error, field))
 
 
 def _path(field: str, request: generation_pb2.GenerateRequest | None) -> str:

@@ -48,6 +48,7 @@ class TextRequest:
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None  # the client's own deadline; the server's wins when shorter
+    traceparent: str = ""  # W3C trace context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,7 @@ async def admit(
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 fork_group=f"{request.request_id}/{number}" if request.n > 1 else "",
+                traceparent=request.traceparent,
             )
             for choice in range(request.n)
         ]

@@ -107,6 +107,7 @@ _SERVER = (
     Flag("server", "api_key", "@FILE holding the key clients must send (or set JDISAGG_API_KEY)", syntax="secret"),
     Flag("server", "default_deadline_s", "deadline of requests that bring none", minimum=0.1),
     Flag("server", "drain_s", "time running requests get after SIGTERM", minimum=0),
+    Flag("server", "slow_request_s", "requests that take longer are logged with their life; 0 = all", minimum=0),
     Flag("server", "seed", "seed of requests' default seeds", minimum=0, maximum=2**32 - 1),
     Flag("server", "print_config", "print the effective configuration as TOML and exit"),
 )

@@ -20,7 +20,7 @@ _HOST_BUCKETS_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0
 _WITHOUT_ENGINE = frozenset(
     """
     workers build_info time_to_first_token_seconds inter_token_latency_seconds request_decode_seconds generated_tokens
-    requests_finished recoveries
+    requests_finished recoveries request_seconds
     """.split()
 )
 
@@ -56,15 +56,20 @@ class Metrics:
         self.ttft_seconds = self._histogram("time_to_first_token_seconds", "Admission to first token sent.", request)
         self.itl_seconds = self._histogram("inter_token_latency_seconds", "Gap between tokens of one stream.", step)
         self.request_queue_seconds = self._histogram(
-            "request_queue_seconds", "Admission to first work on the prompt, here or on a peer.", request
+            "request_queue_seconds", "Time in which nobody worked on a request, here or on a peer.", request
         )
         self.request_prefill_seconds = self._histogram(
-            "request_prefill_seconds", "First work on the prompt to first token.", request
+            "request_prefill_seconds", "Work on the prompt to first token; again after a preemption.", request
         )
         self.request_transfer_seconds = self._histogram(
             "request_transfer_seconds", "First token known to KV complete: what the transfer adds.", request
         )
-        self.request_decode_seconds = self._histogram("request_decode_seconds", "First token to last token.", request)
+        self.request_decode_seconds = self._histogram(
+            "request_decode_seconds", "First token, with its KV in place, to last token.", request
+        )
+        self.request_seconds = self._histogram(
+            "request_seconds", "A request from coming to end: the sum of its phases.", request
+        )
         self.transfer_seconds = self._histogram("transfer_seconds", "Time to fetch one KV piece.", step, "backend")
         self.step_seconds = self._histogram("step_seconds", "Dispatch of a step to its tokens.", step, "phase")
         self.host_overhead_seconds = self._histogram(
@@ -72,6 +77,7 @@ class Metrics:
         )
 
     def _define_counters(self) -> None:
+        self.tick_seconds = self._counter("tick_seconds", "Time of an engine's thread by stage of its tick.", "stage")
         self.prefill_tokens = self._counter("prefill_tokens", "Prompt tokens computed, by the role that did it.", "role")
         self.generated_tokens = self._counter("generated_tokens", "Tokens sampled and delivered.")
         self.requests_finished = self._counter("requests_finished", "Requests that ended, by finish reason.", "reason")

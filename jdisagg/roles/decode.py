@@ -175,7 +175,7 @@ class DecodeRole:
             case act.PeerReady(request_id=request_id):
                 self._scheduler.peer_ready(request_id)
                 if stream := self._streams.get(request_id):
-                    stream.timeline.scheduled(now_s)
+                    stream.timeline.record.scheduled(now_s)
             case act.OpenStream(handoff=handoff, peer=peer, message=message):
                 self._scheduler.peer_ready(handoff.request_id, False)
                 self._peers.open(peer, handoff, message)
@@ -206,7 +206,7 @@ class DecodeRole:
                 self._provenance[request_id] = replace(provenance, transferred_pages=pages)
                 self._scheduler.kv_arrived(request_id, now_s)
                 if stream := self._streams.get(request_id):
-                    stream.timeline.kv_arrived(now_s)
+                    stream.timeline.record.kv_arrived(now_s)
             case act.ComputeLocally(request_id=request_id, held_tokens=held_tokens, provenance=provenance):
                 if provenance is not None:
                     self._provenance[request_id] = Provenance(recoveries=provenance.recoveries)

@@ -9,7 +9,10 @@ It never blocks but for two things: an idle engine sleeps on its inbox, a busy o
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from math import inf
+from time import monotonic
 from typing import Any
 
 from jdisagg.core.errors import InvalidRequest, NumericalError, RequestError, Unavailable
@@ -20,8 +23,10 @@ from jdisagg.roles.inbox import Call, Cancel, Inbox, Message, Submit
 from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline
 from jdisagg.roles.side import Side
+from jdisagg.roles.stages import Stage, StageClock
 from jdisagg.roles.streams import Streams
 from jdisagg.roles.timeline import Timeline
+from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -43,7 +48,10 @@ class EngineLoop:
         metrics: Metrics,
         observer: TickObserver,
         worker: str,
+        slow_request_s: float = inf,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
+        """`slow_request_s`: requests that take longer are logged with their life. `clock` measures the stages of a tick."""
         self.inbox = inbox
         self._scheduler = scheduler
         self._pipeline = pipeline
@@ -52,29 +60,45 @@ class EngineLoop:
         self._metrics = metrics
         self._observer = observer
         self._worker = worker
+        self._slow_request_s = slow_request_s
+        self._stages = StageClock(metrics, clock)
         self._draining = False
         self._was_idle = False
 
     def tick(self, now_s: float) -> bool:
         """Advance by one step; returns False when there was nothing to do. Raises only what must stop the process."""
+        stages = self._stages
+        stages.start()
         messages = self.inbox.drain(IDLE_WAIT_S if self._was_idle else 0.0)
+        stages.lap(Stage.IDLE if self._was_idle else Stage.INBOX)
         outputs: list[Output] = []
         for message in messages:
             self._take(message, outputs, now_s)
+        stages.lap(Stage.INBOX)
         outputs += self._side.before_step(now_s)
+        stages.lap(Stage.PEERS)
         expired = self._scheduler.expire(now_s)
-        turn = self._pipeline.turn(now_s)
+        turn = self._pipeline.turn(now_s, stages)
         outputs += self._side.after_step(turn.plan, expired + turn.outputs, now_s)
-        for chunk in turn.plan.prefill if turn.plan is not None else ():
-            if stream := self._streams.get(chunk.request_id):
-                stream.timeline.scheduled(now_s)
+        stages.lap(Stage.PEERS)
+        self._mark(turn.plan, now_s)
         self._observer.observe(turn, len(self._streams))
         self._deliver(outputs, now_s + turn.host_s + turn.waited_s)
         idle = turn.idle and not messages
         if idle and not self._was_idle and self._scheduler.is_idle() and self._side.is_idle:
             self._scheduler.check()  # once per idle spell: its cost grows with the pool
         self._was_idle = idle
+        stages.lap(Stage.DELIVER)
         return not idle
+
+    def _mark(self, plan: Plan | None, now_s: float) -> None:
+        """Tell the requests' records what the step just planned does to them."""
+        for lost in self._scheduler.preempted:
+            if stream := self._streams.get(lost.request_id):
+                stream.timeline.record.preempted(now_s)
+        for admit in plan.admit if plan is not None else ():
+            if stream := self._streams.get(admit.request_id):
+                stream.timeline.record.scheduled(now_s)
 
     def _take(self, message: Message, outputs: list[Output], now_s: float) -> None:
         """Handle one message; `outputs` are those of this tick so far."""
@@ -82,7 +106,7 @@ class EngineLoop:
             case Submit():
                 self._admit(message, outputs, now_s)
             case Cancel(request_id=request_id, attempt=attempt):
-                self._cancel(request_id, attempt, outputs)
+                self._cancel(request_id, attempt, outputs, now_s)
             case Call(function=function, future=future):
                 if not future.set_running_or_notify_cancel():
                     return  # whoever asked no longer waits
@@ -100,7 +124,7 @@ class EngineLoop:
                 raise Unavailable("this worker is draining; send the request to another one")
             if (older := self._streams.get(request.request_id)) is not None and older.request.attempt < request.attempt:
                 # Its router replays it here and the cancel of the older attempt, on a broken stream, is still under way.
-                self._cancel(request.request_id, older.request.attempt, outputs)
+                self._cancel(request.request_id, older.request.attempt, outputs, now_s)
             if request.request_id in self._streams:
                 raise InvalidRequest(f"request id {request.request_id!r} is already running; use a new one", field="request_id")
             self._side.admit(request, now_s)
@@ -108,15 +132,15 @@ class EngineLoop:
             self._metrics.requests_finished.labels(reason="refused").inc()
             message.sink([_failure(request.request_id, request.attempt, error)])
             return
-        self._streams.open(request, message.sink, Timeline(self._metrics, now_s))
+        self._streams.open(request, message.sink, Timeline(self._metrics, request, now_s, self._slow_request_s))
 
-    def _cancel(self, request_id: str, attempt: int, outputs: list[Output]) -> None:
+    def _cancel(self, request_id: str, attempt: int, outputs: list[Output], now_s: float) -> None:
         """Nothing of it is delivered any more, not even to a new request of the same id that comes in this very tick."""
         stream = self._streams.get(request_id)
         if stream is None or stream.request.attempt != attempt:
             return
         self._streams.close(request_id)
-        self._metrics.requests_finished.labels(reason="abort").inc()
+        stream.timeline.aborted(now_s)
         self._scheduler.cancel(request_id)
         self._side.forget(request_id)
         outputs[:] = [output for output in outputs if output.request_id != request_id]
@@ -165,7 +189,7 @@ class EngineLoop:
     def self_test(self, message: Submit, now_s: float) -> None:
         """Run one request through the real loop without needing a peer (readiness)."""
         self._side.start_self_test(message.request, now_s)
-        self._streams.open(message.request, message.sink, Timeline(Metrics(), now_s))  # no client's: it counts nowhere
+        self._streams.open(message.request, message.sink, Timeline(Metrics(), message.request, now_s))  # it counts nowhere
 
     def in_flight_text(self) -> str:
         """The plan the device works on, for the log; safe to call from another thread."""
@@ -178,6 +202,7 @@ class EngineLoop:
             "worker": self._worker,
             "draining": self._draining,
             "streams": self._streams.ids(),
+            "requests": {name: stream.timeline.record.snapshot() for name, stream in self._streams.items()},
             "scheduler": self._scheduler.snapshot(),
             "handoff": self._side.snapshot(),
             "in_flight": repr(plan) if plan else None,

@@ -7,11 +7,11 @@ that step N+1 needs are in the device's own state.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from time import monotonic
 from typing import Any
 
 from jdisagg.core.requests import Output
 from jdisagg.roles.ports import Runner
+from jdisagg.roles.stages import Stage, StageClock
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
 
@@ -44,22 +44,20 @@ class StepPipeline:
         """The plan the device is working on."""
         return self._in_flight[0] if self._in_flight else None
 
-    def dispatch(self, now_s: float) -> tuple[Plan, Any] | None:
-        """Plan the next step and start it."""
+    def turn(self, now_s: float, stages: StageClock) -> Turn:
+        """Plan and dispatch the next step, then commit the one before."""
         plan = self._scheduler.schedule(now_s)
-        return None if plan.is_empty else (plan, self._runner.dispatch(plan))
-
-    def turn(self, now_s: float) -> Turn:
-        """Dispatch the next step, then commit the one before."""
-        started_s = monotonic()
-        dispatched = self.dispatch(now_s)
-        host_s = monotonic() - started_s
+        host_s = stages.lap(Stage.PLAN)
+        dispatched: tuple[Plan, Any] | None = None
+        if not plan.is_empty:
+            dispatched = plan, self._runner.dispatch(plan)
+            host_s += stages.lap(Stage.DISPATCH)
         previous, self._in_flight = self._in_flight, dispatched
         outputs: list[Output] = []
         waited_s = 0.0
         if previous is not None:
-            waiting_since_s = monotonic()
             result = self._runner.collect(previous[1])
-            waited_s = max(monotonic() - waiting_since_s, 1e-9)
+            waited_s = max(stages.lap(Stage.WAIT), 1e-9)
             outputs = self._scheduler.commit(result, now_s + host_s + waited_s)
-        return Turn(dispatched[0] if dispatched else None, outputs, waited_s, host_s)
+            stages.lap(Stage.COMMIT)
+        return Turn(None if plan.is_empty else plan, outputs, waited_s, host_s)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from jdisagg.core.errors import RequestError
@@ -24,6 +25,7 @@ from jdisagg.handoff.messages import HandoffId
 from jdisagg.handoff.prefill_side import PrefillSide
 from jdisagg.roles.inbox import Message
 from jdisagg.roles.ports import Runner
+from jdisagg.roles.record import RequestRecord
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.transfer.base import Published, Publisher, PublishFailed
@@ -45,13 +47,17 @@ class PrefillRole:
         publisher: Publisher,
         metrics: Metrics,
         worker: str,
+        slow_request_s: float = inf,
     ) -> None:
+        """`slow_request_s`: prompts whose hand-off takes longer in all are logged with their life."""
         self._scheduler = scheduler
         self._handoffs = handoffs
         self._runner = runner
         self._publisher = publisher
         self._metrics = metrics
         self._worker = worker
+        self._slow_request_s = slow_request_s
+        self._records: dict[str, RequestRecord] = {}  # of live hand-offs, by engine request id
         self._replies: dict[HandoffId, Reply] = {}
         self._stuck_since_s: float | None = None  # prompts wait, none runs: finished ones hold the pages
 
@@ -105,6 +111,8 @@ class PrefillRole:
         """Publish what the dispatched chunks made, and answer first tokens."""
         if plan is not None:
             for admit in plan.admit:
+                if record := self._records.get(admit.request_id):
+                    record.scheduled(now_s)
                 self._execute(self._handoffs.on_started(admit.request_id), now_s)
             for chunk in plan.prefill:
                 upto = chunk.start + len(chunk.token_ids)
@@ -116,6 +124,8 @@ class PrefillRole:
             elif output.error is not None:
                 self._execute(self._handoffs.on_failed_request(output.request_id, output.error), now_s)
             else:
+                if output.token_ids and (record := self._records.get(output.request_id)):
+                    record.produced(now_s)
                 signed = replace(output, provenance=Provenance(prefill_worker=self._worker))
                 self._execute(self._handoffs.on_first_token(output.request_id, signed, now_s), now_s)
         return own
@@ -150,6 +160,8 @@ class PrefillRole:
                     self._publisher.discard(key)
                 case act.ReleaseRequest(engine_request_id=request_id):
                     self._scheduler.release(request_id)
+                    if record := self._records.pop(request_id, None):
+                        record.handed_over(now_s)
 
     def _admit(self, handoff: HandoffId, request: EngineRequest, now_s: float) -> None:
         try:
@@ -157,6 +169,7 @@ class PrefillRole:
         except RequestError as error:
             self._execute(self._handoffs.on_refused(handoff, error), now_s)
             return
+        self._records[request.request_id] = RequestRecord(self._metrics, request, now_s, self._slow_request_s)
         cached_tokens = self._scheduler.held_tokens(request.request_id)
         self._execute(self._handoffs.on_admitted(handoff, cached_tokens), now_s)
 
@@ -173,4 +186,5 @@ class PrefillRole:
             **self._handoffs.snapshot(),
             "buffered_bytes": self._publisher.num_buffered_bytes,
             "replies": len(self._replies),
+            "requests": {request_id: record.snapshot() for request_id, record in self._records.items()},
         }

@@ -46,6 +46,10 @@ class Streams:
         """Forget the request; idempotent."""
         return self._streams.pop(request_id, None)
 
+    def items(self) -> list[tuple[str, Stream]]:
+        """All live streams by id."""
+        return list(self._streams.items())
+
     def ids(self) -> list[str]:
         """Ids of all live requests."""
         return list(self._streams)

@@ -1,53 +1,48 @@
-"""When things happened to one request, and the metrics made of it: queue, prefill, transfer, decode, TTFT, ITL."""
+"""What a client feels of one request, TTFT and inter-token latency, beside the record of what happened to it here."""
 
 from __future__ import annotations
 
+from math import inf
+
 from jdisagg.core.metrics import Metrics
-from jdisagg.core.requests import FinishReason, Output
+from jdisagg.core.requests import EngineRequest, Output
+from jdisagg.roles.record import RequestRecord
 
 
 class Timeline:
-    """Marks of one request in seconds of the engine's clock; observed into `metrics` as they complete."""
+    """Marks of one client's request in seconds of the engine's clock; observed into `metrics` as they come."""
 
-    def __init__(self, metrics: Metrics, arrived_s: float) -> None:
+    def __init__(self, metrics: Metrics, request: EngineRequest, arrived_s: float, slow_s: float = inf) -> None:
+        """`slow_s`: see RequestRecord."""
+        self.record = RequestRecord(metrics, request, arrived_s, slow_s)
         self._metrics = metrics
         self._arrived_s = arrived_s
-        self._scheduled_s: float | None = None
-        self._first_s: float | None = None
         self._last_s: float | None = None
-        self._kv_s: float | None = None
-
-    def scheduled(self, now_s: float) -> None:
-        """First work on the request: its first prefill chunk, or its hand-off accepted by P."""
-        if self._scheduled_s is None:
-            self._scheduled_s = now_s
-            self._metrics.request_queue_seconds.observe(now_s - self._arrived_s)
-
-    def kv_arrived(self, now_s: float) -> None:
-        """Every piece of its KV is in the pool (decode role)."""
-        self._kv_s = now_s
-        if self._first_s is not None:
-            self._metrics.request_transfer_seconds.observe(max(0.0, now_s - self._first_s))
+        self._num_tokens = 0
 
     def produced(self, num_tokens: int, now_s: float) -> None:
         """`num_tokens` new tokens are on their way to the client."""
         if num_tokens == 0:
             return
-        if self._first_s is None:
-            self.scheduled(now_s)
-            self._first_s = now_s
+        self.record.produced(now_s)
+        if self._last_s is None:
             self._metrics.ttft_seconds.observe(now_s - self._arrived_s)
-            if self._scheduled_s is not None:
-                self._metrics.request_prefill_seconds.observe(now_s - self._scheduled_s)
-        elif self._last_s is not None:
+        else:
             for _ in range(num_tokens):
                 self._metrics.itl_seconds.observe((now_s - self._last_s) / num_tokens)
         self._last_s = now_s
+        self._num_tokens += num_tokens
         self._metrics.generated_tokens.inc(num_tokens)
 
     def finished(self, output: Output, now_s: float) -> None:
         """The last output is on its way."""
-        if self._first_s is not None and output.finish in (FinishReason.STOP, FinishReason.LENGTH):
-            self._metrics.request_decode_seconds.observe(now_s - self._first_s)
         reason = output.finish.value if output.finish else "unknown"
+        self._end(reason, reason if output.error is None else f"{type(output.error).__name__}: {output.error.message}", now_s)
+
+    def aborted(self, now_s: float) -> None:
+        """Its client went away or cancelled."""
+        self._end("abort", "abort", now_s)
+
+    def _end(self, reason: str, text: str, now_s: float) -> None:
         self._metrics.requests_finished.labels(reason=reason).inc()
+        self.record.ended(text, self._num_tokens, now_s)

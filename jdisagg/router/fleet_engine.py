@@ -102,7 +102,7 @@ class FleetEngine:
         self._quarantine.check(request, monotonic())
         if request.request_id in self._flights:
             raise InvalidRequest(f"request_id {request.request_id} is in use; ids must be unique among live requests")
-        flight, timeline = Flight(request), Timeline(self._metrics, monotonic())
+        flight, timeline = Flight(request), Timeline(self._metrics, request, monotonic())
         self._flights[request.request_id] = flight
         self._homes.enter(request.fork_group)
         try:
@@ -224,8 +224,9 @@ class FleetEngine:
                 f"(last: {lost.error.message}); not tried again"
             )
         alone = self._is_tried_everywhere(flight, now_s)
-        if flight.refusals > self._replay.max_refusals or (alone and isinstance(lost.error, Overloaded)):
-            raise lost.error
+        error = flight.refused(lost.error) if isinstance(lost.error, Overloaded) else lost.error
+        if flight.refusals > self._replay.max_refusals or (alone and isinstance(error, Overloaded)):
+            raise error
         if not self._budget.take(now_s):
             raise Unavailable(f"request {flight.request.request_id}: {lost.error.message}; the fleet's replay budget is spent")
         if not lost.death and alone:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from dataclasses import dataclass
 
-from jdisagg.core.errors import RequestError
+from jdisagg.core.errors import Overloaded, RequestError
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
 from jdisagg.router.fleet import Entry
 
@@ -32,6 +32,7 @@ class Flight:
         self.tried: frozenset[str] = frozenset()  # addresses that failed it
         self.deaths = 0
         self.refusals = 0
+        self.retry_after_s: float | None = None  # the soonest that a full worker named
         self.finished = False
         self._delivered: list[int] = []
         self._recoveries: tuple[str, ...] = ()  # of all attempts so far
@@ -55,6 +56,11 @@ class Flight:
             generated_token_ids=self.request.generated_token_ids + tuple(self._delivered),
             prefill_peers=prefill_peers,
         )
+
+    def refused(self, error: Overloaded) -> Overloaded:
+        """A full worker gave it back: the error to end with, should all be full, names the soonest time of any of them."""
+        self.retry_after_s = min(error.retry_after_s, self.retry_after_s or error.retry_after_s)
+        return Overloaded(error.message, retry_after_s=self.retry_after_s)
 
     def replay(self) -> None:
         """Begin the next attempt; what the old one still sends has an older number and is dropped."""

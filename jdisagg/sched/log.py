@@ -1,16 +1,17 @@
-"""The schedule log: every call to a scheduler and its result, one JSON line each; and the last plans, always.
+"""The schedule log: every call to a scheduler and its result, one JSON line each; the last plans, always; and why one waits.
 
     {"call": "__init__", "args": [config], "kwargs": {sizes}}
     {"call": "add", "args": [request, now_s], "kwargs": {}, "result": null}
     {"call": "schedule", "args": [now_s], "kwargs": {}, "result": plan}
 
-A call that raised has "raised": type name instead of "result". `jdisagg.replay` runs such a log again.
+A call that raised has "raised": type name instead of "result". `jdisagg.replay` runs such a log again. The last plans are
+written to a file when an assertion fails (`flight_recorder`).
 """
 
 from __future__ import annotations
 
 import json
-from collections import deque
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,26 +19,31 @@ from typing import Any, TextIO
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.errors import RequestError
 from jdisagg.core.requests import EngineRequest, Output, Role
+from jdisagg.sched.explain import Cause, Explainer, Wait
+from jdisagg.sched.flight_recorder import FlightRecorder
 from jdisagg.sched.log_codec import encode
 from jdisagg.sched.plan import Plan, StepResult
 from jdisagg.sched.scheduler import Scheduler
+from jdisagg.sched.table import SequenceTable
 from jdisagg.sched.views import Reserved
-
-NUM_RECENT_PLANS = 256
 
 
 def make_scheduler(config: SchedulerConfig, *, role: Role, **sizes: Any) -> Scheduler:
-    """The scheduler of a worker: recorded when `config.schedule_log` names a file. `sizes` are Scheduler's other arguments."""
-    return LoggedScheduler(config, role=role, **sizes)
+    """The scheduler of a worker: recorded when `config.schedule_log` names a file. `sizes` are Scheduler's other arguments.
+
+    When an assertion fails its last plans go to the log's directory, else to the one for temporary files.
+    """
+    directory = Path(tempfile.gettempdir()) if config.schedule_log is None else Path(config.schedule_log).parent
+    return LoggedScheduler(config, role=role, plans_directory=directory, **sizes)
 
 
 class LoggedScheduler(Scheduler):
     """A Scheduler that writes down its calls. Inherits because roles name the concrete type and must not notice."""
 
-    def __init__(self, config: SchedulerConfig, *, role: Role, **sizes: Any) -> None:
+    def __init__(self, config: SchedulerConfig, *, role: Role, plans_directory: Path | None = None, **sizes: Any) -> None:
         """Raises ConfigError like Scheduler, OSError when the log file cannot be written."""
         super().__init__(config, role=role, **sizes)
-        self.recent_plans: deque[Plan] = deque(maxlen=NUM_RECENT_PLANS)  # not empty ones, latest last
+        self.recorder = FlightRecorder(plans_directory, role.value)
         self._file: TextIO | None = None
         if config.schedule_log is not None:
             self._file = Path(config.schedule_log).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives as long
@@ -75,14 +81,44 @@ class LoggedScheduler(Scheduler):
 
     def schedule(self, now_s: float) -> Plan:
         """As Scheduler.schedule; written unless the scheduler is idle (an empty plan may reserve pages)."""
-        plan = self._call("schedule", super().schedule, now_s, quiet=self.is_idle())
-        if not plan.is_empty:
-            self.recent_plans.append(plan)
+        with self.recorder.writing_on_failure("schedule", super().snapshot):
+            plan = self._call("schedule", super().schedule, now_s, quiet=self.is_idle())
+        self.recorder.add(now_s, plan)
         return plan
 
     def commit(self, result: StepResult, now_s: float) -> list[Output]:
         """As Scheduler.commit."""
-        return self._call("commit", super().commit, result, now_s)
+        with self.recorder.writing_on_failure("commit", super().snapshot):
+            return self._call("commit", super().commit, result, now_s)
+
+    def check(self) -> None:
+        """As Scheduler.check."""
+        with self.recorder.writing_on_failure("check", super().snapshot):
+            super().check()
+
+    def snapshot(self) -> dict[str, Any]:
+        """As Scheduler.snapshot; each sequence also with what it waits for (nothing known: it came after the latest plan)."""
+        state = super().snapshot()
+        for sequence in state["sequences"]:
+            wait = self.why_not(sequence["request_id"])
+            sequence["waits_for"] = None if wait is None or wait.cause is Cause.UNEXPLAINED else wait.text
+        return state
+
+    # --- for people who ask why
+
+    def why_not(self, request_id: str) -> Wait | None:
+        """Why the latest plan did nothing for a request; see `Explainer.why_not`. Changes nothing."""
+        plan = self.recorder.latest
+        if plan is None:
+            return None
+        return Explainer(self._table, self._admission, self._config, self._limits).why_not(request_id, plan)
+
+    @property
+    def table(self) -> SequenceTable:
+        """The live sequences; to be read only."""
+        return self._table
+
+    # --- the other calls
 
     def take_reserved(self) -> list[Reserved]:
         """As Scheduler.take_reserved."""

@@ -32,6 +32,7 @@ class Planner:
 
     def draft(self) -> Draft:
         """Plan one step. Order is (rank, arrival) throughout, so equal histories give equal drafts."""
+        self._table.preempted.clear()
         reads = self._config.max_num_kv_read_tokens or float("inf")
         draft = Draft(self._config.max_num_batched_tokens, reads)
         donors = self._starter.donors() if self._table.queues[Status.FORKING] else {}
@@ -45,6 +46,7 @@ class Planner:
             self._rows.plan_decodes(draft)
             self._rows.plan_chunks(draft)
         self._starter.start(draft, donors)
+        self._table.reads_left = draft.reads
         return draft
 
     def _num_steps(self, reads: float) -> int:

@@ -42,7 +42,7 @@ class RowPlanner:
         while (new := self._table.pages.grow(sequence.holding, wanted)) is None:
             victim = self._table.later_victim()
             assert victim is not None, "no page is free and nobody holds one"
-            self._preempt(draft, victim)
+            self._preempt(draft, victim, sequence)
             if victim is sequence:
                 return False
         if sequence.slot is not None:
@@ -67,9 +67,9 @@ class RowPlanner:
         draft.decode.append(sequence.slot)
         draft.rows[sequence.slot] = Row(sequence, sequence.epoch, sequence.num_scheduled, count)
 
-    def _preempt(self, draft: Draft, victim: Sequence) -> None:
+    def _preempt(self, draft: Draft, victim: Sequence, wanted_by: Sequence) -> None:
         draft.undo(victim)
-        if (copy := self._table.preempt(victim)) is not None:
+        if (copy := self._table.preempt(victim, wanted_by)) is not None:
             draft.offload.append(copy)
         draft.preempted = True
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from jdisagg.core.config import SchedulerConfig
-from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestError, Unavailable
+from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
 from jdisagg.core.requests import EngineRequest, Output, Role
 from jdisagg.kv.events import PrefixJournal
 from jdisagg.sched.admission import Admission
@@ -21,15 +21,17 @@ from jdisagg.sched.intake import Limits, check_config, check_request
 from jdisagg.sched.pages import PageBook
 from jdisagg.sched.plan import PageTable, Plan, StepResult
 from jdisagg.sched.planner import Planner
+from jdisagg.sched.queue_limit import QueueLimit
 from jdisagg.sched.rows import RowPlanner
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.slots import Slots
+from jdisagg.sched.snapshot import snapshot
 from jdisagg.sched.starter import Starter
 from jdisagg.sched.states import Status
 from jdisagg.sched.steps import StepsInFlight
 from jdisagg.sched.stops import find_stop
 from jdisagg.sched.table import SequenceTable, Stats
-from jdisagg.sched.views import Reserved, snapshot
+from jdisagg.sched.views import Preempted, Reserved
 
 
 class Scheduler:
@@ -84,6 +86,7 @@ class Scheduler:
         self._planner = Planner(self._table, rows, starter, config, self._limits)
         self._committer = Committer(self._table, role, eos_token_ids)
         self._steps = StepsInFlight()
+        self._queue_limit = QueueLimit(self._table, config.max_queue_len)
         self._num_added = 0
         self._next_deadline_s = float("inf")
         self._complete: list[Output] = []  # of requests that were over when they came (a replay whose last output got lost)
@@ -103,8 +106,8 @@ class Scheduler:
         """Queue a request. `remote`: its KV comes from a peer; leading tokens found in the prefix index (at most `held_limit`)
         are pinned and need not be sent. `is_open` False: reserve no pages before `peer_ready`.
 
-        Raises InvalidRequest (it could never run; the message has the number to use), Overloaded (queue full), Unavailable
-        (draining). After an error nothing is kept.
+        Raises InvalidRequest (it could never run; the message has the number to use), Overloaded (queue full; says when to
+        come again), Unavailable (draining). After an error nothing is kept.
         """
         if self._draining:
             raise Unavailable("this worker is draining; send the request to another one")
@@ -113,12 +116,7 @@ class Scheduler:
         check_request(request, self._limits)
         if self._end_if_complete(request):
             return
-        queued = sum(len(self._table.queues[s]) for s in (Status.WAITING, Status.PREALLOC, Status.FORKING))
-        if queued >= self._config.max_queue_len:
-            message = (
-                f"{queued} requests are waiting, max_queue_len is {self._config.max_queue_len}; retry later or add a worker"
-            )
-            raise Overloaded(message)
+        self._queue_limit.admit(now_s)
         status = Status.PREALLOC if remote else Status.WAITING
         if request.fork_group and self._table.groups.can_wait(request, remote=remote):
             status = Status.FORKING
@@ -204,6 +202,7 @@ class Scheduler:
         table.stats.prefill_tokens += sum(len(chunk.token_ids) for chunk in plan.prefill)
         table.stats.decode_tokens += len(plan.decode) * plan.num_steps
         self._steps.start(plan, draft.rows)
+        self._queue_limit.observe(now_s)
         return plan
 
     def commit(self, result: StepResult, now_s: float) -> list[Output]:
@@ -249,10 +248,7 @@ class Scheduler:
     def compute_locally(self, request_id: str, held_tokens: int = 0) -> bool:
         """Give up on the peer: the sequence waits, at its place by arrival, to be prefilled here. Tokens it has stay. KV of its
         first `held_tokens` tokens has arrived: with prefix caching its full pages need not be computed, if they are still
-        there when its turn comes.
-
-        True when the request goes on without its peer, False when it is unknown or finished.
-        """
+        there when its turn comes. True when the request goes on without its peer, False when it is unknown or finished."""
         sequence = self._table.live.get(request_id)
         if sequence is None or sequence.status is Status.PUBLISHING:
             return False
@@ -267,7 +263,7 @@ class Scheduler:
         self._draining = True
 
     def is_idle(self) -> bool:
-        """Nothing lives, nothing is in flight, the device knows it, and nothing is left to say."""
+        """Nothing lives, is in flight, is left to say, or has to be told to the device."""
         device_behind = self._table.slots.has_evictions or self._table.host.has_forgotten
         return not (self._table.live or len(self._steps) or device_behind or self._complete)
 
@@ -294,6 +290,11 @@ class Scheduler:
         """Counters since start."""
         return self._table.stats
 
+    @property
+    def preempted(self) -> tuple[Preempted, ...]:
+        """Sequences that the latest plan took pages from."""
+        return tuple(self._table.preempted)
+
     def counts(self) -> dict[str, int]:
         """Live sequences by status."""
         return {status.value: len(queue) for status, queue in self._table.queues.items()}
@@ -319,7 +320,6 @@ class Scheduler:
         stop = find_stop(generated[-1], len(generated), request.sampling, self._eos) if generated else None
         if stop is not None:
             finish, stop_token_id = stop
-            self._complete.append(
-                Output(request_id=request.request_id, attempt=request.attempt, finish=finish, stop_token_id=stop_token_id)
-            )
+            over = Output(request_id=request.request_id, attempt=request.attempt, finish=finish, stop_token_id=stop_token_id)
+            self._complete.append(over)
         return stop is not None

@@ -12,6 +12,7 @@ from jdisagg.sched.queue import SequenceQueue
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.slots import Slots
 from jdisagg.sched.states import LIVE, Status, check_transition
+from jdisagg.sched.views import Preempted
 
 
 @dataclass(slots=True)
@@ -43,7 +44,9 @@ class SequenceTable:
         self.live: dict[str, Sequence] = {}
         self.queues = {status: SequenceQueue() for status in LIVE}
         self.retracted: list[Sequence] = []  # back in PREALLOC, their hand-off has to be opened again
+        self.reads_left = float("inf")  # of the latest step's read budget
         self.reserved: list[Sequence] = []  # just got pages for KV that a peer will send
+        self.preempted: list[Preempted] = []  # by the latest plan
         self._is_decode_worker = is_decode_worker
         self._refetch_retracted = refetch_retracted
 
@@ -73,9 +76,10 @@ class SequenceTable:
         if (heir := self.groups.remove(sequence)) is not None:
             self._lead(heir)
 
-    def preempt(self, sequence: Sequence) -> HostCopy | None:
-        """Take pages and slot away; the tokens stay. Their KV goes to host memory when a copy is returned (to be made before
-        anything else is written), else it is computed or fetched again."""
+    def preempt(self, sequence: Sequence, wanted_by: Sequence) -> HostCopy | None:
+        """Take pages and slot away for `wanted_by`; the tokens stay. Their KV goes to host memory when a copy is returned (to
+        be made before anything else is written), else it is computed or fetched again."""
+        self.preempted.append(Preempted(sequence.request_id, wanted_by.request_id, len(sequence.holding.pages)))
         if self._is_decode_worker:
             self.stats.retractions += 1
         else:

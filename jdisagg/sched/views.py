@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from jdisagg.sched.plan import PageTable
 from jdisagg.sched.sequence import Sequence
-from jdisagg.sched.table import SequenceTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +19,13 @@ class Reserved:
     num_tokens: int
 
 
-def snapshot(table: SequenceTable) -> dict[str, Any]:
-    """Live sequences by status, pages, host memory and counters as JSON-able data."""
-    return {
-        "counts": {status.value: len(queue) for status, queue in table.queues.items()},
-        "pages": {"total": table.pages.num_usable, "free": table.pages.num_free},
-        "host_tokens": {"total": table.host.capacity_tokens, "used": table.host.used_tokens},
-        "prefix_cache": table.pages.describe_index(),
-        "stats": asdict(table.stats),
-        "sequences": [describe(s) for queue in table.queues.values() for s in queue],
-    }
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A sequence lost its pages so that another one could go on (itself, when none was free for its own next token)."""
+
+    request_id: str
+    wanted_by: str  # request id
+    num_pages: int  # it held
 
 
 def describe(sequence: Sequence) -> dict[str, Any]:

@@ -152,6 +152,7 @@ def start_engine(
         metrics=core.metrics,
         observer=TickObserver(core.scheduler, core.metrics, core.role, kv_feed),
         worker=core.worker,
+        slow_request_s=core.config.server.slow_request_s,
     )
     thread = EngineThread(loop, name=f"engine-{core.role.value}", on_crash=on_crash)
     thread.start()
@@ -173,6 +174,7 @@ def prefill_side(core: Core, publisher: Publisher) -> Side:
         publisher=publisher,
         metrics=core.metrics,
         worker=core.worker,
+        slow_request_s=core.config.server.slow_request_s,
     )
 
 

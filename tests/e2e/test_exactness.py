@@ -68,12 +68,14 @@ def test_pair_equals_unified_and_bytes_are_as_computed(pair: Pair, requests: lis
     expected = 0
     for asked, one in zip(requests, got, strict=True):
         assert one.complete is not None
-        for choice in one.complete.choices:
-            if len(choice.token_ids) > 1:
-                assert choice.provenance.transferred_bytes == len(asked.prompt) * BYTES_PER_TOKEN, asked.request_id
-            if asked.sampling["max_tokens"] == 1:
-                assert choice.provenance.transferred_bytes == 0, asked.request_id
-            expected += choice.provenance.transferred_bytes
+        moved = [choice.provenance.transferred_bytes for choice in one.complete.choices]
+        whole = len(asked.prompt) * BYTES_PER_TOKEN
+        assert set(moved) <= {0, whole}, asked.request_id
+        if any(len(choice.token_ids) > 1 for choice in one.complete.choices):
+            assert sum(moved) == whole, f"{asked.request_id}: choices share one transfer"
+        if asked.sampling["max_tokens"] == 1:
+            assert sum(moved) == 0, asked.request_id
+        expected += sum(moved)
     assert expected > 0
     assert pair.decode.metric("jdisagg_transfer_bytes_total") - before >= expected
     assert pair.decode.metric("jdisagg_prefill_tokens_total", role="decode") == 0

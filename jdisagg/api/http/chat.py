@@ -21,6 +21,7 @@ from jdisagg.api.http.shapes import chat_logprobs, provenance_object, usage_obje
 from jdisagg.api.intake import Job, TextRequest
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import MAX_LOGPROBS
+from jdisagg.core.trace import TRACEPARENT, read_traceparent
 
 
 class ChatCompletions:
@@ -34,7 +35,8 @@ class ChatCompletions:
         body = await read_body(request)
         options = read_options(body, provenance=wants_provenance(request))
         num_top = _read_top_logprobs(body)
-        job = await while_connected(request.receive, self._edge.admit(read_chat(body, self._edge, num_top)))
+        text_request = read_chat(body, self._edge, num_top, traceparent=read_traceparent(request.headers.get(TRACEPARENT)))
+        job = await while_connected(request.receive, self._edge.admit(text_request))
         answer = _Answer(self._edge, job, options, num_top=num_top)
         if options.stream:
             return await open_stream(request, answer.events())
@@ -42,7 +44,7 @@ class ChatCompletions:
         return JSONResponse(answer.whole(transcript))
 
 
-def read_chat(body: Body, edge: Edge, num_top: int | None) -> TextRequest:
+def read_chat(body: Body, edge: Edge, num_top: int | None, *, traceparent: str = "") -> TextRequest:
     """The body as a TextRequest. Raises InvalidRequest naming the field."""
     refuse_unsupported(body)
     n, max_tokens = body.integer("n"), body.integer("max_completion_tokens")
@@ -60,6 +62,7 @@ def read_chat(body: Body, edge: Edge, num_top: int | None) -> TextRequest:
         skip_special_tokens=body.boolean("skip_special_tokens", True),
         priority=body.integer("priority") or 0,
         cache_salt=body.text("cache_salt") or "",
+        traceparent=traceparent,
     )
 
 

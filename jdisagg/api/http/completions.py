@@ -21,6 +21,7 @@ from jdisagg.api.http.shapes import completion_logprobs, prompt_logprobs, proven
 from jdisagg.api.intake import Job, TextRequest
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import SamplingParams
+from jdisagg.core.trace import TRACEPARENT, read_traceparent
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -35,7 +36,9 @@ class Completions:
         """Answer one request, streamed or whole."""
         body = await read_body(request)
         options = read_options(body, provenance=wants_provenance(request))
-        text_request = read_completion(body, self._edge.defaults)
+        text_request = read_completion(
+            body, self._edge.defaults, traceparent=read_traceparent(request.headers.get(TRACEPARENT))
+        )
         job = await while_connected(request.receive, self._edge.admit(text_request))
         answer = _Answer(self._edge, job, options, show_logprobs=text_request.sampling.logprobs is not None)
         if options.stream:
@@ -44,7 +47,7 @@ class Completions:
         return JSONResponse(answer.whole(transcript))
 
 
-def read_completion(body: Body, defaults: SamplingParams) -> TextRequest:
+def read_completion(body: Body, defaults: SamplingParams, *, traceparent: str = "") -> TextRequest:
     """The body as a TextRequest. Raises InvalidRequest naming the field."""
     refuse_unsupported(body)
     if body.text("suffix"):
@@ -72,6 +75,7 @@ def read_completion(body: Body, defaults: SamplingParams) -> TextRequest:
         skip_special_tokens=body.boolean("skip_special_tokens", True),
         priority=body.integer("priority") or 0,
         cache_salt=body.text("cache_salt") or "",
+        traceparent=traceparent,
     )
 
 

@@ -12,6 +12,7 @@ requests kv_pages_free kv_pages_used published_bytes leases time_to_first_token_
 request_queue_seconds request_prefill_seconds request_transfer_seconds request_decode_seconds prefill_tokens_total
 transfer_bytes_total transfer_seconds transfer_failures_total recoveries_total prefix_cache_hit_tokens_total
 preemptions_total retractions_total compiles_after_ready_total step_seconds host_overhead_seconds build_info
+request_seconds tick_seconds_total
 """.split()
 
 

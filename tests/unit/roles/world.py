@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Any, cast
 
 from jdisagg.core.config import LocalPrefill, SchedulerConfig, TransferConfig
@@ -195,8 +196,9 @@ class _Reply:
 class Engine:
     """One loop with its parts at hand."""
 
-    def __init__(self, role: Role, num_pages: int, local_prefill: bool) -> None:
-        config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=12, reserved_decode_tokens=4)
+    def __init__(self, role: Role, num_pages: int, local_prefill: bool, **settings: Any) -> None:
+        defaults: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 12, "reserved_decode_tokens": 4}
+        config = SchedulerConfig(**(defaults | settings))
         self.metrics = Metrics()
         self.inbox = Inbox()
         self.streams = Streams()
@@ -208,7 +210,7 @@ class Engine:
         self.loop: EngineLoop | None = None
         self._role = role
 
-    def run(self, side: Side) -> None:
+    def run(self, side: Side, **options: Any) -> None:
         """Complete the engine with its role."""
         self.loop = EngineLoop(
             scheduler=self.scheduler,
@@ -219,6 +221,7 @@ class Engine:
             metrics=self.metrics,
             observer=TickObserver(self.scheduler, self.metrics, self._role),
             worker=self._role.value,
+            **options,
         )
 
     def tick(self, now_s: float) -> bool:
@@ -232,7 +235,9 @@ class Engine:
 class World:
     """Both engines and what clients have got."""
 
-    def __init__(self, *, local_prefill: bool = True, decode_pages: int = 24, prefill_pages: int = 24) -> None:
+    def __init__(
+        self, *, local_prefill: bool = True, decode_pages: int = 24, prefill_pages: int = 24, slow_request_s: float = inf
+    ) -> None:
         policy = LocalPrefill.ON_FAILURE if local_prefill else LocalPrefill.NEVER
         config = TransferConfig(transfer_chunk_tokens=CHUNK_TOKENS, transfer_buffer_bytes=96, local_prefill=policy)
         self.now_s = 0.0
@@ -251,6 +256,7 @@ class World:
                 publisher=publisher,
                 metrics=self.prefill.metrics,
                 worker="p0",
+                slow_request_s=slow_request_s,
             )
         )
         self.publisher = publisher
@@ -266,7 +272,8 @@ class World:
                 metrics=self.decode.metrics,
                 static_peers=lambda: PEERS,
                 page_size=4,
-            )
+            ),
+            slow_request_s=slow_request_s,
         )
 
     def submit(self, request: EngineRequest) -> None:

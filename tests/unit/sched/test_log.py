@@ -11,7 +11,8 @@ from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.errors import HandoffLost, InvalidRequest
 from jdisagg.core.requests import FinishReason, Output, Provenance, Role, TokenLogprob
 from jdisagg.replay import main, replay
-from jdisagg.sched.log import NUM_RECENT_PLANS, LoggedScheduler, make_scheduler
+from jdisagg.sched.flight_recorder import NUM_RECENT_PLANS
+from jdisagg.sched.log import LoggedScheduler, make_scheduler
 from jdisagg.sched.log_codec import decode, encode
 from jdisagg.sched.plan import Sampled, StepResult
 from tests.unit.sched.engine_fake import FakeEngine, expected, request
@@ -104,6 +105,6 @@ def test_the_last_plans_are_kept_without_a_file() -> None:
         plan = scheduler.schedule(0.0)
         assert plan.step_id == step
         scheduler.commit(StepResult(step_id=step, sampled=(Sampled(slot=0, token_ids=(1,)),)), 0.0)
-    assert len(scheduler.recent_plans) == NUM_RECENT_PLANS
-    assert scheduler.recent_plans[-1].step_id == 299
+    assert len(scheduler.recorder.plans) == NUM_RECENT_PLANS
+    assert scheduler.recorder.plans[-1][1].step_id == 299
     scheduler.close_log()

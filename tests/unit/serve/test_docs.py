@@ -23,6 +23,7 @@ OTHER_PROGRAMS = {
     "--disagg",
     "--accelerator",
     "--task",
+    "--why",
 }
 
 

@@ -53,6 +53,7 @@ REQUEST = st.builds(
     priority=st.integers(-5, 5),
     cache_salt=TEXT,
     prefill_peers=st.lists(TEXT, max_size=3).map(tuple),
+    traceparent=st.sampled_from(["", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"]),
 )
 LOGPROB = st.builds(TokenLogprob, TOKEN, F32, st.lists(st.tuples(TOKEN, F32), max_size=3).map(tuple))
 PROVENANCE = st.builds(

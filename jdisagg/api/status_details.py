@@ -1,0 +1,48 @@
+"""google.rpc details of an error (`grpc-status-details-bin`): the field at fault (BadRequest), the time to wait (RetryInfo).
+
+https://cloud.google.com/apis/design/errors#error_details
+"""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from jdisagg.core.errors import JdisaggError, Overloaded
+
+DETAILS_KEY = "grpc-status-details-bin"
+
+
+def details_metadata(code: grpc.StatusCode, error: JdisaggError, field: str | None) -> tuple[tuple[str, bytes], ...]:
+    """Trailing metadata for an RPC that `error` ends; empty when there is nothing to add. `field`: path in the request."""
+    detail = any_pb2.Any()
+    if isinstance(error, Overloaded):
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(error.retry_after_s * 1000))
+        detail.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    elif field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=error.message)
+        detail.Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    else:
+        return ()
+    status = status_pb2.Status(code=code.value[0], message=error.message, details=[detail])
+    return ((DETAILS_KEY, status.SerializeToString()),)
+
+
+def read_retry_after_s(error: grpc.RpcError) -> float | None:
+    """Seconds of a failed RPC's RetryInfo, when it carries one."""
+    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+        return None
+    raw = next((value for key, value in error.trailing_metadata() or () if key == DETAILS_KEY), None)
+    if not isinstance(raw, bytes):
+        return None
+    try:
+        status = status_pb2.Status.FromString(raw)
+        retry = error_details_pb2.RetryInfo()
+        found = any(detail.Unpack(retry) for detail in status.details)
+    except DecodeError:
+        return None  # not ours; the status itself says enough
+    return retry.retry_delay.ToMilliseconds() / 1000 if found else None

@@ -1,0 +1,73 @@
+"""The phases of one request's time in one process. Every second belongs to exactly one, so they add up to the whole.
+
+queue -> prefill -> [transfer] -> decode       a preempted request goes back to the queue and through prefill again
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Phase(Enum):
+    """Where a request's time goes. Values are the metric's names."""
+
+    QUEUE = "queue"  # nobody works on it
+    PREFILL = "prefill"  # its prompt is computed, here or on a peer
+    TRANSFER = "transfer"  # its first token is known, its KV is on the way
+    DECODE = "decode"
+
+
+class Phases:
+    """Seconds per phase. Times may stand still but never go back: an earlier one counts as the latest."""
+
+    def __init__(self, now_s: float) -> None:
+        """The request has just come and waits."""
+        self.phase = Phase.QUEUE
+        self.has_token = False
+        self.seconds: dict[Phase, float] = {}  # of phases left so far
+        self._since_s = now_s
+
+    def started(self, now_s: float) -> bool:
+        """Somebody works on its prompt. True when it waited until now."""
+        waited = self.phase is Phase.QUEUE
+        if waited:
+            self._leave(now_s, Phase.PREFILL)
+        return waited
+
+    def produced(self, now_s: float) -> None:
+        """A token is known: whatever went before, it decodes."""
+        self.started(now_s)
+        self.has_token = True
+        if self.phase is Phase.PREFILL:
+            self._leave(now_s, Phase.DECODE)
+
+    def kv_arrived(self, now_s: float) -> None:
+        """Its KV is complete here: the time since the first token was transfer."""
+        if self.phase is Phase.DECODE:
+            self.phase = Phase.TRANSFER
+        if self.has_token:
+            self._leave(now_s, Phase.DECODE)
+        self.seconds.setdefault(Phase.TRANSFER, 0.0)
+
+    def handed_over(self) -> None:
+        """Its KV was fetched by its receiver, or is not wanted any more: nothing was decoded here."""
+        if self.phase is Phase.DECODE:
+            self.phase = Phase.TRANSFER
+
+    def preempted(self, now_s: float) -> None:
+        """Its KV is gone; it waits again."""
+        self._leave(now_s, Phase.QUEUE)
+
+    def ended(self, now_s: float) -> None:
+        """Close the phase it is in."""
+        self._leave(now_s, self.phase)
+
+    @property
+    def total_s(self) -> float:
+        """Everything counted so far."""
+        return sum(self.seconds.values())
+
+    def _leave(self, now_s: float, phase: Phase) -> None:
+        now_s = max(now_s, self._since_s)
+        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now_s - self._since_s
+        self.phase, self._since_s = phase, now_s

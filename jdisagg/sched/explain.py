@@ -1,0 +1,225 @@
+"""Why a live request did nothing in the step just planned, read from the scheduler's own tables; changes none of them.
+
+Valid after a call of `schedule` until the next call: pages, slots and budget are then as the planner left them when it passed
+the request over. The arithmetic is the gate's own (`Admission.gate_tokens`, `find_prefix`, `PageBook.cost`); what it does not
+explain is said to be unexplained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from jdisagg.core.config import SchedulerConfig
+from jdisagg.core.requests import Role
+from jdisagg.sched.admission import Admission
+from jdisagg.sched.intake import Limits
+from jdisagg.sched.plan import Plan
+from jdisagg.sched.sequence import Sequence
+from jdisagg.sched.states import Status
+from jdisagg.sched.table import SequenceTable
+
+_MAX_NAMED = 2  # prompts named as spenders of a budget; the rest is a count
+
+
+class Cause(Enum):
+    """What a request waits for."""
+
+    MEMORY = "pages"
+    ORDER = "earlier requests"
+    SLOT = "slot"
+    BUDGET = "token budget"
+    READS = "read budget"
+    MARGIN = "safety margin"
+    SIBLING = "sibling"
+    PREEMPTION = "preemption"
+    PEER = "peer"
+    TRANSFER = "transfer"
+    FETCH = "fetch"
+    UNEXPLAINED = "unexplained"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """`text` is a clause without a subject; `about` the request that is in the way, when one is."""
+
+    cause: Cause
+    text: str
+    about: str = ""
+
+
+class Explainer:
+    """Reads one scheduler's tables."""
+
+    def __init__(self, table: SequenceTable, admission: Admission, config: SchedulerConfig, limits: Limits) -> None:
+        self._table = table
+        self._admission = admission
+        self._config = config
+        self._limits = limits
+
+    def why_not(self, request_id: str, plan: Plan) -> Wait | None:
+        """Why `plan`, the latest, has no work for it. None: it has, or nothing is left to plan, or the request is not live."""
+        sequence = self._table.live.get(request_id)
+        if sequence is None:
+            return None
+        match sequence.status:
+            case Status.FORKING:
+                return self._forking(sequence, plan)
+            case Status.WAITING | Status.PREALLOC:
+                return self._outside(sequence, plan)
+            case Status.READY:
+                return self._ready(sequence, plan)
+            case Status.RUNNING:
+                return self._running(sequence, plan)
+            case Status.TRANSFER:
+                return Wait(Cause.TRANSFER, "its KV is on the way")
+            case _:
+                return Wait(Cause.FETCH, "its receiver has not fetched all of its KV")
+
+    def _outside(self, sequence: Sequence, plan: Plan) -> Wait:
+        """Without memory: `Starter._start_waiting`."""
+        if (wait := self._preemption(plan) or self._margin()) is not None:
+            return wait
+        if sequence.status is Status.PREALLOC and not sequence.is_open:
+            return Wait(Cause.PEER, "its prefill worker has not begun with it")
+        if sequence.status is Status.WAITING and (wait := self._no_room_in_step(plan)) is not None:
+            return wait
+        if (short := self._shortage(sequence)) is not None:
+            return Wait(Cause.MEMORY, short)
+        can_compute = self._no_room_in_step(plan) is None
+        if sequence.status is Status.WAITING and (wait := self._no_reads(sequence) or self._no_room_for_whole(sequence, plan)):
+            return wait
+        for earlier in self._earlier(sequence, can_compute):
+            if earlier.status is Status.WAITING and (wait := self._no_room_for_whole(earlier, plan)):
+                return Wait(Cause.ORDER, f"behind request {earlier.request_id}: {wait.text}", earlier.request_id)
+            if (short := self._shortage(earlier)) is not None:
+                return Wait(Cause.ORDER, f"behind request {earlier.request_id}, {short}", earlier.request_id)
+        return _unexplained(sequence, plan)
+
+    def _forking(self, sequence: Sequence, plan: Plan) -> Wait:
+        """A choice without memory: `Starter._fork`."""
+        donor = self._table.groups.donor(sequence)
+        if donor is None or any(chunk.slot == donor.slot for chunk in plan.prefill):
+            return Wait(Cause.SIBLING, "the prompt it shares with its siblings is not computed yet")
+        wait = self._preemption(plan) or self._margin() or self._no_room_in_step(plan) or self._no_reads(sequence)
+        if wait is not None:
+            return wait
+        if (short := self._shortage(sequence)) is not None:
+            return Wait(Cause.MEMORY, short)
+        return _unexplained(sequence, plan)
+
+    def _margin(self) -> Wait | None:
+        margin, pages = self._config.safety_margin, self._table.pages
+        if pages.num_free >= margin * self._limits.num_usable_pages or not self._table.someone_holds_memory:
+            return None
+        return Wait(Cause.MARGIN, f"{counted(pages.num_free, 'page')} free, below the safety margin of {margin:.0%}")
+
+    def _no_reads(self, sequence: Sequence) -> Wait | None:
+        if sequence.num_known + sequence.num_in_flight <= self._table.reads_left:
+            return None
+        limit = self._config.max_num_kv_read_tokens
+        return Wait(Cause.READS, f"read budget of {limit} spent, {max(0, int(self._table.reads_left))} tokens left")
+
+    def _no_room_for_whole(self, sequence: Sequence, plan: Plan) -> Wait | None:
+        """Without chunked prefill."""
+        if self._config.enable_chunked_prefill or sequence.host_tokens:
+            return None
+        missing = sequence.target - len(self._admission.find_prefix(sequence)) * self._table.pages.page_size
+        left = self._config.max_num_batched_tokens - plan.num_tokens
+        if missing <= left and sequence.target > self._table.reads_left:
+            return self._no_reads(sequence)
+        if missing <= left:
+            return None
+        return Wait(Cause.BUDGET, f"its {missing} tokens do not fit whole into the {left} that were left of the step")
+
+    def _ready(self, sequence: Sequence, plan: Plan) -> Wait:
+        """KV in place: `Starter._start_ready`."""
+        if (wait := self._preemption(plan) or self._no_room_in_step(plan) or self._no_reads(sequence)) is not None:
+            return wait
+        for other in self._table.queues[Status.READY]:
+            if other.order <= sequence.order and (missing := self._missing_to_decode(other)):
+                short = f"{counted(missing, 'page')} short for the next token ({self._table.pages.num_free} free)"
+                if other is sequence:
+                    return Wait(Cause.MEMORY, short)
+                return Wait(Cause.ORDER, f"behind request {other.request_id}, {short}", other.request_id)
+        return _unexplained(sequence, plan)
+
+    def _running(self, sequence: Sequence, plan: Plan) -> Wait | None:
+        """In a slot."""
+        if sequence.slot in plan.decode or any(chunk.slot == sequence.slot for chunk in plan.prefill):
+            return None
+        wanted = sequence.request.sampling.max_tokens - len(sequence.generated) - sequence.num_in_flight
+        if sequence.is_decoding and (wanted <= 0 or self._limits.role is Role.PREFILL):
+            return None
+        waits = self._no_budget(plan) or self._no_reads(sequence)
+        return waits or (None if sequence.is_decoding else self._margin()) or _unexplained(sequence, plan)
+
+    def _preemption(self, plan: Plan) -> Wait | None:
+        if not self._table.preempted:
+            return None
+        first = self._table.preempted[0]
+        itself = first.wanted_by == first.request_id
+        took = "set request {0} back, no page being free" if itself else "took the pages of request {0} for {1}"
+        text = f"step {plan.step_id} {took.format(first.request_id, first.wanted_by)}; such a step starts nobody"
+        return Wait(Cause.PREEMPTION, text, first.request_id)
+
+    def _no_room_in_step(self, plan: Plan) -> Wait | None:
+        slots = self._table.slots
+        if slots.num_free == 0:
+            return Wait(Cause.SLOT, f"no slot, all {slots.num_slots} taken")
+        return self._no_budget(plan)
+
+    def _no_budget(self, plan: Plan) -> Wait | None:
+        limit = self._config.max_num_batched_tokens
+        if plan.num_tokens < limit:
+            return None
+        chunks = sorted(plan.prefill, key=lambda chunk: -len(chunk.token_ids))
+        named = [
+            f"{counted(len(chunk.token_ids), 'prompt token')} of request {chunk.request_id}" for chunk in chunks[:_MAX_NAMED]
+        ]
+        if len(chunks) > _MAX_NAMED:
+            named.append(f"{sum(len(chunk.token_ids) for chunk in chunks[_MAX_NAMED:])} of {len(chunks) - _MAX_NAMED} others")
+        if plan.decode:
+            named.append(f"{len(plan.decode)} decoding")
+        return Wait(Cause.BUDGET, f"token budget of {limit} spent by {' + '.join(named)}")
+
+    def _shortage(self, sequence: Sequence) -> str | None:
+        """How far the gate's need is from what is free, as `Admission.take_memory` sees it."""
+        pages = self._table.pages
+        total = pages.pages_for(self._admission.gate_tokens(sequence))
+        if sequence.status is Status.FORKING:
+            needs = total - (sequence.num_known - 1) // pages.page_size
+        elif sequence.status is Status.PREALLOC or sequence.host_tokens:
+            needs = total - len(sequence.holding.pages)
+        else:
+            needs = pages.cost(self._admission.find_prefix(sequence), total)
+        promised = self._table.outstanding_pages()
+        short = needs - (pages.num_free - promised)
+        if short <= 0:
+            return None
+        kept = f", {promised} of them promised to admitted requests" if promised else ""
+        return f"{counted(short, 'page')} short (needs {needs}, {pages.num_free} free{kept})"
+
+    def _earlier(self, sequence: Sequence, can_compute: bool) -> Iterator[Sequence]:
+        """Those whose turn comes before, of those that could go: choices with a sibling to fork from come before all others."""
+        if can_compute:
+            yield from (s for s in self._table.queues[Status.FORKING] if self._table.groups.donor(s) is not None)
+        open_ones = [s for s in self._table.queues[Status.PREALLOC] if s.is_open]
+        local = list(self._table.queues[Status.WAITING]) if can_compute else []
+        yield from sorted((s for s in [*open_ones, *local] if s.order < sequence.order), key=lambda s: s.order)
+
+    def _missing_to_decode(self, sequence: Sequence) -> int:
+        length = sequence.num_known + sequence.num_in_flight + self._limits.num_lookahead
+        pages = self._table.pages
+        wanted = pages.pages_for(min(length, self._limits.max_model_len)) - len(sequence.holding.pages)
+        return max(0, wanted - pages.num_free)
+
+
+def counted(count: int, what: str) -> str:
+    """1 page, 2 pages."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _unexplained(sequence: Sequence, plan: Plan) -> Wait:
+    return Wait(Cause.UNEXPLAINED, f"step {plan.step_id} passed it over while {sequence.status.value}, by no rule known here")

@@ -1,0 +1,64 @@
+"""The last plans of a scheduler, kept always, and written to a file when an invariant fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jdisagg.sched.log_codec import encode
+from jdisagg.sched.plan import Plan
+
+log = logging.getLogger(__name__)
+
+NUM_RECENT_PLANS = 256
+
+
+class FlightRecorder:
+    """Holds up to NUM_RECENT_PLANS plans that were not empty, latest last."""
+
+    def __init__(self, directory: Path | None, role: str) -> None:
+        """`directory`: where files go; None keeps the plans and writes none."""
+        self.plans: deque[tuple[float, Plan]] = deque(maxlen=NUM_RECENT_PLANS)  # (now_s of the call, plan)
+        self.latest: Plan | None = None  # the empty ones too
+        self._directory = directory
+        self._role = role
+
+    def add(self, now_s: float, plan: Plan) -> None:
+        """Remember a plan, as of a call at `now_s`."""
+        self.latest = plan
+        if not plan.is_empty:
+            self.plans.append((now_s, plan))
+
+    @contextmanager
+    def writing_on_failure(self, call: str, snapshot: Callable[[], dict[str, Any]]) -> Iterator[None]:
+        """An AssertionError inside is logged with the file that holds the plans, then goes on its way."""
+        try:
+            yield
+        except AssertionError as error:
+            if self._directory is not None:
+                path = self._directory / f"jdisagg-plans-{self._role}-{os.getpid()}.jsonl"
+                self._write(path, call, error, snapshot)
+            raise
+
+    def _write(self, path: Path, call: str, error: AssertionError, snapshot: Callable[[], dict[str, Any]]) -> None:
+        first = {"failed": call, "error": f"{type(error).__name__}: {error}", "state": _state(snapshot)}
+        lines = [first, *({"now_s": now_s, "plan": encode(plan)} for now_s, plan in self.plans)]
+        try:
+            path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines), encoding="utf-8")
+        except OSError as problem:
+            log.critical("invariant of the scheduler failed in %s: %s; its plans are lost: %s", call, error, problem)
+        else:
+            log.critical("invariant of the scheduler failed in %s: %s; last %d plans: %s", call, error, len(self.plans), path)
+
+
+def _state(snapshot: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return snapshot()
+    except Exception as error:  # noqa: BLE001 - a broken invariant may break the snapshot too; the failure itself is reported
+        return {"error": repr(error)}

@@ -1,0 +1,71 @@
+"""The bound of the waiting queue: refuses what it cannot hold, and says when to come again.
+
+Refused requests are given places one after the other, as fast as places were seen to come free: with ten a second leaving the
+queue, the first one refused hears 0.1 s, the tenth 1 s, and they do not all come back at once.
+Deterministic: the clock is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from jdisagg.core.errors import Overloaded
+from jdisagg.sched.states import Status
+from jdisagg.sched.table import SequenceTable
+
+MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
+UNKNOWN_RETRY_S = 1.0  # nothing has left a queue yet
+_WINDOW_S = 30.0  # of time with a queue, over which the rate is taken
+_GRAIN_S = 0.5  # between samples of it
+
+
+class QueueLimit:
+    """Counts who leaves the queue. Time during which nobody waits does not count: it says nothing about the rate."""
+
+    def __init__(self, table: SequenceTable, max_queue_len: int) -> None:
+        self._table = table
+        self._max_queue_len = max_queue_len
+        self._num_queued = 0  # behind the latest plan
+        self._num_added = 0  # since
+        self._observed_s: float | None = None
+        self._samples: deque[tuple[float, int]] = deque([(0.0, 0)])  # (seconds with a queue, left it), both since start
+        self._booked_s = 0.0  # places that come free until then are promised
+
+    def admit(self, now_s: float) -> None:
+        """One more waits from now on. Raises Overloaded with `retry_after_s` when the queue is full."""
+        num_queued = self._count()
+        if num_queued < self._max_queue_len:
+            self._num_added += 1
+            return
+        earliest_s = max(self._booked_s, now_s) + self._seconds_per_place(now_s)
+        retry_after_s = min(max(earliest_s - now_s, MIN_RETRY_S), MAX_RETRY_S)
+        self._booked_s = now_s + retry_after_s
+        raise Overloaded(
+            f"{num_queued} requests are waiting, max_queue_len is {self._max_queue_len}; "
+            f"retry in {retry_after_s:.1f} s or add a worker",
+            retry_after_s=retry_after_s,
+        )
+
+    def observe(self, now_s: float) -> None:
+        """A plan was made."""
+        num_queued = self._count()
+        if self._num_queued and self._observed_s is not None:
+            busy_s, num_left = self._samples[-1]
+            left = max(0, self._num_queued + self._num_added - num_queued)  # preempted ones come back into it
+            sample = (busy_s + max(0.0, now_s - self._observed_s), num_left + left)
+            if len(self._samples) > 1 and sample[0] - self._samples[-2][0] < _GRAIN_S:
+                self._samples[-1] = sample
+            else:
+                self._samples.append(sample)
+            while len(self._samples) > 2 and self._samples[-1][0] - self._samples[1][0] >= _WINDOW_S:
+                self._samples.popleft()
+        self._num_queued, self._num_added, self._observed_s = num_queued, 0, now_s
+
+    def _seconds_per_place(self, now_s: float) -> float:
+        (first_s, first_left), (last_s, last_left) = self._samples[0], self._samples[-1]
+        since_s = 0.0 if self._observed_s is None or not self._num_queued else max(0.0, now_s - self._observed_s)
+        seconds, left = last_s - first_s + since_s, last_left - first_left
+        return seconds / left if left else max(UNKNOWN_RETRY_S, seconds)
+
+    def _count(self) -> int:
+        return sum(len(self._table.queues[status]) for status in (Status.WAITING, Status.PREALLOC, Status.FORKING))

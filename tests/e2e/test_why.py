@@ -1,0 +1,45 @@
+"""What a real server tells of one request: its log line, its metrics, and its replayed life."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Start
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+PHASES = ("queue", "prefill", "transfer", "decode")
+
+
+@pytest.mark.covers("V39")
+def test_a_request_is_told_by_log_metrics_and_replay(start: Start, exact_flags: tuple[str, ...], tmp_path: Path) -> None:
+    schedule = tmp_path / "schedule.jsonl"
+    flags = ("--role", "unified", *exact_flags, "--schedule-log", str(schedule), "--slow-request-s", "0")
+    server = start("told", *flags).wait_ready()
+    body = {"prompt": list(range(30, 70)), "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+    headers = {"Content-Type": "application/json", "traceparent": TRACE}
+    asked = urllib.request.Request(server.http + "/v1/completions", data=json.dumps(body).encode(), headers=headers)
+    with urllib.request.urlopen(asked, timeout=60) as response:
+        answer = json.loads(response.read())
+    name = answer["id"] + "/0"
+    assert f"request {name} (traceparent {TRACE}): length, 8 tokens in" in server.log_since_ready()
+    whole_s = server.metric("jdisagg_request_seconds_sum")
+    assert 0 < whole_s < 60
+    assert sum(server.metric(f"jdisagg_request_{phase}_seconds_sum") for phase in PHASES) == pytest.approx(whole_s)
+    assert server.metric("jdisagg_tick_seconds_total", stage="wait") > 0
+    assert server.state()["requests"] == {}
+    assert server.stop() == 0
+    command = [sys.executable, "-m", "jdisagg.replay", str(schedule), "--why"]
+    told = subprocess.run([*command, name], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert told.startswith(f"request {name}: 40 prompt tokens, at most 8 new; added at ")
+    assert f"trace {TRACE}" in told
+    assert "finished: length, 8 tokens; queue " in told
+    assert "all the same" in told
+    unknown = subprocess.run([*command, answer["id"]], capture_output=True, text=True, timeout=60, check=False)
+    assert unknown.returncode == 2
+    assert name in unknown.stderr

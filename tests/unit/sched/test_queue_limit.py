@@ -1,0 +1,90 @@
+"""A full queue refuses with the time after which a place should be free, as fast as places were seen to come free."""
+
+from __future__ import annotations
+
+import pytest
+
+from jdisagg.core.errors import Overloaded
+from jdisagg.core.requests import Role
+from jdisagg.sched.queue_limit import MAX_RETRY_S, MIN_RETRY_S, UNKNOWN_RETRY_S
+from tests.unit.sched.engine_fake import FakeEngine, request
+
+
+def refused_s(engine: FakeEngine) -> float:
+    with pytest.raises(Overloaded, match="max_queue_len") as caught:
+        engine.add(request("one-too-many", (1, 2), 3))
+    assert f"retry in {caught.value.retry_after_s:.1f} s" in caught.value.message
+    return caught.value.retry_after_s
+
+
+def under_load(seconds_per_request: float, num_requests: int = 12) -> FakeEngine:
+    """One slot, two tokens per request; the queue is full again after every request that left it."""
+    engine = FakeEngine(max_num_seqs=1, max_queue_len=4)
+    added = 0
+    for _ in range(num_requests):
+        while sum(engine.scheduler.counts()[state] for state in ("waiting", "prealloc")) < 4:
+            engine.add(request(f"r{added}", (1, added + 2), 2))
+            added += 1
+        left = engine.scheduler.counts()["waiting"]
+        while engine.scheduler.counts()["waiting"] == left:  # three ticks: two steps, and one to learn of the end
+            engine.tick()
+            engine.now_s += seconds_per_request / 3
+    while engine.scheduler.counts()["waiting"] < 4:
+        engine.add(request(f"r{added}", (1, added + 2), 2))
+        added += 1
+    return engine
+
+
+def test_without_any_experience_it_is_a_second() -> None:
+    engine = FakeEngine(max_queue_len=1)
+    engine.add(request("a", (1,), 1))
+    assert refused_s(engine) == UNKNOWN_RETRY_S
+    engine.run()
+
+
+@pytest.mark.parametrize("seconds_per_request", [0.3, 3.0])
+def test_it_is_the_time_in_which_one_request_leaves_the_queue(seconds_per_request: float) -> None:
+    engine = under_load(seconds_per_request)
+    assert refused_s(engine) == pytest.approx(seconds_per_request, rel=0.2)
+
+
+def test_those_refused_are_spread_over_the_places_to_come() -> None:
+    engine = under_load(0.3)
+    first, *rest = (refused_s(engine) for _ in range(5))
+    assert rest == pytest.approx([first * k for k in (2, 3, 4, 5)])
+    engine.now_s += 100.0  # promises are over
+    assert refused_s(engine) >= first
+
+
+def test_it_is_bounded() -> None:
+    assert refused_s(under_load(0.003)) == MIN_RETRY_S
+    slow = under_load(200.0)
+    assert refused_s(slow) == MAX_RETRY_S
+    stuck = under_load(0.3)
+    stuck.now_s += 1000.0
+    assert refused_s(stuck) == MAX_RETRY_S
+
+
+def test_time_without_a_queue_says_nothing_about_the_rate() -> None:
+    engine = under_load(0.3)
+    usual = refused_s(engine)
+    while not engine.scheduler.is_idle():
+        engine.tick()
+        engine.now_s += 0.1
+    for _ in range(50):  # a quiet hour: one request at a time, never a queue
+        engine.add(request(f"quiet{engine.now_s}", (1, 2), 2))
+        engine.run()
+        engine.now_s += 72.0
+    for index in range(4):
+        engine.add(request(f"burst{index}", (1, 2), 2))
+    assert refused_s(engine) == pytest.approx(usual, rel=0.2)
+    engine.run()
+
+
+def test_equal_histories_give_equal_times_on_every_role() -> None:
+    for role, remote in ((Role.PREFILL, False), (Role.DECODE, True)):
+        engine = FakeEngine(role, max_queue_len=2)
+        for name in ("a", "b"):
+            engine.add(request(name, (1, 2), 3), **({"remote": True, "is_open": False} if remote else {}))
+        assert refused_s(engine) == UNKNOWN_RETRY_S
+    assert [refused_s(under_load(0.7)) for _ in range(2)] == [refused_s(under_load(0.7))] * 2
