@@ -36,7 +36,7 @@ settings.register_profile("ci", max_examples=40, stateful_step_count=30, derando
 settings.register_profile("deep", max_examples=1000, stateful_step_count=100, **_COMMON)
 # Any failure will do: nothing is made smaller or kept.
 _FIRST = {"derandomize": True, "database": None, "report_multiple_bugs": False, "phases": (Phase.explicit, Phase.generate)}
-settings.register_profile("mutation", max_examples=25, stateful_step_count=30, **_FIRST, **_COMMON)
+settings.register_profile("mutation", max_examples=20, stateful_step_count=30, **_FIRST, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 

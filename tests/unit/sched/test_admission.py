@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jdisagg.core.requests import Role
 from jdisagg.sched.admission import MAX_WAITING_WEIGHED
+from jdisagg.sched.states import Status
 from tests.unit.sched.engine_fake import FakeEngine, expected, request
 
 SIZE = 4  # tokens per page
@@ -22,6 +23,9 @@ def room(num_prompt: int, max_tokens: int, reserve: int) -> int:
     return -(-written // SIZE)
 
 
+@example(first=(14, 4, False), second=(10, 4, True), reserve=4, num_pages=8, later=False)  # 17 and 13 tokens: a page too many
+@example(first=(14, 4, True), second=(9, 4, False), reserve=4, num_pages=8, later=True)  # 17 and 12 tokens: just enough
+@example(first=(17, 4, False), second=(12, 1, False), reserve=9, num_pages=8, later=True)  # outputs end before the reserve
 @given(first=SIDES, second=SIDES, reserve=st.integers(0, 9), num_pages=st.integers(8, 16), later=st.booleans())
 def test_the_second_gets_in_exactly_when_the_room_kept_for_both_fits(
     first: tuple[int, int, bool], second: tuple[int, int, bool], reserve: int, num_pages: int, later: bool
@@ -154,3 +158,25 @@ def test_a_choice_leaves_what_was_promised_to_others_and_gets_its_own_promise(
         assert engine.scheduler.stats.preemptions == 0
     engine.run()
     assert engine.seen["r/1"].tokens == expected(prompt, 4)
+
+
+@given(num_pages=st.integers(6, 11), reserve=st.integers(0, 6), lengths=st.lists(st.integers(1, 9), min_size=3, max_size=4))
+def test_kv_on_the_host_comes_back_when_and_only_when_there_is_room_for_it(
+    num_pages: int, reserve: int, lengths: list[int]
+) -> None:
+    engine = FakeEngine(num_pages=num_pages + 1, host_tokens=200, reserved_decode_tokens=reserve, caching=False, delay=0)
+    engine.add(*(request(f"r{i}", (i + 1,) * n, 12) for i, n in enumerate(lengths)))
+    while not engine.scheduler.is_idle():
+        preemptions = engine.scheduler.stats.preemptions
+        plan = engine.step()
+        table = engine.scheduler.table
+        spare = engine.scheduler.num_free_pages - table.outstanding_pages()
+        if plan.restore:
+            assert spare >= 0  # nothing was taken of what others were promised
+        away = [s for s in table.queues[Status.WAITING] if s.host_tokens]
+        if away and table.slots.num_free and engine.scheduler.stats.preemptions == preemptions:
+            num_known = away[0].num_known
+            more = min(away[0].max_len - num_known, reserve)
+            assert -(-(num_known + max(more - 1, 0)) // SIZE) > spare
+        engine.commit_one()
+    assert all(engine.seen[f"r{i}"].tokens == expected((i + 1,) * n, 12) for i, n in enumerate(lengths))

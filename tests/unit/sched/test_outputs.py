@@ -177,7 +177,7 @@ def test_refusals_of_add_say_why_and_what_to_do() -> None:
     assert (live.value.field, live.value.message) == ("request_id", "request id 'a' is live already; use a new one")
     with pytest.raises(Overloaded) as full:
         engine.add(request("b", (1,)))
-    assert full.value.message == "1 requests are waiting, max_queue_len is 1; retry later or add a worker"
+    assert full.value.message == "1 requests are waiting, max_queue_len is 1; retry in 1.0 s or add a worker"
     engine.scheduler.drain()
     with pytest.raises(Unavailable) as draining:
         engine.add(request("c", (1,)))

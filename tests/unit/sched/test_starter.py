@@ -117,7 +117,8 @@ def test_arrived_sequences_start_as_far_as_slots_and_budget_go() -> None:
 def test_without_chunks_a_prompt_waits_for_a_step_that_holds_it_whole() -> None:
     engine = FakeEngine(enable_chunked_prefill=False, max_num_batched_tokens=20, max_model_len=20, delay=0)
     engine.add(request("a", LONG[:12], 3), request("b", LONG[2:11], 3), request("c", (1,), 3))
-    assert [len(c.token_ids) for c in engine.tick().prefill] == [12]  # 9 more do not fit, and nobody passes
+    assert started(engine) == ["a"]  # 9 more tokens do not fit, and nobody passes
+    assert [len(c.token_ids) for c in engine.plans[0].prefill] == [12]
     assert [len(c.token_ids) for c in engine.tick().prefill] == [9, 1]
     engine.run()
     engine.add(request("again", LONG[:13], 3))
@@ -190,3 +191,27 @@ def test_a_choice_waits_for_a_sibling_that_will_have_kv_to_share(max_tokens: int
     engine = FakeEngine(Role.DECODE, caching=False)
     engine.add(*(request(f"r/{i}", LONG[:10], max_tokens, fork_group="r") for i in range(2)), remote=remote)
     assert engine.scheduler.counts()["forking"] == waits
+
+
+def test_without_chunks_a_step_is_filled_to_the_last_token_and_found_pages_count() -> None:
+    engine = FakeEngine(enable_chunked_prefill=False, max_num_batched_tokens=20, max_model_len=20, delay=0)
+    engine.add(request("a", LONG[:12], 1), request("b", (1,) * 8, 1), request("c", (2,), 1))
+    assert started(engine) == ["a", "b"]
+    engine.run()
+    engine.add(request("x", (3,) * 19, 1), request("again", LONG[:13], 1))  # 12 of its tokens are found, one fits
+    assert started(engine) == ["x", "again"]
+    engine.run()
+    assert engine.seen["again"].tokens == expected(LONG[:13], 1)
+
+
+@pytest.mark.parametrize(("length", "starts"), [(10, ["b"]), (11, [])])
+def test_without_chunks_a_prompt_needs_the_reads_of_its_last_token(length: int, starts: list[str]) -> None:
+    engine = FakeEngine(
+        enable_chunked_prefill=False, max_num_batched_tokens=20, max_model_len=20, max_num_kv_read_tokens=15, delay=0
+    )
+    engine.add(request("a", (1, 2, 3, 4), 3))
+    engine.tick()
+    engine.add(request("b", LONG[:length], 1))  # beside a row that reads 5 of 15
+    assert started(engine) == starts
+    engine.run()
+    assert engine.seen["b"].tokens == expected(LONG[:length], 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from unittest.mock import ANY
 
 from jdisagg.core.requests import Role
 from tests.unit.sched.engine_fake import FakeEngine, request
@@ -38,17 +39,17 @@ def test_a_snapshot_tells_where_every_sequence_is_and_what_it_holds() -> None:
             {
                 **{"request_id": "c", "attempt": 0, "status": "waiting", "prompt_tokens": 1, "generated_tokens": 0},
                 **{"computed_tokens": 0, "scheduled_tokens": 0, "in_flight_tokens": 0},
-                **{"pages": 0, "held_tokens": 0, "slot": None, "deadline_s": 1e9},
+                **{"pages": 0, "held_tokens": 0, "slot": None, "deadline_s": 1e9, "waits_for": ANY},  # words: test_why
             },
             {
                 **{"request_id": "a", "attempt": 3, "status": "running", "prompt_tokens": 10, "generated_tokens": 0},
                 **{"computed_tokens": 0, "scheduled_tokens": 11, "in_flight_tokens": 2},
-                **{"pages": 3, "held_tokens": 0, "slot": 0, "deadline_s": 77.0},
+                **{"pages": 3, "held_tokens": 0, "slot": 0, "deadline_s": 77.0, "waits_for": None},
             },
             {
                 **{"request_id": "b", "attempt": 0, "status": "running", "prompt_tokens": 2, "generated_tokens": 0},
                 **{"computed_tokens": 0, "scheduled_tokens": 3, "in_flight_tokens": 2},
-                **{"pages": 1, "held_tokens": 0, "slot": 1, "deadline_s": 1e9},
+                **{"pages": 1, "held_tokens": 0, "slot": 1, "deadline_s": 1e9, "waits_for": None},
             },
         ],
     }
