@@ -167,6 +167,7 @@ def test_kv_on_the_host_comes_back_when_and_only_when_there_is_room_for_it(
     engine = FakeEngine(num_pages=num_pages + 1, host_tokens=200, reserved_decode_tokens=reserve, caching=False, delay=0)
     engine.add(*(request(f"r{i}", (i + 1,) * n, 12) for i, n in enumerate(lengths)))
     while not engine.scheduler.is_idle():
+        assert len(engine.plans) < 400, "it does not end"
         preemptions = engine.scheduler.stats.preemptions
         plan = engine.step()
         table = engine.scheduler.table

@@ -57,7 +57,7 @@ def test_the_check_names_what_does_not_add_up(damage: Callable[[SequenceTable], 
     engine.step()
     engine.add(request("c", (1,)))
     engine.scheduler.check()
-    damage(engine.scheduler._table)
+    damage(engine.scheduler.table)
     with pytest.raises(AssertionError, match=f"^{finding}"):
         engine.scheduler.check()
 
@@ -67,4 +67,4 @@ def test_calls_in_the_wrong_order_are_named() -> None:
     engine.add(request("a", (1, 2)))
     scheduler = engine.scheduler
     with pytest.raises(AssertionError, match=r"^request a: waiting -> ready; allowed: \['finished', 'running'\]"):
-        scheduler._table.move(scheduler._table.live["a"], Status.READY)
+        scheduler.table.move(scheduler.table.live["a"], Status.READY)

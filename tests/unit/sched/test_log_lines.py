@@ -152,6 +152,7 @@ def test_polls_that_change_nothing_are_not_written_and_those_that_do_are(tmp_pat
         arrive(engine, reserved, PROMPT[:4])
     before = len(calls(path))
     while not scheduler.stats.retractions:
+        assert scheduler.table.live, "nobody was retracted"
         engine.tick()
     assert "take_retracted" not in calls(path)[before:]
     (again,) = scheduler.take_retracted()

@@ -203,6 +203,7 @@ def test_prefixes_are_cached_and_retracted_sequences_computed_here_unless_told_o
     scheduler.add(request("a", (1,) * 8, 12), 0.0)
     scheduler.add(request("b", (2,) * 8, 12), 0.0)
     while not scheduler.stats.retractions:
+        assert not scheduler.is_idle(), "nobody was retracted"
         plan = scheduler.schedule(0.0)
         slots = {*plan.decode, *(c.slot for c in plan.prefill)}
         scheduler.commit(StepResult(step_id=plan.step_id, sampled=tuple(Sampled(slot=s, token_ids=(3,)) for s in slots)), 0.0)

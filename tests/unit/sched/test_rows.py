@@ -15,6 +15,7 @@ from jdisagg.sched.scheduler import Scheduler
 from tests.unit.sched.engine_fake import EOS, FakeEngine, expected, request
 
 PROMPT = tuple(range(1, 11))
+MAX_STEPS = 60  # of a handful of short requests
 
 
 def test_an_admission_tells_the_device_all_it_needs() -> None:
@@ -114,6 +115,7 @@ def test_a_step_is_as_full_as_budget_and_threshold_allow(lengths: list[int], bud
     missing = dict(enumerate(lengths))  # prompt tokens to compute
     wanted: dict[int, int] = {}  # tokens to decode
     while not engine.scheduler.is_idle():
+        assert len(engine.plans) < MAX_STEPS
         left = budget - len(wanted)
         takes = {}
         for i, n in missing.items():
@@ -137,6 +139,7 @@ def test_a_step_reads_no_more_than_allowed_and_leaves_nobody_out_for_whom_there_
     prompts = [tuple(100 * i + j for j in range(n)) for i, n in enumerate(lengths)]
     engine.add(*(request(f"r{i}", prompt, 3) for i, prompt in enumerate(prompts)))
     while not engine.scheduler.is_idle():
+        assert len(engine.plans) < MAX_STEPS
         left, num_rows = reads, 0
         for s in engine.scheduler.snapshot()["sequences"]:
             output = s["generated_tokens"] + s["in_flight_tokens"]

@@ -72,6 +72,7 @@ def test_results_of_a_sequence_that_was_preempted_and_then_ended_are_void(leave:
     prompts = {"a": (1, 2, 3, 4), "b": (5, 6, 7, 8), "c": (9, 10, 11, 12)}
     engine.add(*(request(name, prompt, 12) for name, prompt in prompts.items()))
     while not engine.scheduler.stats.preemptions:
+        assert engine.scheduler.table.live, "nobody was preempted"
         engine.commit_one()
         engine.step()
         engine.step()

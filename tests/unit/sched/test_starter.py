@@ -60,6 +60,7 @@ def test_nobody_passes_one_that_has_given_up_its_pages() -> None:
     engine = FakeEngine(num_pages=8, max_num_batched_tokens=64, caching=False, delay=0)
     engine.add(request("a", (1, 2, 3, 4), 12), request("b", (5, 6, 7, 8), 12), request("c", (9, 10, 11, 12), 12))
     while not engine.scheduler.stats.preemptions:
+        assert engine.scheduler.table.live, "nobody was preempted"
         engine.tick()
     engine.add(request("small", (7,), 1))
     engine.run()
@@ -166,6 +167,7 @@ def test_a_copy_on_the_host_ends_with_its_sequence() -> None:
     engine = FakeEngine(num_pages=8, host_tokens=100, caching=False, delay=0)
     engine.add(request("a", (1, 2, 3, 4), 12), request("b", (5, 6, 7, 8), 12), request("c", (9, 10, 11, 12), 12))
     while not engine.device.host:
+        assert engine.scheduler.table.live, "nothing went to the host"
         engine.tick()
     (victim,) = engine.device.host
     assert engine.scheduler.snapshot()["host_tokens"]["used"] == len(engine.device.host[victim])
