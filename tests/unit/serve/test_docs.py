@@ -23,6 +23,8 @@ OTHER_PROGRAMS = {
     "--disagg",
     "--accelerator",
     "--task",
+    "--json",
+    "--nano-vllm",
 }
 
 
