@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 JAX_ENVIRONMENT = {
@@ -34,6 +34,9 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("ci", max_examples=40, stateful_step_count=30, derandomize=True, database=None, **_COMMON)
 settings.register_profile("deep", max_examples=1000, stateful_step_count=100, **_COMMON)
+# Any failure will do: nothing is made smaller or kept.
+_FIRST = {"derandomize": True, "database": None, "report_multiple_bugs": False, "phases": (Phase.explicit, Phase.generate)}
+settings.register_profile("mutation", max_examples=20, stateful_step_count=30, **_FIRST, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 

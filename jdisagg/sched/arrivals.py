@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, Unavailable
-from jdisagg.core.requests import EngineRequest, Output
+from jdisagg.core.requests import EngineRequest, Output, Role
 from jdisagg.sched.admission import Admission
 from jdisagg.sched.committer import Committer
 from jdisagg.sched.intake import Limits, check_request
@@ -43,7 +43,8 @@ class Arrivals:
             return
         self._queue_limit.admit(now_s)
         status = Status.PREALLOC if remote else Status.WAITING
-        if request.fork_group and self._table.groups.can_wait(request, remote=remote):
+        decodes = self._limits.role is not Role.PREFILL  # a choice that forks feeds the prompt's last token in a decode step
+        if request.fork_group and decodes and self._table.groups.can_wait(request, remote=remote):
             status = Status.FORKING
         sequence = Sequence(
             request=request,

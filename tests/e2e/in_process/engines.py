@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline, Turn
 from jdisagg.roles.prefill import PrefillRole
 from jdisagg.roles.side import Side
+from jdisagg.roles.stages import StageClock
 from jdisagg.roles.streams import Streams
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
@@ -87,35 +88,45 @@ class Stream:
         return self.tokens, self.finish, self.stop_token_id, self.logprobs, self.prompt_logprobs
 
 
+class CountedRunner:
+    """A runner that shows every plan to `count` before it goes to the device."""
+
+    def __init__(self, runner: ModelRunner, count: Callable[[Plan], None]) -> None:
+        self._runner = runner
+        self._count = count
+        self.collect = runner.collect
+        self.export_tokens = runner.export_tokens
+        self.import_tokens = runner.import_tokens
+
+    def dispatch(self, plan: Plan) -> Any:
+        """As ModelRunner.dispatch."""
+        self._count(plan)
+        return self._runner.dispatch(plan)
+
+
 class CountingPipeline(StepPipeline):
     """Counts what plans hold. `overlap` False: every step is committed before the next is planned."""
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, *, overlap: bool, margin: float) -> None:
-        super().__init__(scheduler, runner)
-        self._parts = scheduler, runner
+        counted = CountedRunner(runner, self._count)
+        super().__init__(scheduler, counted)
+        self._parts = scheduler, counted
         self._overlap = overlap
         self._margin_pages = margin * scheduler.num_pages
         self.counts: Counter[str] = Counter()
         self.arrivals: dict[str, int] = {}  # by request id
         self._latest = -1
 
-    def dispatch(self, now_s: float) -> tuple[Plan, Any] | None:
-        """As StepPipeline.dispatch."""
-        dispatched = super().dispatch(now_s)
-        if dispatched is not None:
-            self._count(dispatched[0])
-        return dispatched
-
-    def turn(self, now_s: float) -> Turn:
+    def turn(self, now_s: float, stages: StageClock) -> Turn:
         """As StepPipeline.turn, or in lockstep."""
         if self._overlap:
             self.counts["overlapped"] += self.in_flight is not None
-            return super().turn(now_s)
-        dispatched = self.dispatch(now_s)
-        if dispatched is None:
-            return Turn(None, [], 0.0, 0.0)
+            return super().turn(now_s, stages)
         scheduler, runner = self._parts
-        return Turn(dispatched[0], scheduler.commit(runner.collect(dispatched[1]), now_s), 1e-9, 0.0)
+        plan = scheduler.schedule(now_s)
+        if plan.is_empty:
+            return Turn(None, [], 0.0, 0.0)
+        return Turn(plan, scheduler.commit(runner.collect(runner.dispatch(plan)), now_s), 1e-9, 0.0)
 
     def _count(self, plan: Plan) -> None:
         counts, scheduler = self.counts, self._parts[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -80,6 +82,57 @@ def test_misuse_is_an_assertion() -> None:
     ):
         with pytest.raises(AssertionError):
             misuse()
+
+
+def test_the_smallest_pool_has_one_page_to_give() -> None:
+    pool = PageAllocator(2)
+    assert (pool.num_usable, pool.alloc(1), pool.alloc(1)) == (1, (1,), None)
+
+
+def _free_the_same_page_twice(pool: PageAllocator) -> None:
+    pool._free[-1] = pool._free[-2]
+
+
+def _reference_the_null_page(pool: PageAllocator) -> None:
+    pool._refs[0] = 1
+
+
+def _lose_a_page(pool: PageAllocator) -> None:
+    pool._free.pop()
+
+
+def _swap_a_held_page_for_a_free_one(pool: PageAllocator) -> None:
+    pool._free[-1] = 1
+
+
+def _forget_that_an_idle_page_is_indexed(pool: PageAllocator) -> None:
+    pool._indexed[2] = 0
+
+
+def _index_a_free_page(pool: PageAllocator) -> None:
+    pool._indexed[pool._free[0]] = 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "finding"),
+    [
+        (_reference_the_null_page, "the null page is referenced"),
+        (_lose_a_page, r"1 referenced \+ 3 free != 5"),
+        (_free_the_same_page_twice, "a page is free twice"),
+        (_swap_a_held_page_for_a_free_one, "a free page is referenced"),
+        (_forget_that_an_idle_page_is_indexed, "an idle page is not indexed"),
+        (_index_a_free_page, "a free page is indexed"),
+    ],
+)
+def test_the_check_names_what_is_damaged(damage: Callable[[PageAllocator], None], finding: str) -> None:
+    pool = PageAllocator(6)
+    pool.alloc(2)
+    pool.set_indexed(2)
+    pool.free((2,))  # one page held, one idle, three free
+    pool.check()
+    damage(pool)
+    with pytest.raises(AssertionError, match=f"^{finding}"):
+        pool.check()
 
 
 class PoolMachine(RuleBasedStateMachine):

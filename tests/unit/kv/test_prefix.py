@@ -61,3 +61,8 @@ def test_keys_extend_from_any_known_start(tokens: list[int], page_size: int, dat
     assert len(keys) == len(tokens) // page_size == len(set(keys))
     known = keys[: data.draw(st.integers(0, len(keys)))]
     assert index.keys(tokens, known=known) == keys
+
+
+def test_keys_are_128_bits_wide() -> None:
+    index = PrefixIndex(4)
+    assert {len(key) for key in (index.root_key(""), index.root_key("tenant"), *index.keys(TOKENS))} == {16}

@@ -79,3 +79,13 @@ def test_what_cannot_be_shared_is_not_waited_for() -> None:
     scored = request("r/6", PROMPT, 3, fork_group="r", prompt_logprobs=0)
     engine.add(other, salted, resumed, scored, remote=True)
     assert engine.scheduler.counts()["forking"] == 0
+
+
+def test_a_prefill_worker_never_decodes_so_nobody_forks_there() -> None:
+    engine = FakeEngine(Role.PREFILL)
+    engine.add(*choices(3))
+    assert engine.scheduler.counts()["waiting"] == 3
+    for _ in range(6):
+        engine.tick()
+    assert not any(plan.decode for plan in engine.plans)
+    assert all(engine.seen[f"r/{i}"].tokens == expected(PROMPT, 1) for i in range(3))

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Breaks the host's bookkeeping on purpose, one small change at a time, and counts how often the unit tests notice.
+# What is broken and which tests run is in pyproject.toml ([tool.mutmut]). Usage: mutation.sh [pattern of mutant names ...]
+# Without a pattern everything runs, about 15 minutes on one core; JDISAGG_MUTATION_LIMIT_S (3600) bounds it.
+# Prints each survivor's change and the share of mutants noticed per module. MUTMUT=/path/to/mutmut uses that one.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+mutmut=${MUTMUT:-.venv/bin/mutmut}
+[ -x "$mutmut" ] || .venv/bin/python -m pip install --quiet --constraint constraints.txt mutmut
+export HYPOTHESIS_PROFILE=mutation JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE=1
+
+[ $# -gt 0 ] || rm -rf mutants # verdicts are kept between runs and do not notice that tests changed
+status=0
+timeout "${JDISAGG_MUTATION_LIMIT_S:-3600}" nice -n 15 "$mutmut" run --max-children 1 "$@" >mutants.log 2>&1 || status=$?
+[ "$status" = 0 ] || { tr '\r' '\n' <mutants.log | tail -n 40 >&2; echo "mutation.sh: mutmut ended with $status" >&2; }
+
+results() { "$mutmut" results --all true; }
+for name in $(results | awk -F': ' '$2 == "survived" || $2 == "no tests" || $2 == "suspicious" { gsub(/ /, "", $1); print $1 }'); do
+  "$mutmut" show "$name" | grep -E '^(# |[-+] )'
+done
+printf '%-26s %7s %7s %8s %7s\n' module mutants noticed survived percent
+results | awk -F': ' '
+  NF == 2 {
+    gsub(/ /, "", $1); sub(/\.x(_|ǁ).*/, "", $1)
+    noticed = $2 == "killed" || $2 == "timeout"
+    num[$1]++; hit[$1] += noticed; num["total"]++; hit["total"] += noticed
+  }
+  END {
+    for (name in num)
+      printf "%-26s %7d %7d %8d %7.1f\n", name, num[name], hit[name], num[name] - hit[name], 100 * hit[name] / num[name]
+  }' | sort
+exit "$status"

@@ -1,0 +1,183 @@
+"""Who may take memory, counted in pages by hand; and what of it a prefix cache spares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from jdisagg.core.requests import Role
+from jdisagg.sched.admission import MAX_WAITING_WEIGHED
+from jdisagg.sched.states import Status
+from tests.unit.sched.engine_fake import FakeEngine, expected, request
+
+SIZE = 4  # tokens per page
+SIDES = st.tuples(st.integers(1, 20), st.integers(1, 12), st.booleans())  # prompt tokens, output tokens, remote
+
+
+def room(num_prompt: int, max_tokens: int, reserve: int) -> int:
+    """Pages for the prompt and the first `reserve` tokens of the output; the last of those is never written."""
+    written = num_prompt if reserve == 0 else num_prompt + min(max_tokens, reserve) - 1
+    return -(-written // SIZE)
+
+
+@example(first=(14, 4, False), second=(10, 4, True), reserve=4, num_pages=8, later=False)  # 17 and 13 tokens: a page too many
+@example(first=(14, 4, True), second=(9, 4, False), reserve=4, num_pages=8, later=True)  # 17 and 12 tokens: just enough
+@example(first=(17, 4, False), second=(12, 1, False), reserve=9, num_pages=8, later=True)  # outputs end before the reserve
+@given(first=SIDES, second=SIDES, reserve=st.integers(0, 9), num_pages=st.integers(8, 16), later=st.booleans())
+def test_the_second_gets_in_exactly_when_the_room_kept_for_both_fits(
+    first: tuple[int, int, bool], second: tuple[int, int, bool], reserve: int, num_pages: int, later: bool
+) -> None:
+    engine = FakeEngine(
+        Role.DECODE, num_pages=num_pages + 1, caching=False, reserved_decode_tokens=reserve, max_num_batched_tokens=64
+    )
+    for name, (num_prompt, max_tokens, remote) in (("a", first), ("b", second)):
+        engine.add(request(name, (1,) * num_prompt, max_tokens), remote=remote)
+        if later or name == "b":
+            engine.step()
+    waiting = {s["request_id"] for s in engine.scheduler.snapshot()["sequences"] if s["status"] in ("waiting", "prealloc")}
+    kept = [room(*side[:2], reserve) for side in (first, second)]
+    assert waiting == ({"b"} if sum(kept) > num_pages else set())
+
+
+def test_at_least_one_token_is_computed_for_its_logits() -> None:
+    engine = FakeEngine()
+    for num_prompt, cached in ((8, 4), (9, 8), (12, 8), (13, 12)):
+        prompt = tuple(range(100 * num_prompt, 101 * num_prompt))[:num_prompt]
+        engine.add(request("warm", prompt, 1))
+        engine.run()
+        engine.add(request("again", prompt, 3))
+        plan = engine.tick()
+        assert [c.start for c in plan.prefill] == [cached]
+        engine.run()
+        assert engine.seen.pop("again").last.cached_tokens == cached
+        engine.seen.clear()
+    assert engine.scheduler.stats.prefix_hit_tokens == 4 + 8 + 8 + 12
+    assert engine.scheduler.stats.prefix_query_tokens == 2 * (8 + 9 + 12 + 13)
+
+
+def test_prompts_whose_every_position_is_wanted_find_nothing() -> None:
+    engine = FakeEngine()
+    prompt = tuple(range(1, 11))
+    engine.add(request("warm", prompt, 1))
+    engine.run()
+    engine.add(request("a", prompt, 2, prompt_logprobs=0))
+    assert engine.scheduler.held_tokens("a") == 0
+    engine.run()
+    assert engine.seen["a"].last.cached_tokens == 0
+
+
+def warm(num_pages: int, num_cached: int, max_model_len: int | None = None) -> tuple[FakeEngine, tuple[int, ...]]:
+    """A decode worker of `num_pages` pages with `num_cached` idle ones in its index, and the tokens they hold."""
+    engine = FakeEngine(
+        Role.DECODE, num_pages=num_pages + 1, max_model_len=max_model_len or num_pages * SIZE, max_num_batched_tokens=64
+    )
+    prompt = tuple(range(1, num_cached * SIZE + 1))
+    engine.add(request("warm", prompt, 1))
+    engine.run()
+    return engine, prompt
+
+
+@given(num_pages=st.integers(4, 14), data=st.data())
+def test_pins_leave_room_for_each_of_those_who_wait(num_pages: int, data: st.DataObject) -> None:
+    num_cached = data.draw(st.integers(1, num_pages - 1), label="cached pages")
+    engine, cached = warm(num_pages, num_cached)
+    held: dict[str, int] = {}  # pages
+    needed: dict[str, int] = {}
+    for name in ("a", "b", "c"):
+        shared = data.draw(st.integers(0, num_cached), label=f"pages {name} shares")
+        total = data.draw(st.integers(max(shared, 1), num_pages), label=f"pages {name} needs")
+        is_remote = data.draw(st.booleans(), label=f"{name} is remote")
+        own = tuple(1000 * (i + 1) + ord(name) for i in range((total - shared) * SIZE))
+        engine.add(request(name, cached[: shared * SIZE] + own, 0 if total == num_pages else 1), remote=is_remote)
+        pinned = shared if is_remote else 0
+        fits = pinned + sum(held.values()) + max(total - pinned, *(needed[n] - held[n] for n in held), 0) <= num_pages
+        held[name] = pinned if fits else 0
+        needed[name] = total
+        if is_remote:
+            assert engine.scheduler.held_tokens(name) == held[name] * SIZE
+    engine.scheduler.check()
+
+
+@pytest.mark.parametrize(("num_waiting", "num_fetching"), [(MAX_WAITING_WEIGHED - 20, 20), (MAX_WAITING_WEIGHED - 20, 21)])
+def test_behind_a_long_queue_nothing_is_pinned(num_waiting: int, num_fetching: int) -> None:
+    engine, cached = warm(20, 2)
+    for i in range(num_waiting + num_fetching):
+        engine.add(request(f"r{i}", (500 + i,), 1), remote=i >= num_waiting)
+    engine.add(request("a", (*cached, 7), 2), remote=True)
+    is_long = num_waiting + num_fetching > MAX_WAITING_WEIGHED
+    assert engine.scheduler.held_tokens("a") == (0 if is_long else 8)
+
+
+@pytest.mark.parametrize(("max_model_len", "held"), [(72, 8), (73, 0)])
+def test_a_pool_with_room_for_the_longest_beside_the_pin_is_not_weighed(max_model_len: int, held: int) -> None:
+    engine, cached = warm(20, 2, max_model_len)  # 2 pinned and 18 for 72 tokens
+    for i in range(MAX_WAITING_WEIGHED + 1):
+        engine.add(request(f"r{i}", (500 + i,), 1))
+    engine.add(request("a", (*cached, 7), 2), remote=True)
+    assert engine.scheduler.held_tokens("a") == held
+
+
+def test_pins_are_counted_and_bounded_by_what_the_caller_may_hold() -> None:
+    engine, cached = warm(30, 3)
+    before = replace(engine.scheduler.stats)
+    for name, limit, held in (("a", None, 12), ("b", 11, 8), ("c", 3, 0)):
+        engine.scheduler.add(request(name, (*cached, 7), 2), 0.0, remote=True, held_limit=limit)
+        assert engine.scheduler.held_tokens(name) == held
+    stats = engine.scheduler.stats
+    assert stats.prefix_hit_tokens - before.prefix_hit_tokens == 12 + 8
+    assert stats.prefix_query_tokens - before.prefix_query_tokens == 13 + 13
+
+
+@pytest.mark.parametrize(("num_pages", "forks_at_once"), [(3, False), (4, True)])
+def test_a_choice_needs_only_the_pages_it_does_not_share(num_pages: int, forks_at_once: bool) -> None:
+    engine = FakeEngine(num_pages=num_pages + 1, caching=False, max_num_batched_tokens=64, delay=0)
+    prompt = tuple(range(1, 11))  # two full pages are shared, the third is the choice's own
+    engine.add(*(request(f"r/{i}", prompt, 3, fork_group="r") for i in range(2)))
+    engine.tick()
+    assert [a.request_id for a in engine.tick().admit] == (["r/1"] if forks_at_once else [])
+    engine.run()
+    assert engine.seen["r/1"].tokens == expected(prompt, 3)
+
+
+@pytest.mark.parametrize(("reserve", "num_pages", "forks_at_once"), [(4, 5, False), (4, 6, True), (0, 4, True)])
+def test_a_choice_leaves_what_was_promised_to_others_and_gets_its_own_promise(
+    reserve: int, num_pages: int, forks_at_once: bool
+) -> None:
+    """Each needs 13 tokens at its longest, 4 pages; two of them are shared, the leader has taken three."""
+    engine = FakeEngine(
+        num_pages=num_pages + 1, caching=False, max_num_batched_tokens=64, reserved_decode_tokens=reserve, delay=0
+    )
+    prompt = tuple(range(1, 11))
+    engine.add(*(request(f"r/{i}", prompt, 4, fork_group="r") for i in range(2)))
+    engine.tick()
+    assert [a.request_id for a in engine.tick().admit] == (["r/1"] if forks_at_once else [])
+    if reserve:
+        assert engine.scheduler.stats.preemptions == 0
+    engine.run()
+    assert engine.seen["r/1"].tokens == expected(prompt, 4)
+
+
+@given(num_pages=st.integers(6, 11), reserve=st.integers(0, 6), lengths=st.lists(st.integers(1, 9), min_size=3, max_size=4))
+def test_kv_on_the_host_comes_back_when_and_only_when_there_is_room_for_it(
+    num_pages: int, reserve: int, lengths: list[int]
+) -> None:
+    engine = FakeEngine(num_pages=num_pages + 1, host_tokens=200, reserved_decode_tokens=reserve, caching=False, delay=0)
+    engine.add(*(request(f"r{i}", (i + 1,) * n, 12) for i, n in enumerate(lengths)))
+    while not engine.scheduler.is_idle():
+        assert len(engine.plans) < 400, "it does not end"
+        preemptions = engine.scheduler.stats.preemptions
+        plan = engine.step()
+        table = engine.scheduler.table
+        spare = engine.scheduler.num_free_pages - table.outstanding_pages()
+        if plan.restore:
+            assert spare >= 0  # nothing was taken of what others were promised
+        away = [s for s in table.queues[Status.WAITING] if s.host_tokens]
+        if away and table.slots.num_free and engine.scheduler.stats.preemptions == preemptions:
+            num_known = away[0].num_known
+            more = min(away[0].max_len - num_known, reserve)
+            assert -(-(num_known + max(more - 1, 0)) // SIZE) > spare
+        engine.commit_one()
+    assert all(engine.seen[f"r{i}"].tokens == expected((i + 1,) * n, 12) for i, n in enumerate(lengths))

@@ -1,0 +1,54 @@
+"""The ledger of host copies: room, worth, and what the runner is told to forget."""
+
+from __future__ import annotations
+
+import pytest
+
+from jdisagg.sched.host_memory import HostMemory, RetractionCost
+
+
+def test_room_is_given_to_the_last_token_and_comes_back() -> None:
+    host = HostMemory(10, RetractionCost())
+    assert host.keep("a", 6)
+    assert not host.keep("b", 5)
+    assert host.keep("b", 4)
+    assert host.used_tokens == 10
+    host.restored("a")
+    assert host.used_tokens == 4
+    assert host.take_forgotten() == ()  # a plan took it back, nobody has to be told
+    assert host.keep("a", 6)
+
+
+def test_nothing_is_not_kept() -> None:
+    host = HostMemory(10, RetractionCost())
+    assert not host.keep("a", 0)
+    assert host.used_tokens == 0
+
+
+def test_a_dropped_copy_is_told_once_and_an_unknown_one_never() -> None:
+    host = HostMemory(10, RetractionCost())
+    host.keep("a", 1)
+    host.keep("b", 2)
+    assert not host.has_forgotten
+    for _ in range(2):
+        host.drop("b")
+        host.drop("never-kept")
+    host.drop("a")
+    assert host.has_forgotten
+    assert host.take_forgotten() == ("b", "a")
+    assert (host.has_forgotten, host.take_forgotten(), host.used_tokens) == (False, (), 0)
+
+
+def test_two_copies_under_one_name_are_a_bug() -> None:
+    host = HostMemory(10, RetractionCost())
+    host.keep("a", 1)
+    with pytest.raises(AssertionError, match="a has a host copy already"):
+        host.keep("a", 1)
+
+
+def test_a_copy_has_to_be_worth_its_way_out_and_back() -> None:
+    cost = RetractionCost(copy_s_per_token=1.0, recompute_s_per_token=4.0, fixed_copy_s=6.0)
+    assert not cost.prefers_copy(2)
+    assert cost.prefers_copy(3)  # 6 + 2 * 3 = 3 * 4: no slower
+    host = HostMemory(100, cost)
+    assert (host.keep("short", 2), host.keep("long", 4), host.used_tokens) == (False, True, 4)

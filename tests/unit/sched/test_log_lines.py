@@ -1,0 +1,179 @@
+"""The lines of a schedule log: one per call that may change something, whole, on disk at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jdisagg.core.config import SchedulerConfig
+from jdisagg.core.errors import HandoffLost, InvalidRequest
+from jdisagg.core.requests import Output, Role
+from jdisagg.replay import replay
+from jdisagg.sched.intake import Limits
+from jdisagg.sched.log import LoggedScheduler, make_scheduler
+from jdisagg.sched.log_codec import decode, encode
+from jdisagg.sched.plan import StepResult
+from jdisagg.sched.states import Status
+from tests.unit.sched.engine_fake import FakeEngine, expected, request
+from tests.unit.sched.test_decode import PROMPT, arrive, first_of
+
+SIZES: dict[str, Any] = {"max_model_len": 64, "page_size": 4, "num_pages": 20, "eos_token_ids": ()}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """What is on disk."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def calls(path: Path) -> list[str]:
+    """Names of the calls, without the constructor's."""
+    return [line["call"] for line in lines(path)[1:]]
+
+
+def same_when_replayed(path: Path) -> bool:
+    """The log leads to the results it holds."""
+    return replay(path.read_text().splitlines(keepends=True)).difference is None
+
+
+def test_every_call_is_on_disk_before_the_next_with_its_arguments_and_result(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    config = SchedulerConfig(schedule_log=str(path), max_queue_len=7)
+    scheduler = make_scheduler(config, role=Role.DECODE, **SIZES)
+    assert isinstance(scheduler, LoggedScheduler)
+    head = (
+        '{"call":"__init__","args":[{"$":"SchedulerConfig","max_queue_len":7,"schedule_log":'
+        + json.dumps(str(path))
+        + '}],"kwargs":{"role":{"$":"Role","value":"decode"},"max_model_len":64,"page_size":4,"num_pages":20,'
+        + '"eos_token_ids":[]}}\n'
+    )
+    assert path.read_text() == head
+
+    asked = request("ü", (1, 2), 3)
+    scheduler.add(asked, 1.5, remote=True, is_open=False)
+    scheduler.peer_ready("ü", False)
+    scheduler.peer_ready("ü")
+    assert scheduler.compute_locally("ü", 4)
+    plan = scheduler.schedule(2.5)
+    nothing = StepResult(step_id=99, sampled=())
+    scheduler.commit(nothing, 3.5)
+    error = HandoffLost("gone")
+    output = scheduler.fail("ü", error)
+    assert output is not None
+    assert output.error is error
+    scheduler.drain()
+    assert scheduler.reset_prefix_cache() == 0
+    assert not scheduler.compute_locally("unknown")
+    assert not scheduler.cancel("ü")
+    scheduler.release("ü")
+    assert lines(path)[1:] == [
+        {"call": "add", "args": [encode(asked), 1.5], "kwargs": {"remote": True, "is_open": False}, "result": None},
+        {"call": "peer_ready", "args": ["ü", False], "kwargs": {}, "result": None},
+        {"call": "peer_ready", "args": ["ü", True], "kwargs": {}, "result": None},
+        {"call": "compute_locally", "args": ["ü", 4], "kwargs": {}, "result": True},
+        {"call": "schedule", "args": [2.5], "kwargs": {}, "result": encode(plan)},
+        {"call": "commit", "args": [encode(nothing), 3.5], "kwargs": {}, "result": []},
+        {"call": "fail", "args": ["ü", {"$": "HandoffLost", "message": "gone"}], "kwargs": {}, "result": encode(output)},
+        {"call": "drain", "args": [], "kwargs": {}, "result": None},
+        {"call": "reset_prefix_cache", "args": [], "kwargs": {}, "result": 0},
+        {"call": "compute_locally", "args": ["unknown", 0], "kwargs": {}, "result": False},
+        {"call": "cancel", "args": ["ü"], "kwargs": {}, "result": False},
+        {"call": "release", "args": ["ü"], "kwargs": {}, "result": None},
+    ]
+    assert same_when_replayed(path)
+
+    scheduler.close_log()
+    scheduler.close_log()
+    size = path.stat().st_size
+    scheduler.cancel("ü")
+    assert path.stat().st_size == size
+
+
+def test_a_refusal_is_written_with_the_name_of_its_error(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    asked = request("a", ())
+    scheduler = make_scheduler(SchedulerConfig(schedule_log=str(path)), role=Role.UNIFIED, **SIZES)
+    assert isinstance(scheduler, LoggedScheduler)
+    with pytest.raises(InvalidRequest):
+        scheduler.add(asked, 0.5)
+    scheduler.close_log()
+    assert lines(path)[1] == {"call": "add", "args": [encode(asked), 0.5], "kwargs": {}, "raised": "InvalidRequest"}
+    assert same_when_replayed(path)
+
+
+def test_a_remote_life_is_written_with_the_times_it_was_told(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    engine = FakeEngine(Role.DECODE, schedule_log=str(path))
+    engine.now_s = 4.25
+    engine.add(request("a", PROMPT, 3), remote=True)
+    engine.step()
+    (reserved,) = engine.scheduler.take_reserved()
+    arrive(engine, reserved, PROMPT)
+    engine.run()
+    engine.scheduler.close_log()
+    assert engine.seen["a"].tokens == expected(PROMPT, 3)
+    written = lines(path)
+    first = next(line for line in written if line["call"] == "remote_first_token")
+    assert first["args"] == ["a", encode(first_of(PROMPT, "a")), 4.25]
+    assert next(line for line in written if line["call"] == "kv_arrived")["args"] == ["a", 4.25]
+    assert next(line for line in written if line["call"] == "take_reserved")["result"] == [encode(reserved)]
+    assert all(line["args"][-1] == 4.25 for line in written if line["call"] in ("add", "schedule", "commit"))
+    assert same_when_replayed(path)
+
+
+def test_polls_that_change_nothing_are_not_written_and_those_that_do_are(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    engine = FakeEngine(Role.DECODE, schedule_log=str(path), local_prefill=False, num_pages=8)
+    scheduler = engine.scheduler
+
+    def poll() -> None:
+        engine.collect(scheduler.expire(engine.now_s))
+        engine.step()
+        scheduler.take_reserved()
+        scheduler.take_retracted()
+
+    for _ in range(3):
+        poll()
+    assert calls(path) == []
+    engine.add(request("over", (1, 2), 1, generated=(3,)))  # complete when it came: expire has its end to tell
+    engine.collect(scheduler.expire(0.0))
+    assert calls(path) == ["add", "expire"]
+    engine.add(request("late", (1, 2), 3, deadline_s=5.0), remote=True, is_open=False)
+    poll()  # nothing is due and nothing reserved, but an empty plan might have reserved pages
+    assert calls(path)[2:] == ["add", "schedule"]
+    engine.now_s = 5.0
+    engine.collect(scheduler.expire(5.0))
+    assert calls(path)[4:] == ["expire"]
+    engine.add(*(request(f"r{i}", PROMPT[:4], 12) for i in range(3)), remote=True)
+    engine.step()
+    for reserved in scheduler.take_reserved():
+        arrive(engine, reserved, PROMPT[:4])
+    before = len(calls(path))
+    while not scheduler.stats.retractions:
+        assert scheduler.table.live, "nobody was retracted"
+        engine.tick()
+    assert "take_retracted" not in calls(path)[before:]
+    (again,) = scheduler.take_retracted()
+    assert lines(path)[-1] == {"call": "take_retracted", "args": [], "kwargs": {}, "result": [encode(again)]}
+    scheduler.close_log()
+    assert same_when_replayed(path)
+
+
+def test_without_a_file_nothing_is_encoded() -> None:
+    scheduler = make_scheduler(SchedulerConfig(), role=Role.UNIFIED, **SIZES)
+    assert not scheduler.cancel(object())  # type: ignore[arg-type] # no log line could hold it
+
+
+@pytest.mark.parametrize("value", [Status.WAITING, Limits(role=Role.UNIFIED, max_model_len=1, page_size=1, num_usable_pages=1)])
+def test_what_no_call_uses_is_refused_by_name(value: object) -> None:
+    with pytest.raises(TypeError, match=f"^a schedule log cannot hold {type(value).__name__}$"):
+        encode([value])
+    with pytest.raises(KeyError, match=f"unknown type '{type(value).__name__}' in a schedule log"):
+        decode({"$": type(value).__name__})
+
+
+def test_fields_at_their_default_are_left_out() -> None:
+    assert "step_s" not in encode(StepResult(step_id=1, sampled=(), step_s=float("0")))  # equal is enough
+    assert encode(Output(request_id="a", cached_tokens=2)) == {"$": "Output", "request_id": "a", "cached_tokens": 2}

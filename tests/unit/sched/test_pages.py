@@ -1,0 +1,187 @@
+"""The page book: what is taken, shared, published and forgotten, and that its check sees damage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdisagg.kv.events import Stored
+from jdisagg.sched.pages import PageBook
+from jdisagg.sched.sequence import Holding, Sequence
+from jdisagg.sched.states import Status
+from tests.unit.sched.engine_fake import request
+
+PROMPT = tuple(range(1, 14))  # three full pages of 4 and one token
+
+
+def book(*, num_pages: int = 17, caching: bool = True) -> PageBook:
+    """Pages of 4 tokens."""
+    return PageBook(num_pages=num_pages, page_size=4, enable_prefix_caching=caching)
+
+
+def computed(pages: PageBook, num_computed: int, prompt: tuple[int, ...] = PROMPT, salt: str = "") -> Sequence:
+    """A sequence with pages for its prompt, the first tokens of it computed and offered to the index."""
+    asked = request("a", prompt, salt=salt)
+    sequence = Sequence(request=asked, order=(0, 0), status=Status.RUNNING, generated=[], target=len(prompt))
+    sequence.num_computed = num_computed
+    assert pages.grow(sequence.holding, pages.pages_for(len(prompt))) is not None
+    pages.publish(sequence)
+    return sequence
+
+
+@given(num_tokens=st.integers(0, 99))
+def test_pages_hold_all_tokens_and_none_is_empty(num_tokens: int) -> None:
+    num_pages = book().pages_for(num_tokens)
+    assert num_pages * 4 >= num_tokens > (num_pages - 1) * 4
+
+
+def test_growing_to_what_is_there_takes_nothing() -> None:
+    pages = book(num_pages=4)
+    holding = Holding()
+    assert pages.grow(holding, 2) == (1, 2)
+    assert pages.grow(holding, 2) == ()
+    assert pages.grow(holding, 0) == ()
+    assert pages.grow(holding, 4) is None
+    assert (holding.pages, pages.num_free) == ([1, 2], 1)
+
+
+def test_only_full_pages_whose_tokens_are_computed_and_known_are_found() -> None:
+    pages = book()
+    one = computed(pages, 11)
+    assert pages.find(one, 13) == tuple(one.holding.pages[:2])
+    one.num_computed = 99  # steps may run past a sequence's end: junk
+    pages.publish(one)
+    assert pages.find(one, 13) == tuple(one.holding.pages[:3])
+    assert pages.find(one, 11) == tuple(one.holding.pages[:2])
+    assert pages.find(one, 3) == ()
+    pages.check([one.holding])
+
+
+def test_without_caching_nothing_is_found_and_nothing_forgotten() -> None:
+    pages = book(caching=False)
+    one = computed(pages, 13)
+    assert pages.find(one, 13) == ()
+    assert pages.reset_index() == 0
+    assert one.holding.keys == []
+    pages.drop(one.holding)
+    assert pages.num_free == pages.num_usable
+
+
+def test_what_was_forgotten_is_not_offered_again() -> None:
+    pages = book()
+    one = computed(pages, 8)
+    assert pages.reset_index() == 2
+    one.num_computed = 12
+    pages.publish(one)
+    assert pages.reset_index() == 1  # the page written since; nobody can find it without the two before it
+    assert pages.find(one, 12) == ()
+    pages.check([one.holding])
+
+
+def test_a_found_page_costs_a_free_one_only_while_nobody_holds_it() -> None:
+    pages = book()
+    one = computed(pages, 12)
+    hits = pages.find(one, 12)
+    assert pages.cost(hits, 5) == 2
+    pages.drop(one.holding)
+    assert pages.cost(hits, 5) == 5
+    before = pages.num_free
+    other = Holding()
+    pages.pin(other, hits)
+    pages.grow(other, 5)
+    assert before - pages.num_free == 5
+    assert other.num_indexed == 3
+
+
+def test_sharing_takes_references_and_keys_of_the_leading_pages() -> None:
+    pages = book()
+    one = computed(pages, 12)
+    child = Holding()
+    pages.share(child, one.holding, 2)
+    assert (child.pages, child.keys) == (one.holding.pages[:2], one.holding.keys[:2])
+    pages.check([one.holding, child])
+    pages.drop(one.holding)
+    assert pages.num_free == pages.num_usable - 2
+    pages.drop(child)
+    pages.check([])
+
+
+def test_pages_are_pinned_only_at_the_start_of_a_sequence() -> None:
+    pages = book()
+    one = computed(pages, 12)
+    with pytest.raises(AssertionError, match=r"^pin into a holding that has pages"):
+        pages.pin(one.holding, tuple(one.holding.pages))
+
+
+def test_dropping_forgets_the_promise_and_keeps_the_keys() -> None:
+    pages = book()
+    one = computed(pages, 12)
+    one.holding.promised_pages, one.holding.held_tokens = 7, 8
+    keys = list(one.holding.keys)
+    pages.drop(one.holding)
+    assert one.holding.pages == []
+    assert (one.holding.num_indexed, one.holding.promised_pages, one.holding.held_tokens) == (0, 0, 0)
+    assert one.holding.keys == keys
+
+
+def test_one_event_is_written_for_each_run_of_pages_that_nobody_had_indexed() -> None:
+    pages = book()
+    journal = pages.journal()
+    short = computed(pages, 4, PROMPT[:5])
+    longer = computed(pages, 8, PROMPT[:9])  # its own first page is a copy of one that is indexed
+    pages.drop(short.holding)
+    taken = Holding()
+    assert pages.grow(taken, pages.num_free) is not None  # evicts the first page, while the second is held
+    pages.drop(taken)
+    journal.take()
+    whole = computed(pages, 12)
+    first, second, third = whole.holding.keys
+    assert longer.holding.keys == [first, second]
+    stored = [event for event in journal.take() if isinstance(event, Stored)]
+    assert [(event.keys, event.parent, event.token_ids) for event in stored] == [
+        ((first,), None, PROMPT[:4]),
+        ((third,), second, PROMPT[8:12]),
+    ]
+
+
+def test_a_journal_has_one_reader_from_the_first_page_on() -> None:
+    pages = book()
+    pages.journal()
+    with pytest.raises(AssertionError, match=r"^the changes of the prefix index have a reader already"):
+        pages.journal()
+    late = book()
+    computed(late, 4)
+    with pytest.raises(AssertionError, match=r"^pages were indexed before anybody recorded it"):
+        late.journal()
+
+
+def _hold_twice(one: Holding, two: Holding) -> None:
+    one.pages[0] = one.pages[1]
+
+
+def _hold_anothers(one: Holding, two: Holding) -> None:
+    one.pages.append(two.pages[0])
+
+
+def _lose_one(one: Holding, two: Holding) -> None:
+    one.pages.pop()
+
+
+@pytest.mark.parametrize(
+    ("damage", "finding"),
+    [
+        (_hold_twice, "a sequence holds one page twice"),
+        (_hold_anothers, "page 5: 1 references, 2 holders"),
+        (_lose_one, "8 pages used, 7 held by sequences"),
+    ],
+)
+def test_the_check_says_which_page_is_wrong(damage: Callable[[Holding, Holding], None], finding: str) -> None:
+    pages = book()
+    one, two = computed(pages, 0), computed(pages, 0)
+    pages.check([one.holding, two.holding])
+    damage(one.holding, two.holding)
+    with pytest.raises(AssertionError, match=f"^{finding}"):
+        pages.check([one.holding, two.holding])

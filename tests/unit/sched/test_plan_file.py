@@ -1,0 +1,63 @@
+"""What the file of the last plans and the log line about it say, to the letter: somebody reads them after a crash."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jdisagg.sched.flight_recorder import FlightRecorder
+from jdisagg.sched.log_codec import encode
+from jdisagg.sched.plan import Plan
+
+
+def fail(recorder: FlightRecorder, state: dict[str, Any] | Exception) -> None:
+    """An invariant breaks inside the call "commit"; the state of the moment is `state`, or raises it."""
+
+    def snapshot() -> dict[str, Any]:
+        if isinstance(state, Exception):
+            raise state
+        return state
+
+    with pytest.raises(AssertionError, match="a slot is lost"), recorder.writing_on_failure("commit", snapshot):
+        raise AssertionError("a slot is lost")
+
+
+def test_each_line_is_compact_and_the_first_has_the_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = FlightRecorder(tmp_path, "decode")
+    recorder.add(1.5, Plan(step_id=4, decode=(2,)))
+    recorder.add(2.5, Plan(step_id=5))  # empty: not kept, but the latest
+    with caplog.at_level(logging.CRITICAL):
+        fail(recorder, {"pages": 3})
+    path = tmp_path / f"jdisagg-plans-decode-{os.getpid()}.jsonl"
+    plan = json.dumps(encode(Plan(step_id=4, decode=(2,))), separators=(",", ":"))
+    assert path.read_text() == (
+        '{"failed":"commit","error":"AssertionError: a slot is lost","state":{"pages":3}}\n'
+        + f'{{"now_s":1.5,"plan":{plan}}}\n'
+    )
+    assert caplog.messages == [f"invariant of the scheduler failed in commit: a slot is lost; last 1 plans: {path}"]
+    assert recorder.latest == Plan(step_id=5)
+
+
+def test_a_state_that_cannot_be_told_is_told_so(tmp_path: Path) -> None:
+    fail(FlightRecorder(tmp_path, "prefill"), ValueError("broken too"))
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["state"] == {"error": "ValueError('broken too')"}
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fail(FlightRecorder(tmp_path / "gone", "prefill"), {})
+    (message,) = caplog.messages
+    assert message.startswith(
+        "invariant of the scheduler failed in commit: a slot is lost; its plans are lost: [Errno 2] No such file or directory:"
+    )
+
+
+def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fail(FlightRecorder(None, "prefill"), {})
+    assert list(tmp_path.iterdir()) == []
