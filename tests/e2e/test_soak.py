@@ -55,6 +55,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, catalogue
     return got
 
 
+@pytest.mark.covers("D24", "H10")
 def test_a_full_unified_server_starves_nobody_and_leaks_nothing(
     start: Start, tiny_model: Path, tmp_path: Path, catalogue: list[Asked], wanted: list[Got]
 ) -> None:
@@ -66,6 +67,7 @@ def test_a_full_unified_server_starves_nobody_and_leaks_nothing(
     assert_bounds([report(log)])
 
 
+@pytest.mark.covers("D24", "V23")
 def test_a_full_pair_starves_nobody_and_leaks_nothing(
     start: Start, tiny_model: Path, tmp_path: Path, catalogue: list[Asked], wanted: list[Got]
 ) -> None:
