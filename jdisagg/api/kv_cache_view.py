@@ -23,7 +23,10 @@ from jdisagg.v1 import kv_events_pb2, kv_events_pb2_grpc
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.25
-_HOPELESS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
+_HOPELESS = (
+    *(grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT),
+    *(grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED),
+)
 
 
 class SequenceGap(ValueError):

@@ -44,6 +44,8 @@ class TickObserver:
         if turn.plan is not None:
             metrics.host_overhead_seconds.observe(turn.host_s)
             metrics.step_seconds.labels(phase=_phase(turn.plan)).observe(turn.host_s + turn.waited_s)
+            if turn.plan.decode:
+                metrics.dispatched_decode_steps.inc(turn.plan.num_steps)
             self._count()
         if self._kv_feed is not None:
             self._kv_feed.publish()
@@ -57,6 +59,10 @@ class TickObserver:
         now, seen, metrics = self._scheduler.stats, self._seen, self._metrics
         metrics.prefill_tokens.labels(role=self._role).inc(now.prefill_tokens - seen.prefill_tokens)
         metrics.prefix_cache_hit_tokens.inc(now.prefix_hit_tokens - seen.prefix_hit_tokens)
+        metrics.prefix_cache_query_tokens.inc(now.prefix_query_tokens - seen.prefix_query_tokens)
+        metrics.forks.inc(now.forks - seen.forks)
+        metrics.host_kv_tokens.labels(direction="out").inc(now.offloaded_tokens - seen.offloaded_tokens)
+        metrics.host_kv_tokens.labels(direction="in").inc(now.restored_tokens - seen.restored_tokens)
         metrics.preemptions.inc(now.preemptions - seen.preemptions)
         metrics.retractions.inc(now.retractions - seen.retractions)
         self._seen = replace(now)

@@ -41,11 +41,12 @@ class Arrivals:
         check_request(request, self._limits)
         if self._end_if_complete(request):
             return
-        self._queue_limit.admit(now_s)
         status = Status.PREALLOC if remote else Status.WAITING
         decodes = self._limits.role is not Role.PREFILL  # a choice that forks feeds the prompt's last token in a decode step
         if request.fork_group and decodes and self._table.groups.can_wait(request, remote=remote):
             status = Status.FORKING
+        else:
+            self._queue_limit.admit(now_s)  # a choice that waits for its sibling takes no place of its own
         sequence = Sequence(
             request=request,
             order=(self._rank(request, now_s), self._num_added),

@@ -34,7 +34,7 @@ class Planner:
         """Plan one step. Order is (rank, arrival) throughout, so equal histories give equal drafts."""
         self._table.preempted.clear()
         reads = self._config.max_num_kv_read_tokens or float("inf")
-        draft = Draft(self._config.max_num_batched_tokens, reads)
+        draft = Draft(self._config.max_num_batched_tokens, reads, num_steps=self._num_steps(reads))
         donors = self._starter.donors() if self._table.queues[Status.FORKING] else {}
         if self._limits.role is Role.PREFILL:
             self._rows.plan_chunks(draft)
@@ -42,7 +42,6 @@ class Planner:
             self._rows.plan_chunks(draft)
             self._rows.plan_decodes(draft)
         else:
-            draft.num_steps = self._num_steps(reads)
             self._rows.plan_decodes(draft)
             self._rows.plan_chunks(draft)
         self._starter.start(draft, donors)
@@ -52,7 +51,7 @@ class Planner:
     def _num_steps(self, reads: float) -> int:
         """Decode steps of this dispatch: one unless nothing but decoding goes on and pages for all of them are free."""
         wanted = self._config.num_scheduler_steps
-        if wanted == 1 or any(self._table.queues[status] for status in HOST_IS_NEEDED):
+        if wanted == 1 or self._limits.role is Role.PREFILL or any(self._table.queues[status] for status in HOST_IS_NEEDED):
             return 1
         running = list(self._table.queues[Status.RUNNING])
         if not all(s.is_decoding for s in running):

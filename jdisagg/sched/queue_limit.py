@@ -68,4 +68,4 @@ class QueueLimit:
         return seconds / left if left else max(UNKNOWN_RETRY_S, seconds)
 
     def _count(self) -> int:
-        return sum(len(self._table.queues[status]) for status in (Status.WAITING, Status.PREALLOC, Status.FORKING))
+        return sum(len(self._table.queues[status]) for status in (Status.WAITING, Status.PREALLOC))

@@ -220,10 +220,10 @@ def test_keys_of_other_roles_in_a_shared_file_are_remarked_once_and_defaults_nev
 ) -> None:
     path = write('[transfer]\nprefill = ["h:1"]\n[local]\nnum_prefill = 3\nnum_decode = 1\n[cache]\npage_size = 32\n')
     for role, wanted in (
-        ("prefill", ["[transfer] prefill, [local] num_prefill: nothing to --role prefill, ignored"]),
-        ("decode", ["[local] num_prefill: nothing to --role decode, ignored"]),
-        ("router", ["[transfer] prefill, [local] num_prefill: nothing to --role router, ignored"]),
-        ("local", ["[transfer] prefill: nothing to --role local, ignored"]),
+        ("prefill", ["[transfer] prefill, [local] num_prefill: means nothing to --role prefill, ignored"]),
+        ("decode", ["[local] num_prefill: means nothing to --role decode, ignored"]),
+        ("router", ["[transfer] prefill, [local] num_prefill: means nothing to --role router, ignored"]),
+        ("local", ["[transfer] prefill: means nothing to --role local, ignored"]),
     ):
         caplog.clear()
         assert load("--config", path, "--role", role).cache.page_size == 32
@@ -234,7 +234,7 @@ def test_engine_settings_on_a_routers_command_line_are_remarked(caplog: pytest.L
     load("--role", "router", "--model", "demo", "--port", "1", "--heartbeat-s", "0.5", "--step-timeout-s", "9")
     assert not caplog.records
     load("--role", "router", "--page-size", "32", "--dtype", "float32")
-    assert [record.message for record in caplog.records] == ["--page-size, --dtype: nothing to --role router, ignored"]
+    assert [record.message for record in caplog.records] == ["--page-size, --dtype: means nothing to --role router, ignored"]
 
 
 def test_children_get_only_flags_that_mean_something_to_them() -> None:

@@ -89,3 +89,10 @@ def test_a_prefill_worker_never_decodes_so_nobody_forks_there() -> None:
         engine.tick()
     assert not any(plan.decode for plan in engine.plans)
     assert all(engine.seen[f"r/{i}"].tokens == expected(PROMPT, 1) for i in range(3))
+
+
+def test_choices_that_wait_for_their_sibling_take_no_place_in_the_queue() -> None:
+    engine = FakeEngine(num_pages=100, max_queue_len=1, max_num_seqs=2)
+    engine.add(*choices(8))
+    engine.run()
+    assert all(engine.seen[f"r/{i}"].tokens == expected(PROMPT, 6) for i in range(8))

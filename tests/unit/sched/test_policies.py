@@ -82,6 +82,7 @@ def test_below_the_margin_only_the_first_prompt_goes_on_and_nobody_starves(
 ) -> None:
     engine = MarginWatched(num_pages=num_pages, max_model_len=36, safety_margin=margin, scheduling_policy=policy)
     engine.play(load)
+    assert {f"r{i}" for i in range(len(load))} >= engine.seen.keys() > set()
 
 
 @pytest.mark.covers("H03")
@@ -157,6 +158,7 @@ def test_without_chunks_a_prompt_waits_until_a_step_holds_it_whole(
         caching=caching,
     )
     engine.play(load)
+    assert {f"r{i}" for i in range(len(load))} >= engine.seen.keys() > set()
 
 
 class BypassWatched(Watched):
