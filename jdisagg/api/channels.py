@@ -1,4 +1,4 @@
-"""The only place that creates gRPC channels and servers: credentials, message limits, keepalive, addresses.
+"""The only place that creates gRPC channels and servers: credentials, API key, message limits, keepalive, addresses.
 
 Every channel has its own connection (no shared sub-channel pool), so closing one and opening another really reconnects at
 once instead of inheriting the old one's back-off. Ports are never shared: a second bind of one port is an error.
@@ -7,11 +7,13 @@ once instead of inheriting the old one's back-off. Ports are never shared: a sec
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import cast
 
 import grpc
 import grpc.aio
 
+from jdisagg.api.api_key import KeyedChannel, KeyGuard
 from jdisagg.core.errors import ConfigError
 
 MAX_MESSAGE_BYTES = 256 * 2**20
@@ -43,10 +45,11 @@ _SERVER_OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """How a process proves who it is. None = plain text (a private network)."""
+    """How a process proves who it is. None = plain text (a private network), nothing asked for, nothing sent."""
 
     channel: grpc.ChannelCredentials | None = None
     server: grpc.ServerCredentials | None = None
+    api_key: str | None = field(default=None, repr=False)  # servers ask for it, channels send it
 
 
 INSECURE = Credentials()
@@ -55,20 +58,25 @@ INSECURE = Credentials()
 def open_channel(address: str, credentials: Credentials = INSECURE) -> grpc.aio.Channel:
     """An asyncio channel to HOST:PORT; connects on first use. The caller closes it."""
     if credentials.channel is None:
-        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(address, credentials.channel, options=_CHANNEL_OPTIONS)
+        channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    else:
+        channel = grpc.aio.secure_channel(address, credentials.channel, options=_CHANNEL_OPTIONS)
+    return cast(grpc.aio.Channel, KeyedChannel(channel, credentials.api_key)) if credentials.api_key else channel
 
 
 def open_blocking_channel(address: str, credentials: Credentials = INSECURE) -> grpc.Channel:
     """A channel for a plain thread. The caller closes it."""
     if credentials.channel is None:
-        return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    return grpc.secure_channel(address, credentials.channel, options=_CHANNEL_OPTIONS)
+        channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    else:
+        channel = grpc.secure_channel(address, credentials.channel, options=_CHANNEL_OPTIONS)
+    return cast(grpc.Channel, KeyedChannel(channel, credentials.api_key)) if credentials.api_key else channel
 
 
-def make_server() -> grpc.aio.Server:
-    """An asyncio server without services or ports; `bind` it, then `await server.start()`."""
-    return grpc.aio.server(options=_SERVER_OPTIONS)
+def make_server(credentials: Credentials = INSECURE) -> grpc.aio.Server:
+    """An asyncio server without services or ports; `bind` it, then `await server.start()`. Asks for the API key, if any."""
+    guards = [KeyGuard(credentials.api_key)] if credentials.api_key else []
+    return grpc.aio.server(interceptors=guards, options=_SERVER_OPTIONS)
 
 
 def bind(server: grpc.aio.Server, host: str = "127.0.0.1", port: int = 0, credentials: Credentials = INSECURE) -> str:

@@ -38,11 +38,26 @@ class FleetClient:
         self._state = state
         self._credentials = credentials
         self._registered: dict[str, bool] = dict.fromkeys(routers, False)
+        self._leaving: set[str] = set()  # routers that said goodbye: their end is no outage
+        self._refused: set[str] = set()  # routers that did not take our API key: said once
         self._tasks = [asyncio.create_task(self._keep(router)) for router in routers]
 
     def registered(self) -> dict[str, bool]:
         """Routers, and whether each knows us as far as we know."""
         return dict(self._registered)
+
+    async def announce(self) -> None:
+        """Heartbeat at once: routers learn that we drain before we refuse their next request. Takes RPC_TIMEOUT_S at most."""
+        await asyncio.gather(*(self._announce(router) for router, known in self._registered.items() if known))
+
+    async def _announce(self, router: str) -> None:
+        channel = open_channel(router, self._credentials)
+        try:
+            await self._heartbeat(router, fleet_pb2_grpc.FleetServiceStub(channel))
+        except grpc.aio.AioRpcError as error:
+            log.info("router %s could not be told that this worker drains (%s)", router, error.code().name)
+        finally:
+            await channel.close()
 
     async def close(self) -> None:
         """Stop; routers evict us after missed heartbeats."""
@@ -56,8 +71,12 @@ class FleetClient:
                 await self._serve(router, fleet_pb2_grpc.FleetServiceStub(channel))
             except grpc.aio.AioRpcError as error:
                 _, draining = self._state()
-                if self._registered[router] and not draining:
-                    log.warning("router %s is gone (%s); trying again until it is back", router, error.code().name)
+                if error.code() is grpc.StatusCode.UNAUTHENTICATED and router not in self._refused:
+                    self._refused.add(router)
+                    log.error("router %s refuses this worker: %s", router, error.details())
+                elif self._registered[router] and not draining:
+                    level = logging.INFO if router in self._leaving else logging.WARNING
+                    log.log(level, "router %s is gone (%s); trying again until it is back", router, error.code().name)
                 self._registered[router] = False
             finally:
                 await channel.close()
@@ -71,20 +90,23 @@ class FleetClient:
             request = fleet_pb2.RegisterRequest(member=encode_member(member))
             answer: fleet_pb2.RegisterResponse = await stub.Register(request, timeout=RPC_TIMEOUT_S)
             self._registered[router] = True
+            self._leaving.discard(router)
             log.info("registered with router %s", router)
             interval_s = max(answer.heartbeat_ms, 10) / 1000
-            while await self._heartbeat(stub):
+            while await self._heartbeat(router, stub):
                 await asyncio.sleep(interval_s)
 
-    async def _heartbeat(self, stub: fleet_pb2_grpc.FleetServiceStub) -> bool:
+    async def _heartbeat(self, router: str, stub: fleet_pb2_grpc.FleetServiceStub) -> bool:
         load, draining = self._state()
         request = fleet_pb2.HeartbeatRequest(
             address=self._member.address, epoch=self._member.epoch, load=encode_load(load), draining=draining
         )
         try:
-            await stub.Heartbeat(request, timeout=RPC_TIMEOUT_S)
+            answer: fleet_pb2.HeartbeatResponse = await stub.Heartbeat(request, timeout=RPC_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return False
             raise
+        if answer.leaving:
+            self._leaving.add(router)
         return True

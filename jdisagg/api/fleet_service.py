@@ -1,7 +1,12 @@
-"""FleetService of a router: workers register and send heartbeats. What that means is the registry's business."""
+"""FleetService of a router: workers register and send heartbeats. What that means is the registry's business.
+
+A router that ends says so in its last answers to heartbeats, so that its workers do not take it for an outage.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from time import monotonic
 from typing import Protocol
 
 import grpc
@@ -37,6 +42,18 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     def __init__(self, registry: Registry, config: TransferConfig) -> None:
         self._registry = registry
         self._config = config
+        self._leaving = False
+        self._told: set[str] = set()  # addresses whose heartbeat was answered since `leave`
+
+    def leave(self) -> None:
+        """From now on tell every worker that this router is about to end."""
+        self._leaving = True
+
+    async def everybody_told(self) -> None:
+        """After `leave`: wait until each worker has been told, at most two heartbeats (a dead one never will be)."""
+        deadline_s = monotonic() + 2 * self._config.heartbeat_s
+        while {member.address for member in self._registry.members()} - self._told and monotonic() < deadline_s:
+            await asyncio.sleep(0.01)
 
     async def Register(
         self, request: fleet_pb2.RegisterRequest, context: grpc.aio.ServicerContext
@@ -56,7 +73,9 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         """A worker is still there; NOT_FOUND asks it to register."""
         if not self._registry.heartbeat(request.address, request.epoch, decode_load(request.load), request.draining):
             await context.abort(grpc.StatusCode.NOT_FOUND, f"{request.address} is not registered here; register again")
-        return fleet_pb2.HeartbeatResponse()
+        if self._leaving:
+            self._told.add(request.address)
+        return fleet_pb2.HeartbeatResponse(leaving=self._leaving)
 
     async def List(self, request: fleet_pb2.ListRequest, context: grpc.aio.ServicerContext) -> fleet_pb2.ListResponse:
         """The fleet."""

@@ -47,9 +47,9 @@ class LocalEngine:
         """Run it; `sink` is called from the engine thread, once per tick."""
         self._thread.loop.inbox.post(Submit(request, sink))
 
-    def cancel(self, request_id: str, attempt: int) -> None:
-        """Forget it; unknown ids and other attempts are ignored."""
-        self._thread.loop.inbox.post(Cancel(request_id, attempt))
+    def cancel(self, request_id: str, attempt: int, sink: OutputSink) -> None:
+        """Forget what was submitted with `sink`; unknown ids and other attempts are ignored."""
+        self._thread.loop.inbox.post(Cancel(request_id, attempt, sink))
 
     @property
     def ticks(self) -> int:
@@ -78,7 +78,7 @@ class LocalEngine:
             if self._queues.get(request.request_id) is queue:
                 del self._queues[request.request_id]
             if not finished:
-                self._thread.loop.inbox.post(Cancel(request.request_id, request.attempt))
+                self._thread.loop.inbox.post(Cancel(request.request_id, request.attempt, self._sink))
 
     async def _next(self, queue: asyncio.Queue[Output], request: EngineRequest) -> Output:
         with suppress(asyncio.QueueEmpty):

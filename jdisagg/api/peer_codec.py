@@ -127,11 +127,12 @@ def _decode_chunk(message: peer_pb2.ChunkReady) -> ChunkReady:
 
 
 def _encode_want(message: Want) -> peer_pb2.Want:
-    return peer_pb2.Want(range=peer_pb2.Range(begin=message.begin, end=message.end), reason=message.reason)
+    reach = peer_pb2.Range(begin=message.begin, end=message.end)
+    return peer_pb2.Want(range=reach, reason=message.reason, group=message.group)
 
 
 def _decode_want(message: peer_pb2.Want) -> Want:
-    return Want(begin=message.range.begin, end=message.range.end, reason=message.reason)
+    return Want(begin=message.range.begin, end=message.range.end, reason=message.reason, group=message.group)
 
 
 def encode_identity(identity: Identity) -> peer_pb2.Identity:

@@ -39,8 +39,8 @@ class WorkerEngine(Protocol):
         """Run it; `sink` is called from the engine thread, once per tick, also with the error if it is not admitted."""
         ...
 
-    def cancel(self, request_id: str, attempt: int) -> None:
-        """Forget it; unknown ids and other attempts are ignored. No output follows."""
+    def cancel(self, request_id: str, attempt: int, sink: OutputSink) -> None:
+        """Forget what was submitted with `sink`; unknown ids and other attempts are ignored. No output follows."""
         ...
 
     @property
@@ -107,7 +107,7 @@ class _RunStream:
             for cancel in message.cancels:
                 if self._live.get(cancel.request_id) == cancel.attempt:
                     del self._live[cancel.request_id]
-                self._engine.cancel(cancel.request_id, cancel.attempt)
+                self._engine.cancel(cancel.request_id, cancel.attempt, self._sink)
             for submit in message.submits:
                 self._submit(submit.request)
 
@@ -132,7 +132,7 @@ class _RunStream:
         """Cancel everything unfinished; idempotent."""
         live, self._live = self._live, {}
         for request_id, attempt in live.items():
-            self._engine.cancel(request_id, attempt)
+            self._engine.cancel(request_id, attempt, self._sink)
 
     def _submit(self, message: common_pb2.EngineRequest) -> None:
         try:

@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ROLES = ("unified", "prefill", "decode", "colocated", "router", "local")
+_DECODERS = ("unified", "decode", "colocated", "local")
+_WORKERS = ("unified", "prefill", "decode", "colocated")
+_LOCAL_PREFILL = ("decode", "colocated", "local")
+_TWO_KINDS = ("local", "colocated")  # one command starts engines of both kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,7 @@ class Flag:
     maximum: float | None = None
     syntax: str = ""  # "" | "bytes" (512MiB) | "ranges" (0-3,5) | "addresses" (HOST:PORT,..) | "secret" (@FILE)
     aliases: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()  # the roles it is for; () = every role with an engine, or all (see `core.scope`)
 
     @property
     def option(self) -> str:
@@ -40,7 +45,7 @@ _MODEL = (
         choices=("auto", "float32", "bfloat16"),
     ),
     Flag("model", "kv_cache_dtype", "KV cache; auto = --dtype", choices=("auto", "float32", "bfloat16")),
-    Flag("model", "max_model_len", "prompt + generated tokens; default: the model's own", minimum=2),
+    Flag("model", "max_model_len", "prompt + generated tokens; default: the model's own", minimum=8),
     Flag("model", "tensor_parallel_size", "devices per model", minimum=1, maximum=1024),
     Flag("model", "numerics", "exact: a token never depends on its neighbours, bit for bit"),
     Flag("model", "layer_loop", "layers in a Python loop, or lax.scan for a short compilation"),
@@ -66,7 +71,14 @@ _SCHEDULER = (
     Flag("scheduler", "long_prefill_token_threshold", "prompt tokens per request and step; 0 = no cap", minimum=0),
     Flag("scheduler", "max_num_kv_read_tokens", "tokens of KV one step may read; 0 = no bound", minimum=0),
     Flag("scheduler", "enable_chunked_prefill", "compute long prompts over several steps"),
-    Flag("scheduler", "num_scheduler_steps", "decode steps per dispatch when nothing needs the host", minimum=1, maximum=64),
+    Flag(
+        "scheduler",
+        "num_scheduler_steps",
+        "decode steps per dispatch when nothing needs the host",
+        minimum=1,
+        maximum=64,
+        only=_DECODERS,
+    ),
     Flag(
         "scheduler",
         "scheduling_policy",
@@ -76,17 +88,30 @@ _SCHEDULER = (
     Flag("scheduler", "priority_aging_s", "waiting that outweighs one level of priority; 0 = never", minimum=0),
     Flag("scheduler", "max_bypass", "later requests that may start before one that lacks memory", minimum=0),
     Flag("scheduler", "safety_margin", "share of free pages below which nothing new starts", minimum=0, maximum=0.9),
-    Flag("scheduler", "host_kv_bytes", "host memory for KV of retracted requests, e.g. 2GiB", minimum=0, syntax="bytes"),
+    Flag(
+        "scheduler",
+        "host_kv_bytes",
+        "host memory for KV of retracted requests, e.g. 2GiB",
+        minimum=0,
+        syntax="bytes",
+        only=_DECODERS,
+    ),
     Flag("scheduler", "reserved_decode_tokens", "tokens a prompt must leave room for before it is admitted", minimum=0),
     Flag("scheduler", "max_queue_len", "waiting requests before new ones are refused", minimum=1),
     Flag("scheduler", "schedule_log", "write every plan to this file"),
 )
 _TRANSFER = (
-    Flag("transfer", "prefill", "prefill workers of a decode worker without a router, HOST:PORT,..", syntax="addresses"),
+    Flag(
+        "transfer",
+        "prefill",
+        "prefill workers of a decode worker without a router, HOST:PORT,..",
+        syntax="addresses",
+        only=("decode",),
+    ),
     Flag("transfer", "kv_transfer_backend", "what moves KV; fake moves none", choices=("auto", "grpc", "device_put", "fake")),
     Flag("transfer", "transfer_buffer_bytes", "bytes in flight per worker", minimum=1, syntax="bytes"),
     Flag("transfer", "transfer_chunk_tokens", "tokens of one KV piece", minimum=1),
-    Flag("transfer", "local_prefill", "when decode prefills itself: on-failure, never, below-tokens=N"),
+    Flag("transfer", "local_prefill", "when decode prefills itself: on-failure, never, below-tokens=N", only=_LOCAL_PREFILL),
     Flag("transfer", "lease_s", "life of published KV after its receiver fell silent", minimum=0.1),
     Flag("transfer", "checksums", "verify every KV piece"),
     Flag("transfer", "heartbeat_s", "period of heartbeats", minimum=0.01),
@@ -100,10 +125,10 @@ _DEVICE = (
 )
 _SERVER = (
     Flag("server", "host", "address to bind"),
-    Flag("server", "advertise_host", "name or address that routers and peers use to reach this process"),
+    Flag("server", "advertise_host", "name or address that routers and peers use to reach this process", only=_WORKERS),
     Flag("server", "port", "HTTP port; 0 picks a free one", minimum=0, maximum=65535),
     Flag("server", "grpc_port", "gRPC port; 0 picks a free one", minimum=0, maximum=65535),
-    Flag("server", "router", "routers a worker registers with, HOST:PORT,..", syntax="addresses"),
+    Flag("server", "router", "routers a worker registers with, HOST:PORT,..", syntax="addresses", only=_WORKERS),
     Flag("server", "api_key", "@FILE holding the key clients must send (or set JDISAGG_API_KEY)", syntax="secret"),
     Flag("server", "default_deadline_s", "deadline of requests that bring none", minimum=0.1),
     Flag("server", "drain_s", "time running requests get after SIGTERM", minimum=0),
@@ -112,10 +137,24 @@ _SERVER = (
     Flag("server", "print_config", "print the effective configuration as TOML and exit"),
 )
 _LOCAL = (
-    Flag("local", "num_prefill", "prefill workers --role local starts", minimum=0, maximum=64),
-    Flag("local", "num_decode", "decode workers --role local starts", minimum=1, maximum=64),
-    Flag("local", "prefill_tp", "devices per prefill worker; default: --tensor-parallel-size", minimum=1, maximum=1024),
-    Flag("local", "decode_tp", "devices per decode worker; default: --tensor-parallel-size", minimum=1, maximum=1024),
+    Flag("local", "num_prefill", "prefill workers --role local starts", minimum=0, maximum=64, only=("local",)),
+    Flag("local", "num_decode", "decode workers --role local starts", minimum=1, maximum=64, only=("local",)),
+    Flag(
+        "local",
+        "prefill_tp",
+        "devices per prefill worker; default: --tensor-parallel-size",
+        minimum=1,
+        maximum=1024,
+        only=_TWO_KINDS,
+    ),
+    Flag(
+        "local",
+        "decode_tp",
+        "devices per decode worker; default: --tensor-parallel-size",
+        minimum=1,
+        maximum=1024,
+        only=_TWO_KINDS,
+    ),
 )
 FLAGS: tuple[Flag, ...] = _MODEL + _CACHE + _SCHEDULER + _TRANSFER + _DEVICE + _SERVER + _LOCAL
 SECTIONS: tuple[str, ...] = tuple(dict.fromkeys(flag.section for flag in FLAGS))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import logging
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,10 @@ from typing import Any, NoReturn, get_type_hints
 from jdisagg.core.config import Config, LocalPrefill
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.flags import BY_NAME, FLAGS, ROLES, SECTIONS, Flag
+from jdisagg.core.scope import applies, check_flags, remark_on_file
 from jdisagg.core.values import fail, read_value
+
+log = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "JDISAGG_API_KEY"
 SECTION_TYPES: dict[str, type] = {name: hint for name, hint in get_type_hints(Config).items() if name in SECTIONS}
@@ -49,7 +53,7 @@ def build_parser(prog: str = "python -m jdisagg.serve") -> argparse.ArgumentPars
     groups = {section: parser.add_argument_group(section) for section in SECTIONS}
     for flag in FLAGS:
         options = [flag.option, *("--" + alias.replace("_", "-") for alias in flag.aliases)]
-        default = getattr(SECTION_TYPES[flag.section](), flag.name)
+        default = _default(flag)
         choices = flag.choices or _members(_HINTS[flag.name])
         listed = f" ({', '.join(choices)})" if choices and flag.name != "local_prefill" else ""
         text = flag.help.replace("%", "%%") + listed + _shown(flag, default)
@@ -62,12 +66,13 @@ def build_parser(prog: str = "python -m jdisagg.serve") -> argparse.ArgumentPars
 
 
 def load_config(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Config:
-    """The effective configuration. Raises ConfigError; exits only for `--help`."""
+    """The effective configuration. Raises ConfigError; exits only for `--help`. Logs which settings say nothing to the role."""
     known, unknown = build_parser().parse_known_args(list(argv))
     if unknown:
         _unknown_flag(unknown[0])
     given = vars(known)
-    file_values = read_file(Path(given.pop("config"))) if "config" in given else {}
+    path = given.pop("config", None)
+    file_values = read_file(Path(path)) if path is not None else {}
     flag_values: Values = {}
     for name, raw in given.items():
         flag_values |= _read("role" if name == "role" else BY_NAME[name], raw, "--" + name.replace("_", "-"), is_text=True)
@@ -75,6 +80,11 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
     if any(name in flag_values for name in _POOL_SIZES):
         file_values = {name: value for name, value in file_values.items() if name not in _POOL_SIZES}
     values |= file_values | flag_values
+    role = values.get("role", Config().role)
+    set_in_file = [name for name, value in file_values.items() if name in _HINTS and value != _default(BY_NAME[name])]
+    for remark in (check_flags([name for name in given if name != "role"], role), remark_on_file(path, set_in_file, role)):
+        if remark is not None:
+            log.warning(remark)
     _check_together(values)
     return _build(values)
 
@@ -115,14 +125,15 @@ def to_toml(config: Config) -> str:
 
 
 def to_flags(config: Config) -> list[str]:
-    """Flags that make a child process load the same configuration. Secrets are left out: pass them in its environment."""
+    """Flags that make a child process load the same configuration, as far as it means something to its role. Secrets are left
+    out: pass them in its environment."""
     defaults = Config()
     argv = ["--role", config.role]
     for section in SECTIONS:
         usual = _printed(defaults, section)
         for name, value in _printed(config, section).items():
             flag = BY_NAME[name]
-            if flag.syntax == "secret" or usual.get(name) == value:
+            if flag.syntax == "secret" or usual.get(name) == value or not applies(flag, config.role):
                 continue
             if isinstance(value, bool):
                 argv.append(flag.option if value else "--no-" + flag.option[2:])
@@ -162,6 +173,10 @@ def _read(flag: Flag | str, raw: object, where: str, *, is_text: bool) -> Values
     return {flag.name: read_value(flag, _HINTS[flag.name], raw, where, is_text=is_text)}
 
 
+def _default(flag: Flag) -> Any:
+    return getattr(SECTION_TYPES[flag.section](), flag.name)
+
+
 def _once(values: Values, flag: Flag, new: Values, path: Path) -> Values:
     if flag.name in values:
         raise ConfigError(f"{path}: {flag.name} is set twice (an alias, or once outside its section)", field=flag.name)
@@ -183,6 +198,12 @@ def _check_together(values: Values) -> None:
             f"{BY_NAME[sizes[1]].option}: got it beside {BY_NAME[sizes[0]].option}; keep one of them", field=sizes[1]
         )
     config = _build(values)
+    key = config.server.api_key
+    if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError(
+            f"--api-key: a key of {len(key)} characters is not a word of printable ASCII; a header could not carry it",
+            field="api_key",
+        )
     step, slots = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     if step < slots:
         fail(

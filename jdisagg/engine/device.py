@@ -77,9 +77,10 @@ class Device:
     def export(self, where: np.ndarray) -> jax.Array:
         """KV [L, T, K, F] of the tokens at `where` i32[2, T] (page, offset), in a fresh array."""
         kv = self.pool.take()
-        piece = self._functions["export"](kv[0], self.upload(where))
-        self.pool.put(kv)
-        return piece
+        try:
+            return self._functions["export"](kv[0], self.upload(where))
+        finally:
+            self.pool.put(kv)
 
     def import_piece(self, piece: jax.Array, where: np.ndarray) -> None:
         """Store a piece with `piece_sharding` at `where` i32[2, T]."""

@@ -90,7 +90,8 @@ class KVComplete:
 
 @dataclass(frozen=True, slots=True)
 class ComputeLocally:
-    """Prefill here. KV of [0, held_tokens) is in place already; a FirstToken that was given stays."""
+    """Prefill here, when its turn comes. KV of [0, held_tokens) has arrived: with prefix caching it is left to be found again,
+    else it is computed too. A FirstToken that was given stays."""
 
     request_id: str
     rung: str  # "local_prefill" after a failure, "below_tokens" when the prompt never leaves D

@@ -26,6 +26,7 @@ from jdisagg.handoff.actions import DecodeAction
 from jdisagg.handoff.inbound import Inbound, InboundStage, InboundStream
 from jdisagg.handoff.ladder import MAX_REFETCHES, Ladder, is_final
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
+from jdisagg.handoff.spans import GroupSpans
 
 WINDOW_PIECES = 4  # pieces on their way per hand-off
 ANSWER_TIMEOUT_S = 10.0  # from Open to Accepted or Refused
@@ -34,12 +35,13 @@ ANSWER_TIMEOUT_S = 10.0  # from Open to Accepted or Refused
 class DecodeSide:
     """Every hand-off of one decode worker. Owned by its engine thread."""
 
-    def __init__(self, config: TransferConfig, *, chunk_bytes_per_token: int, backend: str) -> None:
+    def __init__(self, config: TransferConfig, *, chunk_bytes_per_token: int, backend: str, num_groups: int = 1) -> None:
         assert chunk_bytes_per_token > 0, f"chunk_bytes_per_token is {chunk_bytes_per_token}"
         piece_bytes = config.transfer_chunk_tokens * chunk_bytes_per_token
         self._config = config
         self._window_bytes = max(2 * piece_bytes, min(WINDOW_PIECES * piece_bytes, config.transfer_buffer_bytes))
         self._backend = backend
+        self._num_groups = num_groups
         self._live: dict[str, Inbound] = {}
         self._serial = 0
         self._num_late = 0
@@ -167,9 +169,9 @@ class DecodeSide:
         if record is None or record.stream is None or key not in record.stream.pieces:
             return self._late()
         stream, piece = record.stream, record.stream.pieces[key]
-        span = (piece.ready.begin, piece.ready.end)
+        group, begin, end = span = (piece.ready.group, piece.ready.begin, piece.ready.end)
         num_refetches = stream.refetches.get(span, 0)
-        cause = f"fetch of [{span[0]}, {span[1]}): {reason}"
+        cause = f"fetch of [{begin}, {end}): {reason}"
         if num_refetches >= MAX_REFETCHES:
             return self._lose(record, cause, now_s)
         stream.progress_s = now_s
@@ -178,7 +180,7 @@ class DecodeSide:
         if num_refetches == 0 and reason != "unknown_key":
             return [*actions, stream.fetch(piece, record.request.deadline_s, now_s)]
         stream.give_up(key)
-        want = act.Send(handoff, msg.Want(begin=span[0], end=span[1], reason=reason))
+        want = act.Send(handoff, msg.Want(begin=begin, end=end, reason=reason, group=group))
         return [*actions, *self._grant(record), want]
 
     def _grant(self, record: Inbound) -> list[DecodeAction]:
@@ -229,7 +231,7 @@ class DecodeSide:
         self._serial += 1
         handoff = HandoffId(record.request.request_id, self._serial)
         record.move(InboundStage.OPENING)
-        record.stream = InboundStream(handoff, peer, now_s)
+        record.stream = InboundStream(handoff, peer, now_s, GroupSpans(self._num_groups), GroupSpans(self._num_groups))
         message = msg.Open(request=record.request_to_send(), held_tokens=record.held_tokens, backend=self._backend)
         return [act.OpenStream(handoff, peer, message), *self._grant(record)]
 

@@ -19,7 +19,7 @@ from jdisagg.core.requests import EngineRequest, Output, Provenance
 from jdisagg.handoff.actions import DecodeAction, Fetch, Send
 from jdisagg.handoff.ladder import Ladder
 from jdisagg.handoff.messages import ChunkReady, Grant, HandoffId
-from jdisagg.handoff.spans import Spans
+from jdisagg.handoff.spans import GroupSpans
 
 FETCH_TIMEOUT_S = 5.0  # one piece
 FETCH_GRACE_S = 1.0  # a fetch that has not even reported its time-out by then is taken for lost
@@ -61,31 +61,31 @@ class InboundStream:
     handoff: HandoffId
     peer: str
     progress_s: float  # when P last said something
+    announced: GroupSpans
+    imported: GroupSpans
     pieces: dict[str, IncomingPiece] = field(default_factory=dict)
-    announced: Spans = field(default_factory=Spans)
-    imported: Spans = field(default_factory=Spans)
-    refetches: dict[tuple[int, int], int] = field(default_factory=dict)
+    refetches: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (group, begin, end) -> times
     settled_bytes: int = 0  # announced pieces that D has imported or given up
     granted_bytes: int = 0
     cached_tokens: int = 0  # prompt tokens P had in its prefix cache
 
     def announce(self, ready: ChunkReady) -> IncomingPiece:
         """A piece can be fetched."""
-        self.announced.add(ready.begin, ready.end)
+        self.announced.of(ready.group).add(ready.begin, ready.end)
         self.pieces[ready.key] = IncomingPiece(ready)
         return self.pieces[ready.key]
 
     def settle(self, key: str) -> ChunkReady:
         """The piece is in place."""
         ready = self.pieces.pop(key).ready
-        self.imported.add(ready.begin, ready.end)
+        self.imported.of(ready.group).add(ready.begin, ready.end)
         self.settled_bytes += ready.num_bytes
         return ready
 
     def give_up(self, key: str) -> None:
         """The piece will not be fetched under this key; its range may be announced again."""
         ready = self.pieces.pop(key).ready
-        self.announced.remove(ready.begin, ready.end)
+        self.announced.of(ready.group).remove(ready.begin, ready.end)
         self.settled_bytes += ready.num_bytes
 
     def fetch(self, piece: IncomingPiece, deadline_s: float, now_s: float) -> Fetch:
@@ -157,11 +157,13 @@ class Inbound:
         """What is wrong with an announced piece, or None."""
         assert self.stream is not None
         span = f"piece [{ready.begin}, {ready.end})"
+        if not 0 <= ready.group < self.stream.announced.num_groups:
+            return f"{span} is of KV group {ready.group}; this cache has {self.stream.announced.num_groups}"
         if not self.held_tokens <= ready.begin < ready.end <= self.num_tokens:
             return f"{span} lies outside [{self.held_tokens}, {self.num_tokens})"
         if ready.end - ready.begin > chunk_tokens:
             return f"{span} is longer than --transfer-chunk-tokens {chunk_tokens}"
-        if self.stream.announced.overlaps(ready.begin, ready.end):
+        if self.stream.announced.of(ready.group).overlaps(ready.begin, ready.end):
             return f"{span} was announced before"
         return None
 

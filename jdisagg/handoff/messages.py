@@ -60,11 +60,12 @@ class Ack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Want:
-    """Send tokens [begin, end) (again)."""
+    """Send tokens [begin, end) of one KV group (again)."""
 
     begin: int
     end: int
     reason: str
+    group: int = 0
 
 
 # --- P -> D

@@ -39,3 +39,23 @@ class Spans:
     def num_tokens(self) -> int:
         """Positions in the set."""
         return sum(end - begin for begin, end in self._ranges)
+
+
+class GroupSpans:
+    """The same per KV group: a token is in place when every group has it, and a loss in one group costs the others nothing."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._groups = [Spans() for _ in range(num_groups)]
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of the cache."""
+        return len(self._groups)
+
+    def of(self, group: int) -> Spans:
+        """One group's positions."""
+        return self._groups[group]
+
+    def reach(self, begin: int) -> int:
+        """As far as every group covers from `begin` without a gap."""
+        return min(spans.reach(begin) for spans in self._groups)

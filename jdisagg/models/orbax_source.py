@@ -1,8 +1,8 @@
 """Parameters in an Orbax checkpoint: a flat dict by checkpoint name, in memory orientation, under DIRECTORY/orbax.
 
-Orbax writes it and says what it holds; the bytes are read through tensorstore, one device's part of one parameter at a
-time. Orbax's own restore keeps every host copy until the end: 1.5-2 times the checkpoint in memory against 1.2, and 3 times
-as long for 400 MB.
+Orbax writes it and says what it holds; the bytes are read through tensorstore, one stored chunk of one parameter at a time,
+once for all devices. Orbax's own restore keeps every host copy until the end: 1.5-2 times the checkpoint in memory against
+1.1, and 3 times as long for 400 MB.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from jax.sharding import Mesh
@@ -19,11 +18,12 @@ from jax.sharding import Mesh
 from jdisagg.core.errors import ConfigError
 from jdisagg.models.declare import Declared, build, declarations
 from jdisagg.models.declare import Path as ParamPath
+from jdisagg.models.host_parts import HostParts, slabs
 from jdisagg.models.sharding import param_sharding
 from jdisagg.models.spec import ModelSpec
 
 SUBDIRECTORY = "orbax"
-CHUNK_BYTES = 16 * 2**20  # read unit: a device's part of a large parameter does not need the whole of it
+CHUNK_BYTES = 4 * 2**20  # unit of writing and reading: what a load holds beyond the weights is a few of them
 _CONTEXT = {  # nothing is read twice, so nothing is cached; few threads, each of which keeps what it once allocated
     "cache_pool": {"total_bytes_limit": 0},
     "cache_pool#directory": {"total_bytes_limit": 2**20},
@@ -57,17 +57,17 @@ def load_orbax(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -> dict
     context = ts.Context(_CONTEXT)
 
     def make(_: ParamPath, declared: Declared) -> jax.Array:
+        parts = HostParts(declared.shape, param_sharding(mesh, spec, declared), dtype)
         try:
-            tensor = ts.cast(_open(path, declared.name, context), ts.dtype(dtype))
-
-            def read(index: tuple[slice, ...] | None) -> np.ndarray:
-                return tensor[index].read().result()
-
-            return jax.make_array_from_callback(declared.shape, param_sharding(mesh, spec, declared), read)
+            tensor = _open(path, declared.name, context)
+            chunk: Any = tensor.chunk_layout.read_chunk.shape  # of zarr: one number per dimension
+            for slab in slabs(declared.shape, chunk):
+                parts.fill(slab, tensor[slab].read().result())
         except (ValueError, OSError) as error:
             first = str(error).partition("\n")[0]
             message = f"{path}: tensor {declared.name} is not readable: {first}; convert again"
             raise ConfigError(message, field="model") from error
+        return parts.placed()
 
     return build(spec, make)
 

@@ -105,8 +105,10 @@ class EngineLoop:
         match message:
             case Submit():
                 self._admit(message, outputs, now_s)
-            case Cancel(request_id=request_id, attempt=attempt):
-                self._cancel(request_id, attempt, outputs, now_s)
+            case Cancel(request_id=request_id, attempt=attempt, sink=sink):
+                stream = self._streams.get(request_id)
+                if stream is not None and (sink is None or stream.sink == sink):
+                    self._cancel(request_id, attempt, outputs, now_s)
             case Call(function=function, future=future):
                 if not future.set_running_or_notify_cancel():
                     return  # whoever asked no longer waits

@@ -28,10 +28,12 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The client of `request_id` is gone; unknown ids are ignored. `attempt` guards against a newer attempt of the same id."""
+    """The client of `request_id` is gone; unknown ids are ignored. `attempt` guards against a newer attempt of the same id,
+    `sink` (that of its Submit, if given) against a request of that id from somebody else, who came first."""
 
     request_id: str
     attempt: int
+    sink: OutputSink | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,17 @@ that step N+1 needs are in the device's own state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jdisagg.core.requests import Output
 from jdisagg.roles.ports import Runner
 from jdisagg.roles.stages import Stage, StageClock
-from jdisagg.sched.plan import Plan
+from jdisagg.sched.plan import PageTable, Plan, StepResult
 from jdisagg.sched.scheduler import Scheduler
+
+FindNan = Callable[[PageTable, int], str]  # where the KV of the first so many tokens holds a NaN, in words; never raises
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +37,11 @@ class Turn:
 class StepPipeline:
     """At most one step in flight besides the one being dispatched."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, find_nan: FindNan | None = None) -> None:
+        """`find_nan` is asked about at most one failed sequence per turn."""
         self._scheduler = scheduler
         self._runner = runner
+        self._find_nan = find_nan
         self._in_flight: tuple[Plan, Any] | None = None
 
     @property
@@ -57,7 +62,18 @@ class StepPipeline:
         waited_s = 0.0
         if previous is not None:
             result = self._runner.collect(previous[1])
+            if any(one.bad is not None for one in result.sampled):
+                result = self._explained(result)
             waited_s = max(stages.lap(Stage.WAIT), 1e-9)
             outputs = self._scheduler.commit(result, now_s + host_s + waited_s)
             stages.lap(Stage.COMMIT)
         return Turn(None if plan.is_empty else plan, outputs, waited_s, host_s)
+
+    def _explained(self, result: StepResult) -> StepResult:
+        """The first sequence about to fail for a NaN learns where in its KV it is; its pages are held until the commit."""
+        for index, one in enumerate(result.sampled):
+            held = None if one.bad is None else self._scheduler.kv_after(result.step_id, one.slot)
+            if held is not None and self._find_nan is not None:
+                explained = replace(one, bad=f"{one.bad}; {self._find_nan(*held)}")
+                return replace(result, sampled=(*result.sampled[:index], explained, *result.sampled[index + 1 :]))
+        return result

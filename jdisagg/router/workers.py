@@ -15,6 +15,8 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
+import grpc
+
 from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.worker_client import WorkerLink
 from jdisagg.core.config import TransferConfig
@@ -48,6 +50,7 @@ class Workers:
         self._credentials = credentials
         self._links: dict[tuple[str, str], WorkerLink] = {}  # by Entry.key
         self._retry_at_s: dict[tuple[str, str], float] = {}
+        self._refusing: set[tuple[str, str]] = set()  # workers that do not take our API key: said once
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._start(self._sweep_forever())
@@ -161,6 +164,9 @@ class Workers:
         now_s = monotonic()
         self._retry_at_s = {key: at_s for key, at_s in self._retry_at_s.items() if at_s > now_s}
         self._retry_at_s[entry.key] = now_s + RECONNECT_S
+        if reason.startswith(grpc.StatusCode.UNAUTHENTICATED.name) and entry.key not in self._refusing:
+            self._refusing.add(entry.key)
+            log.error("%s worker %s refuses this router: %s", entry.member.role.value, entry.member.worker, reason)
         self._gone(entry, reason)
 
     def _lose(self, entry: Entry, reason: str) -> None:
@@ -176,5 +182,9 @@ class Workers:
         was_linked, entry.linked = entry.linked, False
         self.fleet.suspect(entry, monotonic())
         if was_linked or not entry.member.decodes:
-            log.warning("%s worker %s is lost: %s", entry.member.role.value, entry.member.worker, reason)
+            worker, role = entry.member.worker, entry.member.role.value
+            if entry.member.draining and not entry.pending:
+                log.info("%s worker %s has left", role, worker)
+            else:
+                log.warning("%s worker %s is lost: %s", role, worker, reason)
         self._on_lost(entry, reason)

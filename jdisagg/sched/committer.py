@@ -24,20 +24,41 @@ class Committer:
         """Outputs of one step, in slot order of its plan."""
         sampled = {s.slot: s for s in result.sampled}
         outputs: list[Output] = []
+        page_size = self._table.pages.page_size
         for slot, row in rows.items():
             sequence = row.sequence
             if row.epoch != sequence.epoch:
                 continue
             sequence.num_computed = row.end
-            sequence.prompt_logprobs.extend(result.prompt_logprobs.get(slot, ()))
-            if row.num_samples:
-                assert slot in sampled, f"step {result.step_id} has no token for slot {slot} ({sequence.request_id})"
-                sequence.num_in_flight -= row.num_samples
-                if (output := self._take_sampled(sequence, sampled[slot], row.num_samples, result.step_id)) is not None:
-                    outputs.append(output)
-            else:
-                self._table.pages.publish(sequence)
+            fills_page = row.end >= (sequence.holding.num_indexed + 1) * page_size
+            if slot in result.prompt_logprobs:
+                sequence.prompt_logprobs.extend(result.prompt_logprobs[slot])
+            if not row.num_samples:
+                if fills_page:
+                    self._table.pages.publish(sequence)
+                continue
+            assert slot in sampled, f"step {result.step_id} has no token for slot {slot} ({sequence.request_id})"
+            sequence.num_in_flight -= row.num_samples
+            new = sampled[slot]
+            if not fills_page and self._is_plain(sequence, new):
+                sequence.generated.append(new.token_ids[0])
+                outputs.append(
+                    Output(request_id=sequence.request_id, attempt=sequence.request.attempt, token_ids=new.token_ids)
+                )
+            elif (output := self._take_sampled(sequence, new, row.num_samples, result.step_id)) is not None:
+                outputs.append(output)
         return outputs
+
+    def _is_plain(self, sequence: Sequence, new: Sampled) -> bool:
+        """One more token of many, which ends nothing and has nothing to be said about it: most of them."""
+        return (
+            len(new.token_ids) == 1
+            and new.bad is None
+            and new.logprobs is None
+            and 0 < len(sequence.generated) < sequence.max_tokens - 1
+            and new.token_ids[0] not in sequence.stop_ids
+            and self._role is not Role.PREFILL
+        )
 
     def take_first(self, sequence: Sequence, first: Output) -> Output:
         """The first token of a remote sequence, with the peer's verdict on its end.

@@ -87,11 +87,11 @@ class Explainer:
             return wait
         if (short := self._shortage(sequence)) is not None:
             return Wait(Cause.MEMORY, short)
-        can_compute = self._no_room_in_step(plan) is None
+        no_room = self._no_room_in_step(plan)
         if sequence.status is Status.WAITING and (wait := self._no_reads(sequence) or self._no_room_for_whole(sequence, plan)):
             return wait
-        for earlier in self._earlier(sequence, can_compute):
-            if earlier.status is Status.WAITING and (wait := self._no_room_for_whole(earlier, plan)):
+        for earlier in self._earlier(sequence):
+            if earlier.status is Status.WAITING and (wait := no_room or self._no_room_for_whole(earlier, plan)):
                 return Wait(Cause.ORDER, f"behind request {earlier.request_id}: {wait.text}", earlier.request_id)
             if (short := self._shortage(earlier)) is not None:
                 return Wait(Cause.ORDER, f"behind request {earlier.request_id}, {short}", earlier.request_id)
@@ -100,10 +100,9 @@ class Explainer:
     def _forking(self, sequence: Sequence, plan: Plan) -> Wait:
         """A choice without memory: `Starter._fork`."""
         donor = self._table.groups.donor(sequence)
-        if donor is None or any(chunk.slot == donor.slot for chunk in plan.prefill):
-            return Wait(Cause.SIBLING, "the prompt it shares with its siblings is not computed yet")
-        wait = self._preemption(plan) or self._margin() or self._no_room_in_step(plan) or self._no_reads(sequence)
-        if wait is not None:
+        if donor is None or donor.slot in {step.slot for step in (*plan.prefill, *plan.admit)}:
+            return Wait(Cause.SIBLING, "the prompt it shares with its siblings was not in memory yet")
+        if (wait := self._preemption(plan) or self._margin()) is not None:
             return wait
         if (short := self._shortage(sequence)) is not None:
             return Wait(Cause.MEMORY, short)
@@ -201,12 +200,11 @@ class Explainer:
         kept = f", {promised} of them promised to admitted requests" if promised else ""
         return f"{counted(short, 'page')} short (needs {needs}, {pages.num_free} free{kept})"
 
-    def _earlier(self, sequence: Sequence, can_compute: bool) -> Iterator[Sequence]:
+    def _earlier(self, sequence: Sequence) -> Iterator[Sequence]:
         """Those whose turn comes before, of those that could go: choices with a sibling to fork from come before all others."""
-        if can_compute:
-            yield from (s for s in self._table.queues[Status.FORKING] if self._table.groups.donor(s) is not None)
+        yield from (s for s in self._table.queues[Status.FORKING] if self._table.groups.donor(s) is not None)
         open_ones = [s for s in self._table.queues[Status.PREALLOC] if s.is_open]
-        local = list(self._table.queues[Status.WAITING]) if can_compute else []
+        local = self._table.queues[Status.WAITING]
         yield from sorted((s for s in [*open_ones, *local] if s.order < sequence.order), key=lambda s: s.order)
 
     def _missing_to_decode(self, sequence: Sequence) -> int:

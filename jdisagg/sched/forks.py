@@ -1,7 +1,8 @@
 """Choices of one request share the KV of their prompt.
 
 The first to come leads: it is computed (or fetched) like any other. The rest wait as FORKING until its prompt KV is written,
-then each takes references to the full pages, copies the page it will write into, and decodes from the prompt's last token.
+then each takes references to the full pages, copies the page it will write into, and is READY to decode from the prompt's
+last token.
 A group whose leader ends before that gets a new leader.
 """
 

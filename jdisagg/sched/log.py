@@ -46,7 +46,10 @@ class LoggedScheduler(Scheduler):
         self.recorder = FlightRecorder(plans_directory, role.value)
         self._file: TextIO | None = None
         if config.schedule_log is not None:
-            self._file = Path(config.schedule_log).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives as long
+            path = Path(config.schedule_log)
+            if path.exists() and path.stat().st_size:
+                path.replace(path.with_name(path.name + ".old"))  # of the process before this one, which may have crashed
+            self._file = path.open("w", encoding="utf-8", buffering=1)
             self._write({"call": "__init__", "args": encode([config]), "kwargs": _plain({"role": role, **sizes})})
 
     def close_log(self) -> None:
@@ -77,7 +80,7 @@ class LoggedScheduler(Scheduler):
 
     def expire(self, now_s: float) -> list[Output]:
         """As Scheduler.expire; written when it may change something."""
-        return self._call("expire", super().expire, now_s, quiet=not self._complete and now_s < self._next_deadline_s)
+        return self._call("expire", super().expire, now_s, quiet=not self._arrivals.is_due(now_s))
 
     def schedule(self, now_s: float) -> Plan:
         """As Scheduler.schedule; written unless the scheduler is idle (an empty plan may reserve pages)."""

@@ -100,7 +100,9 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         """True when nothing has to reach the device."""
-        return not (self.evict or self.admit or self.pages or self.prefill or self.decode or self.offload or self.forget)
+        return not (
+            self.evict or self.admit or self.pages or self.prefill or self.decode or self.copies or self.offload or self.forget
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -108,9 +110,10 @@ class Plan:
         return sum(len(chunk.token_ids) for chunk in self.prefill) + len(self.decode)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Sampled:
-    """Tokens one slot produced in one step; `bad` names a NaN (the request fails, alone)."""
+    """Tokens one slot produced in one step; `bad` names a NaN (the request fails, alone). Never changed; not frozen, for the
+    speed of construction."""
 
     slot: int
     token_ids: tuple[int, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import islice
 
 from jdisagg.sched.sequence import Sequence
 
@@ -25,6 +26,10 @@ class SequenceQueue:
     def at(self, index: int) -> Sequence | None:
         """The sequence at a place in the order, None past the end."""
         return self._sequences[index] if index < len(self._sequences) else None
+
+    def before(self, other: Sequence) -> Iterator[Sequence]:
+        """Those whose turn comes before that of a sequence of any queue. The queue must not change meanwhile."""
+        return islice(self._sequences, bisect_left(self._orders, other.order))
 
     @property
     def last(self) -> Sequence | None:

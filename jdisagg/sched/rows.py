@@ -23,14 +23,18 @@ class RowPlanner:
 
     def plan_decodes(self, draft: Draft) -> None:
         """One row for every running sequence that wants a token, in order, as far as budgets and pages go."""
+        rows, page_size = draft.rows, self._limits.page_size
+        ahead = draft.num_steps + self._limits.num_lookahead
         for sequence in self._table.queues[Status.RUNNING]:
             # One that lost its pages to an earlier one in this loop has everything to compute again: it may not decode.
-            if not sequence.is_decoding or sequence.num_wanted <= 0 or sequence.slot in draft.rows:
+            begin = sequence.num_scheduled
+            if begin < sequence.target or sequence.num_wanted <= 0 or sequence.slot in rows:
                 continue
             if draft.budget <= 0:
                 return
-            length = sequence.num_known + sequence.num_in_flight
-            if length <= draft.reads and self.make_room(draft, sequence):
+            if begin >= draft.reads:
+                continue
+            if begin + ahead <= len(sequence.holding.pages) * page_size or self.make_room(draft, sequence):
                 self.plan_decode(draft, sequence)
 
     def make_room(self, draft: Draft, sequence: Sequence) -> bool:
@@ -77,11 +81,15 @@ class RowPlanner:
 
     def plan_chunks(self, draft: Draft) -> None:
         """The next piece of every running sequence that is not decoding yet; of the first only when memory is scarce."""
+        if len(draft.rows) == len(self._table.queues[Status.RUNNING]):
+            return
         scarce = self.is_scarce
         for sequence in self._table.queues[Status.RUNNING]:
             if sequence.is_decoding:
                 continue
             self.plan_chunk(draft, sequence)
+            if sequence.num_scheduled >= draft.reads and sequence.slot not in draft.rows:
+                draft.reads = 0  # nobody new starts before it, or shorter ones would for ever
             if scarce:
                 return
 

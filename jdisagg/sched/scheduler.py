@@ -11,25 +11,23 @@ from __future__ import annotations
 from typing import Any
 
 from jdisagg.core.config import SchedulerConfig
-from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
+from jdisagg.core.errors import RequestError
 from jdisagg.core.requests import EngineRequest, Output, Role
 from jdisagg.kv.events import PrefixJournal
 from jdisagg.sched.admission import Admission
+from jdisagg.sched.arrivals import Arrivals
 from jdisagg.sched.committer import Committer
 from jdisagg.sched.host_memory import HostMemory, RetractionCost
-from jdisagg.sched.intake import Limits, check_config, check_request
+from jdisagg.sched.intake import Limits, check_config
 from jdisagg.sched.pages import PageBook
 from jdisagg.sched.plan import PageTable, Plan, StepResult
 from jdisagg.sched.planner import Planner
-from jdisagg.sched.queue_limit import QueueLimit
 from jdisagg.sched.rows import RowPlanner
-from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.slots import Slots
 from jdisagg.sched.snapshot import snapshot
 from jdisagg.sched.starter import Starter
 from jdisagg.sched.states import Status
 from jdisagg.sched.steps import StepsInFlight
-from jdisagg.sched.stops import find_stop
 from jdisagg.sched.table import SequenceTable, Stats
 from jdisagg.sched.views import Preempted, Reserved
 
@@ -86,11 +84,7 @@ class Scheduler:
         self._planner = Planner(self._table, rows, starter, config, self._limits)
         self._committer = Committer(self._table, role, eos_token_ids)
         self._steps = StepsInFlight()
-        self._queue_limit = QueueLimit(self._table, config.max_queue_len)
-        self._num_added = 0
-        self._next_deadline_s = float("inf")
-        self._complete: list[Output] = []  # of requests that were over when they came (a replay whose last output got lost)
-        self._draining = False
+        self._arrivals = Arrivals(self._table, self._admission, self._committer, config, self._limits)
 
     # --- requests come and go
 
@@ -109,39 +103,7 @@ class Scheduler:
         Raises InvalidRequest (it could never run; the message has the number to use), Overloaded (queue full; says when to
         come again), Unavailable (draining). After an error nothing is kept.
         """
-        if self._draining:
-            raise Unavailable("this worker is draining; send the request to another one")
-        if request.request_id in self._table.live:
-            raise InvalidRequest(f"request id {request.request_id!r} is live already; use a new one", field="request_id")
-        check_request(request, self._limits)
-        if self._end_if_complete(request):
-            return
-        self._queue_limit.admit(now_s)
-        status = Status.PREALLOC if remote else Status.WAITING
-        if request.fork_group and self._table.groups.can_wait(request, remote=remote):
-            status = Status.FORKING
-        sequence = Sequence(
-            request=request,
-            order=(self._rank(request, now_s), self._num_added),
-            status=status,
-            is_remote=remote,
-            generated=list(request.generated_token_ids),
-            target=len(request.token_ids),
-            is_open=is_open,
-        )
-        self._num_added += 1
-        self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
-        if status is Status.PREALLOC:
-            self._admission.pin_prefix(sequence, held_limit)
-        self._table.add(sequence)
-
-    def _rank(self, request: EngineRequest, now_s: float) -> float:
-        """Lower goes first. A request of a worse priority is passed only by those that come at most (difference in priority) x
-        `priority_aging_s` after it: all waiting age alike, so their order never changes."""
-        if self._config.scheduling_policy != "priority":
-            return 0.0
-        aging_s = self._config.priority_aging_s
-        return now_s + request.priority * aging_s if aging_s > 0 else float(request.priority)
+        self._arrivals.add(request, now_s, remote=remote, held_limit=held_limit, is_open=is_open)
 
     def awaits_sibling(self, request_id: str) -> bool:
         """It will take the prompt's KV from another choice of its group: no peer need be asked for it now."""
@@ -178,18 +140,7 @@ class Scheduler:
 
     def expire(self, now_s: float) -> list[Output]:
         """Last outputs that need no step: deadlines passed, and resumed requests that were complete when they came."""
-        outputs, self._complete = self._complete, []
-        if now_s < self._next_deadline_s:
-            return outputs
-        for sequence in [s for s in self._table.live.values() if s.request.deadline_s <= now_s]:
-            error = DeadlineExceeded(
-                f"request {sequence.request_id} passed its deadline while {sequence.status.value}, "
-                f"after {len(sequence.generated)} of {sequence.request.sampling.max_tokens} tokens; allow more time"
-            )
-            if (output := self._committer.failure(sequence, error)) is not None:
-                outputs.append(output)
-        self._next_deadline_s = min((s.request.deadline_s for s in self._table.live.values()), default=float("inf"))
-        return outputs
+        return self._arrivals.expire(now_s)
 
     # --- steps
 
@@ -202,12 +153,17 @@ class Scheduler:
         table.stats.prefill_tokens += sum(len(chunk.token_ids) for chunk in plan.prefill)
         table.stats.decode_tokens += len(plan.decode) * plan.num_steps
         self._steps.start(plan, draft.rows)
-        self._queue_limit.observe(now_s)
+        self._arrivals.planned(now_s)
         return plan
 
     def commit(self, result: StepResult, now_s: float) -> list[Output]:
         """Take a dispatched step's results in, in order of dispatch, at any time later."""
         return self._committer.commit(self._steps.finish(result.step_id), result)
+
+    def kv_after(self, step_id: int, slot: int) -> tuple[PageTable, int] | None:
+        """Page table and tokens of KV that a step in flight leaves to `slot`; None when its result there is void."""
+        row = self._steps.row(step_id, slot)
+        return None if row is None else ((tuple(row.sequence.holding.pages),), row.end)
 
     # --- remote sequences (D)
 
@@ -260,12 +216,12 @@ class Scheduler:
 
     def drain(self) -> None:
         """Refuse new requests from now on; those accepted go on to their end."""
-        self._draining = True
+        self._arrivals.is_draining = True
 
     def is_idle(self) -> bool:
         """Nothing lives, is in flight, is left to say, or has to be told to the device."""
         device_behind = self._table.slots.has_evictions or self._table.host.has_forgotten
-        return not (self._table.live or len(self._steps) or device_behind or self._complete)
+        return not (self._table.live or len(self._steps) or device_behind or self._arrivals.has_complete)
 
     def reset_prefix_cache(self) -> int:
         """Forget all shared prefixes; returns the pages forgotten. Requests that hold such pages keep them."""
@@ -301,25 +257,15 @@ class Scheduler:
 
     def snapshot(self) -> dict[str, Any]:
         """JSON-able state for people: every live sequence, pages, counters."""
-        return snapshot(self._table) | {"steps_in_flight": len(self._steps), "draining": self._draining}
+        return snapshot(self._table) | {"steps_in_flight": len(self._steps), "draining": self._arrivals.is_draining}
 
     def check(self) -> None:
         """Assert the invariants of pages, slots and queues; cost grows with the pool."""
         self._table.check()
 
     def _end(self, request_id: str) -> bool:
-        self._complete = [output for output in self._complete if output.request_id != request_id]
+        self._arrivals.forget(request_id)
         sequence = self._table.live.get(request_id)
         if sequence is not None:
             self._table.end(sequence)
         return sequence is not None
-
-    def _end_if_complete(self, request: EngineRequest) -> bool:
-        """A resumed request may have got all its tokens already: then only its end is owed."""
-        generated = request.generated_token_ids
-        stop = find_stop(generated[-1], len(generated), request.sampling, self._eos) if generated else None
-        if stop is not None:
-            finish, stop_token_id = stop
-            over = Output(request_id=request.request_id, attempt=request.attempt, finish=finish, stop_token_id=stop_token_id)
-            self._complete.append(over)
-        return stop is not None

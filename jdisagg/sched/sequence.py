@@ -55,6 +55,11 @@ class Sequence:
     was_preempted: bool = False  # it has given up its pages once: nobody passes it any more
     cached_tokens: int | None = None  # prompt tokens found in a prefix cache; recorded once
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    stop_ids: frozenset[int] = frozenset()  # tokens that may end it
+    max_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.max_tokens = self.request.sampling.max_tokens
 
     @property
     def request_id(self) -> str:
@@ -79,7 +84,7 @@ class Sequence:
     @property
     def num_wanted(self) -> int:
         """Tokens still wanted, those in flight counted as here."""
-        return self.request.sampling.max_tokens - len(self.generated) - self.num_in_flight
+        return self.max_tokens - len(self.generated) - self.num_in_flight
 
     @property
     def wants_prompt_logprobs(self) -> bool:

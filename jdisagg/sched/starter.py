@@ -1,4 +1,4 @@
-"""Who starts in a step: those whose KV has arrived, choices that fork from a sibling, and those who wait for memory."""
+"""Who starts in a step: choices that fork from a sibling, those whose KV is in place, and those who wait for memory."""
 
 from __future__ import annotations
 
@@ -37,28 +37,40 @@ class Starter:
 
     def start(self, draft: Draft, donors: dict[str, Sequence]) -> None:
         """Let in whoever can go. After a preemption nobody new may take what was just freed."""
-        if not draft.preempted:
-            self._start_ready(draft)
-        if draft.preempted or (self._rows.is_scarce and self._table.someone_holds_memory):
+        if draft.preempted:
             return
-        queues = self._table.queues
-        if not (queues[Status.FORKING] or queues[Status.WAITING] or queues[Status.PREALLOC]):
-            return
-        promised = self._table.outstanding_pages()
         blocked: list[Sequence] = []
-        promised = self._fork(draft, donors, promised, blocked)
-        self._start_waiting(draft, promised, blocked)
+        if donors:
+            self._fork(draft, donors, blocked)
+        self._start_ready(draft, donors)
+        queues = self._table.queues
+        waiting = queues[Status.PREALLOC] or (queues[Status.WAITING] and self._can_compute(draft))
+        if waiting and not draft.preempted:
+            self._start_waiting(draft, blocked)
 
-    def _start_ready(self, draft: Draft) -> None:
-        """Sequences whose KV has arrived take free slots and decode at once."""
+    def _start_ready(self, draft: Draft, donors: dict[str, Sequence]) -> None:
+        """Sequences whose KV is in place, from a peer or a sibling, take free slots and decode at once. One that waits to be
+        computed here, or restored, and whose turn is before theirs goes first when it fits: under load there is always somebody
+        whose KV has come."""
         table = self._table
+        has_room = True
         for sequence in table.queues[Status.READY]:
+            while has_room and not draft.preempted and not self._is_short and self._can_compute(draft):
+                earlier = self._waiting_before(sequence, donors)
+                if earlier is None:
+                    break
+                has_room = not self._is_too_long(draft, earlier) and self._admission.take_memory(
+                    earlier, table.outstanding_pages()
+                )
+                if has_room:
+                    self._start_one(draft, earlier)
             if not self._can_compute(draft):
                 return
             if sequence.status is not Status.READY:
                 continue  # lost its pages to an earlier one in this loop
             if sequence.num_known > draft.reads:
-                continue
+                draft.reads = 0  # nobody passes it, or shorter ones would for ever
+                return
             if (
                 table.queues[Status.RUNNING]
                 and table.pages.grow(sequence.holding, self._rows.pages_to_decode(sequence)) is None
@@ -68,48 +80,59 @@ class Starter:
                 return
             self._decode_from_now_on(draft, sequence)
 
-    def _fork(self, draft: Draft, donors: dict[str, Sequence], promised: int, blocked: list[Sequence]) -> int:
-        """Choices whose prompt is in memory go before all who need more; returns the pages promised by now."""
+    def _waiting_before(self, ready: Sequence, donors: dict[str, Sequence]) -> Sequence | None:
+        """Who needs memory and a slot and comes before `ready`, and before all others that could take memory now."""
+        queues = self._table.queues
+        first = queues[Status.WAITING].at(0)
+        if first is None or first.order > ready.order:
+            return None
+        if any(child.request_id in donors for child in queues[Status.FORKING].before(first)):
+            return None
+        return None if any(remote.is_open for remote in queues[Status.PREALLOC].before(first)) else first
+
+    def _fork(self, draft: Draft, donors: dict[str, Sequence], blocked: list[Sequence]) -> None:
+        """Choices whose prompt is in memory take their share of it before anybody takes more; then they wait for a slot."""
         table = self._table
+        promised = table.outstanding_pages()
         for child in table.queues[Status.FORKING]:
-            if not self._can_compute(draft):
-                break
+            if self._is_short:
+                return
             donor = donors.get(child.request_id)
-            if donor is None or child.num_known > draft.reads:
+            if donor is None:
                 continue
             if not self._admission.share_memory(child, donor, promised):
                 blocked.append(child)
                 continue
             promised += child.holding.outstanding_pages
+            table.move(child, Status.READY)
             table.stats.forks += 1
             boundary, offset = divmod(child.num_computed, table.pages.page_size)
             if offset:
                 source, target = donor.holding.pages[boundary], child.holding.pages[boundary]
                 draft.copies.append(PageCopy(group=0, source=source, target=target))
-            self._decode_from_now_on(draft, child)
-        return promised
 
-    def _start_waiting(self, draft: Draft, promised: int, blocked: list[Sequence]) -> None:
+    def _start_waiting(self, draft: Draft, blocked: list[Sequence]) -> None:
         """Give memory to those who wait for it, in order, whether they compute here (slot and budget too) or fetch.
 
-        Who cannot go for another reason than memory (no slot, no budget, peer not ready) is passed over. Who lacks memory lets
-        at most `max_bypass` later ones go first, in its whole life, and none after it was preempted: then all behind it wait
-        until it fits. When nothing but pins of waiting ones is in its way, anybody may pass, or nobody would ever free a page.
+        Whose peer is not ready is passed over. Who lacks memory, or a slot that those who fetch do not need yet, lets at most
+        `max_bypass` later ones go first, in its whole life, and none after it was preempted: then all behind it wait until it
+        fits. When nothing but pins of waiting ones is in its way, anybody may pass, or nobody would ever free a page.
         """
         waiting, prealloc = self._table.queues[Status.WAITING], self._table.queues[Status.PREALLOC]
+        promised = self._table.outstanding_pages()
         i = j = 0
-        while not self._is_closed_by(blocked):
-            local, remote = waiting.at(i) if self._can_compute(draft) else None, prealloc.at(j)
+        while not (self._is_short or self._is_closed_by(blocked)):
+            local, remote, can_compute = waiting.at(i), prealloc.at(j), self._can_compute(draft)
             if remote is not None and not remote.is_open:
                 j += 1
                 continue
             candidates = [s for s in (local, remote) if s is not None]
-            if not candidates:
+            if not candidates or (remote is None and not can_compute):
                 return
             sequence = min(candidates, key=lambda s: s.order)
-            if sequence is local and self._is_too_long(draft, sequence):
+            if sequence is local and can_compute and self._is_too_long(draft, sequence):
                 return
-            if self._admission.take_memory(sequence, promised):
+            if (sequence is remote or can_compute) and self._admission.take_memory(sequence, promised):
                 promised += sequence.holding.outstanding_pages
                 for passed in blocked:
                     passed.num_bypassed += 1
@@ -121,6 +144,11 @@ class Starter:
                 else:
                     j += 1
 
+    @property
+    def _is_short(self) -> bool:
+        """Below the safety margin nothing new starts while somebody goes on, one that started in this very step included."""
+        return self._rows.is_scarce and self._table.someone_holds_memory
+
     def _is_closed_by(self, blocked: list[Sequence]) -> bool:
         """Nobody may pass those who lack memory any more; looking further than may pass would cost time for nothing."""
         if not blocked or not self._table.someone_holds_memory:
@@ -129,8 +157,11 @@ class Starter:
         return len(blocked) > limit or any(s.was_preempted or s.num_bypassed >= limit for s in blocked)
 
     def _is_too_long(self, draft: Draft, sequence: Sequence) -> bool:
-        """Without chunks: the rest of this step does not hold what is missing of it. It goes first in a later one."""
-        if self._config.enable_chunked_prefill or sequence.host_tokens:
+        """It cannot go in parts (its KV comes back from the host, or chunks are off), and the rest of this step does not hold
+        what it needs. It goes first in a later one."""
+        if sequence.host_tokens:
+            return sequence.num_known > draft.reads
+        if self._config.enable_chunked_prefill:
             return False
         found = len(self._admission.find_prefix(sequence)) * self._table.pages.page_size
         return sequence.target - found > draft.budget or sequence.target > draft.reads

@@ -5,7 +5,7 @@ D:           PREALLOC -> TRANSFER -> READY -> RUNNING -> FINISHED
              no memory   KV on its   waits for
              yet         way         a slot
 preempted:   RUNNING | READY -> WAITING (recompute here, or restore from host memory) | PREALLOC (D that must not prefill)
-n > 1:       FORKING (until a sibling's prompt KV is there) -> RUNNING | WAITING or PREALLOC (it has to lead)
+n > 1:       FORKING (until a sibling's prompt KV is there) -> READY | WAITING or PREALLOC (it has to lead)
 fall-back:   PREALLOC | TRANSFER -> WAITING
 cancelled, failed, expired: any -> FINISHED
 """
@@ -35,7 +35,7 @@ ALLOWED: dict[Status, frozenset[Status]] = {
     Status.PREALLOC: frozenset({Status.TRANSFER, Status.WAITING, Status.FINISHED}),
     Status.TRANSFER: frozenset({Status.READY, Status.WAITING, Status.FINISHED}),
     Status.READY: frozenset({Status.RUNNING, Status.WAITING, Status.PREALLOC, Status.FINISHED}),
-    Status.FORKING: frozenset({Status.RUNNING, Status.WAITING, Status.PREALLOC, Status.FINISHED}),
+    Status.FORKING: frozenset({Status.READY, Status.WAITING, Status.PREALLOC, Status.FINISHED}),
     Status.RUNNING: frozenset({Status.WAITING, Status.PREALLOC, Status.PUBLISHING, Status.FINISHED}),
     Status.PUBLISHING: frozenset({Status.FINISHED}),
     Status.FINISHED: frozenset(),

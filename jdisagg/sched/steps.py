@@ -8,9 +8,10 @@ from jdisagg.sched.plan import Admit, HostCopy, PageAppend, PageCopy, Plan, Pref
 from jdisagg.sched.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
-    """What one slot does in one step. Valid at commit only while the sequence's epoch is still `epoch`."""
+    """What one slot does in one step. Valid at commit only while the sequence's epoch is still `epoch`. Never changed; not
+    frozen, since that makes the construction of one per slot and step three times as slow."""
 
     sequence: Sequence
     epoch: int
@@ -87,6 +88,11 @@ class StepsInFlight:
         if not plan.is_empty:
             self._rows[plan.step_id] = rows
             self._next_id += 1
+
+    def row(self, step_id: int, slot: int) -> Row | None:
+        """What a step in flight does in `slot`; None when its result there would be dropped."""
+        row = self._rows.get(step_id, {}).get(slot)
+        return row if row is not None and row.epoch == row.sequence.epoch else None
 
     def finish(self, step_id: int) -> dict[int, Row]:
         """The rows of a step whose results have come, once; empty when it is unknown."""

@@ -15,3 +15,8 @@ def find_stop(token_id: int, num_generated: int, sampling: SamplingParams, eos_t
     if num_generated >= sampling.max_tokens:
         return FinishReason.LENGTH, None
     return None
+
+
+def stop_ids(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
+    """Tokens that may end the sequence; whether one does is `find_stop`'s to say."""
+    return frozenset(sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_token_ids))

@@ -137,9 +137,12 @@ class SequenceTable:
         assert sum(len(q) for q in self.queues.values()) == len(self.live), "a sequence is in no queue or in two"
 
     def _copy_out(self, sequence: Sequence) -> HostCopy | None:
-        """Only what can go on decoding at once when it is back: everything known but the last token is computed."""
+        """Only what can go on decoding at once when it is back: everything known but the last token is computed, and nothing
+        of the prompt has to be computed again for its log-probabilities."""
         num_tokens = sequence.num_computed
-        if num_tokens != sequence.num_known - 1 or not self.host.keep(sequence.request_id, num_tokens):
+        if num_tokens != sequence.num_known - 1 or sequence.wants_prompt_logprobs:
+            return None
+        if not self.host.keep(sequence.request_id, num_tokens):
             return None
         self.stats.offloaded_tokens += num_tokens
         num_pages = self.pages.pages_for(num_tokens)

@@ -25,6 +25,7 @@ _WORKER_MODULE = "jdisagg.serve.worker"  # every other role
 def main(argv: Sequence[str]) -> int:
     """Run one process until it is told to stop; returns its exit status (2 for a bad configuration)."""
     try:
+        setup_logs("serve")  # load_config remarks on settings that say nothing to the role
         config = load_config(argv)
         if config.server.print_config:
             sys.stdout.write(to_toml(config))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jdisagg.api.byte_source import GrpcByteSource
+from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.kv_event_ring import KVEventRing
 from jdisagg.api.peer_client import GrpcPeerClient
 from jdisagg.api.peer_server import PeerServer
@@ -117,9 +118,15 @@ class Deployment:
 
 
 def build_deployment(
-    config: Config, metrics: Metrics, worker: str, loop: asyncio.AbstractEventLoop, on_crash: OnCrash
+    config: Config,
+    metrics: Metrics,
+    worker: str,
+    loop: asyncio.AbstractEventLoop,
+    on_crash: OnCrash,
+    *,
+    credentials: Credentials = INSECURE,
 ) -> Deployment:
-    """Build the role's engines, running. Raises ConfigError."""
+    """Build the role's engines, running; peers are reached with `credentials`. Raises ConfigError."""
     check_backend(config)
     compiles = CompileCounter()
     if config.role == "colocated":
@@ -137,9 +144,11 @@ def build_deployment(
         )
         deployment.closers.append(publisher.close)
     elif role is Role.DECODE:
-        source = GrpcByteSource()
+        source = GrpcByteSource(credentials)
         fetcher: Fetcher = GrpcFetcher(source, _target(core), core.inbox.post)
-        peers = GrpcPeerClient(core.identity(("grpc",)), loop=loop, post=core.inbox.post, config=config.transfer)
+        peers = GrpcPeerClient(
+            core.identity(("grpc",)), loop=loop, post=core.inbox.post, config=config.transfer, credentials=credentials
+        )
         peers.watch(config.transfer.prefill)
         static = config.transfer.prefill
         side = decode_side(core, peers=peers, fetcher=fetcher, backend="grpc", static_peers=lambda: static)

@@ -39,7 +39,7 @@ def run(config: Config) -> int:
 
 
 def router_spec(config: Config, program: Sequence[str] = SERVE) -> ChildSpec:
-    """The router: our edges, our API key. A restart keeps the ports of the first run."""
+    """The router: our edges. A restart keeps the ports of the first run."""
 
     def command(previous: Ready | None) -> Sequence[str]:
         server = config.server
@@ -47,8 +47,7 @@ def router_spec(config: Config, program: Sequence[str] = SERVE) -> ChildSpec:
             server = replace(server, port=_port(previous.http, server.port), grpc_port=_port(previous.grpc, server.grpc_port))
         return [*program, *to_flags(replace(config, role="router", server=server, local=LocalConfig()))]
 
-    environ = {API_KEY_VARIABLE: config.server.api_key} if config.server.api_key else {}
-    return ChildSpec(name="router", command=command, environ=environ, stage=0)
+    return ChildSpec(name="router", command=command, environ=_shared_environ(config), stage=0)
 
 
 def worker_specs(config: Config, router: str, program: Sequence[str] = SERVE) -> list[ChildSpec]:
@@ -57,7 +56,7 @@ def worker_specs(config: Config, router: str, program: Sequence[str] = SERVE) ->
     roles = [("prefill", config.prefill_tp, i) for i in range(local.num_prefill)]
     roles += [("decode", config.decode_tp, i) for i in range(local.num_decode)]
     shares = split_devices(config.device.devices, [tp for _, tp, _ in roles])
-    server = replace(config.server, host=LOOPBACK, port=0, grpc_port=0, router=(router,), api_key=None)
+    server = replace(config.server, host=LOOPBACK, advertise_host=None, port=0, grpc_port=0, router=(router,))
     specs = []
     for (role, tp, index), devices in zip(roles, shares, strict=True):
         settings = replace(
@@ -65,16 +64,20 @@ def worker_specs(config: Config, router: str, program: Sequence[str] = SERVE) ->
             role=role,
             model=replace(config.model, tensor_parallel_size=tp),
             device=replace(config.device, devices=devices),
+            transfer=replace(config.transfer, prefill=()),  # the router names the peers of each request
             scheduler=replace(config.scheduler, schedule_log=_numbered(config.scheduler.schedule_log, f"{role}-{index}")),
             server=server,
             local=LocalConfig(),
         )
         flags = [*program, *to_flags(settings)]
-        # an empty key wins over one inherited: workers are reached by the router alone
-        environ = {API_KEY_VARIABLE: ""}
-        stage = 1 if role == "decode" else 2
-        specs.append(ChildSpec(name=f"{role}-{index}", command=lambda _, flags=flags: flags, environ=environ, stage=stage))
+        command, environ = (lambda _, flags=flags: flags), _shared_environ(config)
+        specs.append(ChildSpec(name=f"{role}-{index}", command=command, environ=environ, stage=1 if role == "decode" else 2))
     return specs
+
+
+def _shared_environ(config: Config) -> Mapping[str, str]:
+    """One API key for all processes of the fleet, since each asks the others for it; argv is for everybody to read."""
+    return {API_KEY_VARIABLE: config.server.api_key or ""}
 
 
 def split_devices(devices: str | None, needs: Sequence[int]) -> list[str | None]:

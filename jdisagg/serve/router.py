@@ -13,7 +13,7 @@ from time import monotonic
 import grpc.aio
 
 from jdisagg.api.admin import AdminService
-from jdisagg.api.channels import bind, make_server
+from jdisagg.api.channels import Credentials, bind, make_server
 from jdisagg.api.fleet_service import FleetService
 from jdisagg.api.generation import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
@@ -43,20 +43,25 @@ def run(config: Config) -> int:
 async def serve(config: Config, process: Process) -> int:
     """The life of one router process."""
     started_s = monotonic()
-    server = make_server()
+    credentials = Credentials(api_key=config.server.api_key)
+    server = make_server(credentials)
     address = bind(server, config.server.host, config.server.grpc_port)
     listener = listen(config.server.host, config.server.port)
     model = config.model.served_model_name or config.model.model
     metrics = Metrics(engine=False)
     metrics.set_build(role="router", model=model)
-    engine = FleetEngine(config=config.transfer, step_timeout_s=config.device.step_timeout_s, metrics=metrics)
+    engine = FleetEngine(
+        config=config.transfer, step_timeout_s=config.device.step_timeout_s, metrics=metrics, credentials=credentials
+    )
     edge = make_edge(engine, read_text_model(resolve_model(config.model.model)), config.server)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
-    fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(engine.workers, config.transfer), server)
+    fleet = FleetService(engine.workers, config.transfer)
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
     health = HealthReporter(server, SERVICES, engine.health)
 
     async def drain(deadline_s: float) -> int:
         await health.close()
+        fleet.leave()
         return await engine.drain(deadline_s)
 
     _add_admin(server, engine, drain)
@@ -72,6 +77,7 @@ async def serve(config: Config, process: Process) -> int:
     unfinished = await drain(monotonic() + config.server.drain_s)
     if unfinished:
         log.warning("%d requests were still running at the end of --drain-s", unfinished)
+    await fleet.everybody_told()
     await engine.close()
     await http.stop()
     await server.stop(GRPC_STOP_S)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from jdisagg.api.admin import AdminService
-from jdisagg.api.channels import advertised, bind, make_server
+from jdisagg.api.channels import Credentials, advertised, bind, make_server
 from jdisagg.api.fleet_client import FleetClient
 from jdisagg.api.generation import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
@@ -54,14 +54,16 @@ def run(config: Config) -> int:
 async def serve(config: Config, process: Process) -> int:
     """The life of one worker process."""
     started_s = monotonic()
-    grpc_server = make_server()
+    credentials = Credentials(api_key=config.server.api_key)
+    grpc_server = make_server(credentials)
     address = bind(grpc_server, config.server.host, config.server.grpc_port)
     listener = listen(config.server.host, config.server.port)
     metrics = Metrics()
     public = advertised(address, config.server.advertise_host)
     worker = f"pid {os.getpid()} @ {public}"
     text = None if config.role == "prefill" else read_text_model(resolve_model(config.model.model))
-    build = asyncio.to_thread(build_deployment, config, metrics, worker, asyncio.get_running_loop(), exit_on_crash)
+    loop = asyncio.get_running_loop()
+    build = asyncio.to_thread(build_deployment, config, metrics, worker, loop, exit_on_crash, credentials=credentials)
     deployment = await _unless_stopped(process, build)
     parts = _Edges(config, deployment, text=text, metrics=metrics, address=public, server=grpc_server)
     http = HttpServer(parts.app, listener, stop_timeout_s=config.server.drain_s)
@@ -154,7 +156,9 @@ class _Edges:
         """Report health and register with the routers."""
         await self._health.start()
         if self._config.server.router:
-            self._fleet = FleetClient(self._member(), self._config.server.router, state=self._fleet_state)
+            credentials = Credentials(api_key=self._config.server.api_key)
+            routers = self._config.server.router
+            self._fleet = FleetClient(self._member(), routers, state=self._fleet_state, credentials=credentials)
 
     def _member(self) -> Member:
         card = self._engine.card
@@ -186,6 +190,8 @@ class _Edges:
         self._draining = True
         await self._kv_events.close()
         await self._health.close()
+        if self._fleet is not None:
+            await self._fleet.announce()
         return await self._engine.drain(deadline_s)
 
     async def _reset_prefix_cache(self) -> int:

@@ -57,8 +57,10 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, address: _Optional[str] = ..., epoch: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("leaving",)
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    leaving: bool
+    def __init__(self, leaving: _Optional[bool] = ...) -> None: ...
 
 class ListRequest(_message.Message):
     __slots__ = ()

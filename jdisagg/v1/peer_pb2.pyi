@@ -116,12 +116,14 @@ class Ack(_message.Message):
     def __init__(self, key: _Optional[str] = ...) -> None: ...
 
 class Want(_message.Message):
-    __slots__ = ("range", "reason")
+    __slots__ = ("range", "reason", "group")
     RANGE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     range: Range
     reason: str
-    def __init__(self, range: _Optional[_Union[Range, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+    group: int
+    def __init__(self, range: _Optional[_Union[Range, _Mapping]] = ..., reason: _Optional[str] = ..., group: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("open", "grant", "ack", "want", "heartbeat")

@@ -25,6 +25,7 @@ class Asked:
     sampling: dict[str, object] = field(default_factory=dict)
     request_id: str = ""
     deadline_s: float = 120.0
+    priority: int = 0
 
     def message(self) -> generation_pb2.GenerateRequest:
         """As proto."""
@@ -32,7 +33,12 @@ class Asked:
             {"text": self.prompt} if isinstance(self.prompt, str) else {"token_ids": generation_pb2.TokenIds(ids=self.prompt)}
         )
         return generation_pb2.GenerateRequest(
-            request_id=self.request_id, sampling=common_pb2.SamplingParams(**self.sampling), n=self.n, stop=self.stop, **prompt
+            request_id=self.request_id,
+            sampling=common_pb2.SamplingParams(**self.sampling),
+            n=self.n,
+            stop=self.stop,
+            priority=self.priority,
+            **prompt,
         )
 
 

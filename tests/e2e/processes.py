@@ -19,6 +19,7 @@ from typing import Any
 
 READY_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 15.0
+GRPC_THREADS = "event_engine"  # its pool grows and shrinks with the load and the machine
 
 
 @dataclass(frozen=True)
@@ -149,13 +150,17 @@ class ServerProcess:
         return total
 
     def resources(self) -> Resources:
-        """Threads, descriptors and sockets of the process now."""
-        names = []
+        """Threads, descriptors and sockets of the process now, without the threads whose number grpc chooses itself."""
+        names, threads = [], 0
         for descriptor in os.listdir(f"/proc/{self.pid}/fd"):
             with suppress(FileNotFoundError):
                 names.append(os.readlink(f"/proc/{self.pid}/fd/{descriptor}"))
+        for thread in os.listdir(f"/proc/{self.pid}/task"):
+            with suppress(FileNotFoundError):
+                name = Path(f"/proc/{self.pid}/task/{thread}/comm").read_text()
+                threads += not name.startswith(GRPC_THREADS)
         sockets = sum(name.startswith("socket:") for name in names)
-        return Resources(len(os.listdir(f"/proc/{self.pid}/task")), len(names), sockets)
+        return Resources(threads, len(names), sockets)
 
     def state(self) -> dict[str, Any]:
         """GET /debug/state."""

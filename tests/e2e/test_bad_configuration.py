@@ -114,6 +114,14 @@ CONFIGURATIONS: dict[str, tuple[Callable[[Place], Flags], tuple[str, ...]]] = {
         lambda _: ("--num-pages", "64", "--kv-cache-bytes", "1000000"),
         ("--num-pages", "--kv-cache-bytes", "keep one"),
     ),
+    "a flag of another role": (
+        lambda _: ("--role", "prefill", "--prefill", "127.0.0.1:9000"),
+        ("--prefill: means nothing to --role prefill", "--role decode", "remove it"),
+    ),
+    "a fleet's flag on one of its workers": (
+        lambda _: ("--role", "decode", "--num-prefill", "2"),
+        ("--num-prefill: means nothing to --role decode", "--role local", "remove it"),
+    ),
     "decode with no way to prefill": (
         lambda _: ("--role", "decode", "--local-prefill", "never"),
         ("--local-prefill", "--prefill"),

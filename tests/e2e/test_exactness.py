@@ -72,7 +72,7 @@ def test_pair_equals_unified_and_bytes_are_as_computed(pair: Pair, requests: lis
         whole = len(asked.prompt) * BYTES_PER_TOKEN
         assert set(moved) <= {0, whole}, asked.request_id
         if any(len(choice.token_ids) > 1 for choice in one.complete.choices):
-            assert sum(moved) == whole, f"{asked.request_id}: choices share one transfer"
+            assert whole <= sum(moved) < max(2, asked.n) * whole, f"{asked.request_id}: choices share transfers"
         if asked.sampling["max_tokens"] == 1:
             assert sum(moved) == 0, asked.request_id
         expected += sum(moved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import time
 import urllib.request
@@ -16,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.e2e.client import OPTIONS, Asked, Got, generate, run_all
-from tests.e2e.conftest import starting
+from tests.e2e.conftest import Start, starting
 from tests.e2e.processes import ServerProcess, wait_until
 
 SERVICES = ("", "jdisagg.v1.GenerationService", "jdisagg.v1.WorkerService")
@@ -137,3 +138,33 @@ async def _drained(server: ServerProcess) -> tuple[list[Got], Got, bool]:
         serving = await asyncio.to_thread(is_serving, server)
         assert not all(stream.done() for stream in streams), "streams are too short for this test"
         return list(await asyncio.gather(*streams)), refused, serving
+
+
+def trouble(text: str) -> list[str]:
+    """Lines of a log at warning level and above, and lines that are no records at all (a traceback)."""
+    records = (line.split(" | ", 1)[-1] for line in text.splitlines())
+    return [line for line in records if line and not re.match(r"\d\d:\d\d:\d\d\.\d{3} I ", line)]
+
+
+@pytest.mark.timeout(240)
+def test_a_normal_end_of_a_local_fleet_says_nothing_at_warning_level(start: Start, exact_flags: tuple[str, ...]) -> None:
+    """Idle, and with a stream that is let finish: no process takes the end of another for an outage."""
+    fleet = start("local", "--role", "local", "--num-prefill", "2", *exact_flags).wait_ready()
+    got = asyncio.run(asyncio.wait_for(_stopped_while_streaming(fleet), 120))
+    assert got.error is None
+    assert len(got.tokens[0]) == 150
+    assert fleet.process.wait(30) == 0
+    assert trouble(fleet.log_since_ready()) == []
+    again = start("again", "--role", "local", "--num-prefill", "2", *exact_flags).wait_ready()
+    assert again.stop() == 0
+    assert trouble(again.log_since_ready()) == []
+
+
+async def _stopped_while_streaming(fleet: ServerProcess) -> Got:
+    asked = Asked(prompt=tuple(range(20, 60)), sampling={"max_tokens": 150, "temperature": 0.0, "ignore_eos": True})
+    async with grpc.aio.insecure_channel(fleet.grpc, options=OPTIONS) as channel:
+        stream = asyncio.create_task(generate(channel, asked))
+        while not (await asyncio.to_thread(fleet.state))["flights"]:
+            await asyncio.sleep(0.01)
+        fleet.signal(signal.SIGTERM)
+        return await stream

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from jdisagg.core.config import Config, LocalPrefill, Numerics
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.flags import FLAGS, SECTIONS
+from jdisagg.core.flags import BY_NAME, FLAGS, ROLES, SECTIONS
+from jdisagg.core.scope import applies
 from jdisagg.core.settings import SECTION_TYPES, load_config, to_flags, to_toml
 
 NO_ENV: dict[str, str] = {}
@@ -167,6 +168,85 @@ def test_the_api_key_comes_from_a_file_or_the_environment_and_is_never_printed(t
     assert "is empty" in message("--api-key", f"@{path}")
 
 
+@pytest.mark.parametrize("key", ["two words", "schlüssel", "tab\tbed", "bell\a"])
+def test_a_key_that_no_header_can_carry_is_refused_without_showing_it(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"--api-key: a key of {len(key)} characters is not a word") as caught:
+        load_config([], {"JDISAGG_API_KEY": key})
+    assert key not in caught.value.message
+
+
+FOREIGN = {  # flag -> the roles that take it
+    "--prefill h:1": {"decode"},
+    "--router h:1": {"unified", "prefill", "decode", "colocated"},
+    "--advertise-host h": {"unified", "prefill", "decode", "colocated"},
+    "--local-prefill on-failure": {"decode", "colocated", "local"},
+    "--num-prefill 1": {"local"},
+    "--num-decode 1": {"local"},
+    "--prefill-tp 1": {"local", "colocated"},
+    "--decode-tp 1": {"local", "colocated"},
+    "--num-scheduler-steps 2": {"unified", "decode", "colocated", "local"},
+    "--host-kv-bytes 1GiB": {"unified", "decode", "colocated", "local"},
+}
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("flag", FOREIGN)
+def test_a_flag_of_another_role_is_refused_and_says_whose_it_is(flag: str, role: str) -> None:
+    name = flag.split(maxsplit=1)[0]
+    argv = ["--role", role, *flag.split()]
+    if role in FOREIGN[flag]:
+        assert load(*argv).role == role
+        return
+    got = message(*argv)
+    assert got.startswith(f"{name}: means nothing to --role {role}; it is for --role ")
+    assert all(other in got for other in FOREIGN[flag])
+    assert BY_NAME[name[2:].replace("-", "_")].help in got
+    assert got.endswith("remove it, or choose that role")
+    assert "\n" not in got
+
+
+def test_the_table_above_has_every_flag_that_only_some_roles_take() -> None:
+    assert {flag.option: set(flag.only) for flag in FLAGS if flag.only} == {k.split()[0]: v for k, v in FOREIGN.items()}
+
+
+def test_the_role_of_a_file_decides_what_a_flag_means(write) -> None:
+    path = write('role = "decode"\n')
+    assert load("--config", path, "--prefill", "h:1").transfer.prefill == ("h:1",)
+    assert "--num-decode: means nothing to --role decode" in message("--config", path, "--num-decode", "2")
+
+
+def test_keys_of_other_roles_in_a_shared_file_are_remarked_once_and_defaults_never(
+    write, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write('[transfer]\nprefill = ["h:1"]\n[local]\nnum_prefill = 3\nnum_decode = 1\n[cache]\npage_size = 32\n')
+    for role, wanted in (
+        ("prefill", ["[transfer] prefill, [local] num_prefill: nothing to --role prefill, ignored"]),
+        ("decode", ["[local] num_prefill: nothing to --role decode, ignored"]),
+        ("router", ["[transfer] prefill, [local] num_prefill: nothing to --role router, ignored"]),
+        ("local", ["[transfer] prefill: nothing to --role local, ignored"]),
+    ):
+        caplog.clear()
+        assert load("--config", path, "--role", role).cache.page_size == 32
+        assert [record.message for record in caplog.records] == [f"{path}: {text}" for text in wanted]
+
+
+def test_engine_settings_on_a_routers_command_line_are_remarked(caplog: pytest.LogCaptureFixture) -> None:
+    load("--role", "router", "--model", "demo", "--port", "1", "--heartbeat-s", "0.5", "--step-timeout-s", "9")
+    assert not caplog.records
+    load("--role", "router", "--page-size", "32", "--dtype", "float32")
+    assert [record.message for record in caplog.records] == ["--page-size, --dtype: nothing to --role router, ignored"]
+
+
+def test_children_get_only_flags_that_mean_something_to_them() -> None:
+    config = load("--role", "local", "--local-prefill", "never", "--page-size", "32", "--num-prefill", "2", "--prefill-tp", "2")
+    roles = {role: " ".join(to_flags(replace(config, role=role))) for role in ("router", "prefill", "decode")}
+    assert roles == {
+        "router": "--role router",
+        "prefill": "--role prefill --page-size 32",
+        "decode": "--role decode --page-size 32 --local-prefill never",
+    }
+
+
 argv_strategy = st.fixed_dictionaries(
     {},
     optional={
@@ -185,7 +265,12 @@ argv_strategy = st.fixed_dictionaries(
 
 @given(argv_strategy, st.booleans())
 def test_printed_config_and_child_flags_load_back_equal(flags: dict[str, str], checksums: bool) -> None:
-    config = load(*[part for pair in flags.items() for part in pair], "--checksums" if checksums else "--no-checksums")
+    role = flags.get("--role", "local")
+    mine = {
+        name: value for name, value in flags.items() if name == "--role" or applies(BY_NAME[name[2:].replace("-", "_")], role)
+    }
+    switch = [] if role == "router" else ["--checksums" if checksums else "--no-checksums"]
+    config = load(*[part for pair in mine.items() for part in pair], *switch)
     assert load(*to_flags(config)) == config
     with NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
         file.write(to_toml(config))

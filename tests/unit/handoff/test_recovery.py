@@ -20,10 +20,11 @@ from jdisagg.core.requests import FinishReason, Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.messages import Accepted, ChunkReady, Done, Grant, HandoffId, Refused, StreamEnded, Want
-from tests.unit.handoff.rig import CONFIG, FIRST, NEVER, H, decode_side, none_of, only, ready, request
+from tests.unit.handoff.rig import BPT, CONFIG, FIRST, NEVER, H, decode_side, none_of, only, ready, request
 
 H2 = HandoffId("r", 2)
 DEAD = StreamEnded(reason="dead")
+SPANS = {"a": (0, 4), "b": (4, 8), "c": (8, 10)}
 
 
 def transferring(side: DecodeSide, peers: tuple[str, ...] = ("p",)) -> ChunkReady:
@@ -56,6 +57,29 @@ def test_a_failed_fetch_is_tried_again_then_published_again_then_given_up() -> N
     assert (recovered.rung, recovered.peer, recovered.stage) == ("other_prefill", "p", "transferring")
     assert "timeout" in recovered.cause
     assert only(act.OpenStream, lost).peer == "q"
+
+
+@pytest.mark.covers("X15")
+def test_what_is_lost_of_one_kv_group_costs_the_other_groups_nothing() -> None:
+    """Two groups: a piece of the second fails; what arrived stays, and the next peer is asked from where both have all."""
+    side = DecodeSide(CONFIG, chunk_bytes_per_token=BPT, backend="fake", num_groups=2)
+    side.start(request(), 0, ("p", "q"), 0.0)
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    side.on_reserved("r", 0.0)
+    pieces = {(key, g): replace(ready(f"{key}{g}", *span), group=g) for key, span in SPANS.items() for g in (0, 1)}
+    for piece in pieces.values():
+        side.on_message(H, piece, 0.0)
+    for arrived in ("a0", "b0", "c0", "a1"):
+        assert any(isinstance(a, act.Import) for a in side.on_arrived(H, arrived, 0.1, 1.0))
+    side.on_failed(H, "b1", "checksum", 2.0)
+    wanted = [a.message for a in side.on_failed(H, "b1", "checksum", 2.0) if isinstance(a, act.Send)]
+    assert Want(begin=4, end=8, reason="checksum", group=1) in wanted
+    assert side.on_message(H, replace(ready("b2", 4, 8), group=1), 2.0) != [], "it may be announced again"
+    again = only(act.OpenStream, side.on_message(H, StreamEnded(reason="dead"), 3.0)).message
+    assert again.held_tokens == 4
+    side.on_message(H2, Accepted(cached_tokens=0), 3.0)
+    foreign = side.on_message(H2, replace(ready("x", 4, 8), group=2), 3.0)
+    assert "KV group 2; this cache has 2" in only(act.Recovered, foreign).cause
 
 
 def test_an_unknown_key_is_published_again_at_once() -> None:

@@ -58,8 +58,9 @@ class ArithmeticEngine:
         """Send an output that nothing asked for."""
         self._last_sink([output])
 
-    def cancel(self, request_id: str, attempt: int) -> None:
-        if request_id in self.live and self.live[request_id][0].attempt == attempt:
+    def cancel(self, request_id: str, attempt: int, sink: OutputSink) -> None:
+        mine = self.live.get(request_id)
+        if mine is not None and (mine[0].attempt, mine[1]) == (attempt, sink):
             del self.live[request_id]
 
     @property
@@ -142,7 +143,7 @@ class Router:
         self._config = config
 
     async def start(self, port: int = 0) -> Router:
-        service = FleetService(self.engine.workers, self._config)
+        self.service = service = FleetService(self.engine.workers, self._config)
         self._server, self.address = await start_server(
             lambda server: fleet_pb2_grpc.add_FleetServiceServicer_to_server(service, server), port
         )

@@ -370,6 +370,70 @@ def test_a_router_that_goes_is_one_short_line_and_none_while_the_worker_drains(d
     run_quiet(body())
 
 
+def levels(caplog, logger: str, address: str) -> list[str]:
+    return [record.levelname for record in caplog.records if record.name == logger and address in record.getMessage()]
+
+
+def test_a_router_that_says_goodbye_is_no_outage_and_the_next_one_at_its_address_may_be(caplog):
+    caplog.set_level("INFO")
+
+    async def body() -> None:
+        router = await Router().start()
+        (worker,) = await fleet(FakeWorker((router.address,)), router=router)
+        address = router.address
+        router.service.leave()
+        await router.service.everybody_told()
+        await router.stop()
+        await until(lambda: not worker.registration.registered()[address])
+        assert levels(caplog, "jdisagg.api.fleet_client", f"router {address} is gone") == ["INFO"]
+        again = await Router().start(int(address.rpartition(":")[2]))
+        await until(lambda: again.linked() == 1)
+        caplog.clear()
+        await again.stop()
+        await until(lambda: not worker.registration.registered()[address])
+        assert levels(caplog, "jdisagg.api.fleet_client", f"router {address} is gone") == ["WARNING"]
+        await worker.die()
+
+    run_quiet(body())
+
+
+def test_a_goodbye_never_waits_for_a_worker_that_is_dead():
+    async def body() -> None:
+        router = await Router().start()
+        (worker,) = await fleet(FakeWorker((router.address,), Role.PREFILL), router=router)
+        await until(router.engine.workers.members)
+        await worker.die()
+        router.service.leave()
+        began_s = monotonic()
+        await router.service.everybody_told()
+        assert monotonic() - began_s < 4 * FAST.heartbeat_s
+        await router.stop()
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
+@pytest.mark.parametrize("draining", [False, True])
+def test_a_worker_that_drained_has_left_and_any_other_is_lost(draining, role, caplog):
+    caplog.set_level("INFO")
+
+    async def body() -> None:
+        router = await Router().start()
+        (worker,) = await fleet(FakeWorker((router.address,), role), router=router)
+        await until(router.engine.workers.members)
+        worker.draining = draining
+        await worker.registration.announce()
+        (entry,) = router.engine.workers.fleet.entries()
+        assert entry.member.draining is draining
+        await worker.die()
+        await until(lambda: not router.engine.workers.members())
+        wanted = f"{role.value} worker {entry.member.worker} " + ("has left" if draining else "is lost")
+        assert levels(caplog, "jdisagg.router.workers", wanted) == ["INFO" if draining else "WARNING"]
+        await router.stop()
+
+    run_quiet(body())
+
+
 def test_a_restarted_router_learns_its_fleet_and_its_workers_free_the_old_streams():
     async def body() -> None:
         router = await Router().start()

@@ -66,6 +66,7 @@ class SlotState:
     pages: list[int]
     length: int  # positions whose KV is written
     last_token: int  # fed next
+    scores: bool = False  # log-probabilities are wanted
 
 
 class FakeDevice:
@@ -91,7 +92,9 @@ class FakeDevice:
         for admit in plan.admit:
             assert admit.slot not in self.slots, "admitted into a slot that was not evicted"
             tokens = admit.prompt_token_ids + admit.generated_token_ids
-            self.slots[admit.slot] = SlotState(list(admit.page_table[0]), len(tokens) - 1, tokens[-1])
+            self.slots[admit.slot] = SlotState(
+                list(admit.page_table[0]), len(tokens) - 1, tokens[-1], admit.sampling.logprobs is not None
+            )
         for page in plan.pages:
             assert page.index == len(self.slots[page.slot].pages), "a page is appended out of order"
             self.slots[page.slot].pages.append(page.page)
@@ -144,14 +147,19 @@ class FakeDevice:
             state.length += 1
             steps.append(self._sample(slot, state))
         tokens = tuple(token for step in steps for token in step.token_ids)
-        logprobs = tuple(logprob for step in steps for logprob in step.logprobs or ())
+        logprobs = tuple(logprob for step in steps for logprob in step.logprobs or ()) if state.scores else None
         return Sampled(slot=slot, token_ids=tokens, logprobs=logprobs, bad=steps[0].bad)
 
     def _sample(self, slot: int, state: SlotState) -> Sampled:
         state.last_token = next_token(self.read(state.pages, state.length))
         bad = "NaN in layer 1" if slot in self.bad else None
         self.bad.discard(slot)
-        return Sampled(slot=slot, token_ids=(state.last_token,), logprobs=(TokenLogprob(state.last_token, -0.5),), bad=bad)
+        return Sampled(
+            slot=slot,
+            token_ids=(state.last_token,),
+            logprobs=(TokenLogprob(state.last_token, -0.5),) if state.scores else None,
+            bad=bad,
+        )
 
 
 @dataclass

@@ -37,12 +37,12 @@ def test_eight_choices_compute_the_prompt_once_and_share_its_pages(length: int, 
     assert len({copy.target for copy in copies}) == len(copies)
 
 
-def test_choices_wait_for_slots_and_fork_from_whoever_is_left() -> None:
+def test_choices_that_wait_for_slots_hold_their_share_of_the_prompt() -> None:
     engine = FakeEngine(num_pages=100, max_num_seqs=3, caching=False)
     engine.add(*choices(7))
     engine.run()
     assert all(engine.seen[f"r/{i}"].tokens == expected(PROMPT, 6) for i in range(7))
-    assert engine.scheduler.stats.prefill_tokens < 3 * len(PROMPT)
+    assert engine.scheduler.stats.prefill_tokens == len(PROMPT)
 
 
 def test_a_choice_whose_leader_was_cancelled_leads() -> None:
@@ -79,3 +79,13 @@ def test_what_cannot_be_shared_is_not_waited_for() -> None:
     scored = request("r/6", PROMPT, 3, fork_group="r", prompt_logprobs=0)
     engine.add(other, salted, resumed, scored, remote=True)
     assert engine.scheduler.counts()["forking"] == 0
+
+
+def test_a_prefill_worker_never_decodes_so_nobody_forks_there() -> None:
+    engine = FakeEngine(Role.PREFILL)
+    engine.add(*choices(3))
+    assert engine.scheduler.counts()["waiting"] == 3
+    for _ in range(6):
+        engine.tick()
+    assert not any(plan.decode for plan in engine.plans)
+    assert all(engine.seen[f"r/{i}"].tokens == expected(PROMPT, 1) for i in range(3))

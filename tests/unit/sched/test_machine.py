@@ -90,6 +90,7 @@ class WorkerMachine(RuleBasedStateMachine):
         remote=st.booleans(),
         is_open=st.booleans(),
         prompt_logprobs=st.sampled_from([None, None, 0]),
+        logprobs=st.sampled_from([None, None, 0]),
     )
     def add(
         self,

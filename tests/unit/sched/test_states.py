@@ -15,7 +15,7 @@ LEGAL = {
     "prealloc": "transfer waiting finished",
     "transfer": "ready waiting finished",
     "ready": "running waiting prealloc finished",
-    "forking": "running waiting prealloc finished",
+    "forking": "ready waiting prealloc finished",
     "running": "waiting prealloc publishing finished",
     "publishing": "finished",
     "finished": "",

@@ -24,6 +24,8 @@ OTHER_PROGRAMS = {
     "--accelerator",
     "--task",
     "--why",
+    "--json",
+    "--nano-vllm",
 }
 
 

@@ -204,11 +204,11 @@ def test_workers_are_commanded_to_register_and_the_key_stays_out_of_argv() -> No
         ("decode", 1, "4"),
     ]
     assert {(c.server.router, c.server.host, c.server.port, c.server.api_key) for c in loaded} == {
-        (("127.0.0.1:9",), "127.0.0.1", 0, None)
+        (("127.0.0.1:9",), "127.0.0.1", 0, "k3y")
     }
     assert {c.device.cpu_affinity for c in loaded} == {"0"}
     router = router_spec(config, program=())
-    assert "k3y" not in " ".join(router.command(None))
+    assert "k3y" not in " ".join(word for spec in (router, *specs) for word in spec.command(None))
     assert load_config(router.command(None), router.environ).server == config.server
     again = load_config(router.command(Ready(role="router", http="0.0.0.0:81", grpc="0.0.0.0:82", model="m")), {})
     assert (again.server.port, again.server.grpc_port) == (81, 82)

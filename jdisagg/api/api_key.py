@@ -1,0 +1,92 @@
+"""The API key on gRPC: a guard before every service of a server, and channels that send the key with every call.
+
+    authorization: Bearer KEY        metadata of every RPC; health and reflection are open to all
+
+Public and internal services share one port, so the processes of a fleet share one key.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+
+HEADER = "authorization"
+OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
+REFUSAL = (
+    "missing or wrong API key; send the metadata 'authorization: Bearer KEY' "
+    "(the processes of a fleet share one key: JDISAGG_API_KEY, or --api-key @FILE)"
+)
+_KINDS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+class KeyGuard(grpc.aio.ServerInterceptor):
+    """Ends every RPC without the key with UNAUTHENTICATED, before its first message is decoded."""
+
+    def __init__(self, api_key: str) -> None:
+        self._expected = _bearer(api_key).encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The method's own handler, or one of its kind that refuses. Unknown methods stay UNIMPLEMENTED."""
+        handler = await continuation(handler_call_details)
+        is_open = str(handler_call_details.method).startswith(OPEN_SERVICES)
+        if handler is None or is_open or self._has_key(handler_call_details.invocation_metadata or ()):
+            return handler
+        return _KINDS[handler.request_streaming, handler.response_streaming](_refuse)
+
+    def _has_key(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        given = [value.encode() if isinstance(value, str) else value for name, value in metadata if name == HEADER]
+        scheme, _, rest = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        return hmac.compare_digest(b"Bearer " + rest, self._expected) and scheme.lower() == b"bearer"
+
+
+class KeyedChannel:
+    """What stubs and owners use of a channel, asyncio or blocking; every call carries the key."""
+
+    def __init__(self, channel: Any, api_key: str) -> None:
+        self._channel = channel
+        self._metadata = ((HEADER, _bearer(api_key)),)
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """See grpc.Channel."""
+        return self._keyed(self._channel.unary_unary(*args, **kwargs))
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """See grpc.Channel."""
+        return self._keyed(self._channel.unary_stream(*args, **kwargs))
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """See grpc.Channel."""
+        return self._keyed(self._channel.stream_unary(*args, **kwargs))
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """See grpc.Channel."""
+        return self._keyed(self._channel.stream_stream(*args, **kwargs))
+
+    def close(self) -> Any:
+        """Close the channel; an awaitable of an asyncio one."""
+        return self._channel.close()
+
+    def _keyed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(call, metadata=self._metadata)
+
+
+def _bearer(api_key: str) -> str:
+    return f"Bearer {api_key}"
+
+
+async def _refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)

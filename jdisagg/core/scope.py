@@ -1,0 +1,49 @@
+"""Which settings mean something to which role, and what to say of those that do not.
+
+A flag that says whom a process talks to or what it starts (`Flag.only`) is refused where it would be ignored: somebody expects
+something of it. The same key in a file, and engine settings given to a router, are remarked: such files and flags are shared
+by the processes of a fleet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.flags import BY_NAME, Flag
+
+ENGINE_SECTIONS = ("model", "cache", "scheduler", "transfer", "device")
+_OF_ROUTERS_TOO = frozenset(("model", "served_model_name", "heartbeat_s", "dead_after_s", "cpu_affinity", "step_timeout_s"))
+
+
+def applies(flag: Flag, role: str) -> bool:
+    """Whether a process of this role, or one it starts, looks at the setting."""
+    if flag.only:
+        return role in flag.only
+    return role != "router" or flag.section not in ENGINE_SECTIONS or flag.name in _OF_ROUTERS_TOO
+
+
+def check_flags(names: Iterable[str], role: str) -> str | None:
+    """Settings given on the command line. Raises ConfigError for the first that is for other roles alone; returns a remark
+    on those that are ignored."""
+    ignored = [BY_NAME[name] for name in names if not applies(BY_NAME[name], role)]
+    for flag in ignored:
+        if flag.only:
+            roles = " or ".join(flag.only)
+            raise ConfigError(
+                f"{flag.option}: means nothing to --role {role}; it is for --role {roles} ({flag.help}); "
+                "remove it, or choose that role",
+                field=flag.name,
+            )
+    return f"{_listed(flag.option for flag in ignored)}: nothing to --role {role}, ignored" if ignored else None
+
+
+def remark_on_file(path: object, names: Iterable[str], role: str) -> str | None:
+    """A remark on keys of a file that are for other roles alone."""
+    foreign = [BY_NAME[name] for name in names if BY_NAME[name].only and not applies(BY_NAME[name], role)]
+    listed = _listed(f"[{flag.section}] {flag.name}" for flag in foreign)
+    return f"{path}: {listed}: nothing to --role {role}, ignored" if foreign else None
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,114 @@
+"""Requests come, get their place, and run out of time."""
+
+from __future__ import annotations
+
+from jdisagg.core.config import SchedulerConfig
+from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from jdisagg.core.requests import EngineRequest, Output, Role
+from jdisagg.sched.admission import Admission
+from jdisagg.sched.committer import Committer
+from jdisagg.sched.intake import Limits, check_request
+from jdisagg.sched.queue_limit import QueueLimit
+from jdisagg.sched.sequence import Sequence
+from jdisagg.sched.states import Status
+from jdisagg.sched.stops import find_stop, stop_ids
+from jdisagg.sched.table import SequenceTable
+
+
+class Arrivals:
+    """Turns requests into sequences of its table, and ends those whose deadline has passed."""
+
+    def __init__(
+        self, table: SequenceTable, admission: Admission, committer: Committer, config: SchedulerConfig, limits: Limits
+    ) -> None:
+        self._table = table
+        self._admission = admission
+        self._committer = committer
+        self._config = config
+        self._limits = limits
+        self._queue_limit = QueueLimit(table, config.max_queue_len)
+        self._num_added = 0
+        self._next_deadline_s = float("inf")
+        self._complete: list[Output] = []  # of requests that were over when they came (a replay whose last output got lost)
+        self.is_draining = False
+
+    def add(self, request: EngineRequest, now_s: float, *, remote: bool, held_limit: int | None, is_open: bool) -> None:
+        """As Scheduler.add."""
+        if self.is_draining:
+            raise Unavailable("this worker is draining; send the request to another one")
+        if request.request_id in self._table.live:
+            raise InvalidRequest(f"request id {request.request_id!r} is live already; use a new one", field="request_id")
+        check_request(request, self._limits)
+        if self._end_if_complete(request):
+            return
+        self._queue_limit.admit(now_s)
+        status = Status.PREALLOC if remote else Status.WAITING
+        decodes = self._limits.role is not Role.PREFILL  # a choice that forks feeds the prompt's last token in a decode step
+        if request.fork_group and decodes and self._table.groups.can_wait(request, remote=remote):
+            status = Status.FORKING
+        sequence = Sequence(
+            request=request,
+            order=(self._rank(request, now_s), self._num_added),
+            status=status,
+            is_remote=remote,
+            generated=list(request.generated_token_ids),
+            stop_ids=stop_ids(request.sampling, self._limits.eos_token_ids),
+            target=len(request.token_ids),
+            is_open=is_open,
+        )
+        self._num_added += 1
+        self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)
+        if status is Status.PREALLOC:
+            self._admission.pin_prefix(sequence, held_limit)
+        self._table.add(sequence)
+
+    def planned(self, now_s: float) -> None:
+        """A plan was made: some may have left the queue."""
+        self._queue_limit.observe(now_s)
+
+    def is_due(self, now_s: float) -> bool:
+        """`expire` has something to say or to end."""
+        return bool(self._complete) or now_s >= self._next_deadline_s
+
+    @property
+    def has_complete(self) -> bool:
+        """The end of some request is still to be told."""
+        return bool(self._complete)
+
+    def forget(self, request_id: str) -> None:
+        """Nobody wants to hear its end any more."""
+        self._complete = [output for output in self._complete if output.request_id != request_id]
+
+    def expire(self, now_s: float) -> list[Output]:
+        """As Scheduler.expire."""
+        outputs, self._complete = self._complete, []
+        if now_s < self._next_deadline_s:
+            return outputs
+        for sequence in [s for s in self._table.live.values() if s.request.deadline_s <= now_s]:
+            error = DeadlineExceeded(
+                f"request {sequence.request_id} passed its deadline while {sequence.status.value}, "
+                f"after {len(sequence.generated)} of {sequence.request.sampling.max_tokens} tokens; allow more time"
+            )
+            if (output := self._committer.failure(sequence, error)) is not None:
+                outputs.append(output)
+        self._next_deadline_s = min((s.request.deadline_s for s in self._table.live.values()), default=float("inf"))
+        return outputs
+
+    def _rank(self, request: EngineRequest, now_s: float) -> float:
+        """Lower goes first. A request of a worse priority is passed only by those that come at most (difference in priority) x
+        `priority_aging_s` after it: all waiting age alike, so their order never changes."""
+        if self._config.scheduling_policy != "priority":
+            return 0.0
+        aging_s = self._config.priority_aging_s
+        return now_s + request.priority * aging_s if aging_s > 0 else float(request.priority)
+
+    def _end_if_complete(self, request: EngineRequest) -> bool:
+        """A resumed request may have got all its tokens already: then only its end is owed."""
+        generated, eos = request.generated_token_ids, self._limits.eos_token_ids
+        stop = find_stop(generated[-1], len(generated), request.sampling, eos) if generated else None
+        if stop is not None:
+            finish, stop_token_id = stop
+            self._complete.append(
+                Output(request_id=request.request_id, attempt=request.attempt, finish=finish, stop_token_id=stop_token_id)
+            )
+        return stop is not None

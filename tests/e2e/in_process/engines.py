@@ -1,0 +1,311 @@
+"""Real engines in this process, stepped by the test: real model, runner, scheduler, loop, and for a pair real hand-offs.
+
+One compiled runner serves many engines: a scheduler may use fewer pages than the runner's pool has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jdisagg.core.config import CacheConfig, Config, LocalPrefill, ModelConfig, Numerics, SchedulerConfig, TransferConfig
+from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role, TokenLogprob
+from jdisagg.engine.build import make_runner
+from jdisagg.engine.runner import ModelRunner
+from jdisagg.engine.warmup import warm_up
+from jdisagg.handoff.decode_side import DecodeSide
+from jdisagg.handoff.prefill_side import PrefillSide
+from jdisagg.models.load import LoadedModel
+from jdisagg.models.sharding import make_mesh
+from jdisagg.roles.compute import ComputeSide
+from jdisagg.roles.decode import DecodeRole
+from jdisagg.roles.engine_loop import EngineLoop
+from jdisagg.roles.in_process import InProcessPeers
+from jdisagg.roles.inbox import Inbox, Submit
+from jdisagg.roles.observer import TickObserver
+from jdisagg.roles.pipeline import StepPipeline, Turn
+from jdisagg.roles.prefill import PrefillRole
+from jdisagg.roles.side import Side
+from jdisagg.roles.stages import StageClock
+from jdisagg.roles.streams import Streams
+from jdisagg.sched.plan import Plan
+from jdisagg.sched.scheduler import Scheduler
+from jdisagg.transfer.device_put import DevicePutFetcher, DevicePutPublisher, Exchange
+from jdisagg.transfer.target import PieceTarget
+from tests.unit.engine.support import load
+
+PAGE, MAX_LEN, SLOTS, BUDGET, CHUNK_TOKENS, POOL = 4, 96, 8, 24, 8, 400
+TIME_LIMIT_S = 60.0
+
+
+def build_runner(
+    numerics: Numerics, role: Role, *, device: int = 0, most_tokens: int = MAX_LEN
+) -> tuple[LoadedModel, ModelRunner]:
+    """The small model on one device, everything compiled for steps of up to `most_tokens`."""
+    loaded, _ = load()
+    mesh = make_mesh(jax.devices("cpu")[device:], 1)
+    params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, x.sharding.spec)), loaded.params)
+    loaded = replace(loaded, params=params)
+    config = Config(
+        model=ModelConfig(numerics=numerics, max_model_len=MAX_LEN),
+        cache=CacheConfig(page_size=PAGE, num_pages=POOL),
+        scheduler=SchedulerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=most_tokens),
+        transfer=TransferConfig(transfer_chunk_tokens=CHUNK_TOKENS, local_prefill=LocalPrefill.ON_FAILURE),
+    )
+    runner = make_runner(loaded, mesh, config, role)
+    warm_up(runner, role)
+    return loaded, runner
+
+
+@dataclass
+class Stream:
+    """All that one request got, in order."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stop_token_id: int | None = None
+    cached_tokens: int = 0
+
+    def take(self, output: Output) -> None:
+        """One output; nothing may follow the last."""
+        assert output.error is None, f"{output.request_id}: {output.error}"
+        assert self.finish is None, f"{output.request_id} got something after its end"
+        self.tokens += output.token_ids
+        self.logprobs += output.logprobs or ()
+        self.prompt_logprobs += output.prompt_logprobs or ()
+        self.finish, self.stop_token_id, self.cached_tokens = output.finish, output.stop_token_id, output.cached_tokens
+
+    @property
+    def essence(self) -> tuple[object, ...]:
+        """What must be equal, floats to the last bit."""
+        return self.tokens, self.finish, self.stop_token_id, self.logprobs, self.prompt_logprobs
+
+
+class CountedRunner:
+    """A runner that shows every plan to `count` before it goes to the device."""
+
+    def __init__(self, runner: ModelRunner, count: Callable[[Plan], None]) -> None:
+        self._runner = runner
+        self._count = count
+        self.collect = runner.collect
+        self.export_tokens = runner.export_tokens
+        self.import_tokens = runner.import_tokens
+
+    def dispatch(self, plan: Plan) -> Any:
+        """As ModelRunner.dispatch."""
+        self._count(plan)
+        return self._runner.dispatch(plan)
+
+
+class CountingPipeline(StepPipeline):
+    """Counts what plans hold. `overlap` False: every step is committed before the next is planned."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, *, overlap: bool, margin: float) -> None:
+        counted = CountedRunner(runner, self._count)
+        super().__init__(scheduler, counted)
+        self._parts = scheduler, counted
+        self._overlap = overlap
+        self._margin_pages = margin * scheduler.num_pages
+        self.counts: Counter[str] = Counter()
+        self.arrivals: dict[str, int] = {}  # by request id
+        self._latest = -1
+
+    def turn(self, now_s: float, stages: StageClock) -> Turn:
+        """As StepPipeline.turn, or in lockstep."""
+        if self._overlap:
+            self.counts["overlapped"] += self.in_flight is not None
+            return super().turn(now_s, stages)
+        scheduler, runner = self._parts
+        plan = scheduler.schedule(now_s)
+        if plan.is_empty:
+            return Turn(None, [], 0.0, 0.0)
+        return Turn(plan, scheduler.commit(runner.collect(runner.dispatch(plan)), now_s), 1e-9, 0.0)
+
+    def _count(self, plan: Plan) -> None:
+        counts, scheduler = self.counts, self._parts[0]
+        counts["steps"] += 1
+        counts["multi_step"] += plan.num_steps > 1
+        counts["offloads"] += len(plan.offload)
+        counts["restores"] += len(plan.restore)
+        counts["page_copies"] += len(plan.copies)
+        counts["chunks"] += len(plan.prefill)
+        counts["parts"] += sum(not chunk.samples for chunk in plan.prefill)
+        counts["longest_chunk"] = max([counts["longest_chunk"], *(len(chunk.token_ids) for chunk in plan.prefill)])
+        counts["steps_below_margin"] += scheduler.num_free_pages < self._margin_pages
+        for number in (self.arrivals[admit.request_id] for admit in plan.admit if admit.request_id in self.arrivals):
+            counts["admitted_out_of_order"] += number < self._latest
+            self._latest = max(self._latest, number)
+        running = [s for s in scheduler.snapshot()["sequences"] if s["slot"] is not None]
+        rows = {*plan.decode, *(chunk.slot for chunk in plan.prefill)}
+        counts["most_reads"] = max(counts["most_reads"], sum(s["scheduled_tokens"] for s in running if s["slot"] in rows))
+        counts["prompts_alone"] += bool(plan.prefill) and not plan.decode and len(running) > len(rows) + 1
+
+
+class Engine:
+    """One loop with its parts at hand; `config` are SchedulerConfig's fields."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        role: Role = Role.UNIFIED,
+        *,
+        num_pages: int = POOL,
+        overlap: bool = True,
+        caching: bool = False,
+        local_prefill: bool = True,
+        **config: Any,
+    ) -> None:
+        defaults: dict[str, Any] = {"max_num_seqs": SLOTS, "max_num_batched_tokens": BUDGET, "reserved_decode_tokens": 0}
+        scheduling = SchedulerConfig(**defaults | config)
+        self.runner = runner
+        self.role = role
+        self.metrics = Metrics()
+        self.inbox = Inbox()
+        self.streams = Streams()
+        self.scheduler = Scheduler(
+            scheduling,
+            role=role,
+            max_model_len=MAX_LEN,
+            page_size=PAGE,
+            num_pages=num_pages,
+            eos_token_ids=(0,),
+            enable_prefix_caching=caching,
+            local_prefill=local_prefill,
+            host_tokens=scheduling.host_kv_bytes // runner.device.layout.spec.bytes_per_token,
+        )
+        self.pipeline = CountingPipeline(self.scheduler, runner, overlap=overlap, margin=scheduling.safety_margin)
+        self.peak_pages = 0
+        self.loop = self.complete(ComputeSide(self.scheduler))
+
+    def complete(self, side: Side) -> EngineLoop:
+        """Run with this side from now on."""
+        self.loop = EngineLoop(
+            scheduler=self.scheduler,
+            pipeline=self.pipeline,
+            side=side,
+            inbox=self.inbox,
+            streams=self.streams,
+            metrics=self.metrics,
+            observer=TickObserver(self.scheduler, self.metrics, self.role),
+            worker=self.role.value,
+        )
+        return self.loop
+
+    def tick(self, now_s: float) -> bool:
+        """False when there was nothing to do."""
+        busy = self.loop.tick(now_s)
+        self.peak_pages = max(self.peak_pages, self.scheduler.num_pages - self.scheduler.num_free_pages)
+        return busy
+
+    def counters(self) -> dict[str, int]:
+        """What happened so far; those that are 0 are left out."""
+        stats = self.scheduler.stats
+        names = ("preemptions", "retractions", "offloaded_tokens", "restored_tokens", "forks", "prefix_hit_tokens")
+        counted = {name: getattr(stats, name) for name in names} | dict(self.pipeline.counts)
+        return {name: count for name, count in counted.items() if count}
+
+    def serve(self, requests: Iterable[EngineRequest], *, per_tick: float = 2) -> dict[str, Stream]:
+        """Run all, `per_tick` of them coming with every tick (less than 1: one every few ticks)."""
+        return serve(self, (self,), requests, per_tick)
+
+    def assert_quiescent(self) -> None:
+        """Nothing is left."""
+        assert self.scheduler.is_idle(), self.scheduler.snapshot()
+        self.scheduler.check()
+        assert self.scheduler.num_free_pages == self.scheduler.num_pages
+        assert self.runner.num_host_copies == 0
+        assert len(self.streams) == 0
+
+
+class EnginePair:
+    """P and D on devices of their own; `prefill` and `decode` are options of their engines."""
+
+    def __init__(
+        self,
+        runners: tuple[ModelRunner, ModelRunner],
+        loaded: LoadedModel,
+        *,
+        prefill: dict[str, Any] | None = None,
+        decode: dict[str, Any] | None = None,
+        local_prefill: LocalPrefill = LocalPrefill.NEVER,
+    ) -> None:
+        config = TransferConfig(transfer_chunk_tokens=CHUNK_TOKENS, local_prefill=local_prefill)
+        spec = loaded.spec.kv_spec(loaded.kv_dtype)
+        self.prefill = Engine(runners[0], Role.PREFILL, **prefill or {})
+        local = local_prefill is not LocalPrefill.NEVER
+        self.decode = Engine(runners[1], Role.DECODE, local_prefill=local, **decode or {})
+        exchange = Exchange()
+        self._publisher = DevicePutPublisher(exchange, self.prefill.inbox.post)
+        target = PieceTarget.of(spec, runners[1].device.piece_sharding, CHUNK_TOKENS)
+        self._fetcher = DevicePutFetcher(exchange, target, self.decode.inbox.post)
+        self.prefill.complete(
+            PrefillRole(
+                scheduler=self.prefill.scheduler,
+                handoffs=PrefillSide(config, bytes_per_token=spec.bytes_per_token),
+                runner=runners[0],
+                publisher=self._publisher,
+                metrics=self.prefill.metrics,
+                worker="prefill",
+            )
+        )
+        self.decode.complete(
+            DecodeRole(
+                config=config,
+                scheduler=self.decode.scheduler,
+                handoffs=DecodeSide(config, chunk_bytes_per_token=spec.bytes_per_token, backend="device_put"),
+                runner=runners[1],
+                peers=InProcessPeers(self.prefill.inbox, self.decode.inbox),
+                fetcher=self._fetcher,
+                streams=self.decode.streams,
+                metrics=self.decode.metrics,
+                static_peers=lambda: (InProcessPeers.ADDRESS,),
+                page_size=PAGE,
+            )
+        )
+
+    def serve(self, requests: Iterable[EngineRequest], *, per_tick: float = 2) -> dict[str, Stream]:
+        """Run all on D; both engines end quiescent."""
+        return serve(self.decode, (self.prefill, self.decode), requests, per_tick)
+
+    def close(self) -> None:
+        """End the transfer threads."""
+        self._publisher.close()
+        self._fetcher.close()
+
+
+def serve(front: Engine, engines: tuple[Engine, ...], requests: Iterable[EngineRequest], per_tick: float) -> dict[str, Stream]:
+    """Give `requests` to `front` and step `engines` until all have ended."""
+    waiting = deque(requests)
+    streams = {request.request_id: Stream() for request in waiting}
+
+    def sink(outputs: list[Output]) -> None:
+        for output in outputs:
+            streams[output.request_id].take(output)
+
+    idle_ticks, due, gives_up_s = 0, 0.0, time.monotonic() + TIME_LIMIT_S
+    while waiting or idle_ticks < 3 or any(not engine.scheduler.is_idle() for engine in engines):
+        due += per_tick
+        while due >= 1 and waiting:
+            due -= 1
+            request = waiting.popleft()
+            front.pipeline.arrivals[request.request_id] = len(front.pipeline.arrivals)
+            front.inbox.post(Submit(request, sink))
+        now_s = time.monotonic()
+        busy = [engine.tick(now_s) for engine in engines]
+        idle_ticks = 0 if any(busy) else idle_ticks + 1
+        if not any(busy):
+            time.sleep(0.0005)  # a transfer thread is at work
+        assert now_s < gives_up_s, [engine.loop.snapshot() for engine in engines]
+    for engine in engines:
+        engine.assert_quiescent()
+    assert all(stream.finish is not None for stream in streams.values())
+    return streams

@@ -1,0 +1,178 @@
+"""Two front-ends of one worker: real engine thread, real Run streams; only the device is arithmetic."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from jdisagg.api.local_engine import LocalEngine
+from jdisagg.api.token_engine import ModelCard
+from jdisagg.api.worker_client import WorkerLink
+from jdisagg.api.worker_service import WorkerService
+from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.requests import FinishReason, Output, Role
+from jdisagg.roles.compute import ComputeSide
+from jdisagg.roles.engine_loop import IDLE_WAIT_S
+from jdisagg.roles.engine_thread import EngineThread
+from jdisagg.v1 import worker_pb2_grpc
+from tests.unit.roles.world import Engine
+from tests.unit.sched.engine_fake import expected, request
+from tests.unit.wire.rig import FAST, run_quiet, start_server, until
+
+CARD = ModelCard(name="m", max_model_len=48, vocab_size=31, eos_token_ids=(0,), fingerprint="f")
+PATIENT_S = 30.0  # nobody takes a frozen engine for a stalled one
+
+
+class FrontEnd:
+    """What one router has got from the worker."""
+
+    def __init__(self, address: str) -> None:
+        self.outputs: list[Output] = []
+        self.link = WorkerLink(
+            address,
+            config=FAST,
+            step_timeout_s=PATIENT_S,
+            on_outputs=self.outputs.extend,
+            on_up=lambda: None,
+            on_down=lambda reason: None,
+        )
+
+    def of(self, request_id: str) -> list[Output]:
+        return [output for output in self.outputs if output.request_id == request_id]
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for output in self.of(request_id) for token in output.token_ids]
+
+    def ends(self) -> list[FinishReason]:
+        return [output.finish for output in self.outputs if output.finish is not None]
+
+
+class Worker:
+    """A unified worker."""
+
+    def __init__(self) -> None:
+        self.engine = Engine(Role.UNIFIED, 24, local_prefill=True)
+        self.engine.run(ComputeSide(self.engine.scheduler))
+        assert self.engine.loop is not None
+        self.crashes: list[BaseException] = []
+        self.thread = EngineThread(self.engine.loop, name="engine", on_crash=self.crashes.append)
+        self.local = LocalEngine(self.thread, CARD, not_ready_reason=lambda: "")
+        self.service = WorkerService(self.local, FAST)
+        self.address = ""
+
+    @property
+    def num_posted(self) -> int:
+        """Messages that the frozen engine has not looked at."""
+        return self.engine.inbox._queue.qsize()
+
+    async def freeze(self) -> None:
+        """The engine looks at nothing until it is thawed."""
+        self.thread.freeze()
+        await asyncio.sleep(3 * IDLE_WAIT_S)  # an idle tick may be waiting for a first message
+        assert self.num_posted == 0
+
+    async def streams(self) -> list[str]:
+        return (await self.local.debug_state())["streams"]
+
+
+@asynccontextmanager
+async def working() -> AsyncIterator[Worker]:
+    worker = Worker()
+    server, worker.address = await start_server(
+        lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker.service, server)
+    )
+    worker.thread.start()
+    try:
+        yield worker
+        await until(worker.engine.scheduler.is_idle)
+        assert worker.engine.scheduler.num_free_pages == worker.engine.scheduler.num_pages
+    finally:
+        await server.stop(0)
+        worker.thread.thaw()
+        assert await asyncio.to_thread(worker.thread.stop, 5.0)
+    assert not worker.crashes
+
+
+def checked(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_quiet(body())
+
+
+@pytest.mark.covers("V36")
+def test_each_front_end_gets_the_outputs_of_its_own_requests_and_no_others() -> None:
+    async def body() -> None:
+        async with working() as worker:
+            one, other = FrontEnd(worker.address), FrontEnd(worker.address)
+            asked: dict[str, tuple[FrontEnd, tuple[int, ...], int]] = {}
+            for number in range(12):  # interleaved, more than there are slots
+                front = (one, other)[number % 2]
+                prompt, count = tuple(range(1 + number, 4 + 2 * number)), 1 + number
+                asked[f"r{number}"] = (front, prompt, count)
+                front.link.submit(request(f"r{number}", prompt, count))
+                await asyncio.sleep(0.003 * (number % 3))
+            await until(lambda: len(one.ends()) == len(other.ends()) == 6)
+            for name, (front, prompt, count) in asked.items():
+                stranger = other if front is one else one
+                assert front.tokens(name) == expected(prompt, count)
+                assert stranger.of(name) == []
+            await one.link.close()
+            await other.link.close()
+
+    checked(body)
+
+
+@pytest.mark.covers("V36")
+def test_an_id_that_two_front_ends_use_stays_with_the_first_whatever_the_second_does() -> None:
+    async def body() -> None:
+        async with working() as worker:
+            first = FrontEnd(worker.address)
+            await until(lambda: first.link.answered)
+            await worker.freeze()  # all that follows is there before the engine looks
+            first.link.submit(request("same", (1, 2, 3), 20))
+            await until(lambda: worker.num_posted == 1)
+            second = FrontEnd(worker.address)
+            second.link.submit(request("same", (4, 5), 9))
+            await until(lambda: worker.num_posted == 2)
+            second.link.cancel("same", 0)
+            await until(lambda: worker.num_posted == 3)
+            third = FrontEnd(worker.address)
+            third.link.submit(request("same", (6,), 9))
+            await until(lambda: worker.num_posted == 4)
+            await third.link.close()
+            await until(lambda: worker.num_posted == 5)  # the end of its stream cancels what came on it
+            worker.thread.thaw()
+            await until(lambda: first.ends() and second.ends())
+            assert first.tokens("same") == expected((1, 2, 3), 20)
+            assert first.ends() == [FinishReason.LENGTH]
+            (refused,) = second.outputs
+            assert isinstance(refused.error, InvalidRequest)
+            assert "use a new one" in refused.error.message
+            await first.link.close()
+            await second.link.close()
+
+    checked(body)
+
+
+@pytest.mark.covers("V36")
+def test_a_front_end_that_goes_takes_its_own_requests_with_it() -> None:
+    async def body() -> None:
+        async with working() as worker:
+            stays, goes = FrontEnd(worker.address), FrontEnd(worker.address)
+            await until(lambda: stays.link.answered and goes.link.answered)
+            await worker.freeze()
+            stays.link.submit(request("stays", (1, 2), 30))
+            goes.link.submit(request("goes", (3, 4), 30))
+            await until(lambda: worker.num_posted == 2)
+            await goes.link.close()
+            await until(lambda: worker.num_posted == 3)
+            worker.thread.thaw()
+            await until(stays.ends)
+            assert stays.tokens("stays") == expected((1, 2), 30)
+            assert goes.outputs == []
+            assert await worker.streams() == []
+            await stays.link.close()
+
+    checked(body)
