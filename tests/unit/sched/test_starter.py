@@ -245,9 +245,12 @@ def test_what_a_choice_is_promised_counts_beside_what_its_sibling_is(num_pages: 
     assert engine.scheduler.stats.preemptions == 0
 
 
-@pytest.mark.parametrize(("reads", "admitted"), [(12, ["big"]), (13, ["big"]), (14, ["big", "small"]), (22, ["big", "mid"])])
-def test_arrived_sequences_that_would_read_too_much_are_passed_over(reads: int, admitted: list[str]) -> None:
-    """They read 11, 11 and 3 tokens."""
+@pytest.mark.parametrize(
+    ("reads", "admitted"),
+    [(12, ["big"]), (21, ["big"]), (22, ["big", "mid"]), (24, ["big", "mid"]), (25, ["big", "mid", "small"])],
+)
+def test_arrived_sequences_start_in_order_as_far_as_reads_go(reads: int, admitted: list[str]) -> None:
+    """They read 11, 11 and 3 tokens; nobody passes who lacks reads."""
     engine = FakeEngine(Role.DECODE, max_num_kv_read_tokens=reads, max_num_batched_tokens=64, delay=0)
     prompts = {"big": (1,) * 10, "mid": (2,) * 10, "small": (3, 4)}
     engine.add(*(request(name, prompt, 3) for name, prompt in prompts.items()), remote=True)
