@@ -113,6 +113,13 @@ def test_a_step_that_reads_too_little_for_the_last_token_is_a_refusal() -> None:
     )
 
 
+def test_lookahead_needs_room_beside_the_output() -> None:
+    ahead = replace(LIMITS, num_lookahead=1)
+    check_request(request("a", (1,) * 30, 10), ahead)
+    with pytest.raises(InvalidRequest, match="needs room for 41 tokens; this worker's KV pool holds 40"):
+        check_request(request("a", (1,) * 30, 11), ahead)
+
+
 @pytest.mark.parametrize(
     "good",
     [

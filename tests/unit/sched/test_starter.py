@@ -243,3 +243,42 @@ def test_what_a_choice_is_promised_counts_beside_what_its_sibling_is(num_pages: 
     assert started(engine) == admitted
     engine.run()
     assert engine.scheduler.stats.preemptions == 0
+
+
+@pytest.mark.parametrize(
+    ("reads", "admitted"),
+    [(12, ["big"]), (21, ["big"]), (22, ["big", "mid"]), (24, ["big", "mid"]), (25, ["big", "mid", "small"])],
+)
+def test_arrived_sequences_start_in_order_as_far_as_reads_go(reads: int, admitted: list[str]) -> None:
+    """They read 11, 11 and 3 tokens; nobody passes who lacks reads."""
+    engine = FakeEngine(Role.DECODE, max_num_kv_read_tokens=reads, max_num_batched_tokens=64, delay=0)
+    prompts = {"big": (1,) * 10, "mid": (2,) * 10, "small": (3, 4)}
+    engine.add(*(request(name, prompt, 3) for name, prompt in prompts.items()), remote=True)
+    engine.step()
+    for reserved in engine.scheduler.take_reserved():
+        arrive(engine, reserved, prompts[reserved.request_id])
+    assert started(engine) == admitted
+    engine.run()
+    assert all(engine.seen[name].tokens == expected(prompt, 3) for name, prompt in prompts.items())
+
+
+@pytest.mark.parametrize(("reads", "admitted"), [(11, []), (12, ["b"])])
+def test_a_prompt_starts_with_the_last_token_that_may_be_read(reads: int, admitted: list[str]) -> None:
+    engine = FakeEngine(max_num_kv_read_tokens=reads, max_num_batched_tokens=64, delay=0)
+    engine.add(request("a", (1,) * 10, 2))
+    engine.tick()
+    engine.add(request("b", (2,), 1))  # beside a row that reads 11
+    assert started(engine) == admitted
+    engine.run()
+    assert engine.seen["b"].tokens == expected((2,), 1)
+
+
+def test_below_the_safety_margin_the_first_prompt_goes_on_alone() -> None:
+    engine = FakeEngine(
+        num_pages=11, safety_margin=0.5, long_prefill_token_threshold=4, max_num_batched_tokens=8, caching=False, delay=0
+    )
+    engine.add(request("a", LONG[:12], 2), request("b", LONG[2:14], 2))  # 6 of 10 pages
+    steps = [[c.request_id for c in engine.tick().prefill] for _ in range(3)]
+    assert steps == [["a", "b"], ["a"], ["a"]]
+    engine.run()
+    assert engine.seen["b"].tokens == expected(LONG[2:14], 2)
