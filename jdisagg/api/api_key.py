@@ -49,7 +49,8 @@ class KeyGuard(grpc.aio.ServerInterceptor):
 
     def _has_key(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
         given = [value.encode() if isinstance(value, str) else value for name, value in metadata if name == HEADER]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
+        scheme, _, rest = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        return hmac.compare_digest(b"Bearer " + rest, self._expected) and scheme.lower() == b"bearer"
 
 
 class KeyedChannel:

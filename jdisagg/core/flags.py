@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ROLES = ("unified", "prefill", "decode", "colocated", "router", "local")
+_DECODERS = ("unified", "decode", "colocated", "local")
 _WORKERS = ("unified", "prefill", "decode", "colocated")
 _LOCAL_PREFILL = ("decode", "colocated", "local")
 _TWO_KINDS = ("local", "colocated")  # one command starts engines of both kinds
@@ -44,7 +45,7 @@ _MODEL = (
         choices=("auto", "float32", "bfloat16"),
     ),
     Flag("model", "kv_cache_dtype", "KV cache; auto = --dtype", choices=("auto", "float32", "bfloat16")),
-    Flag("model", "max_model_len", "prompt + generated tokens; default: the model's own", minimum=2),
+    Flag("model", "max_model_len", "prompt + generated tokens; default: the model's own", minimum=8),
     Flag("model", "tensor_parallel_size", "devices per model", minimum=1, maximum=1024),
     Flag("model", "numerics", "exact: a token never depends on its neighbours, bit for bit"),
     Flag("model", "layer_loop", "layers in a Python loop, or lax.scan for a short compilation"),
@@ -70,7 +71,14 @@ _SCHEDULER = (
     Flag("scheduler", "long_prefill_token_threshold", "prompt tokens per request and step; 0 = no cap", minimum=0),
     Flag("scheduler", "max_num_kv_read_tokens", "tokens of KV one step may read; 0 = no bound", minimum=0),
     Flag("scheduler", "enable_chunked_prefill", "compute long prompts over several steps"),
-    Flag("scheduler", "num_scheduler_steps", "decode steps per dispatch when nothing needs the host", minimum=1, maximum=64),
+    Flag(
+        "scheduler",
+        "num_scheduler_steps",
+        "decode steps per dispatch when nothing needs the host",
+        minimum=1,
+        maximum=64,
+        only=_DECODERS,
+    ),
     Flag(
         "scheduler",
         "scheduling_policy",
@@ -80,7 +88,14 @@ _SCHEDULER = (
     Flag("scheduler", "priority_aging_s", "waiting that outweighs one level of priority; 0 = never", minimum=0),
     Flag("scheduler", "max_bypass", "later requests that may start before one that lacks memory", minimum=0),
     Flag("scheduler", "safety_margin", "share of free pages below which nothing new starts", minimum=0, maximum=0.9),
-    Flag("scheduler", "host_kv_bytes", "host memory for KV of retracted requests, e.g. 2GiB", minimum=0, syntax="bytes"),
+    Flag(
+        "scheduler",
+        "host_kv_bytes",
+        "host memory for KV of retracted requests, e.g. 2GiB",
+        minimum=0,
+        syntax="bytes",
+        only=_DECODERS,
+    ),
     Flag("scheduler", "reserved_decode_tokens", "tokens a prompt must leave room for before it is admitted", minimum=0),
     Flag("scheduler", "max_queue_len", "waiting requests before new ones are refused", minimum=1),
     Flag("scheduler", "schedule_log", "write every plan to this file"),

@@ -75,7 +75,7 @@ class PrefillSide:
         record = Outbound(handoff, request, message.held_tokens, now_s, cut=message.held_tokens)
         self._live[handoff] = record
         self._by_request[record.engine_request_id] = record
-        return [act.Admit(handoff, replace(request, request_id=record.engine_request_id))]
+        return [act.Admit(handoff, replace(request, request_id=record.engine_request_id, fork_group=""))]
 
     def on_admitted(self, handoff: HandoffId, cached_tokens: int) -> list[PrefillAction]:
         """The scheduler queued it; `cached_tokens` of it are in the prefix cache."""

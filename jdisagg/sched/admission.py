@@ -10,6 +10,7 @@ from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.states import Status
 from jdisagg.sched.table import SequenceTable
 
+MIN_ROOM = 3  # tokens: two steps are planned before the first one's token is seen, else it is set back with nothing gained
 MAX_WAITING_WEIGHED = 64  # longest queue gone through for one pin
 
 
@@ -63,7 +64,8 @@ class Admission:
         """Tokens for which there must be room before this sequence gets any memory."""
         if self._reserved_decode_tokens is None:
             return sequence.target
-        more = min(sequence.max_len - sequence.num_known, self._reserved_decode_tokens)
+        least = MIN_ROOM if sequence.was_preempted else 0
+        more = min(sequence.max_len - sequence.num_known, max(least, self._reserved_decode_tokens))
         return max(sequence.num_known, sequence.num_known + more - 1)
 
     def find_prefix(self, sequence: Sequence) -> tuple[int, ...]:

@@ -100,8 +100,8 @@ class Explainer:
     def _forking(self, sequence: Sequence, plan: Plan) -> Wait:
         """A choice without memory: `Starter._fork`."""
         donor = self._table.groups.donor(sequence)
-        if donor is None or any(chunk.slot == donor.slot for chunk in plan.prefill):
-            return Wait(Cause.SIBLING, "the prompt it shares with its siblings is not computed yet")
+        if donor is None or donor.slot in {step.slot for step in (*plan.prefill, *plan.admit)}:
+            return Wait(Cause.SIBLING, "the prompt it shares with its siblings was not in memory yet")
         if (wait := self._preemption(plan) or self._margin()) is not None:
             return wait
         if (short := self._shortage(sequence)) is not None:

@@ -10,6 +10,7 @@ from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, EngineReques
 
 POLICIES = ("fcfs", "priority", "prefill-first")
 _NOT_NEGATIVE = ("max_num_kv_read_tokens", "priority_aging_s", "max_bypass", "host_kv_bytes")
+MIN_READS = 8  # a shorter request is of no use
 _MAX_INT32 = 2**31 - 1  # lengths and token ids are 32 bits wide on the device
 
 
@@ -37,6 +38,11 @@ def check_config(config: SchedulerConfig, limits: Limits) -> None:
     if config.scheduling_policy not in POLICIES:
         raise ConfigError(
             f"scheduling_policy is {config.scheduling_policy!r}; use {', '.join(POLICIES)}", field="scheduling_policy"
+        )
+    if 0 < config.max_num_kv_read_tokens < MIN_READS:
+        raise ConfigError(
+            f"max_num_kv_read_tokens is {config.max_num_kv_read_tokens}; use {MIN_READS} or more, or 0 for no bound",
+            field="max_num_kv_read_tokens",
         )
     for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue_len", "num_scheduler_steps"):
         if getattr(config, name) < 1:

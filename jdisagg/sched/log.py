@@ -46,7 +46,10 @@ class LoggedScheduler(Scheduler):
         self.recorder = FlightRecorder(plans_directory, role.value)
         self._file: TextIO | None = None
         if config.schedule_log is not None:
-            self._file = Path(config.schedule_log).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115 - lives as long
+            path = Path(config.schedule_log)
+            if path.exists() and path.stat().st_size:
+                path.replace(path.with_name(path.name + ".old"))  # of the process before this one, which may have crashed
+            self._file = path.open("w", encoding="utf-8", buffering=1)
             self._write({"call": "__init__", "args": encode([config]), "kwargs": _plain({"role": role, **sizes})})
 
     def close_log(self) -> None:

@@ -88,6 +88,8 @@ class RowPlanner:
             if sequence.is_decoding:
                 continue
             self.plan_chunk(draft, sequence)
+            if sequence.num_scheduled >= draft.reads and sequence.slot not in draft.rows:
+                draft.reads = 0  # nobody new starts before it, or shorter ones would for ever
             if scarce:
                 return
 

@@ -69,7 +69,8 @@ class Starter:
             if sequence.status is not Status.READY:
                 continue  # lost its pages to an earlier one in this loop
             if sequence.num_known > draft.reads:
-                continue
+                draft.reads = 0  # nobody passes it, or shorter ones would for ever
+                return
             if (
                 table.queues[Status.RUNNING]
                 and table.pages.grow(sequence.holding, self._rows.pages_to_decode(sequence)) is None

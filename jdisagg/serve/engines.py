@@ -41,6 +41,7 @@ from jdisagg.roles.ports import PeerClient
 from jdisagg.roles.prefill import PrefillRole
 from jdisagg.roles.side import Side
 from jdisagg.roles.streams import Streams
+from jdisagg.sched.intake import Limits, check_config
 from jdisagg.sched.log import make_scheduler
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.transfer.base import Fetcher, Publisher
@@ -98,6 +99,13 @@ def build_core(config: Config, role: Role, devices: Sequence[Any], *, tp: int, m
     loaded = load_model(config.model, mesh, seed=config.server.seed)
     loaded_s = monotonic()
     runner = make_runner(loaded, mesh, config, role)
+    limits = Limits(
+        role=role,
+        max_model_len=runner.max_model_len,
+        page_size=runner.page_size,
+        num_usable_pages=runner.num_pages - 1,
+    )
+    check_config(config.scheduler, limits)  # before anything is compiled
     log.info(
         "%s: weights of %s in %.1f s; %d KV pages of %d tokens, %d tokens per request at most; compiling",
         *(role.value, config.model.model, loaded_s - started_s, runner.num_pages - 1, runner.page_size, runner.max_model_len),

@@ -66,13 +66,13 @@ class _ApiKeyGuard:
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
-        self._expected = f"Bearer {api_key}".encode()
+        self._expected = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
         if scope["type"] == "http" and scope["path"].startswith(_GUARDED):
-            given = Headers(scope=scope).get("authorization", "").encode()
-            if not hmac.compare_digest(given, self._expected):
+            scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+            if not hmac.compare_digest(given.encode(), self._expected) or scheme.lower() != "bearer":
                 error = Unauthenticated("missing or wrong API key; send the header 'Authorization: Bearer KEY'")
                 await error_response(error)(scope, receive, send)
                 return

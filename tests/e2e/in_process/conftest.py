@@ -13,7 +13,7 @@ from jdisagg.core.requests import Role
 from jdisagg.engine.runner import ModelRunner
 from jdisagg.models.load import LoadedModel
 from jdisagg.roles import engine_loop
-from tests.e2e.in_process.engines import EnginePair, build_runner
+from tests.e2e.in_process.engines import BUDGET, MAX_LEN, EnginePair, build_runner
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,17 +37,21 @@ class Runners:
         return EnginePair(self.pair, self.loaded, **options)
 
 
-def _runners(numerics: Numerics) -> Runners:
-    loaded, unified = build_runner(numerics, Role.UNIFIED)
-    pair = tuple(build_runner(numerics, role, device=1 + i)[1] for i, role in enumerate((Role.PREFILL, Role.DECODE)))
-    return Runners(loaded, unified, (pair[0], pair[1]))
+def _runners(numerics: Numerics, *, pair_on: tuple[int, int], most_tokens: int) -> Runners:
+    loaded, unified = build_runner(numerics, Role.UNIFIED, most_tokens=most_tokens)
+    prefill, decode = (
+        build_runner(numerics, role, device=device, most_tokens=most_tokens)[1]
+        for role, device in zip((Role.PREFILL, Role.DECODE), pair_on, strict=True)
+    )
+    return Runners(loaded, unified, (prefill, decode))
 
 
 @pytest.fixture(scope="session")
 def exact() -> Runners:
-    return _runners(Numerics.EXACT)
+    return _runners(Numerics.EXACT, pair_on=(1, 2), most_tokens=MAX_LEN)
 
 
 @pytest.fixture(scope="session")
 def fast() -> Runners:
-    return _runners(Numerics.FAST)
+    """All on one device and with small steps: there are many more executables to compile."""
+    return _runners(Numerics.FAST, pair_on=(0, 0), most_tokens=BUDGET)

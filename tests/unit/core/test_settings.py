@@ -184,6 +184,8 @@ FOREIGN = {  # flag -> the roles that take it
     "--num-decode 1": {"local"},
     "--prefill-tp 1": {"local", "colocated"},
     "--decode-tp 1": {"local", "colocated"},
+    "--num-scheduler-steps 2": {"unified", "decode", "colocated", "local"},
+    "--host-kv-bytes 1GiB": {"unified", "decode", "colocated", "local"},
 }
 
 

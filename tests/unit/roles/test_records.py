@@ -297,7 +297,7 @@ class Reply:
 
 def test_a_full_prefill_worker_tells_its_peer_when_to_come_again() -> None:
     world = World()
-    world.prefill.scheduler._queue_limit._max_queue_len = 1
+    world.prefill.scheduler._arrivals._queue_limit._max_queue_len = 1
     replies = [Reply() for _ in range(3)]
     for index, reply in enumerate(replies):
         opening = Open(request=request(f"r{index}", PROMPT, 4), held_tokens=0, backend="fake")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.kv.events import Stored
+from jdisagg.kv.events import Removed, Stored
 from jdisagg.sched.pages import PageBook
 from jdisagg.sched.sequence import Holding, Sequence
 from jdisagg.sched.states import Status
@@ -136,7 +136,7 @@ def test_one_event_is_written_for_each_run_of_pages_that_nobody_had_indexed() ->
     taken = Holding()
     assert pages.grow(taken, pages.num_free) is not None  # evicts the first page, while the second is held
     pages.drop(taken)
-    journal.take()
+    assert journal.take()[-1] == Removed((short.holding.keys[0],))
     whole = computed(pages, 12)
     first, second, third = whole.holding.keys
     assert longer.holding.keys == [first, second]

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jdisagg.core.config import SchedulerConfig
+from jdisagg.core.requests import Role
 from jdisagg.sched.flight_recorder import FlightRecorder
+from jdisagg.sched.log import LoggedScheduler, make_scheduler
 from jdisagg.sched.log_codec import encode
-from jdisagg.sched.plan import Plan
+from jdisagg.sched.plan import Plan, StepResult
+from jdisagg.sched.states import Status
+from tests.unit.sched.engine_fake import request
 
 
 def fail(recorder: FlightRecorder, state: dict[str, Any] | Exception) -> None:
@@ -61,3 +67,34 @@ def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     fail(FlightRecorder(None, "prefill"), {})
     assert list(tmp_path.iterdir()) == []
+
+
+def _check(scheduler: LoggedScheduler) -> None:
+    scheduler.table.slots.take()
+    scheduler.check()
+
+
+def _schedule(scheduler: LoggedScheduler) -> None:
+    scheduler.table.live["b"].status = Status.PUBLISHING  # still in the queue of those that wait
+    scheduler.schedule(0.0)
+
+
+def _commit(scheduler: LoggedScheduler) -> None:
+    scheduler.commit(StepResult(step_id=0, sampled=()), 0.0)
+
+
+@pytest.mark.parametrize(("call", "drive"), [("check", _check), ("schedule", _schedule), ("commit", _commit)])
+def test_the_state_in_the_file_is_the_schedulers(call: str, drive: Callable[[LoggedScheduler], None], tmp_path: Path) -> None:
+    sizes = {"max_model_len": 64, "page_size": 4, "num_pages": 9, "eos_token_ids": ()}
+    scheduler = make_scheduler(SchedulerConfig(schedule_log=str(tmp_path / "log.jsonl")), role=Role.UNIFIED, **sizes)
+    assert isinstance(scheduler, LoggedScheduler)
+    scheduler.add(request("a", (1, 2, 3, 4, 5)), 0.0)
+    scheduler.schedule(0.0)
+    scheduler.add(request("b", (1,)), 0.0)
+    with pytest.raises(AssertionError):
+        drive(scheduler)
+    scheduler.close_log()
+    (path,) = tmp_path.glob("jdisagg-plans-*")
+    first = json.loads(path.read_text().splitlines()[0])
+    assert first["failed"] == call
+    assert (first["state"]["pages"]["total"], len(first["state"]["sequences"])) == (8, 2)

@@ -108,3 +108,15 @@ def test_a_prompt_preempted_half_way_starts_its_logprobs_again() -> None:
     assert [c.start for p in engine.plans for c in p.prefill if c.request_id == "young"].count(0) > 1
     first = engine.seen["young"].outputs[0].prompt_logprobs
     assert [p.token_id if p else None for p in first or ()] == [None, *long[1:]]
+
+
+def test_a_prompt_whose_logprobs_are_wanted_is_computed_again_and_not_kept_on_the_host() -> None:
+    engine = FakeEngine(
+        num_pages=6, max_num_batched_tokens=8, long_prefill_token_threshold=3, caching=False, delay=0, host_tokens=99
+    )
+    prompt = tuple(range(1, 14))  # in chunks of 3: it loses its pages when all but its last token is computed
+    engine.add(request("old", (1,), 16), request("young", prompt, 3, prompt_logprobs=0))
+    engine.run()
+    assert engine.scheduler.stats.preemptions > 0
+    first = engine.seen["young"].outputs[0].prompt_logprobs
+    assert [p.token_id if p else None for p in first or ()] == [None, *prompt[1:]]

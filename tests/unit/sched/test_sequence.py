@@ -66,8 +66,11 @@ def test_decoding_goes_on_from_kv_of_all_tokens_but_the_last_and_from_nothing_el
     assert one.is_decoding
 
 
+@pytest.mark.parametrize("runs_again", [False, True])
 @pytest.mark.parametrize("leave", [Scheduler.cancel, Scheduler.release])
-def test_results_of_a_sequence_that_was_preempted_and_then_ended_are_void(leave: Callable[[Scheduler, str], object]) -> None:
+def test_results_of_a_sequence_that_was_preempted_and_then_ended_are_void(
+    leave: Callable[[Scheduler, str], object], runs_again: bool
+) -> None:
     engine = FakeEngine(num_pages=8)
     prompts = {"a": (1, 2, 3, 4), "b": (5, 6, 7, 8), "c": (9, 10, 11, 12)}
     engine.add(*(request(name, prompt, 12) for name, prompt in prompts.items()))
@@ -80,6 +83,9 @@ def test_results_of_a_sequence_that_was_preempted_and_then_ended_are_void(leave:
     victim = "c"
     assert states[victim] == "waiting"
     assert any(s.slot == 2 for result in engine.in_flight for s in result.sampled)  # its tokens are on their way
+    while runs_again and engine.scheduler.table.live[victim].num_in_flight < 2:
+        engine.commit_one()
+        engine.step()
     got = list(engine.seen[victim].tokens)
     leave(engine.scheduler, victim)
     engine.run()

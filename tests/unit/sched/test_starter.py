@@ -69,8 +69,9 @@ def test_nobody_passes_one_that_has_given_up_its_pages() -> None:
     assert engine.seen["c"].tokens == expected((9, 10, 11, 12), 12)
 
 
-def test_when_nobody_holds_memory_the_fetching_and_the_computing_pass_in_order_of_arrival() -> None:
-    engine = FakeEngine(Role.DECODE, num_pages=9, max_num_batched_tokens=64)
+@pytest.mark.parametrize(("max_bypass", "reserved"), [(0, []), (16, ["y"])])
+def test_when_nobody_holds_memory_somebody_passes_and_then_the_rule_holds_again(max_bypass: int, reserved: list[str]) -> None:
+    engine = FakeEngine(Role.DECODE, num_pages=9, max_num_batched_tokens=64, max_bypass=max_bypass)
     engine.add(request("warm", LONG[:12], 1))
     engine.run()
     engine.add(request("pins", (*LONG[:12], 1), 3), remote=True, is_open=False)  # holds 3 of 8 pages and waits
@@ -80,7 +81,7 @@ def test_when_nobody_holds_memory_the_fetching_and_the_computing_pass_in_order_o
     engine.add(request("y", (2,), 2), remote=True)
     engine.step()
     assert [a.request_id for p in engine.plans for a in p.admit][1:] == ["x"]
-    assert [r.request_id for r in engine.scheduler.take_reserved()] == ["y"]
+    assert [r.request_id for r in engine.scheduler.take_reserved()] == reserved
     engine.scheduler.cancel("pins")
     engine.scheduler.cancel("y")
     engine.run()
@@ -217,3 +218,28 @@ def test_without_chunks_a_prompt_needs_the_reads_of_its_last_token(length: int, 
     assert started(engine) == starts
     engine.run()
     assert engine.seen["b"].tokens == expected(LONG[:length], 1)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_one_that_fits_is_found_behind_several_that_do_not(remote: bool) -> None:
+    engine = FakeEngine(Role.DECODE, num_pages=8, max_num_batched_tokens=64, caching=False, delay=0)
+    engine.add(request("first", (1,) * 10, 6))
+    engine.tick()
+    engine.add(*(request(f"long{i}", LONG, 4) for i in range(3)), request("small", (7,), 1), remote=remote)
+    admitted = started(engine)
+    assert admitted + [r.request_id for r in engine.scheduler.take_reserved()] == ["small"]
+    for name in ("long0", "long1", "long2", "small"):
+        engine.scheduler.cancel(name)
+    engine.run()
+
+
+@pytest.mark.parametrize(("num_pages", "admitted"), [(8, ["r/1"]), (9, ["r/1", "x"])])
+def test_what_a_choice_is_promised_counts_beside_what_its_sibling_is(num_pages: int, admitted: list[str]) -> None:
+    """Each choice holds 3 pages, two of them shared, of 5 it is promised; "x" needs one beyond these 4 + 4."""
+    engine = FakeEngine(num_pages=num_pages + 1, reserved_decode_tokens=8, max_num_batched_tokens=64, caching=False, delay=0)
+    engine.add(*(request(f"r/{i}", LONG[:10], 8, fork_group="r") for i in range(2)))
+    engine.tick()
+    engine.add(request("x", (1, 2, 3, 4), 1))
+    assert started(engine) == admitted
+    engine.run()
+    assert engine.scheduler.stats.preemptions == 0

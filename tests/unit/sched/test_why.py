@@ -103,7 +103,7 @@ def test_who_took_the_pages_of_a_preempted_request_is_named(tell: Tell) -> None:
 
     story = tell(drive, "r2", num_pages=8)
     assert "+20 ms     preempted in step 5 for request r1 (older), 2 pages" in story
-    assert "+24 ms     waited 12 ms: 1 page short (needs 2, 1 free)" in story
+    assert "+24 ms     waited 12 ms: 2 pages short (needs 3, 1 free)" in story
     assert story[-1].endswith("queue 32 ms + prefill 8.0 ms + decode 44 ms = 84 ms")
     own = tell(drive, "r1", num_pages=8)
     assert "+36 ms     preempted in step 9 for its own next token: no page was free, 3 pages" in own
