@@ -30,10 +30,10 @@ SIZES = (
     *("--max-num-batched-tokens", "64", "--transfer-chunk-tokens", "64", "--numerics", "exact"),
 )
 TIGHT = (
-    *("--num-pages", str(POOL_PAGES), "--reserved-decode-tokens", "8", "--host-kv-bytes", "64MiB", "--enable-kv-events"),
+    *("--num-pages", str(POOL_PAGES), "--enable-kv-events"),
     *("--scheduling-policy", "priority", "--priority-aging-s", "2", "--max-bypass", str(MAX_BYPASS)),
-    *("--num-scheduler-steps", "4"),
 )
+DECODING = ("--num-scheduler-steps", "4", "--reserved-decode-tokens", "8", "--host-kv-bytes", "64MiB")
 pytestmark = pytest.mark.timeout(240 + 4 * SOAK_S)
 
 
@@ -60,7 +60,7 @@ def test_a_full_unified_server_starves_nobody_and_leaks_nothing(
     start: Start, tiny_model: Path, tmp_path: Path, catalogue: list[Asked], wanted: list[Got]
 ) -> None:
     log = tmp_path / "unified.jsonl"
-    flags = ("--model", str(tiny_model), *SIZES, *TIGHT, "--schedule-log", str(log))
+    flags = ("--model", str(tiny_model), *SIZES, *TIGHT, *DECODING, "--schedule-log", str(log))
     server = start("tight", "--role", "unified", *flags).wait_ready()
     soak(server, [server], catalogue, wanted)
     assert server.stop() == 0
@@ -76,7 +76,7 @@ def test_a_full_pair_starves_nobody_and_leaks_nothing(
     prefill = start("prefill", "--role", "prefill", *flags, "--num-pages", "49", "--schedule-log", str(logs[0])).wait_ready()
     peer = ("--prefill", prefill.grpc, "--local-prefill", "never")
     decode = start(
-        "decode", "--role", "decode", *flags, *peer, "--max-num-seqs", "3", "--schedule-log", str(logs[1])
+        "decode", "--role", "decode", *flags, *DECODING, *peer, "--max-num-seqs", "3", "--schedule-log", str(logs[1])
     ).wait_ready()
     soak(decode, [prefill, decode], catalogue, wanted)
     assert decode.metric("jdisagg_prefill_tokens_total", role="decode") == 0
