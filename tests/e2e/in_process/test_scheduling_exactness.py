@@ -21,8 +21,8 @@ from tests.e2e.in_process.engines import MAX_LEN, PAGE, Engine, Stream
 from tests.e2e.in_process.loads import FAR_S, choices, engine_requests, long_outputs
 from tests.unit.engine.support import VOCAB
 
-COUNT = int(os.environ.get("JDISAGG_MIXED_COUNT", "48"))
-SMALL = 26  # pages of 4 tokens; the longest request needs 24
+COUNT = int(os.environ.get("JDISAGG_MIXED_COUNT", "60"))
+SMALL = 27  # pages of 4 tokens; the longest request needs 24
 HOST_KV_BYTES = 64 * 2**20
 Streams = dict[str, Stream]
 Happened = Callable[[dict[str, int]], bool]
