@@ -224,3 +224,17 @@ def test_a_ready_peer_is_one_unless_said_otherwise() -> None:
     scheduler.peer_ready("b", False)
     scheduler.schedule(0.0)
     assert scheduler.take_reserved() == []
+
+
+def test_a_page_is_found_as_soon_as_the_step_that_filled_it_has_committed() -> None:
+    engine = FakeEngine(delay=0)
+    engine.add(replace(request("a", (1, 2), 14), attempt=2))
+    for _ in range(14):
+        engine.step()
+        (shown,) = engine.scheduler.snapshot()["sequences"]
+        num_computed = shown["scheduled_tokens"]
+        engine.commit_one()
+        assert engine.scheduler.snapshot()["prefix_cache"]["pages"] == num_computed // 4
+    assert engine.seen["a"].tokens == expected((1, 2), 14)
+    assert {output.attempt for output in engine.seen["a"].outputs} == {2}
+    engine.run()
