@@ -171,6 +171,7 @@ def test_kv_on_the_host_comes_back_when_and_only_when_there_is_room_for_it(
         assert len(engine.plans) < 400, "it does not end"
         preemptions = engine.scheduler.stats.preemptions
         plan = engine.step()
+        assert all(len(copy.page_table[0]) == -(-copy.num_tokens // SIZE) for copy in plan.offload)  # nothing beside the KV
         table = engine.scheduler.table
         spare = engine.scheduler.num_free_pages - table.outstanding_pages()
         if plan.restore:
@@ -182,3 +183,16 @@ def test_kv_on_the_host_comes_back_when_and_only_when_there_is_room_for_it(
             assert -(-(num_known + max(more - 1, 0)) // SIZE) > spare
         engine.commit_one()
     assert all(engine.seen[f"r{i}"].tokens == expected((i + 1,) * n, 12) for i, n in enumerate(lengths))
+
+
+@pytest.mark.parametrize(("num_pages", "num_forks"), [(7, 0), (8, 1), (10, 1), (11, 2)])
+def test_choices_of_one_step_leave_each_other_what_they_are_promised(num_pages: int, num_forks: int) -> None:
+    """Each is promised 5 pages; the leader has taken 3, and a choice shares 2 of them and takes one."""
+    engine = FakeEngine(num_pages=num_pages + 1, caching=False, max_num_batched_tokens=64, reserved_decode_tokens=8, delay=0)
+    prompt = tuple(range(1, 11))
+    engine.add(*(request(f"r/{i}", prompt, 8, fork_group="r") for i in range(3)))
+    engine.tick()
+    engine.tick()
+    assert engine.scheduler.stats.forks == num_forks
+    engine.run()
+    assert all(engine.seen[f"r/{i}"].tokens == expected(prompt, 8) for i in range(3))

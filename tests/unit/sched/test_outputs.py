@@ -224,3 +224,36 @@ def test_a_ready_peer_is_one_unless_said_otherwise() -> None:
     scheduler.peer_ready("b", False)
     scheduler.schedule(0.0)
     assert scheduler.take_reserved() == []
+
+
+def test_a_page_is_found_as_soon_as_the_step_that_filled_it_has_committed() -> None:
+    engine = FakeEngine(delay=0)
+    engine.add(replace(request("a", (1, 2), 14), attempt=2))
+    for _ in range(14):
+        engine.step()
+        (shown,) = engine.scheduler.snapshot()["sequences"]
+        num_computed = shown["scheduled_tokens"]
+        engine.commit_one()
+        assert engine.scheduler.snapshot()["prefix_cache"]["pages"] == num_computed // 4
+    assert engine.seen["a"].tokens == expected((1, 2), 14)
+    assert {output.attempt for output in engine.seen["a"].outputs} == {2}
+    engine.run()
+
+
+def test_every_token_has_its_logprob_when_asked_for_and_none_otherwise() -> None:
+    engine = FakeEngine()
+    engine.add(request("scored", (1, 2), 9, logprobs=0), request("plain", (1, 2), 9))
+    engine.run()
+    scored = [logprob.token_id for output in engine.seen["scored"].outputs for logprob in output.logprobs or ()]
+    assert scored == engine.seen["scored"].tokens == expected((1, 2), 9)
+    assert all(output.logprobs is None for output in engine.seen["plain"].outputs)
+
+
+def test_logprobs_nobody_asked_for_go_no_further() -> None:
+    engine = FakeEngine()
+    engine.add(request("a", (1, 2), 3))
+    for step_id in range(3):
+        engine.scheduler.schedule(0.0)
+        answer = Sampled(slot=0, token_ids=(5,), logprobs=(TokenLogprob(5, -1.0),))
+        (output,) = engine.scheduler.commit(StepResult(step_id=step_id, sampled=(answer,)), 0.0)
+        assert (output.token_ids, output.logprobs) == ((5,), None)

@@ -19,8 +19,9 @@ class Queue:
         self.limit = QueueLimit(self._table, max_queue_len)  # type: ignore[arg-type] # it only counts queues
 
     def holds(self, length: int) -> None:
-        """That many wait, in whichever way."""
-        ways = (Status.WAITING, Status.PREALLOC, Status.FORKING)
+        """That many wait, to be computed or fetched; and three choices for their siblings, which take no place."""
+        self._table.queues[Status.FORKING] = [None] * 3
+        ways = (Status.WAITING, Status.PREALLOC)
         for i, status in enumerate(ways):
             self._table.queues[status] = [None] * len(range(i, length, len(ways)))
 

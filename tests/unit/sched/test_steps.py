@@ -95,3 +95,20 @@ def test_a_result_nobody_waits_for_is_dropped() -> None:
     assert engine.scheduler.commit(stray, 0.0) == []
     engine.run()
     assert 9 not in engine.seen["a"].tokens[:1]
+
+
+def test_kv_behind_a_step_is_told_while_its_result_still_counts() -> None:
+    engine = FakeEngine(max_num_batched_tokens=6, delay=0)
+    engine.add(request("a", tuple(range(1, 10)), 5))
+    engine.step()
+    engine.step()
+    scheduler = engine.scheduler
+    assert scheduler.kv_after(0, 0) == (((1, 2, 3),), 6)
+    assert scheduler.kv_after(1, 0) == (((1, 2, 3),), 9)
+    assert scheduler.kv_after(1, 1) is None
+    assert scheduler.kv_after(2, 0) is None
+    engine.commit_one()
+    assert scheduler.kv_after(0, 0) is None
+    scheduler.cancel("a")
+    assert scheduler.kv_after(1, 0) is None
+    engine.run()
