@@ -84,16 +84,10 @@ class Metrics:
         self.transfer_bytes = self._counter("transfer_bytes", "KV bytes received and verified, by backend.", "backend")
         self.transfer_failures = self._counter("transfer_failures", "KV pieces that did not arrive.", "backend", "reason")
         self.recoveries = self._counter("recoveries", "Failures survived, by rung of the recovery ladder.", "rung")
-        self.prefix_cache_query_tokens = self._counter(
-            "prefix_cache_query_tokens", "Prompt tokens looked up in the cache."
-        )
+        self.prefix_cache_query_tokens = self._counter("prefix_cache_query_tokens", "Prompt tokens looked up in the cache.")
         self.forks = self._counter("forks", "Choices that took the KV of a sibling's prompt.")
-        self.host_kv_tokens = self._counter(
-            "host_kv_tokens", "KV moved to host memory (out) and back (in).", "direction"
-        )
-        self.dispatched_decode_steps = self._counter(
-            "dispatched_decode_steps", "Decode steps; several may be one dispatch."
-        )
+        self.host_kv_tokens = self._counter("host_kv_tokens", "KV moved to host memory (out) and back (in).", "direction")
+        self.dispatched_decode_steps = self._counter("dispatched_decode_steps", "Decode steps; several may be one dispatch.")
         self.prefix_cache_hit_tokens = self._counter("prefix_cache_hit_tokens", "Prompt tokens served from the prefix cache.")
         self.kv_events = self._counter("kv_events", "Published changes of the prefix cache: stored, removed, cleared.", "kind")
         self.preemptions = self._counter("preemptions", "Running requests set back to free pages for others.")
