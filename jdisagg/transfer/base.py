@@ -26,7 +26,13 @@ class Piece:
     begin: int
     end: int
     data: jax.Array  # kv_dtype[L, T_bucket, K, F]; tokens past end - begin are padding
+    scales: jax.Array | None = None  # float32[L, T_bucket, K, 2] of int8 data: one for keys, one for values
     group: int = 0
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """Everything that travels, in order on the wire."""
+        return (self.data,) if self.scales is None else (self.data, self.scales)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
