@@ -15,6 +15,7 @@ from jdisagg.handoff.messages import (
     Done,
     Grant,
     Open,
+    Parked,
     Refused,
     Started,
     Want,
@@ -63,13 +64,15 @@ def decode_down(message: peer_pb2.PrefillRequest, now_s: float) -> Open | Grant 
             return None
 
 
-def encode_up(message: Accepted | Started | ChunkReady | Done | Refused | Want) -> peer_pb2.PrefillResponse:
+def encode_up(message: Accepted | Started | Parked | ChunkReady | Done | Refused | Want) -> peer_pb2.PrefillResponse:
     """P -> D."""
     match message:
         case Accepted():
             return peer_pb2.PrefillResponse(accepted=peer_pb2.Accepted(cached_tokens=message.cached_tokens))
         case Started():
             return peer_pb2.PrefillResponse(started=peer_pb2.Started())
+        case Parked():
+            return peer_pb2.PrefillResponse(parked=peer_pb2.Parked())
         case ChunkReady():
             event = peer_pb2.ChunkReady(
                 key=message.key,
@@ -91,13 +94,15 @@ def encode_up(message: Accepted | Started | ChunkReady | Done | Refused | Want) 
             return peer_pb2.PrefillResponse(want=_encode_want(message))
 
 
-def decode_up(message: peer_pb2.PrefillResponse) -> Accepted | Started | ChunkReady | Done | Refused | Want | None:
+def decode_up(message: peer_pb2.PrefillResponse) -> Accepted | Started | Parked | ChunkReady | Done | Refused | Want | None:
     """Raises InvalidRequest for a chunk whose shape does not have four axes."""
     match message.WhichOneof("event"):
         case "accepted":
             return Accepted(cached_tokens=message.accepted.cached_tokens)
         case "started":
             return Started()
+        case "parked":
+            return Parked()
         case "chunk_ready":
             return _decode_chunk(message.chunk_ready)
         case "done":

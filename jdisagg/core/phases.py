@@ -58,6 +58,11 @@ class Phases:
         """Its KV is gone; it waits again."""
         self._leave(now_s, Phase.QUEUE)
 
+    def parked(self, now_s: float) -> None:
+        """Its token is known, and its KV went away before its receiver had memory for it."""
+        self.handed_over()
+        self._leave(now_s, Phase.QUEUE)
+
     def ended(self, now_s: float) -> None:
         """Close the phase it is in."""
         self._leave(now_s, self.phase)

@@ -184,5 +184,12 @@ class ReleaseRequest:
     engine_request_id: str
 
 
-PrefillAction = Admit | Reply | CloseReply | Export | Discard | ReleaseRequest
+@dataclass(frozen=True, slots=True)
+class Unpark:
+    """The parked request waits again, at its old place, to be computed once more."""
+
+    engine_request_id: str
+
+
+PrefillAction = Admit | Unpark | Reply | CloseReply | Export | Discard | ReleaseRequest
 Action = DecodeAction | PrefillAction

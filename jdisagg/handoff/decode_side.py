@@ -94,6 +94,9 @@ class DecodeSide:
                 return []
             case msg.Started() if stage is not InboundStage.OPENING:
                 return [act.PeerReady(handoff.request_id)]
+            case msg.Parked() if stage is InboundStage.COMPUTED:
+                record.stream.is_parked = True
+                return []
             case msg.ChunkReady() if stage is not InboundStage.OPENING:
                 return self._on_chunk(record, record.stream, message, now_s)
             case msg.Done() if stage in (InboundStage.ACCEPTED, InboundStage.TRANSFERRING):
@@ -112,6 +115,7 @@ class DecodeSide:
             return self._lose(record, f"protocol: {complaint}", now_s)
         if record.stage is InboundStage.ACCEPTED:
             record.move(InboundStage.TRANSFERRING)
+        stream.is_parked = False
         piece = stream.announce(ready)
         return [stream.fetch(piece, record.request.deadline_s, now_s)] if record.reserved else []
 
@@ -221,7 +225,7 @@ class DecodeSide:
         for key in stream.overdue(now_s):
             actions += self.on_failed(stream.handoff, key, "timeout", now_s)
         missing = record.stage is InboundStage.COMPUTED and record.reserved and record.stream is stream
-        if missing and not stream.pieces and silent_s >= 2 * self._config.lease_s:
+        if missing and not stream.pieces and not stream.is_parked and silent_s >= 2 * self._config.lease_s:
             actions += self._lose(record, f"no piece for {silent_s:.1f} s after the prompt was computed", now_s)
         return actions
 

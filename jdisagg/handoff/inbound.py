@@ -68,6 +68,7 @@ class InboundStream:
     settled_bytes: int = 0  # announced pieces that D has imported or given up
     granted_bytes: int = 0
     cached_tokens: int = 0  # prompt tokens P had in its prefix cache
+    is_parked: bool = False  # P computes the prompt again, when memory allows: no piece is due yet
 
     def announce(self, ready: ChunkReady) -> IncomingPiece:
         """A piece can be fetched."""

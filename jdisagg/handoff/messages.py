@@ -11,6 +11,7 @@ D opens one stream per hand-off. Ranges are half-open token ranges [begin, end).
     fetch bytes of key, scatter
     Ack(key)                     ->     delete the array of `key`
                                  <-     Done(first token, num_chunks)
+                                 <-     Parked (its pages went to others; sent when Done was, and no Grant came)
     close                        ->     release(handoff): pages go to P's prefix cache
 
 Whoever sees the stream end first calls its own `release(handoff)`; it is idempotent.
@@ -82,8 +83,16 @@ class Accepted:
 class Started:
     """P computes the request, so it holds every page it needs there.
 
-    D reserves its own pages only now. Were memory taken on either side in any order, D could hold pages for what P has no
-    room for while P holds pages for what D has no room for, and both would wait for ever.
+    D reserves its own pages only now, so that none stand empty for prompts in P's queue.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """P gave the pages of a computed prompt to prompts that waited, since D had none for it; a Grant has it computed again.
+
+    This is why two full pools never wait for each other: whoever D has pages for needs only P's pages of those that D has
+    none for, and these give way. A prompt is computed at most twice.
     """
 
 
@@ -128,4 +137,4 @@ class StreamEnded:
 
 
 DecodeToPrefill = Open | Grant | Ack | Want | StreamEnded
-PrefillToDecode = Accepted | Started | ChunkReady | Done | Refused | Want | StreamEnded
+PrefillToDecode = Accepted | Started | Parked | ChunkReady | Done | Refused | Want | StreamEnded

@@ -3,6 +3,9 @@
     QUEUED -> COMPUTING -> COMPUTED -> (released)
        |___________|___________|  stream end, deadline, lease, failure, or everything delivered
 
+A computed prompt whose D has no pages may be parked: it gives its pages to prompts that wait, and is computed again, without
+another token being told, when D grants credit.
+
 Tokens D needs are [held, total). They are cut in order, in whole chunks while the prompt computes on and the rest with its
 end, each as one piece. A piece belongs to the transfer from Export until Discard.
 """
@@ -60,6 +63,7 @@ class Outbound:
     pieces: dict[str, OutgoingPiece] = field(default_factory=dict)
     num_cut: int = 0
     num_failures: int = 0
+    is_parked: bool = False  # computed once; its pages were given to others until D has some
 
     def move(self, stage: OutboundStage) -> None:
         """Change stage; anything the table does not list is our bug."""
@@ -102,6 +106,22 @@ class Outbound:
         return self.num_cut + len(self.again) + -(-max(0, self.total - self.cut) // chunk_tokens)
 
     @property
+    def is_awaited(self) -> bool:
+        """D has pages for it and its prompt is not computed (any more)."""
+        return self.credit_bytes > 0 and self.computed < self.total
+
+    @property
+    def is_parkable(self) -> bool:
+        """D has its token, and no pages for its KV."""
+        return self.stage is OutboundStage.COMPUTED and self.credit_bytes == 0 and not self.is_parked
+
+    def park(self) -> None:
+        """Its KV is gone. Nothing of it was cut: that takes credit."""
+        assert self.is_parkable, f"hand-off {self.handoff} cannot be parked: {self.summary()}"
+        self.is_parked = True
+        self.computed = 0
+
+    @property
     def delivered(self) -> bool:
         """Whether D has everything it was owed."""
         return self.stage is OutboundStage.COMPUTED and not self.pieces and not self.again and self.cut >= self.total
@@ -113,7 +133,7 @@ class Outbound:
     def summary(self) -> dict[str, Any]:
         """JSON-able state."""
         return {
-            "stage": self.stage.value,
+            "stage": "parked" if self.is_parked else self.stage.value,
             "held_tokens": self.held_tokens,
             "computed_tokens": self.computed,
             "cut_tokens": self.cut,

@@ -4,26 +4,25 @@
     on_computed       KV of [0, upto) is dispatched: cut finished chunks within credit and buffer budget
     on_first_token    Done, whatever is still to be sent
     on_published      tell D; Ack discards; the last Ack after Done releases the request's pages
+    parkable          others wait for pages that computed prompts hold whose D has none yet
     release           the one way out: stream end, deadline, silence of D, failure, completion
 
-`transfer_buffer_bytes` bounds what is exported and not yet discarded, over all hand-offs. Those with something to cut take
-turns, one piece each, in the order in which they became ready; one that does not fit makes the others wait, so a big piece
-is never overtaken for ever. A piece larger than the whole buffer goes when the buffer is empty.
+What is published when is `ExportQueue`'s part.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from jdisagg.core.config import TransferConfig
-from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, Overloaded, RequestError
+from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, RequestError
 from jdisagg.core.requests import Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.actions import PrefillAction
+from jdisagg.handoff.exports import ExportQueue, unguessable_key
 from jdisagg.handoff.messages import (
     Accepted,
     Ack,
@@ -33,6 +32,7 @@ from jdisagg.handoff.messages import (
     Grant,
     HandoffId,
     Open,
+    Parked,
     Refused,
     Started,
     StreamEnded,
@@ -43,22 +43,14 @@ from jdisagg.handoff.outbound import Outbound, OutboundStage
 MAX_PUBLISH_FAILURES = 2  # per hand-off
 
 
-def _unguessable_key() -> str:
-    return secrets.token_urlsafe(18)
-
-
 class PrefillSide:
     """Every hand-off of one prefill worker. Owned by its engine thread. `new_key` makes unguessable, unique keys."""
 
-    def __init__(self, config: TransferConfig, *, bytes_per_token: int, new_key: Callable[[], str] = _unguessable_key) -> None:
-        assert bytes_per_token > 0, f"bytes_per_token is {bytes_per_token}"
+    def __init__(self, config: TransferConfig, *, bytes_per_token: int, new_key: Callable[[], str] = unguessable_key) -> None:
         self._config = config
-        self._bytes_per_token = bytes_per_token
-        self._new_key = new_key
+        self._exports = ExportQueue(config, bytes_per_token=bytes_per_token, new_key=new_key)
         self._live: dict[HandoffId, Outbound] = {}
         self._by_request: dict[str, Outbound] = {}
-        self._turns: dict[HandoffId, None] = {}  # hand-offs that may have something to cut, in turn
-        self._buffered_bytes = 0
         self._num_late = 0
 
     # --- streams
@@ -99,9 +91,9 @@ class PrefillSide:
         match message:
             case Grant(credit_bytes=credit_bytes):
                 record.credit_bytes = max(record.credit_bytes, credit_bytes)
-                return self._pump(record)
+                return self._unpark(record) + self._exports.pump(record)
             case Ack(key=key):
-                return self._discard(record, key) + self._pump() + self._release_delivered(record)
+                return self._exports.discard(record, key) + self._exports.pump() + self._release_delivered(record)
             case Want(begin=begin, end=end):
                 return self._on_want(record, begin, end)
             case StreamEnded(reason=reason):
@@ -122,11 +114,8 @@ class PrefillSide:
         if record is None:
             return []
         del self._by_request[record.engine_request_id]
-        self._turns.pop(handoff, None)
-        actions: list[PrefillAction] = []
-        for key in list(record.pieces):
-            actions += self._discard(record, key)
-        return [*actions, act.ReleaseRequest(record.engine_request_id), act.CloseReply(handoff), *self._pump()]
+        pieces = self._exports.remove(record)
+        return [*pieces, act.ReleaseRequest(record.engine_request_id), act.CloseReply(handoff), *self._exports.pump()]
 
     # --- the engine
 
@@ -137,7 +126,9 @@ class PrefillSide:
     def on_started(self, engine_request_id: str) -> list[PrefillAction]:
         """The engine has given the request its pages and begins with it."""
         record = self._by_request.get(engine_request_id)
-        return [] if record is None else [act.Reply(record.handoff, Started())]
+        if record is None or record.stage is OutboundStage.COMPUTED:
+            return []
+        return [act.Reply(record.handoff, Started())]
 
     def on_computed(self, engine_request_id: str, upto: int, now_s: float) -> list[PrefillAction]:
         """KV of tokens [0, upto) is dispatched; an Export that follows is ordered after it on the device."""
@@ -145,13 +136,16 @@ class PrefillSide:
         if record is None:
             return []
         record.computed = max(record.computed, upto)
-        return self._pump(record)
+        return self._exports.pump(record)
 
     def on_first_token(self, engine_request_id: str, output: Output, now_s: float) -> list[PrefillAction]:
         """The prompt is computed and `output` carries the token; with `finish` set D needs no KV at all."""
         record = self._by_request.get(engine_request_id)
         if record is None:
             return self._late()
+        if record.stage is OutboundStage.COMPUTED:  # once more, after it was parked; D has its token
+            record.computed = max(record.computed, record.total)
+            return self._exports.pump(record)
         record.move(OutboundStage.COMPUTED)
         first = replace(output, request_id=record.request.request_id, attempt=record.request.attempt)
         if first.finish is not None:
@@ -160,7 +154,7 @@ class PrefillSide:
         num_chunks = record.num_chunks(self._config.transfer_chunk_tokens)
         done = act.Reply(record.handoff, Done(first=first, num_chunks=num_chunks))
         record.computed = max(record.computed, record.total)
-        return [done, *self._pump(record), *self._release_delivered(record)]
+        return [done, *self._exports.pump(record), *self._release_delivered(record)]
 
     def on_failed_request(self, engine_request_id: str, error: RequestError) -> list[PrefillAction]:
         """The engine gave the request up."""
@@ -190,12 +184,12 @@ class PrefillSide:
         record.num_failures += 1
         record.spent_bytes -= record.pieces[key].num_bytes  # D never heard of it
         record.num_cut -= 1
-        actions = self._discard(record, key)
+        actions = self._exports.discard(record, key)
         if record.num_failures > MAX_PUBLISH_FAILURES:
             error = HandoffLost(f"request {record.request.request_id}: publishing [{begin}, {end}) failed: {reason}")
             return actions + self._refuse(record, error)
         record.again.append((begin, end))
-        return actions + self._pump(record)
+        return actions + self._exports.pump(record)
 
     # --- time
 
@@ -213,40 +207,27 @@ class PrefillSide:
                 actions += self._refuse(record, HandoffLost(text))
         return actions
 
-    def make_room(self) -> list[PrefillAction]:
-        """Others wait for pages that finished prompts hold: the youngest one whose D has no pages goes back to D's queue.
+    # --- pages for others
 
-        Without this two full pools could wait for each other. Its pages stay in the prefix cache while nobody needs them.
+    @property
+    def is_awaited(self) -> bool:
+        """Some D holds pages for a prompt that is not computed: it must not wait for those whose D has none."""
+        return any(record.is_awaited for record in self._live.values())
+
+    def parkable(self) -> tuple[str, ...]:
+        """Engine requests whose prompt is computed and told and whose D has no pages yet: they can stand back.
+
+        Without this two full pools could wait for each other, or one D for another one's memory.
         """
-        for record in reversed(self._live.values()):
-            if record.stage is OutboundStage.COMPUTED and record.credit_bytes == 0:
-                text = f"request {record.request.request_id}: gave its pages to waiting prompts, its receiver had none yet"
-                return self._refuse(record, Overloaded(text))
-        return []
+        return tuple(record.engine_request_id for record in self._live.values() if record.is_parkable)
+
+    def on_parked(self, engine_request_id: str) -> list[PrefillAction]:
+        """Its pages went to others: its prompt is computed again once its D has pages for it, never before."""
+        record = self._by_request[engine_request_id]
+        record.park()
+        return [act.Reply(record.handoff, Parked())]
 
     # --- helpers
-
-    def _pump(self, ready: Outbound | None = None) -> list[PrefillAction]:
-        """Cut whatever credit and buffer allow, one piece per turn."""
-        if ready is not None and ready.handoff in self._live:
-            self._turns.setdefault(ready.handoff)
-        actions: list[PrefillAction] = []
-        while self._turns:
-            handoff = next(iter(self._turns))
-            record = self._live[handoff]
-            span = record.next_span(self._config.transfer_chunk_tokens)
-            num_bytes = 0 if span is None else (span[1] - span[0]) * self._bytes_per_token
-            if span is not None and record.spent_bytes + num_bytes <= record.credit_bytes:
-                if self._buffered_bytes and self._buffered_bytes + num_bytes > self._config.transfer_buffer_bytes:
-                    break
-                key = self._new_key()
-                record.take(span, num_bytes, key)
-                self._buffered_bytes += num_bytes
-                self._turns[handoff] = self._turns.pop(handoff)  # to the end of the queue
-                actions.append(act.Export(handoff, record.engine_request_id, *span, key))
-            else:
-                del self._turns[handoff]  # comes back with its next chunk or grant
-        return actions
 
     def _on_want(self, record: Outbound, begin: int, end: int) -> list[PrefillAction]:
         size = end - begin
@@ -255,16 +236,15 @@ class PrefillSide:
             return self._refuse(record, InvalidRequest(f"request {record.request.request_id}: {text}"))
         actions: list[PrefillAction] = []
         if (key := record.key_of(begin, end)) is not None:
-            actions += self._discard(record, key)
+            actions += self._exports.discard(record, key)
         record.again.append((begin, end))
-        return actions + self._pump(record)
+        return actions + self._exports.pump(record)
 
-    def _discard(self, record: Outbound, key: str) -> list[PrefillAction]:
-        piece = record.pieces.pop(key, None)
-        if piece is None:
+    def _unpark(self, record: Outbound) -> list[PrefillAction]:
+        if not record.is_parked:
             return []
-        self._buffered_bytes -= piece.num_bytes
-        return [act.Discard(key)]
+        record.is_parked = False
+        return [act.Unpark(record.engine_request_id)]
 
     def _release_delivered(self, record: Outbound) -> list[PrefillAction]:
         return self.release(record.handoff, "delivered") if record.delivered else []
@@ -284,13 +264,13 @@ class PrefillSide:
     @property
     def is_idle(self) -> bool:
         """No hand-off is alive and nothing is published."""
-        assert self._live or not self._buffered_bytes, f"idle with {self._buffered_bytes} published bytes"
+        assert self._live or not self._exports.buffered_bytes, f"idle with {self._exports.buffered_bytes} published bytes"
         return not self._live
 
     @property
     def buffered_bytes(self) -> int:
         """Bytes exported and not yet discarded."""
-        return self._buffered_bytes
+        return self._exports.buffered_bytes
 
     @property
     def num_late(self) -> int:
@@ -305,4 +285,4 @@ class PrefillSide:
     def snapshot(self) -> dict[str, Any]:
         """Live hand-offs as JSON-able data."""
         handoffs = {request_id: record.summary() for request_id, record in self._by_request.items()}
-        return {"handoffs": handoffs, "published_bytes": self._buffered_bytes, "late": self._num_late}
+        return {"handoffs": handoffs, "published_bytes": self._exports.buffered_bytes, "late": self._num_late}

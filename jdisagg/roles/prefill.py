@@ -59,7 +59,7 @@ class PrefillRole:
         self._slow_request_s = slow_request_s
         self._records: dict[str, RequestRecord] = {}  # of live hand-offs, by engine request id
         self._replies: dict[HandoffId, Reply] = {}
-        self._stuck_since_s: float | None = None  # prompts wait, none runs: finished ones hold the pages
+        self._stuck_since_s: float | None = None  # prompts wait, none runs: computed ones hold the pages
 
     def admit(self, request: EngineRequest, now_s: float) -> None:
         """Only the self-test comes this way: a prompt whose KV nobody fetches."""
@@ -98,14 +98,20 @@ class PrefillRole:
         return []
 
     def _make_room(self, now_s: float) -> None:
+        """When a whole step could start nobody, computed prompts whose D has no pages stand back, one per tick: at once for
+        one whose D holds pages, else after `STUCK_S`, since its D would have taken the memory just as well."""
         counts = self._scheduler.counts()
         if not (counts["waiting"] and counts["publishing"]) or counts["running"]:
             self._stuck_since_s = None
         elif self._stuck_since_s is None:
             self._stuck_since_s = now_s
-        elif now_s - self._stuck_since_s >= STUCK_S:
-            self._stuck_since_s = None
-            self._execute(self._handoffs.make_room(), now_s)
+        elif now_s - self._stuck_since_s >= STUCK_S or self._handoffs.is_awaited:
+            parked = self._scheduler.park(self._handoffs.parkable())
+            if parked is not None:
+                log.info("request %s: gave its pages to waiting prompts, its receiver has none yet", parked)
+                if record := self._records.get(parked):
+                    record.parked(now_s)
+                self._execute(self._handoffs.on_parked(parked), now_s)
 
     def after_step(self, plan: Plan | None, outputs: list[Output], now_s: float) -> list[Output]:
         """Publish what the dispatched chunks made, and answer first tokens."""
@@ -147,6 +153,8 @@ class PrefillRole:
             match action:
                 case act.Admit(handoff=handoff, request=request):
                     self._admit(handoff, request, now_s)
+                case act.Unpark(engine_request_id=request_id):
+                    self._scheduler.unpark(request_id)
                 case act.Reply(handoff=handoff, message=message):
                     if reply := self._replies.get(handoff):
                         reply.send(message)

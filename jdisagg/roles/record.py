@@ -51,6 +51,11 @@ class RequestRecord:
         self._phases.preempted(now_s)
         self._note(Event.PREEMPTED, now_s)
 
+    def parked(self, now_s: float) -> None:
+        """Its pages went to others before its receiver had any (prefill role)."""
+        self._phases.parked(now_s)
+        self._note(Event.PREEMPTED, now_s)
+
     def produced(self, now_s: float) -> None:
         """A token of it is known."""
         self.scheduled(now_s)

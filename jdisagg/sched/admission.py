@@ -26,10 +26,10 @@ class Admission:
         """Reserve pages of all tokens known so far; the gate also keeps room for the start of the output."""
         pages, holding = self._table.pages, sequence.holding
         total = pages.pages_for(self.gate_tokens(sequence))
-        if sequence.host_tokens:
+        if sequence.wait.host_tokens:
             if total > pages.num_free - promised:
                 return False
-            sequence.continue_from(sequence.host_tokens)
+            sequence.continue_from(sequence.wait.host_tokens)
         elif sequence.status is Status.PREALLOC:
             if total - len(holding.pages) > pages.num_free - promised:
                 return False
@@ -57,14 +57,14 @@ class Admission:
         assert grown is not None, "the gate let a choice in that does not fit"
         holding.promised_pages = total
         child.continue_from(child.num_known - 1)
-        child.cached_tokens = child.num_computed
+        child.told.cached_tokens = child.num_computed
         return True
 
     def gate_tokens(self, sequence: Sequence) -> int:
         """Tokens for which there must be room before this sequence gets any memory."""
         if self._reserved_decode_tokens is None:
             return sequence.target
-        least = MIN_ROOM if sequence.was_preempted else 0
+        least = MIN_ROOM if sequence.wait.was_preempted else 0
         more = min(sequence.max_len - sequence.num_known, max(least, self._reserved_decode_tokens))
         return max(sequence.num_known, sequence.num_known + more - 1)
 
@@ -79,8 +79,8 @@ class Admission:
         num_prompt = len(sequence.request.prompt_token_ids)
         self._table.stats.prefix_query_tokens += num_prompt
         self._table.stats.prefix_hit_tokens += min(num_tokens, num_prompt)
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = min(num_tokens, num_prompt)
+        if sequence.told.cached_tokens is None:
+            sequence.told.cached_tokens = min(num_tokens, num_prompt)
 
     def pin_prefix(self, sequence: Sequence, held_limit: int | None) -> None:
         """Pin what is found, but never so much that a waiting sequence could not fit beside all pins: they would deadlock."""

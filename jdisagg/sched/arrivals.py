@@ -9,7 +9,7 @@ from jdisagg.sched.admission import Admission
 from jdisagg.sched.committer import Committer
 from jdisagg.sched.intake import Limits, check_request
 from jdisagg.sched.queue_limit import QueueLimit
-from jdisagg.sched.sequence import Sequence
+from jdisagg.sched.sequence import Sequence, WaitState
 from jdisagg.sched.states import Status
 from jdisagg.sched.stops import find_stop, stop_ids
 from jdisagg.sched.table import SequenceTable
@@ -51,11 +51,10 @@ class Arrivals:
             request=request,
             order=(self._rank(request, now_s), self._num_added),
             status=status,
-            is_remote=remote,
             generated=list(request.generated_token_ids),
             stop_ids=stop_ids(request.sampling, self._limits.eos_token_ids),
             target=len(request.token_ids),
-            is_open=is_open,
+            wait=WaitState(is_remote=remote, is_open=is_open),
         )
         self._num_added += 1
         self._next_deadline_s = min(self._next_deadline_s, request.deadline_s)

@@ -7,21 +7,20 @@ Everything told is read from the scheduler between its calls; nothing is written
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from jdisagg.core.errors import Cancelled, RequestError
 from jdisagg.core.phases import Phase, Phases
 from jdisagg.core.requests import EngineRequest, FinishReason, Output
-from jdisagg.sched.explain import Cause, Wait, counted
+from jdisagg.sched.explain import Cause, Wait
 from jdisagg.sched.log import LoggedScheduler
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.states import Status
+from jdisagg.sched.wording import counted, in_ms, listed, step_range
 
 _FOR_PAGES = frozenset({Cause.MEMORY, Cause.ORDER, Cause.PREEMPTION})  # waits that end when somebody gives pages up
-_MAX_NAMED = 3
 _NOTABLE_S = 0.0005  # a shorter way from its coming to its first step is no wait
 
 
@@ -81,6 +80,7 @@ class Biography:
             self._freed_slots.clear()
         self._freed_pages += pages
         self._freed_slots += slots
+        self._tell_parking(now_s)
         self._tell_change(call, args, now_s)
         outputs = result if isinstance(result, list | tuple) else (result,)
         self._take_outputs([o for o in outputs if isinstance(o, Output) and o.request_id == self._request_id], now_s)
@@ -161,6 +161,19 @@ class Biography:
         self._phases.preempted(now_s)
         self._idle_since_s = now_s
 
+    def _tell_parking(self, now_s: float) -> None:
+        """Its pages went to others between two plans, or it waits again."""
+        assert self._sequence is not None
+        if self._sequence.status is Status.PARKED and self._status is not Status.PARKED:
+            self._settle(now_s)
+            self._say(now_s, "its receiver has no memory yet: its pages go to waiting prompts")
+            self._phases.parked(now_s)
+            self._num_tokens, self._idle_since_s = 0, now_s  # its token will come once more
+        elif self._status is Status.PARKED and self._sequence.status is Status.WAITING:
+            self._settle(now_s)
+            self._say(now_s, "its receiver has memory: to be computed again")
+            self._idle_since_s = now_s
+
     def _tell_change(self, call: str, args: tuple[Any, ...], now_s: float) -> None:
         """Calls that concern it alone."""
         if not args or args[0] != self._request_id:
@@ -219,7 +232,7 @@ class Biography:
     def _work_on(self, verb: str, step_id: int, num_tokens: int, now_s: float) -> None:
         if self._work is None or self._work.verb != verb:
             if self._wait is None and self._idle_since_s is not None and now_s - self._idle_since_s >= _NOTABLE_S:
-                self._say(self._idle_since_s, f"waited {_ms(now_s - self._idle_since_s)} for the next step")
+                self._say(self._idle_since_s, f"waited {in_ms(now_s - self._idle_since_s)} for the next step")
             self._settle(now_s)
             self._work = _Work(verb, now_s)
         self._phases.started(now_s)
@@ -233,21 +246,21 @@ class Biography:
         work, self._work = self._work, None
         if wait is not None:
             later = "" if wait.latest.text == wait.first.text else f"; at last {wait.latest.text}"
-            self._say(wait.since_s, f"waited {_ms(now_s - wait.since_s)}: {wait.first.text}{later}{self._by_whom(wait)}")
+            self._say(wait.since_s, f"waited {in_ms(now_s - wait.since_s)}: {wait.first.text}{later}{self._by_whom(wait)}")
             self._idle_since_s = now_s
         if work is not None:
-            steps, what = _steps(work.steps), "chunk" if work.verb == "prefilled" else "step"
+            steps, what = step_range(work.steps), "chunk" if work.verb == "prefilled" else "step"
             count, tokens = counted(len(work.steps), what), counted(work.num_tokens, "token")
             self._say(work.since_s, f"{work.verb} in {count}: {steps}, {tokens}{self._cached(work)}")
 
     def _cached(self, work: _Work) -> str:
-        cached = self._sequence.cached_tokens if self._sequence is not None else None
+        cached = self._sequence.told.cached_tokens if self._sequence is not None else None
         return f" ({cached} more were in the prefix cache)" if cached and work.verb == "prefilled" else ""
 
     def _by_whom(self, wait: _Wait) -> str:
         cause = wait.latest.cause
         names = self._freed_slots if cause is Cause.SLOT else self._freed_pages if cause in _FOR_PAGES else []
-        return f", freed when {_listed(names)}" if names else ""
+        return f", freed when {listed(names)}" if names else ""
 
     def _freed(self) -> tuple[list[str], list[str]]:
         """Others that gave pages, or their slot, back in this call."""
@@ -263,36 +276,14 @@ class Biography:
 
     def _phase_text(self, now_s: float) -> str:
         self._phases.ended(now_s)
-        parts = [f"{phase.value} {_ms(self._phases.seconds[phase])}" for phase in Phase if phase in self._phases.seconds]
-        return f"{' + '.join(parts)} = {_ms(self._phases.total_s)}"
+        parts = [f"{phase.value} {in_ms(self._phases.seconds[phase])}" for phase in Phase if phase in self._phases.seconds]
+        return f"{' + '.join(parts)} = {in_ms(self._phases.total_s)}"
 
     def _say(self, at_s: float, text: str) -> None:
-        self.lines.append(f"  +{_ms(at_s - self._added_s):<9} {text}")
+        self.lines.append(f"  +{in_ms(at_s - self._added_s):<9} {text}")
 
 
 def _rank(other: Sequence | None, sequence: Sequence) -> str:
     if other is None:
         return "gone since"
     return "older" if other.order[0] == sequence.order[0] else "goes before"
-
-
-def _listed(names: Iterable[str]) -> str:
-    unique = list(dict.fromkeys(names))
-    more = f" and {len(unique) - _MAX_NAMED} more" if len(unique) > _MAX_NAMED else ""
-    return ", ".join(unique[:_MAX_NAMED]) + more
-
-
-def _steps(steps: list[int]) -> str:
-    if len(steps) == 1:
-        return f"step {steps[0]}"
-    if steps[-1] - steps[0] == len(steps) - 1:
-        return f"steps {steps[0]}-{steps[-1]}"
-    if len(steps) <= 8:
-        return f"steps {', '.join(str(step) for step in steps)}"
-    return f"{len(steps)} of steps {steps[0]}-{steps[-1]}"
-
-
-def _ms(seconds: float) -> str:
-    if seconds >= 10.0:
-        return f"{seconds:.1f} s"
-    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.00995 or not seconds else f"{seconds * 1e3:.1f} ms"

@@ -32,7 +32,7 @@ class Committer:
             sequence.num_computed = row.end
             fills_page = row.end >= (sequence.holding.num_indexed + 1) * page_size
             if slot in result.prompt_logprobs:
-                sequence.prompt_logprobs.extend(result.prompt_logprobs[slot])
+                sequence.told.prompt_logprobs.extend(result.prompt_logprobs[slot])
             if not row.num_samples:
                 if fills_page:
                     self._table.pages.publish(sequence)
@@ -68,8 +68,8 @@ class Committer:
         if sequence.num_known > sequence.target:
             return self.output(sequence, first, ())
         num_prompt = len(sequence.request.prompt_token_ids)
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = min(num_prompt, max(first.cached_tokens, sequence.holding.held_tokens))
+        if sequence.told.cached_tokens is None:
+            sequence.told.cached_tokens = min(num_prompt, max(first.cached_tokens, sequence.holding.held_tokens))
         sequence.generated.extend(first.token_ids)
         output = self.output(sequence, first, first.token_ids)
         if first.finish is not None:
@@ -87,21 +87,21 @@ class Committer:
             finish=like.finish,
             stop_token_id=like.stop_token_id,
             error=like.error,
-            cached_tokens=sequence.cached_tokens or 0,
+            cached_tokens=sequence.told.cached_tokens or 0,
             provenance=like.provenance,
         )
 
     def failure(self, sequence: Sequence, error: RequestError) -> Output | None:
         """End a sequence; its last output, None when that was sent before."""
         self._table.end(sequence)
-        if sequence.is_final:
+        if sequence.told.is_final:
             return None
         return Output(
             request_id=sequence.request_id,
             attempt=sequence.request.attempt,
             finish=FinishReason.ERROR,
             error=error,
-            cached_tokens=sequence.cached_tokens or 0,
+            cached_tokens=sequence.told.cached_tokens or 0,
         )
 
     def _take_sampled(self, sequence: Sequence, sampled: Sampled, num_samples: int, step_id: int) -> Output | None:
@@ -122,10 +122,10 @@ class Committer:
             prompt_logprobs=prompt_logprobs,
             finish=finish,
             stop_token_id=stop_token_id,
-            cached_tokens=sequence.cached_tokens or 0,
+            cached_tokens=sequence.told.cached_tokens or 0,
         )
         if self._role is Role.PREFILL:
-            sequence.is_final = finish is not None
+            sequence.told.is_final = finish is not None
             self._table.vacate(sequence)
             self._table.move(sequence, Status.PUBLISHING)
         elif finish is not None:
@@ -150,4 +150,4 @@ class Committer:
         """With the first token only; nothing predicts the first prompt token."""
         if not sequence.wants_prompt_logprobs:
             return None
-        return (None, *sequence.prompt_logprobs)
+        return (None, *sequence.told.prompt_logprobs)

@@ -19,6 +19,7 @@ from jdisagg.sched.plan import Plan
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.states import Status
 from jdisagg.sched.table import SequenceTable
+from jdisagg.sched.wording import counted
 
 _MAX_NAMED = 2  # prompts named as spenders of a budget; the rest is a count
 
@@ -37,6 +38,7 @@ class Cause(Enum):
     PEER = "peer"
     TRANSFER = "transfer"
     FETCH = "fetch"
+    RECEIVER = "receiver"
     UNEXPLAINED = "unexplained"
 
 
@@ -74,6 +76,8 @@ class Explainer:
                 return self._running(sequence, plan)
             case Status.TRANSFER:
                 return Wait(Cause.TRANSFER, "its KV is on the way")
+            case Status.PARKED:
+                return Wait(Cause.RECEIVER, "its receiver has no memory for its KV; waiting prompts got its pages")
             case _:
                 return Wait(Cause.FETCH, "its receiver has not fetched all of its KV")
 
@@ -81,7 +85,7 @@ class Explainer:
         """Without memory: `Starter._start_waiting`."""
         if (wait := self._preemption(plan) or self._margin()) is not None:
             return wait
-        if sequence.status is Status.PREALLOC and not sequence.is_open:
+        if sequence.status is Status.PREALLOC and not sequence.wait.is_open:
             return Wait(Cause.PEER, "its prefill worker has not begun with it")
         if sequence.status is Status.WAITING and (wait := self._no_room_in_step(plan)) is not None:
             return wait
@@ -122,7 +126,7 @@ class Explainer:
 
     def _no_room_for_whole(self, sequence: Sequence, plan: Plan) -> Wait | None:
         """Without chunked prefill."""
-        if self._config.enable_chunked_prefill or sequence.host_tokens:
+        if self._config.enable_chunked_prefill or sequence.wait.host_tokens:
             return None
         missing = sequence.target - len(self._admission.find_prefix(sequence)) * self._table.pages.page_size
         left = self._config.max_num_batched_tokens - plan.num_tokens
@@ -189,7 +193,7 @@ class Explainer:
         total = pages.pages_for(self._admission.gate_tokens(sequence))
         if sequence.status is Status.FORKING:
             needs = total - (sequence.num_known - 1) // pages.page_size
-        elif sequence.status is Status.PREALLOC or sequence.host_tokens:
+        elif sequence.status is Status.PREALLOC or sequence.wait.host_tokens:
             needs = total - len(sequence.holding.pages)
         else:
             needs = pages.cost(self._admission.find_prefix(sequence), total)
@@ -203,7 +207,7 @@ class Explainer:
     def _earlier(self, sequence: Sequence) -> Iterator[Sequence]:
         """Those whose turn comes before, of those that could go: choices with a sibling to fork from come before all others."""
         yield from (s for s in self._table.queues[Status.FORKING] if self._table.groups.donor(s) is not None)
-        open_ones = [s for s in self._table.queues[Status.PREALLOC] if s.is_open]
+        open_ones = [s for s in self._table.queues[Status.PREALLOC] if s.wait.is_open]
         local = self._table.queues[Status.WAITING]
         yield from sorted((s for s in [*open_ones, *local] if s.order < sequence.order), key=lambda s: s.order)
 
@@ -212,11 +216,6 @@ class Explainer:
         pages = self._table.pages
         wanted = pages.pages_for(min(length, self._limits.max_model_len)) - len(sequence.holding.pages)
         return max(0, wanted - pages.num_free)
-
-
-def counted(count: int, what: str) -> str:
-    """1 page, 2 pages."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _unexplained(sequence: Sequence, plan: Plan) -> Wait:

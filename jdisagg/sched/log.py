@@ -78,6 +78,14 @@ class LoggedScheduler(Scheduler):
         """As Scheduler.release."""
         self._call("release", super().release, request_id)
 
+    def park(self, request_ids: tuple[str, ...]) -> str | None:
+        """As Scheduler.park."""
+        return self._call("park", super().park, request_ids)
+
+    def unpark(self, request_id: str) -> None:
+        """As Scheduler.unpark."""
+        self._call("unpark", super().unpark, request_id)
+
     def expire(self, now_s: float) -> list[Output]:
         """As Scheduler.expire; written when it may change something."""
         return self._call("expire", super().expire, now_s, quiet=not self._arrivals.is_due(now_s))

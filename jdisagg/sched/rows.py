@@ -140,4 +140,4 @@ class RowPlanner:
 
 def host_copy(sequence: Sequence) -> HostCopy:
     """Where KV of the sequence's leading `host_tokens` goes in the pages it holds now."""
-    return HostCopy(key=sequence.request_id, page_table=(tuple(sequence.holding.pages),), num_tokens=sequence.host_tokens)
+    return HostCopy(key=sequence.request_id, page_table=(tuple(sequence.holding.pages),), num_tokens=sequence.wait.host_tokens)

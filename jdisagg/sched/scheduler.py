@@ -123,7 +123,7 @@ class Scheduler:
     def peer_ready(self, request_id: str, is_ready: bool = True) -> None:
         """Whether the peer of a remote sequence has begun with it: only then may pages be reserved here."""
         if sequence := self._table.live.get(request_id):
-            sequence.is_open = is_ready
+            sequence.wait.is_open = is_ready
 
     def cancel(self, request_id: str) -> bool:
         """Free everything the request holds, in any state, at once; no output follows. False when it is unknown."""
@@ -137,6 +137,23 @@ class Scheduler:
     def release(self, request_id: str) -> None:
         """P: the hand-off is over, its pages belong to the prefix cache. In any other state the same as `cancel`."""
         self._end(request_id)
+
+    def park(self, request_ids: tuple[str, ...]) -> str | None:
+        """P: of these, the computed prompt whose turn comes last gives its pages to those that wait, until `unpark`. Returns
+        its id, None when none of them has pages and its token."""
+        published = self._table.queues[Status.PUBLISHING]
+        parkable = [s for s in published if s.request_id in request_ids and not s.told.is_final]
+        if not parkable:
+            return None
+        last = max(parkable, key=lambda s: s.order)
+        self._table.park(last)
+        return last.request_id
+
+    def unpark(self, request_id: str) -> None:
+        """P: the parked request waits again, at its place by arrival, and nobody passes it; its token is sampled again."""
+        sequence = self._table.live.get(request_id)
+        if sequence is not None and sequence.status is Status.PARKED:
+            self._table.move(sequence, Status.WAITING)
 
     def expire(self, now_s: float) -> list[Output]:
         """Last outputs that need no step: deadlines passed, and resumed requests that were complete when they came."""

@@ -33,6 +33,26 @@ class Holding:
 
 
 @dataclass(slots=True, eq=False)
+class WaitState:
+    """How a sequence without pages gets them, and how often it had to stand back."""
+
+    is_remote: bool = False  # its KV is to come from a peer
+    is_open: bool = True  # remote: the peer has begun, pages may be reserved
+    host_tokens: int = 0  # leading tokens whose KV is kept in host memory
+    num_bypassed: int = 0  # later sequences that took memory while this one lacked it
+    was_preempted: bool = False  # it has given up its pages once: nobody passes it any more
+
+
+@dataclass(slots=True, eq=False)
+class Told:
+    """What the client is told of a sequence beside its tokens."""
+
+    cached_tokens: int | None = None  # prompt tokens found in a prefix cache; recorded once
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    is_final: bool = False  # its last output was sent (a published sequence lives on until released)
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """Mutable; owned by the scheduler. `order` sorts queues and picks victims: (rank, arrival number)."""
 
@@ -47,14 +67,8 @@ class Sequence:
     num_in_flight: int = 0
     epoch: int = 0  # goes up when results in flight must be dropped: preempted or ended
     slot: int | None = None
-    is_final: bool = False  # its last output was sent (a published sequence lives on until released)
-    is_remote: bool = False  # its KV is to come from a peer
-    is_open: bool = True  # remote: the peer has begun, pages may be reserved
-    host_tokens: int = 0  # leading tokens whose KV is kept in host memory
-    num_bypassed: int = 0  # later sequences that took memory while this one lacked it
-    was_preempted: bool = False  # it has given up its pages once: nobody passes it any more
-    cached_tokens: int | None = None  # prompt tokens found in a prefix cache; recorded once
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    wait: WaitState = field(default_factory=WaitState)
+    told: Told = field(default_factory=Told)
     stop_ids: frozenset[int] = frozenset()  # tokens that may end it
     max_tokens: int = field(init=False)
 
@@ -108,7 +122,7 @@ class Sequence:
         self.epoch += 1
         self.num_computed = self.num_scheduled = self.num_in_flight = 0
         self.target = self.num_known
-        self.prompt_logprobs.clear()
+        self.told.prompt_logprobs.clear()
 
     def continue_from(self, num_tokens: int) -> None:
         """KV of all known tokens but the last, `num_tokens`, is in its pages: the next step decodes."""

@@ -88,7 +88,7 @@ class Starter:
             return None
         if any(child.request_id in donors for child in queues[Status.FORKING].before(first)):
             return None
-        return None if any(remote.is_open for remote in queues[Status.PREALLOC].before(first)) else first
+        return None if any(remote.wait.is_open for remote in queues[Status.PREALLOC].before(first)) else first
 
     def _fork(self, draft: Draft, donors: dict[str, Sequence], blocked: list[Sequence]) -> None:
         """Choices whose prompt is in memory take their share of it before anybody takes more; then they wait for a slot."""
@@ -123,7 +123,7 @@ class Starter:
         i = j = 0
         while not (self._is_short or self._is_closed_by(blocked)):
             local, remote, can_compute = waiting.at(i), prealloc.at(j), self._can_compute(draft)
-            if remote is not None and not remote.is_open:
+            if remote is not None and not remote.wait.is_open:
                 j += 1
                 continue
             candidates = [s for s in (local, remote) if s is not None]
@@ -135,7 +135,7 @@ class Starter:
             if (sequence is remote or can_compute) and self._admission.take_memory(sequence, promised):
                 promised += sequence.holding.outstanding_pages
                 for passed in blocked:
-                    passed.num_bypassed += 1
+                    passed.wait.num_bypassed += 1
                 self._start_one(draft, sequence)
             else:
                 blocked.append(sequence)
@@ -154,12 +154,12 @@ class Starter:
         if not blocked or not self._table.someone_holds_memory:
             return False
         limit = self._config.max_bypass
-        return len(blocked) > limit or any(s.was_preempted or s.num_bypassed >= limit for s in blocked)
+        return len(blocked) > limit or any(s.wait.was_preempted or s.wait.num_bypassed >= limit for s in blocked)
 
     def _is_too_long(self, draft: Draft, sequence: Sequence) -> bool:
         """It cannot go in parts (its KV comes back from the host, or chunks are off), and the rest of this step does not hold
         what it needs. It goes first in a later one."""
-        if sequence.host_tokens:
+        if sequence.wait.host_tokens:
             return sequence.num_known > draft.reads
         if self._config.enable_chunked_prefill:
             return False
@@ -173,11 +173,11 @@ class Starter:
         if sequence.status is Status.PREALLOC:
             self._table.move(sequence, Status.TRANSFER)
             self._table.reserved.append(sequence)
-        elif sequence.host_tokens:
+        elif sequence.wait.host_tokens:
             draft.restore.append(host_copy(sequence))
             self._table.host.restored(sequence.request_id)
-            self._table.stats.restored_tokens += sequence.host_tokens
-            sequence.host_tokens = 0
+            self._table.stats.restored_tokens += sequence.wait.host_tokens
+            sequence.wait.host_tokens = 0
             self._decode_from_now_on(draft, sequence)
         else:
             self._occupy(draft, sequence, decodes=False)

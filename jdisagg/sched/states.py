@@ -1,6 +1,7 @@
 """The life of one sequence in one worker, as a transition table.
 
 P, unified:  WAITING -> RUNNING -> (P: PUBLISHING until the hand-off is released) -> FINISHED
+                ^_________________________ PARKED (P: pages given to others before D had any)
 D:           PREALLOC -> TRANSFER -> READY -> RUNNING -> FINISHED
              no memory   KV on its   waits for
              yet         way         a slot
@@ -25,6 +26,7 @@ class Status(Enum):
     FORKING = "forking"
     RUNNING = "running"
     PUBLISHING = "publishing"
+    PARKED = "parked"
     FINISHED = "finished"
 
 
@@ -37,7 +39,8 @@ ALLOWED: dict[Status, frozenset[Status]] = {
     Status.READY: frozenset({Status.RUNNING, Status.WAITING, Status.PREALLOC, Status.FINISHED}),
     Status.FORKING: frozenset({Status.READY, Status.WAITING, Status.PREALLOC, Status.FINISHED}),
     Status.RUNNING: frozenset({Status.WAITING, Status.PREALLOC, Status.PUBLISHING, Status.FINISHED}),
-    Status.PUBLISHING: frozenset({Status.FINISHED}),
+    Status.PUBLISHING: frozenset({Status.PARKED, Status.FINISHED}),
+    Status.PARKED: frozenset({Status.WAITING, Status.FINISHED}),
     Status.FINISHED: frozenset(),
 }
 

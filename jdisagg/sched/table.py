@@ -31,7 +31,7 @@ class Stats:
 
 
 class SequenceTable:
-    """State changes of sequences. Every exit from memory goes through `end`, `preempt` or `compute_here`."""
+    """State changes of sequences. Every exit from memory goes through `end`, `preempt`, `park` or `compute_here`."""
 
     def __init__(
         self, *, pages: PageBook, slots: Slots, host: HostMemory, is_decode_worker: bool, refetch_retracted: bool
@@ -85,9 +85,9 @@ class SequenceTable:
         else:
             self.stats.preemptions += 1
         copy = self._copy_out(sequence)
-        sequence.was_preempted = True
+        sequence.wait.was_preempted = True
         self._strip(sequence)
-        sequence.host_tokens = copy.num_tokens if copy is not None else 0
+        sequence.wait.host_tokens = copy.num_tokens if copy is not None else 0
         if copy is None and self._refetch_retracted:
             self.move(sequence, Status.PREALLOC)
             self.retracted.append(sequence)
@@ -95,10 +95,18 @@ class SequenceTable:
             self.move(sequence, Status.WAITING)
         return copy
 
+    def park(self, sequence: Sequence) -> None:
+        """P: a computed prompt gives its pages to those that wait. It is computed again after `unpark`."""
+        self.stats.preemptions += 1
+        sequence.generated[:] = sequence.request.generated_token_ids
+        sequence.wait.was_preempted = True
+        self._strip(sequence)
+        self.move(sequence, Status.PARKED)
+
     def compute_here(self, sequence: Sequence, held_tokens: int) -> None:
         """A remote sequence (PREALLOC or TRANSFER) will be prefilled by this worker; what has arrived is left to be found."""
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = min(sequence.holding.held_tokens, len(sequence.request.prompt_token_ids))
+        if sequence.told.cached_tokens is None:
+            sequence.told.cached_tokens = min(sequence.holding.held_tokens, len(sequence.request.prompt_token_ids))
         sequence.num_computed = min(held_tokens, len(sequence.holding.pages) * self.pages.page_size)
         self.pages.publish(sequence)
         self._strip(sequence)
@@ -132,7 +140,7 @@ class SequenceTable:
         slots = [s.slot for s in live if s.slot is not None]
         assert len(set(slots)) == len(slots) == len(self.queues[Status.RUNNING]), "slots and running sequences do not match"
         assert len(slots) + self.slots.num_free == self.slots.num_slots, "a slot is lost"
-        kept = sum(s.host_tokens for s in live)
+        kept = sum(s.wait.host_tokens for s in live)
         assert kept == self.host.used_tokens, f"{self.host.used_tokens} tokens on the host, {kept} of live sequences"
         assert sum(len(q) for q in self.queues.values()) == len(self.live), "a sequence is in no queue or in two"
 
@@ -151,9 +159,9 @@ class SequenceTable:
 
     def _lead(self, sequence: Sequence) -> None:
         """A choice that waited for a sibling which is gone is computed, or fetched, itself."""
-        self.move(sequence, Status.PREALLOC if sequence.is_remote else Status.WAITING)
-        if sequence.is_remote:
-            sequence.is_open = False
+        self.move(sequence, Status.PREALLOC if sequence.wait.is_remote else Status.WAITING)
+        if sequence.wait.is_remote:
+            sequence.wait.is_open = False
             self.retracted.append(sequence)
 
     def _strip(self, sequence: Sequence) -> None:

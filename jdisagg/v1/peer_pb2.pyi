@@ -152,6 +152,10 @@ class Started(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Parked(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ChunkReady(_message.Message):
     __slots__ = ("key", "range", "group", "shape", "dtype", "num_bytes", "checksum")
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -185,7 +189,7 @@ class Refused(_message.Message):
     def __init__(self, error: _Optional[_Union[_common_pb2.RequestFailure, _Mapping]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("accepted", "chunk_ready", "done", "refused", "want", "heartbeat", "started")
+    __slots__ = ("accepted", "chunk_ready", "done", "refused", "want", "heartbeat", "started", "parked")
     class Heartbeat(_message.Message):
         __slots__ = ()
         def __init__(self) -> None: ...
@@ -196,6 +200,7 @@ class PrefillResponse(_message.Message):
     WANT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
+    PARKED_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
     chunk_ready: ChunkReady
     done: Done
@@ -203,7 +208,8 @@ class PrefillResponse(_message.Message):
     want: Want
     heartbeat: PrefillResponse.Heartbeat
     started: Started
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., chunk_ready: _Optional[_Union[ChunkReady, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., heartbeat: _Optional[_Union[PrefillResponse.Heartbeat, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ...) -> None: ...
+    parked: Parked
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., chunk_ready: _Optional[_Union[ChunkReady, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., heartbeat: _Optional[_Union[PrefillResponse.Heartbeat, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., parked: _Optional[_Union[Parked, _Mapping]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("key",)

@@ -98,7 +98,7 @@ class _Reader:
         call, args = line["call"], decode(line["args"])
         table = self._scheduler.table
         before = {s: s.status for s in table.live.values()} if call == "schedule" else {}
-        bypassed = {s: s.num_bypassed for s in before}
+        bypassed = {s: s.wait.num_bypassed for s in before}
         held = table.someone_holds_memory
         try:
             result = getattr(self._scheduler, call)(*args, **{key: decode(value) for key, value in line["kwargs"].items()})
@@ -137,17 +137,17 @@ class _Reader:
         for sequence, status in before.items():
             if sequence.status is not status or status not in WITHOUT_MEMORY:
                 continue
-            if status is Status.PREALLOC and not sequence.is_open:
+            if status is Status.PREALLOC and not sequence.wait.is_open:
                 continue  # its peer has not begun with it
             life = self._lives[sequence.request_id]
             self._check_better(sequence, life, admitted)
             worse = [s for s in admitted if s.order > sequence.order]
             self.story.forks_past += sum(s.order > sequence.order for s in forked)
-            assert sequence.num_bypassed - bypassed[sequence] == len(worse), f"{sequence.request_id}: passed by {worse}"
+            assert sequence.wait.num_bypassed - bypassed[sequence] == len(worse), f"{sequence.request_id}: passed by {worse}"
             had_to_go = bool(worse) and not (held or forked) and admitted[0].order > sequence.order
             life.num_free_passes += had_to_go
             life.num_passed += len(worse) - had_to_go
-            life.num_passed_preempted += (len(worse) - had_to_go) if sequence.was_preempted else 0
+            life.num_passed_preempted += (len(worse) - had_to_go) if sequence.wait.was_preempted else 0
             if status is Status.WAITING and self._scheduler.table.slots.num_free == 0:
                 self._check_slots(sequence, life, [s for s in seated if s.order > sequence.order], now_s)
 

@@ -84,6 +84,11 @@ class HandoffMachine(RuleBasedStateMachine):
         if running := list(self.world.prefillers[peer].engine):
             self.world.compute(peer, data.draw(st.sampled_from(running)), tokens)
 
+    @rule(data=st.data(), peer=st.sampled_from(PEERS))
+    def park(self, data: st.DataObject, peer: str) -> None:
+        if parkable := self.world.prefillers[peer].side.parkable():
+            self.world.park(peer, data.draw(st.sampled_from(parkable)))
+
     @rule(peer=st.sampled_from(PEERS), outcome=st.sampled_from(["ok", "ok", "ok", "fail", "lost"]))
     def publish(self, peer: str, outcome: str) -> None:
         if self.world.prefillers[peer].exporting:

@@ -9,7 +9,7 @@ import pytest
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, Overloaded
 from jdisagg.core.requests import FinishReason, Output
 from jdisagg.handoff import actions as act
-from jdisagg.handoff.messages import Accepted, Ack, Done, Grant, HandoffId, Open, Refused, StreamEnded, Want
+from jdisagg.handoff.messages import Accepted, Ack, Done, Grant, HandoffId, Open, Parked, Refused, Started, StreamEnded, Want
 from jdisagg.handoff.prefill_side import PrefillSide
 from tests.unit.handoff.rig import CONFIG, FIRST, H, none_of, only, prefill_side, ready, request
 
@@ -275,3 +275,46 @@ def test_accepted_carries_the_prefix_hits_and_counts_follow_the_stage() -> None:
     assert side.on_admitted(H, 7) == [act.Reply(H, Accepted(cached_tokens=7))]
     assert side.counts() == {"queued": 0, "computing": 1, "computed": 0}
     assert side.snapshot()["handoffs"]["r#1"]["stage"] == "computing"
+
+
+def test_a_computed_prompt_whose_receiver_has_no_pages_stands_back_and_is_computed_again_with_the_first_grant() -> None:
+    side = prefill_side()
+    opened(side, credit=False)
+    side.on_computed("r#1", 10, 0.0)
+    assert side.parkable() == (), "its token is not told"
+    side.on_first_token("r#1", FIRST, 0.0)
+    assert side.parkable() == ("r#1",)
+    assert only(act.Reply, side.on_parked("r#1")).message == Parked()
+    assert side.parkable() == ()
+    assert side.snapshot()["handoffs"]["r#1"]["stage"] == "parked"
+    assert not side.is_awaited
+    assert side.on_message(H, LOTS, 0.0) == [act.Unpark("r#1")], "nothing to cut: its KV is gone"
+    assert side.is_awaited
+    assert side.on_message(H, LOTS, 0.0) == [], "asked for once"
+    assert side.parkable() == (), "its receiver has pages now"
+    assert side.on_started("r#1") == []
+    assert exports(side.on_computed("r#1", 4, 0.0)) == [(0, 4)]
+    last = side.on_first_token("r#1", FIRST, 0.0)
+    assert exports(last) == [(4, 8), (8, 10)]
+    assert none_of(act.Reply, last), "the token was told before"
+    assert not side.is_awaited
+
+
+def test_a_stream_that_ends_while_its_prompt_stands_back_is_released() -> None:
+    side = prefill_side()
+    opened(side, credit=False)
+    side.on_first_token("r#1", FIRST, 0.0)
+    side.on_parked("r#1")
+    assert only(act.ReleaseRequest, side.on_message(H, StreamEnded(reason="closed"), 0.0)).engine_request_id == "r#1"
+    assert side.is_idle
+
+
+def test_who_is_awaited_has_pages_at_its_receiver_and_no_kv_here() -> None:
+    side = prefill_side()
+    opened(side, credit=False)
+    assert only(act.Reply, side.on_started("r#1")).message == Started()
+    assert not side.is_awaited, "its receiver has no pages"
+    side.on_message(H, LOTS, 0.0)
+    assert side.is_awaited
+    side.on_computed("r#1", 10, 0.0)
+    assert not side.is_awaited

@@ -54,6 +54,7 @@ class Prefiller:
 
     side: PrefillSide
     engine: dict[str, EngineRequest] = field(default_factory=dict)
+    requests: dict[str, EngineRequest] = field(default_factory=dict)  # all it was ever asked
     computed: dict[str, int] = field(default_factory=dict)
     exporting: list[act.Export] = field(default_factory=list)
     held_bytes: dict[str, int] = field(default_factory=dict)
@@ -175,7 +176,7 @@ class World:
                         self.run_prefill(peer, worker.side.on_refused(handoff, Overloaded("full")))
                     else:
                         assert request.request_id not in worker.engine
-                        worker.engine[request.request_id] = request
+                        worker.engine[request.request_id] = worker.requests[request.request_id] = request
                         worker.computed[request.request_id] = 0
                         self.run_prefill(peer, worker.side.on_admitted(handoff, 0))
                 case act.Reply(handoff=handoff, message=message):
@@ -198,6 +199,9 @@ class World:
                     worker.exporting.append(action)
                 case act.Discard(key=key):
                     worker.held_bytes.pop(key, None)
+                case act.Unpark(engine_request_id=engine_id):
+                    assert worker.computed[engine_id] == 0, "it was parked"
+                    worker.engine[engine_id] = worker.requests[engine_id]
                 case act.ReleaseRequest(engine_request_id=engine_id):
                     worker.engine.pop(engine_id, None)
 
@@ -236,6 +240,12 @@ class World:
             finish = finish or FinishReason.STOP  # every fifth length samples EOS
         output = Output(request_id=engine_id, token_ids=(9,), finish=finish)
         self.run_prefill(peer, worker.side.on_first_token(engine_id, output, self.now_s))
+
+    def park(self, peer: str, engine_id: str) -> None:
+        """Its pages go to others."""
+        worker = self.prefillers[peer]
+        worker.computed[engine_id] = 0
+        self.run_prefill(peer, worker.side.on_parked(engine_id))
 
     def publish(self, peer: str, outcome: str) -> None:
         worker = self.prefillers[peer]

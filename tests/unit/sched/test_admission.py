@@ -176,7 +176,7 @@ def test_kv_on_the_host_comes_back_when_and_only_when_there_is_room_for_it(
         spare = engine.scheduler.num_free_pages - table.outstanding_pages()
         if plan.restore:
             assert spare >= 0  # nothing was taken of what others were promised
-        away = [s for s in table.queues[Status.WAITING] if s.host_tokens]
+        away = [s for s in table.queues[Status.WAITING] if s.wait.host_tokens]
         if away and table.slots.num_free and engine.scheduler.stats.preemptions == preemptions:
             num_known = away[0].num_known
             more = min(away[0].max_len - num_known, max(3, reserve))  # whoever was set back wants room for some steps

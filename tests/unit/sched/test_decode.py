@@ -108,7 +108,7 @@ def test_counts_are_the_lengths_of_the_queues() -> None:
     engine.add(request("local", (1, 2), 2))
     assert engine.scheduler.counts() == {
         **{"prealloc": 4, "waiting": 1, "transfer": 0},
-        **{"ready": 0, "running": 0, "publishing": 0, "forking": 0},
+        **{"ready": 0, "running": 0, "publishing": 0, "parked": 0, "forking": 0},
     }
     engine.tick()
     counts = engine.scheduler.counts()

@@ -20,6 +20,7 @@ from jdisagg.core.errors import HandoffLost, InvalidRequest
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role
 from jdisagg.replay import replay
 from jdisagg.sched.plan import PageTable
+from jdisagg.sched.states import Status
 from tests.unit.sched.engine_fake import FakeEngine, expected, next_token, request
 
 MAX_IN_FLIGHT = 2
@@ -204,6 +205,22 @@ class WorkerMachine(RuleBasedStateMachine):
         self.silent.add(name)
         (self.engine.scheduler.release if self.role is Role.PREFILL else self.engine.scheduler.cancel)(name)
 
+    @precondition(lambda self: self._in_status(Status.PUBLISHING))
+    @rule(data=st.data())
+    def gives_way(self, data: st.DataObject) -> None:
+        names = data.draw(st.lists(st.sampled_from(self._in_status(Status.PUBLISHING)), min_size=1, unique=True))
+        live = self.engine.scheduler.table.live
+        can = [name for name in names if self.engine.seen[name].last.finish is None]
+        parked = self.engine.scheduler.park(tuple(names))
+        assert parked == max(can, key=lambda name: live[name].order, default=None)
+        if parked is not None:
+            del self.engine.seen[parked]  # its token comes again
+
+    @precondition(lambda self: self._in_status(Status.PARKED))
+    @rule(data=st.data())
+    def receiver_has_memory(self, data: st.DataObject) -> None:
+        self.engine.scheduler.unpark(data.draw(st.sampled_from(self._in_status(Status.PARKED))))
+
     @rule(seconds=st.sampled_from([0.5, 3.0]))
     def time_passes(self, seconds: float) -> None:
         self.engine.now_s += seconds
@@ -256,15 +273,20 @@ class WorkerMachine(RuleBasedStateMachine):
             self.first_token_arrives(data)
             if name in self.fetches:
                 self.kv_arrives(data)
-        if self.role is Role.PREFILL:
-            for sequence in self.engine.scheduler.snapshot()["sequences"]:
-                if sequence["status"] == "publishing":
-                    self.engine.scheduler.release(sequence["request_id"])
+        for name in self._in_status(Status.PARKED):
+            self.engine.scheduler.unpark(name)
+        for name in self._in_status(Status.PUBLISHING):
+            self.engine.scheduler.release(name)
 
     def commit_oldest_or_nothing(self) -> None:
         """Results come in; complete resumed requests are told."""
         self.engine.commit_one()
         self.engine.collect(self.engine.scheduler.expire(0.0))
+
+    def _in_status(self, status: Status) -> list[str]:
+        if self.role is not Role.PREFILL or not hasattr(self, "engine"):
+            return []
+        return [s.request_id for s in self.engine.scheduler.table.queues[status]]
 
     def _can_complete(self, *, first: bool = True) -> list[str]:
         return sorted(n for n, f in self.fetches.items() if f.page_table is not None and (f.has_first or not first))

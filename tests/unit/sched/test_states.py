@@ -17,7 +17,8 @@ LEGAL = {
     "ready": "running waiting prealloc finished",
     "forking": "ready waiting prealloc finished",
     "running": "waiting prealloc publishing finished",
-    "publishing": "finished",
+    "publishing": "parked finished",
+    "parked": "waiting finished",
     "finished": "",
 }
 

@@ -24,7 +24,7 @@ def test_a_snapshot_tells_where_every_sequence_is_and_what_it_holds() -> None:
     assert snapshot == {
         "counts": {
             **{"waiting": 1, "prealloc": 0, "transfer": 0, "ready": 0},
-            **{"running": 2, "publishing": 0, "forking": 0},
+            **{"running": 2, "publishing": 0, "parked": 0, "forking": 0},
         },
         "pages": {"total": 32, "free": 28},
         "host_tokens": {"total": 40, "used": 0},

@@ -192,6 +192,36 @@ def test_the_prefill_role_ends_with_the_hand_over(tell: Tell) -> None:
     assert story[-1].endswith("= 100 ms")
 
 
+def test_a_prompt_that_gives_its_pages_to_others_says_so(tell: Tell) -> None:
+    def drive(engine: FakeEngine) -> None:
+        engine.add(request("a", tuple(range(1, 21)), 5))
+        while engine.scheduler.counts()["publishing"] == 0:
+            engine.tick()
+        assert engine.scheduler.park(("a",)) == "a"
+        engine.seen.clear()
+        for engine.now_s in (0.020, 0.050):
+            engine.tick()
+        engine.scheduler.unpark("a")
+        while engine.scheduler.counts()["publishing"] == 0:
+            engine.tick()
+        engine.now_s = 0.100
+        engine.tick()
+        engine.scheduler.release("a")
+        finish(engine)
+
+    story = tell(drive, "a", Role.PREFILL, caching=False)
+    assert story[1:3] == [
+        "+0 ms      prefilled in 2 chunks: steps 0-1, 20 tokens",
+        "+20 ms     its receiver has no memory yet: its pages go to waiting prompts",
+    ]
+    assert story[3] == "+20 ms     waited 30 ms: its receiver has no memory for its KV; waiting prompts got its pages"
+    assert story[4] == "+50 ms     its receiver has memory: to be computed again"
+    assert story[5].startswith("+50 ms     prefilled in 2 chunks: steps 3-4, 20 tokens")
+    assert story[6] == (
+        "+100 ms    its KV was handed over while publishing, 1 token; queue 30 ms + prefill 0 ms + transfer 70 ms = 100 ms"
+    )
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_nothing_is_passed_over_without_a_reason_that_the_tables_confirm(seed: int) -> None:
     """Random loads on a small pool: every request that gets nothing of a step has a cause."""

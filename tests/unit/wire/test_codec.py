@@ -13,7 +13,7 @@ from jdisagg.core import errors
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, Role, SamplingParams, TokenLogprob
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity, Rank
-from jdisagg.handoff.messages import Accepted, Ack, ChunkReady, Done, Grant, Open, Refused, Started, Want
+from jdisagg.handoff.messages import Accepted, Ack, ChunkReady, Done, Grant, Open, Parked, Refused, Started, Want
 from jdisagg.kv.spec import KVSpec
 from jdisagg.v1 import common_pb2, peer_pb2
 
@@ -88,6 +88,7 @@ DOWN = st.one_of(
 UP = st.one_of(
     st.builds(Accepted, cached_tokens=COUNT),
     st.just(Started()),
+    st.just(Parked()),
     st.builds(
         ChunkReady,
         key=TEXT,
