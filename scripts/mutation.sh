@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 mutmut=${MUTMUT:-.venv/bin/mutmut}
 [ -x "$mutmut" ] || .venv/bin/python -m pip install --quiet --constraint constraints.txt mutmut
-export HYPOTHESIS_PROFILE=mutation JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE=1
+export HYPOTHESIS_PROFILE=mutation JDISAGG_MACHINE_RULES=1800 JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE=1
 
 rm -rf mutants # verdicts and the tests of each function are kept between runs, and do not notice changed tests or moved code
 status=0

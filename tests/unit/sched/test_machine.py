@@ -3,16 +3,20 @@
 After every rule: pages and slots balance, statuses went along the table, the strict device found nothing wrong, and what each
 client has seen is a prefix of what the model's definition gives. At the end everything is served, nothing is left, and the
 schedule log replays to the same plans.
+
+    JDISAGG_MACHINE_RULES=1000000 JDISAGG_MACHINE_SEED=1000 pytest -s tests/unit/sched/test_machine.py
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
@@ -23,6 +27,10 @@ from jdisagg.sched.plan import PageTable
 from jdisagg.sched.states import Status
 from tests.unit.sched.engine_fake import FakeEngine, expected, next_token, request
 
+RULES = int(os.environ.get("JDISAGG_MACHINE_RULES", "20000"))  # of the three machines together
+SEED = int(os.environ.get("JDISAGG_MACHINE_SEED", "1000"))
+ROUND = settings(max_examples=max(1, min(50, RULES // 120)), stateful_step_count=50, derandomize=False, database=None)
+MIN_RULES_PER_S = 40  # on a machine that does other things too
 MAX_IN_FLIGHT = 2
 PROMPTS = st.one_of(
     st.lists(st.integers(0, 30), min_size=1, max_size=14).map(tuple),
@@ -44,6 +52,7 @@ class WorkerMachine(RuleBasedStateMachine):
     """One worker of `role`, its clients and its peers."""
 
     role = Role.UNIFIED
+    num_rules = 0  # of all histories of this class
 
     @initialize(
         num_pages=st.integers(8, 20),
@@ -236,6 +245,7 @@ class WorkerMachine(RuleBasedStateMachine):
     @invariant()
     def pages_and_slots_balance(self) -> None:
         if hasattr(self, "engine"):
+            type(self).num_rules += 1
             self.engine.scheduler.check()
             assert self.engine.scheduler.counts()["running"] <= self.engine.config.max_num_seqs
 
@@ -336,7 +346,13 @@ class _Fixed:
         return self.value
 
 
+@pytest.mark.timeout(60 + RULES / MIN_RULES_PER_S)
 @pytest.mark.covers("H12", "X20", "H18")
 @pytest.mark.parametrize("machine", [WorkerMachine, PrefillMachine, DecodeMachine], ids=["unified", "prefill", "decode"])
 def test_every_history_keeps_the_invariants(machine: type[WorkerMachine]) -> None:
-    assert run_state_machine_as_test(machine) is None  # every rule and invariant of the machine asserts
+    machine.num_rules, first = 0, SEED
+    while machine.num_rules < RULES / 3:
+        run_state_machine_as_test(seed(first)(machine), settings=ROUND)  # every rule and invariant of the machine asserts
+        first += 1
+    print(f"{machine.__name__}: {machine.num_rules} rules, seeds {SEED} to {first - 1}")
+    assert machine.num_rules >= RULES / 3
