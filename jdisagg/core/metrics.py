@@ -15,7 +15,10 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 _REQUEST_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
-_HOST_BUCKETS_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
+_HOST_BUCKETS_S = (
+    *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01),
+    *(0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
+)
 # fed by a process without an engine, too; the others would be 0 there for ever
 _WITHOUT_ENGINE = frozenset(
     """
@@ -73,7 +76,7 @@ class Metrics:
         self.transfer_seconds = self._histogram("transfer_seconds", "Time to fetch one KV piece.", step, "backend")
         self.step_seconds = self._histogram("step_seconds", "Dispatch of a step to its tokens.", step, "phase")
         self.host_overhead_seconds = self._histogram(
-            "host_overhead_seconds", "Host time of one engine tick that is not waiting for a step.", _HOST_BUCKETS_S
+            "host_overhead_seconds", "Host time of one engine tick that dispatched a step, all but the waiting for one.", _HOST_BUCKETS_S
         )
 
     def _define_counters(self) -> None:

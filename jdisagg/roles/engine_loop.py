@@ -89,6 +89,7 @@ class EngineLoop:
             self._scheduler.check()  # once per idle spell: its cost grows with the pool
         self._was_idle = idle
         stages.lap(Stage.DELIVER)
+        stages.end(dispatched=turn.plan is not None)
         return not idle
 
     def _mark(self, plan: Plan | None, now_s: float) -> None:

@@ -42,7 +42,6 @@ class TickObserver:
         running = counts["running"]
         self.load = Load(running=running, waiting=max(0, num_streams - running), free_pages=free, total_pages=total)
         if turn.plan is not None:
-            metrics.host_overhead_seconds.observe(turn.host_s)
             metrics.step_seconds.labels(phase=_phase(turn.plan)).observe(turn.host_s + turn.waited_s)
             if turn.plan.decode:
                 metrics.dispatched_decode_steps.inc(turn.plan.num_steps)

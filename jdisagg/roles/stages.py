@@ -21,13 +21,18 @@ class Stage(Enum):
     DELIVER = "deliver"  # outputs to clients, and metrics
 
 
+_NOT_HOST = frozenset({Stage.IDLE, Stage.WAIT})  # the thread sleeps
+
+
 class StageClock:
     """A stopwatch that never stops; owned by one engine thread."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._counters = {stage: metrics.tick_seconds.labels(stage=stage.value) for stage in Stage}
         self._clock = clock
+        self._host_seconds = metrics.host_overhead_seconds
         self._last_s: float | None = None
+        self._host_s = 0.0  # of this tick
 
     def start(self) -> None:
         """A tick begins; the first one starts the watch."""
@@ -40,4 +45,12 @@ class StageClock:
         now_s = self._clock()
         seconds, self._last_s = now_s - self._last_s, now_s
         self._counters[stage].inc(seconds)
+        if stage not in _NOT_HOST:
+            self._host_s += seconds
         return seconds
+
+    def end(self, *, dispatched: bool) -> None:
+        """The tick is over. What it took the host is observed when it dispatched a step, whose start it may have delayed."""
+        if dispatched:
+            self._host_seconds.observe(self._host_s)
+        self._host_s = 0.0

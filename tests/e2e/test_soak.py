@@ -135,7 +135,7 @@ def outcomes_text(outcomes: list[Outcome]) -> str:
 
 
 def host_time_text(server: ServerProcess) -> str:
-    """P99 and maximum, as bounds of the histogram's buckets, of planning and dispatching one step."""
+    """P99 and maximum, as bounds of the histogram's buckets, of everything a tick does but wait for the device."""
     pattern = r'^jdisagg_host_overhead_seconds_bucket\{le="([^"]+)"\} (\S+)$'
     buckets = [(float(le), float(count)) for le, count in re.findall(pattern, server.get("/metrics")[1], re.M)]
     total = buckets[-1][1]

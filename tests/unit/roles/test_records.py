@@ -201,6 +201,20 @@ def test_stages_of_ticks_and_phases_of_requests_add_up_to_the_time_that_passed()
     def sink(outputs: list[Output]) -> None:
         took_s.update({o.request_id: clock.now_s - came_s[o.request_id] for o in outputs if o.finish})
 
+    def host_s() -> float:
+        return sum(
+            read(engine.metrics, "tick_seconds_total", stage=s.value) for s in Stage if s not in (Stage.IDLE, Stage.WAIT)
+        )
+
+    def tick() -> bool:
+        """Whether a step was dispatched."""
+        before_s = host_s()
+        dispatched = engine.tick(clock.now_s) and loop._pipeline.in_flight is not None
+        if dispatched:
+            in_dispatching_ticks.append(host_s() - before_s)
+        return dispatched
+
+    in_dispatching_ticks: list[float] = []
     num_ticks = num_steps = num_idle = 0
     for index in range(5):
         name = f"r{index}"
@@ -208,11 +222,11 @@ def test_stages_of_ticks_and_phases_of_requests_add_up_to_the_time_that_passed()
         for _ in range(2):
             num_idle += loop._was_idle
             came_s.setdefault(name, clock.now_s)
-            num_steps += engine.tick(clock.now_s) and loop._pipeline.in_flight is not None
+            num_steps += tick()
             num_ticks += 1
     while not engine.scheduler.is_idle() or loop.num_unfinished:
         num_idle += loop._was_idle
-        num_steps += engine.tick(clock.now_s) and loop._pipeline.in_flight is not None
+        num_steps += tick()
         num_ticks += 1
     metrics = engine.metrics
     measured = {stage: read(metrics, "tick_seconds_total", stage=stage.value) for stage in Stage}
@@ -222,6 +236,8 @@ def test_stages_of_ticks_and_phases_of_requests_add_up_to_the_time_that_passed()
     }  # fmt: skip
     assert measured == pytest.approx({stage: seconds[stage] * count for stage, count in counts.items()})
     assert sum(measured.values()) == pytest.approx(clock.now_s - 50.0)
+    assert read(metrics, "host_overhead_seconds_count") == num_steps
+    assert read(metrics, "host_overhead_seconds_sum") == pytest.approx(sum(in_dispatching_ticks))
     assert metrics.preemptions._value.get() > 0
     assert len(took_s) == 5
     assert read(metrics, "request_seconds_count") == 5
