@@ -76,7 +76,7 @@ class Metrics:
         self.transfer_seconds = self._histogram("transfer_seconds", "Time to fetch one KV piece.", step, "backend")
         self.step_seconds = self._histogram("step_seconds", "Dispatch of a step to its tokens.", step, "phase")
         self.host_overhead_seconds = self._histogram(
-            "host_overhead_seconds", "Host time of one engine tick that dispatched a step, all but the waiting for one.", _HOST_BUCKETS_S
+            "host_overhead_seconds", "Host time of one tick that dispatched a step, without waiting.", _HOST_BUCKETS_S
         )
 
     def _define_counters(self) -> None:
