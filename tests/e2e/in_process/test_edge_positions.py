@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -134,18 +133,19 @@ def test_prompt_logprobs_are_those_of_an_unchunked_prompt(exact: Runners, chunk:
         assert [entry.token_id if entry else None for entry in scored] == [None, *one.prompt_token_ids[1:]]
 
 
-def ends_exactly(engine_of: Callable[[], dict[str, Stream]], wanted: int, finish: FinishReason) -> None:
-    (stream,) = engine_of().values()
-    assert (len(stream.tokens), stream.finish) == (wanted, finish)
+def end_of(streams: dict[str, Stream]) -> tuple[int, FinishReason | None]:
+    """Tokens and finish reason of the only one."""
+    (stream,) = streams.values()
+    return len(stream.tokens), stream.finish
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_one_token_is_one_token(exact: Runners, length: int) -> None:
     one = request("one", prompt_of(length), 1)
-    ends_exactly(lambda: Engine(exact.unified, num_scheduler_steps=8).serve([one]), 1, FinishReason.LENGTH)
+    assert end_of(Engine(exact.unified, num_scheduler_steps=8).serve([one])) == (1, FinishReason.LENGTH)
     pair = exact.make_pair()
     try:
-        ends_exactly(lambda: pair.serve([one]), 1, FinishReason.LENGTH)
+        assert end_of(pair.serve([one])) == (1, FinishReason.LENGTH)
     finally:
         pair.close()
 
