@@ -12,7 +12,7 @@ import pytest
 
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, Overloaded, RequestError, Unavailable
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role, SamplingParams
-from jdisagg.router.quarantine import ReplayConfig
+from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router, expected
 from tests.unit.wire.rig import FAST, request, run_quiet, until
 
@@ -259,19 +259,29 @@ def test_a_request_seen_at_two_deaths_is_aborted_and_quarantined():
     run_quiet(body())
 
 
-def test_replays_are_budgeted_per_fleet():
+def test_replays_are_budgeted_per_fleet(caplog):
     async def body() -> None:
-        router = await Router(ReplayConfig(budget=1, budget_per_s=0.0)).start()
-        d1, d2 = await fleet(FakeWorker((router.address,)), FakeWorker((router.address,)), router=router)
-        asked = [ask(f"r{i}", max_tokens=200) for i in range(6)]
+        router = await Router(ReplayConfig(budget_floor=0, budget_share=0.0, max_deaths=9)).start()
+        d1, d2, d3 = await fleet(*(FakeWorker((router.address,)) for _ in range(3)), router=router)
+        asked = [ask(f"r{i}", max_tokens=400) for i in range(6)]
         results = [asyncio.create_task(collect(router, one)) for one in asked]
-        await until(lambda: len(d1.engine.live) == len(d2.engine.live) == 3)
-        await d1.die()
+        await until(lambda: all(len(d.engine.live) == 2 for d in (d1, d2, d3)))
+        await d1.die()  # 2 replays of 6 requests
+        await until(lambda: len(d2.engine.live) + len(d3.engine.live) == 6)
+        victim, heir = sorted((d2, d3), key=lambda d: -len(d.engine.live))
+        num_struck = len(victim.engine.live)
+        await victim.die()  # 3 more fit, or 4
+        await until(lambda: len(heir.engine.live) == 6 or any(result.done() for result in results))
+        await heir.die()  # 6 more do not
+        again = await FakeWorker((router.address,)).start()
         ends = [(await result)[-1] for result in results]
         errors = [end.error for end in ends if end.error]
-        assert len(errors) == 2
-        assert all(isinstance(error, Unavailable) and "budget" in error.message for error in errors)
-        await stop(router, d2)
+        assert len(errors) == 2 + num_struck
+        assert all(isinstance(error, Unavailable) and "replay budget of 0 + " in error.message for error in errors)
+        assert router.metrics.replays_refused._value.get() == len(errors)
+        assert f'jdisagg_requests_finished_total{{reason="unavailable"}} {len(errors)}.0' in router.metrics.text()
+        assert caplog.text.count("not replayed; stage behind") == len(errors)
+        await stop(router, again)
 
     run_quiet(body())
 
@@ -420,7 +430,7 @@ def test_a_worker_that_drained_has_left_and_any_other_is_lost(draining, role, ca
     async def body() -> None:
         router = await Router().start()
         (worker,) = await fleet(FakeWorker((router.address,), role), router=router)
-        await until(router.engine.workers.members)
+        await until(lambda: worker.registration.registered()[router.address])
         worker.draining = draining
         await worker.registration.announce()
         (entry,) = router.engine.workers.fleet.entries()
