@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -102,6 +103,7 @@ def assert_all_equal(requests: list[Asked], wanted: list[Got], got: list[Got]) -
         assert other.logprobs == one.logprobs, asked.request_id
 
 
+@pytest.mark.covers("C19")
 @pytest.mark.timeout(180)
 def test_a_replay_is_exact_with_seeds_penalties_choices_and_logprobs(
     fleet: Fleet, unified: ServerProcess, tiny_model: Path
@@ -136,6 +138,7 @@ def test_a_replay_is_exact_with_seeds_penalties_choices_and_logprobs(
         wait_all_free(worker)
 
 
+@pytest.mark.covers("X25", "C04")
 @pytest.mark.timeout(180)
 def test_a_router_that_dies_loses_its_own_streams_only_and_comes_back_knowing_the_fleet(
     fleet: Fleet, unified: ServerProcess, tiny_model: Path
@@ -189,6 +192,36 @@ def test_a_router_that_dies_loses_its_own_streams_only_and_comes_back_knowing_th
     assert_exact(run_all(again.grpc, kept), wanted)
 
 
+@pytest.mark.timeout(120)
+def test_a_router_that_froze_goes_on_with_its_streams_when_it_wakes(fleet: Fleet, unified: ServerProcess) -> None:
+    frozen, other = fleet.routers
+    slept = long_requests(48, seed=51, max_tokens=180)  # more than the workers can finish before they notice
+    awake = long_requests(4, seed=52, max_tokens=60)
+    wanted, wanted_awake = run_all(unified.grpc, slept), run_all(unified.grpc, awake)
+
+    async def body() -> list[Got]:
+        async with grpc.aio.insecure_channel(frozen.grpc, options=OPTIONS) as channel:
+            tasks = [asyncio.create_task(generate(channel, asked)) for asked in slept]
+            await asyncio.sleep(0.4)
+            frozen.signal(signal.SIGSTOP)
+            try:
+                await asyncio.to_thread(wait_forgotten, fleet, [asked.request_id for asked in slept])
+                got = await asyncio.to_thread(run_all, other.grpc, awake)
+                assert_exact(got, wanted_awake)
+                await asyncio.sleep(1.0)
+            finally:
+                frozen.signal(signal.SIGCONT)
+            return await asyncio.wait_for(asyncio.gather(*tasks), 60)
+
+    got = asyncio.run(body())
+    assert_exact(got, wanted)
+    assert frozen.metric("jdisagg_recoveries_total", rung="replay") > 0
+    assert (frozen.state()["quarantined"], other.metric("jdisagg_recoveries_total")) == (0, 0)
+    fleet.wait_members()
+    for worker in fleet.workers:
+        wait_all_free(worker)
+
+
 def wait_forgotten(fleet: Fleet, request_ids: list[str]) -> None:
     """Until no worker holds anything of these requests."""
     for worker in fleet.workers:
@@ -226,6 +259,7 @@ class Load:
             number += step
 
 
+@pytest.mark.covers("X25")
 @pytest.mark.timeout(300)
 def test_replacing_every_worker_by_one_of_other_weights_fails_nothing(
     fleet: Fleet, unified: ServerProcess, tmp_path: Path, start: Start

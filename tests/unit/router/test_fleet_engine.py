@@ -136,6 +136,7 @@ def test_a_stream_goes_on_exactly_when_its_worker_dies_or_stalls(kill):
     run_quiet(body())
 
 
+@pytest.mark.covers("X14")
 def test_a_silent_worker_is_left_within_about_dead_after():
     async def body() -> None:
         router = await Router().start()
@@ -305,6 +306,7 @@ def test_without_a_worker_a_request_waits_a_little_then_fails_or_is_served():
     run_quiet(body())
 
 
+@pytest.mark.covers("X14")
 def test_a_request_ends_at_its_deadline_even_when_the_worker_does_not():
     async def body() -> None:
         router = await Router(step_timeout_s=60.0).start()
@@ -321,6 +323,7 @@ def test_a_request_ends_at_its_deadline_even_when_the_worker_does_not():
 
 
 @pytest.mark.covers("H10")
+@pytest.mark.covers("X14")
 def test_a_client_that_goes_away_frees_its_worker():
     async def body() -> None:
         router = await Router().start()
