@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import TextIO
 
 ROWS = 16  # drawn on a terminal; longer texts scroll
+NARROWEST = 24  # columns of a pane
 
 
 class Pane:
@@ -43,8 +44,8 @@ class Panes:
     """Panes of equal width, drawn to `out`."""
 
     def __init__(self, titles: tuple[str, ...], columns: int, out: TextIO) -> None:
-        """`columns`: of the whole drawing."""
-        self._width = (columns - 1 - 3 * (len(titles) - 1)) // len(titles)
+        """`columns`: of the whole drawing; a narrow terminal wraps lines."""
+        self._width = max(NARROWEST, (columns - 1 - 3 * (len(titles) - 1)) // len(titles))
         self.panes = [Pane(title, self._width) for title in titles]
         self._out = out
         self._in_place = out.isatty()

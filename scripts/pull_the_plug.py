@@ -144,7 +144,7 @@ def main() -> int:
     try:
         ready = wait_ready(fleets)
         print(f"ready after {time.monotonic() - began_s:.0f} s; {settings()}; prompt:\n\n{PROMPT}\n")
-        print("one stream on each of two fleets; in the middle of the right one: kill -9 of its decode worker\n")
+        print("one stream on each of two fleets; in the middle: kill -9 of D on the right\n")
         panes = Panes(("left: undisturbed", "right: loses its D"), shutil.get_terminal_size().columns, sys.stdout)
         with ThreadPoolExecutor(2) as threads:
             left, right = (Stream(one, pane, threads) for one, pane in zip(ready, panes.panes, strict=True))
