@@ -28,7 +28,7 @@ class ReplayConfig:
     max_deaths: int = 2  # a request in flight at this many worker deaths is failed and refused for a while
     max_refusals: int = 8  # replays after a worker gave the request back (HandoffLost, Unavailable)
     quarantine_s: float = 60.0
-    budget_share: float = 0.2  # replays per new request ..
+    budget_share: float = 0.5  # replays per new request ..
     budget_floor: int = 64  # .. and this many a minute, beside everything alive once: see `budget`
     place_wait_s: float = 5.0  # how long a new request waits for a worker to appear
     replay_wait_s: float = 30.0  # how long a replay waits for one: its client already holds an open stream
@@ -84,8 +84,9 @@ class Recovery:
         error = flight.refused(lost.error) if isinstance(lost.error, Overloaded) else lost.error
         if flight.refusals > self._config.max_refusals or (alone and isinstance(error, Overloaded)):
             raise error
-        if isinstance(error, Overloaded) or self._budget.take(num_live, now_s):
-            return  # a full worker did nothing for it: moving on costs nothing
+        refused = not lost.death and flight.is_untouched and isinstance(error, Overloaded | Unavailable)
+        if refused or self._budget.take(num_live, now_s):
+            return  # a worker that is full or drains did nothing for it: moving on costs nothing
         self._metrics.replays_refused.inc()
         raise Unavailable(
             f"request {request_id}: {error.message}; not replayed: this router has spent its replay budget of "

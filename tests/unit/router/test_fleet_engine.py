@@ -287,6 +287,25 @@ def test_replays_are_budgeted_per_fleet(caplog):
     run_quiet(body())
 
 
+def test_a_worker_that_did_nothing_costs_no_budget_one_that_lost_a_hand_off_does():
+    async def body() -> None:
+        router = await Router(ReplayConfig(budget_floor=0, budget_share=0.0)).start()
+        d1, d2 = await fleet(FakeWorker((router.address,)), FakeWorker((router.address,)), router=router)
+        for number in range(6):
+            d1.engine.refusals = [Unavailable("this worker is draining")]
+            d2.engine.refusals = [Unavailable("no usable prefill worker")]
+            assert_whole(asked := ask(f"r{number}", max_tokens=2), await collect(router, asked))
+            d1.engine.refusals, d2.engine.refusals = [], []
+        for number in (7, 8):  # one is alive at a time: one may be replayed
+            both = [HandoffLost("every rung failed")]
+            d1.engine.refusals = d2.engine.refusals = both  # whoever is asked first
+            ended = (await collect(router, ask(f"r{number}", max_tokens=2)))[-1]
+            assert isinstance(ended.error, Unavailable if number == 8 else type(None))
+        await stop(router, d1, d2)
+
+    run_quiet(body())
+
+
 def test_without_a_worker_a_request_waits_a_little_then_fails_or_is_served():
     async def body() -> None:
         router = await Router(ReplayConfig(place_wait_s=0.3)).start()
