@@ -26,8 +26,8 @@ import sys
 from jdisagg.core.metrics import Metrics
 sys.stdout.write(Metrics().text())
 """
-QUICK_TESTS = ("tests/unit",)
-ALL_TESTS = ("tests/unit", "tests/kernels", "tests/golden", "tests/e2e")
+QUICK_TESTS = ("tests/unit", "tests/compat")
+ALL_TESTS = ("tests/unit", "tests/compat", "tests/kernels", "tests/golden", "tests/e2e")
 CHECK_TIMEOUT_S = 300
 TESTS_TIMEOUT_S = 1800
 

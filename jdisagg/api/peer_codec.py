@@ -115,6 +115,25 @@ def decode_up(message: peer_pb2.PrefillResponse) -> Accepted | Started | Parked 
             return None
 
 
+class UpStream:
+    """Reads what one P says on one stream, as today's P would say it.
+
+    A P older than `Started` takes its memory without a word: its first chunk or token shows that it has.
+    """
+
+    def __init__(self) -> None:
+        self._started = False
+
+    def read(self, wire: peer_pb2.PrefillResponse) -> list[Accepted | Started | ChunkReady | Done | Refused | Want]:
+        """The messages in `wire`, in order; none for a heartbeat. Raises as `decode_up`."""
+        message = decode_up(wire)
+        if message is None:
+            return []
+        implied = isinstance(message, ChunkReady | Done) and not self._started
+        self._started |= isinstance(message, Started | ChunkReady | Done)
+        return [Started(), message] if implied else [message]
+
+
 def _decode_chunk(message: peer_pb2.ChunkReady) -> ChunkReady:
     if len(message.shape) != 4:
         raise InvalidRequest(f"chunk {message.key}: wanted shape [layers, tokens, heads, features], got {list(message.shape)}")

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from jdisagg.api.codec import error_from_rpc
-from jdisagg.api.peer_codec import DOWN_HEARTBEAT, decode_up, encode_down
+from jdisagg.api.peer_codec import DOWN_HEARTBEAT, UpStream, encode_down
 from jdisagg.api.peer_link import PeerLink
 from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
@@ -75,10 +75,10 @@ class PeerStream:
         return StreamEnded(reason="heartbeat", error=Unavailable(silence))
 
     async def _read(self, call: grpc.aio.StreamStreamCall, pulse: Pulse, deliver: Callable[[PrefillToDecode], None]) -> None:
+        up = UpStream()
         async for wire in call:
             pulse.heard()
-            message = decode_up(wire)
-            if message is not None:
+            for message in up.read(wire):
                 self.answered = True
                 self._sent.clear()
                 deliver(message)

@@ -118,6 +118,7 @@ class ServerConfig:
     api_key: str | None = None  # from JDISAGG_API_KEY, or @FILE; a bare value in argv is refused
     default_deadline_s: float = 600.0
     drain_s: float = 30.0
+    replay_budget: float = 0.5  # replays a router may start per new request, beside a floor and every live request once
     slow_request_s: float = 30.0  # requests that take longer are logged with their events and phases
     seed: int = 0
     print_config: bool = False

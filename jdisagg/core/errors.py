@@ -14,6 +14,7 @@ class JdisaggError(Exception):
     grpc_status: ClassVar[str] = "INTERNAL"
     http_status: ClassVar[int] = 500
     kind: ClassVar[str] = "server_error"  # OpenAI error object's `type`
+    reason: ClassVar[str] = "error"  # label of jdisagg_requests_finished_total
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
@@ -35,24 +36,28 @@ class InvalidRequest(RequestError):
     """The caller's fault: out of range, too long, contradictory."""
 
     grpc_status, http_status, kind = "INVALID_ARGUMENT", 400, "invalid_request_error"
+    reason = "invalid"
 
 
 class ModelNotFound(RequestError):
     """The named model is not served here."""
 
     grpc_status, http_status, kind = "NOT_FOUND", 404, "invalid_request_error"
+    reason = "invalid"
 
 
 class Unauthenticated(RequestError):
     """API key missing or wrong."""
 
     grpc_status, http_status, kind = "UNAUTHENTICATED", 401, "authentication_error"
+    reason = "unauthenticated"
 
 
 class Overloaded(RequestError):
     """Queues are full; `retry_after_s` says when to come back."""
 
     grpc_status, http_status, kind = "RESOURCE_EXHAUSTED", 429, "overloaded_error"
+    reason = "overloaded"
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -63,27 +68,32 @@ class Unavailable(RequestError):
     """Draining, or no usable peer."""
 
     grpc_status, http_status, kind = "UNAVAILABLE", 503, "service_unavailable"
+    reason = "unavailable"
 
 
 class DeadlineExceeded(RequestError):
     """The request's deadline passed."""
 
     grpc_status, http_status, kind = "DEADLINE_EXCEEDED", 504, "timeout_error"
+    reason = "deadline"
 
 
 class Cancelled(RequestError):
     """The client cancelled."""
 
     grpc_status, http_status, kind = "CANCELLED", 499, "cancelled"
+    reason = "abort"
 
 
 class HandoffLost(RequestError):
     """Every rung of the recovery ladder failed."""
 
     grpc_status, http_status, kind = "ABORTED", 502, "handoff_error"
+    reason = "handoff_lost"
 
 
 class NumericalError(RequestError):
     """NaN logits; the message names step and layer."""
 
     grpc_status, http_status, kind = "INTERNAL", 500, "server_error"
+    reason = "numerical"

@@ -23,7 +23,7 @@ _HOST_BUCKETS_S = (
 _WITHOUT_ENGINE = frozenset(
     """
     workers build_info time_to_first_token_seconds inter_token_latency_seconds request_decode_seconds generated_tokens
-    requests_finished recoveries request_seconds
+    requests_finished recoveries replays_refused request_seconds
     """.split()
 )
 
@@ -83,10 +83,11 @@ class Metrics:
         self.tick_seconds = self._counter("tick_seconds", "Time of an engine's thread by stage of its tick.", "stage")
         self.prefill_tokens = self._counter("prefill_tokens", "Prompt tokens computed, by the role that did it.", "role")
         self.generated_tokens = self._counter("generated_tokens", "Tokens sampled and delivered.")
-        self.requests_finished = self._counter("requests_finished", "Requests that ended, by finish reason.", "reason")
+        self.requests_finished = self._counter("requests_finished", "Requests that ended, by finish reason or error.", "reason")
         self.transfer_bytes = self._counter("transfer_bytes", "KV bytes received and verified, by backend.", "backend")
         self.transfer_failures = self._counter("transfer_failures", "KV pieces that did not arrive.", "backend", "reason")
         self.recoveries = self._counter("recoveries", "Failures survived, by rung of the recovery ladder.", "rung")
+        self.replays_refused = self._counter("replays_refused", "Requests that failed as the replay budget was spent.")
         self.prefix_cache_query_tokens = self._counter("prefix_cache_query_tokens", "Prompt tokens looked up in the cache.")
         self.forks = self._counter("forks", "Choices that took the KV of a sibling's prompt.")
         self.host_kv_tokens = self._counter("host_kv_tokens", "KV moved to host memory (out) and back (in).", "direction")

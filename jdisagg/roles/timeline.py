@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
+from jdisagg.core.errors import RequestError
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.roles.record import RequestRecord
@@ -36,8 +37,15 @@ class Timeline:
 
     def finished(self, output: Output, now_s: float) -> None:
         """The last output is on its way."""
+        if output.error is not None:
+            self.failed(output.error, now_s)
+            return
         reason = output.finish.value if output.finish else "unknown"
-        self._end(reason, reason if output.error is None else f"{type(output.error).__name__}: {output.error.message}", now_s)
+        self._end(reason, reason, now_s)
+
+    def failed(self, error: RequestError, now_s: float) -> None:
+        """It ends with an error."""
+        self._end(error.reason, f"{type(error).__name__}: {error.message}", now_s)
 
     def aborted(self, now_s: float) -> None:
         """Its client went away or cancelled."""

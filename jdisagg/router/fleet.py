@@ -91,7 +91,7 @@ class Fleet:
         self, fingerprint: str | None, now_s: float, *, but_not: frozenset[str] = frozenset(), home: str = ""
     ) -> Entry | None:
         """The worker for the next request of that fingerprint (None = any); addresses in `but_not` only as a last resort, and
-        the one at `home` before less busy ones."""
+        the one at `home` before others, and one that has prefill workers of its weights before less busy ones."""
         usable = [
             entry
             for entry in self._entries.values()
@@ -103,9 +103,14 @@ class Fleet:
         if not usable:
             return None
 
+        prefilled = {
+            e.member.fingerprint for e in self._entries.values() if e.member.role is Role.PREFILL and not e.member.draining
+        }
+
         def rank(entry: Entry) -> tuple[object, ...]:
             address = entry.member.address
-            return (address in but_not, entry.suspect_until_s > now_s, address != home, *_busy(entry))
+            lonely = entry.member.role is Role.DECODE and entry.member.fingerprint not in prefilled
+            return (address in but_not, entry.suspect_until_s > now_s, address != home, lonely, *_busy(entry))
 
         return min(usable, key=rank)
 

@@ -5,7 +5,7 @@
          +--- attempt + 1, generated_token_ids = everything delivered  <---  D died, stalled, or gave the request back
 
 What was delivered is never repeated and nothing is lost: the next worker continues behind the last delivered token, and
-outputs of an older attempt are dropped by its number. Brakes: `quarantine`.
+outputs of an older attempt are dropped by its number. Brakes: `recovery`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jdisagg.roles.timeline import Timeline
 from jdisagg.router.fleet import Entry
 from jdisagg.router.flight import Flight, Lost
 from jdisagg.router.homes import Homes
-from jdisagg.router.quarantine import Quarantine, ReplayBudget, ReplayConfig
+from jdisagg.router.recovery import Recovery, ReplayConfig
 from jdisagg.router.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -73,8 +73,7 @@ class FleetEngine:
         self._card = card
         self._flights: dict[str, Flight] = {}
         self._homes = Homes()
-        self._quarantine = Quarantine(self._replay.quarantine_s)
-        self._budget = ReplayBudget(self._replay.budget, self._replay.budget_per_s)
+        self._recovery = Recovery(self._replay, metrics)
         self._draining = False
 
     # --- TokenEngine
@@ -97,12 +96,13 @@ class FleetEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
         """Yield the request's outputs until one has `finish`; see TokenEngine."""
-        if self._draining:
-            raise Unavailable("the router is draining; use another one")
-        self._quarantine.check(request, monotonic())
-        if request.request_id in self._flights:
-            raise InvalidRequest(f"request_id {request.request_id} is in use; ids must be unique among live requests")
-        flight, timeline = Flight(request), Timeline(self._metrics, request, monotonic())
+        timeline = Timeline(self._metrics, request, monotonic())
+        try:
+            self._check(request)
+        except RequestError as error:
+            timeline.failed(error, monotonic())
+            raise
+        flight = Flight(request)
         self._flights[request.request_id] = flight
         self._homes.enter(request.fork_group)
         try:
@@ -112,10 +112,23 @@ class FleetEngine:
                 if output is not None:
                     _observe(timeline, output)
                     yield output
+        except RequestError as error:
+            flight.finished = True
+            timeline.failed(error, monotonic())
+            raise
         finally:
+            if not flight.finished:
+                timeline.aborted(monotonic())
             del self._flights[request.request_id]
-            self._homes.leave(request.fork_group)
             self._leave(flight)
+            self._homes.leave(request.fork_group)
+
+    def _check(self, request: EngineRequest) -> None:
+        if self._draining:
+            raise Unavailable("the router is draining; use another one")
+        if request.request_id in self._flights:
+            raise InvalidRequest(f"request_id {request.request_id} is in use; ids must be unique among live requests")
+        self._recovery.admit(request, monotonic())
 
     def health(self) -> Health:
         """Ready while some worker can take a request."""
@@ -137,7 +150,7 @@ class FleetEngine:
             }
             for flight in self._flights.values()
         ]
-        return {"members": self.workers.snapshot(), "flights": flights, "quarantined": len(self._quarantine)}
+        return {"members": self.workers.snapshot(), "flights": flights, "quarantined": self._recovery.num_quarantined}
 
     async def drain(self, deadline_s: float) -> int:
         """Admit nothing more and wait for what runs."""
@@ -165,10 +178,9 @@ class FleetEngine:
             now_s = monotonic()
             if now_s >= flight.request.deadline_s:
                 raise DeadlineExceeded(f"request {flight.request.request_id}: its deadline passed before a worker took it")
-            home = self._homes.of(flight.request.fork_group)
-            entry = self.workers.fleet.choose(flight.fingerprint, now_s, but_not=flight.tried, home=home)
+            entry = self._choose(flight, now_s)
             if entry is not None:
-                self._homes.settle(flight.request.fork_group, entry.member.address)
+                self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.fingerprint)
                 self._submit(flight, entry)
                 return
             if now_s - began_s >= wait_s:
@@ -177,6 +189,12 @@ class FleetEngine:
                     f"(fingerprint {flight.fingerprint or 'any'}); start one, or wait for one that restarts"
                 )
             await self.workers.changed(min(0.25, flight.request.deadline_s - now_s))
+
+    def _choose(self, flight: Flight, now_s: float) -> Entry | None:
+        """A worker for the attempt, with the weights that answered this request or one of its siblings so far."""
+        group = flight.request.fork_group
+        fingerprint = flight.fingerprint or self._homes.spoken_fingerprint(group)
+        return self.workers.fleet.choose(fingerprint, now_s, but_not=flight.tried, home=self._homes.of(group))
 
     def _submit(self, flight: Flight, entry: Entry) -> None:
         flight.entry = entry
@@ -198,10 +216,13 @@ class FleetEngine:
         except TimeoutError:
             return flight.failed(DeadlineExceeded(f"request {flight.request.request_id}: no answer within its deadline"))
         if isinstance(event, Output):
-            if not isinstance(event.error, _RECOVERABLE):
+            if isinstance(event.error, _RECOVERABLE):
+                event = Lost(event.error, death=False)
+            elif not self._may_speak(flight, event):
+                event = Lost(Unavailable("other choices of this request are answered by other weights"), death=False)
+            else:
                 self._leave_prefill(flight, event)
                 return flight.accept(event)
-            event = Lost(event.error, death=False)
         try:
             return await self._recover(flight, event)
         except RequestError as error:
@@ -209,43 +230,29 @@ class FleetEngine:
 
     async def _recover(self, flight: Flight, lost: Lost) -> Output | None:
         """Start the next attempt, or end the request; raises the error that ends it."""
-        failed_at = flight.entry.member.address if flight.entry else ""
+        assert flight.entry is not None  # events come from a worker, one per attempt
+        failed, now_s, num_live = flight.entry.member, monotonic(), len(self._flights)
         self._leave(flight)
         if (complete := flight.complete()) is not None:
             return complete
-        flight.deaths += lost.death
-        flight.refusals += not lost.death
-        flight.tried |= {failed_at}
-        now_s = monotonic()
-        if flight.deaths >= self._replay.max_deaths:
-            self._quarantine.add(flight.request, now_s)
-            raise HandoffLost(
-                f"request {flight.request.request_id}: in flight when {flight.deaths} workers went down "
-                f"(last: {lost.error.message}); not tried again"
-            )
+        flight.tried |= {failed.address}
         alone = self._is_tried_everywhere(flight, now_s)
-        error = flight.refused(lost.error) if isinstance(lost.error, Overloaded) else lost.error
-        if flight.refusals > self._replay.max_refusals or (alone and isinstance(error, Overloaded)):
-            raise error
-        if not self._budget.take(now_s):
-            raise Unavailable(f"request {flight.request.request_id}: {lost.error.message}; the fleet's replay budget is spent")
-        if not lost.death and alone:
-            await asyncio.sleep(min(0.05 * 2**flight.refusals, 2.0))  # the same worker again: not at once
+        pause_s = self._recovery.next_attempt(flight, lost, worker=failed.worker, alone=alone, num_live=num_live, now_s=now_s)
         if alone:
-            flight.tried = frozenset({failed_at})  # begin another round
-        flight.replay()
-        if flight.num_delivered == 0:
-            flight.fingerprint = None  # nothing is fixed yet
-        self._metrics.recoveries.labels(rung="replay").inc()
-        log.warning(
-            "request %s: attempt %d behind %d delivered tokens: %s",
-            *(flight.request.request_id, flight.attempt, flight.num_delivered, lost.error.message),
-        )
+            flight.tried = frozenset({failed.address})  # begin another round
+        await asyncio.sleep(pause_s)
         await self._place(flight)
         return None
 
+    def _may_speak(self, flight: Flight, output: Output) -> bool:
+        """False when this would be the first of a choice whose siblings have moved to other weights."""
+        first = flight.is_untouched and bool(output.token_ids or output.prompt_logprobs)
+        return not first or flight.fingerprint is None or self._homes.speak(flight.request.fork_group, flight.fingerprint)
+
     def _is_tried_everywhere(self, flight: Flight, now_s: float) -> bool:
-        best = self.workers.fleet.choose(flight.fingerprint, now_s, but_not=flight.tried)
+        fingerprint = None if flight.is_untouched else flight.fingerprint
+        fingerprint = fingerprint or self._homes.spoken_fingerprint(flight.request.fork_group)
+        best = self.workers.fleet.choose(fingerprint, now_s, but_not=flight.tried)
         return best is None or best.member.address in flight.tried
 
     def _leave(self, flight: Flight) -> None:

@@ -44,6 +44,11 @@ class Flight:
         """Tokens the client has."""
         return len(self._delivered)
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing of it has reached the client: another model could still answer."""
+        return not self._delivered and not self._sent_prompt_logprobs
+
     def attempt_request(self, prefill_peers: tuple[str, ...]) -> EngineRequest:
         """The request for the current attempt: everything delivered so far counts as generated."""
         sampling = self.request.sampling
@@ -65,6 +70,8 @@ class Flight:
     def replay(self) -> None:
         """Begin the next attempt; what the old one still sends has an older number and is dropped."""
         self.attempt += 1
+        if self.is_untouched:
+            self.fingerprint = None
         self._recoveries = (*self._recoveries, "replay")
         self._earlier = self._recoveries
         while not self.events.empty():

@@ -1,37 +1,60 @@
-"""Where the choices of one request are: together, so that they share the KV of their prompt."""
+"""Where the choices of one request are: together, so that they share the KV of their prompt, and on the same weights."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Home:
+    num_members: int = 0
+    address: str = ""
+    fingerprint: str | None = None
+    has_spoken: bool = False  # a client got something of one of them
+
 
 class Homes:
-    """Address by fork group, while any request of the group lives."""
+    """Address and weights by fork group, while any request of the group lives. "" is no group."""
 
     def __init__(self) -> None:
-        self._members: dict[str, int] = {}
-        self._address: dict[str, str] = {}
+        self._homes: dict[str, _Home] = {}
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._homes)
 
     def enter(self, group: str) -> None:
-        """A request of the group came; "" is no group."""
+        """A request of the group came."""
         if group:
-            self._members[group] = self._members.get(group, 0) + 1
+            self._homes.setdefault(group, _Home()).num_members += 1
 
     def leave(self, group: str) -> None:
         """A request of the group ended."""
-        if not group:
-            return
-        self._members[group] -= 1
-        if not self._members[group]:
-            del self._members[group]
-            self._address.pop(group, None)
-
-    def settle(self, group: str, address: str) -> None:
-        """One of the group was sent there; the others follow."""
         if group:
-            self._address[group] = address
+            home = self._homes[group]
+            home.num_members -= 1
+            if not home.num_members:
+                del self._homes[group]
+
+    def settle(self, group: str, address: str, fingerprint: str) -> None:
+        """One of the group was sent there; the others follow. Once the group has spoken, `fingerprint` must be its own."""
+        if group:
+            home = self._homes[group]
+            assert not home.has_spoken or home.fingerprint == fingerprint
+            home.address, home.fingerprint = address, fingerprint
 
     def of(self, group: str) -> str:
         """Where the group is, "" when it is nowhere yet."""
-        return self._address.get(group, "")
+        return self._homes[group].address if group else ""
+
+    def spoken_fingerprint(self, group: str) -> str | None:
+        """The weights a client got something from; None while it got nothing."""
+        home = self._homes[group] if group else _Home()
+        return home.fingerprint if home.has_spoken else None
+
+    def speak(self, group: str, fingerprint: str) -> bool:
+        """A client is about to get the first of a request on those weights; False when its siblings are on others."""
+        if not group:
+            return True
+        home = self._homes[group]
+        home.has_spoken |= home.fingerprint == fingerprint
+        return home.fingerprint == fingerprint

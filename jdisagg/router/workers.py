@@ -105,6 +105,8 @@ class Workers:
                 "draining": entry.member.draining,
                 "suspect": entry.suspect_until_s > now_s,
                 "pending": entry.pending,
+                "running": entry.member.load.running,  # of all routers, as of its last heartbeat
+                "waiting": entry.member.load.waiting,
                 "silent_s": round(now_s - entry.last_seen_s, 3),
             }
             for entry in self.fleet.entries()

@@ -24,6 +24,7 @@ from jdisagg.core.errors import Unavailable
 from jdisagg.core.metrics import Metrics
 from jdisagg.models.resolve import resolve_model
 from jdisagg.router.fleet_engine import FleetEngine
+from jdisagg.router.recovery import ReplayConfig
 from jdisagg.serve.process import Process, run_process
 from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.text_edge import make_edge, read_text_model
@@ -51,7 +52,11 @@ async def serve(config: Config, process: Process) -> int:
     metrics = Metrics(engine=False)
     metrics.set_build(role="router", model=model)
     engine = FleetEngine(
-        config=config.transfer, step_timeout_s=config.device.step_timeout_s, metrics=metrics, credentials=credentials
+        config=config.transfer,
+        step_timeout_s=config.device.step_timeout_s,
+        metrics=metrics,
+        replay=ReplayConfig(budget_share=config.server.replay_budget),
+        credentials=credentials,
     )
     edge = make_edge(engine, read_text_model(resolve_model(config.model.model)), config.server)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)

@@ -182,6 +182,7 @@ FOREIGN = {  # flag -> the roles that take it
     "--local-prefill on-failure": {"decode", "colocated", "local"},
     "--num-prefill 1": {"local"},
     "--num-decode 1": {"local"},
+    "--replay-budget 0.5": {"router", "local"},
     "--prefill-tp 1": {"local", "colocated"},
     "--decode-tp 1": {"local", "colocated"},
     "--num-scheduler-steps 2": {"unified", "decode", "colocated", "local"},

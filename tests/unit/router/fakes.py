@@ -15,7 +15,7 @@ from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, Role
 from jdisagg.roles.ports import OutputSink
 from jdisagg.router.fleet_engine import FleetEngine
-from jdisagg.router.quarantine import ReplayConfig
+from jdisagg.router.recovery import ReplayConfig
 from jdisagg.v1 import fleet_pb2_grpc, worker_pb2_grpc
 from tests.unit.wire.rig import FAST, start_server
 

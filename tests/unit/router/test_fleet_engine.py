@@ -12,7 +12,7 @@ import pytest
 
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, Overloaded, RequestError, Unavailable
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role, SamplingParams
-from jdisagg.router.quarantine import ReplayConfig
+from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router, expected
 from tests.unit.wire.rig import FAST, request, run_quiet, until
 
@@ -136,6 +136,7 @@ def test_a_stream_goes_on_exactly_when_its_worker_dies_or_stalls(kill):
     run_quiet(body())
 
 
+@pytest.mark.covers("X14")
 def test_a_silent_worker_is_left_within_about_dead_after():
     async def body() -> None:
         router = await Router().start()
@@ -259,19 +260,48 @@ def test_a_request_seen_at_two_deaths_is_aborted_and_quarantined():
     run_quiet(body())
 
 
-def test_replays_are_budgeted_per_fleet():
+def test_replays_are_budgeted_per_fleet(caplog):
     async def body() -> None:
-        router = await Router(ReplayConfig(budget=1, budget_per_s=0.0)).start()
-        d1, d2 = await fleet(FakeWorker((router.address,)), FakeWorker((router.address,)), router=router)
-        asked = [ask(f"r{i}", max_tokens=200) for i in range(6)]
+        router = await Router(ReplayConfig(budget_floor=0, budget_share=0.0, max_deaths=9)).start()
+        d1, d2, d3 = await fleet(*(FakeWorker((router.address,)) for _ in range(3)), router=router)
+        asked = [ask(f"r{i}", max_tokens=400) for i in range(6)]
         results = [asyncio.create_task(collect(router, one)) for one in asked]
-        await until(lambda: len(d1.engine.live) == len(d2.engine.live) == 3)
-        await d1.die()
+        await until(lambda: all(len(d.engine.live) == 2 for d in (d1, d2, d3)))
+        await d1.die()  # 2 replays of 6 requests
+        await until(lambda: len(d2.engine.live) + len(d3.engine.live) == 6)
+        victim, heir = sorted((d2, d3), key=lambda d: -len(d.engine.live))
+        num_struck = len(victim.engine.live)
+        await victim.die()  # 3 more fit, or 4
+        await until(lambda: len(heir.engine.live) == 6 or any(result.done() for result in results))
+        await heir.die()  # 6 more do not
+        again = await FakeWorker((router.address,)).start()
         ends = [(await result)[-1] for result in results]
         errors = [end.error for end in ends if end.error]
-        assert len(errors) == 2
-        assert all(isinstance(error, Unavailable) and "budget" in error.message for error in errors)
-        await stop(router, d2)
+        assert len(errors) == 2 + num_struck
+        assert all(isinstance(error, Unavailable) and "replay budget of 0 + " in error.message for error in errors)
+        assert router.metrics.replays_refused._value.get() == len(errors)
+        assert f'jdisagg_requests_finished_total{{reason="unavailable"}} {len(errors)}.0' in router.metrics.text()
+        assert caplog.text.count("not replayed; stage behind") == len(errors)
+        await stop(router, again)
+
+    run_quiet(body())
+
+
+def test_a_worker_that_did_nothing_costs_no_budget_one_that_lost_a_hand_off_does():
+    async def body() -> None:
+        router = await Router(ReplayConfig(budget_floor=0, budget_share=0.0)).start()
+        d1, d2 = await fleet(FakeWorker((router.address,)), FakeWorker((router.address,)), router=router)
+        for number in range(6):
+            d1.engine.refusals = [Unavailable("this worker is draining")]
+            d2.engine.refusals = [Unavailable("no usable prefill worker")]
+            assert_whole(asked := ask(f"r{number}", max_tokens=2), await collect(router, asked))
+            d1.engine.refusals, d2.engine.refusals = [], []
+        for number in (7, 8):  # one is alive at a time: one may be replayed
+            both = [HandoffLost("every rung failed")]
+            d1.engine.refusals = d2.engine.refusals = both  # whoever is asked first
+            ended = (await collect(router, ask(f"r{number}", max_tokens=2)))[-1]
+            assert isinstance(ended.error, Unavailable if number == 8 else type(None))
+        await stop(router, d1, d2)
 
     run_quiet(body())
 
@@ -295,6 +325,7 @@ def test_without_a_worker_a_request_waits_a_little_then_fails_or_is_served():
     run_quiet(body())
 
 
+@pytest.mark.covers("X14")
 def test_a_request_ends_at_its_deadline_even_when_the_worker_does_not():
     async def body() -> None:
         router = await Router(step_timeout_s=60.0).start()
@@ -311,6 +342,7 @@ def test_a_request_ends_at_its_deadline_even_when_the_worker_does_not():
 
 
 @pytest.mark.covers("H10")
+@pytest.mark.covers("X14")
 def test_a_client_that_goes_away_frees_its_worker():
     async def body() -> None:
         router = await Router().start()
@@ -420,7 +452,7 @@ def test_a_worker_that_drained_has_left_and_any_other_is_lost(draining, role, ca
     async def body() -> None:
         router = await Router().start()
         (worker,) = await fleet(FakeWorker((router.address,), role), router=router)
-        await until(router.engine.workers.members)
+        await until(lambda: worker.registration.registered()[router.address])
         worker.draining = draining
         await worker.registration.announce()
         (entry,) = router.engine.workers.fleet.entries()

@@ -18,7 +18,7 @@ from jdisagg.core.config import TransferConfig
 from jdisagg.core.requests import Output
 from jdisagg.handoff.events import FromPrefill, PeerMessage, PeerOpened
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity
-from jdisagg.handoff.messages import Accepted, Ack, ChunkReady, Done, Grant, HandoffId, Open, StreamEnded, Want
+from jdisagg.handoff.messages import Accepted, Ack, ChunkReady, Done, Grant, HandoffId, Open, Started, StreamEnded, Want
 from jdisagg.kv.spec import KVSpec
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 from tests.unit.wire.rig import FAST, identity, request, run_quiet, start_server, until
@@ -88,10 +88,11 @@ def test_messages_arrive_in_order_both_ways_and_a_clean_close_ends_once():
         assert opened.message.held_tokens == 1
         assert opened.message.request.prompt_token_ids == (1, 2, 3)
         done = Done(first=Output(request_id="r", token_ids=(7,)), num_chunks=1)
-        for answer in (Accepted(cached_tokens=1), CHUNK, done):
+        answers = [Accepted(cached_tokens=1), Started(), CHUNK, done]
+        for answer in answers:
             opened.reply.send(answer)
-        await until(lambda: len(d.messages(H1)) == 3)
-        assert d.messages(H1) == [Accepted(cached_tokens=1), CHUNK, done]
+        await until(lambda: len(d.messages(H1)) == 4)
+        assert d.messages(H1) == answers
         await asyncio.sleep(3 * FAST.dead_after_s)  # heartbeats keep an idle stream alive
         d.client.close(H1)
         d.client.close(H1)

@@ -1,0 +1,95 @@
+"""Whether a request that lost its worker gets another attempt: counted and logged, whatever the answer.
+
+Three brakes: a request seen in flight at two deaths is failed and quarantined, one that workers keep giving back is failed with
+their reason, and all replays of the fleet share a budget.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from jdisagg.core.errors import HandoffLost, Overloaded, RequestError, Unavailable
+from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import EngineRequest
+from jdisagg.router.budget import WINDOW_S, ReplayBudget
+from jdisagg.router.flight import Flight, Lost
+from jdisagg.router.quarantine import Quarantine
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0  # before the same worker is asked again
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """How much recovery a fleet affords."""
+
+    max_deaths: int = 2  # a request in flight at this many worker deaths is failed and refused for a while
+    max_refusals: int = 8  # replays after a worker gave the request back (HandoffLost, Unavailable)
+    quarantine_s: float = 60.0
+    budget_share: float = 0.5  # replays per new request ..
+    budget_floor: int = 64  # .. and this many a minute, beside everything alive once: see `budget`
+    place_wait_s: float = 5.0  # how long a new request waits for a worker to appear
+    replay_wait_s: float = 30.0  # how long a replay waits for one: its client already holds an open stream
+
+
+class Recovery:
+    """The brakes of one router. Lost at its restart: a new router knows of no deaths."""
+
+    def __init__(self, config: ReplayConfig, metrics: Metrics) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._quarantine = Quarantine(config.quarantine_s)
+        self._budget = ReplayBudget(config.budget_share, config.budget_floor)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Keys under quarantine."""
+        return len(self._quarantine)
+
+    def admit(self, request: EngineRequest, now_s: float) -> None:
+        """A new request. Raises HandoffLost while it is quarantined."""
+        self._quarantine.check(request, now_s)
+        self._budget.admitted()
+
+    def next_attempt(self, flight: Flight, lost: Lost, *, worker: str, alone: bool, num_live: int, now_s: float) -> float:
+        """Begin the next attempt of `flight`; returns the seconds to wait before it is placed. `alone`: every worker there is
+        has failed it. Raises the error that ends the request."""
+        stage = f"behind {flight.num_delivered} tokens" if flight.num_delivered else "before its first token"
+        where = f", worker {worker}" if worker and worker not in lost.error.message else ""
+        level = logging.INFO if isinstance(lost.error, Overloaded) else logging.WARNING
+        told = (flight.request.request_id, stage, where, lost.error.message)
+        flight.deaths += lost.death
+        flight.refusals += not lost.death
+        try:
+            self._check(flight, lost, alone=alone, num_live=num_live, now_s=now_s)
+        except RequestError:
+            log.log(level, "request %s: not replayed; stage %s%s: %s", *told)
+            raise
+        self._metrics.recoveries.labels(rung="replay").inc()
+        log.log(level, "request %s: recovering by replay; stage %s%s: %s; attempt %d", *told, flight.attempt + 1)
+        flight.replay()
+        return 0.0 if lost.death or not alone else min(FIRST_PAUSE_S * 2**flight.refusals, LONGEST_PAUSE_S)
+
+    def _check(self, flight: Flight, lost: Lost, *, alone: bool, num_live: int, now_s: float) -> None:
+        """Raises the error that ends the request."""
+        request_id = flight.request.request_id
+        if flight.deaths >= self._config.max_deaths:
+            self._quarantine.add(flight.request, now_s)
+            raise HandoffLost(
+                f"request {request_id}: in flight when {flight.deaths} workers went down "
+                f"(last: {lost.error.message}); not tried again"
+            )
+        error = flight.refused(lost.error) if isinstance(lost.error, Overloaded) else lost.error
+        if flight.refusals > self._config.max_refusals or (alone and isinstance(error, Overloaded)):
+            raise error
+        refused = not lost.death and flight.is_untouched and isinstance(error, Overloaded | Unavailable)
+        if refused or self._budget.take(num_live, now_s):
+            return  # a worker that is full or drains did nothing for it: moving on costs nothing
+        self._metrics.replays_refused.inc()
+        raise Unavailable(
+            f"request {request_id}: {error.message}; not replayed: this router has spent its replay budget of "
+            f"{self._config.budget_floor} + {num_live} live requests a minute ({WINDOW_S:.0f} s); "
+            "find out why workers die, or raise --replay-budget"
+        )

@@ -1,0 +1,302 @@
+"""Two routers over one fleet, the whole of a request replayed, and weights exchanged under load: nobody notices in a token."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from tests.e2e.client import OPTIONS, Asked, Got, generate, run_all
+from tests.e2e.conftest import SMALL, Start, starting
+from tests.e2e.processes import ServerProcess, wait_until
+from tests.e2e.test_failures import assert_exact, interrupt, long_requests, wait_all_free
+from tests.e2e.tiny_model import make_tiny_model
+
+KINDS: tuple[dict[str, object], ...] = (
+    {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.1},
+    {"temperature": 0.8, "logprobs": 3, "top_p": 0.95},
+    {"temperature": 1.0, "top_k": 50, "min_p": 0.01, "prompt_logprobs": 2},
+    {"temperature": 0.0, "logprobs": 0, "repetition_penalty": 1.2},
+)
+
+
+def numbered(name: str, count: int, max_tokens: int, seed: int = 1) -> list[Asked]:
+    """Requests of every kind, twice in a row so that two workers get one each; every fourth pair has three choices."""
+    rng = random.Random(seed)
+    return [
+        Asked(
+            prompt=tuple(rng.randrange(16, 1024) for _ in range(rng.choice((5, 20, 40)))),
+            n=3 if number % 8 < 2 else 1,
+            sampling={"max_tokens": max_tokens, "seed": rng.randrange(2**31), "ignore_eos": True, **KINDS[number // 2 % 4]},
+            request_id=f"{name}-{number}",
+        )
+        for number in range(count)
+    ]
+
+
+@dataclass(kw_only=True)
+class Fleet:
+    """Two routers and the workers that serve both."""
+
+    routers: list[ServerProcess]
+    start: Start
+    prefill: list[ServerProcess] = field(default_factory=list)
+    decode: list[ServerProcess] = field(default_factory=list)
+
+    @property
+    def workers(self) -> list[ServerProcess]:
+        return [*self.prefill, *self.decode]
+
+    def add(self, role: str, model: Path) -> ServerProcess:
+        """Start a worker; it is not ready yet."""
+        routers = ",".join(router.grpc for router in self.routers)
+        never = ("--local-prefill", "never") if role == "decode" else ()
+        exact = ("--numerics", "exact", "--model", str(model), "--served-model-name", "tiny", *SMALL)
+        server = self.start(role, "--role", role, "--router", routers, *never, *exact)
+        (self.prefill if role == "prefill" else self.decode).append(server)
+        return server
+
+    def add_router(self, model: Path, grpc_port: int = 0) -> ServerProcess:
+        """Start a router and wait for it."""
+        flags = ("--model", str(model), "--served-model-name", "tiny", "--grpc-port", str(grpc_port))
+        return self.start("router", "--role", "router", *flags).wait_ready()
+
+    def wait_members(self, *routers: ServerProcess) -> float:
+        """Until these routers (all, if none is named) see every worker; the seconds it took."""
+        began_s = time.monotonic()
+        for router in routers or self.routers:
+            wait_until(lambda r=router: self._sees_all(r), 20, "a router sees every worker", router.state)
+        return time.monotonic() - began_s
+
+    def _sees_all(self, router: ServerProcess) -> bool:
+        members = router.state()["members"]
+        linked = sum(member["linked"] for member in members)
+        return len(members) == len(self.workers) and linked == len(self.decode)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Fleet]:
+    with starting(tmp_path_factory.mktemp("routers")) as start:
+        fleet = Fleet(routers=[], start=start)
+        fleet.routers = [fleet.add_router(tiny_model), fleet.add_router(tiny_model)]
+        for role in ("prefill", "decode", "decode"):
+            fleet.add(role, tiny_model)
+        for worker in fleet.workers:
+            worker.wait_ready()
+        fleet.wait_members()
+        yield fleet
+
+
+def assert_all_equal(requests: list[Asked], wanted: list[Got], got: list[Got]) -> None:
+    for asked, one, other in zip(requests, wanted, got, strict=True):
+        assert other.error is None, (asked.request_id, other.error)
+        assert other.essence() == one.essence(), asked.request_id
+        assert other.logprobs == one.logprobs, asked.request_id
+
+
+@pytest.mark.covers("C19")
+@pytest.mark.timeout(180)
+def test_a_replay_is_exact_with_seeds_penalties_choices_and_logprobs(
+    fleet: Fleet, unified: ServerProcess, tiny_model: Path
+) -> None:
+    requests = numbered("whole", 8, 120)
+    wanted = run_all(unified.grpc, requests)
+    router = fleet.routers[0]
+
+    def kill_the_one_with_three_choices() -> None:
+        flight = next(flight for flight in router.state()["flights"] if flight["request_id"] == "whole-0/0")
+        victim = next(server for server in fleet.decode if server.grpc == flight["worker"])
+        victim.kill()
+        fleet.decode.remove(victim)
+
+    got = asyncio.run(interrupt(router.grpc, requests, 0.5, kill_the_one_with_three_choices))
+    assert_all_equal(requests, wanted, got)
+    replayed = [
+        one.complete is not None and any("replay" in c.provenance.recoveries for c in one.complete.choices) for one in got
+    ]
+    kinds = {number // 2 % 4 for number, struck in enumerate(replayed) if struck}
+    print(f"\nreplayed: {sum(replayed)} of 8 requests, kinds {sorted(kinds)}")
+    assert replayed[0], "penalties, a seed and three choices"
+    assert kinds & {1, 2, 3}, "logprobs"
+    choices = sum("replay" in c.provenance.recoveries for one in got if one.complete for c in one.complete.choices)
+    assert router.metric("jdisagg_recoveries_total", rung="replay") >= choices
+    lines = [line for line in router.log_since_ready().splitlines() if "recovering by replay" in line]
+    assert len(lines) >= choices
+    assert all("stage " in line and "pid " in line and "request whole-" in line for line in lines)
+    fleet.add("decode", tiny_model).wait_ready()
+    fleet.wait_members()
+    for worker in fleet.workers:
+        wait_all_free(worker)
+
+
+@pytest.mark.covers("X25", "C04")
+@pytest.mark.timeout(180)
+def test_a_router_that_dies_loses_its_own_streams_only_and_comes_back_knowing_the_fleet(
+    fleet: Fleet, unified: ServerProcess, tiny_model: Path
+) -> None:
+    a, b = fleet.routers
+    lost, kept = long_requests(6, seed=41, max_tokens=180), long_requests(6, seed=42, max_tokens=180)
+    wanted = run_all(unified.grpc, kept)
+    lost_ids = [asked.request_id for asked in lost]
+    seen_by_b: list[int] = []
+    killed_s: list[float] = []
+    ended_s: list[float] = []
+
+    async def both() -> tuple[list[Got], list[Got]]:
+        async with grpc.aio.insecure_channel(a.grpc, options=OPTIONS) as to_a, grpc.aio.insecure_channel(b.grpc) as to_b:
+
+            async def on_a(asked: Asked) -> Got:
+                got = await generate(to_a, asked)
+                ended_s.append(time.monotonic())
+                return got
+
+            on_a_tasks = [asyncio.create_task(on_a(asked)) for asked in lost]
+            await asyncio.sleep(0.4)
+            state = await asyncio.to_thread(b.state)
+            seen_by_b.append(sum(member["running"] + member["waiting"] for member in state["members"]))
+            on_b_tasks = [asyncio.create_task(generate(to_b, asked)) for asked in kept]
+            await asyncio.sleep(0.2)
+            killed_s.append(time.monotonic())
+            a.kill()
+            await asyncio.to_thread(wait_forgotten, fleet, lost_ids)
+            freed_s = time.monotonic() - killed_s[0]
+            print(f"\nworkers forgot the dead router's requests after {freed_s:.2f} s")
+            return (
+                await asyncio.wait_for(asyncio.gather(*on_a_tasks), 20),
+                await asyncio.wait_for(asyncio.gather(*on_b_tasks), 60),
+            )
+
+    on_a, on_b = asyncio.run(both())
+    assert seen_by_b[0] > 0, "B did not know what A had given the workers"
+    cut = [got for got in on_a if got.error is not None]
+    assert cut, "no stream of the dead router was running"
+    assert {got.error.code() for got in cut if got.error} == {grpc.StatusCode.UNAVAILABLE}
+    assert max(ended_s) - killed_s[0] < 2.0
+    assert_exact(on_b, wanted)
+    assert b.metric("jdisagg_recoveries_total") == 0
+    for worker in fleet.workers:
+        wait_all_free(worker, 2.0)
+    fleet.routers[0] = again = fleet.add_router(tiny_model, int(a.grpc.rpartition(":")[2]))
+    seconds = fleet.wait_members(again)
+    print(f"a restarted router knew its fleet {seconds:.2f} s after READY")
+    assert seconds < 3.0
+    assert_exact(run_all(again.grpc, kept), wanted)
+
+
+@pytest.mark.timeout(120)
+def test_a_router_that_froze_goes_on_with_its_streams_when_it_wakes(fleet: Fleet, unified: ServerProcess) -> None:
+    frozen, other = fleet.routers
+    slept = long_requests(48, seed=51, max_tokens=180)  # more than the workers can finish before they notice
+    awake = long_requests(4, seed=52, max_tokens=60)
+    wanted, wanted_awake = run_all(unified.grpc, slept), run_all(unified.grpc, awake)
+
+    async def body() -> list[Got]:
+        async with grpc.aio.insecure_channel(frozen.grpc, options=OPTIONS) as channel:
+            tasks = [asyncio.create_task(generate(channel, asked)) for asked in slept]
+            await asyncio.sleep(0.4)
+            frozen.signal(signal.SIGSTOP)
+            try:
+                await asyncio.to_thread(wait_forgotten, fleet, [asked.request_id for asked in slept])
+                got = await asyncio.to_thread(run_all, other.grpc, awake)
+                assert_exact(got, wanted_awake)
+                await asyncio.sleep(1.0)
+            finally:
+                frozen.signal(signal.SIGCONT)
+            return await asyncio.wait_for(asyncio.gather(*tasks), 60)
+
+    got = asyncio.run(body())
+    assert_exact(got, wanted)
+    assert frozen.metric("jdisagg_recoveries_total", rung="replay") > 0
+    assert (frozen.state()["quarantined"], other.metric("jdisagg_recoveries_total")) == (0, 0)
+    fleet.wait_members()
+    for worker in fleet.workers:
+        wait_all_free(worker)
+
+
+def wait_forgotten(fleet: Fleet, request_ids: list[str]) -> None:
+    """Until no worker holds anything of these requests."""
+    for worker in fleet.workers:
+        wait_until(lambda w=worker: not any(name in str(w.state()["streams"]) for name in request_ids), 2.0, "forgotten")
+
+
+class Load:
+    """The same requests over and over, a few at a time, from a thread."""
+
+    def __init__(self, address: str, requests: list[Asked], at_once: int) -> None:
+        self.got: list[tuple[int, Got]] = []
+        self._requests = requests
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run(address, at_once)))
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(90)
+        assert not self._thread.is_alive()
+
+    async def _run(self, address: str, at_once: int) -> None:
+        async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
+            await asyncio.gather(*(self._stream(channel, first, at_once) for first in range(at_once)))
+
+    async def _stream(self, channel: grpc.aio.Channel, number: int, step: int) -> None:
+        while not self._stop.is_set():
+            index = number % len(self._requests)
+            asked = self._requests[index]
+            named = Asked(prompt=asked.prompt, n=asked.n, sampling=asked.sampling, request_id=f"up-{number}", deadline_s=60.0)
+            self.got.append((index, await generate(channel, named)))
+            number += step
+
+
+@pytest.mark.covers("X25")
+@pytest.mark.timeout(300)
+def test_replacing_every_worker_by_one_of_other_weights_fails_nothing(
+    fleet: Fleet, unified: ServerProcess, tmp_path: Path, start: Start
+) -> None:
+    weights = make_tiny_model(tmp_path / "new", seed=5)
+    reference = start("new", "--role", "unified", "--numerics", "exact", "--model", str(weights), *SMALL).wait_ready()
+    requests = numbered("up", 16, 40, seed=9)
+    old, new = run_all(unified.grpc, requests), run_all(reference.grpc, requests)
+    assert reference.stop() == 0
+    assert all(one.essence() != other.essence() for one, other in zip(old, new, strict=True))
+    outgoing = fleet.workers[::-1]  # decode workers, then the prefill worker
+    with Load(fleet.routers[0].grpc, requests, at_once=4) as load:
+        for role in ("prefill", "decode"):
+            fleet.add(role, weights).wait_ready()
+        fleet.wait_members()
+        half = len(load.got)
+        wait_until(lambda: len(load.got) >= half + 24, 60, "both halves of the fleet have served")
+        both = load.got[half + 8 :]
+        for worker in outgoing:
+            assert worker.stop() == 0, worker.tail()
+            (fleet.prefill if worker in fleet.prefill else fleet.decode).remove(worker)
+        fleet.wait_members()
+        half = len(load.got)
+        wait_until(lambda: len(load.got) >= half + 12, 60, "the new half has served alone")
+        last = load.got[half + 8 :]
+    assert {is_new(one, old, new) for one in both} == {False, True}
+    assert all(is_new(one, old, new) for one in last)
+    num_new = sum(is_new(one, old, new) for one in load.got)
+    print(f"\n{len(load.got)} requests while every worker was replaced: {num_new} by new weights, none failed or mixed")
+    for worker in fleet.workers:
+        wait_all_free(worker)
+        assert worker.metric("jdisagg_prefill_tokens_total", role="decode") == 0
+
+
+def is_new(one: tuple[int, Got], old: list[Got], new: list[Got]) -> bool:
+    """Whether new weights answered, all choices of it; raises when it failed or is neither."""
+    index, got = one
+    assert got.error is None, got.error
+    assert got.essence() in (old[index].essence(), new[index].essence())
+    return got.essence() == new[index].essence()

@@ -1,0 +1,51 @@
+"""The replay budget: one death is always affordable, deaths over and over are not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdisagg.router.budget import WINDOW_S, ReplayBudget
+
+
+def test_everything_alive_may_be_replayed_at_once_and_the_floor_on_top() -> None:
+    budget = ReplayBudget(share=0.0, floor=3)
+    assert sum(budget.take(10, 0.0) for _ in range(20)) == 13
+    assert not budget.take(10, 0.0)
+    assert budget.take(11, 0.0)  # one more alive, one more allowed
+
+
+def test_it_comes_back_by_its_size_in_a_window_and_by_a_share_of_new_requests() -> None:
+    budget = ReplayBudget(share=0.25, floor=4)
+    assert sum(budget.take(0, 0.0) for _ in range(9)) == 4
+    assert sum(budget.take(0, WINDOW_S / 2) for _ in range(9)) == 2
+    for _ in range(7):
+        budget.admitted()
+    assert sum(budget.take(0, WINDOW_S / 2) for _ in range(9)) == 1  # 7 / 4
+    assert sum(budget.take(0, 100 * WINDOW_S) for _ in range(9)) == 4  # and never beyond its size
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["new", "replay"]), st.floats(0, 1)), max_size=200),
+    st.floats(0, 1),
+    st.integers(0, 5),
+)
+def test_replays_never_exceed_the_size_and_what_leaked(steps: list[tuple[str, float]], share: float, floor: int) -> None:
+    budget, now_s, num_new, num_replays, live = ReplayBudget(share=share, floor=floor), 0.0, 0, 0, 4
+    for what, pause_s in steps:
+        now_s += pause_s
+        if what == "new":
+            budget.admitted()
+            num_new += 1
+        else:
+            num_replays += budget.take(live, now_s)
+        size = floor + live
+        assert num_replays <= size + share * num_new + now_s * size / WINDOW_S + 1e-6
+
+
+@pytest.mark.parametrize("now_s", [5.0, 1.0])
+def test_a_clock_that_stands_or_goes_back_leaks_nothing(now_s: float) -> None:
+    budget = ReplayBudget(share=0.0, floor=1)
+    assert budget.take(0, 5.0)
+    assert not budget.take(0, now_s)

@@ -1,0 +1,159 @@
+"""Several choices of one request, and fleets of two weights: one answer is from one set of weights, whatever dies."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.core.errors import HandoffLost, Overloaded, RequestError
+from jdisagg.core.requests import EngineRequest, Output, Role, SamplingParams
+from jdisagg.router.homes import Homes
+from jdisagg.router.recovery import ReplayConfig
+from tests.unit.router.fakes import FakeWorker, Router
+from tests.unit.router.test_fleet_engine import ask, assert_whole, collect, fleet, stop, tokens
+from tests.unit.wire.rig import request, run_quiet, until
+
+
+def choices(name: str, n: int, max_tokens: int) -> list[EngineRequest]:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return [request(f"{name}/{i}", prompt=(7, 2, 3), sampling=sampling, choice=i, fork_group=name) for i in range(n)]
+
+
+def test_a_prompt_with_several_choices_is_quarantined_after_two_deaths_not_after_one_that_all_choices_saw():
+    async def body() -> None:
+        router = await Router().start()
+        workers = await fleet(*(FakeWorker((router.address,)) for _ in range(3)), router=router)
+        asked = choices("r", 3, 5000)
+        tasks = [asyncio.create_task(collect(router, one)) for one in asked]
+        for death in (1, 2):
+            await until(lambda: any(len(worker.engine.live) == 3 for worker in workers))
+            assert router.engine._recovery.num_quarantined == 0
+            victim = next(worker for worker in workers if worker.engine.live)
+            workers.remove(victim)
+            await victim.die()
+            assert death == 2 or not any(task.done() for task in tasks)
+        ends = [(await task)[-1] for task in tasks]
+        assert all(isinstance(end.error, HandoffLost) for end in ends)
+        assert router.engine._recovery.num_quarantined == 4  # three ids, one prompt
+        (survivor,) = workers
+        for again in (asked[2], replace(asked[0], request_id="other/0", fork_group="other")):
+            with pytest.raises(HandoffLost, match="quarantined for"):
+                await collect(router, again)
+        assert not survivor.engine.seen
+        assert_whole(fine := ask("r8"), await collect(router, fine))
+
+        port = int(router.address.rpartition(":")[2])
+        await router.stop()
+        again = await Router().start(port)  # a new router knows of no deaths
+        await until(lambda: again.linked() == 1)
+        assert (await again.engine.debug_state())["quarantined"] == 0
+        short = replace(asked[0], sampling=SamplingParams(max_tokens=4))
+        assert_whole(short, await collect(again, short))
+        await stop(again, survivor)
+
+    run_quiet(body())
+
+
+def test_a_choice_that_has_said_nothing_moves_to_the_weights_its_siblings_speak():
+    async def body() -> None:
+        router = await Router().start()
+        old = FakeWorker((router.address,), fingerprint="weights-1")
+        new = FakeWorker((router.address,), fingerprint="weights-2")
+        await fleet(old, router=router)
+        old.engine.frozen = True  # both choices are there and silent
+        first, second = choices("r", 2, 30)
+        outputs: dict[str, list[Output]] = {first.request_id: [], second.request_id: []}
+        tasks = [asyncio.create_task(collect(router, one, outputs[one.request_id])) for one in (first, second)]
+        await until(lambda: len(old.engine.live) == 2)
+        await new.start()
+        await until(lambda: router.linked() == 2)
+        sink = old.engine.live[first.request_id][1]
+        old.engine.cancel(first.request_id, 0, sink)
+        sink([old.engine._end(first, HandoffLost("gave it back"))])
+        await until(lambda: tokens(outputs[first.request_id]))  # the new weights answer the first choice ..
+        assert [seen.request_id for seen in new.engine.seen] == [first.request_id]
+        old.engine.frozen = False  # .. so what the old ones say of the second comes too late
+        await asyncio.gather(*tasks)
+        assert_whole(first, outputs[first.request_id])
+        assert_whole(second, outputs[second.request_id])
+        assert [seen.request_id for seen in new.engine.seen] == [first.request_id, second.request_id]
+        assert new.engine.seen[-1].generated_token_ids == ()
+        assert not len(router.engine._homes)
+        await stop(router, old, new)
+
+    run_quiet(body())
+
+
+def test_a_decode_worker_with_prefill_workers_of_its_weights_is_preferred():
+    async def body() -> None:
+        router = await Router().start()
+        where = (router.address,)
+        lonely = FakeWorker(where, fingerprint="weights-1")
+        d, p = FakeWorker(where, fingerprint="weights-2"), FakeWorker(where, Role.PREFILL, fingerprint="weights-2")
+        await fleet(lonely, d, p, router=router)
+        await until(lambda: len(router.engine.workers.members()) == 3)
+        await asyncio.gather(*(collect(router, ask(f"r{i}")) for i in range(4)))
+        assert not lonely.engine.seen
+        await d.die()
+        assert_whole(asked := ask("r9"), await collect(router, asked))
+        assert len(lonely.engine.seen) == 1
+        await p.die()
+        await stop(router, lonely)
+
+    run_quiet(body())
+
+
+def test_a_group_that_has_spoken_keeps_its_weights() -> None:
+    homes = Homes()
+    homes.enter("g")
+    homes.enter("g")
+    homes.settle("g", "a:1", "weights-1")
+    assert homes.spoken_fingerprint("g") is None
+    homes.settle("g", "b:1", "weights-2")  # nobody has heard anything yet
+    assert not homes.speak("g", "weights-1")
+    assert homes.speak("g", "weights-2")
+    assert homes.spoken_fingerprint("g") == "weights-2"
+    with pytest.raises(AssertionError):
+        homes.settle("g", "a:1", "weights-1")
+    homes.leave("g")
+    assert homes.of("g") == "b:1"
+    homes.leave("g")
+    assert len(homes) == 0
+    assert homes.speak("", "weights-1")
+    assert homes.of("") == ""
+
+
+@pytest.mark.parametrize(("error", "reason"), [(Overloaded("full"), "overloaded"), (RequestError("broken"), "error")])
+def test_every_end_of_a_request_has_its_reason(error, reason):
+    async def body() -> None:
+        router = await Router(ReplayConfig(place_wait_s=0.05)).start()
+
+        def count(label: str) -> float:
+            return router.metrics.requests_finished.labels(reason=label)._value.get()
+
+        with pytest.raises(RequestError):
+            await collect(router, ask("r1"))
+        with pytest.raises(RequestError):
+            await collect(router, ask("r1", left_s=0.01))
+        assert (count("unavailable"), count("deadline")) == (1, 1)
+        (worker,) = await fleet(FakeWorker((router.address,)), router=router)
+        worker.engine.refuse = error
+        assert (await collect(router, ask("r2")))[-1].error is not None
+        assert count(reason) == 1
+        worker.engine.refuse = None
+        task = asyncio.create_task(collect(router, ask("r3", max_tokens=5000)))
+        await until(lambda: worker.engine.live)
+        with pytest.raises(RequestError):
+            await collect(router, ask("r3"))
+        assert count("invalid") == 1
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert count("abort") == 1
+        assert_whole(asked := ask("r4"), await collect(router, asked))
+        assert count("length") == 1
+        assert count("error") == (reason == "error")
+        await stop(router, worker)
+
+    run_quiet(body())
