@@ -124,7 +124,7 @@ class UpStream:
     def __init__(self) -> None:
         self._started = False
 
-    def read(self, wire: peer_pb2.PrefillResponse) -> list[Accepted | Started | ChunkReady | Done | Refused | Want]:
+    def read(self, wire: peer_pb2.PrefillResponse) -> list[Accepted | Started | Parked | ChunkReady | Done | Refused | Want]:
         """The messages in `wire`, in order; none for a heartbeat. Raises as `decode_up`."""
         message = decode_up(wire)
         if message is None:
