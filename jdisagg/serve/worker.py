@@ -59,7 +59,7 @@ async def serve(config: Config, process: Process) -> int:
     address = bind(grpc_server, config.server.host, config.server.grpc_port)
     listener = listen(config.server.host, config.server.port)
     metrics = Metrics()
-    public = advertised(address, config.server.advertise_host)
+    public = advertised(address, config.server.advertise_host, config.server.advertise_port)
     worker = f"pid {os.getpid()} @ {public}"
     text = None if config.role == "prefill" else read_text_model(resolve_model(config.model.model))
     loop = asyncio.get_running_loop()
