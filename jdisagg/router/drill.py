@@ -33,7 +33,7 @@ class _LateOutputs:
         for output in outputs:
             earlier = self._last.get(output.request_id)
             if earlier is not None and earlier.attempt < output.attempt:
-                log.info("drill: late_output")
+                log.info("injected fault: late_output")
                 self._deliver([dataclasses.replace(earlier, attempt=output.attempt) if self._renumber else earlier])
             self._remember(output)
             self._deliver([output])

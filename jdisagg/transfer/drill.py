@@ -1,6 +1,6 @@
 """A worker's transfers with the faults of a `Drill`: wraps what a deployment builds, or hands it through untouched.
 
-Every fault made is one line "drill: KIND" in the log, so that whoever runs the drill can count them.
+Every fault made is one line "injected fault: KIND" in the log, so that whoever runs the drill can count them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TransferDrill:
 def _told(plan: Iterator[str | None], faults: dict[str, Fault]) -> Iterator[Fault | None]:
     for kind in plan:
         if kind is not None:
-            log.info("drill: %s", kind)
+            log.info("injected fault: %s", kind)
         yield None if kind is None else faults[kind]
 
 
@@ -76,7 +76,7 @@ class KeepingPublisher:
 
     def discard(self, key: str) -> None:
         """Nothing."""
-        log.info("drill: leases_ignored")
+        log.info("injected fault: leases_ignored")
 
     @property
     def num_buffered_bytes(self) -> int:
@@ -105,10 +105,10 @@ class _Echo:
         earlier = self._last.pop(request_id, None)
         self._post(event)
         if self._late and earlier is not None and earlier.handoff.serial < event.handoff.serial:
-            log.info("drill: late_message")
+            log.info("injected fault: late_message")
             self._post(earlier)
         if isinstance(event.message, ChunkReady) and self._plan is not None and next(self._plan) is not None:
-            log.info("drill: duplicate_message")
+            log.info("injected fault: duplicate_message")
             self._post(event)
         self._last[request_id] = event
         if len(self._last) > MOST_REMEMBERED:

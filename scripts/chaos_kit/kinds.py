@@ -26,7 +26,7 @@ IN_WORKERS = {  # share of the calls
     "missing": 0.02,
     "slow": 0.02,
     "error_array": 0.02,
-    "late": 0.02,
+    "late": 0.01,  # each costs the seconds after which a fetch is taken for lost
     "duplicate": 0.02,
     "duplicate_message": 0.05,
     "late_message": 1.0,  # whenever there is one

@@ -28,7 +28,7 @@ DEADLINE_FACTOR = 20.0  # of the undisturbed latency
 UNDISTURBED_LIMIT_S = 60.0
 PROGRESS_S = 10.0
 VOCAB, MAX_MODEL_LEN = 1024, 256
-_DRILLED = re.compile(r"drill: (\w+)")
+_DRILLED = re.compile(r"injected fault: (\w+)")
 INJECTIONS = ("checksums-off", "leases-off", "attempts-ignored")
 
 

@@ -57,7 +57,7 @@ class Striker:
         self._rng = random.Random(f"strikes {seed}")
         self._script = self._write(tuple(kind for kind in SCRIPTED if kind in kinds), rounds)
         self._step = requests / (len(self._script) + 1)
-        self._turns: Counter[str] = Counter()
+        self._turns = Counter({kind: self._rng.randrange(2) for kind in SCRIPTED})
         self._hit: frozenset[int] = frozenset()  # visits that were in flight at the last strike on D
 
     def _write(self, kinds: tuple[str, ...], rounds: int) -> list[str]:

@@ -10,7 +10,7 @@ from chaos_kit.catalogue import Entry
 from chaos_kit.client import Clients
 from chaos_kit.outcome import Fate, Outcome, Visit
 
-AWAY_SHARE = 0.12  # clients that go away
+AWAY_SHARE = 0.15  # clients that go away
 SALTED_SHARE = 0.7  # requests that find nothing in a prefix cache: their KV has to travel
 PRIORITIES = 3
 
@@ -23,7 +23,7 @@ def make_visits(count: int, catalogue: Sequence[Entry], *, seed: int) -> list[Vi
         over_http = rng.random() < 0.4
         fate = Fate.STAYS
         if rng.random() < AWAY_SHARE:
-            fate = Fate.LEAVES if over_http else rng.choice((Fate.CANCELS, Fate.ABORTS, Fate.LEAVES))
+            fate = Fate.LEAVES if over_http else rng.choice((Fate.CANCELS, Fate.CANCELS, Fate.ABORTS, Fate.ABORTS, Fate.LEAVES))
         visits.append(
             Visit(
                 number=number,
