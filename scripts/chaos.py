@@ -44,7 +44,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--catalogue", type=int, default=60, help="different questions")
     parser.add_argument("--transformers", type=int, default=50, help="greedy answers that transformers judges, if installed")
     parser.add_argument("--at-once", type=int, default=12, help="requests in flight")
-    parser.add_argument("--inject", choices=INJECTIONS, help="switch a safeguard off; the run must end red")
+    parser.add_argument(
+        "--inject", nargs="+", choices=INJECTIONS, default=[], help="safeguards to switch off; the run must end red"
+    )
     parser.add_argument("--json", type=Path, help="write the verdicts here")
     parser.add_argument("--directory", type=Path, help="of the logs; default: a new temporary one")
     options = parser.parse_args()
@@ -68,7 +70,7 @@ async def run(arguments: argparse.Namespace, directory: Path) -> list[Verdict]:
         dtype=arguments.dtype,
         numerics=arguments.numerics,
         local_prefill=arguments.local_prefill,
-        checksums=arguments.inject != "checksums-off",
+        checksums="checksums-off" not in arguments.inject,
         seed=arguments.seed[0],
     )
     options = Options(
@@ -77,7 +79,7 @@ async def run(arguments: argparse.Namespace, directory: Path) -> list[Verdict]:
         catalogue_size=arguments.catalogue,
         transformers=arguments.transformers,
         at_once=arguments.at_once,
-        injection=arguments.inject,
+        injections=frozenset(arguments.inject),
     )
     rounds = arguments.rounds or max(1, arguments.requests // REQUESTS_PER_ROUND)
     session, verdicts = Session(options, directory, say), []

@@ -157,7 +157,7 @@ class Fleet:
                     self.ends.found.append((f"{member.name} after SIGTERM", status, _tail(member)))
             else:
                 end(member)
-                await asyncio.to_thread(_reap, member)
+            await asyncio.to_thread(_reap, member)
             self.launch(member)
             await member.wait_ready()
         finally:

@@ -36,6 +36,6 @@ BY_CLIENTS = tuple(fate.value for fate in Fate if fate is not Fate.STAYS)
 ALL = (*SCRIPTED, *IN_WORKERS, *IN_ROUTERS, *BY_CLIENTS)
 
 
-def drill_text(rates: dict[str, float], chosen: frozenset[str]) -> str:
-    """JDISAGG_TEST_FAULTS for those that were chosen."""
-    return ",".join(f"{kind}:{rate}" for kind, rate in rates.items() if kind in chosen)
+def drill_text(rates: dict[str, float]) -> str:
+    """JDISAGG_TEST_FAULTS for these shares."""
+    return ",".join(f"{kind}:{rate}" for kind, rate in rates.items())

@@ -16,7 +16,7 @@ from chaos_kit.fleet import Fleet
 from chaos_kit.member import Member
 
 SAMPLE_S = 1.0
-SETTLE_S = 25.0
+SETTLE_S = 15.0
 GRPC_THREADS = "event_engine"  # its pool grows and shrinks with load and machine
 SLACK = {"threads": 2, "descriptors": 6, "sockets": 4}  # a connection more or less to each peer
 RSS_SLACK_BYTES = 24 * 2**20

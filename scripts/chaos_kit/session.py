@@ -27,6 +27,7 @@ from jdisagg.core.config import Numerics
 DEADLINE_FACTOR = 20.0  # of the undisturbed latency
 UNDISTURBED_LIMIT_S = 60.0
 PROGRESS_S = 10.0
+SCRAMBLED_SHARE = 0.1  # of the pieces, where nobody looks at checksums
 VOCAB, MAX_MODEL_LEN = 1024, 256
 _DRILLED = re.compile(r"injected fault: (\w+)")
 INJECTIONS = ("checksums-off", "leases-off", "attempts-ignored")
@@ -34,14 +35,14 @@ INJECTIONS = ("checksums-off", "leases-off", "attempts-ignored")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to run. `model` is a directory or "demo"; `injection` one of INJECTIONS, which must turn a run red."""
+    """What to run. `model` is a directory or "demo"; `injections` of INJECTIONS must turn a run red."""
 
     plan: FleetPlan
     faults: frozenset[str]
     catalogue_size: int = 60
     transformers: int = 0  # entries that transformers judges, too
     at_once: int = 12
-    injection: str | None = None
+    injections: frozenset[str] = frozenset()
 
 
 class Session:
@@ -117,13 +118,17 @@ class Session:
         await self.fleet.until_whole(60.0)
 
     def _drills(self) -> tuple[str, str]:
-        faults, injection = self.options.faults, self.options.injection
-        worker, router = drill_text(IN_WORKERS, faults), drill_text(IN_ROUTERS, faults)
-        if injection == "leases-off":
-            worker = ",".join(filter(None, (worker, "leases_ignored:1")))
-        if injection == "attempts-ignored":
-            router = "attempts_ignored:1"
-        return worker, router
+        """What the environment asks of workers and of routers. A safeguard that is off gets enough to let through."""
+        faults, injections = self.options.faults, self.options.injections
+        worker = {kind: rate for kind, rate in IN_WORKERS.items() if kind in faults}
+        router = {kind: rate for kind, rate in IN_ROUTERS.items() if kind in faults}
+        if "checksums-off" in injections:
+            worker["scramble"] = SCRAMBLED_SHARE
+        if "leases-off" in injections:
+            worker["leases_ignored"] = 1.0
+        if "attempts-ignored" in injections:
+            router["attempts_ignored"] = 1.0
+        return drill_text(worker), drill_text(router)
 
     async def run(self, seed: int, requests: int, rounds: int) -> Verdict:
         """One seed; never raises for what the fleet does."""
