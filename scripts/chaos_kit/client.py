@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import aclosing
 from time import monotonic
 from typing import Any, Protocol
 
@@ -188,10 +187,9 @@ async def _read(call: Any, outcome: Outcome) -> None:
 
 async def _read_events(response: httpx.Response, outcome: Outcome) -> None:
     clock = _Clock()
-    async with aclosing(response.aiter_lines()) as lines:
-        async for line in lines:
-            if line.startswith("data: ") and line != "data: [DONE]":
-                _take(json.loads(line.removeprefix("data: ")), outcome, clock)
+    async for line in response.aiter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            _take(json.loads(line.removeprefix("data: ")), outcome, clock)
 
 
 def _take(message: dict[str, Any], outcome: Outcome, clock: _Clock) -> None:

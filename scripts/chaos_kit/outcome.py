@@ -80,7 +80,7 @@ def flaw_of(got: list[int], wanted: list[int], *, whole: bool) -> Flaw | None:
 
 def flaws_in(outcome: Outcome, entry: Entry, wanted: Tokens, *, exact: bool) -> list[Flaw]:
     """All that is wrong with an outcome. In `fast` numerics a continuation may differ; counts and sent tokens may not."""
-    flaws = [Flaw.WRONG] if outcome.changed else []
+    flaws = [Flaw.WRONG] if exact and outcome.changed else []
     for choice in range(entry.n):
         got = outcome.tokens.get(choice, [])
         if exact:
