@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -41,16 +42,28 @@ class Drill:
         Dealt like cards, not thrown like dice: of each 1 / rate calls exactly one suffers the fault.
         """
         rates = {kind: self.rates[kind] for kind in kinds if self.has(kind)}
-        return self._deal(rates) if rates else None
+        return _Dealer(rates, self.seed) if rates else None
 
-    def _deal(self, rates: Mapping[str, float]) -> Iterator[str | None]:
-        rng = random.Random(f"{self.seed} {sorted(rates)}")
+
+class _Dealer:
+    """Endless decks. Not a generator, and locked: the threads that fetch from several peers share one."""
+
+    def __init__(self, rates: Mapping[str, float], seed: int) -> None:
         num_calls = max(len(rates), round(1 / min(rates.values())))
-        while True:
-            deck: list[str | None] = [kind for kind, rate in rates.items() for _ in range(max(1, round(rate * num_calls)))]
-            deck += [None] * (num_calls - len(deck))
-            rng.shuffle(deck)
-            yield from deck
+        cards: list[str | None] = [kind for kind, rate in rates.items() for _ in range(max(1, round(rate * num_calls)))]
+        self._cards = cards + [None] * (num_calls - len(cards))
+        self._rng = random.Random(f"{seed} {sorted(rates)}")
+        self._left: list[str | None] = []
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[str | None]:
+        return self
+
+    def __next__(self) -> str | None:
+        with self._lock:
+            if not self._left:
+                self._left = self._rng.sample(self._cards, len(self._cards))
+            return self._left.pop()
 
 
 def drill_of(environ: Mapping[str, str] = os.environ) -> Drill:

@@ -57,10 +57,13 @@ class TransferDrill:
 
 
 def _told(plan: Iterator[str | None], faults: dict[str, Fault]) -> Iterator[Fault | None]:
-    for kind in plan:
-        if kind is not None:
-            log.info("injected fault: %s", kind)
-        yield None if kind is None else faults[kind]
+    def fault_of(kind: str | None) -> Fault | None:
+        if kind is None:
+            return None
+        log.info("injected fault: %s", kind)
+        return faults[kind]
+
+    return map(fault_of, plan)  # a generator would not do: several threads fetch
 
 
 class KeepingPublisher:

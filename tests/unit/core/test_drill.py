@@ -1,6 +1,8 @@
 """Drills are asked for by two variables and dealt evenly."""
 
+import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import pytest
@@ -39,3 +41,16 @@ def test_each_deck_holds_exactly_its_share_in_an_order_that_the_seed_decides() -
     assert Counter(first) == Counter(second) == {None: 47, "corrupt": 1, "late": 2}
     assert first != second
     assert list(islice(drill.plan("corrupt", "late") or (), 50)) == first
+
+
+def test_threads_share_one_deck() -> None:
+    plan = Drill(rates={"corrupt": 0.01}).plan("corrupt")
+    assert plan is not None
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            dealt = [card for part in threads.map(lambda _: list(islice(plan, 2000)), range(4)) for card in part]
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert Counter(dealt) == {None: 7920, "corrupt": 80}
