@@ -11,6 +11,7 @@ from chaos_kit.catalogue import Entry
 from chaos_kit.outcome import Flaw, Outcome, Tokens, flaws_in
 from chaos_kit.striker import Strike
 
+NUM_GAPS = 10
 LEAST_SUCCESS = 0.995  # of what clients did not give up
 
 
@@ -31,7 +32,7 @@ class Verdict:
     flaws: Counter[str] = field(default_factory=Counter)
     hung: int = 0
     latencies_s: list[float] = field(default_factory=list)
-    longest_gap_s: float = 0.0
+    gaps: list[tuple[float, str]] = field(default_factory=list)  # (s between two tokens, request), the longest ones
     strikes: list[Strike] = field(default_factory=list)
     faults: dict[str, tuple[int, int]] = field(default_factory=dict)  # kind -> (fired, hit a live transfer)
     recoveries: dict[str, float] = field(default_factory=dict)
@@ -55,7 +56,7 @@ class Verdict:
                 self.well += 1
                 self.diverged += outcome.tokens != wanted
                 self.latencies_s.append(outcome.seconds)
-                self.longest_gap_s = max(self.longest_gap_s, outcome.largest_gap_s)
+                self.gaps.append((outcome.largest_gap_s, _name(outcome)))
             else:
                 self.failures[outcome.error] += 1
                 self._example(outcome, f"{outcome.error}: {outcome.detail}")
@@ -63,11 +64,12 @@ class Verdict:
                 got = {choice: outcome.tokens.get(choice) for choice in wanted}
                 self._example(outcome, f"{[flaw.value for flaw in flaws]}: got {got}, wanted {wanted}")
 
+        self.gaps = sorted(self.gaps, reverse=True)[:NUM_GAPS]
+
     def _example(self, outcome: Outcome, text: str) -> None:
         if len(self.examples) < 20:
             visit = outcome.visit
-            way = "HTTP" if visit.over_http else "gRPC"
-            where = f"request {visit.number} ({way}, entry {visit.entry}, {visit.fate.value}, sent {outcome.times_sent} times)"
+            where = f"{_name(outcome)} (entry {visit.entry}, {visit.fate.value}, sent {outcome.times_sent} times)"
             self.examples.append(f"{where}: {text}"[:1200])
 
     @property
@@ -110,7 +112,8 @@ class Verdict:
             f"  tokens: {', '.join(f'{self.flaws[flaw.value]} {flaw.value}' for flaw in Flaw)}; {self.hung} hung; "
             f"success {self.success:.2%}",
             f"  latency p50 {_quantile(ordered, 0.5):.2f} s, p99 {_quantile(ordered, 0.99):.2f} s, "
-            f"max {_quantile(ordered, 1.0):.2f} s; longest gap in a stream {self.longest_gap_s:.2f} s",
+            f"max {_quantile(ordered, 1.0):.2f} s; longest gaps in streams (s): "
+            + ", ".join(f"{gap_s:.2f} {name}" for gap_s, name in self.gaps[:3]),
             f"  {'fault':<20}{'fired':>7}{'live':>7}   {'whole again after, max s':<24} victims",
         ]
         for kind, (fired, live) in self.faults.items():
@@ -124,6 +127,11 @@ class Verdict:
         complaints = self.complaints()
         lines.append("  RED:" if complaints else "  GREEN: nothing wrong, lost, duplicated, hung, leaked or dead")
         return "\n".join(lines + [f"    {complaint}" for complaint in complaints])
+
+
+def _name(outcome: Outcome) -> str:
+    visit = outcome.visit
+    return f"request {visit.number} over HTTP" if visit.over_http else f"chaos-{visit.number}-{outcome.times_sent}"
 
 
 def _quantile(ordered: list[float], share: float) -> float:
