@@ -156,6 +156,7 @@ def build_deployment(
             post=drill.messages(core.inbox.post),
             config=config.transfer,
             credentials=credentials,
+            on_down=source.drop,
         )
         peers.watch(config.transfer.prefill)
         static = config.transfer.prefill
