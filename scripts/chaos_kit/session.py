@@ -137,6 +137,7 @@ class Session:
         traffic = Traffic(self._clients, self._catalogue, self._deadlines_s, at_once=self.options.at_once)
         kinds = tuple(kind for kind in SCRIPTED if kind in self.options.faults)
         striker = Striker(self.fleet, traffic, kinds, rounds=rounds, requests=requests, seed=seed)
+        forwarded_before = self._forwarded_bytes()
         drilled_before, deaths_before = self._drilled(), len(self.fleet.ends.found)
         visits = [
             visit if visit.fate.value in self.options.faults else _staying(visit)
@@ -160,6 +161,8 @@ class Session:
         ]
         verdict.recoveries = watch.total("jdisagg_recoveries_total")
         verdict.transfer_failures = watch.total("jdisagg_transfer_failures_total")
+        verdict.forwarded_bytes = self._forwarded_bytes() - forwarded_before
+        verdict.verified_bytes = sum(watch.total("jdisagg_transfer_bytes_total").values())
         verdict.take(traffic.outcomes, self._catalogue, self._answers)
         verdict.faults = self._faults(striker, traffic.outcomes, self._drilled() - drilled_before)
         return verdict
@@ -183,6 +186,9 @@ class Session:
             mine = [not outcome.tokens for outcome in outcomes if outcome.went_away and outcome.visit.fate.value == kind]
             found[kind] = (len(mine), sum(mine))
         return found
+
+    def _forwarded_bytes(self) -> int:
+        return sum(member.proxy.bytes_from_worker for member in self.fleet.prefill if member.proxy is not None)
 
     def _drilled(self) -> Counter[str]:
         return Counter(kind for member in self.fleet.members for kind in _DRILLED.findall(member.logs()))
