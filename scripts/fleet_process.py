@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jdisagg.api.channels import open_blocking_channel
@@ -23,7 +23,7 @@ STOP_TIMEOUT_S = 45.0
 class FleetProcess:
     """The process, in a session of its own; it ends when this one does, however that ends. Logs go to `log`."""
 
-    def __init__(self, *flags: str, log: Path) -> None:
+    def __init__(self, *flags: str, log: Path, env: Mapping[str, str] | None = None) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         with log.open("wb") as stderr:
@@ -33,7 +33,7 @@ class FleetProcess:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 cwd=ROOT,
-                env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+                env={**os.environ, **(env or {}), PARENT_VARIABLE: str(os.getpid())},
                 start_new_session=True,
             )
 
@@ -59,6 +59,15 @@ class FleetProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.process.wait()
+
+    def close(self) -> None:
+        """Kill it if it lives, and give back its pipes."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 def stream(

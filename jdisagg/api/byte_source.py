@@ -37,12 +37,19 @@ class GrpcByteSource:
             text = f"piece {key} of {peer}: {code.name}: {call.details()}"
             if code is grpc.StatusCode.NOT_FOUND:
                 raise KeyError(text) from error
-            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise TimeoutError(text) from error
             self._drop(peer, channel)
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:  # perhaps nothing passes on this connection any more
+                raise TimeoutError(text) from error
             raise ConnectionError(text) from error
         finally:
             call.cancel()  # a reader that stops early must not leave the stream running
+
+    def drop(self, peer: str) -> None:
+        """The peer has fallen silent: reads from it end with ConnectionError now, later ones connect anew. Any thread."""
+        with self._lock:
+            channel = self._channels.get(peer)
+        if channel is not None:
+            self._drop(peer, channel)
 
     def close(self) -> None:
         """Close every channel; reads in progress fail."""

@@ -98,12 +98,12 @@ def bind(server: grpc.aio.Server, host: str = "127.0.0.1", port: int = 0, creden
     return join_address(host, bound)
 
 
-def advertised(bound: str, advertise_host: str | None) -> str:
+def advertised(bound: str, advertise_host: str | None, advertise_port: int | None = None) -> str:
     """HOST:PORT that other machines use for a server bound at `bound`; a wildcard becomes this machine's name."""
     host, _, port = bound.rpartition(":")
     if advertise_host is None:
         advertise_host = socket.gethostname() if host in ("0.0.0.0", "[::]", "::") else host.strip("[]")
-    return join_address(advertise_host, int(port))
+    return join_address(advertise_host, int(port) if advertise_port is None else advertise_port)
 
 
 def join_address(host: str, port: int) -> str:

@@ -28,6 +28,10 @@ log = logging.getLogger(__name__)
 PROBE_INTERVAL_S = 1.0
 
 
+def _nobody_asks(peer: str) -> None:
+    """Nothing else is connected to the peer."""
+
+
 class GrpcPeerClient:
     """All of one D's hand-off streams and peer connections."""
 
@@ -39,13 +43,15 @@ class GrpcPeerClient:
         post: Callable[[FromPrefill], None],
         config: TransferConfig,
         credentials: Credentials = INSECURE,
+        on_down: Callable[[str], None] = _nobody_asks,
     ) -> None:
-        """`post` must be thread-safe and not block."""
+        """`post` must be thread-safe and not block; `on_down` hears of a peer whose connection is given up, on the loop."""
         self._identity = identity
         self._loop = loop
         self._post = post
         self._config = config
         self._credentials = credentials
+        self._on_down = on_down
         self._links: dict[str, PeerLink] = {}
         self._watched: set[str] = set()
         self._retiring: set[PeerLink] = set()  # given up for new streams, closed with their last one
@@ -189,6 +195,7 @@ class GrpcPeerClient:
                 log.warning("prefill peer %s is down: %s", link.peer, why)
             self._failures[link.peer] = why
             self._retiring.add(link)
+            self._on_down(link.peer)
             self._start(self._retire(link))
 
     def _answered(self, peer: str) -> None:

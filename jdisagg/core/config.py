@@ -112,6 +112,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     advertise_host: str | None = None  # how others reach us; None = host, this machine's name for a wildcard
+    advertise_port: int | None = None  # the gRPC port others use to reach us; None = grpc_port as bound
     port: int = 0  # HTTP; 0 picks a free one
     grpc_port: int = 0
     router: tuple[str, ...] = ()  # routers to register with

@@ -126,6 +126,14 @@ _DEVICE = (
 _SERVER = (
     Flag("server", "host", "address to bind"),
     Flag("server", "advertise_host", "name or address that routers and peers use to reach this process", only=_WORKERS),
+    Flag(
+        "server",
+        "advertise_port",
+        "gRPC port that routers and peers use to reach this process, where something forwards to it",
+        minimum=1,
+        maximum=65535,
+        only=_WORKERS,
+    ),
     Flag("server", "port", "HTTP port; 0 picks a free one", minimum=0, maximum=65535),
     Flag("server", "grpc_port", "gRPC port; 0 picks a free one", minimum=0, maximum=65535),
     Flag("server", "router", "routers a worker registers with, HOST:PORT,..", syntax="addresses", only=_WORKERS),

@@ -21,6 +21,7 @@ from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.token_engine import Health, ModelCard
 from jdisagg.api.worker_client import CLOSED
 from jdisagg.core.config import TransferConfig
+from jdisagg.core.drill import Drill
 from jdisagg.core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -33,6 +34,7 @@ from jdisagg.core.errors import (
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role
 from jdisagg.roles.timeline import Timeline
+from jdisagg.router.drill import with_late_outputs
 from jdisagg.router.fleet import Entry
 from jdisagg.router.flight import Flight, Lost
 from jdisagg.router.homes import Homes
@@ -57,12 +59,13 @@ class FleetEngine:
         replay: ReplayConfig | None = None,
         card: ModelCard | None = None,
         credentials: Credentials = INSECURE,
+        drill: Drill | None = None,
     ) -> None:
         """`card` is shown while no worker is there; the workers' own comes first."""
         self.workers = Workers(
             config=config,
             step_timeout_s=step_timeout_s,
-            on_outputs=self._on_outputs,
+            on_outputs=with_late_outputs(self._on_outputs, drill or Drill()),
             on_lost=self._on_lost,
             credentials=credentials,
         )

@@ -13,6 +13,7 @@ from jdisagg.api.peer_client import GrpcPeerClient
 from jdisagg.api.peer_server import PeerServer
 from jdisagg.api.token_engine import ModelCard
 from jdisagg.core.config import Config, LocalPrefill
+from jdisagg.core.drill import drill_of
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
@@ -24,8 +25,9 @@ from jdisagg.roles.kv_feed import KVEventFeed
 from jdisagg.roles.side import Side
 from jdisagg.serve.engines import Core, build_core, decode_side, prefill_side, start_engine, unified_side, usable_devices
 from jdisagg.serve.preflight import check_backend
-from jdisagg.transfer.base import Fetcher, Publisher
+from jdisagg.transfer.base import Publisher
 from jdisagg.transfer.device_put import DevicePutFetcher, DevicePutPublisher, Exchange
+from jdisagg.transfer.drill import TransferDrill
 from jdisagg.transfer.grpc_backend import GrpcFetcher, GrpcPublisher, PieceStore
 from jdisagg.transfer.target import PieceTarget
 
@@ -135,19 +137,26 @@ def build_deployment(
     tp = config.model.tensor_parallel_size
     core = build_core(config, role, usable_devices(config), tp=tp, metrics=metrics, worker=worker)
     deployment = Deployment(core, compiles)
+    drill = TransferDrill(drill_of())
     if role is Role.PREFILL:
         store = PieceStore(config.transfer.transfer_buffer_bytes)
         publisher: Publisher = GrpcPublisher(store, core.inbox.post, checksums=config.transfer.checksums)
-        side = prefill_side(core, publisher)
+        side = prefill_side(core, drill.publisher(publisher))
         deployment.peer_server = PeerServer(
             core.identity(("grpc",)), post=core.inbox.post, pieces=store, config=config.transfer
         )
         deployment.closers.append(publisher.close)
     elif role is Role.DECODE:
         source = GrpcByteSource(credentials)
-        fetcher: Fetcher = GrpcFetcher(source, _target(core), core.inbox.post)
+        spoilt, target = drill.byte_source(source), _target(core)
+        fetcher = drill.fetcher(lambda post: GrpcFetcher(spoilt, target, post), core.inbox.post)
         peers = GrpcPeerClient(
-            core.identity(("grpc",)), loop=loop, post=core.inbox.post, config=config.transfer, credentials=credentials
+            core.identity(("grpc",)),
+            loop=loop,
+            post=drill.messages(core.inbox.post),
+            config=config.transfer,
+            credentials=credentials,
+            on_down=source.drop,
         )
         peers.watch(config.transfer.prefill)
         static = config.transfer.prefill

@@ -56,7 +56,9 @@ def worker_specs(config: Config, router: str, program: Sequence[str] = SERVE) ->
     roles = [("prefill", config.prefill_tp, i) for i in range(local.num_prefill)]
     roles += [("decode", config.decode_tp, i) for i in range(local.num_decode)]
     shares = split_devices(config.device.devices, [tp for _, tp, _ in roles])
-    server = replace(config.server, host=LOOPBACK, advertise_host=None, port=0, grpc_port=0, router=(router,))
+    server = replace(
+        config.server, host=LOOPBACK, advertise_host=None, advertise_port=None, port=0, grpc_port=0, router=(router,)
+    )
     specs = []
     for (role, tp, index), devices in zip(roles, shares, strict=True):
         settings = replace(

@@ -20,6 +20,7 @@ from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.server import HttpServer, listen
 from jdisagg.core.config import Config
+from jdisagg.core.drill import drill_of
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.metrics import Metrics
 from jdisagg.models.resolve import resolve_model
@@ -57,6 +58,7 @@ async def serve(config: Config, process: Process) -> int:
         metrics=metrics,
         replay=ReplayConfig(budget_share=config.server.replay_budget),
         credentials=credentials,
+        drill=drill_of(),
     )
     edge = make_edge(engine, read_text_model(resolve_model(config.model.model)), config.server)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)

@@ -27,6 +27,7 @@ from jdisagg.api.kv_events import KVEventsService
 from jdisagg.api.local_engine import LocalEngine
 from jdisagg.api.worker_service import WorkerService
 from jdisagg.core.config import Config
+from jdisagg.core.drill import HOOKS_VARIABLE
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
@@ -43,8 +44,6 @@ from jdisagg.v1 import admin_pb2_grpc, generation_pb2_grpc, kv_events_pb2_grpc, 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-TEST_HOOKS = "JDISAGG_TEST_HOOKS"  # "1": SIGUSR2 freezes the engine thread, as a hung device would; again thaws it
-
 
 def run(config: Config) -> int:
     """Serve until SIGTERM; returns the exit status."""
@@ -59,7 +58,7 @@ async def serve(config: Config, process: Process) -> int:
     address = bind(grpc_server, config.server.host, config.server.grpc_port)
     listener = listen(config.server.host, config.server.port)
     metrics = Metrics()
-    public = advertised(address, config.server.advertise_host)
+    public = advertised(address, config.server.advertise_host, config.server.advertise_port)
     worker = f"pid {os.getpid()} @ {public}"
     text = None if config.role == "prefill" else read_text_model(resolve_model(config.model.model))
     loop = asyncio.get_running_loop()
@@ -205,5 +204,6 @@ class _Edges:
 
 
 def _install_test_hooks(deployment: Deployment) -> None:
-    if os.environ.get(TEST_HOOKS) == "1":
+    """SIGUSR2 freezes the engine thread, as a hung device would; again thaws it."""
+    if os.environ.get(HOOKS_VARIABLE) == "1":
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, deployment.front.freeze_or_thaw)

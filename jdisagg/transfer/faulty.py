@@ -33,13 +33,16 @@ class Fault(Enum):
     LATE = "late"  # held until the hand-off was cancelled (fetch) or the piece discarded (publish)
     DUPLICATE = "duplicate"  # posted twice
     CORRUPT = "corrupt"  # one bit of the bytes flipped
+    SCRAMBLE = "scramble"  # one bit in every byte of the second half flipped: no token would survive it
     TRUNCATE = "truncate"  # half of the bytes missing
     ERROR_ARRAY = "error_array"  # the device failed
     DISCONNECT = "disconnect"  # the connection broke half way
 
 
+_SIGNS_FLIPPED = bytes(byte ^ 0x80 for byte in range(256))
 _REASONS = {
     Fault.CORRUPT: "checksum",
+    Fault.SCRAMBLE: "checksum",
     Fault.TRUNCATE: "truncated",
     Fault.ERROR_ARRAY: "device",
     Fault.DISCONNECT: "connection",
@@ -168,7 +171,7 @@ class FaultyPublisher:
 
 
 class FaultyByteSource:
-    """A ByteSource that spoils bytes on the way: CORRUPT, TRUNCATE, DISCONNECT, DROP (no such key), DELAY."""
+    """A ByteSource that spoils bytes on the way: CORRUPT, SCRAMBLE, TRUNCATE, DISCONNECT, DROP (no such key), DELAY."""
 
     def __init__(self, inner: ByteSource, plan: Iterable[Fault | None], *, delay_s: float = 0.05) -> None:
         self._inner = inner
@@ -185,6 +188,9 @@ class FaultyByteSource:
         data = b"".join(self._inner.read(peer, key, deadline_s))
         if fault is Fault.CORRUPT:
             data = bytes([data[0] ^ 1]) + data[1:]
+        if fault is Fault.SCRAMBLE:
+            half = len(data) // 2
+            data = data[:half] + data[half:].translate(_SIGNS_FLIPPED)
         if fault in (Fault.TRUNCATE, Fault.DISCONNECT):
             data = data[: len(data) // 2]
         yield data

@@ -179,6 +179,7 @@ FOREIGN = {  # flag -> the roles that take it
     "--prefill h:1": {"decode"},
     "--router h:1": {"unified", "prefill", "decode", "colocated"},
     "--advertise-host h": {"unified", "prefill", "decode", "colocated"},
+    "--advertise-port 9": {"unified", "prefill", "decode", "colocated"},
     "--local-prefill on-failure": {"decode", "colocated", "local"},
     "--num-prefill 1": {"local"},
     "--num-decode 1": {"local"},

@@ -25,6 +25,8 @@ OTHER_PROGRAMS = {
     "--task",
     "--why",
     "--json",
+    "--requests",
+    "--inject",
     "--nano-vllm",
 }
 

@@ -97,6 +97,7 @@ def test_a_faulty_publisher_fails_holds_and_repeats(rig: Rig) -> None:
     ("fault", "reason"),
     [
         (Fault.CORRUPT, "checksum"),
+        (Fault.SCRAMBLE, "checksum"),
         (Fault.TRUNCATE, "truncated"),
         (Fault.DISCONNECT, "connection"),
         (Fault.DROP, "unknown_key"),

@@ -20,3 +20,7 @@ from jdisagg.api.channels import advertised
 )
 def test_wildcard_addresses_are_never_advertised(bound: str, advertise_host: str | None, wanted: str) -> None:
     assert advertised(bound, advertise_host) == wanted
+
+
+def test_where_something_forwards_its_port_is_named() -> None:
+    assert advertised("127.0.0.1:9000", None, 9443) == "127.0.0.1:9443"

@@ -1,0 +1,216 @@
+"""Clients that speak gRPC or HTTP, may go away early, and send again elsewhere when the router they spoke to dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from time import monotonic
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+import httpx
+
+from chaos_kit.catalogue import Entry
+from chaos_kit.member import Member
+from chaos_kit.outcome import Fate, Outcome
+from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+
+OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
+HANG_GRACE_S = 5.0  # behind the deadline
+RESEND_PAUSE_S = 0.05
+_FINISH = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
+_TRANSPORT = "TRANSPORT"  # the connection failed, as opposed to an answer that says so
+
+
+class Routers(Protocol):
+    """Where clients may turn to."""
+
+    def pick(self, number: int) -> Member:
+        """A router that is up, if one is."""
+        ...
+
+
+class Clients:
+    """Everybody's connections. Lives on one event loop."""
+
+    def __init__(self, routers: Routers, http: httpx.AsyncClient) -> None:
+        self._routers = routers
+        self._http = http
+        self._channels: dict[tuple[str, int], grpc.aio.Channel] = {}  # by router and incarnation
+
+    async def close(self) -> None:
+        """Close the shared channels."""
+        channels, self._channels = list(self._channels.values()), {}
+        await asyncio.gather(*(channel.close() for channel in channels))
+
+    async def run(self, outcome: Outcome, entry: Entry, deadline_s: float) -> None:
+        """Carry one visit to its end, in at most `deadline_s` and a grace; everything is noted in `outcome`."""
+        began_s = monotonic()
+        try:
+            async with asyncio.timeout(deadline_s + HANG_GRACE_S):
+                await self._until_answered(outcome, entry, began_s + deadline_s)
+        except TimeoutError:
+            outcome.hung, outcome.error = True, "HANG"
+        outcome.seconds = monotonic() - began_s
+
+    async def _until_answered(self, outcome: Outcome, entry: Entry, end_s: float) -> None:
+        while True:
+            router = self._routers.pick(outcome.visit.number + outcome.times_sent)
+            incarnation, before = router.incarnation, outcome.tokens
+            outcome.tokens, outcome.finish, outcome.error, outcome.complete = {}, {}, None, None
+            outcome.times_sent += 1
+            left_s = end_s - monotonic()
+            attempt = self._over_http if outcome.visit.over_http else self._over_grpc
+            await attempt(router, outcome, entry, max(0.0, left_s))
+            outcome.changed |= outcome.well and any(
+                outcome.tokens.get(choice, [])[: len(tokens)] != tokens for choice, tokens in before.items()
+            )
+            router_died = router.incarnation != incarnation or not router.up
+            if outcome.error != _TRANSPORT or outcome.went_away or not router_died or monotonic() >= end_s:
+                return
+            await asyncio.sleep(RESEND_PAUSE_S)
+
+    # --- gRPC
+
+    async def _over_grpc(self, router: Member, outcome: Outcome, entry: Entry, left_s: float) -> None:
+        if outcome.visit.fate is not Fate.LEAVES:
+            await self._call(self._channel(router), outcome, entry, left_s)
+            return
+        assert router.ready is not None
+        async with grpc.aio.insecure_channel(str(router.ready.grpc), options=OPTIONS) as own:
+            task = asyncio.create_task(self._call(own, outcome, entry, left_s))
+            await asyncio.wait({task}, timeout=outcome.visit.after_s)
+            outcome.went_away = not task.done()
+            await own.close()
+            await task
+
+    def _channel(self, router: Member) -> grpc.aio.Channel:
+        key = (router.name, router.incarnation)
+        if key not in self._channels:
+            assert router.ready is not None
+            self._channels[key] = grpc.aio.insecure_channel(str(router.ready.grpc), options=OPTIONS)
+        return self._channels[key]
+
+    async def _call(self, channel: grpc.aio.Channel, outcome: Outcome, entry: Entry, left_s: float) -> None:
+        visit, stub = outcome.visit, generation_pb2_grpc.GenerationServiceStub(channel)
+        request = generation_pb2.GenerateRequest(
+            request_id=f"chaos-{visit.number}-{outcome.times_sent}",
+            token_ids=generation_pb2.TokenIds(ids=entry.prompt),
+            sampling=common_pb2.SamplingParams(**entry.sampling),
+            n=entry.n,
+            priority=visit.priority,
+            cache_salt=visit.cache_salt,
+        )
+        call = stub.Generate(request, timeout=left_s)
+        task = asyncio.create_task(_read(call, outcome))
+        try:
+            if visit.fate in (Fate.CANCELS, Fate.ABORTS):
+                await asyncio.wait({task}, timeout=visit.after_s)
+                outcome.went_away = not task.done()
+                if visit.fate is Fate.ABORTS:
+                    await stub.Abort(generation_pb2.AbortRequest(request_id=request.request_id), timeout=10)
+                else:
+                    call.cancel()
+            await task
+        except grpc.aio.AioRpcError as error:
+            outcome.detail = str(error.details())
+            lost = error.code() is grpc.StatusCode.UNAVAILABLE and _is_transport(outcome.detail)
+            outcome.error = _TRANSPORT if lost else error.code().name
+        except grpc.aio.UsageError as error:  # the channel was closed below the call
+            outcome.error, outcome.detail = "CLOSED", str(error)
+        except asyncio.CancelledError:
+            if not call.cancelled():
+                raise
+            outcome.error = "CANCELLED"
+        finally:
+            task.cancel()
+            call.cancel()
+        if outcome.error is None and outcome.complete is None:
+            outcome.error = "NO_COMPLETE"
+
+    # --- HTTP
+
+    async def _over_http(self, router: Member, outcome: Outcome, entry: Entry, left_s: float) -> None:
+        visit = outcome.visit
+        assert router.ready is not None
+        body = {**entry.sampling, "prompt": entry.prompt, "n": entry.n, "priority": visit.priority}
+        body |= {"stream": visit.stream, "return_token_ids": True, "cache_salt": visit.cache_salt}
+        leaves = visit.fate is not Fate.STAYS
+        url = f"http://{router.ready.http}/v1/completions"
+        try:
+            async with asyncio.timeout(min(left_s, visit.after_s) if leaves else left_s):
+                async with self._http.stream("POST", url, json=body, timeout=None) as response:
+                    if response.status_code != 200:
+                        _take_error(json.loads(await response.aread()), outcome)
+                    elif visit.stream:
+                        await _read_events(response, outcome)
+                    else:
+                        _take(json.loads(await response.aread()), outcome, _Clock())
+        except TimeoutError:
+            outcome.went_away = leaves
+            outcome.error = None if leaves else "DEADLINE_EXCEEDED"
+        except httpx.HTTPError as error:
+            outcome.error, outcome.detail = _TRANSPORT, f"{type(error).__name__}: {error}"
+        if outcome.error is None and not outcome.went_away and len(outcome.finish) != entry.n:
+            outcome.error, outcome.detail = _TRANSPORT, f"{len(outcome.finish)} of {entry.n} choices have ended"
+
+
+class _Clock:
+    """Largest gap between two arrivals."""
+
+    def __init__(self) -> None:
+        self._last_s: float | None = None
+        self.largest_s = 0.0
+
+    def tick(self) -> None:
+        now_s = monotonic()
+        if self._last_s is not None:
+            self.largest_s = max(self.largest_s, now_s - self._last_s)
+        self._last_s = now_s
+
+
+async def _read(call: Any, outcome: Outcome) -> None:
+    clock = _Clock()
+    async for response in call:
+        if response.HasField("complete"):
+            outcome.complete = {choice.index: list(choice.token_ids) for choice in response.complete.choices}
+            continue
+        delta = response.delta
+        if delta.token_ids:
+            outcome.tokens.setdefault(delta.index, []).extend(delta.token_ids)
+            clock.tick()
+            outcome.largest_gap_s = clock.largest_s
+        if delta.finish:
+            outcome.finish[delta.index] = _FINISH.get(delta.finish, str(delta.finish))
+
+
+async def _read_events(response: httpx.Response, outcome: Outcome) -> None:
+    clock = _Clock()
+    async for line in response.aiter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            _take(json.loads(line.removeprefix("data: ")), outcome, clock)
+
+
+def _take(message: dict[str, Any], outcome: Outcome, clock: _Clock) -> None:
+    if "error" in message:
+        _take_error(message, outcome)
+    for choice in message.get("choices", ()):
+        if choice["token_ids"]:
+            outcome.tokens.setdefault(choice["index"], []).extend(choice["token_ids"])
+            clock.tick()
+            outcome.largest_gap_s = clock.largest_s
+        if choice["finish_reason"]:
+            outcome.finish[choice["index"]] = choice["finish_reason"]
+
+
+def _take_error(message: dict[str, Any], outcome: Outcome) -> None:
+    error = message.get("error") or {}
+    outcome.error = str(error.get("code") or error.get("type") or "ERROR").upper()
+    outcome.detail = str(error.get("message"))
+
+
+def _is_transport(detail: str) -> bool:
+    """Whether an UNAVAILABLE was written by grpc itself, not by a server."""
+    texts = ("Socket closed", "failed to connect", "Connection reset", "connections to all backends", "recvmsg", "GOAWAY")
+    return any(text.lower() in detail.lower() for text in texts)

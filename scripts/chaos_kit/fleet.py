@@ -1,0 +1,197 @@
+"""Two routers, P prefill and D decode workers behind proxies; what dies is started again with a new epoch."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+
+import httpx
+
+from chaos_kit.member import Member, free_port
+from chaos_kit.proxy import Connection, Proxy
+
+WATCH_S = 0.05
+SIZES = (
+    *("--max-model-len", "256", "--page-size", "16", "--max-num-seqs", "8"),
+    *("--max-num-batched-tokens", "64", "--transfer-chunk-tokens", "32", "--lease-s", "4"),
+)
+PREFILL_PAGES, DECODE_PAGES = 97, 81  # small: prompts wait, streams are retracted
+NUM_ROUTERS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetPlan:
+    """What to start. `drills`: JDISAGG_TEST_FAULTS of the workers and of the routers, without their seeds."""
+
+    model: str
+    num_prefill: int = 2
+    num_decode: int = 2
+    dtype: str = "auto"
+    numerics: str = "exact"
+    local_prefill: str = "on-failure"
+    checksums: bool = True
+    worker_drill: str = ""
+    router_drill: str = ""
+    seed: int = 0
+
+    @property
+    def model_flags(self) -> tuple[str, ...]:
+        """Flags that decide which tokens come out."""
+        return ("--model", self.model, "--dtype", self.dtype, "--numerics", self.numerics, *SIZES)
+
+
+@dataclass
+class Ends:
+    """How processes ended by themselves, which none should: (name, exit status, end of the log)."""
+
+    found: list[tuple[str, int | None, str]] = field(default_factory=list)
+
+
+class Fleet:
+    """Lives on one event loop in the main thread, which its processes do not outlive."""
+
+    def __init__(self, plan: FleetPlan, directory: Path, http: httpx.AsyncClient) -> None:
+        self.plan = plan
+        self.routers: list[Member] = []
+        self.prefill: list[Member] = []
+        self.decode: list[Member] = []
+        self.ends = Ends()
+        self.on_transfer: Callable[[Proxy, Connection], None] = _ignore
+        self._directory = directory
+        self._http = http
+        self._tasks: list[asyncio.Task[None]] = []
+        self._busy: set[str] = set()  # members that are being struck or restarted on purpose
+        self._seeds = random.Random(plan.seed)
+
+    @property
+    def workers(self) -> list[Member]:
+        """P and D."""
+        return [*self.prefill, *self.decode]
+
+    @property
+    def members(self) -> list[Member]:
+        """Everybody."""
+        return [*self.routers, *self.prefill, *self.decode]
+
+    def pick(self, number: int) -> Member:
+        """A router that is up, turn by turn; any when none is."""
+        up = [router for router in self.routers if router.up] or self.routers
+        return up[number % len(up)]
+
+    async def start(self) -> None:
+        """All processes, READY and known to each router. Raises RuntimeError with the end of a log."""
+        plan = self.plan
+        ports = [(free_port(), free_port()) for _ in range(NUM_ROUTERS)]
+        for number, (http, grpc) in enumerate(ports, 1):
+            flags = ("--role", "router", "--model", plan.model, "--port", str(http), "--grpc-port", str(grpc))
+            self.routers.append(self._member(f"R{number}", None, *flags))
+        join = ("--router", ",".join(f"127.0.0.1:{grpc}" for _, grpc in ports), *plan.model_flags)
+        if not plan.checksums:
+            join = (*join, "--no-checksums")
+        for number in range(1, plan.num_prefill + 1):
+            flags = ("--role", "prefill", "--num-pages", str(PREFILL_PAGES), *join)
+            self.prefill.append(self._member(f"P{number}", await self._proxy(), *flags))
+        for number in range(1, plan.num_decode + 1):
+            flags = ("--role", "decode", "--num-pages", str(DECODE_PAGES), "--local-prefill", plan.local_prefill, *join)
+            self.decode.append(self._member(f"D{number}", await self._proxy(), *flags))
+        for member in self.members:
+            self.launch(member)
+        await asyncio.gather(*(member.wait_ready() for member in self.members))
+        await self.until_whole(30.0)
+        self._tasks.append(asyncio.create_task(self._supervise()))
+
+    def _member(self, name: str, proxy: Proxy | None, *flags: str) -> Member:
+        env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        return Member(name, *flags, directory=self._directory, http=self._http, proxy=proxy, env=env)
+
+    async def _proxy(self) -> Proxy:
+        return await Proxy(self._pass_on).start()
+
+    def _pass_on(self, proxy: Proxy, connection: Connection) -> None:
+        self.on_transfer(proxy, connection)
+
+    def launch(self, member: Member) -> None:
+        """Start a process for `member` with its share of the drill."""
+        drill = self.plan.router_drill if member.proxy is None else self.plan.worker_drill
+        faults = f"{drill},seed:{self._seeds.randrange(2**20)}" if drill else ""
+        env: Mapping[str, str] = {"JDISAGG_TEST_HOOKS": "1", "JDISAGG_TEST_FAULTS": faults} if faults else {}
+        member.start(env)
+
+    async def until_whole(self, timeout_s: float) -> None:
+        """Until each router sees every worker and is linked to each D; raises RuntimeError with what is missing."""
+        deadline_s = monotonic() + timeout_s
+        missing = "everything"
+        while missing:
+            if monotonic() > deadline_s:
+                raise RuntimeError(f"not whole within {timeout_s:g} s: {missing}")
+            await asyncio.sleep(0.1)
+            missing = await self._missing()
+
+    async def _missing(self) -> str:
+        down = [member.name for member in self.members if not member.up or member.frozen]
+        if down:
+            return f"{', '.join(down)} not up"
+        wanted = {f"127.0.0.1:{member.proxy.port}": member for member in self.workers if member.proxy is not None}
+        for router in self.routers:
+            try:
+                seen = {found["address"]: found for found in (await router.state())["members"]}
+            except httpx.HTTPError as error:
+                return f"{router.name}: {error!r}"
+            for address, member in wanted.items():
+                found = seen.get(address)
+                if found is None or found["draining"] or (member in self.decode and not found["linked"]):
+                    return f"{member.name} at {router.name}: {found}"
+        return ""
+
+    async def restart(self, member: Member, end: Callable[[Member], None] | None) -> None:
+        """`end` the process (None = SIGTERM: it drains), then start another and wait until it is READY."""
+        self._busy.add(member.name)
+        try:
+            if end is None:
+                status = await member.end()
+                if status != 0:
+                    self.ends.found.append((f"{member.name} after SIGTERM", status, _tail(member)))
+            else:
+                end(member)
+            await asyncio.to_thread(_reap, member)
+            self.launch(member)
+            await member.wait_ready()
+        finally:
+            self._busy.discard(member.name)
+
+    async def _supervise(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for member in self.members:
+                if member.gone and member.name not in self._busy and member.process is not None:
+                    self.ends.found.append((member.name, member.process.process.poll(), _tail(member)))
+                    await self.restart(member, Member.kill)
+
+    async def close(self) -> None:
+        """End every process, every proxy and every task."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        started = [member for member in self.members if member.process is not None]
+        for member in started:
+            member.kill()
+        for member in started:
+            await asyncio.to_thread(_reap, member)
+        await asyncio.gather(*(member.proxy.close() for member in self.workers if member.proxy is not None))
+
+
+def _reap(member: Member) -> None:
+    assert member.process is not None
+    member.process.close()
+
+
+def _tail(member: Member) -> str:
+    return member.log.read_text(errors="replace")[-3000:]
+
+
+def _ignore(*_: object) -> None:
+    """Nobody waits for a transfer."""

@@ -1,0 +1,187 @@
+"""What processes hold, read from outside and from their own ledgers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+
+import httpx
+
+from chaos_kit.fleet import Fleet
+from chaos_kit.member import Member
+
+SAMPLE_S = 1.0
+SETTLE_S = 15.0
+GRPC_THREADS = "event_engine"  # its pool grows and shrinks with load and machine
+SLACK = {"threads": 2, "descriptors": 6, "sockets": 4}  # a connection more or less to each peer
+RSS_SLACK_BYTES = 24 * 2**20
+RSS_MIN_SAMPLES = 30
+GAUGES = ("jdisagg_kv_pages_used", "jdisagg_leases", "jdisagg_published_bytes")
+COUNTERS = (
+    "jdisagg_recoveries_total",
+    "jdisagg_transfer_failures_total",
+    "jdisagg_transfer_bytes_total",
+    "jdisagg_retractions",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a process holds of the system."""
+
+    threads: int
+    descriptors: int
+    sockets: int
+    rss_bytes: int
+
+
+def held_by(pid: int) -> Held:
+    """Now, without the threads whose number grpc chooses by itself. Raises OSError when the process is gone."""
+    names, threads = [], 0
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):
+            names.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with suppress(FileNotFoundError):
+            threads += not Path(f"/proc/{pid}/task/{thread}/comm").read_text().startswith(GRPC_THREADS)
+    rss_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return Held(
+        threads=threads,
+        descriptors=len(names),
+        sockets=sum(name.startswith("socket:") for name in names),
+        rss_bytes=rss_pages * os.sysconf("SC_PAGE_SIZE"),
+    )
+
+
+def shared_memory() -> frozenset[str]:
+    """Names in /dev/shm."""
+    return frozenset(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else frozenset()
+
+
+@dataclass
+class Watch:
+    """Samples of every process while the run goes on; keys are (member, incarnation)."""
+
+    rss: dict[tuple[str, int], list[tuple[float, int]]] = field(default_factory=dict)
+    counters: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)  # the last that were seen
+
+    async def run(self, fleet: Fleet) -> None:
+        """Until cancelled."""
+        while True:
+            await self.sample(fleet)
+            await asyncio.sleep(SAMPLE_S)
+
+    async def sample(self, fleet: Fleet) -> None:
+        """One sample of everybody who is up."""
+        await asyncio.gather(*(self._sample(member) for member in fleet.members if member.up and not member.frozen))
+
+    async def _sample(self, member: Member) -> None:
+        key = (member.name, member.incarnation)
+        with suppress(OSError, httpx.HTTPError):  # struck down meanwhile
+            self.rss.setdefault(key, []).append((monotonic(), held_by(member.pid).rss_bytes))
+            samples = await member.metrics()
+            self.counters[key] = {name: value for name, value in samples.items() if name.startswith(COUNTERS)}
+
+    def total(self, prefix: str) -> dict[str, float]:
+        """Counters that begin so, over all processes there were."""
+        sums: dict[str, float] = {}
+        for counters in self.counters.values():
+            for name, value in counters.items():
+                if name.startswith(prefix):
+                    sums[name] = sums.get(name, 0.0) + value
+        return {name: value for name, value in sums.items() if value}
+
+    def growing(self) -> list[str]:
+        """Processes whose memory climbs in the later two thirds of their life."""
+        found = []
+        for (name, incarnation), samples in self.rss.items():
+            later = samples[len(samples) // 3 :]
+            if len(later) >= RSS_MIN_SAMPLES and (growth := _fitted_growth(later)) > RSS_SLACK_BYTES:
+                found.append(
+                    f"{name}-{incarnation}: RSS grew by {growth / 2**20:.0f} MiB in {later[-1][0] - later[0][0]:.0f} s"
+                )
+        return found
+
+
+def _fitted_growth(samples: Sequence[tuple[float, int]]) -> float:
+    """Bytes that a straight line through the samples gains over their span."""
+    count = len(samples)
+    mean_s, mean_bytes = sum(s for s, _ in samples) / count, sum(b for _, b in samples) / count
+    spread = sum((s - mean_s) ** 2 for s, _ in samples)
+    slope = sum((s - mean_s) * (b - mean_bytes) for s, b in samples) / spread if spread else 0.0
+    return slope * (samples[-1][0] - samples[0][0])
+
+
+async def left_over(member: Member) -> list[str]:
+    """What a process still holds for somebody; empty when it is at rest."""
+    metrics, state = await member.metrics(), await member.state()
+    found = [f"{name} = {metrics[name]:g}" for name in GAUGES if metrics.get(name)]
+    handoff = state.get("handoff") or {}
+    parts = {
+        "sequences": (state.get("scheduler") or {}).get("sequences"),
+        "handoffs": handoff.get("handoffs"),
+        "replies": handoff.get("replies"),
+        "handoff requests": handoff.get("requests"),
+        "published_bytes": handoff.get("published_bytes"),
+        "buffered_bytes": handoff.get("buffered_bytes"),
+    }
+    parts |= {name: state.get(name) for name in ("streams", "requests", "flights")}
+    return found + [f"{name}: {str(part)[:200]}" for name, part in parts.items() if part]
+
+
+async def at_rest(fleet: Fleet) -> list[str]:
+    """Wait until nobody holds anything; what is left at the end of the patience."""
+    end_s = monotonic() + SETTLE_S
+    while True:
+        found: list[str] = []
+        for member in fleet.members:
+            try:
+                found += [f"{member.name}: {text}" for text in await left_over(member)]
+            except (httpx.HTTPError, ValueError) as error:
+                found.append(f"{member.name}: does not answer: {error!r}")
+        if not found or monotonic() > end_s:
+            return found
+        await asyncio.sleep(0.25)
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What one process of each role holds at rest, at most, once it has served."""
+
+    by_role: dict[str, Held]
+    shm: frozenset[str]
+
+    @classmethod
+    def of(cls, fleet: Fleet) -> Baseline:
+        """As it is now."""
+        roles: dict[str, list[Held]] = {}
+        for member in fleet.members:
+            roles.setdefault(member.name[0], []).append(held_by(member.pid))
+        most = {
+            role: Held(**{name: max(getattr(held, name) for held in many) for name in vars(many[0])})
+            for role, many in roles.items()
+        }
+        return cls(most, shared_memory())
+
+    async def exceeded(self, fleet: Fleet, patience_s: float = 10.0) -> list[str]:
+        """What is held beyond it, once it stays so."""
+        end_s = monotonic() + patience_s
+        while (found := self._exceeded_now(fleet)) and monotonic() < end_s:
+            await asyncio.sleep(0.5)
+        return found
+
+    def _exceeded_now(self, fleet: Fleet) -> list[str]:
+        found = [f"/dev/shm: {name}" for name in sorted(shared_memory() - self.shm)]
+        for member in fleet.members:
+            now, before = held_by(member.pid), self.by_role[member.name[0]]
+            for name, slack in SLACK.items():
+                if getattr(now, name) > getattr(before, name) + slack:
+                    found.append(
+                        f"{member.name}-{member.incarnation}: {getattr(now, name)} {name}, was {getattr(before, name)}"
+                    )
+        return found

@@ -1,0 +1,133 @@
+"""One place in the fleet and the processes that fill it one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import httpx
+from fleet_process import FleetProcess
+
+from chaos_kit.proxy import Proxy
+from jdisagg.serve.ready import Ready
+
+READY_TIMEOUT_S = 180.0
+ASK_TIMEOUT_S = 5.0
+_SAMPLE = re.compile(r"^(jdisagg_[a-z_]+)(?:\{(.*)\})? (\S+)$", re.M)
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Member:
+    """A router or worker: started, struck, and started again under the same name."""
+
+    def __init__(
+        self, name: str, *flags: str, directory: Path, http: httpx.AsyncClient, proxy: Proxy | None, env: Mapping[str, str]
+    ) -> None:
+        """A worker gets a new port each time and registers under `proxy`'s; a router keeps the ports in its flags."""
+        self.name = name
+        self.proxy = proxy
+        self.incarnation = 0
+        self.up = False  # READY and not struck down since
+        self.frozen = False
+        self.ready: Ready | None = None
+        self.ready_s = 0.0
+        self.process: FleetProcess | None = None
+        self._flags = flags
+        self._directory = directory
+        self._http = http
+        self._env = env
+
+    @property
+    def pid(self) -> int:
+        """Of the process there is now."""
+        assert self.process is not None, f"{self.name} was never started"
+        return self.process.process.pid
+
+    @property
+    def log(self) -> Path:
+        """Of the process there is now."""
+        return self._directory / f"{self.name}-{self.incarnation}.log"
+
+    def logs(self) -> str:
+        """What all its processes have written."""
+        paths = [self._directory / f"{self.name}-{number}.log" for number in range(1, self.incarnation + 1)]
+        return "".join(path.read_text(errors="replace") for path in paths)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the process has ended."""
+        return self.process is None or self.process.process.poll() is not None
+
+    def start(self, env: Mapping[str, str]) -> None:
+        """Start a process; call it on the thread that outlives it: it dies with its parent thread."""
+        self.incarnation += 1
+        flags = list(self._flags)
+        if self.proxy is not None:
+            port = free_port()
+            flags += ["--grpc-port", str(port), "--advertise-port", str(self.proxy.port)]
+            self.proxy.target_port = port
+        self.process = FleetProcess(*flags, log=self.log, env={**self._env, **env})
+
+    async def wait_ready(self) -> None:
+        """Until its READY line; raises RuntimeError with the end of its log."""
+        process = self.process
+        assert process is not None
+        self.ready = await asyncio.to_thread(process.wait_ready, READY_TIMEOUT_S)
+        self.ready_s = monotonic()
+        self.up = True
+
+    def kill(self) -> None:
+        """SIGKILL, now."""
+        self.up = False
+        self.frozen = False
+        if self.process is not None and not self.gone:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        self.frozen = True
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT, if it still lives."""
+        self.frozen = False
+        if not self.gone:
+            os.kill(self.pid, signal.SIGCONT)
+
+    async def end(self) -> int:
+        """SIGTERM and wait: it drains. Its exit status."""
+        self.up = False
+        self.thaw()
+        assert self.process is not None
+        return await asyncio.to_thread(self.process.stop)
+
+    # --- looking from outside
+
+    async def get(self, path: str) -> str:
+        """HTTP GET; raises httpx.HTTPError."""
+        assert self.ready is not None
+        answer = await self._http.get(f"http://{self.ready.http}{path}", timeout=ASK_TIMEOUT_S)
+        return answer.text
+
+    async def state(self) -> dict[str, Any]:
+        """GET /debug/state."""
+        return json.loads(await self.get("/debug/state"))
+
+    async def metrics(self) -> dict[str, float]:
+        """All samples by name and labels, `name{label="value"}`."""
+        text = await self.get("/metrics")
+        return {f"{name}{{{labels}}}" if labels else name: float(value) for name, labels, value in _SAMPLE.findall(text)}

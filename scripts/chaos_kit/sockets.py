@@ -1,0 +1,39 @@
+"""Which process a TCP connection on this machine belongs to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_TABLES = ("tcp", "tcp6")
+
+
+def owner_of(port: int, pids: Sequence[int]) -> int | None:
+    """The first of `pids` that has a socket bound to the local port."""
+    for pid in pids:
+        with suppress(OSError):
+            if _inodes_at(port, pid) & _inodes_of(pid):
+                return pid
+    return None
+
+
+def _inodes_at(port: int, pid: int) -> set[str]:
+    found = set()
+    for table in _TABLES:
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if int(fields[1].rpartition(":")[2], 16) == port:
+                found.add(fields[9])
+    return found - {"0"}
+
+
+def _inodes_of(pid: int) -> set[str]:
+    found = set()
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):
+            name = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+            if name.startswith("socket:["):
+                found.add(name[8:-1])
+    return found

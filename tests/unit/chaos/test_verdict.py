@@ -1,0 +1,42 @@
+"""What makes a run a failure."""
+
+from chaos_kit.catalogue import Entry
+from chaos_kit.outcome import Fate, Outcome, Visit
+from chaos_kit.verdict import Verdict
+
+ENTRY = Entry(prompt=(1,), sampling={"temperature": 0.0, "max_tokens": 2})
+RIGHT = {0: [5, 7]}
+
+
+def outcome(number: int, *, fate: Fate = Fate.STAYS, **fields) -> Outcome:
+    visit = Visit(number=number, entry=0, fate=fate, after_s=0.0, over_http=True, stream=True, priority=0, cache_salt="")
+    return Outcome(visit=visit, **{"tokens": {0: [5, 7]}, "times_sent": 1} | fields)
+
+
+def judged(*outcomes: Outcome) -> Verdict:
+    verdict = Verdict(seed=1, exact=True)
+    verdict.take(outcomes, [ENTRY], [RIGHT])
+    return verdict
+
+
+def test_clients_that_went_away_do_not_count_and_one_failure_is_allowed_in_a_short_run() -> None:
+    away = outcome(9, fate=Fate.LEAVES, went_away=True, tokens={0: [5]})
+    one = outcome(8, error="UNAVAILABLE", tokens={})
+    verdict = judged(outcome(0), outcome(1), away, one)
+    assert (verdict.well, verdict.away, verdict.success) == (2, 1, 2 / 3)
+    assert verdict.complaints() == []
+    assert judged(outcome(0), one, one).complaints() == ["33.33% ended well, wanted 99.5%: {'UNAVAILABLE': 2}"]
+    many = [outcome(number) for number in range(598)]
+    assert judged(*many, one, one).complaints() == []
+    assert judged(*many, one, one, one, one).complaints() != []
+
+
+def test_one_wrong_token_one_hang_one_leak_or_one_death_is_too_much() -> None:
+    assert judged(outcome(0, tokens={0: [5, 8]})).complaints() == ["1 wrong streams"]
+    assert judged(outcome(0, went_away=True, tokens={0: [8]})).complaints() == ["1 wrong streams"]
+    assert judged(outcome(0, hung=True, error="HANG")).complaints() == ["1 hung"]
+    verdict = judged(outcome(0))
+    verdict.leaks, verdict.deaths = ["P1: 5 pages"], ["D1, exit status 70"]
+    assert verdict.complaints() == ["leak: P1: 5 pages", "died by itself: D1, exit status 70"]
+    assert "RED" in verdict.text()
+    assert verdict.as_json()["complaints"] == verdict.complaints()

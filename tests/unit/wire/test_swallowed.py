@@ -1,0 +1,76 @@
+"""A connection that stays open while nothing passes any more: bytes are not waited for on it once the peer is known silent."""
+
+from __future__ import annotations
+
+import asyncio
+from time import monotonic
+
+import pytest
+from chaos_kit.proxy import Proxy, Weather
+
+from jdisagg.api.byte_source import GrpcByteSource
+from jdisagg.api.peer_client import GrpcPeerClient
+from jdisagg.handoff.events import FromPrefill
+from jdisagg.handoff.messages import Accepted, HandoffId, StreamEnded
+from tests.unit.wire.rig import FAST, identity, run_quiet, until
+from tests.unit.wire.test_peer import Prefill, opening
+
+H = HandoffId("r", 1)
+LONG_S = 20.0
+
+
+def test_a_read_ends_when_its_peer_falls_silent_and_the_next_one_takes_a_new_connection() -> None:
+    async def body() -> None:
+        p, events, source = Prefill(identity()), list[FromPrefill](), GrpcByteSource()
+        p.pieces["k"] = b"bytes"
+        proxy = await Proxy(lambda *_: None).start()
+        proxy.target_port = int((await p.start()).rpartition(":")[2])
+        address = f"127.0.0.1:{proxy.port}"
+        loop = asyncio.get_running_loop()
+        client = GrpcPeerClient(identity(epoch="d"), loop=loop, post=events.append, config=FAST, on_down=source.drop)
+
+        def read() -> bytes:
+            return b"".join(source.read(address, "k", monotonic() + LONG_S))
+
+        assert await asyncio.to_thread(read) == b"bytes"
+        client.open(address, H, opening())
+        await until(p.opened)
+        p.opened()[0].reply.send(Accepted(cached_tokens=0))
+        await until(lambda: events)
+        proxy.set_weather(Weather.BLACK_HOLE)
+        began_s = monotonic()
+        with pytest.raises(ConnectionError, match=address):
+            await asyncio.to_thread(read)
+        assert monotonic() - began_s < LONG_S / 4
+        assert isinstance(events[-1].message, StreamEnded)
+        proxy.set_weather(Weather.CLEAR)
+        assert await asyncio.to_thread(read) == b"bytes"
+        await client.aclose()
+        source.close()
+        await proxy.close()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_a_connection_that_let_a_read_run_out_of_time_is_not_used_again() -> None:
+    async def body() -> None:
+        p, source = Prefill(identity()), GrpcByteSource()
+        p.pieces["k"] = b"bytes"
+        proxy = await Proxy(lambda *_: None).start()
+        proxy.target_port = int((await p.start()).rpartition(":")[2])
+
+        def read(left_s: float) -> bytes:
+            return b"".join(source.read(f"127.0.0.1:{proxy.port}", "k", monotonic() + left_s))
+
+        assert await asyncio.to_thread(read, LONG_S) == b"bytes"
+        proxy.set_weather(Weather.BLACK_HOLE)
+        with pytest.raises(TimeoutError):
+            await asyncio.to_thread(read, 0.3)
+        proxy.set_weather(Weather.CLEAR)
+        assert await asyncio.to_thread(read, 3.0) == b"bytes"
+        source.close()
+        await proxy.close()
+        await p.server.stop(0)
+
+    run_quiet(body())
