@@ -24,12 +24,13 @@ from jdisagg.api.peer_codec import UP_HEARTBEAT, decode_down, decode_identity, e
 from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import InvalidRequest
-from jdisagg.handoff.events import PeerMessage, PeerOpened
+from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.identity import Identity, Incompatible, agree
 from jdisagg.handoff.messages import HandoffId, Open, PrefillToDecode, StreamEnded
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 FETCH_PART_BYTES = 2**20
+LEASE_NEWS = 0.25  # of a lease: how often the engine hears that a silent D is alive
 
 
 class PieceBytes(Protocol):
@@ -133,11 +134,16 @@ class PeerServer(peer_pb2_grpc.PeerServiceServicer):
         return "heartbeat"
 
     async def _read(self, handoff: HandoffId, requests: AsyncIterator[peer_pb2.PrefillRequest], pulse: Pulse) -> None:
+        told_s = monotonic()
         async for wire in requests:
             pulse.heard()
-            message = decode_down(wire, monotonic())
+            now_s = monotonic()
+            message = decode_down(wire, now_s)
             if message is not None and not isinstance(message, Open):
                 self._post(PeerMessage(handoff, message))
+            elif now_s - told_s >= self._config.lease_s * LEASE_NEWS:
+                told_s = now_s
+                self._post(PeerAlive(handoff))
 
     async def Fetch(
         self, request: peer_pb2.FetchRequest, context: grpc.aio.ServicerContext

@@ -39,6 +39,13 @@ class PeerMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerAlive:
+    """At P: the D of an open stream was heard, now and then: its leases go on."""
+
+    handoff: HandoffId
+
+
+@dataclass(frozen=True, slots=True)
 class FromPrefill:
     """At D: a message of P on the stream `handoff`."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdisagg.core.requests import EngineRequest
-from jdisagg.handoff.events import FromPrefill, PeerMessage, PeerOpened
+from jdisagg.handoff.events import FromPrefill, PeerAlive, PeerMessage, PeerOpened
 from jdisagg.roles.ports import OutputSink
 from jdisagg.transfer.base import TransferEvent
 
@@ -44,7 +44,7 @@ class Call:
     future: Future[Any]
 
 
-Message = Submit | Cancel | Call | PeerOpened | PeerMessage | FromPrefill | TransferEvent
+Message = Submit | Cancel | Call | PeerOpened | PeerMessage | PeerAlive | FromPrefill | TransferEvent
 
 
 class Inbox:

@@ -20,7 +20,7 @@ from jdisagg.core.errors import RequestError
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
 from jdisagg.handoff import actions as act
-from jdisagg.handoff.events import PeerMessage, PeerOpened, Reply
+from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened, Reply
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.handoff.prefill_side import PrefillSide
 from jdisagg.roles.inbox import Message
@@ -79,6 +79,8 @@ class PrefillRole:
                 self._execute(self._handoffs.open(handoff, opening, now_s), now_s)
             case PeerMessage(handoff=handoff, message=body):
                 self._execute(self._handoffs.on_message(handoff, body, now_s), now_s)
+            case PeerAlive(handoff=handoff):
+                self._execute(self._handoffs.on_heartbeat(handoff, now_s), now_s)
             case Published(handoff=handoff, ready=ready):
                 self._execute(self._handoffs.on_published(handoff, ready, now_s), now_s)
             case PublishFailed(handoff=handoff, begin=begin, end=end, reason=reason):

@@ -88,6 +88,7 @@ class Fleet:
         ports = [(free_port(), free_port()) for _ in range(NUM_ROUTERS)]
         for number, (http, grpc) in enumerate(ports, 1):
             flags = ("--role", "router", "--model", plan.model, "--port", str(http), "--grpc-port", str(grpc))
+            flags = (*flags, "--replay-budget", "4")  # as many deaths as here would use up any fleet's
             self.routers.append(self._member(f"R{number}", None, *flags))
         join = ("--router", ",".join(f"127.0.0.1:{grpc}" for _, grpc in ports), *plan.model_flags)
         if not plan.checksums:

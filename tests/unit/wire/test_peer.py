@@ -16,9 +16,11 @@ from jdisagg.api.peer_client import GrpcPeerClient
 from jdisagg.api.peer_server import PeerServer
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.requests import Output
-from jdisagg.handoff.events import FromPrefill, PeerMessage, PeerOpened
+from jdisagg.handoff.actions import Export
+from jdisagg.handoff.events import FromPrefill, PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity
 from jdisagg.handoff.messages import Accepted, Ack, ChunkReady, Done, Grant, HandoffId, Open, Started, StreamEnded, Want
+from jdisagg.handoff.prefill_side import PrefillSide
 from jdisagg.kv.spec import KVSpec
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 from tests.unit.wire.rig import FAST, identity, request, run_quiet, start_server, until
@@ -28,7 +30,7 @@ class Prefill:
     """A P whose engine is this list of events."""
 
     def __init__(self, who: Identity, config: TransferConfig = FAST) -> None:
-        self.events: list[PeerOpened | PeerMessage] = []
+        self.events: list[PeerOpened | PeerMessage | PeerAlive] = []
         self.pieces: dict[str, bytes] = {}
         self.service = PeerServer(who, post=self.events.append, pieces=self.pieces, config=config)
 
@@ -102,6 +104,29 @@ def test_messages_arrive_in_order_both_ways_and_a_clean_close_ends_once():
         assert p.ends() == ["closed"]
         assert d.ends(H1) == []
         assert (p.service.num_streams, d.client.num_streams) == (0, 0)
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+@pytest.mark.covers("I-5")
+def test_heartbeats_of_a_decode_worker_that_has_nothing_to_say_renew_its_leases():
+    async def body() -> None:
+        p, d = Prefill(identity(), dataclasses.replace(FAST, lease_s=4 * FAST.heartbeat_s)), Decode()
+        d.client.open(await p.start(), H1, opening())
+        await until(p.opened)
+        await until(lambda: len([event for event in p.events if isinstance(event, PeerAlive)]) >= 3)
+        assert p.messages() == []
+        side = PrefillSide(FAST, bytes_per_token=1)
+        side.open(H1, opening(), 0.0)
+        side.on_admitted(H1, 0)
+        side.on_message(H1, Grant(credit_bytes=100), 0.0)
+        (cut,) = [action for action in side.on_computed("r#1", 3, 0.0) if isinstance(action, Export)]
+        side.on_published(H1, dataclasses.replace(CHUNK, key=cut.key), 0.0)
+        side.on_heartbeat(H1, FAST.lease_s)
+        assert side.tick(FAST.lease_s + 0.1) == []
+        assert side.tick(2 * FAST.lease_s) != []
         await d.client.aclose()
         await p.server.stop(0)
 
