@@ -36,7 +36,15 @@ def write(  # noqa: PLR0917
     `dtype` is the element type. `kv` may hold the elements' bits instead (uint16), here and in `attend`: XLA:CPU widens a
     whole 16-bit float cache to float32 around every scatter and gather, and even a bitcast of it is a copy.
     """
-    rows = _cast_bits(jnp.concatenate([k, v], axis=-1).astype(dtype), kv.dtype)
+    rows = jnp.concatenate([k, v], axis=-1).astype(dtype)
+    return store(kv, layer, rows, pages, offsets, heads_major=heads_major)
+
+
+def store(
+    kv: jax.Array, layer: int | jax.Array, rows: jax.Array, pages: jax.Array, offsets: jax.Array, *, heads_major: bool
+) -> jax.Array:
+    """Store rows [T, K, F] as they are at (pages i32[T], offsets i32[T]) of one layer; see `write`."""
+    rows = _cast_bits(rows, kv.dtype)
     if heads_major:
         heads = jnp.arange(rows.shape[1])[None, :]  # named one by one: XLA:TPU copies the cache for a slice in between
         return kv.at[layer, pages[:, None], heads, offsets[:, None]].set(rows, mode="drop")
@@ -55,11 +63,15 @@ def attend(
     heads_major: bool,
     dtype: jnp.dtype,
     block_tokens: int = BLOCK_TOKENS,
+    scales: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of q [T, H, D] at positions i32[T] over the pages of their tiles, page_tables i32[N, M]; returns [T, H, D].
 
     Query at i sees key j when j <= i and, with a window, i - j < window. Whatever is stored elsewhere, NaN included, has no
-    effect. Scores and sums are float32; probabilities are rounded to the cache's dtype before they meet the values.
+    effect. Scores and sums are float32; probabilities are rounded to `dtype`, the cache's, before they meet the values.
+
+    An int8 cache has `scales` float32 like `kv` with F = 2, for keys and for values. Its integers are exact in every `dtype`,
+    in which they are multiplied; the scales meet scores and probabilities, so no dequantised copy of anything exists.
     """
     num_tiles = page_tables.shape[0]
     tile = q.shape[0] // num_tiles
@@ -79,16 +91,22 @@ def attend(
     def step(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         largest, total, sums = carry
         pages = lax.dynamic_slice_in_dim(tables, index * block_pages, block_pages, axis=1)
-        keys, values = _gather(kv, layer, pages, dtype=dtype, heads_major=heads_major)
+        both = _read_as(_gather(kv, layer, pages, heads_major=heads_major), dtype)
+        keys, values = both[..., :dim], both[..., dim:]
         seen = _visible(at, index * block + jnp.arange(block), window)  # bool[N, t, block]
         rows = jnp.broadcast_to(seen[:, :, None], (num_tiles, tile, group, block)).reshape(num_tiles, 1, tile * group, block)
         scores = dot("nkqd,nkjd->nkqj", queries, keys) * scale
+        of_values = None
+        if scales is not None:
+            of_keys, of_values = jnp.moveaxis(_gather(scales, layer, pages, heads_major=heads_major), -1, 0)[:, :, :, None]
+            scores = scores * of_keys
         scores = jnp.where(rows, scores, _LOWEST)
         new_largest = jnp.maximum(largest, scores.max(axis=-1))
         weights = jnp.where(rows, jnp.exp(scores - new_largest[..., None]), 0.0)
         shrink = jnp.exp(largest - new_largest)
         values = jnp.where(seen.any(axis=1)[:, None, :, None], values, jnp.zeros((), dtype))
-        new = dot("nkqj,nkjd->nkqd", weights.astype(dtype), values)
+        scaled = weights if of_values is None else jnp.where(rows, weights * of_values, 0.0)
+        new = dot("nkqj,nkjd->nkqd", scaled.astype(dtype), values)
         return new_largest, total * shrink + weights.sum(axis=-1), sums * shrink[..., None] + new
 
     shape = queries.shape[:-1]
@@ -105,10 +123,8 @@ def _visible(at: jax.Array, keys: jax.Array, window: int | None) -> jax.Array:
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
-def _gather(
-    kv: jax.Array, layer: int | jax.Array, pages: jax.Array, *, dtype: jnp.dtype, heads_major: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [N, K, B * S, D] of pages i32[N, B], read as `dtype`."""
+def _gather(kv: jax.Array, layer: int | jax.Array, pages: jax.Array, *, heads_major: bool) -> jax.Array:
+    """Rows [N, K, B * S, F] of pages i32[N, B], as they are stored."""
     num_layers, num_pages = kv.shape[:2]
     num_tiles, num_blocks = pages.shape
     index = layer * num_pages + pages
@@ -120,9 +136,12 @@ def _gather(
         size, heads, features = kv.shape[2:]
         flat = kv.reshape(num_layers * num_pages, size, heads, features)
         rows = flat.at[index].get(mode="clip").transpose(0, 3, 1, 2, 4)
-    rows = rows.reshape(num_tiles, heads, num_blocks * size, features)
-    rows = _cast_bits(rows, dtype)
-    return rows[..., : features // 2], rows[..., features // 2 :]
+    return rows.reshape(num_tiles, heads, num_blocks * size, features)
+
+
+def _read_as(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Elements or their bits as `dtype`; integers of a quantised cache by value."""
+    return x.astype(dtype) if x.dtype == jnp.int8 else _cast_bits(x, dtype)
 
 
 def _cast_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

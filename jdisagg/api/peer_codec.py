@@ -36,6 +36,7 @@ def encode_down(message: Open | Grant | Ack | Want, *, epoch: str, now_s: float)
                 held_tokens=message.held_tokens,
                 epoch=epoch,
                 backend=message.backend,
+                max_piece_tokens=message.max_piece_tokens or 0,
             )
             return peer_pb2.PrefillRequest(open=event)
         case Grant():
@@ -53,7 +54,12 @@ def decode_down(message: peer_pb2.PrefillRequest, now_s: float) -> Open | Grant 
             request = decode_request(message.open.request, now_s)
             if message.open.held_tokens < 0:
                 raise InvalidRequest(f"held_tokens: wanted >= 0, got {message.open.held_tokens}", field="held_tokens")
-            return Open(request=request, held_tokens=message.open.held_tokens, backend=message.open.backend)
+            return Open(
+                request=request,
+                held_tokens=message.open.held_tokens,
+                backend=message.open.backend,
+                max_piece_tokens=max(0, message.open.max_piece_tokens) or None,
+            )
         case "grant":
             return Grant(credit_bytes=message.grant.credit_bytes)
         case "ack":

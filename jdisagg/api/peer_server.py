@@ -48,7 +48,7 @@ class PeerServer(peer_pb2_grpc.PeerServiceServicer):
         self,
         identity: Identity,
         *,
-        post: Callable[[PeerOpened | PeerMessage], None],
+        post: Callable[[PeerOpened | PeerMessage | PeerAlive], None],
         pieces: PieceBytes | None,
         config: TransferConfig,
     ) -> None:

@@ -44,7 +44,7 @@ _MODEL = (
         "weights and activations; auto = float32 on CPU, bfloat16 elsewhere",
         choices=("auto", "float32", "bfloat16"),
     ),
-    Flag("model", "kv_cache_dtype", "KV cache; auto = --dtype", choices=("auto", "float32", "bfloat16")),
+    Flag("model", "kv_cache_dtype", "KV cache; auto = --dtype", choices=("auto", "float32", "bfloat16", "float16", "int8")),
     Flag("model", "max_model_len", "prompt + generated tokens; default: the model's own", minimum=8),
     Flag("model", "tensor_parallel_size", "devices per model", minimum=1, maximum=1024),
     Flag("model", "numerics", "exact: a token never depends on its neighbours, bit for bit"),

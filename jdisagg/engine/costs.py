@@ -23,7 +23,7 @@ def measure_retraction_cost(runner: ModelRunner) -> RetractionCost:
     nowhere = np.zeros((2, runner.chunk_tokens), np.int32)
 
     def there_and_back() -> Any:
-        on_host = np.asarray(device.export(nowhere))
+        on_host = jax.device_get(device.export(nowhere))
         device.import_piece(jax.device_put(on_host, device.piece_sharding), nowhere)
         return device.export(nowhere)  # after the import, which returns nothing to wait for
 

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -19,6 +18,7 @@ from jdisagg.engine import state as slots
 from jdisagg.engine.batches import ExactBatch, PrefillBatch
 from jdisagg.engine.model import Params, StepModel
 from jdisagg.engine.steps import StepFunctions, StepOut
+from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout
 from jdisagg.kv.pool import KVPool
 
@@ -74,24 +74,23 @@ class Device:
         """Add token counts and logit bias."""
         self._state = self._functions["history"](self._state, *self.upload((entries, bias)))
 
-    def export(self, where: np.ndarray) -> jax.Array:
-        """KV [L, T, K, F] of the tokens at `where` i32[2, T] (page, offset), in a fresh array."""
+    def export(self, where: np.ndarray) -> KVGroup:
+        """KV [L, T, K, F] of the tokens at `where` i32[2, T] (page, offset), in fresh arrays."""
         kv = self.pool.take()
         try:
             return self._functions["export"](kv[0], self.upload(where))
         finally:
             self.pool.put(kv)
 
-    def import_piece(self, piece: jax.Array, where: np.ndarray) -> None:
+    def import_piece(self, piece: KVGroup, where: np.ndarray) -> None:
         """Store a piece with `piece_sharding` at `where` i32[2, T]."""
         kv = self.pool.take()
         self.pool.put((self._functions["import"](kv[0], piece, self.upload(where)),))
 
-    def empty_piece(self) -> jax.Array:
+    def empty_piece(self) -> KVGroup:
         """Zeros in the shape and sharding of a piece."""
-        spec = self.layout.spec
-        shape = (spec.num_layers, self.shape.chunk_tokens, spec.num_kv_heads, spec.features)
-        return jnp.zeros(shape, self.layout.dtype, device=self.piece_sharding)
+        rows = self.layout.abstract_rows(self.shape.chunk_tokens)
+        return jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), rows), self.piece_sharding)
 
     def upload(self, arrays: Any) -> Any:
         """Host arrays on every device of the mesh. The runtime may alias them: never written again."""
@@ -109,10 +108,10 @@ def _jit_all(steps: StepFunctions, device: Device, mesh: Mesh) -> dict[str, Any]
     step = partial(jax.jit, donate_argnums=(1, 2), out_shardings=(kv, whole, whole))
     update = partial(jax.jit, donate_argnums=0, out_shardings=whole)
 
-    def gather(cache: jax.Array, where: jax.Array) -> jax.Array:
+    def gather(cache: KVGroup, where: jax.Array) -> KVGroup:
         return layout.gather_tokens(mesh, cache, where[0], where[1])
 
-    def scatter(cache: jax.Array, piece: jax.Array, where: jax.Array) -> jax.Array:
+    def scatter(cache: KVGroup, piece: KVGroup, where: jax.Array) -> KVGroup:
         return layout.scatter_tokens(mesh, cache, piece, where[0], where[1])
 
     return {

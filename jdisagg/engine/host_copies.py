@@ -6,36 +6,35 @@ and lets the device arrays go. A restore of a copy that has not settled uses the
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
-import numpy as np
+
+from jdisagg.kv.group import KVGroup
 
 
 class HostCopies:
-    """Pieces [L, T, K, F] by key (request id), in token order."""
+    """Pieces [L, T, K, F], with their scales, by key (request id), in token order."""
 
     def __init__(self) -> None:
-        self._pieces: dict[str, list[Any]] = {}
+        self._pieces: dict[str, list[KVGroup]] = {}
         self._unsettled: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def keep(self, key: str, pieces: list[jax.Array]) -> None:
+    def keep(self, key: str, pieces: list[KVGroup]) -> None:
         """Start copying fresh arrays to the host."""
-        for piece in pieces:
-            piece.copy_to_host_async()
+        for array in jax.tree.leaves(pieces):
+            array.copy_to_host_async()
         self._pieces[key] = list(pieces)
         self._unsettled.add(key)
 
     def settle(self) -> None:
         """Replace device arrays by host ones; waits for copies that are still under way."""
         for key in self._unsettled:
-            self._pieces[key] = [np.asarray(piece) for piece in self._pieces[key]]
+            self._pieces[key] = jax.device_get(self._pieces[key])
         self._unsettled.clear()
 
-    def take(self, key: str) -> list[Any]:
+    def take(self, key: str) -> list[KVGroup]:
         """The pieces, which are not kept any longer."""
         self._unsettled.discard(key)
         return self._pieces.pop(key)

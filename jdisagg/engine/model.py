@@ -9,12 +9,13 @@ from typing import Any, Protocol
 import jax
 
 from jdisagg.core.config import LayerLoop
+from jdisagg.kv.group import KVGroup
 from jdisagg.models import decoder
 from jdisagg.models.batch import AttentionOps, TokenBatch
 from jdisagg.models.spec import ModelSpec
 
 Params = Mapping[str, Any]
-KV = tuple[jax.Array, ...]
+KV = tuple[KVGroup, ...]
 
 
 class StepModel(Protocol):

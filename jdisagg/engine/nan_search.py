@@ -50,7 +50,7 @@ class NanSearch:
     def _describe(self, page_table: PageTable, num_tokens: int) -> str:
         spans, num_layers, first = _spans(num_tokens, self.chunk_tokens), 0, None
         for begin, end in spans:
-            kv = np.asarray(jax.device_get(self.export(page_table, begin, end).data))[:, : end - begin]
+            kv = _floats(self.export(page_table, begin, end))[:, : end - begin]
             num_layers = len(kv)
             found = _first(kv, begin)
             first = min((place for place in (first, found) if place is not None), default=None)
@@ -72,8 +72,13 @@ def _whole(spans: list[tuple[int, int]]) -> bool:
     return len(spans) < 2 or spans[-2][1] == spans[-1][0]
 
 
+def _floats(piece: Piece) -> np.ndarray:
+    """What may hold a NaN: the data, or the scales of int8 data; both are keys, then values, on the last axis."""
+    return np.asarray(jax.device_get(piece.arrays[-1]))
+
+
 def _first(kv: np.ndarray, begin: int) -> _Found | None:
-    """The lowest bad layer of KV [L, T, K, F] (F: keys, then values) and its first bad token, counted from `begin`."""
+    """The lowest bad layer of KV [L, T, K, F or 2] (keys, then values) and its first bad token, counted from `begin`."""
     bad = np.asarray(np.isnan(kv).any(axis=2))  # bool[L, T, F]
     layers = np.flatnonzero(bad.any(axis=(1, 2)))
     if not len(layers):

@@ -22,6 +22,8 @@ from jdisagg.engine.host_copies import HostCopies
 from jdisagg.engine.packing import Packed, pack_exact, pack_prefill
 from jdisagg.engine.results import Part, read
 from jdisagg.engine.steps import StepOut
+from jdisagg.engine.token_index import token_index
+from jdisagg.kv.group import KVGroup
 from jdisagg.sched.plan import Admit, HostCopy, PageCopy, PageTable, Plan, StepResult
 from jdisagg.transfer.base import Piece
 
@@ -113,15 +115,16 @@ class ModelRunner:
         return StepResult(step_id=handle.step_id, sampled=sampled, prompt_logprobs=prompts, step_s=seconds)
 
     def export_tokens(self, page_table: PageTable, begin: int, end: int, group: int = 0) -> Piece:
-        """Gather KV of tokens [begin, end), at most `chunk_tokens`, into a fresh array, ordered after dispatched steps."""
-        data = self.device.export(self._where(page_table, begin, end, group))
-        return Piece(begin=begin, end=end, data=data, group=group)
+        """Gather KV of tokens [begin, end), at most `chunk_tokens`, into fresh arrays, ordered after dispatched steps."""
+        rows = self.device.export(self._where(page_table, begin, end, group))
+        return Piece(begin=begin, end=end, data=rows.data, scales=rows.scales, group=group)
 
     def import_tokens(self, page_table: PageTable, piece: Piece) -> None:
         """Scatter a confirmed piece into the pages of `page_table`, ordered before every later step."""
         wanted, got = self.device.shape.chunk_tokens, piece.data.shape[1]
         assert got == wanted, f"a piece of {got} tokens, wanted {wanted}: pad it to --transfer-chunk-tokens before import"
-        self.device.import_piece(piece.data, self._where(page_table, piece.begin, piece.end, piece.group))
+        rows = KVGroup(piece.data, piece.scales)
+        self.device.import_piece(rows, self._where(page_table, piece.begin, piece.end, piece.group))
 
     def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages, as many tokens at a time as a piece holds."""
@@ -147,13 +150,7 @@ class ModelRunner:
             self.device.import_piece(on_device, self._where(copy.page_table, begin, end, 0))
 
     def _where(self, page_table: PageTable, begin: int, end: int, group: int) -> np.ndarray:
-        """(page, offset) i32[2, chunk_tokens] of tokens [begin, end), padded to the null page."""
-        assert 0 <= end - begin <= self.chunk_tokens, f"tokens [{begin}, {end}), wanted at most {self.chunk_tokens}"
-        positions = np.arange(begin, end)
-        where = np.zeros((2, self.chunk_tokens), np.int32)
-        where[0, : end - begin] = np.asarray(page_table[group], np.int32)[positions // self.page_size]
-        where[1, : end - begin] = positions % self.page_size
-        return where
+        return token_index(page_table[group], begin, end, page_size=self.page_size, width=self.chunk_tokens)
 
     def _admit(self, admits: Sequence[Admit]) -> None:
         shape = self.device.shape

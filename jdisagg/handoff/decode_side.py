@@ -236,7 +236,8 @@ class DecodeSide:
         handoff = HandoffId(record.request.request_id, self._serial)
         record.move(InboundStage.OPENING)
         record.stream = InboundStream(handoff, peer, now_s, GroupSpans(self._num_groups), GroupSpans(self._num_groups))
-        message = msg.Open(request=record.request_to_send(), held_tokens=record.held_tokens, backend=self._backend)
+        most, request = self._config.transfer_chunk_tokens, record.request_to_send()
+        message = msg.Open(request=request, held_tokens=record.held_tokens, backend=self._backend, max_piece_tokens=most)
         return [act.OpenStream(handoff, peer, message), *self._grant(record)]
 
     def _hang_up(self, record: Inbound) -> list[DecodeAction]:

@@ -44,7 +44,7 @@ class ExportQueue:
         actions: list[PrefillAction] = []
         while self._turns:
             handoff, record = next(iter(self._turns.items()))
-            span = record.next_span(self._config.transfer_chunk_tokens)
+            span = record.next_span()
             num_bytes = 0 if span is None else (span[1] - span[0]) * self._bytes_per_token
             if span is not None and record.spent_bytes + num_bytes <= record.credit_bytes:
                 if self._buffered_bytes and self._buffered_bytes + num_bytes > self._config.transfer_buffer_bytes:

@@ -38,11 +38,12 @@ class HandoffId:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Open:
-    """Compute `request`; its first `held_tokens` tokens' KV are at D already."""
+    """Compute `request`; its first `held_tokens` tokens' KV are at D already. D takes pieces of `max_piece_tokens`."""
 
     request: EngineRequest
     held_tokens: int
     backend: str
+    max_piece_tokens: int | None = None  # None = of any length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,6 +54,7 @@ class Outbound:
     request: EngineRequest  # as D sent it
     held_tokens: int
     heard_s: float  # last sign of life of D, or last publication
+    chunk_tokens: int  # of a piece: the smaller of what P cuts and what D takes
     stage: OutboundStage = OutboundStage.QUEUED
     credit_bytes: int = 0  # cumulative
     spent_bytes: int = 0  # cumulative, at most `credit_bytes`
@@ -80,14 +81,14 @@ class Outbound:
         """One past the last token D needs; nothing is sent for a request that ends with the first token."""
         return len(self.request.token_ids) if self.request.remaining_tokens > 1 else 0
 
-    def next_span(self, chunk_tokens: int) -> tuple[int, int] | None:
+    def next_span(self) -> tuple[int, int] | None:
         """The next range that is ready to be cut."""
         if self.again:
             return self.again[0]
         if self.total - self.cut <= 0:
             return None
-        if min(self.computed, self.total) - self.cut >= chunk_tokens:
-            return self.cut, self.cut + chunk_tokens
+        if min(self.computed, self.total) - self.cut >= self.chunk_tokens:
+            return self.cut, self.cut + self.chunk_tokens
         return (self.cut, self.total) if self.computed >= self.total else None
 
     def take(self, span: tuple[int, int], num_bytes: int, key: str) -> None:
@@ -101,9 +102,10 @@ class Outbound:
         self.num_cut += 1
         self.pieces[key] = OutgoingPiece(*span, num_bytes)
 
-    def num_chunks(self, chunk_tokens: int) -> int:
+    @property
+    def num_chunks(self) -> int:
         """Pieces of this stream in all, those still to come included."""
-        return self.num_cut + len(self.again) + -(-max(0, self.total - self.cut) // chunk_tokens)
+        return self.num_cut + len(self.again) + -(-max(0, self.total - self.cut) // self.chunk_tokens)
 
     @property
     def is_awaited(self) -> bool:

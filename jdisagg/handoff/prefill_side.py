@@ -64,7 +64,8 @@ class PrefillSide:
                 f"request {request.request_id}: held_tokens is {message.held_tokens}, wanted 0 to {len(request.token_ids)}"
             )
             return [act.Reply(handoff, Refused(error=error)), act.CloseReply(handoff)]
-        record = Outbound(handoff, request, message.held_tokens, now_s, cut=message.held_tokens)
+        chunk_tokens = min(self._config.transfer_chunk_tokens, message.max_piece_tokens or self._config.transfer_chunk_tokens)
+        record = Outbound(handoff, request, message.held_tokens, now_s, chunk_tokens, cut=message.held_tokens)
         self._live[handoff] = record
         self._by_request[record.engine_request_id] = record
         return [act.Admit(handoff, replace(request, request_id=record.engine_request_id, fork_group=""))]
@@ -151,8 +152,7 @@ class PrefillSide:
         if first.finish is not None:
             done = act.Reply(record.handoff, Done(first=first, num_chunks=record.num_cut))
             return [done, *self.release(record.handoff, "finished")]
-        num_chunks = record.num_chunks(self._config.transfer_chunk_tokens)
-        done = act.Reply(record.handoff, Done(first=first, num_chunks=num_chunks))
+        done = act.Reply(record.handoff, Done(first=first, num_chunks=record.num_chunks))
         record.computed = max(record.computed, record.total)
         return [done, *self._exports.pump(record), *self._release_delivered(record)]
 
@@ -231,7 +231,7 @@ class PrefillSide:
 
     def _on_want(self, record: Outbound, begin: int, end: int) -> list[PrefillAction]:
         size = end - begin
-        if not (record.held_tokens <= begin < end <= record.cut and size <= self._config.transfer_chunk_tokens):
+        if not (record.held_tokens <= begin < end <= record.cut and size <= record.chunk_tokens):
             text = f"Want [{begin}, {end}): only published tokens, [{record.held_tokens}, {record.cut}), can be sent again"
             return self._refuse(record, InvalidRequest(f"request {record.request.request_id}: {text}"))
         actions: list[PrefillAction] = []

@@ -1,6 +1,7 @@
 """The axis order of the KV array, which is a secret of this file and of the kernels it parametrises.
 
-Outside, KV is `[L, T, K, F]` pieces and (page, offset) pairs. Inside it is one array per group:
+Outside, KV is `[L, T, K, F]` pieces and (page, offset) pairs. Inside it is one array per group (and one like it, with F = 2,
+for the scales of int8 data):
 
     tokens-major [L, P, S, K, F]    GPU
     heads-major  [L, P, K, S, F]    CPU (decode attention 2 against 15 ms), TPU (a page is one matrix of K * S rows for free;
@@ -18,7 +19,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.kv.spec import KVSpec
+from jdisagg.kv.group import KVGroup
+from jdisagg.kv.spec import SCALES, KVSpec
 
 TP_AXIS = "tp"
 _ALL = PartitionSpec()
@@ -62,8 +64,24 @@ class KVLayout:
 
     def shape(self, num_pages: int) -> tuple[int, ...]:
         """Shape of the array with `num_pages` pages, the null page included."""
+        return (*self._rows_shape(num_pages), self.spec.features)
+
+    def abstract(self, num_pages: int) -> KVGroup:
+        """Shapes and dtypes of the group's arrays."""
+        data = jax.ShapeDtypeStruct(self.shape(num_pages), self.storage_dtype)
+        if not self.spec.quantised:
+            return KVGroup(data)
+        return KVGroup(data, jax.ShapeDtypeStruct((*self._rows_shape(num_pages), SCALES), jnp.float32))
+
+    def abstract_rows(self, num_tokens: int) -> KVGroup:
+        """Shapes and dtypes of the KV of tokens, as `gather_tokens` returns it."""
+        rows = (self.spec.num_layers, num_tokens, self.spec.num_kv_heads)
+        data = jax.ShapeDtypeStruct((*rows, self.spec.features), self.dtype)
+        return KVGroup(data, jax.ShapeDtypeStruct((*rows, SCALES), jnp.float32) if self.spec.quantised else None)
+
+    def _rows_shape(self, num_pages: int) -> tuple[int, ...]:
         inner = (self.num_stored_heads, self.page_size) if self.heads_major else (self.page_size, self.num_stored_heads)
-        return (self.spec.num_layers, num_pages, *inner, self.spec.features)
+        return (self.spec.num_layers, num_pages, *inner)
 
     @property
     def partition(self) -> PartitionSpec:
@@ -75,19 +93,23 @@ class KVLayout:
         whole = self.num_replicas > 1 or self.num_shards == 1
         return NamedSharding(mesh, PartitionSpec() if whole else PartitionSpec(None, None, TP_AXIS))
 
-    def gather_tokens(self, mesh: Mesh, kv: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
+    def gather_tokens(self, mesh: Mesh, kv: KVGroup, pages: jax.Array, offsets: jax.Array) -> KVGroup:
         """KV [L, T, K, F] of the tokens at (pages i32[T], offsets i32[T]); a replicated head is read once."""
         kernel = jax.shard_map(
             self._gather, mesh=mesh, in_specs=(self.partition, _ALL, _ALL), out_specs=_HEADS_OF_PIECE, check_vma=False
         )
-        return _cast_bits(kernel(kv, pages, offsets)[:, :, :: self.num_replicas], self.dtype)
+        once = jax.tree.map(lambda array: kernel(array, pages, offsets)[:, :, :: self.num_replicas], kv)
+        return KVGroup(_cast_bits(once.data, self.dtype), once.scales)
 
-    def scatter_tokens(self, mesh: Mesh, kv: jax.Array, rows: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
+    def scatter_tokens(self, mesh: Mesh, kv: KVGroup, rows: KVGroup, pages: jax.Array, offsets: jax.Array) -> KVGroup:
         """Store KV rows [L, T, K, F] at (pages i32[T], offsets i32[T]); the inverse of `gather_tokens`."""
-        rows = _cast_bits(jnp.repeat(rows, self.num_replicas, axis=2), kv.dtype)
         specs = (self.partition, _HEADS_OF_PIECE, _ALL, _ALL)
         kernel = jax.shard_map(self._scatter, mesh=mesh, in_specs=specs, out_specs=self.partition, check_vma=False)
-        return kernel(kv, rows, pages, offsets)
+
+        def store(array: jax.Array, new: jax.Array) -> jax.Array:
+            return kernel(array, _cast_bits(jnp.repeat(new, self.num_replicas, axis=2), array.dtype), pages, offsets)
+
+        return jax.tree.map(store, kv, rows)
 
     def _gather(self, kv: jax.Array, pages: jax.Array, offsets: jax.Array) -> jax.Array:
         return kv.at[self._index(kv, pages, offsets)].get(mode="clip")

@@ -6,11 +6,14 @@ can hold a stale array: donation has invalidated it, and the pool is empty. Page
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout
 
 NULL_PAGE = 0
@@ -30,18 +33,17 @@ class KVPool:
         self.num_pages = num_pages
         self.layouts = layouts
         self.shardings = tuple(NamedSharding(mesh, layout.partition) for layout in layouts)
-        self._arrays: tuple[jax.Array, ...] | None = tuple(
-            jnp.zeros(layout.shape(num_pages), layout.storage_dtype, device=sharding)
-            for layout, sharding in zip(layouts, self.shardings, strict=True)
-        )
+        shapes = tuple(layout.abstract(num_pages) for layout in layouts)
+        zeros = jax.jit(partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=self.shardings)
+        self._arrays: tuple[KVGroup, ...] | None = zeros()
 
-    def take(self) -> tuple[jax.Array, ...]:
-        """Hand out the arrays, one per group; the pool is empty until `put`."""
+    def take(self) -> tuple[KVGroup, ...]:
+        """Hand out the arrays, by group; the pool is empty until `put`."""
         arrays, self._arrays = self._arrays, None
         assert arrays is not None, "the KV arrays are already taken: a step failed between take and put"
         return arrays
 
-    def put(self, arrays: tuple[jax.Array, ...]) -> None:
+    def put(self, arrays: tuple[KVGroup, ...]) -> None:
         """Give the arrays back, as the step that took them returned them."""
         assert self._arrays is None, "the KV arrays were put back twice"
         self._arrays = arrays

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import jax
 
+from jdisagg.kv.group import KVGroup
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -28,12 +30,12 @@ class TokenBatch:
 class AttentionOps(Protocol):
     """Kernels a model calls, bound to one implementation (ref | tpu | gpu) and KV layout."""
 
-    def write(self, kv: jax.Array, layer: int | jax.Array, k: jax.Array, v: jax.Array, batch: TokenBatch) -> jax.Array:
-        """Store k, v [T, K, D] of one layer into their pages; `kv` is the group's whole array, donated through."""
+    def write(self, kv: KVGroup, layer: int | jax.Array, k: jax.Array, v: jax.Array, batch: TokenBatch) -> KVGroup:
+        """Store k, v [T, K, D] of one layer into their pages; `kv` holds the group's whole arrays, donated through."""
         ...
 
     def attend(
-        self, q: jax.Array, kv: jax.Array, layer: int | jax.Array, batch: TokenBatch, *, scale: float, window: int | None
+        self, q: jax.Array, kv: KVGroup, layer: int | jax.Array, batch: TokenBatch, *, scale: float, window: int | None
     ) -> jax.Array:
         """Causal attention of q [T, H, D] over the pages of each tile; query i sees key j when j <= i (and i - j < window)."""
         ...

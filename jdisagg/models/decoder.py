@@ -10,14 +10,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdisagg.core.config import LayerLoop
+from jdisagg.kv.group import KVGroup
 from jdisagg.models import rotary
 from jdisagg.models.batch import AttentionOps, TokenBatch
 from jdisagg.models.layers import dot, linear, mlp, rms_norm
 from jdisagg.models.spec import ModelSpec
 
 Params = Mapping[str, Any]
-KV = tuple[jax.Array, ...]  # one array per cache group (length 1 today)
-Carry = tuple[jax.Array, jax.Array]  # the cache group and the residual stream
+KV = tuple[KVGroup, ...]  # by cache group (length 1 today)
+Carry = tuple[KVGroup, jax.Array]  # the cache group and the residual stream
 
 
 def forward(
@@ -49,7 +50,7 @@ def forward(
 
 def block(
     params: Params,
-    kv: jax.Array,
+    kv: KVGroup,
     layer: int | jax.Array,
     x: jax.Array,
     batch: TokenBatch,
@@ -58,7 +59,7 @@ def block(
     ops: AttentionOps,
     turn: tuple[jax.Array, jax.Array],
     window: int | None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[KVGroup, jax.Array]:
     """One layer over x [T, E]: `turn` is the RoPE rotation of the tokens, `window` the layer's reach in tokens."""
     a = spec.attention
     attn = params["self_attn"]

@@ -22,6 +22,7 @@ from jdisagg.models.spec import ModelSpec
 from jdisagg.models.stacking import stack_layers
 
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = (*DTYPES, "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,8 @@ def load_model(config: ModelConfig, mesh: Mesh, *, seed: int) -> LoadedModel:
     directory = resolve_model(config.model)
     spec = ModelSpec.from_config(read_config(directory))
     check_model(config, spec, mesh.shape["tp"])
-    dtype = _dtype("dtype", config.dtype, "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
-    kv_dtype = _dtype("kv_cache_dtype", config.kv_cache_dtype, dtype)
+    dtype = _dtype("dtype", config.dtype, DTYPES, auto="float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
+    kv_dtype = _dtype("kv_cache_dtype", config.kv_cache_dtype, KV_DTYPES, auto=dtype)
     params = _load(_format(config.load_format, directory), directory, spec, mesh, dtype, seed=seed)
     identity = fingerprint(spec, params, numerics=config.numerics.value)
     scan = config.layer_loop is LayerLoop.SCAN
@@ -85,9 +86,9 @@ def _format(wanted: str, directory: Path) -> str:
     return wanted
 
 
-def _dtype(key: str, value: str, auto: str) -> str:
+def _dtype(key: str, value: str, known: tuple[str, ...], *, auto: str) -> str:
     if value == "auto":
         return auto
-    if value not in DTYPES:
-        raise ConfigError(f"--{key.replace('_', '-')} is {value!r}, wanted auto | {' | '.join(DTYPES)}", field=key)
+    if value not in known:
+        raise ConfigError(f"--{key.replace('_', '-')} is {value!r}, wanted auto | {' | '.join(known)}", field=key)
     return value

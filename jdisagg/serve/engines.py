@@ -192,7 +192,7 @@ def decode_side(
 ) -> Side:
     """Tokens from KV that P computed."""
     config = core.config.transfer
-    handoffs = DecodeSide(config, chunk_bytes_per_token=core.kv_spec.bytes_per_token, backend=backend)
+    handoffs = DecodeSide(config, chunk_bytes_per_token=core.kv_spec.most_bytes_per_token, backend=backend)
     return DecodeRole(
         config=config,
         scheduler=core.scheduler,

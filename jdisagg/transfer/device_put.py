@@ -7,10 +7,8 @@ after the copy was started is safe. There are no bytes to check: `checksum` is 0
 
 from __future__ import annotations
 
-import jax
-import numpy as np
-
 from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.kv.group import KVGroup
 from jdisagg.transfer.base import Piece, Post, Published
 from jdisagg.transfer.lanes import FetchJob, FetchLanes
 from jdisagg.transfer.target import PieceError, PieceTarget, announce, num_bytes_of, pack
@@ -87,8 +85,8 @@ class DevicePutFetcher:
         """Copy the piece onto D's mesh."""
         self._lanes.fetch(handoff, peer, ready, deadline_s)
 
-    def warm_up(self, example: jax.Array) -> None:
-        """Copy an array shaped and placed like P's pieces once, before READY: one device to many compiles a slicing program."""
+    def warm_up(self, example: KVGroup) -> None:
+        """Copy arrays shaped and placed like P's pieces once, before READY: one device to many compiles a slicing program."""
         self._target.place(example)
 
     def cancel(self, handoff: HandoffId) -> None:
@@ -105,13 +103,10 @@ class DevicePutFetcher:
         if piece is None:
             raise PieceError("unknown_key", f"no piece {ready.key!r} here: acknowledged, or its lease is over")
         self._target.check(ready)
-        if piece.data.shape == self._target.shape and str(piece.data.dtype) == self._target.dtype:
-            placed = self._target.place(piece.data)
-        else:
-            placed = self._target.place(self._reshaped(piece, ready))
-        return Piece(begin=ready.begin, end=ready.end, data=placed, group=ready.group)
+        rows = KVGroup(piece.data, piece.scales) if self._target.fits(piece) else self._reshaped(piece, ready)
+        return self._target.arrived(ready, rows)
 
-    def _reshaped(self, piece: Piece, ready: ChunkReady) -> np.ndarray:
+    def _reshaped(self, piece: Piece, ready: ChunkReady) -> KVGroup:
         """Another chunk size or dtype: through the host, where nothing compiles."""
         try:
             data = pack(piece)

@@ -111,11 +111,10 @@ class FakeFetcher:
             self._target.check(ready)
             if ready.key not in self._network.pieces:
                 raise PieceError("unknown_key", f"no piece {ready.key!r}")
-            data = self._target.place(self._target.unpack(self._network.pieces[ready.key], ready))
+            piece = self._target.arrived(ready, self._target.unpack(self._network.pieces[ready.key], ready))
         except PieceError as error:
             self._post(PieceFailed(handoff=handoff, ready=ready, reason=error.reason, detail=error.detail))
             return
-        piece = Piece(begin=ready.begin, end=ready.end, data=data, group=ready.group)
         self._post(PieceArrived(handoff=handoff, ready=ready, piece=piece, seconds=0.0))
 
     def cancel(self, handoff: HandoffId) -> None:

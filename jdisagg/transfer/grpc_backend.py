@@ -151,8 +151,7 @@ class GrpcFetcher:
 
     def _obtain(self, job: FetchJob) -> Piece:
         self._target.check(job.ready)
-        data = self._target.place(self._target.unpack(self._read(job), job.ready))
-        return Piece(begin=job.ready.begin, end=job.ready.end, data=data, group=job.ready.group)
+        return self._target.arrived(job.ready, self._target.unpack(self._read(job), job.ready))
 
     def _read(self, job: FetchJob) -> bytearray:
         data = bytearray()  # a buffer of this piece alone: device_put may alias it

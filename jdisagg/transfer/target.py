@@ -1,8 +1,9 @@
 """What a piece must look like when it reaches D's pool, and how its bytes become that.
 
-On the wire a piece is the C-ordered bytes of `[layers, tokens, heads, features]` with exactly its tokens, in P's dtype. On
-D's mesh it is padded along tokens to `chunk_tokens`, so that the scatter into the pool is one executable, and has D's dtype
-and sharding.
+On the wire a piece is the C-ordered bytes of `[layers, tokens, heads, features]` with exactly its tokens, in P's dtype; after
+int8 data come the bytes of their scales, float32 `[layers, tokens, heads, 2]`. On D's mesh it is padded along tokens to
+`chunk_tokens`, so that the scatter into the pool is one executable, and has D's dtype and sharding. Nothing else knows this:
+backends carry bytes, or a piece's `arrays`.
 """
 
 from __future__ import annotations
@@ -10,19 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
-import ml_dtypes
 import numpy as np
 import xxhash
 
 from jdisagg.handoff.messages import ChunkReady
-from jdisagg.kv.spec import KVSpec
+from jdisagg.kv.group import KVGroup
+from jdisagg.kv.spec import QUANTISED, SCALE_BYTES, SCALES, KVSpec
 from jdisagg.transfer.base import Piece
-
-_DTYPES = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
+from jdisagg.transfer.convert import NP_DTYPES, convert
 
 
 class PieceError(Exception):
@@ -66,9 +62,9 @@ class PieceTarget:
         """Raise PieceError("device") when the announced piece cannot be imported here."""
         num_tokens = ready.end - ready.begin
         wanted = (self.num_layers, num_tokens, self.num_kv_heads, self.features)
-        if ready.dtype not in _DTYPES:
-            raise PieceError("device", f"dtype is {ready.dtype}, wanted one of {', '.join(_DTYPES)}")
-        num_bytes = int(np.prod(wanted)) * _DTYPES[ready.dtype].itemsize
+        if ready.dtype not in NP_DTYPES:
+            raise PieceError("device", f"dtype is {ready.dtype}, wanted one of {', '.join(NP_DTYPES)}")
+        num_bytes = _num_bytes(wanted, ready.dtype)
         if ready.group != 0:
             raise PieceError("device", f"KV group is {ready.group}, wanted 0")
         if not 0 < num_tokens <= self.chunk_tokens:
@@ -78,8 +74,12 @@ class PieceTarget:
         if ready.num_bytes != num_bytes:
             raise PieceError("device", f"announced {ready.num_bytes} bytes, wanted {num_bytes}")
 
-    def unpack(self, data: bytes | bytearray, ready: ChunkReady) -> np.ndarray:
-        """Checked bytes -> target.dtype[L, chunk_tokens, K, F] in a buffer nobody else holds; padding is 0.
+    def fits(self, piece: Piece) -> bool:
+        """Whether the piece's arrays need no more than to be placed."""
+        return tuple(piece.data.shape) == self.shape and str(piece.data.dtype) == self.dtype
+
+    def unpack(self, data: bytes | bytearray, ready: ChunkReady) -> KVGroup:
+        """Checked bytes -> target.dtype[L, chunk_tokens, K, F] (and scales) in buffers nobody else holds; padding is 0.
 
         Raises PieceError("truncated" | "checksum").
         """
@@ -87,28 +87,51 @@ class PieceTarget:
             raise PieceError("truncated", f"got {len(data)} bytes, wanted {ready.num_bytes}")
         if ready.checksum and checksum_of(data) != ready.checksum:
             raise PieceError("checksum", f"xxh3-64 is {checksum_of(data):016x}, wanted {ready.checksum:016x}")
-        tokens = np.frombuffer(data, _DTYPES[ready.dtype]).reshape(ready.shape)
-        padded = np.zeros(self.shape, _DTYPES[self.dtype])
-        padded[:, : ready.end - ready.begin] = tokens.astype(padded.dtype, copy=False)
+        return jax.tree.map(self._padded, convert(_rows(data, ready), self.dtype))
+
+    def _padded(self, rows: np.ndarray) -> np.ndarray:
+        padded = np.zeros((*self.shape[:-1], rows.shape[-1]), rows.dtype)
+        padded[:, : rows.shape[1]] = rows
         return padded
 
-    def place(self, array: np.ndarray | jax.Array) -> jax.Array:
+    def place(self, rows: KVGroup) -> KVGroup:
         """Copy onto D's devices and wait until it is there; raises PieceError("device"). For transfer threads only."""
         try:
-            return jax.block_until_ready(jax.device_put(array, self.sharding, may_alias=False))
+            return jax.block_until_ready(jax.device_put(rows, self.sharding, may_alias=False))
         except (RuntimeError, ValueError) as error:  # an error array must never reach the pool: its scatter destroys it
             raise PieceError("device", str(error)) from error
 
+    def arrived(self, ready: ChunkReady, rows: KVGroup) -> Piece:
+        """The piece as D's engine takes it: `rows` are on D's devices."""
+        placed = self.place(rows)
+        return Piece(begin=ready.begin, end=ready.end, data=placed.data, scales=placed.scales, group=ready.group)
+
 
 def num_bytes_of(piece: Piece) -> int:
-    """Bytes of the piece's tokens, padding left out."""
+    """Bytes of the piece's tokens, padding left out, scales included."""
     layers, _, heads, features = piece.data.shape
-    return layers * (piece.end - piece.begin) * heads * features * piece.data.dtype.itemsize
+    return _num_bytes((layers, piece.end - piece.begin, heads, features), str(piece.data.dtype))
 
 
 def pack(piece: Piece) -> bytes:
     """The piece's bytes as they travel. Waits for the device: for transfer threads only."""
-    return np.asarray(piece.data)[:, : piece.end - piece.begin].tobytes()
+    parts = [np.asarray(array)[:, : piece.end - piece.begin].tobytes() for array in piece.arrays]
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _rows(data: bytes | bytearray, ready: ChunkReady) -> KVGroup:
+    """What `pack` made bytes of, as arrays over the same memory."""
+    dtype, count = NP_DTYPES[ready.dtype], int(np.prod(ready.shape))
+    rows = np.frombuffer(data, dtype, count).reshape(ready.shape)
+    if ready.dtype != QUANTISED:
+        return KVGroup(rows)
+    scales = np.frombuffer(data, np.float32, offset=rows.nbytes)
+    return KVGroup(rows, scales.reshape(*ready.shape[:-1], SCALES))
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    num_rows, features = int(np.prod(shape[:-1])), shape[-1]
+    return num_rows * (features * NP_DTYPES[dtype].itemsize + (SCALE_BYTES if dtype == QUANTISED else 0))
 
 
 def checksum_of(data: bytes | bytearray) -> int:

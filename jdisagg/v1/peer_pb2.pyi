@@ -92,16 +92,18 @@ class Range(_message.Message):
     def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("request", "held_tokens", "epoch", "backend")
+    __slots__ = ("request", "held_tokens", "epoch", "backend", "max_piece_tokens")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
+    MAX_PIECE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request: _common_pb2.EngineRequest
     held_tokens: int
     epoch: str
     backend: str
-    def __init__(self, request: _Optional[_Union[_common_pb2.EngineRequest, _Mapping]] = ..., held_tokens: _Optional[int] = ..., epoch: _Optional[str] = ..., backend: _Optional[str] = ...) -> None: ...
+    max_piece_tokens: int
+    def __init__(self, request: _Optional[_Union[_common_pb2.EngineRequest, _Mapping]] = ..., held_tokens: _Optional[int] = ..., epoch: _Optional[str] = ..., backend: _Optional[str] = ..., max_piece_tokens: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("credit_bytes",)

@@ -95,6 +95,68 @@ def test_write_stores_the_rows_and_nothing_else(heads_major, dtype):
     np.testing.assert_array_equal(got.swapaxes(2, 3) if heads_major else got, wanted)
 
 
+class Quantised(Paged):
+    """The same with int8 pages; scales that nobody owns are NaN, and `rows` are what the integers mean."""
+
+    def __init__(self, lengths, *, heads_major):
+        super().__init__(lengths, heads_major=heads_major, dtype=np.float32)
+        scales = np.full((L, P, S, K, 2), np.nan, np.float32)
+        data = np.full((L, P, S, K, 2 * D), 77, np.int8)
+        rng = np.random.default_rng(5)
+        for number, rows in enumerate(self.rows):
+            at = np.arange(len(rows))
+            pages = self.tables[number][at // S]
+            data[1, pages, at % S] = rng.integers(-127, 128, (len(rows), K, 2 * D))
+            scales[1, pages, at % S] = rng.uniform(0.001, 0.02, (len(rows), K, 2))
+            halves = data[1, pages, at % S].reshape(len(rows), K, 2, D).astype(np.float64)
+            self.rows[number] = (halves * scales[1, pages, at % S][..., None]).reshape(len(rows), K, 2 * D)
+        self.kv, self.scales = (x.swapaxes(2, 3) if heads_major else x for x in (data, scales))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("heads_major", [True, False])
+@pytest.mark.parametrize(("window", "tile"), [(None, 1), (5, 4)])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_attention_over_int8_equals_dense_attention_over_what_it_means(heads_major, window, tile, dtype):
+    lengths = [17, 4, 9]
+    paged = Quantised(lengths, heads_major=heads_major)
+    q = np.random.default_rng(1).normal(size=(len(lengths), tile, H, D)).astype(dtype)
+    positions = np.stack([np.arange(length - tile, length) for length in lengths]).astype(np.int32)
+    kernel = jax.jit(partial(ref.attend, scale=0.3, window=window, heads_major=heads_major, dtype=dtype, block_tokens=8))
+    flat = q.reshape(-1, H, D)
+    out = kernel(flat, paged.kv, np.int32(1), paged.tables, positions.reshape(-1), scales=paged.scales)
+    out = np.asarray(out, np.float64).reshape(q.shape)
+    for number, rows in enumerate(paged.rows):
+        wanted = oracle(q[number].astype(np.float64), rows[..., :D], rows[..., D:], positions[number], scale=0.3, window=window)
+        np.testing.assert_allclose(out[number], wanted, atol=2e-5 if dtype == np.float32 else 3e-2)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("heads_major", [True, False])
+def test_attention_over_int8_makes_no_copy_of_the_cache(heads_major):
+    """A write and an attention of one layer over 64 MiB of data, donated, with its scales: what exists of them at a time is a
+    block of pages."""
+    shape = (2, 1024, 4, 16) if heads_major else (2, 1024, 16, 4)
+    kv = jax.ShapeDtypeStruct((*shape, 512), jnp.int8)
+    scales = jax.ShapeDtypeStruct((*shape, 2), jnp.float32)
+    rows, q = jax.ShapeDtypeStruct((8, 4, 512), jnp.int8), jax.ShapeDtypeStruct((8, 8, 256), jnp.float32)
+    index, tables = jax.ShapeDtypeStruct((8,), jnp.int32), jax.ShapeDtypeStruct((8, 64), jnp.int32)
+    store = partial(ref.store, heads_major=heads_major)
+
+    def step(cache, new, q, index, tables):
+        (kv, scales), (rows, new_scales) = cache, new
+        kv, scales = store(kv, 1, rows, index, index), store(scales, 1, new_scales, index, index)
+        options = {"scale": 0.1, "window": None, "heads_major": heads_major, "dtype": jnp.float32}
+        return (kv, scales), ref.attend(q, kv, 1, tables, index, scales=scales, **options)
+
+    new_scales = jax.ShapeDtypeStruct((8, 4, 2), jnp.float32)
+    compiled = jax.jit(step, donate_argnums=0).lower((kv, scales), (rows, new_scales), q, index, tables).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 64 * 2**20
+    print(f"\nheads_major={heads_major}: {memory.temp_size_in_bytes / 2**20:.1f} MiB of temporaries")
+    assert memory.temp_size_in_bytes < 20 * 2**20, memory
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_a_row_has_the_same_bits_beside_longer_neighbours_and_in_wider_tables(dtype):

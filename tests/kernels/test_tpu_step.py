@@ -28,33 +28,35 @@ spec = ModelSpec.from_config({
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2").devices
 here = Mesh(np.array(jax.devices("cpu")[:1]), ("tp",), axis_types=(AxisType.Auto,))
 params = random_params(spec, here, "bfloat16", seed=0)
+def placed(tree, sharding):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 def moved(layout, mesh, kv):
     index = jax.ShapeDtypeStruct((256,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-    piece = jax.ShapeDtypeStruct((2, 256, 4, 256), jnp.bfloat16, sharding=layout.piece_sharding(mesh))
+    piece = placed(layout.abstract_rows(256), layout.piece_sharding(mesh))
     out = jax.jit(partial(layout.gather_tokens, mesh), out_shardings=layout.piece_sharding(mesh))
-    back = jax.jit(partial(layout.scatter_tokens, mesh), donate_argnums=0, out_shardings=kv.sharding)
+    back = jax.jit(partial(layout.scatter_tokens, mesh), donate_argnums=0, out_shardings=kv.data.sharding)
     with jax.set_mesh(mesh):
         return out.lower(kv, index, index), back.lower(kv, piece, index, index)
-for tp in (1, 2, 4):
+for tp, dtype in ((1, "bfloat16"), (2, "bfloat16"), (4, "bfloat16"), (2, "int8")):
     mesh = Mesh(np.array(devices[:tp]), ("tp",), axis_types=(AxisType.Auto,))
     whole = NamedSharding(mesh, PartitionSpec())
-    layout = choose_layout(spec.kv_spec("bfloat16"), mesh, 16)
-    on = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
+    layout = choose_layout(spec.kv_spec(dtype), mesh, 16)
+    on = lambda tree: placed(tree, whole)
     pool = NamedSharding(mesh, layout.partition)
-    kv = (jax.ShapeDtypeStruct(layout.shape(8192), layout.storage_dtype, sharding=pool),)
+    kv = (placed(layout.abstract(8192), pool),)
     rows = on(jax.eval_shape(partial(state.new_state, 8, 128, 1024)))
     steps = StepFunctions(DecoderModel(spec, choose_ops(layout, mesh), LayerLoop.UNROLLED), 16, whole)
     step = jax.jit(steps.decode, donate_argnums=(1, 2), out_shardings=((pool,), whole, whole))
     with jax.set_mesh(mesh):
         lowered = step.lower(on(params), kv, rows, jax.ShapeDtypeStruct((8,), jnp.int32, sharding=whole))
-    cache = int(np.prod(kv[0].shape)) * 2 // tp
+    cache = 8192 * layout.bytes_per_page // tp
     export, import_ = moved(layout, mesh, kv[0])
     for name, low in (("decode", lowered), ("export", export), ("import", import_)):
         compiled = low.compile()
         temp = compiled.memory_analysis().temp_size_in_bytes
-        print("tp", tp, name, "temp", temp, "cache", cache)
+        print("tp", tp, dtype, name, "temp", temp, "cache", cache)
         assert temp < cache // 16
-        if name == "decode":
+        if name == "decode" and dtype == "bfloat16":
             assert "paged_decode" in compiled.as_text()
 """
 
@@ -74,4 +76,4 @@ def test_the_decode_step_compiles_on_one_two_and_four_chips_and_copies_no_cache(
         [sys.executable, "-c", AOT], env=environment, capture_output=True, text=True, timeout=170, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("temp") == 9, done.stdout
+    assert done.stdout.count("temp") == 12, done.stdout

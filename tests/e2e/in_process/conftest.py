@@ -13,7 +13,8 @@ from jdisagg.core.requests import Role
 from jdisagg.engine.runner import ModelRunner
 from jdisagg.models.load import LoadedModel
 from jdisagg.roles import engine_loop
-from tests.e2e.in_process.engines import BUDGET, MAX_LEN, EnginePair, build_runner
+from tests.e2e.in_process.engines import EnginePair
+from tests.e2e.in_process.runners import BUDGET, MAX_LEN, build_runner
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,7 +35,7 @@ class Runners:
 
     def make_pair(self, **options: Any) -> EnginePair:
         """P and D, to be closed."""
-        return EnginePair(self.pair, self.loaded, **options)
+        return EnginePair(self.pair, **options)
 
 
 def _runners(numerics: Numerics, *, pair_on: tuple[int, int], most_tokens: int) -> Runners:

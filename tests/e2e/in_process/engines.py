@@ -8,22 +8,15 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import jax
-from jax.sharding import NamedSharding
-
-from jdisagg.core.config import CacheConfig, Config, LocalPrefill, ModelConfig, Numerics, SchedulerConfig, TransferConfig
+from jdisagg.core.config import LocalPrefill, SchedulerConfig, TransferConfig
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role, TokenLogprob
-from jdisagg.engine.build import make_runner
 from jdisagg.engine.runner import ModelRunner
-from jdisagg.engine.warmup import warm_up
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.prefill_side import PrefillSide
-from jdisagg.models.load import LoadedModel
-from jdisagg.models.sharding import make_mesh
 from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.decode import DecodeRole
 from jdisagg.roles.engine_loop import EngineLoop
@@ -39,29 +32,9 @@ from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.transfer.device_put import DevicePutFetcher, DevicePutPublisher, Exchange
 from jdisagg.transfer.target import PieceTarget
-from tests.unit.engine.support import load
+from tests.e2e.in_process.runners import BUDGET, MAX_LEN, POOL, SLOTS
 
-PAGE, MAX_LEN, SLOTS, BUDGET, CHUNK_TOKENS, POOL = 4, 96, 8, 24, 8, 400
 TIME_LIMIT_S = 60.0
-
-
-def build_runner(
-    numerics: Numerics, role: Role, *, device: int = 0, most_tokens: int = MAX_LEN
-) -> tuple[LoadedModel, ModelRunner]:
-    """The small model on one device, everything compiled for steps of up to `most_tokens`."""
-    loaded, _ = load()
-    mesh = make_mesh(jax.devices("cpu")[device:], 1)
-    params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, x.sharding.spec)), loaded.params)
-    loaded = replace(loaded, params=params)
-    config = Config(
-        model=ModelConfig(numerics=numerics, max_model_len=MAX_LEN),
-        cache=CacheConfig(page_size=PAGE, num_pages=POOL),
-        scheduler=SchedulerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=most_tokens),
-        transfer=TransferConfig(transfer_chunk_tokens=CHUNK_TOKENS, local_prefill=LocalPrefill.ON_FAILURE),
-    )
-    runner = make_runner(loaded, mesh, config, role)
-    warm_up(runner, role)
-    return loaded, runner
 
 
 @dataclass
@@ -175,7 +148,7 @@ class Engine:
             scheduling,
             role=role,
             max_model_len=MAX_LEN,
-            page_size=PAGE,
+            page_size=runner.page_size,
             num_pages=num_pages,
             eos_token_ids=(0,),
             enable_prefix_caching=caching,
@@ -232,25 +205,25 @@ class EnginePair:
     def __init__(
         self,
         runners: tuple[ModelRunner, ModelRunner],
-        loaded: LoadedModel,
         *,
         prefill: dict[str, Any] | None = None,
         decode: dict[str, Any] | None = None,
         local_prefill: LocalPrefill = LocalPrefill.NEVER,
     ) -> None:
-        config = TransferConfig(transfer_chunk_tokens=CHUNK_TOKENS, local_prefill=local_prefill)
-        spec = loaded.spec.kv_spec(loaded.kv_dtype)
+        configs = [TransferConfig(transfer_chunk_tokens=r.chunk_tokens, local_prefill=local_prefill) for r in runners]
+        sent, kept = (runner.device.layout.spec for runner in runners)
         self.prefill = Engine(runners[0], Role.PREFILL, **prefill or {})
         local = local_prefill is not LocalPrefill.NEVER
         self.decode = Engine(runners[1], Role.DECODE, local_prefill=local, **decode or {})
         exchange = Exchange()
         self._publisher = DevicePutPublisher(exchange, self.prefill.inbox.post)
-        target = PieceTarget.of(spec, runners[1].device.piece_sharding, CHUNK_TOKENS)
+        target = PieceTarget.of(kept, runners[1].device.piece_sharding, runners[1].chunk_tokens)
         self._fetcher = DevicePutFetcher(exchange, target, self.decode.inbox.post)
+        self._fetcher.warm_up(runners[0].device.empty_piece())
         self.prefill.complete(
             PrefillRole(
                 scheduler=self.prefill.scheduler,
-                handoffs=PrefillSide(config, bytes_per_token=spec.bytes_per_token),
+                handoffs=PrefillSide(configs[0], bytes_per_token=sent.bytes_per_token),
                 runner=runners[0],
                 publisher=self._publisher,
                 metrics=self.prefill.metrics,
@@ -259,16 +232,16 @@ class EnginePair:
         )
         self.decode.complete(
             DecodeRole(
-                config=config,
+                config=configs[1],
                 scheduler=self.decode.scheduler,
-                handoffs=DecodeSide(config, chunk_bytes_per_token=spec.bytes_per_token, backend="device_put"),
+                handoffs=DecodeSide(configs[1], chunk_bytes_per_token=kept.most_bytes_per_token, backend="device_put"),
                 runner=runners[1],
                 peers=InProcessPeers(self.prefill.inbox, self.decode.inbox),
                 fetcher=self._fetcher,
                 streams=self.decode.streams,
                 metrics=self.decode.metrics,
                 static_peers=lambda: (InProcessPeers.ADDRESS,),
-                page_size=PAGE,
+                page_size=runners[1].page_size,
             )
         )
 

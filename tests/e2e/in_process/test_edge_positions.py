@@ -10,8 +10,9 @@ import pytest
 from jdisagg.core.requests import EngineRequest, FinishReason, SamplingParams
 from jdisagg.sched.states import Status
 from tests.e2e.in_process.conftest import Runners
-from tests.e2e.in_process.engines import MAX_LEN, PAGE, Engine, Stream
+from tests.e2e.in_process.engines import Engine, Stream
 from tests.e2e.in_process.loads import FAR_S
+from tests.e2e.in_process.runners import MAX_LEN, PAGE
 from tests.unit.engine.support import VOCAB, prompt_of
 
 CHUNK = 8

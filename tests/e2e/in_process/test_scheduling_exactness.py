@@ -17,8 +17,9 @@ import pytest
 from jdisagg.core.config import LocalPrefill
 from jdisagg.core.requests import EngineRequest, FinishReason, SamplingParams
 from tests.e2e.in_process.conftest import Runners
-from tests.e2e.in_process.engines import MAX_LEN, PAGE, Engine, Stream
+from tests.e2e.in_process.engines import Engine, Stream
 from tests.e2e.in_process.loads import FAR_S, choices, engine_requests, long_outputs
+from tests.e2e.in_process.runners import MAX_LEN, PAGE
 from tests.unit.engine.support import VOCAB
 
 COUNT = int(os.environ.get("JDISAGG_MIXED_COUNT", "60"))

@@ -12,8 +12,9 @@ import pytest
 from jdisagg.core.config import LocalPrefill
 from jdisagg.core.requests import EngineRequest, FinishReason
 from tests.e2e.in_process.conftest import Runners
-from tests.e2e.in_process.engines import MAX_LEN, Engine, Stream
+from tests.e2e.in_process.engines import Engine, Stream
 from tests.e2e.in_process.loads import engine_requests, long_outputs
+from tests.e2e.in_process.runners import MAX_LEN
 from tests.unit.engine.support import VOCAB
 
 SMALL = 27

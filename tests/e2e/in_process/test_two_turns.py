@@ -14,8 +14,9 @@ from jdisagg.batch.local import open_local
 from jdisagg.core.config import CacheConfig, Config, LocalPrefill, ModelConfig, Numerics, SchedulerConfig, TransferConfig
 from jdisagg.core.requests import EngineRequest, SamplingParams
 from tests.e2e.in_process.conftest import Runners
-from tests.e2e.in_process.engines import PAGE, Engine
+from tests.e2e.in_process.engines import Engine
 from tests.e2e.in_process.loads import FAR_S
+from tests.e2e.in_process.runners import PAGE
 from tests.unit.engine.support import prompt_of
 
 CHAT_PAGE = 16

@@ -45,7 +45,7 @@ CONFIG = {
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 
 
-def load(dtype: str = "float32", tp: int = 1, **config):
+def load(dtype: str = "float32", tp: int = 1, kv_dtype: str | None = None, **config):
     """(model, mesh) with random weights large enough that tokens vary; `config` replaces keys of CONFIG."""
     spec = ModelSpec.from_config(CONFIG | config)
     mesh = make_mesh(jax.devices("cpu"), tp)
@@ -60,7 +60,7 @@ def load(dtype: str = "float32", tp: int = 1, **config):
         generation_defaults={},
         directory=Path(),
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
     )
     return loaded, mesh
 
@@ -69,6 +69,7 @@ def make(
     *,
     numerics: Numerics = Numerics.FAST,
     dtype: str = "float32",
+    kv_dtype: str | None = None,
     tp: int = 1,
     page_size: int = 4,
     num_pages: int = 64,
@@ -84,7 +85,7 @@ def make(
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
         transfer=TransferConfig(transfer_chunk_tokens=chunk_tokens, local_prefill=LocalPrefill.ON_FAILURE),
     )
-    return make_runner(*load(dtype, tp), config, role)
+    return make_runner(*load(dtype, tp, kv_dtype), config, role)
 
 
 @dataclass

@@ -16,9 +16,10 @@ PROMPT = prompt_of(21)
 SEEDED = SamplingParams(temperature=1.0, seed=5, logprobs=20, max_tokens=64)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[("float32", None), ("bfloat16", None), ("float32", "int8")], ids=str)
 def runner(request):
-    return make(numerics=Numerics.EXACT, dtype=request.param, num_pages=80)
+    dtype, kv_dtype = request.param
+    return make(numerics=Numerics.EXACT, dtype=dtype, kv_dtype=kv_dtype, num_pages=80)
 
 
 def bits(sampled):
@@ -97,8 +98,9 @@ def test_replays_vary_in_token_ids(runner, reference):
 
 
 def test_unlike_page_sizes_and_pool_sizes_do_not_show(reference, runner):
-    dtype = runner.device.layout.spec.dtype
-    other = make(numerics=Numerics.EXACT, dtype=dtype, page_size=16, num_pages=9)
+    kv_dtype = runner.device.layout.spec.dtype
+    dtype = "float32" if kv_dtype == "int8" else kv_dtype
+    other = make(numerics=Numerics.EXACT, dtype=dtype, kv_dtype=kv_dtype, page_size=16, num_pages=9)
     assert bits(Driver(other).generate(0, [5, 2, 7, 3], PROMPT, SEEDED, num=12)) == reference
 
 

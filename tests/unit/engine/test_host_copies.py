@@ -13,15 +13,17 @@ PAGES, ELSEWHERE = tuple(range(1, 7)), tuple(range(20, 26))
 RANGES = ((0, 8), (8, 16), (16, 21))
 
 
-@pytest.fixture(scope="module", params=list(Numerics), ids=lambda level: level.value)
+@pytest.fixture(scope="module", params=["fast", "exact", "fast int8"])
 def runner(request):
-    return make(num_pages=80, numerics=request.param)
+    numerics, _, kv_dtype = request.param.partition(" ")
+    return make(num_pages=80, numerics=Numerics(numerics), kv_dtype=kv_dtype or None)
 
 
 def kv(runner, pages):
-    """KV of the prompt's tokens in `pages`."""
-    pieces = (np.asarray(runner.export_tokens((pages,), *ends).data)[:, : ends[1] - ends[0]] for ends in RANGES)
-    return np.concatenate(list(pieces), axis=1)
+    """KV of the prompt's tokens in `pages`, the scales of int8 data beside it."""
+    pieces = [(runner.export_tokens((pages,), *ends), ends[1] - ends[0]) for ends in RANGES]
+    rows = [np.concatenate([np.float32(array)[:, :length] for array in piece.arrays], axis=-1) for piece, length in pieces]
+    return np.concatenate(rows, axis=1)
 
 
 def computed(runner):

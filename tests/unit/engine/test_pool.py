@@ -1,5 +1,7 @@
 """KV layouts and the pool on every axis order and number of shards."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jdisagg.core.config import CacheConfig, Config
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.requests import Role
 from jdisagg.engine.build import make_runner
+from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout, choose_layout
 from jdisagg.kv.pool import KVPool, num_pages_for_bytes
 from jdisagg.kv.spec import KVSpec
@@ -23,22 +26,27 @@ SPEC = KVSpec(num_layers=2, num_kv_heads=2, features=4, dtype="float32")
 def test_scattered_tokens_are_gathered_again(heads_major, num_shards):
     mesh = make_mesh(jax.devices("cpu"), num_shards)
     layout = KVLayout(spec=SPEC, page_size=4, num_shards=num_shards, heads_major=heads_major, as_bits=False)
-    kv = jnp.zeros(layout.shape(6), layout.storage_dtype)
+    kv = KVGroup(jnp.zeros(layout.shape(6), layout.storage_dtype))
     rows = np.random.default_rng(0).normal(size=(2, 5, 2, 4)).astype(np.float32)
     pages, offsets = np.array([5, 5, 2, 1, 1]), np.array([0, 3, 2, 1, 0])
-    kv = layout.scatter_tokens(mesh, kv, jnp.asarray(rows), pages, offsets)
-    np.testing.assert_array_equal(layout.gather_tokens(mesh, kv, pages, offsets), rows)
-    assert np.count_nonzero(kv) == np.count_nonzero(rows) * layout.num_replicas
+    kv = layout.scatter_tokens(mesh, kv, KVGroup(jnp.asarray(rows)), pages, offsets)
+    np.testing.assert_array_equal(layout.gather_tokens(mesh, kv, pages, offsets).data, rows)
+    assert np.count_nonzero(kv.data) == np.count_nonzero(rows) * layout.num_replicas
 
 
-def test_the_array_is_sharded_by_head_and_its_bytes_are_what_the_layout_says():
+@pytest.mark.parametrize(
+    ("dtype", "shapes"),
+    [("float32", [(2, 10, 1, 8, 4)]), ("bfloat16", [(2, 10, 1, 8, 4)]), ("int8", [(2, 10, 1, 8, 4), (2, 10, 1, 8, 2)])],
+)
+def test_the_arrays_are_sharded_by_head_and_their_bytes_are_what_the_layout_says(dtype, shapes):
     mesh = make_mesh(jax.devices("cpu"), 2)
-    layout = choose_layout(SPEC, mesh, 8)
+    layout = choose_layout(replace(SPEC, dtype=dtype), mesh, 8)
     pool = KVPool((layout,), mesh, 10)
     (kv,) = pool.take()
-    assert kv.nbytes == 10 * layout.bytes_per_page
-    assert num_pages_for_bytes((layout,), kv.nbytes + 1) == 10
-    assert kv.addressable_shards[0].data.shape == (2, 10, 1, 8, 4)
+    num_bytes = sum(array.nbytes for array in kv.arrays)
+    assert num_bytes == 10 * layout.bytes_per_page
+    assert num_pages_for_bytes((layout,), num_bytes + 1) == 10
+    assert [array.addressable_shards[0].data.shape for array in kv.arrays] == shapes
 
 
 def test_taken_arrays_cannot_be_taken_or_put_twice():

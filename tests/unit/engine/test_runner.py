@@ -157,7 +157,7 @@ def _mixed_turn(driver, runner, role, rng, turn):
     handle = driver.dispatch(admit=(admit(slot, pages, prompt, sampling),), pages=(append(slot, 1, pages[1]),), prefill=chunks)
     if role is Role.DECODE:
         runner.collect(driver.dispatch(decode=tuple(range(min(turn + 1, 4)))))
-        piece = jax.device_put(np.asarray(runner.device.empty_piece()), runner.device.piece_sharding)
+        piece = jax.device_put(jax.device_get(runner.device.empty_piece()), runner.device.piece_sharding)
         runner.device.import_piece(piece, np.zeros((2, 8), np.int32))
     else:
         runner.export_tokens((pages,), 0, min(length, 8))

@@ -14,7 +14,7 @@ from tests.unit.handoff.rig import FIRST, H, decode_side, prefill_side, ready, r
 def test_decode_side_opens_before_memory_and_completes_after_the_last_piece() -> None:
     side = decode_side()
     assert side.start(request(), 2, ("p",), 0.0) == [
-        act.OpenStream(H, "p", Open(request=request(), held_tokens=2, backend="fake"))
+        act.OpenStream(H, "p", Open(request=request(), held_tokens=2, backend="fake", max_piece_tokens=4))
     ]
     assert side.on_message(H, Accepted(cached_tokens=3), 0.0) == []
     assert side.on_reserved("r", 0.0) == [act.Send(H, Grant(credit_bytes=160))]

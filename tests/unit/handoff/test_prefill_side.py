@@ -37,6 +37,33 @@ def test_whole_chunks_leave_while_computing_and_the_rest_goes_with_the_end() -> 
     assert exports(side.on_computed("r#1", 11, 0.0)) == [(9, 11)]
 
 
+@pytest.mark.covers("C02")
+def test_pieces_are_no_longer_than_d_takes_and_no_longer_than_p_cuts() -> None:
+    for wanted, lengths in ((3, [3, 3, 3, 1]), (4, [4, 4, 2]), (100, [4, 4, 2]), (None, [4, 4, 2])):
+        side = prefill_side()
+        side.open(H, Open(request=request(10), held_tokens=0, backend="fake", max_piece_tokens=wanted), 0.0)
+        side.on_admitted(H, 0)
+        side.on_message(H, LOTS, 0.0)
+        spans = exports(side.on_computed("r#1", 10, 0.0))
+        assert [end - begin for begin, end in spans] == lengths
+        done = only(act.Reply, side.on_first_token("r#1", FIRST, 0.0)).message
+        assert isinstance(done, Done)
+        assert done.num_chunks == len(lengths)
+        assert none_of(act.Export, side.on_message(H, Want(begin=0, end=lengths[0] + 1, reason="x"), 0.0))
+
+
+@pytest.mark.covers("X23")
+def test_nothing_is_cut_for_a_prompt_that_d_holds() -> None:
+    side = prefill_side()
+    opened(side, held=10)
+    assert exports(side.on_computed("r#1", 10, 0.0)) == []
+    actions = side.on_first_token("r#1", FIRST, 0.0)
+    done = only(act.Reply, actions).message
+    assert isinstance(done, Done)
+    assert done.num_chunks == 0
+    assert actions[1:] == [act.ReleaseRequest("r#1"), act.CloseReply(H)]
+
+
 def test_a_first_token_means_that_everything_is_computed() -> None:
     side = prefill_side()
     opened(side, num_tokens=6)

@@ -80,7 +80,7 @@ OUTPUT = st.builds(
 )
 WANT = st.builds(Want, begin=COUNT, end=COUNT, reason=TEXT)
 DOWN = st.one_of(
-    st.builds(Open, request=REQUEST, held_tokens=COUNT, backend=TEXT),
+    st.builds(Open, request=REQUEST, held_tokens=COUNT, backend=TEXT, max_piece_tokens=st.none() | st.integers(1, 2**31 - 1)),
     st.builds(Grant, credit_bytes=st.integers(0, 2**62)),
     st.builds(Ack, key=TEXT),
     WANT,

@@ -1,0 +1,51 @@
+"""Compiled runners of the small model, alike or not: what engines of these tests are made on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+from jax.sharding import NamedSharding
+
+from jdisagg.core.config import CacheConfig, Config, LocalPrefill, ModelConfig, Numerics, SchedulerConfig, TransferConfig
+from jdisagg.core.requests import Role
+from jdisagg.engine.build import make_runner
+from jdisagg.engine.runner import ModelRunner
+from jdisagg.engine.warmup import warm_up
+from jdisagg.models.load import LoadedModel
+from jdisagg.models.sharding import make_mesh
+from tests.unit.engine.support import load
+
+PAGE, MAX_LEN, SLOTS, BUDGET, CHUNK_TOKENS, POOL = 4, 96, 8, 24, 8, 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What two workers that pair may differ in."""
+
+    tp: int = 1
+    page_size: int = PAGE
+    kv_dtype: str = "float32"
+    chunk_tokens: int = CHUNK_TOKENS
+
+
+ONE_DEVICE = Shape()
+
+
+def build_runner(
+    numerics: Numerics, role: Role, *, device: int = 0, most_tokens: int = MAX_LEN, shape: Shape = ONE_DEVICE
+) -> tuple[LoadedModel, ModelRunner]:
+    """The small model on devices from `device` on, everything compiled for steps of up to `most_tokens`."""
+    loaded, _ = load(tp=shape.tp, kv_dtype=shape.kv_dtype)
+    mesh = make_mesh(jax.devices("cpu")[device:], shape.tp)
+    params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, x.sharding.spec)), loaded.params)
+    loaded = replace(loaded, params=params)
+    config = Config(
+        model=ModelConfig(numerics=numerics, max_model_len=MAX_LEN),
+        cache=CacheConfig(page_size=shape.page_size, num_pages=POOL),
+        scheduler=SchedulerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=most_tokens),
+        transfer=TransferConfig(transfer_chunk_tokens=shape.chunk_tokens, local_prefill=LocalPrefill.ON_FAILURE),
+    )
+    runner = make_runner(loaded, mesh, config, role)
+    warm_up(runner, role)
+    return loaded, runner
