@@ -20,7 +20,7 @@ from jdisagg.api.peer_stream import PeerStream
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
 from jdisagg.handoff.events import FromPrefill
-from jdisagg.handoff.identity import Identity
+from jdisagg.handoff.identity import Identity, Incompatible, agree
 from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, Open, StreamEnded
 
 log = logging.getLogger(__name__)
@@ -163,7 +163,11 @@ class GrpcPeerClient:
         for second in (False, True):
             link = self._link(stream.peer)
             try:
-                epoch = (await (link.refresh() if second else link.hello())).epoch
+                theirs = await (link.refresh() if second else link.hello())
+                backends = agree(theirs, self._identity).backends
+            except Incompatible as error:  # P thought otherwise: it is older or newer than this
+                refused = Unavailable(f"prefill peer {stream.peer}: {error}")
+                return StreamEnded(reason="hello", error=refused)
             except HelloFailed as error:
                 self._failed(link, error.error.message)
                 return StreamEnded(reason=error.reason, error=error.error)
@@ -171,7 +175,7 @@ class GrpcPeerClient:
             if stream.closed:
                 break
             with link.in_use():
-                ended = await stream.run(link, epoch, lambda message: self._deliver(handoff, stream, message))
+                ended = await stream.run(link, theirs.epoch, backends, lambda message: self._deliver(handoff, stream, message))
             if ended.reason in ("dead", "heartbeat"):
                 self._failed(link, ended.error.message if ended.error else ended.reason)
             if stream.answered or ended.reason not in ("dead", "epoch"):

@@ -36,6 +36,8 @@ def encode_down(message: Open | Grant | Ack | Want, *, epoch: str, now_s: float)
                 held_tokens=message.held_tokens,
                 epoch=epoch,
                 backend=message.backend,
+                backends=message.backends,
+                head_shards=message.head_shards,
                 max_piece_tokens=message.max_piece_tokens or 0,
             )
             return peer_pb2.PrefillRequest(open=event)
@@ -58,6 +60,8 @@ def decode_down(message: peer_pb2.PrefillRequest, now_s: float) -> Open | Grant 
                 request=request,
                 held_tokens=message.open.held_tokens,
                 backend=message.open.backend,
+                backends=tuple(message.open.backends),
+                head_shards=max(1, message.open.head_shards),
                 max_piece_tokens=max(0, message.open.max_piece_tokens) or None,
             )
         case "grant":
@@ -88,6 +92,8 @@ def encode_up(message: Accepted | Started | Parked | ChunkReady | Done | Refused
                 dtype=message.dtype,
                 num_bytes=message.num_bytes,
                 checksum=message.checksum,
+                backend=message.backend,
+                locator=message.locator,
             )
             return peer_pb2.PrefillResponse(chunk_ready=event)
         case Done():
@@ -153,16 +159,24 @@ def _decode_chunk(message: peer_pb2.ChunkReady) -> ChunkReady:
         num_bytes=message.num_bytes,
         checksum=message.checksum,
         group=message.group,
+        backend=message.backend,
+        locator=message.locator,
     )
 
 
 def _encode_want(message: Want) -> peer_pb2.Want:
     reach = peer_pb2.Range(begin=message.begin, end=message.end)
-    return peer_pb2.Want(range=reach, reason=message.reason, group=message.group)
+    return peer_pb2.Want(range=reach, reason=message.reason, group=message.group, backend=message.backend)
 
 
 def _decode_want(message: peer_pb2.Want) -> Want:
-    return Want(begin=message.range.begin, end=message.range.end, reason=message.reason, group=message.group)
+    return Want(
+        begin=message.range.begin,
+        end=message.range.end,
+        reason=message.reason,
+        group=message.group,
+        backend=message.backend,
+    )
 
 
 def encode_identity(identity: Identity) -> peer_pb2.Identity:

@@ -26,7 +26,7 @@ from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.identity import Identity, Incompatible, agree
-from jdisagg.handoff.messages import HandoffId, Open, PrefillToDecode, StreamEnded
+from jdisagg.handoff.messages import Agreed, HandoffId, Open, PrefillToDecode, StreamEnded
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 FETCH_PART_BYTES = 2**20
@@ -169,7 +169,7 @@ class _StreamReply:
         """Any thread; dropped when the stream is gone."""
         if isinstance(message, StreamEnded):
             self.close()
-        else:
+        elif not isinstance(message, Agreed):
             self._put(encode_up(message))
 
     def close(self) -> None:

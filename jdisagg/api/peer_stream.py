@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from time import monotonic
 
 import grpc
@@ -15,7 +16,7 @@ from jdisagg.api.peer_link import PeerLink
 from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import RequestError, Unavailable
-from jdisagg.handoff.messages import Ack, Grant, Open, PrefillToDecode, StreamEnded, Want
+from jdisagg.handoff.messages import Ack, Agreed, Grant, Open, PrefillToDecode, StreamEnded, Want
 from jdisagg.v1 import peer_pb2
 
 DEADLINE_GRACE_S = 2.0  # the engine ends a hand-off at its deadline; the RPC's own limit comes later
@@ -54,10 +55,14 @@ class PeerStream:
         if self._queue is not None:
             self._queue.put_nowait(None)
 
-    async def run(self, link: PeerLink, epoch: str, deliver: Callable[[PrefillToDecode], None]) -> StreamEnded:
+    async def run(
+        self, link: PeerLink, epoch: str, backends: tuple[str, ...], deliver: Callable[[PrefillToDecode], None]
+    ) -> StreamEnded:
         """Carry messages both ways until either side ends; says why. "epoch" = the peer is another process than it was."""
         queue = self._queue = asyncio.Queue()
-        for wire in (encode_down(self._opening, epoch=epoch, now_s=monotonic()), *self._sent):
+        opening = replace(self._opening, backend=backends[0], backends=backends)
+        deliver(Agreed(backends=backends))
+        for wire in (encode_down(opening, epoch=epoch, now_s=monotonic()), *self._sent):
             queue.put_nowait(wire)
         pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=self._config.dead_after_s)
         call = link.prefill(max(0.0, self._opening.request.deadline_s - monotonic()) + DEADLINE_GRACE_S)

@@ -108,7 +108,12 @@ _TRANSFER = (
         syntax="addresses",
         only=("decode",),
     ),
-    Flag("transfer", "kv_transfer_backend", "what moves KV; fake moves none", choices=("auto", "grpc", "device_put", "fake")),
+    Flag(
+        "transfer",
+        "kv_transfer_backend",
+        "what moves KV; auto = shm between processes of one host, else grpc, which every choice falls back to",
+        choices=("auto", "grpc", "shm", "jax", "device_put", "fake"),
+    ),
     Flag("transfer", "transfer_buffer_bytes", "bytes in flight per worker", minimum=1, syntax="bytes"),
     Flag("transfer", "transfer_chunk_tokens", "tokens of one KV piece", minimum=1),
     Flag("transfer", "local_prefill", "when decode prefills itself: on-failure, never, below-tokens=N", only=_LOCAL_PREFILL),

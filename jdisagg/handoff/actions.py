@@ -111,7 +111,7 @@ class Fail:
 class Recovered:
     """A rung of the recovery ladder was taken: for the metric and the log."""
 
-    rung: str  # "refetch" | "reconnect" | "other_prefill" | "local_prefill"
+    rung: str  # "refetch" | "other_backend" | "reconnect" | "other_prefill" | "local_prefill"
     request_id: str
     peer: str  # the peer that failed; "" when there was none
     stage: str

@@ -4,7 +4,7 @@
     on_reserved  pages exist: grant credit, fetch what was announced
     on_message   Accepted, Started, ChunkReady, Done, Refused, StreamEnded of one stream; those of older streams are dropped
     on_arrived   a confirmed piece: Import, Ack, more credit; the last one completes the hand-off
-    on_failed    fetch again, then have P publish the range again, then give the stream up
+    on_failed    fetch again, then another backend or the range published again, then give the stream up
     tick         deadlines and stalls;  release: the one way out for cancel, retraction and finish
 
 When a stream is lost the ladder decides: another P (from where the KV in place ends), a pause, a prefill here, or failure.
@@ -35,13 +35,17 @@ ANSWER_TIMEOUT_S = 10.0  # from Open to Accepted or Refused
 class DecodeSide:
     """Every hand-off of one decode worker. Owned by its engine thread."""
 
-    def __init__(self, config: TransferConfig, *, chunk_bytes_per_token: int, backend: str, num_groups: int = 1) -> None:
+    def __init__(
+        self, config: TransferConfig, *, chunk_bytes_per_token: int, backend: str, num_groups: int = 1, head_shards: int = 1
+    ) -> None:
+        """`backend`: used where the two sides do not settle another; `head_shards`: parts in which pieces lie on this mesh."""
         assert chunk_bytes_per_token > 0, f"chunk_bytes_per_token is {chunk_bytes_per_token}"
         piece_bytes = config.transfer_chunk_tokens * chunk_bytes_per_token
         self._config = config
         self._window_bytes = max(2 * piece_bytes, min(WINDOW_PIECES * piece_bytes, config.transfer_buffer_bytes))
         self._backend = backend
         self._num_groups = num_groups
+        self._head_shards = head_shards
         self._live: dict[str, Inbound] = {}
         self._serial = 0
         self._num_late = 0
@@ -88,6 +92,9 @@ class DecodeSide:
         record.stream.progress_s = now_s
         stage = record.stage
         match message:
+            case msg.Agreed(backends=backends) if stage is InboundStage.OPENING:
+                record.stream.backends = backends
+                return []
             case msg.Accepted(cached_tokens=cached_tokens) if stage is InboundStage.OPENING:
                 record.move(InboundStage.ACCEPTED)
                 record.stream.cached_tokens = cached_tokens
@@ -168,24 +175,29 @@ class DecodeSide:
         return actions + self._grant(record) + self._complete(record)
 
     def on_failed(self, handoff: HandoffId, key: str, reason: str, now_s: float) -> list[DecodeAction]:
-        """The piece did not arrive: the same key once more, then a new one from P, then another stream."""
+        """The piece did not arrive: the same key once more, then another backend or a new key from P, then another stream."""
         record = self._find(handoff)
         if record is None or record.stream is None or key not in record.stream.pieces:
             return self._late()
         stream, piece = record.stream, record.stream.pieces[key]
-        group, begin, end = span = (piece.ready.group, piece.ready.begin, piece.ready.end)
+        ready = piece.ready
+        span = (ready.group, ready.begin, ready.end)
         num_refetches = stream.refetches.get(span, 0)
-        cause = f"fetch of [{begin}, {end}): {reason}"
+        cause = f"fetch of [{ready.begin}, {ready.end}) over {ready.backend}: {reason}"
+        other = stream.backend_beside(ready.backend)
+        if num_refetches and other is not None and ready.backend not in stream.broken:
+            stream.progress_s = now_s
+            note = self._note(record, "other_backend", stream.peer, f"{cause}; going on over {other}")
+            return [note, *stream.change_backend(ready.backend, other, reason), *self._grant(record)]
         if num_refetches >= MAX_REFETCHES:
             return self._lose(record, cause, now_s)
         stream.progress_s = now_s
         stream.refetches[span] = num_refetches + 1
         actions: list[DecodeAction] = [self._note(record, "refetch", stream.peer, cause)]
-        if num_refetches == 0 and reason != "unknown_key":
+        if num_refetches == 0 and reason != "unknown_key" and ready.backend not in stream.broken:
             return [*actions, stream.fetch(piece, record.request.deadline_s, now_s)]
         stream.give_up(key)
-        want = act.Send(handoff, msg.Want(begin=begin, end=end, reason=reason, group=group))
-        return [*actions, *self._grant(record), want]
+        return [*actions, *self._grant(record), stream.want(ready, reason)]
 
     def _grant(self, record: Inbound) -> list[DecodeAction]:
         """Let P publish a window of bytes beyond what is settled here; nothing for a request that needs no KV."""
@@ -235,9 +247,15 @@ class DecodeSide:
         self._serial += 1
         handoff = HandoffId(record.request.request_id, self._serial)
         record.move(InboundStage.OPENING)
-        record.stream = InboundStream(handoff, peer, now_s, GroupSpans(self._num_groups), GroupSpans(self._num_groups))
-        most, request = self._config.transfer_chunk_tokens, record.request_to_send()
-        message = msg.Open(request=request, held_tokens=record.held_tokens, backend=self._backend, max_piece_tokens=most)
+        spans = (GroupSpans(self._num_groups), GroupSpans(self._num_groups))
+        record.stream = InboundStream(handoff, peer, now_s, *spans, backends=(self._backend,))
+        message = msg.Open(
+            request=record.request_to_send(),
+            held_tokens=record.held_tokens,
+            backend=self._backend,
+            head_shards=self._head_shards,
+            max_piece_tokens=self._config.transfer_chunk_tokens,
+        )
         return [act.OpenStream(handoff, peer, message), *self._grant(record)]
 
     def _hang_up(self, record: Inbound) -> list[DecodeAction]:

@@ -32,7 +32,7 @@ class Rank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
-    """A transfer backend this worker can use. Empty `version` = any version understands it."""
+    """A transfer backend this worker can use. `version`: unlike ones do not pair; empty = any version understands it."""
 
     name: str
     version: str = ""
@@ -59,7 +59,12 @@ class Agreement:
     """How this pair talks."""
 
     protocol: int
-    backend: str
+    backends: tuple[str, ...]  # that both can use, in the order D prefers
+
+    @property
+    def backend(self) -> str:
+        """The one to begin with."""
+        return self.backends[0]
 
 
 class Incompatible(Exception):
@@ -85,9 +90,9 @@ def agree(producer: Identity, consumer: Identity) -> Agreement:
             wanted, got = getattr(ours.spec, name), getattr(theirs.spec, name)
             if wanted != got:
                 raise Incompatible(f"groups[{index}].{name}", wanted, got)
-    for theirs in consumer.backends:
-        if any(_same_backend(ours, theirs) for ours in producer.backends):
-            return Agreement(protocol=protocol, backend=theirs.name)
+    common = (theirs.name for theirs in consumer.backends if any(_same_backend(ours, theirs) for ours in producer.backends))
+    if backends := tuple(common):
+        return Agreement(protocol=protocol, backends=backends)
     raise Incompatible("backends", _names(producer), _names(consumer))
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, RequestError, Unavailable
 from jdisagg.core.requests import EngineRequest, Output, Provenance
-from jdisagg.handoff.actions import DecodeAction, Fetch, Send
+from jdisagg.handoff.actions import CancelFetch, DecodeAction, Fetch, Send
 from jdisagg.handoff.ladder import Ladder
-from jdisagg.handoff.messages import ChunkReady, Grant, HandoffId
+from jdisagg.handoff.messages import ChunkReady, Grant, HandoffId, Want
 from jdisagg.handoff.spans import GroupSpans
 
 FETCH_TIMEOUT_S = 5.0  # one piece
@@ -63,6 +63,8 @@ class InboundStream:
     progress_s: float  # when P last said something
     announced: GroupSpans
     imported: GroupSpans
+    backends: tuple[str, ...]  # that both sides can use, best first
+    broken: set[str] = field(default_factory=set)  # those of them that failed this request
     pieces: dict[str, IncomingPiece] = field(default_factory=dict)
     refetches: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (group, begin, end) -> times
     settled_bytes: int = 0  # announced pieces that D has imported or given up
@@ -72,6 +74,7 @@ class InboundStream:
 
     def announce(self, ready: ChunkReady) -> IncomingPiece:
         """A piece can be fetched."""
+        ready = ready if ready.backend else replace(ready, backend=self.backends[0])
         self.announced.of(ready.group).add(ready.begin, ready.end)
         self.pieces[ready.key] = IncomingPiece(ready)
         return self.pieces[ready.key]
@@ -101,6 +104,25 @@ class InboundStream:
             for key, piece in self.pieces.items()
             if piece.fetch_deadline_s is not None and now_s >= piece.fetch_deadline_s + FETCH_GRACE_S
         ]
+
+    def backend_beside(self, failed: str) -> str | None:
+        """The best backend that has not failed this request, `failed` left out."""
+        return next((name for name in self.backends if name != failed and name not in self.broken), None)
+
+    def change_backend(self, failed: str, backend: str, reason: str) -> list[DecodeAction]:
+        """`failed` is no longer used: everything announced and not yet in place is to come over `backend`."""
+        self.broken.add(failed)
+        self.refetches.clear()
+        wants: list[DecodeAction] = [CancelFetch(self.handoff)]
+        for ready in [piece.ready for piece in self.pieces.values()]:
+            self.give_up(ready.key)
+            wants.append(self.want(ready, reason, backend))
+        return wants
+
+    def want(self, ready: ChunkReady, reason: str, backend: str = "") -> DecodeAction:
+        """Have P publish the range again."""
+        want = Want(begin=ready.begin, end=ready.end, reason=reason, group=ready.group, backend=backend)
+        return Send(self.handoff, want)
 
     def grant(self, window_bytes: int) -> list[DecodeAction]:
         """Let P publish `window_bytes` beyond what is settled here."""
@@ -213,6 +235,8 @@ class Inbound:
             "stage": self.stage.value,
             "reserved": self.reserved,
             "peer": stream.peer if stream else "",
+            "backends": list(stream.backends) if stream else [],
+            "broken_backends": sorted(stream.broken) if stream else [],
             "serial": stream.handoff.serial if stream else 0,
             "held_tokens": self.held_tokens,
             "num_tokens": self.num_tokens,

@@ -42,7 +42,9 @@ class Open:
 
     request: EngineRequest
     held_tokens: int
-    backend: str
+    backend: str  # what P shall publish over
+    backends: tuple[str, ...] = ()  # all that both can use, best first; () = `backend` alone
+    head_shards: int = 1  # parts in which D's mesh holds the kv heads of a piece
     max_piece_tokens: int | None = None  # None = of any length
 
 
@@ -62,12 +64,13 @@ class Ack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Want:
-    """Send tokens [begin, end) of one KV group (again)."""
+    """Send tokens [begin, end) of one KV group (again); with `backend` this and what follows goes over that one."""
 
     begin: int
     end: int
     reason: str
     group: int = 0
+    backend: str = ""
 
 
 # --- P -> D
@@ -107,8 +110,10 @@ class ChunkReady:
     shape: tuple[int, int, int, int]
     dtype: str
     num_bytes: int
-    checksum: int  # xxh3-64 of the bytes; 0 = none
+    checksum: int  # of the bytes, as the backend computes it; 0 = none
     group: int = 0
+    backend: str = ""  # what it can be fetched over; "" = what Open said
+    locator: str = ""  # what that backend needs beside the key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +135,13 @@ class Refused:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Agreed:
+    """At D, before anything P says on the stream: the transfer backends that both can use, best first. At least one."""
+
+    backends: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StreamEnded:
     """The stream is gone: closed by the other side, timed out, or its process died. `reason` is for logs and metrics."""
 
@@ -138,4 +150,4 @@ class StreamEnded:
 
 
 DecodeToPrefill = Open | Grant | Ack | Want | StreamEnded
-PrefillToDecode = Accepted | Started | Parked | ChunkReady | Done | Refused | Want | StreamEnded
+PrefillToDecode = Agreed | Accepted | Started | Parked | ChunkReady | Done | Refused | Want | StreamEnded

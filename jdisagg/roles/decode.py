@@ -117,14 +117,14 @@ class DecodeRole:
                 return self._execute(self._handoffs.on_message(handoff, body, now_s), now_s)
             case PieceArrived(handoff=handoff, ready=ready, piece=piece, seconds=seconds):
                 self._arrived[handoff, ready.key] = piece
-                self._metrics.transfer_seconds.labels(backend=self._fetcher.name).observe(seconds)
-                self._metrics.transfer_bytes.labels(backend=self._fetcher.name).inc(ready.num_bytes)
+                self._metrics.transfer_seconds.labels(backend=ready.backend).observe(seconds)
+                self._metrics.transfer_bytes.labels(backend=ready.backend).inc(ready.num_bytes)
                 outputs = self._execute(self._handoffs.on_arrived(handoff, ready.key, seconds, now_s), now_s)
                 self._arrived.pop((handoff, ready.key), None)  # late or duplicate: dropped
                 return outputs
             case PieceFailed(handoff=handoff, ready=ready, reason=reason, detail=detail):
-                self._metrics.transfer_failures.labels(backend=self._fetcher.name, reason=reason).inc()
-                log.warning("request %s: piece %s failed: %s %s", handoff.request_id, ready.key, reason, detail)
+                self._metrics.transfer_failures.labels(backend=ready.backend, reason=reason).inc()
+                log.warning("request %s: piece %s over %s: %s %s", handoff.request_id, ready.key, ready.backend, reason, detail)
                 return self._execute(self._handoffs.on_failed(handoff, ready.key, reason, now_s), now_s)
             case _:
                 raise AssertionError(f"a decode engine got {type(message).__name__}")

@@ -16,19 +16,20 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from jdisagg.core.errors import RequestError
+from jdisagg.core.errors import InvalidRequest, RequestError
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened, Reply
-from jdisagg.handoff.messages import HandoffId
+from jdisagg.handoff.messages import HandoffId, Open, Refused, Want
 from jdisagg.handoff.prefill_side import PrefillSide
 from jdisagg.roles.inbox import Message
 from jdisagg.roles.ports import Runner
 from jdisagg.roles.record import RequestRecord
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
-from jdisagg.transfer.base import Published, Publisher, PublishFailed
+from jdisagg.transfer.base import Published, PublishFailed
+from jdisagg.transfer.choice import PublisherSet
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class PrefillRole:
         scheduler: Scheduler,
         handoffs: PrefillSide,
         runner: Runner,
-        publisher: Publisher,
+        publishers: PublisherSet,
         metrics: Metrics,
         worker: str,
         slow_request_s: float = inf,
@@ -53,7 +54,8 @@ class PrefillRole:
         self._scheduler = scheduler
         self._handoffs = handoffs
         self._runner = runner
-        self._publisher = publisher
+        self._publishers = publishers
+        self._head_shards: dict[HandoffId, int] = {}  # of the receivers of open hand-offs
         self._metrics = metrics
         self._worker = worker
         self._slow_request_s = slow_request_s
@@ -75,27 +77,52 @@ class PrefillRole:
         """A message of D, or of a transfer thread."""
         match message:
             case PeerOpened(handoff=handoff, message=opening, reply=reply):
-                self._replies[handoff] = reply
-                self._execute(self._handoffs.open(handoff, opening, now_s), now_s)
+                self._open(handoff, opening, reply, now_s)
             case PeerMessage(handoff=handoff, message=body):
+                if isinstance(body, Want) and body.backend:
+                    self._publishers.prefer(handoff, body.backend)
                 self._execute(self._handoffs.on_message(handoff, body, now_s), now_s)
             case PeerAlive(handoff=handoff):
                 self._execute(self._handoffs.on_heartbeat(handoff, now_s), now_s)
             case Published(handoff=handoff, ready=ready):
                 self._execute(self._handoffs.on_published(handoff, ready, now_s), now_s)
-            case PublishFailed(handoff=handoff, begin=begin, end=end, reason=reason):
-                self._metrics.transfer_failures.labels(backend=self._publisher.name, reason="publish").inc()
+            case PublishFailed(handoff=handoff, begin=begin, end=end, reason=reason, backend=backend):
+                self._metrics.transfer_failures.labels(backend=backend, reason="publish").inc()
+                self._change_backend(message)
                 self._execute(self._handoffs.on_publish_failed(handoff, begin, end, reason, now_s), now_s)
             case _:
                 raise AssertionError(f"a prefill engine got {type(message).__name__}")
         return []
+
+    def _open(self, handoff: HandoffId, opening: Open, reply: Reply, now_s: float) -> None:
+        backends = opening.backends or ((opening.backend,) if opening.backend else ())
+        if not self._publishers.open(handoff, backends):
+            wanted, got = ", ".join(self._publishers.names), ", ".join(backends)
+            error = InvalidRequest(f"transfer backend: wanted one of {wanted}, got {got}; see --kv-transfer-backend")
+            reply.send(Refused(error=error))
+            reply.close()
+            return
+        self._replies[handoff] = reply
+        self._head_shards[handoff] = opening.head_shards
+        self._execute(self._handoffs.open(handoff, opening, now_s), now_s)
+
+    def _change_backend(self, failed: PublishFailed) -> None:
+        """The hand-off goes on over the next backend that both sides have, if there is one and it is the backend's fault."""
+        if failed.reason == "buffer_full":
+            return
+        if other := self._publishers.give_up(failed.handoff, failed.backend):
+            self._metrics.recoveries.labels(rung="other_backend").inc()
+            log.warning(
+                "request %s: recovering by other_backend; stage publishing [%d, %d) over %s: %s; going on over %s",
+                *(failed.handoff.request_id, failed.begin, failed.end, failed.backend, failed.reason, other),
+            )
 
     def before_step(self, now_s: float) -> list[Output]:
         """Deadlines and leases."""
         self._execute(self._handoffs.tick(now_s), now_s)
         self._make_room(now_s)
         counts = self._handoffs.counts()
-        self._metrics.published_bytes.set(self._publisher.num_buffered_bytes)
+        self._metrics.published_bytes.set(self._publishers.num_buffered_bytes)
         self._metrics.leases.set(sum(counts.values()))
         return []
 
@@ -161,13 +188,15 @@ class PrefillRole:
                     if reply := self._replies.get(handoff):
                         reply.send(message)
                 case act.CloseReply(handoff=handoff):
+                    self._publishers.forget(handoff)
+                    self._head_shards.pop(handoff, None)
                     if reply := self._replies.pop(handoff, None):
                         reply.close()
                 case act.Export(handoff=handoff, engine_request_id=request_id, begin=begin, end=end, key=key):
                     piece = self._runner.export_tokens(self._scheduler.page_table(request_id), begin, end)
-                    self._publisher.publish(handoff, key, piece)
+                    self._publishers.publish(handoff, key, replace(piece, head_shards=self._head_shards[handoff]))
                 case act.Discard(key=key):
-                    self._publisher.discard(key)
+                    self._publishers.discard(key)
                 case act.ReleaseRequest(engine_request_id=request_id):
                     self._scheduler.release(request_id)
                     if record := self._records.pop(request_id, None):
@@ -194,7 +223,7 @@ class PrefillRole:
         """Hand-offs and published bytes of this worker."""
         return {
             **self._handoffs.snapshot(),
-            "buffered_bytes": self._publisher.num_buffered_bytes,
+            "buffered_bytes": self._publishers.num_buffered_bytes,
             "replies": len(self._replies),
             "requests": {request_id: record.snapshot() for request_id, record in self._records.items()},
         }

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from jdisagg.api.byte_source import GrpcByteSource
 from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.kv_event_ring import KVEventRing
 from jdisagg.api.peer_client import GrpcPeerClient
@@ -23,12 +22,12 @@ from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.in_process import InProcessPeers
 from jdisagg.roles.kv_feed import KVEventFeed
 from jdisagg.roles.side import Side
+from jdisagg.serve.backends import decode_backends, prefill_backends
 from jdisagg.serve.engines import Core, build_core, decode_side, prefill_side, start_engine, unified_side, usable_devices
 from jdisagg.serve.preflight import check_backend
-from jdisagg.transfer.base import Publisher
+from jdisagg.transfer.choice import PublisherSet
 from jdisagg.transfer.device_put import DevicePutFetcher, DevicePutPublisher, Exchange
 from jdisagg.transfer.drill import TransferDrill
-from jdisagg.transfer.grpc_backend import GrpcFetcher, GrpcPublisher, PieceStore
 from jdisagg.transfer.target import PieceTarget
 
 OnCrash = Callable[[BaseException], None]
@@ -127,8 +126,12 @@ def build_deployment(
     on_crash: OnCrash,
     *,
     credentials: Credentials = INSECURE,
+    host: str = "127.0.0.1",
 ) -> Deployment:
-    """Build the role's engines, running; peers are reached with `credentials`. Raises ConfigError."""
+    """Build the role's engines, running; peers are reached with `credentials` and reach this process at `host`.
+
+    Raises ConfigError.
+    """
     check_backend(config)
     compiles = CompileCounter()
     if config.role == "colocated":
@@ -139,30 +142,36 @@ def build_deployment(
     deployment = Deployment(core, compiles)
     drill = TransferDrill(drill_of())
     if role is Role.PREFILL:
-        store = PieceStore(config.transfer.transfer_buffer_bytes)
-        publisher: Publisher = GrpcPublisher(store, core.inbox.post, checksums=config.transfer.checksums)
-        side = prefill_side(core, drill.publisher(publisher))
+        backends = prefill_backends(core, host, drill)
+        side = prefill_side(core, backends.publishers)
+        deployment.num_executables += backends.num_executables
         deployment.peer_server = PeerServer(
-            core.identity(("grpc",)), post=core.inbox.post, pieces=store, config=config.transfer
+            core.identity(backends.offered), post=core.inbox.post, pieces=backends.store, config=config.transfer
         )
-        deployment.closers.append(publisher.close)
+        deployment.closers.append(backends.publishers.close)
     elif role is Role.DECODE:
-        source = GrpcByteSource(credentials)
-        spoilt, target = drill.byte_source(source), _target(core)
-        fetcher = drill.fetcher(lambda post: GrpcFetcher(spoilt, target, post), core.inbox.post)
+        moving = decode_backends(core, _target(core), host, credentials, drill)
+        deployment.num_executables += moving.num_executables
         peers = GrpcPeerClient(
-            core.identity(("grpc",)),
+            core.identity(moving.offered),
             loop=loop,
             post=drill.messages(core.inbox.post),
             config=config.transfer,
             credentials=credentials,
-            on_down=source.drop,
+            on_down=moving.on_down,
         )
         peers.watch(config.transfer.prefill)
         static = config.transfer.prefill
-        side = decode_side(core, peers=peers, fetcher=fetcher, backend="grpc", static_peers=lambda: static)
+        side = decode_side(
+            core,
+            peers=peers,
+            fetcher=moving.fetcher,
+            backend=moving.offered[0].name,
+            static_peers=lambda: static,
+            head_shards=moving.head_shards,
+        )
         deployment.peer_client = peers
-        deployment.closers += [source.close, fetcher.close]  # a fetch from a dead peer ends with its channel
+        deployment.closers += moving.closers
     else:
         side = unified_side(core)
     deployment.add_engine(core, side, on_crash, loop)
@@ -196,7 +205,7 @@ def _colocated(
     static = (InProcessPeers.ADDRESS,)
     deployment = Deployment(decode, compiles)
     deployment.num_executables += prefill.num_executables
-    deployment.add_engine(prefill, prefill_side(prefill, publisher), on_crash, loop)
+    deployment.add_engine(prefill, prefill_side(prefill, PublisherSet([publisher])), on_crash, loop)
     side = decode_side(decode, peers=peers, fetcher=fetcher, backend="device_put", static_peers=lambda: static)
     deployment.add_engine(decode, side, on_crash, loop)
     deployment.closers += [publisher.close, fetcher.close]

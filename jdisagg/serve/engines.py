@@ -44,7 +44,8 @@ from jdisagg.roles.streams import Streams
 from jdisagg.sched.intake import Limits, check_config
 from jdisagg.sched.log import make_scheduler
 from jdisagg.sched.scheduler import Scheduler
-from jdisagg.transfer.base import Fetcher, Publisher
+from jdisagg.transfer.base import Fetcher
+from jdisagg.transfer.choice import PublisherSet
 
 log = logging.getLogger(__name__)
 
@@ -73,14 +74,14 @@ class Core:
         """KV of one token, unsharded."""
         return self.loaded.spec.kv_spec(self.loaded.kv_dtype)
 
-    def identity(self, backends: Sequence[str]) -> Identity:
-        """What Hello says of this engine."""
+    def identity(self, backends: Sequence[Backend]) -> Identity:
+        """What Hello says of this engine; `backends` in order of preference."""
         return Identity(
             fingerprint=self.loaded.fingerprint,
             worker=self.worker,
             epoch=self.epoch,
             groups=(CacheGroup(spec=self.kv_spec, page_size=self.config.cache.page_size),),
-            backends=tuple(Backend(name=name) for name in backends),
+            backends=tuple(backends),
         )
 
 
@@ -173,14 +174,14 @@ def unified_side(core: Core) -> Side:
     return ComputeSide(core.scheduler)
 
 
-def prefill_side(core: Core, publisher: Publisher) -> Side:
+def prefill_side(core: Core, publishers: PublisherSet) -> Side:
     """Prompts for decode workers."""
     handoffs = PrefillSide(core.config.transfer, bytes_per_token=core.kv_spec.bytes_per_token)
     return PrefillRole(
         scheduler=core.scheduler,
         handoffs=handoffs,
         runner=core.runner,
-        publisher=publisher,
+        publishers=publishers,
         metrics=core.metrics,
         worker=core.worker,
         slow_request_s=core.config.server.slow_request_s,
@@ -188,11 +189,19 @@ def prefill_side(core: Core, publisher: Publisher) -> Side:
 
 
 def decode_side(
-    core: Core, *, peers: PeerClient, fetcher: Fetcher, backend: str, static_peers: Callable[[], tuple[str, ...]]
+    core: Core,
+    *,
+    peers: PeerClient,
+    fetcher: Fetcher,
+    backend: str,
+    static_peers: Callable[[], tuple[str, ...]],
+    head_shards: int = 1,
 ) -> Side:
     """Tokens from KV that P computed."""
     config = core.config.transfer
-    handoffs = DecodeSide(config, chunk_bytes_per_token=core.kv_spec.most_bytes_per_token, backend=backend)
+    handoffs = DecodeSide(
+        config, chunk_bytes_per_token=core.kv_spec.most_bytes_per_token, backend=backend, head_shards=head_shards
+    )
     return DecodeRole(
         config=config,
         scheduler=core.scheduler,

@@ -39,11 +39,11 @@ def check_worker(config: Config) -> None:
 
 def check_backend(config: Config) -> None:
     """Raise ConfigError for a transfer backend that the role does not have."""
-    wanted = {"colocated": ("auto", "device_put")}.get(config.role, ("auto", "grpc"))
+    wanted = {"colocated": ("auto", "device_put")}.get(config.role, ("auto", "grpc", "shm", "jax"))
     got = config.transfer.kv_transfer_backend
     if config.role in ("prefill", "decode", "colocated") and got not in wanted:
         raise ConfigError(
-            f"--kv-transfer-backend: got {got!r}, --role {config.role} has {' and '.join(wanted)}", field="kv_transfer_backend"
+            f"--kv-transfer-backend: got {got!r}, --role {config.role} has {', '.join(wanted)}", field="kv_transfer_backend"
         )
 
 

@@ -28,6 +28,7 @@ class Piece:
     data: jax.Array  # kv_dtype[L, T_bucket, K, F]; tokens past end - begin are padding
     scales: jax.Array | None = None  # float32[L, T_bucket, K, 2] of int8 data: one for keys, one for values
     group: int = 0
+    head_shards: int = 1  # what the receiver's mesh splits the heads into; only backends that move device arrays ask
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
@@ -51,6 +52,8 @@ class PublishFailed:
     begin: int
     end: int
     reason: str
+    key: str = ""
+    backend: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -55,7 +55,7 @@ class DevicePutPublisher:
         """Fetchable at once; the gather may still run, the fetch waits for it."""
         assert piece.begin < piece.end, f"piece [{piece.begin}, {piece.end}) of {handoff} is empty"
         self._exchange.put(key, piece)
-        self._post(Published(handoff=handoff, ready=announce(key, piece, checksum=0)))
+        self._post(Published(handoff=handoff, ready=announce(key, piece, checksum=0, backend=self.name)))
 
     def discard(self, key: str) -> None:
         """Drop the array."""

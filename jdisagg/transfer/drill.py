@@ -13,7 +13,7 @@ from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.transfer.base import Fetcher, Piece, Post, Publisher
 from jdisagg.transfer.faulty import Fault, FaultyByteSource, FaultyFetcher
-from jdisagg.transfer.grpc_backend import ByteSource
+from jdisagg.transfer.host_backend import ByteSource
 
 log = logging.getLogger(__name__)
 

@@ -62,14 +62,14 @@ class FakePublisher:
         if key not in self._sizes:
             return
         try:
-            data = pack(piece)
+            data = bytes(pack(piece))
         except RuntimeError as error:
             self.discard(key)
             reason = f"device: {error}"
             self._post(PublishFailed(handoff=handoff, begin=piece.begin, end=piece.end, reason=reason))
             return
         self._network.pieces[key] = data
-        self._post(Published(handoff=handoff, ready=announce(key, piece, checksum_of(data))))
+        self._post(Published(handoff=handoff, ready=announce(key, piece, checksum_of(data), backend=self.name)))
 
     def discard(self, key: str) -> None:
         """Free the bytes."""

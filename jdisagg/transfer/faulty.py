@@ -22,7 +22,7 @@ from jdisagg.transfer.base import (
     PublishFailed,
     TransferEvent,
 )
-from jdisagg.transfer.grpc_backend import ByteSource
+from jdisagg.transfer.host_backend import ByteSource
 
 
 class Fault(Enum):

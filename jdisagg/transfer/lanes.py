@@ -68,10 +68,19 @@ class FetchLanes:
     for a transfer (close waits for the threads to end).
     """
 
-    def __init__(self, name: str, obtain: Callable[[FetchJob], Piece], post: Post) -> None:
+    def __init__(
+        self,
+        name: str,
+        obtain: Callable[[FetchJob], Piece],
+        post: Post,
+        *,
+        on_end: Callable[[str], None] = lambda peer: None,
+    ) -> None:
+        """`on_end(peer)` is the last thing a lane runs."""
         self._name = name
         self._obtain = obtain
         self._post = post
+        self._on_end = on_end
         self._lanes: dict[str, Lane] = {}
         self._used_s: dict[str, float] = {}  # per lane, when it last got a job
         self._jobs: dict[int, FetchJob] = {}  # written here, popped by lanes: single dict operations only
@@ -108,8 +117,8 @@ class FetchLanes:
         self._closed = True
         for job in list(self._jobs.values()):
             job.cancelled = True
-        for lane in self._lanes.values():
-            lane.stop()
+        for peer, lane in self._lanes.items():
+            self._stop(peer, lane)
         for lane in self._lanes.values():
             lane.join(CLOSE_TIMEOUT_S)
         self._lanes.clear()
@@ -123,7 +132,11 @@ class FetchLanes:
         busy = {job.peer for job in list(self._jobs.values())}
         for peer in [peer for peer, used_s in self._used_s.items() if now_s - used_s > IDLE_LANE_S and peer not in busy]:
             del self._used_s[peer]
-            self._lanes.pop(peer).stop()
+            self._stop(peer, self._lanes.pop(peer))
+
+    def _stop(self, peer: str, lane: Lane) -> None:
+        lane.submit(lambda: self._on_end(peer))
+        lane.stop()
 
     def _run(self, job_id: int, job: FetchJob) -> None:
         try:

@@ -78,7 +78,7 @@ class PieceTarget:
         """Whether the piece's arrays need no more than to be placed."""
         return tuple(piece.data.shape) == self.shape and str(piece.data.dtype) == self.dtype
 
-    def unpack(self, data: bytes | bytearray, ready: ChunkReady) -> KVGroup:
+    def unpack(self, data: bytes | bytearray | memoryview, ready: ChunkReady) -> KVGroup:
         """Checked bytes -> target.dtype[L, chunk_tokens, K, F] (and scales) in buffers nobody else holds; padding is 0.
 
         Raises PieceError("truncated" | "checksum").
@@ -90,6 +90,8 @@ class PieceTarget:
         return jax.tree.map(self._padded, convert(_rows(data, ready), self.dtype))
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
+        if rows.shape[1] == self.chunk_tokens:
+            return rows
         padded = np.zeros((*self.shape[:-1], rows.shape[-1]), rows.dtype)
         padded[:, : rows.shape[1]] = rows
         return padded
@@ -113,13 +115,15 @@ def num_bytes_of(piece: Piece) -> int:
     return _num_bytes((layers, piece.end - piece.begin, heads, features), str(piece.data.dtype))
 
 
-def pack(piece: Piece) -> bytes:
-    """The piece's bytes as they travel. Waits for the device: for transfer threads only."""
-    parts = [np.asarray(array)[:, : piece.end - piece.begin].tobytes() for array in piece.arrays]
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+def pack(piece: Piece) -> memoryview:
+    """The piece's bytes as they travel, read-only, on CPU the device's own when it is full and has no scales. Waits for the
+    device: for transfer threads only."""
+    tokens = (np.asarray(array)[:, : piece.end - piece.begin] for array in piece.arrays)
+    parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in tokens]
+    return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
 
-def _rows(data: bytes | bytearray, ready: ChunkReady) -> KVGroup:
+def _rows(data: bytes | bytearray | memoryview, ready: ChunkReady) -> KVGroup:
     """What `pack` made bytes of, as arrays over the same memory."""
     dtype, count = NP_DTYPES[ready.dtype], int(np.prod(ready.shape))
     rows = np.frombuffer(data, dtype, count).reshape(ready.shape)
@@ -134,12 +138,12 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return num_rows * (features * NP_DTYPES[dtype].itemsize + (SCALE_BYTES if dtype == QUANTISED else 0))
 
 
-def checksum_of(data: bytes | bytearray) -> int:
+def checksum_of(data: bytes | bytearray | memoryview) -> int:
     """xxh3-64, with 0 (= none) moved out of the way."""
     return xxhash.xxh3_64_intdigest(data) or 1
 
 
-def announce(key: str, piece: Piece, checksum: int) -> ChunkReady:
+def announce(key: str, piece: Piece, checksum: int, *, backend: str = "", locator: str = "") -> ChunkReady:
     """What P tells D about a piece."""
     layers, _, heads, features = piece.data.shape
     return ChunkReady(
@@ -151,4 +155,6 @@ def announce(key: str, piece: Piece, checksum: int) -> ChunkReady:
         num_bytes=num_bytes_of(piece),
         checksum=checksum,
         group=piece.group,
+        backend=backend,
+        locator=locator,
     )

@@ -92,18 +92,22 @@ class Range(_message.Message):
     def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("request", "held_tokens", "epoch", "backend", "max_piece_tokens")
+    __slots__ = ("request", "held_tokens", "epoch", "backend", "max_piece_tokens", "backends", "head_shards")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     MAX_PIECE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BACKENDS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_SHARDS_FIELD_NUMBER: _ClassVar[int]
     request: _common_pb2.EngineRequest
     held_tokens: int
     epoch: str
     backend: str
     max_piece_tokens: int
-    def __init__(self, request: _Optional[_Union[_common_pb2.EngineRequest, _Mapping]] = ..., held_tokens: _Optional[int] = ..., epoch: _Optional[str] = ..., backend: _Optional[str] = ..., max_piece_tokens: _Optional[int] = ...) -> None: ...
+    backends: _containers.RepeatedScalarFieldContainer[str]
+    head_shards: int
+    def __init__(self, request: _Optional[_Union[_common_pb2.EngineRequest, _Mapping]] = ..., held_tokens: _Optional[int] = ..., epoch: _Optional[str] = ..., backend: _Optional[str] = ..., max_piece_tokens: _Optional[int] = ..., backends: _Optional[_Iterable[str]] = ..., head_shards: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("credit_bytes",)
@@ -118,14 +122,16 @@ class Ack(_message.Message):
     def __init__(self, key: _Optional[str] = ...) -> None: ...
 
 class Want(_message.Message):
-    __slots__ = ("range", "reason", "group")
+    __slots__ = ("range", "reason", "group", "backend")
     RANGE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
     range: Range
     reason: str
     group: int
-    def __init__(self, range: _Optional[_Union[Range, _Mapping]] = ..., reason: _Optional[str] = ..., group: _Optional[int] = ...) -> None: ...
+    backend: str
+    def __init__(self, range: _Optional[_Union[Range, _Mapping]] = ..., reason: _Optional[str] = ..., group: _Optional[int] = ..., backend: _Optional[str] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("open", "grant", "ack", "want", "heartbeat")
@@ -159,7 +165,7 @@ class Parked(_message.Message):
     def __init__(self) -> None: ...
 
 class ChunkReady(_message.Message):
-    __slots__ = ("key", "range", "group", "shape", "dtype", "num_bytes", "checksum")
+    __slots__ = ("key", "range", "group", "shape", "dtype", "num_bytes", "checksum", "backend", "locator")
     KEY_FIELD_NUMBER: _ClassVar[int]
     RANGE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +173,8 @@ class ChunkReady(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    LOCATOR_FIELD_NUMBER: _ClassVar[int]
     key: str
     range: Range
     group: int
@@ -174,7 +182,9 @@ class ChunkReady(_message.Message):
     dtype: str
     num_bytes: int
     checksum: int
-    def __init__(self, key: _Optional[str] = ..., range: _Optional[_Union[Range, _Mapping]] = ..., group: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., num_bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+    backend: str
+    locator: str
+    def __init__(self, key: _Optional[str] = ..., range: _Optional[_Union[Range, _Mapping]] = ..., group: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., num_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., backend: _Optional[str] = ..., locator: _Optional[str] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ("first", "num_chunks")

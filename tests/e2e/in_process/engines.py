@@ -30,6 +30,7 @@ from jdisagg.roles.stages import StageClock
 from jdisagg.roles.streams import Streams
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
+from jdisagg.transfer.choice import PublisherSet
 from jdisagg.transfer.device_put import DevicePutFetcher, DevicePutPublisher, Exchange
 from jdisagg.transfer.target import PieceTarget
 from tests.e2e.in_process.runners import BUDGET, MAX_LEN, POOL, SLOTS
@@ -225,7 +226,7 @@ class EnginePair:
                 scheduler=self.prefill.scheduler,
                 handoffs=PrefillSide(configs[0], bytes_per_token=sent.bytes_per_token),
                 runner=runners[0],
-                publisher=self._publisher,
+                publishers=PublisherSet([self._publisher]),
                 metrics=self.prefill.metrics,
                 worker="prefill",
             )

@@ -38,9 +38,18 @@ def prefill_side(config: TransferConfig = CONFIG) -> PrefillSide:
     return PrefillSide(config, bytes_per_token=BPT, new_key=lambda: f"k{next(keys)}")
 
 
-def ready(key: str, begin: int, end: int) -> ChunkReady:
+def ready(key: str, begin: int, end: int, backend: str = "fake") -> ChunkReady:
     size = end - begin
-    return ChunkReady(key=key, begin=begin, end=end, shape=(1, size, 1, 5), dtype="bfloat16", num_bytes=size * BPT, checksum=0)
+    return ChunkReady(
+        key=key,
+        begin=begin,
+        end=end,
+        shape=(1, size, 1, 5),
+        dtype="bfloat16",
+        num_bytes=size * BPT,
+        checksum=0,
+        backend=backend,
+    )
 
 
 def only(kind: type[A], actions: Sequence[object]) -> A:

@@ -19,7 +19,7 @@ from jdisagg.core.errors import (
 from jdisagg.core.requests import FinishReason, Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
-from jdisagg.handoff.messages import Accepted, ChunkReady, Done, Grant, HandoffId, Refused, StreamEnded, Want
+from jdisagg.handoff.messages import Accepted, Agreed, ChunkReady, Done, Grant, HandoffId, Refused, StreamEnded, Want
 from tests.unit.handoff.rig import BPT, CONFIG, FIRST, NEVER, H, decode_side, none_of, only, ready, request
 
 H2 = HandoffId("r", 2)
@@ -57,6 +57,55 @@ def test_a_failed_fetch_is_tried_again_then_published_again_then_given_up() -> N
     assert (recovered.rung, recovered.peer, recovered.stage) == ("other_prefill", "p", "transferring")
     assert "timeout" in recovered.cause
     assert only(act.OpenStream, lost).peer == "q"
+
+
+@pytest.mark.covers("C08")
+def test_a_backend_that_fails_twice_is_left_for_the_next_one_and_only_what_is_missing_is_sent_again() -> None:
+    side = decode_side(NEVER)
+    side.start(request(), 0, ("p", "q"), 0.0)
+    side.on_message(H, Agreed(backends=("fake", "spare")), 0.0)
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    side.on_reserved("r", 0.0)
+    for key, span in SPANS.items():
+        side.on_message(H, ready(key, *span), 0.0)
+    assert any(isinstance(a, act.Import) for a in side.on_arrived(H, "a", 0.1, 1.0))
+    side.on_failed(H, "b", "connection", 2.0)
+    changed = side.on_failed(H, "b", "connection", 3.0)
+    recovered = only(act.Recovered, changed)
+    assert (recovered.rung, recovered.peer) == ("other_backend", "p")
+    assert recovered.cause == "fetch of [4, 8) over fake: connection; going on over spare"
+    assert act.CancelFetch(H) in changed, "what is under way over the broken one is not waited for"
+    assert none_of(act.CloseStream, changed), "the same prefill worker goes on: nothing is computed again"
+    wants = [a.message for a in changed if isinstance(a, act.Send) and isinstance(a.message, Want)]
+    assert wants == [Want(begin=b, end=e, reason="connection", backend="spare") for b, e in (SPANS["b"], SPANS["c"])]
+    assert side.on_arrived(H, "c", 0.1, 3.0) == [], "it came too late over the broken one"
+    for key, span in (("b2", SPANS["b"]), ("c2", SPANS["c"])):
+        assert only(act.Fetch, side.on_message(H, ready(key, *span, "spare"), 4.0)).ready.backend == "spare"
+        side.on_arrived(H, key, 0.1, 5.0)
+    done = side.on_message(H, Done(first=FIRST, num_chunks=5), 6.0)
+    assert only(act.KVComplete, done).provenance.recoveries == ("refetch", "other_backend")
+
+
+def test_a_late_piece_over_a_broken_backend_is_asked_for_again_and_the_last_backend_gets_its_three_tries() -> None:
+    side = decode_side(NEVER)
+    side.start(request(), 0, ("p", "q"), 0.0)
+    side.on_message(H, Agreed(backends=("fake", "spare")), 0.0)
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    side.on_reserved("r", 0.0)
+    side.on_message(H, ready("a", *SPANS["a"]), 0.0)
+    side.on_failed(H, "a", "checksum", 1.0)
+    side.on_failed(H, "a", "checksum", 1.0)
+    side.on_message(H, ready("b", *SPANS["b"]), 1.0)  # published before P heard of the change
+    late = side.on_failed(H, "b", "checksum", 1.0)
+    assert only(act.Recovered, late).rung == "refetch"
+    assert Want(begin=4, end=8, reason="checksum") in [a.message for a in late if isinstance(a, act.Send)]
+    side.on_message(H, ready("a2", *SPANS["a"], "spare"), 2.0)
+    assert only(act.Fetch, side.on_failed(H, "a2", "checksum", 2.0)).ready.backend == "spare"
+    assert none_of(act.Fetch, side.on_failed(H, "a2", "checksum", 2.0)), "published again: there is no other backend"
+    side.on_message(H, ready("a3", *SPANS["a"], "spare"), 3.0)
+    lost = side.on_failed(H, "a3", "checksum", 3.0)
+    assert only(act.Recovered, lost).rung == "other_prefill"
+    assert only(act.OpenStream, lost).message.backend == "fake", "another worker may well do it"
 
 
 @pytest.mark.covers("X15")

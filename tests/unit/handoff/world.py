@@ -16,11 +16,22 @@ from jdisagg.core.errors import Overloaded
 from jdisagg.core.requests import EngineRequest, FinishReason, Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
-from jdisagg.handoff.messages import ChunkReady, DecodeToPrefill, Grant, HandoffId, Open, PrefillToDecode, StreamEnded
+from jdisagg.handoff.messages import (
+    Agreed,
+    ChunkReady,
+    DecodeToPrefill,
+    Grant,
+    HandoffId,
+    Open,
+    PrefillToDecode,
+    StreamEnded,
+    Want,
+)
 from jdisagg.handoff.prefill_side import PrefillSide
 from tests.unit.handoff.rig import BPT, ready
 
 PEERS = ("p0", "p1")
+BACKENDS = ("fake", "spare")
 
 
 @dataclass
@@ -31,6 +42,7 @@ class Stream:
     peer: str
     down: deque[DecodeToPrefill] = field(default_factory=deque)
     up: deque[PrefillToDecode] = field(default_factory=deque)
+    backend: str = BACKENDS[0]  # what P publishes over
     open_at_decode: bool = True
     open_at_prefill: bool = True
 
@@ -111,6 +123,7 @@ class World:
                 client.serial = handoff.serial
                 stream = Stream(handoff, peer)
                 stream.down.append(message)
+                stream.up.append(Agreed(backends=BACKENDS))
                 self.streams[handoff] = stream
             case act.Send(handoff=handoff, message=message):
                 stream = self.streams[handoff]
@@ -150,7 +163,7 @@ class World:
             case act.Fail(request_id=request_id):
                 self.clients[request_id].ends.append("failed")
             case act.Recovered():
-                assert action.rung in ("refetch", "reconnect", "other_prefill", "local_prefill")
+                assert action.rung in ("refetch", "other_backend", "reconnect", "other_prefill", "local_prefill")
 
     def _import(self, request_id: str, handoff: HandoffId, key: str) -> None:
         client = self.clients[request_id]
@@ -218,6 +231,8 @@ class World:
                 worker.credit[stream.handoff] = max(credit, worker.credit.get(stream.handoff, 0))
             case StreamEnded():
                 stream.open_at_prefill = False
+            case Want(backend=backend):
+                stream.backend = backend or stream.backend
             case _:
                 pass
         self.run_prefill(stream.peer, worker.side.on_message(stream.handoff, message, self.now_s))
@@ -257,7 +272,9 @@ class World:
                 actions = worker.side.on_publish_failed(export.handoff, begin, end, "device", self.now_s)
                 self.run_prefill(peer, actions)
         elif outcome == "ok":
-            actions = worker.side.on_published(export.handoff, ready(export.key, begin, end), self.now_s)
+            actions = worker.side.on_published(
+                export.handoff, ready(export.key, begin, end, self.streams[export.handoff].backend), self.now_s
+            )
             self.run_prefill(peer, actions)
 
     # --- transfer

@@ -30,6 +30,7 @@ from jdisagg.roles.streams import Streams
 from jdisagg.sched.plan import PageTable, Plan, StepResult
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, Published
+from jdisagg.transfer.choice import PublisherSet
 from tests.unit.sched.engine_fake import EOS, FakeDevice
 
 BYTES_PER_TOKEN = 4
@@ -253,7 +254,7 @@ class World:
                 scheduler=self.prefill.scheduler,
                 handoffs=PrefillSide(config, bytes_per_token=BYTES_PER_TOKEN),
                 runner=self.prefill.runner,
-                publisher=publisher,
+                publishers=PublisherSet([publisher]),
                 metrics=self.prefill.metrics,
                 worker="p0",
                 slow_request_s=slow_request_s,

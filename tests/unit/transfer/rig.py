@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -19,9 +20,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdisagg.api.byte_source import GrpcByteSource
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed, Published, Publisher, PublishFailed, TransferEvent
+from jdisagg.transfer.cut import Cutter, Joiner
 from jdisagg.transfer.device_put import DevicePutFetcher, DevicePutPublisher, Exchange
 from jdisagg.transfer.fake import FakeFetcher, FakeNetwork, FakePublisher
-from jdisagg.transfer.grpc_backend import GrpcFetcher, GrpcPublisher, PieceStore
+from jdisagg.transfer.grpc_backend import PieceStore
+from jdisagg.transfer.host_backend import HostFetcher, HostPublisher
+from jdisagg.transfer.jax_backend import JaxFetcher, JaxPublisher
+from jdisagg.transfer.jax_server import TransferServer
+from jdisagg.transfer.shm_backend import ShmSource, ShmStore
 from jdisagg.transfer.target import PieceTarget
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
@@ -54,6 +60,27 @@ def error_array() -> jax.Array:
     return transfer.make_error_array(aval, "injected device failure")
 
 
+@functools.cache
+def cutter(dtype: str, checksums: bool = True) -> Cutter:
+    """Of the prefill mesh; compiled once for all tests."""
+    example = jax.device_put(np.zeros((LAYERS, CHUNK_TOKENS, HEADS, FEATURES), NP_DTYPES[dtype]), sharding(0, 2))
+    return Cutter([example], checksums=checksums)
+
+
+@functools.cache
+def joiner(dtype: str, chunk_tokens: int, heads: int, checksums: bool = True) -> Joiner:
+    """Of the decode mesh."""
+    made = Joiner([(LAYERS, chunk_tokens, heads, FEATURES)], [NP_DTYPES[dtype]], sharding(4, 4), checksums=checksums)
+    made.warm_up()
+    return made
+
+
+@functools.cache
+def transfer_servers() -> tuple[TransferServer, TransferServer]:
+    """P's and D's; a server lasts as long as its process."""
+    return TransferServer(jax.devices(), "127.0.0.1"), TransferServer(jax.devices(), "127.0.0.1")
+
+
 class LocalSource:
     """A ByteSource over a PieceStore in this process, three bytes at a time."""
 
@@ -65,7 +92,7 @@ class LocalSource:
         if data is None:
             raise KeyError(key)
         for begin in range(0, len(data), 100):
-            yield data[begin : begin + 100]
+            yield bytes(data[begin : begin + 100])
 
 
 class StoreServicer(peer_pb2_grpc.PeerServiceServicer):
@@ -80,7 +107,7 @@ class StoreServicer(peer_pb2_grpc.PeerServiceServicer):
             context.abort(grpc.StatusCode.NOT_FOUND, request.key)
             return
         for begin in range(0, len(data), 100):
-            yield peer_pb2.FetchResponse(data=data[begin : begin + 100])
+            yield peer_pb2.FetchResponse(data=bytes(data[begin : begin + 100]))
 
 
 @dataclass
@@ -89,6 +116,7 @@ class Rig:
 
     kind: str
     peer: str = "peer"
+    p_dtype: str | None = None  # None = D's
     events: queue.SimpleQueue[TransferEvent] = field(default_factory=queue.SimpleQueue)
     network: FakeNetwork = field(default_factory=FakeNetwork)
     store: PieceStore = field(default_factory=lambda: PieceStore(1 << 20))
@@ -112,11 +140,18 @@ class Rig:
                 self.publisher = DevicePutPublisher(self.exchange, post)
                 self.fetcher = DevicePutFetcher(self.exchange, target, post)
             case "grpc":
-                self.publisher = GrpcPublisher(self.store, post)
-                self.fetcher = GrpcFetcher(LocalSource(self.store), target, post)
+                self.publisher = HostPublisher("grpc", self.store, post)
+                self.fetcher = HostFetcher("grpc", LocalSource(self.store), target, post)
             case "grpc-loopback":
-                self.publisher = GrpcPublisher(self.store, post)
-                self.fetcher = GrpcFetcher(self._serve(), target, post)
+                self.publisher = HostPublisher("grpc", self.store, post)
+                self.fetcher = HostFetcher("grpc", self._serve(), target, post)
+            case "shm":
+                self.publisher = HostPublisher("shm", ShmStore(1 << 20), post)
+                self.fetcher = HostFetcher("shm", ShmSource(), target, post)
+            case "jax":
+                ours, theirs = transfer_servers()
+                self.publisher = JaxPublisher(ours, cutter(self.p_dtype or dtype), post, max_bytes=1 << 20)
+                self.fetcher = JaxFetcher(theirs, joiner(dtype, chunk_tokens, heads), target, post)
         return self
 
     def _serve(self) -> GrpcByteSource:
@@ -176,6 +211,6 @@ class Rig:
         assert self.publisher.num_buffered_bytes == 0
         ours = {
             thread for thread in set(threading.enumerate()) - self.threads_before
-            if thread.name.startswith(("grpc-publish", "grpc-fetch", "device-put"))
+            if thread.name.startswith(("grpc-", "shm-", "jax-", "device-put"))
         }  # fmt: skip
         assert not ours, f"threads left: {ours}"

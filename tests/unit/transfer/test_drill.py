@@ -11,7 +11,7 @@ from jdisagg.handoff.messages import Accepted, ChunkReady, Done, HandoffId
 from jdisagg.transfer.base import PieceFailed
 from jdisagg.transfer.drill import KeepingPublisher, TransferDrill
 from jdisagg.transfer.faulty import FaultyByteSource
-from jdisagg.transfer.grpc_backend import GrpcFetcher, GrpcPublisher
+from jdisagg.transfer.host_backend import HostFetcher, HostPublisher
 from tests.unit.transfer.rig import LocalSource, Rig, piece, tokens
 from tests.unit.transfer.test_faulty import TARGET
 
@@ -24,8 +24,8 @@ def test_without_a_drill_the_real_parts_stay_bare() -> None:
     assert drill.byte_source(source) is source
     assert drill.publisher(rig.publisher) is rig.publisher
     rig.fetcher.close()
-    rig.fetcher = drill.fetcher(lambda post: GrpcFetcher(source, TARGET, post), rig.events.put)
-    assert isinstance(rig.fetcher, GrpcFetcher)
+    rig.fetcher = drill.fetcher(lambda post: HostFetcher("grpc", source, TARGET, post), rig.events.put)
+    assert isinstance(rig.fetcher, HostFetcher)
     post = rig.events.put
     assert drill.messages(post) is post
     rig.close()
@@ -35,8 +35,8 @@ def test_every_second_read_is_scrambled_and_noticed_by_its_checksum() -> None:
     rig, drill = Rig("grpc"), TransferDrill(Drill(rates={"scramble": 0.5}))
     source = drill.byte_source(LocalSource(rig.store))
     assert isinstance(source, FaultyByteSource)
-    rig.publisher = GrpcPublisher(rig.store, rig.events.put)
-    rig.fetcher = GrpcFetcher(source, TARGET, rig.events.put)
+    rig.publisher = HostPublisher("grpc", rig.store, rig.events.put)
+    rig.fetcher = HostFetcher("grpc", source, TARGET, rig.events.put)
     ready = rig.published("k", piece(tokens(5)))
     events = []
     for _ in range(8):
@@ -49,8 +49,8 @@ def test_every_second_read_is_scrambled_and_noticed_by_its_checksum() -> None:
 
 def test_without_checksums_a_scrambled_piece_is_taken_for_a_good_one() -> None:
     rig, drill = Rig("grpc"), TransferDrill(Drill(rates={"scramble": 1.0}))
-    rig.publisher = GrpcPublisher(rig.store, rig.events.put, checksums=False)
-    rig.fetcher = GrpcFetcher(drill.byte_source(LocalSource(rig.store)), TARGET, rig.events.put)
+    rig.publisher = HostPublisher("grpc", rig.store, rig.events.put, checksums=False)
+    rig.fetcher = HostFetcher("grpc", drill.byte_source(LocalSource(rig.store)), TARGET, rig.events.put)
     sent = tokens(5)
     got = np.asarray(rig.arrived(rig.published("k", piece(sent))).piece.data)[:, :5]
     assert not np.array_equal(got, sent)
@@ -61,7 +61,7 @@ def test_without_checksums_a_scrambled_piece_is_taken_for_a_good_one() -> None:
 def test_a_publisher_that_ignores_leases_keeps_everything() -> None:
     rig, drill = Rig("grpc").start(), TransferDrill(Drill(rates={"leases_ignored": 1.0}))
     rig.publisher.close()
-    rig.publisher = drill.publisher(GrpcPublisher(rig.store, rig.events.put))
+    rig.publisher = drill.publisher(HostPublisher("grpc", rig.store, rig.events.put))
     assert isinstance(rig.publisher, KeepingPublisher)
     ready = rig.published("k", piece(tokens(5)))
     rig.publisher.discard("k")

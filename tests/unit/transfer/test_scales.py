@@ -52,7 +52,7 @@ def test_a_spoilt_scale_fails_the_checksum_and_one_left_out_the_size(kind: str) 
     rig = Rig(kind).start(dtype="int8")
     ready = rig.published("k", int8_piece()[0])
     stored = rig.store._bytes if kind == "grpc" else rig.network.pieces
-    whole = stored["k"]
+    whole = bytes(stored["k"])
     stored["k"] = whole[:-1] + bytes([whole[-1] ^ 1])
     assert rig.failed(ready).reason == "checksum"
     stored["k"] = whole[:-SCALE_BYTES]

@@ -27,7 +27,7 @@ from jdisagg.api.worker_service import WorkerService
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
-from jdisagg.handoff.messages import Accepted, HandoffId, Open, StreamEnded
+from jdisagg.handoff.messages import Accepted, Agreed, HandoffId, Open, StreamEnded
 from jdisagg.router.fleet_engine import FleetEngine
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import (
@@ -227,8 +227,8 @@ def test_a_fleet_that_shares_the_key_works_and_a_stranger_to_it_is_told_why(
                 assert [token for output in outputs for token in output.token_ids] == expected(asked)
                 await until(lambda: there.posted)
                 there.posted[0].reply.send(Accepted(cached_tokens=0))
-                await until(lambda: events)
-                assert events[0].message == Accepted(cached_tokens=0)
+                await until(lambda: len(events) == 2)
+                assert [event.message for event in events] == [Agreed(backends=("grpc",)), Accepted(cached_tokens=0)]
                 assert b"".join(await asyncio.to_thread(lambda: list(source.read(there.address, "k", 1e9)))) == b"bytes"
             else:
                 await until(lambda: any("refuses this worker" in record.message for record in caplog.records))

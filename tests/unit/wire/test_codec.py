@@ -78,8 +78,16 @@ OUTPUT = st.builds(
     cached_tokens=COUNT,
     provenance=st.none() | PROVENANCE,
 )
-WANT = st.builds(Want, begin=COUNT, end=COUNT, reason=TEXT)
+WANT = st.builds(Want, begin=COUNT, end=COUNT, reason=TEXT, backend=TEXT)
 DOWN = st.one_of(
+    st.builds(
+        Open,
+        request=REQUEST,
+        held_tokens=COUNT,
+        backend=TEXT,
+        backends=st.lists(TEXT, max_size=3).map(tuple),
+        head_shards=st.integers(1, 64),
+    ),
     st.builds(Open, request=REQUEST, held_tokens=COUNT, backend=TEXT, max_piece_tokens=st.none() | st.integers(1, 2**31 - 1)),
     st.builds(Grant, credit_bytes=st.integers(0, 2**62)),
     st.builds(Ack, key=TEXT),
@@ -99,6 +107,8 @@ UP = st.one_of(
         num_bytes=st.integers(0, 2**62),
         checksum=st.integers(0, 2**64 - 1),
         group=COUNT,
+        backend=TEXT,
+        locator=TEXT,
     ),
     st.builds(Done, first=OUTPUT, num_chunks=COUNT),
     WANT,
@@ -131,6 +141,7 @@ def test_messages_to_prefill_round_trip(message):
         assert isinstance(back, Open)
         assert same_request(message.request, back.request)
         assert (message.held_tokens, message.backend) == (back.held_tokens, back.backend)
+        assert (message.backends, message.head_shards) == (back.backends, back.head_shards)
         assert wire.open.epoch == "e"
     else:
         assert back == message

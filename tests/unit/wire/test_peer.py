@@ -12,14 +12,16 @@ import pytest
 
 from jdisagg.api import channels
 from jdisagg.api.byte_source import GrpcByteSource
+from jdisagg.api.codec import encode_request
 from jdisagg.api.peer_client import GrpcPeerClient
+from jdisagg.api.peer_codec import decode_down
 from jdisagg.api.peer_server import PeerServer
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.requests import Output
 from jdisagg.handoff.actions import Export
 from jdisagg.handoff.events import FromPrefill, PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity
-from jdisagg.handoff.messages import Accepted, Ack, ChunkReady, Done, Grant, HandoffId, Open, Started, StreamEnded, Want
+from jdisagg.handoff.messages import Accepted, Ack, Agreed, ChunkReady, Done, Grant, HandoffId, Open, Started, StreamEnded, Want
 from jdisagg.handoff.prefill_side import PrefillSide
 from jdisagg.kv.spec import KVSpec
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
@@ -60,7 +62,9 @@ class Decode:
         )
 
     def messages(self, handoff: HandoffId) -> list[object]:
-        return [event.message for event in self.events if event.handoff == handoff]
+        """What P said, and the end."""
+        mine = [event.message for event in self.events if event.handoff == handoff]
+        return [message for message in mine if not isinstance(message, Agreed)]
 
     def ends(self, handoff: HandoffId) -> list[str]:
         return [message.reason for message in self.messages(handoff) if isinstance(message, StreamEnded)]
@@ -321,6 +325,45 @@ def test_silence_of_either_side_is_seen_by_the_other():
         await q.server.stop(0)
 
     run_quiet(body())
+
+
+SHM, OTHER_SHM = Backend(name="shm", version="this host"), Backend(name="shm", version="another host")
+JAX = Backend(name="jax", version="0.10.2", num_transport_addresses=2)
+GRPC = Backend(name="grpc")
+
+
+@pytest.mark.covers("P09")
+@pytest.mark.parametrize(
+    ("of_p", "of_d", "agreed"),
+    [
+        ((SHM, GRPC), (SHM, GRPC), ("shm", "grpc")),
+        ((GRPC, SHM), (SHM, GRPC), ("shm", "grpc")),
+        ((SHM, GRPC), (OTHER_SHM, GRPC), ("grpc",)),
+        ((JAX, GRPC), (JAX, GRPC), ("jax", "grpc")),
+        ((JAX, GRPC), (dataclasses.replace(JAX, version="0.11"), GRPC), ("grpc",)),
+        ((JAX, GRPC), (dataclasses.replace(JAX, num_transport_addresses=1), GRPC), ("grpc",)),
+        ((GRPC,), (JAX, GRPC), ("grpc",)),
+    ],
+)
+def test_both_sides_know_the_backends_they_share_in_the_order_of_d(of_p, of_d, agreed):
+    async def body() -> None:
+        p, d = Prefill(identity(backends=of_p)), Decode(identity(epoch="d", backends=of_d))
+        d.client.open(await p.start(), H1, dataclasses.replace(opening(), head_shards=4))
+        await until(p.opened)
+        said = p.opened()[0].message
+        assert (said.backend, said.backends, said.head_shards) == (agreed[0], agreed, 4)
+        assert [event.message for event in d.events] == [Agreed(backends=agreed)], "before anything P says"
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_an_open_of_a_peer_that_knows_one_backend_means_that_one_alone():
+    wire = peer_pb2.PrefillRequest(open=peer_pb2.Open(request=encode_request(request(), 0.0), epoch="e", backend="grpc"))
+    decoded = decode_down(wire, 0.0)
+    assert isinstance(decoded, Open)
+    assert (decoded.backend, decoded.backends, decoded.head_shards) == ("grpc", (), 1)
 
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, features=8, dtype="float32")

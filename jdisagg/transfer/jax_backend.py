@@ -1,0 +1,221 @@
+"""Backend "jax": pieces go from P's devices to D's devices through JAX's transfer server.
+
+    P's engine   publish -> lane: cut for D's mesh, checksum, confirm, offer under a uuid -> Published(locator)
+    D's engine   fetch -> lane of the peer: pull every part onto its device, confirm, join, verify, confirm -> PieceArrived
+
+A locator is "HOST:PORT uuid parts tokens": P offers `parts` arrays of each of the piece's arrays, cut along heads and padded
+to `tokens`. D makes the pull's specs from the announcement, after comparing that with what it can import; what arrives is
+as long as they say, or the pull fails. Pieces in a form that nothing was compiled for (another dtype or chunk size) pass
+through D's host memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.kv.group import KVGroup
+from jdisagg.kv.spec import QUANTISED, SCALES
+from jdisagg.transfer.base import Piece, Post, Published, PublishFailed
+from jdisagg.transfer.convert import NP_DTYPES
+from jdisagg.transfer.cut import HEADS, Cutter, Joiner, combine, sums_on_host
+from jdisagg.transfer.jax_server import TransferConnection, TransferServer
+from jdisagg.transfer.lanes import CLOSE_TIMEOUT_S, FetchJob, FetchLanes, Lane
+from jdisagg.transfer.target import PieceError, PieceTarget, announce, num_bytes_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Locator:
+    """What D needs to pull a piece."""
+
+    address: str
+    uuid: int
+    num_parts: int
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.address} {self.uuid:x} {self.num_parts} {self.num_tokens}"
+
+    @classmethod
+    def of(cls, ready: ChunkReady, target: PieceTarget) -> Locator:
+        """Raises PieceError("device") when the text is none, or does not go with the announcement."""
+        try:
+            address, uuid, parts, tokens = ready.locator.split(" ")
+            locator = cls(address, int(uuid, 16), int(parts), int(tokens))
+        except ValueError as error:
+            raise PieceError("device", f"locator is {ready.locator!r}, wanted HOST:PORT uuid parts tokens") from error
+        if locator.num_parts < 1 or target.num_kv_heads % locator.num_parts:
+            raise PieceError("device", f"{target.num_kv_heads} heads in {locator.num_parts} parts, wanted a divisor")
+        if not ready.end - ready.begin <= locator.num_tokens <= 16 * target.chunk_tokens:
+            raise PieceError("device", f"{ready.end - ready.begin} tokens padded to {locator.num_tokens}")
+        return locator
+
+
+class JaxPublisher:
+    """P's half. Offers at most `max_bytes`, or a single larger piece."""
+
+    name = "jax"
+
+    def __init__(self, server: TransferServer, cutter: Cutter, post: Post, *, max_bytes: int, checksums: bool = True) -> None:
+        self._server = server
+        self._cutter = cutter
+        self._post = post
+        self._max_bytes = max_bytes
+        self._checksums = checksums
+        self._lane = Lane("jax-publish")
+        self._sizes: dict[str, int] = {}  # from publish to discard
+        self._offered: dict[str, Sequence[jax.Array]] = {}  # written by the lane, popped by either
+
+    def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
+        """Cut and offer the piece on the transfer thread; answers Published or PublishFailed, nothing once discarded."""
+        assert piece.begin < piece.end, f"piece [{piece.begin}, {piece.end}) of {handoff} is empty"
+        num_bytes, used = num_bytes_of(piece), self.num_buffered_bytes
+        if used and used + num_bytes > self._max_bytes:
+            self._fail(handoff, key, piece, "buffer_full")
+            return
+        self._sizes[key] = num_bytes
+        self._lane.submit(lambda: self._offer(handoff, key, piece))
+
+    def _offer(self, handoff: HandoffId, key: str, piece: Piece) -> None:
+        if key not in self._sizes:
+            return
+        try:
+            num_parts = self._cutter.num_parts(piece.head_shards)
+            parts, checksum = self._cutter.cut(piece.arrays, num_parts, piece.end - piece.begin)
+            uuid = self._server.offer(parts)
+        except (RuntimeError, ValueError) as error:
+            log.warning("jax: publishing piece [%d, %d) of %s: %s", piece.begin, piece.end, handoff, error)
+            self._sizes.pop(key, None)
+            self._fail(handoff, key, piece, f"device: {error}")
+            return
+        self._offered[key] = parts
+        if key not in self._sizes:
+            self._withdraw(key)
+            return
+        locator = Locator(self._server.address, uuid, num_parts, parts[0].shape[1])
+        self._post(Published(handoff=handoff, ready=announce(key, piece, checksum, backend=self.name, locator=str(locator))))
+
+    def _withdraw(self, key: str) -> None:
+        self._server.withdraw(self._offered.pop(key, ()))
+
+    def _fail(self, handoff: HandoffId, key: str, piece: Piece, reason: str) -> None:
+        self._post(PublishFailed(handoff=handoff, key=key, begin=piece.begin, end=piece.end, reason=reason, backend=self.name))
+
+    def discard(self, key: str) -> None:
+        """Free the arrays, behind whatever the transfer thread is doing."""
+        if self._sizes.pop(key, None) is not None:
+            self._lane.submit(lambda: self._withdraw(key))
+
+    @property
+    def num_buffered_bytes(self) -> int:
+        """Bytes held for pieces that are published or being published."""
+        return sum(list(self._sizes.values()))
+
+    def close(self) -> None:
+        """Free everything and end the thread."""
+        for key in list(self._sizes):
+            self.discard(key)
+        self._lane.stop()
+        self._lane.join(CLOSE_TIMEOUT_S)
+
+
+class JaxFetcher:
+    """D's half."""
+
+    name = "jax"
+
+    def __init__(self, server: TransferServer, joiner: Joiner, target: PieceTarget, post: Post) -> None:
+        self._server = server
+        self._joiner = joiner
+        self._target = target
+        self._forms = {target.dtype: joiner}  # by dtype of arriving pieces
+        self._connections: dict[str, tuple[str, TransferConnection]] = {}  # by peer, each touched by its lane alone
+        self._lanes = FetchLanes("jax-fetch", self._obtain, post, on_end=self._disconnect)
+
+    def fetch(self, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
+        """Pull the piece on the peer's lane."""
+        self._lanes.fetch(handoff, peer, ready, deadline_s)
+
+    def cancel(self, handoff: HandoffId) -> None:
+        """Drop the fetches of `handoff`; one under way costs the connection to its peer."""
+        self._lanes.cancel(handoff)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._lanes.close()
+
+    def _obtain(self, job: FetchJob) -> Piece:
+        ready = job.ready
+        self._target.check(ready)
+        locator = Locator.of(ready, self._target)
+        known = ready.dtype == self._target.dtype and self._joiner.knows(locator.num_parts, locator.num_tokens)
+        specs = self._specs(ready.dtype, locator)
+        parts = self._connection(job.peer, locator.address).pull(locator.uuid, specs, job.deadline_s, lambda: job.cancelled)
+        try:
+            rows = self._joined(parts, locator, ready) if known else self._through_host(parts, locator, ready)
+        except RuntimeError as error:
+            raise PieceError("device", str(error)) from error
+        return self._target.arrived(ready, rows)
+
+    def _specs(self, dtype: str, locator: Locator) -> list[jax.ShapeDtypeStruct]:
+        if dtype not in self._forms:
+            self._forms[dtype] = joiner_of(self._target, dtype, checksums=False)
+        return self._forms[dtype].specs(locator.num_parts, locator.num_tokens)
+
+    def _joined(self, parts: list[jax.Array], locator: Locator, ready: ChunkReady) -> KVGroup:
+        arrays, checksum = self._joiner.join(parts, locator.num_parts)
+        _verify(checksum, ready)
+        return KVGroup(*arrays)
+
+    def _through_host(self, parts: list[jax.Array], locator: Locator, ready: ChunkReady) -> KVGroup:
+        per_array = locator.num_parts
+        slices = [[np.asarray(part) for part in parts[i : i + per_array]] for i in range(0, len(parts), per_array)]
+        if ready.checksum:
+            _verify(combine(sums_on_host(slices)), ready)
+        num_tokens = ready.end - ready.begin
+        data = b"".join(np.concatenate(of_array, axis=HEADS)[:, :num_tokens].tobytes() for of_array in slices)
+        return self._target.unpack(data, replace(ready, checksum=0))
+
+    def _connection(self, peer: str, address: str) -> TransferConnection:
+        known = self._connections.get(peer)
+        if known is not None and known[0] == address:
+            return known[1]
+        self._disconnect(peer)
+        connection = self._server.connect(address)
+        self._connections[peer] = (address, connection)
+        return connection
+
+    def _disconnect(self, peer: str) -> None:
+        known = self._connections.pop(peer, None)
+        if known is not None:
+            known[1].drop()
+
+
+def joiner_of(target: PieceTarget, dtype: str, *, checksums: bool) -> Joiner:
+    """For pieces of `dtype` that lie on D as `target` says; int8 comes with its scales."""
+    shapes, dtypes = [target.shape], [NP_DTYPES[dtype]]
+    if dtype == QUANTISED:
+        shapes.append((*target.shape[:3], SCALES))
+        dtypes.append(np.dtype(np.float32))
+    return Joiner(shapes, dtypes, target.sharding, checksums=checksums)
+
+
+def warm_up_fetches(joiner: Joiner, target: PieceTarget) -> int:
+    """Compile what joins and places pieces, before READY; returns how many functions."""
+    num_functions, num_parts = joiner.warm_up(), joiner.mesh.num_shards
+    parts = [jnp.zeros(spec.shape, spec.dtype, device=spec.sharding) for spec in joiner.specs(num_parts, target.chunk_tokens)]
+    target.place(KVGroup(*joiner.join(parts, num_parts)[0]))
+    return num_functions
+
+
+def _verify(checksum: int, ready: ChunkReady) -> None:
+    if ready.checksum and checksum != ready.checksum:
+        raise PieceError("checksum", f"sum of bits is {checksum:016x}, wanted {ready.checksum:016x}")

@@ -1,0 +1,134 @@
+"""`jax.experimental.transfer` behind a wrapper in which the states that kill, corrupt or hang cannot be reached.
+
+    kills      no transport addresses, or fewer on D than on P     NUM_ADDRESSES on every worker, and Hello compares
+               awaiting a pull of a deleted array                  `offer` and `withdraw` run on one thread, in that order
+    corrupts   a uuid offered twice; a spec that does not match    uuids are random and never used again; see `jax_backend`
+               two servers on one port                             port 0 always
+    hangs      a uuid that was pulled before                       a connection pulls each one once
+               an unknown uuid, a dead or frozen peer              `pull` has its own deadline, then breaks the connection
+               arrays without elements                             refused here
+    leaks      whatever is never pulled                            `withdraw` frees the arrays, the entry expires by itself
+
+A withdrawn array answers a pull with an error at once. A broken connection never recovers: it is dropped, and the next pull
+makes a new one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import datetime, timedelta
+from time import monotonic, sleep
+from typing import Any
+
+import jax
+
+from jdisagg.transfer.target import PieceError
+
+NUM_ADDRESSES = 2  # sockets for bytes; equal on all workers of a version
+TRANSFER_BYTES = 4 * 2**20  # of one copy on its way
+PARALLEL_COPIES = 8
+OFFER_S = 60.0  # an offer that is never pulled is forgotten then; its arrays are freed earlier, by `withdraw`
+_FIRST_NAP_S, _LONGEST_NAP_S = 0.0001, 0.002
+_MAX_REMEMBERED = 4096
+_CANCEL_GRACE_S = 0.25  # a cancelled pull that ends by itself costs no connection
+
+
+class Unsupported(Exception):
+    """This jax, or this platform, has no transfer server; says why."""
+
+
+class TransferServer:
+    """The process's server: P offers arrays, D connects to those of others. `offer`, `withdraw`: one thread."""
+
+    def __init__(self, devices: Sequence[Any], host: str) -> None:
+        """Listen on free ports of `host`, an address that peers reach. Raises Unsupported."""
+        try:
+            transfer = importlib.import_module("jax.experimental.transfer")
+            self._server: Any = transfer.start_transfer_server(
+                devices[0].client,
+                f"{host}:0",
+                [f"{host}:0"] * NUM_ADDRESSES,
+                max_num_parallel_copies=PARALLEL_COPIES,
+                transfer_size=TRANSFER_BYTES,
+            )
+            port = int(self._server.address().rpartition(":")[2])
+        except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise Unsupported(f"jax {jax.__version__} on {devices[0].platform}: {error!r}") from error
+        self.address = f"{host}:{port}"
+
+    def offer(self, arrays: Sequence[jax.Array]) -> int:
+        """Let one peer pull these arrays, which are whole and no errors (waited for); returns the uuid to pull."""
+        for array in arrays:
+            assert array.size, f"an array of shape {array.shape} has no elements and would never arrive"
+            assert not array.is_deleted(), "a deleted array cannot be offered"
+            assert len(array.sharding.device_set) == 1, "arrays are offered shard by shard"
+        uuid = secrets.randbits(64)
+        self._server.await_pull(uuid, list(arrays), timeout=datetime.now() + timedelta(seconds=OFFER_S))
+        return uuid
+
+    def withdraw(self, arrays: Sequence[jax.Array]) -> None:
+        """Free offered arrays now, pulled or not. A pull under way fails, at once."""
+        for array in arrays:
+            if not array.is_deleted():
+                array.delete()
+
+    def connect(self, address: str) -> TransferConnection:
+        """To another process's server; connects when first pulled from."""
+        return TransferConnection(lambda: self._server.connect(address))
+
+
+class TransferConnection:
+    """To one server, for one thread."""
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect = connect
+        self._connection: Any = None
+        self._pulled: deque[int] = deque(maxlen=_MAX_REMEMBERED)
+
+    def pull(
+        self, uuid: int, specs: Sequence[jax.ShapeDtypeStruct], deadline_s: float, is_cancelled: Callable[[], bool]
+    ) -> list[jax.Array]:
+        """The offered arrays, whole and confirmed. `specs` must be what was offered: nobody checks it for us.
+
+        Raises PieceError("unknown_key" | "timeout" | "connection"), before `deadline_s` (monotonic) or soon after a cancel.
+        """
+        if uuid in self._pulled:
+            raise PieceError("unknown_key", "it was pulled before, and an offer can be pulled once")
+        self._pulled.append(uuid)
+        try:
+            if self._connection is None:
+                self._connection = self._connect()
+            arrays = self._connection.pull(uuid, list(specs))
+            self._wait(arrays, deadline_s, is_cancelled)
+            return jax.block_until_ready(arrays)
+        except PieceError:
+            self.drop()
+            raise
+        except (RuntimeError, ValueError) as error:
+            if "deleted or donated" in str(error):  # withdrawn; the connection is as good as before
+                raise PieceError("unknown_key", f"withdrawn: {error}") from error
+            self.drop()
+            raise PieceError("connection", str(error)) from error
+
+    def _wait(self, arrays: Sequence[Any], deadline_s: float, is_cancelled: Callable[[], bool]) -> None:
+        nap_s, grace_ends_s = _FIRST_NAP_S, None
+        while not all(array.is_ready() for array in arrays):  # true of errors as well
+            if monotonic() >= deadline_s:
+                raise PieceError("timeout", "the pull did not end in time")
+            if grace_ends_s is None and is_cancelled():
+                grace_ends_s = monotonic() + _CANCEL_GRACE_S
+            if grace_ends_s is not None and monotonic() >= grace_ends_s:
+                raise PieceError("connection", "cancelled")
+            sleep(nap_s)
+            nap_s = min(1.5 * nap_s, _LONGEST_NAP_S)
+
+    def drop(self) -> None:
+        """Fail what is on its way and forget the connection."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(RuntimeError, AttributeError):  # broken already, or a jax that breaks it when it is collected
+                connection._poison_connection()

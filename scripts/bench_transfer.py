@@ -1,0 +1,134 @@
+"""How fast do transfer backends move KV between two processes of this machine, and at what cost?
+
+    PYTHONPATH=. JAX_PLATFORMS=cpu python scripts/bench_transfer.py [--runs 5] [--quick] [--json FILE]
+
+1. Totals of 64 KiB to 1 GiB in pieces of --piece-mib, four pieces published ahead, over a real hand-off stream: from Open to
+   the last piece confirmed on D's device. Beside them, in the same run and in turns, a plain TCP socket (received into fresh
+   buffers) and a copy within one process. CPU seconds are those of both processes, all threads.
+2. The control path: Open to the announcement of a 64 KiB piece that P has at hand. 3. Checksums on against off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+from transfer_bench.consumer import Moved, connected
+from transfer_bench.parts import TOKEN_BYTES, Form
+from transfer_bench.raw import RawTcp, memcpy
+
+BACKENDS = ("grpc", "shm", "jax")
+TOTALS = tuple(2**power for power in (16, 20, 24, 28, 30))
+ROUND_TRIPS = 200
+TARGET_SHARE = 0.8
+TARGET_CONTROL_MS = 3.0
+
+
+def main() -> int:
+    """Returns 0: this measures, it does not judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5, help="repetitions of everything (default 5)")
+    parser.add_argument("--piece-mib", type=int, default=4, help="size of a piece (default 4)")
+    parser.add_argument("--backends", default=",".join(BACKENDS), help="which ones")
+    parser.add_argument("--quick", action="store_true", help="one run, 16 MiB at most: does it work at all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there as well")
+    options = parser.parse_args()
+    runs, totals = (1, TOTALS[:3]) if options.quick else (options.runs, TOTALS)
+    report: dict[str, Any] = {"machine": machine(), "piece_bytes": options.piece_mib * 2**20, "runs": runs, "rows": []}
+    print(f"{report['machine']}\npieces of {options.piece_mib} MiB, {runs} runs: median [lowest to highest]\n")
+    print(f"{'':>14} {'total':>9} {'GB/s':>22} {'CPU s/GB':>22} {'of which P':>10} {'of TCP/s':>9} {'of TCP/core-s':>13}")
+    for total in totals:
+        bench_total(total, options.piece_mib * 2**20, runs, options.backends.split(","), report["rows"])
+    print(f"\ncontrol path, Open to ChunkReady, {ROUND_TRIPS} times (target: p50 below {TARGET_CONTROL_MS:g} ms)")
+    report["control_ms"] = {name: control(name) for name in options.backends.split(",")}
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def bench_total(total: int, piece_bytes: int, runs: int, backends: list[str], rows: list[dict[str, Any]]) -> None:
+    """One block of the table; everything takes turns, run by run."""
+    size = min(piece_bytes, total)
+    count = total // size
+    forms = [Form(backend=name, tokens=size // TOKEN_BYTES, checksums=on) for name in backends for on in (True, False)]
+    tcp = RawTcp(size)
+    moved: dict[str, list[Moved]] = {"TCP": [], "memcpy": []}
+    tcp.move(count)
+    for _ in range(runs):
+        moved["TCP"].append(tcp.move(count))
+        moved["memcpy"].append(memcpy(size, count))
+    for form in forms:
+        name = form.backend + ("" if form.checksums else " unsummed")
+        moved[name] = []
+        with connected(form) as consumer:
+            consumer.move(max(1, min(count, 16)))  # connections, allocators
+            for _ in range(runs):
+                moved[name].append(consumer.move(count))
+                moved["TCP"].append(tcp.move(count))
+    tcp.close()
+    base = moved["TCP"]
+    for name, measured in moved.items():
+        rows.append(row := figures(name, total, measured, base))
+        rate, cost = spread(row["gb_per_s"]), spread(row["cpu_s_per_gb"])
+        share = f"{row['of_tcp_rate']:>8.0%} {row['of_tcp_per_core_s']:>13.0%}"
+        print(f"{name:>14} {words(total):>9} {rate:>22} {cost:>22} {row['cpu_share_of_p']:>10.0%} {share}", flush=True)
+
+
+def figures(name: str, total: int, measured: list[Moved], base: list[Moved]) -> dict[str, Any]:
+    """One row."""
+    rates = [one.num_bytes / one.seconds / 1e9 for one in measured]
+    costs = [(one.cpu_p_s + one.cpu_d_s) / one.num_bytes * 1e9 for one in measured]
+    base_rate = statistics.median(one.num_bytes / one.seconds / 1e9 for one in base)
+    base_cost = statistics.median((one.cpu_p_s + one.cpu_d_s) / one.num_bytes * 1e9 for one in base)
+    all_cpu_s = sum(one.cpu_p_s + one.cpu_d_s for one in measured)
+    return {
+        "name": name,
+        "total_bytes": total,
+        "gb_per_s": rates,
+        "cpu_s_per_gb": costs,
+        "cpu_share_of_p": sum(one.cpu_p_s for one in measured) / all_cpu_s if all_cpu_s else 0.0,
+        "of_tcp_rate": statistics.median(rates) / base_rate,
+        "of_tcp_per_core_s": base_cost / statistics.median(costs) if statistics.median(costs) else 0.0,
+    }
+
+
+def control(backend: str) -> dict[str, float]:
+    """Milliseconds."""
+    with connected(Form(backend=backend, tokens=1, checksums=True)) as consumer:
+        consumer.first_chunk_s()
+        times_ms = sorted(1e3 * consumer.first_chunk_s() for _ in range(ROUND_TRIPS))
+    found = {"p50": times_ms[len(times_ms) // 2], "p99": times_ms[int(len(times_ms) * 0.99)], "max": times_ms[-1]}
+    print(f"{backend:>14} p50 {found['p50']:.2f} ms, p99 {found['p99']:.2f} ms, max {found['max']:.2f} ms", flush=True)
+    return found
+
+
+def spread(values: list[float]) -> str:
+    """Median and extremes."""
+    return f"{statistics.median(values):.2f} [{min(values):.2f} to {max(values):.2f}]"
+
+
+def words(num_bytes: int) -> str:
+    """64 KiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size:
+            return f"{num_bytes // size} {unit}"
+    return f"{num_bytes // 1024} KiB"
+
+
+def machine() -> str:
+    """Where it ran, and what."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    device = jax.devices()[0]
+    cores = len(os.sched_getaffinity(0))
+    return f"{device.platform} {device.device_kind}, {platform.machine()}, {cores} cores, jax {jax.__version__}, {commit}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

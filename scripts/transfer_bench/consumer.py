@@ -1,0 +1,121 @@
+"""The consuming side, in the benchmark's own process: opens streams, fetches what is announced, acknowledges what arrived."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from time import monotonic, perf_counter
+from typing import Any
+
+from jdisagg.api.peer_client import GrpcPeerClient
+from jdisagg.core.config import TransferConfig
+from jdisagg.core.requests import EngineRequest, SamplingParams
+from jdisagg.handoff.events import FromPrefill
+from jdisagg.handoff.messages import Ack, ChunkReady, HandoffId, Open, StreamEnded
+from jdisagg.transfer.base import PieceArrived, PieceFailed
+from transfer_bench.parts import Form, cpu_s, identity, make_fetcher
+from transfer_bench.producer import produce
+
+START_S = 60.0
+STEP_S = 60.0
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One transfer."""
+
+    num_bytes: int
+    seconds: float
+    cpu_p_s: float
+    cpu_d_s: float
+
+
+class Consumer:
+    """Connected to one producer."""
+
+    def __init__(self, form: Form, address: str, pipe: Connection, loop: asyncio.AbstractEventLoop) -> None:
+        self._form = form
+        self._address = address
+        self._pipe = pipe
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._fetcher = make_fetcher(form, self._inbox.put)
+        self._peers = GrpcPeerClient(identity("D", form.backend), loop=loop, post=self._inbox.put, config=TransferConfig())
+        self._serial = 0
+
+    def _open(self, num_pieces: int) -> HandoffId:
+        self._serial += 1
+        handoff = HandoffId("bench", self._serial)
+        request = EngineRequest(
+            request_id="bench", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=2), deadline_s=monotonic() + 600
+        )
+        self._peers.open(self._address, handoff, Open(request=request, held_tokens=num_pieces, backend=self._form.backend))
+        return handoff
+
+    def move(self, num_pieces: int) -> Moved:
+        """Fetch so many pieces over one stream; from Open to the last piece confirmed on the device."""
+        before_p_s, before_d_s, began_s = self._cpu_of_producer(), cpu_s(), perf_counter()
+        handoff, left = self._open(num_pieces), num_pieces
+        while left:
+            match self._inbox.get(timeout=STEP_S):
+                case FromPrefill(message=ChunkReady() as ready):
+                    self._fetcher.fetch(handoff, self._address, ready, monotonic() + STEP_S)
+                case PieceArrived(ready=ready):
+                    left -= 1
+                    self._peers.send(handoff, Ack(key=ready.key))
+                case PieceFailed(reason=reason, detail=detail) | FromPrefill(message=StreamEnded(reason=reason, error=detail)):
+                    raise RuntimeError(f"{self._form.backend}: {reason} {detail}")
+        seconds, cpu_d_s = perf_counter() - began_s, cpu_s() - before_d_s
+        cpu_p_s = self._cpu_of_producer() - before_p_s
+        self._peers.close(handoff)
+        return Moved(num_pieces * self._form.piece_bytes, seconds, cpu_p_s, cpu_d_s)
+
+    def first_chunk_s(self) -> float:
+        """From Open to the announcement of a piece that P has at hand."""
+        began_s = perf_counter()
+        handoff = self._open(1)
+        while True:
+            match self._inbox.get(timeout=STEP_S):
+                case FromPrefill(message=ChunkReady() as ready):
+                    seconds = perf_counter() - began_s
+                    self._peers.send(handoff, Ack(key=ready.key))
+                    self._peers.close(handoff)
+                    return seconds
+                case FromPrefill(message=StreamEnded(reason=reason)):
+                    raise RuntimeError(f"{self._form.backend}: the stream ended: {reason}")
+
+    def _cpu_of_producer(self) -> float:
+        self._pipe.send("cpu")
+        return float(self._pipe.recv())
+
+    async def aclose(self) -> None:
+        """End streams and threads."""
+        await self._peers.aclose()
+        await asyncio.to_thread(self._fetcher.close)
+
+
+@contextmanager
+def connected(form: Form) -> Iterator[Consumer]:
+    """A producer in a process of its own and a consumer of it."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=produce, args=(form, theirs), daemon=True)
+    process.start()
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        if not ours.poll(START_S):
+            raise RuntimeError(f"{form.backend}: the producer did not start within {START_S:g} s")
+        consumer = Consumer(form, ours.recv(), ours, loop)
+        yield consumer
+        asyncio.run_coroutine_threadsafe(consumer.aclose(), loop).result(20)
+    finally:
+        process.kill()
+        process.join(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)

@@ -1,0 +1,93 @@
+"""What both processes of the benchmark build: pieces, identities, a backend's halves, CPU time."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jdisagg.api.byte_source import GrpcByteSource
+from jdisagg.handoff.identity import Backend, CacheGroup, Identity
+from jdisagg.kv.spec import KVSpec
+from jdisagg.transfer.base import Fetcher, Post, Publisher
+from jdisagg.transfer.cut import Cutter, Joiner
+from jdisagg.transfer.grpc_backend import PieceStore
+from jdisagg.transfer.host_backend import HostFetcher, HostPublisher
+from jdisagg.transfer.jax_backend import JaxFetcher, JaxPublisher
+from jdisagg.transfer.jax_server import TransferServer
+from jdisagg.transfer.shm_backend import ShmSource, ShmStore
+from jdisagg.transfer.target import PieceTarget
+
+HOST = "127.0.0.1"
+LAYERS, HEADS, FEATURES = 8, 8, 256  # 64 KiB a token in float32
+TOKEN_BYTES = LAYERS * HEADS * FEATURES * 4
+BUFFER_BYTES = 2**28
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One measurement: pieces of `tokens` tokens over `backend`."""
+
+    backend: str
+    tokens: int
+    checksums: bool
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of one piece."""
+        return self.tokens * TOKEN_BYTES
+
+
+def identity(who: str, backend: str) -> Identity:
+    """Enough to pair."""
+    group = CacheGroup(spec=KVSpec(num_layers=LAYERS, num_kv_heads=HEADS, features=FEATURES, dtype="float32"), page_size=16)
+    return Identity(
+        fingerprint="bench", worker=who, epoch=f"{who}-{backend}", groups=(group,), backends=(Backend(name=backend),)
+    )
+
+
+def device_piece(tokens: int, seed: int) -> jax.Array:
+    """Random bits on the first device."""
+    values = np.random.default_rng(seed).standard_normal((LAYERS, tokens, HEADS, FEATURES), np.float32)
+    return jax.block_until_ready(jax.device_put(values, jax.devices()[0]))
+
+
+def make_publisher(form: Form, post: Post) -> tuple[Publisher, PieceStore]:
+    """P's half, and what PeerService.Fetch reads."""
+    store = PieceStore(BUFFER_BYTES)
+    if form.backend == "grpc":
+        return HostPublisher("grpc", store, post, checksums=form.checksums), store
+    if form.backend == "shm":
+        return HostPublisher("shm", ShmStore(BUFFER_BYTES), post, checksums=form.checksums), store
+    cutter = Cutter([device_piece(form.tokens, 0)], checksums=form.checksums)
+    cutter.warm_up()
+    return JaxPublisher(TransferServer(jax.devices(), HOST), cutter, post, max_bytes=BUFFER_BYTES), store
+
+
+def make_fetcher(form: Form, post: Post) -> Fetcher:
+    """D's half."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = PieceTarget(
+        sharding=sharding,
+        dtype="float32",
+        chunk_tokens=form.tokens,
+        num_layers=LAYERS,
+        num_kv_heads=HEADS,
+        features=FEATURES,
+    )
+    if form.backend == "grpc":
+        return HostFetcher("grpc", GrpcByteSource(), target, post)
+    if form.backend == "shm":
+        return HostFetcher("shm", ShmSource(), target, post)
+    joiner = Joiner([target.shape], [target.dtype], sharding, checksums=form.checksums)
+    fetcher = JaxFetcher(TransferServer(jax.devices(), HOST), joiner, target, post)
+    fetcher.warm_up()
+    return fetcher
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process, all threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

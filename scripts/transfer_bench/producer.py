@@ -1,0 +1,90 @@
+"""The producing process: a PeerService whose engine publishes as many pieces as an Open asks for, a window ahead of Acks."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import grpc.aio
+import jax
+
+from jdisagg.api.channels import bind, make_server
+from jdisagg.api.peer_server import PeerServer
+from jdisagg.core.config import TransferConfig
+from jdisagg.handoff.events import PeerMessage, PeerOpened
+from jdisagg.handoff.messages import Ack, StreamEnded
+from jdisagg.transfer.base import Piece, Published, Publisher, PublishFailed
+from jdisagg.v1 import peer_pb2_grpc
+from transfer_bench.parts import HOST, Form, cpu_s, device_piece, identity, make_publisher
+
+WINDOW = 4  # pieces published and not acknowledged, as in the hand-off
+NUM_SOURCES = 4
+
+
+class Engine:
+    """Answers one stream at a time. `Open.held_tokens` is the number of pieces."""
+
+    def __init__(self, form: Form, sources: list[jax.Array], publisher: Publisher, inbox: queue.SimpleQueue[Any]) -> None:
+        self._form = form
+        self._sources = sources
+        self._publisher = publisher
+        self._inbox = inbox
+        self._opened: PeerOpened | None = None
+        self._keys: Iterator[int] = iter(())
+
+    def run(self) -> None:
+        """Until None is posted."""
+        while (message := self._inbox.get()) is not None:
+            match message:
+                case PeerOpened():
+                    self._opened, self._keys = message, iter(range(message.message.held_tokens))
+                    for _ in range(WINDOW):
+                        self._publish()
+                case Published(ready=ready) if self._opened is not None:
+                    self._opened.reply.send(ready)
+                case PublishFailed(reason=reason):
+                    raise RuntimeError(f"publishing failed: {reason}")
+                case PeerMessage(handoff=handoff, message=Ack(key=key)):
+                    self._publisher.discard(key)
+                    if self._opened is not None and self._opened.handoff == handoff:
+                        self._publish()
+                case PeerMessage(handoff=handoff, message=StreamEnded()) if self._opened is not None:
+                    if self._opened.handoff == handoff:
+                        self._opened = None
+
+    def _publish(self) -> None:
+        assert self._opened is not None
+        if (number := next(self._keys, None)) is not None:
+            piece = Piece(begin=0, end=self._form.tokens, data=self._sources[number % NUM_SOURCES])
+            self._publisher.publish(self._opened.handoff, f"{self._opened.handoff.serial}-{number}", piece)
+
+
+def produce(form: Form, pipe: Connection) -> None:
+    """The process's main: says its address, then answers every message with its CPU seconds; None ends it."""
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    publisher, store = make_publisher(form, inbox.put)
+    sources = [device_piece(form.tokens, seed) for seed in range(NUM_SOURCES)]
+    engine = threading.Thread(target=Engine(form, sources, publisher, inbox).run, daemon=True)
+    engine.start()
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    async def serve() -> tuple[grpc.aio.Server, str]:
+        server = make_server()
+        service = PeerServer(identity("P", form.backend), post=inbox.put, pieces=store, config=TransferConfig())
+        peer_pb2_grpc.add_PeerServiceServicer_to_server(service, server)
+        address = bind(server, HOST)
+        await server.start()
+        return server, address
+
+    server, address = asyncio.run_coroutine_threadsafe(serve(), loop).result(20)  # a server that nobody holds ends
+    pipe.send(address)
+    while pipe.recv() is not None:
+        pipe.send(cpu_s())
+    inbox.put(None)
+    asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(20)
+    publisher.close()

@@ -1,0 +1,36 @@
+"""`jdisagg.serve.worker` with the backend of JDISAGG_BROKEN_BACKEND (`fetch:NAME` or `publish:NAME`) broken.
+
+What breaks is what would: shared memory that may not be opened or that is full, a transfer server that nobody reaches or
+that refuses arrays.
+"""
+
+from __future__ import annotations
+
+import os
+
+from jdisagg.core.config import Config
+from jdisagg.serve import worker
+from jdisagg.transfer import jax_server, shm_backend
+from jdisagg.transfer.target import PieceError
+
+BROKEN = "JDISAGG_BROKEN_BACKEND"
+
+
+def _refuse(error: Exception):
+    def refuse(*_arguments: object, **_named: object) -> None:
+        raise error
+
+    return refuse
+
+
+def run(config: Config) -> int:
+    match os.environ[BROKEN]:
+        case "fetch:shm":
+            shm_backend.ShmSource.read = _refuse(ConnectionError("permission denied"))
+        case "publish:shm":
+            shm_backend.Arena.put = _refuse(OSError("no space left on device"))
+        case "fetch:jax":
+            jax_server.TransferConnection.pull = _refuse(PieceError("connection", "nobody there"))
+        case "publish:jax":
+            jax_server.TransferServer.offer = _refuse(RuntimeError("the transfer server is gone"))
+    return worker.run(config)

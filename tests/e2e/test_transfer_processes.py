@@ -1,0 +1,236 @@
+"""What every backend promises, between two operating-system processes."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.transfer_pair import CHUNK, TransferPair
+
+BACKENDS = ("grpc", "shm", "jax")
+MIB = 2**20
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def pair(request: pytest.FixtureRequest) -> Iterator[TransferPair]:
+    made = TransferPair(request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.covers("P09", "C02")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("tp_p", "tp_d"), [(1, 1), (1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2), (2, 2), (8, 2)])
+def test_bytes_are_equal_whatever_the_meshes(pair: TransferPair, tp_p: int, tp_d: int, dtype: str) -> None:
+    pair.start(tp_p=tp_p, tp_d=tp_d, dtype=dtype)
+    for seed, tokens in enumerate((CHUNK, 1, 5, 17)):
+        got = pair.fetched(pair.published(f"k{seed}", seed, tokens))
+        assert got.get("digest") == pair.digest(seed, tokens), got
+        assert (got["padding"], got["devices"], got["shard_heads"]) == (0, tp_d, 8 // tp_d)
+    assert pair.producer.ask("discard", keys=[f"k{seed}" for seed in range(4)])["buffered"] == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d_dtype", "d_chunk"), [("float32", "bfloat16", 0), ("float32", "", 128), ("bfloat16", "float32", 96)]
+)
+def test_another_dtype_or_chunk_size_is_converted(pair: TransferPair, dtype: str, d_dtype: str, d_chunk: int) -> None:
+    pair.start(tp_p=2, tp_d=2, dtype=dtype, d_dtype=d_dtype, d_chunk=d_chunk)
+    got = pair.fetched(pair.published("k", 3, 21))
+    assert got.get("digest") == pair.digest(3, 21, d_dtype), got
+
+
+def test_a_damaged_piece_and_one_in_anothers_place_are_found_out(pair: TransferPair) -> None:
+    pair.start(tp_d=2)
+    first, second = pair.published("first", 1), pair.published("second", 2)
+    assert pair.fetched({**first, "checksum": first["checksum"] ^ 1})["failed"] == "checksum"
+    swapped = pair.fetched({**second, "key": first["key"] if pair.backend == "grpc" else "x", "locator": first["locator"]})
+    assert swapped["failed"] in ("checksum", "unknown_key"), swapped
+    third = pair.published("third", 3)
+    fourth = pair.published("fourth", 4)
+    swapped = pair.fetched({**third, "key": fourth["key"], "locator": fourth["locator"]})
+    assert swapped["failed"] == "checksum", swapped
+    if pair.backend == "grpc":
+        pair.producer.ask("spoil", key="third")
+        assert pair.fetched(third)["failed"] == "checksum"
+    pair.moves()
+
+
+def test_a_piece_shorter_than_announced_fails_alone(pair: TransferPair) -> None:
+    pair.start()
+    ready = pair.published("k", 1, 3)
+    longer = {**ready, "end": 20, "shape": [2, 20, 8, 16], "num_bytes": ready["num_bytes"] // 3 * 20}
+    if ready["locator"] and pair.backend == "jax":
+        longer["locator"] = ready["locator"].rpartition(" ")[0] + " 64"
+    began_s = time.monotonic()
+    got = pair.fetched(longer, within_s=2.0)
+    assert got["failed"] in ("truncated", "checksum", "connection", "timeout"), got
+    assert time.monotonic() - began_s < 4.0
+    pair.moves()
+
+
+def test_a_discarded_piece_is_unknown_at_once(pair: TransferPair) -> None:
+    pair.start()
+    ready = pair.published("k")
+    assert pair.producer.ask("discard", keys=["k"])["buffered"] == 0
+    pair.published("other", 5)
+    began_s = time.monotonic()
+    assert pair.fetched(ready)["failed"] == "unknown_key"
+    assert time.monotonic() - began_s < 2.0
+    pair.moves()
+
+
+def test_a_piece_fetched_twice_arrives_again_or_is_unknown_at_once(pair: TransferPair) -> None:
+    pair.start()
+    ready = pair.published("k", 9)
+    assert pair.fetched(ready)["digest"] == pair.digest(9)
+    again = pair.fetched(ready)
+    assert again.get("digest") == pair.digest(9) or again["failed"] == "unknown_key"
+    pair.moves()
+
+
+def test_a_killed_producer_ends_every_fetch_and_the_next_one_is_used(pair: TransferPair) -> None:
+    pair.start(features=256)
+    readies = [pair.published(f"k{index}", index) for index in range(12)]
+    for ready in readies:
+        pair.consumer.ask("fetch", ready=ready, peer=pair.peer, within_s=3.0)
+    pair.producer.kill()
+    began_s = time.monotonic()
+    events = [pair.consumer.ask("event") for _ in readies]
+    assert time.monotonic() - began_s < 6.0
+    assert all("digest" in event or event["failed"] in ("connection", "unknown_key", "timeout") for event in events), events
+    assert all(event["digest"] == pair.digest(int(event["key"][1:])) for event in events if "digest" in event)
+    pair.replace_producer()
+    pair.moves()
+
+
+def test_a_killed_consumer_leaves_the_producer_whole(pair: TransferPair) -> None:
+    pair.start(features=256)
+    pair.moves()
+    before = pair.producer.ask("look")
+    for round_ in range(2):
+        keys = [f"k{round_}-{index}" for index in range(8)]
+        for index, key in enumerate(keys):
+            pair.consumer.ask("fetch", ready=pair.published(key, index), peer=pair.peer)
+        pair.replace_consumer()
+        assert pair.producer.ask("discard", keys=keys)["buffered"] == 0
+        pair.moves()
+    after = pair.producer.ask("look")
+    assert after["descriptors"] <= before["descriptors"] + 2, (before, after)
+    assert after["shm"] == []
+
+
+@pytest.mark.covers("X14")
+def test_a_frozen_producer_costs_the_deadline_and_no_more(pair: TransferPair) -> None:
+    pair.start()
+    pair.moves()
+    ready = pair.published("k")
+    pair.producer.signal(signal.SIGSTOP)
+    began_s = time.monotonic()
+    got = pair.fetched(ready, within_s=1.0)
+    took_s = time.monotonic() - began_s
+    pair.producer.signal(signal.SIGCONT)
+    if pair.backend == "shm":
+        assert "digest" in got, "its memory needs nobody to serve it"
+    else:
+        assert (got["failed"], took_s < 2.5) == ("timeout", True), (got, took_s)
+    pair.moves()
+
+
+def test_a_stalled_consumer_does_not_hold_up_a_healthy_one(pair: TransferPair) -> None:
+    pair.start(features=1024)  # 4 MiB a piece
+    stalled = pair.another_consumer()
+    try:
+        for index in range(4):
+            stalled.ask("fetch", ready=pair.published(f"s{index}", 0), peer=pair.peer, within_s=20.0)
+        stalled.signal(signal.SIGSTOP)
+        for index in range(4):
+            ready = pair.published(f"h{index}", index)
+            began_s = time.monotonic()
+            assert pair.fetched(ready).get("digest") == pair.digest(index)
+            assert time.monotonic() - began_s < 3.0
+        stalled.signal(signal.SIGCONT)
+        assert all("digest" in stalled.ask("event") for _ in range(4))
+    finally:
+        stalled.kill()
+
+
+def test_a_cancelled_fetch_is_silent_and_the_next_one_works(pair: TransferPair) -> None:
+    pair.start(features=256)
+    for round_ in range(5):
+        for index in range(4):
+            pair.consumer.tell("fetch", ready=pair.published(f"k{round_}-{index}", index), peer=pair.peer)
+            pair.consumer._read(10)
+        pair.consumer.ask("cancel")
+        while "nothing" not in pair.consumer.ask("event", timeout_s=0.2):
+            pass
+        pair.producer.ask("discard", keys=[f"k{round_}-{index}" for index in range(4)])
+        pair.moves()
+
+
+def test_closing_with_work_under_way_leaves_no_thread(pair: TransferPair) -> None:
+    pair.start(features=256)
+    pair.moves()
+    idle = {"p": pair.producer.ask("close"), "d": pair.consumer.ask("close")}
+    assert idle["p"]["buffered"] == 0
+    quiet = [peer.ask("look") for peer in (pair.producer, pair.consumer)]
+    pair.start(features=256)
+    for index in range(6):
+        pair.consumer.ask("fetch", ready=pair.published(f"k{index}", index), peer=pair.peer, within_s=2.0)
+    assert pair.consumer.ask("close")["buffered"] == 0
+    assert pair.producer.ask("close")["buffered"] == 0
+    time.sleep(0.3)
+    for peer, before in zip((pair.producer, pair.consumer), quiet, strict=True):
+        after = peer.ask("look")
+        assert after["threads"] <= before["threads"], (before, after)
+        assert after["descriptors"] <= before["descriptors"] + 1, (before, after)
+
+
+@pytest.mark.covers("C10")
+@pytest.mark.timeout(180)
+def test_two_thousand_abandoned_pieces_leave_nothing(pair: TransferPair) -> None:
+    chunk_bytes = 2 * CHUNK * 8 * 256 * 4
+    assert chunk_bytes == MIB
+    pair.start(features=256)
+
+    def abandon(count: int, first: int) -> None:
+        assert pair.producer.ask("churn", count=count, tokens=CHUNK, first=first, answer_s=90)["buffered"] == 0
+        for index in range(first, first + count // 10):
+            ready = pair.published(f"c{index}", 1)
+            pair.consumer.ask("fetch", ready=ready, peer=pair.peer)
+            if index % 2:
+                pair.consumer.ask("cancel")
+            pair.producer.ask("discard", keys=[f"c{index}"])
+            pair.consumer.ask("drain")
+        while "nothing" not in pair.consumer.ask("event", timeout_s=0.3):
+            pass
+
+    abandon(400, 0)
+    before = [peer.ask("look") for peer in (pair.producer, pair.consumer)]
+    abandon(1000, 1000)
+    abandon(1000, 3000)
+    after = [peer.ask("look") for peer in (pair.producer, pair.consumer)]
+    growth = [b["rss"] - a["rss"] for a, b in zip(before, after, strict=True)]
+    print(f"\n{pair.backend}: RSS growth after 2,200 abandoned pieces of 1 MiB: {[round(g / 1024) for g in growth]} KiB")
+    assert max(growth) < chunk_bytes, growth
+    for a, b in zip(before, after, strict=True):
+        assert b["threads"] <= a["threads"] + 1, (a, b)  # the server's pool grows lazily
+        assert b["descriptors"] <= a["descriptors"] + 2, (a, b)
+        assert b["shm"] == []
+    pair.moves()
+    assert pair.producer.ask("discard", keys=[])["buffered"] == 0
+
+
+def test_nothing_of_a_killed_producer_stays_on_the_machine() -> None:
+    pair = TransferPair("shm")
+    try:
+        pair.start(features=256)
+        pair.published("k")
+        ready = pair.published("m")
+        pair.producer.kill()
+        assert pair.fetched(ready, within_s=1.0)["failed"] == "unknown_key"
+        assert pair.consumer.ask("look")["shm"] == []
+    finally:
+        pair.close()

@@ -1,0 +1,138 @@
+"""Two `transfer_peer` processes and a bounded conversation with each."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.transfer_peer import digest, values
+
+CHUNK, FEATURES = 64, 16
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # what is freed leaves RSS at once
+
+
+class Peer:
+    """One process; whatever does not answer in time is killed."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.transfer_peer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, **ALLOCATOR},
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self._text = b""
+        self.pid = int(self._read(60.0)["pid"])
+
+    def ask(self, do: str, *, answer_s: float = 40.0, **order: Any) -> dict[str, Any]:
+        """Its answer."""
+        self.tell(do, **order)
+        return self._read(answer_s)
+
+    def tell(self, do: str, **order: Any) -> None:
+        """Send an order without waiting."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **order}).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def _read(self, within_s: float) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        deadline_s = time.monotonic() + within_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._text:
+                if time.monotonic() > deadline_s or self.process.poll() is not None:
+                    status = self.process.poll()
+                    self.kill()
+                    raise AssertionError(f"no answer within {within_s} s; exit status {status}")
+                if selector.select(timeout=0.2):
+                    self._text += self.process.stdout.read() or b""
+        line, self._text = self._text.split(b"\n", 1)
+        return json.loads(line)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL; idempotent."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+
+class TransferPair:
+    """A producer and a consumer of one backend; each may be replaced."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.producer, self.consumer = Peer(), Peer()
+        self.peer = ""
+        self._form: dict[str, Any] = {}
+
+    def start(
+        self, *, tp_p: int = 1, tp_d: int = 1, dtype: str = "float32", d_dtype: str = "", chunk: int = CHUNK,
+        d_chunk: int = 0, features: int = FEATURES, checksums: bool = True,
+    ) -> TransferPair:  # fmt: skip
+        """Give both a new half."""
+        common = {"backend": self.backend, "features": features, "checksums": checksums}
+        self._form = {"features": features, "dtype": dtype, "tp_d": tp_d}
+        self._produce = common | {"tp": tp_p, "dtype": dtype, "chunk": chunk}
+        self._consume = common | {"tp": tp_d, "dtype": d_dtype or dtype, "chunk": d_chunk or chunk}
+        self.peer = self.producer.ask("produce", **self._produce)["peer"]
+        self.consumer.ask("consume", **self._consume)
+        return self
+
+    def replace_producer(self) -> None:
+        self.producer.kill()
+        self.producer = Peer()
+        self.peer = self.producer.ask("produce", **self._produce)["peer"]
+
+    def replace_consumer(self) -> None:
+        self.consumer.kill()
+        self.consumer = self.another_consumer()
+
+    def another_consumer(self) -> Peer:
+        consumer = Peer()
+        consumer.ask("consume", **self._consume)
+        return consumer
+
+    def published(self, key: str, seed: int = 0, tokens: int = CHUNK) -> dict[str, Any]:
+        answer = self.producer.ask("publish", key=key, seed=seed, tokens=tokens, head_shards=self._form["tp_d"])
+        assert "ready" in answer, answer
+        return answer["ready"]
+
+    def fetched(self, ready: dict[str, Any], *, within_s: float = 10.0, consumer: Peer | None = None) -> dict[str, Any]:
+        consumer = consumer or self.consumer
+        consumer.ask("fetch", ready=ready, peer=self.peer, within_s=within_s)
+        return consumer.ask("event", timeout_s=within_s + 3)
+
+    def digest(self, seed: int, tokens: int = CHUNK, dtype: str = "") -> str:
+        array = values(seed, tokens, self._form["features"], self._form["dtype"])
+        return digest(array.astype(dtype) if dtype else array)
+
+    def moves(self, seed: int = 7, tokens: int = CHUNK) -> None:
+        """A piece goes through."""
+        key = f"alive-{seed}-{time.monotonic()}"
+        got = self.fetched(self.published(key, seed, tokens))
+        assert got.get("digest") == self.digest(seed, tokens), got
+        self.producer.ask("discard", keys=[key])
+
+    def close(self) -> None:
+        self.producer.kill()
+        self.consumer.kill()

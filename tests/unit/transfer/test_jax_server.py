@@ -1,0 +1,120 @@
+"""The wrapper around JAX's transfer server: what would kill, corrupt or hang cannot be reached."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jdisagg.transfer import jax_server
+from jdisagg.transfer.jax_server import TransferConnection, TransferServer, Unsupported
+from jdisagg.transfer.target import PieceError
+from tests.unit.transfer.rig import error_array, transfer_servers
+
+ONE = jax.sharding.SingleDeviceSharding
+
+
+def array(value: float, size: int = 64, device: int = 0) -> jax.Array:
+    return jax.block_until_ready(jax.device_put(np.full(size, value, np.float32), jax.devices()[device]))
+
+
+def spec(size: int = 64, device: int = 5) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), np.float32, sharding=ONE(jax.devices()[device]))
+
+
+def pull(connection: TransferConnection, uuid: int, within_s: float = 5.0) -> np.ndarray:
+    (got,) = connection.pull(uuid, [spec()], time.monotonic() + within_s, lambda: False)
+    return np.asarray(got)
+
+
+@pytest.fixture
+def connection() -> TransferConnection:
+    return transfer_servers()[1].connect(transfer_servers()[0].address)
+
+
+def test_what_is_offered_is_pulled_once_and_withdrawn_memory_is_gone(connection: TransferConnection) -> None:
+    ours = transfer_servers()[0]
+    sent = [array(3.0)]
+    uuid = ours.offer(sent)
+    assert np.array_equal(pull(connection, uuid), np.full(64, 3.0, np.float32))
+    with pytest.raises(PieceError, match="pulled before"):  # the server would let it wait for ever
+        pull(connection, uuid)
+    ours.withdraw(sent)
+    ours.withdraw(sent)
+    assert sent[0].is_deleted()
+
+
+def test_a_withdrawn_offer_fails_at_once_and_leaves_the_connection_alone(connection: TransferConnection) -> None:
+    ours = transfer_servers()[0]
+    gone, kept = [array(1.0)], [array(2.0)]
+    uuid, other = ours.offer(gone), ours.offer(kept)
+    ours.withdraw(gone)
+    began_s = time.monotonic()
+    with pytest.raises(PieceError) as raised:
+        pull(connection, uuid)
+    assert raised.value.reason == "unknown_key"
+    assert time.monotonic() - began_s < 1.0
+    assert pull(connection, other)[0] == 2.0
+    ours.withdraw(kept)
+
+
+@pytest.mark.covers("X14")
+def test_an_unknown_uuid_costs_its_deadline_and_the_next_pull_connects_anew(connection: TransferConnection) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(PieceError) as raised:
+        pull(connection, 12345, within_s=0.3)
+    assert raised.value.reason == "timeout"
+    assert 0.2 < time.monotonic() - began_s < 2.0
+    kept = [array(4.0)]
+    assert pull(connection, transfer_servers()[0].offer(kept))[0] == 4.0
+    transfer_servers()[0].withdraw(kept)
+
+
+def test_a_cancelled_pull_ends_soon(connection: TransferConnection) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(PieceError, match="cancelled"):
+        connection.pull(54321, [spec()], began_s + 60.0, lambda: True)
+    assert time.monotonic() - began_s < 3.0
+
+
+def test_nobody_at_the_address_costs_the_deadline() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with pytest.raises(PieceError) as raised:
+        pull(transfer_servers()[1].connect(address), 1, within_s=0.5)
+    assert raised.value.reason in ("timeout", "connection")
+
+
+def test_what_would_kill_or_hang_is_refused_before_the_server_sees_it() -> None:
+    ours = transfer_servers()[0]
+    deleted = array(1.0)
+    deleted.delete()
+    with pytest.raises(AssertionError, match="deleted"):
+        ours.offer([deleted])
+    with pytest.raises(AssertionError, match="no elements"):
+        ours.offer([array(1.0, size=0)])
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    spread = jax.device_put(np.zeros(8, np.float32), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+    with pytest.raises(AssertionError, match="shard by shard"):
+        ours.offer([spread])
+
+
+def test_an_error_that_was_offered_reaches_the_puller_as_one(connection: TransferConnection) -> None:
+    bad = [error_array()]
+    uuid = transfer_servers()[0].offer(bad)
+    wanted = jax.ShapeDtypeStruct(bad[0].shape, bad[0].dtype, sharding=ONE(jax.devices()[5]))
+    with pytest.raises(PieceError, match="injected"):
+        connection.pull(uuid, [wanted], time.monotonic() + 5.0, lambda: False)
+
+
+def test_a_jax_without_a_transfer_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_name: str) -> None:
+        raise ImportError("no such module")
+
+    monkeypatch.setattr(jax_server.importlib, "import_module", missing)
+    with pytest.raises(Unsupported, match="no such module"):
+        TransferServer(jax.devices(), "127.0.0.1")

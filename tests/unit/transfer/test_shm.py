@@ -1,0 +1,103 @@
+"""Shared memory of P: what is freed is never read, what is dead is not there, and nothing has a name."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from jdisagg.transfer import shm_backend
+from jdisagg.transfer.shm_backend import Arena, ShmSource, ShmStore, same_host_token
+
+
+def stored(store: ShmStore, key: str, data: bytes) -> str:
+    assert store.reserve(key, len(data))
+    assert store.put(key, data)
+    return store.locator(key)
+
+
+def read(locator: str) -> bytes:
+    return b"".join(ShmSource().read("peer", locator, time.monotonic() + 5))
+
+
+def test_bytes_come_back_and_room_is_used_again() -> None:
+    store = ShmStore(1 << 20)
+    first = stored(store, "a", b"a" * 1000)
+    second = stored(store, "b", b"b" * 3000)
+    assert (read(first), read(second)) == (b"a" * 1000, b"b" * 3000)
+    store.discard("a")
+    third = stored(store, "c", b"c" * 500)
+    assert third.split()[3] == first.split()[3], "the freed room"
+    with pytest.raises(KeyError, match="lease"):
+        read(first)
+    assert read(third) == b"c" * 500
+    store.close()
+    store.close()
+
+
+def test_a_piece_overwritten_while_it_is_read_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm_backend, "PART_BYTES", 16)
+    store = ShmStore(1 << 20)
+    parts = ShmSource().read("peer", stored(store, "a", b"a" * 64), time.monotonic() + 5)
+    assert next(parts) == b"a" * 16
+    store.discard("a")
+    stored(store, "b", b"b" * 64)
+    with pytest.raises(KeyError):
+        list(parts)
+    store.close()
+
+
+def test_a_read_ends_at_its_deadline() -> None:
+    store = ShmStore(1 << 20)
+    with pytest.raises(TimeoutError):
+        list(ShmSource().read("peer", stored(store, "a", b"a"), time.monotonic() - 1))
+    store.close()
+
+
+@pytest.mark.parametrize("locator", ["", "x", "1 2 3", "999999999 3 1 0 00", "k"])
+def test_a_locator_of_nothing_is_unknown(locator: str) -> None:
+    with pytest.raises(KeyError):
+        read(locator)
+
+
+def test_a_closed_arena_is_gone_and_leaves_no_descriptor() -> None:
+    before = os.listdir("/proc/self/fd")
+    store = ShmStore(1 << 20)
+    locator = stored(store, "a", b"a")
+    store.close()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    with pytest.raises(KeyError):
+        read(locator)
+    with pytest.raises(ValueError, match="closed"):
+        store._arena.put(b"late")
+
+
+def test_an_empty_arena_gives_memory_back_beyond_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm_backend, "KEEP_BYTES", 4096)
+    arena = Arena()
+    slots = [arena.put(bytes(10_000)) for _ in range(3)]
+    number = int(arena.where.split()[1])
+    assert os.fstat(number).st_size > 30_000
+    for slot in slots:
+        arena.free(slot)
+    arena.put(b"x")
+    assert os.fstat(number).st_size == 4096
+    arena.close()
+
+
+def test_rooms_of_every_size_never_overlap() -> None:
+    store, kept = ShmStore(1 << 20), {}
+    for index in range(300):
+        data = bytes([index % 251]) * (1 + 37 * index % 1777)
+        kept[f"k{index}"] = (stored(store, f"k{index}", data), data)
+        if index % 3 == 2:
+            store.discard(f"k{index - 1}")
+            del kept[f"k{index - 1}"]
+    assert all(read(locator) == data for locator, data in kept.values())
+    store.close()
+
+
+def test_the_token_names_this_kernel_and_these_process_ids() -> None:
+    assert same_host_token() == same_host_token()
+    assert os.readlink("/proc/self/ns/pid") in same_host_token()
