@@ -55,9 +55,14 @@ def test_a_prefill_worker_killed_while_it_sends_is_survived_exactly(
     flags = ("--kv-transfer-backend", killed, *exact_flags)
     prefill = start("prefill", "--role", "prefill", *flags).wait_ready()
     decode = start("decode", "--role", "decode", "--prefill", prefill.grpc, *flags).wait_ready()
-    requests = long_requests(12, seed=510, max_tokens=30)
+    requests = long_requests(40, seed=510, max_tokens=40)  # more than D has room for: the last ones are still at P
     wanted = run_all(unified.grpc, requests)
-    got = asyncio.run(interrupt(decode.grpc, requests, 0.05, prefill.kill))
+
+    def kill_in_the_middle() -> None:
+        wait_until(lambda: decode.state()["handoff"]["handoffs"], 10, "hand-offs are under way")
+        prefill.kill()
+
+    got = asyncio.run(interrupt(decode.grpc, requests, 0.05, kill_in_the_middle))
     assert_exact(got, wanted)
     assert decode.metric("jdisagg_recoveries_total", rung="local_prefill") > 0
     wait_all_free(decode)
