@@ -12,8 +12,10 @@ from jdisagg.handoff.messages import (
     Accepted,
     Ack,
     ChunkReady,
+    Declined,
     Done,
     Grant,
+    Lending,
     Open,
     Parked,
     Refused,
@@ -27,7 +29,11 @@ DOWN_HEARTBEAT = peer_pb2.PrefillRequest(heartbeat=peer_pb2.PrefillRequest.Heart
 UP_HEARTBEAT = peer_pb2.PrefillResponse(heartbeat=peer_pb2.PrefillResponse.Heartbeat())
 
 
-def encode_down(message: Open | Grant | Ack | Want, *, epoch: str, now_s: float) -> peer_pb2.PrefillRequest:
+Down = Open | Grant | Ack | Want | ChunkReady | Declined
+Up = Accepted | Started | Parked | ChunkReady | Done | Refused | Want | Grant | Ack
+
+
+def encode_down(message: Down, *, epoch: str, now_s: float) -> peer_pb2.PrefillRequest:
     """D -> P. `epoch` is P's, from Hello."""
     match message:
         case Open():
@@ -36,6 +42,7 @@ def encode_down(message: Open | Grant | Ack | Want, *, epoch: str, now_s: float)
                 held_tokens=message.held_tokens,
                 epoch=epoch,
                 backend=message.backend,
+                lending=None if message.lending is None else _encode_lending(message.lending),
             )
             return peer_pb2.PrefillRequest(open=event)
         case Grant():
@@ -44,27 +51,37 @@ def encode_down(message: Open | Grant | Ack | Want, *, epoch: str, now_s: float)
             return peer_pb2.PrefillRequest(ack=peer_pb2.Ack(key=message.key))
         case Want():
             return peer_pb2.PrefillRequest(want=_encode_want(message))
+        case ChunkReady():
+            return peer_pb2.PrefillRequest(chunk_ready=_encode_chunk(message))
+        case Declined():
+            return peer_pb2.PrefillRequest(declined=peer_pb2.Declined(reason=message.reason))
 
 
-def decode_down(message: peer_pb2.PrefillRequest, now_s: float) -> Open | Grant | Ack | Want | None:
-    """Raises InvalidRequest when Open holds no valid request."""
+def decode_down(message: peer_pb2.PrefillRequest, now_s: float) -> Down | None:
+    """Raises InvalidRequest when Open holds no valid request, or a chunk's shape does not have four axes."""
     match message.WhichOneof("event"):
         case "open":
             request = decode_request(message.open.request, now_s)
             if message.open.held_tokens < 0:
                 raise InvalidRequest(f"held_tokens: wanted >= 0, got {message.open.held_tokens}", field="held_tokens")
-            return Open(request=request, held_tokens=message.open.held_tokens, backend=message.open.backend)
+            lending = _decode_lending(message.open.lending) if message.open.HasField("lending") else None
+            held_tokens, backend = message.open.held_tokens, message.open.backend
+            return Open(request=request, held_tokens=held_tokens, backend=backend, lending=lending)
         case "grant":
             return Grant(credit_bytes=message.grant.credit_bytes)
         case "ack":
             return Ack(key=message.ack.key)
         case "want":
             return _decode_want(message.want)
+        case "chunk_ready":
+            return _decode_chunk(message.chunk_ready)
+        case "declined":
+            return Declined(reason=message.declined.reason)
         case _:
             return None
 
 
-def encode_up(message: Accepted | Started | Parked | ChunkReady | Done | Refused | Want) -> peer_pb2.PrefillResponse:
+def encode_up(message: Up) -> peer_pb2.PrefillResponse:
     """P -> D."""
     match message:
         case Accepted():
@@ -74,16 +91,7 @@ def encode_up(message: Accepted | Started | Parked | ChunkReady | Done | Refused
         case Parked():
             return peer_pb2.PrefillResponse(parked=peer_pb2.Parked())
         case ChunkReady():
-            event = peer_pb2.ChunkReady(
-                key=message.key,
-                range=peer_pb2.Range(begin=message.begin, end=message.end),
-                group=message.group,
-                shape=message.shape,
-                dtype=message.dtype,
-                num_bytes=message.num_bytes,
-                checksum=message.checksum,
-            )
-            return peer_pb2.PrefillResponse(chunk_ready=event)
+            return peer_pb2.PrefillResponse(chunk_ready=_encode_chunk(message))
         case Done():
             return peer_pb2.PrefillResponse(
                 done=peer_pb2.Done(first=encode_output(message.first), num_chunks=message.num_chunks)
@@ -92,9 +100,13 @@ def encode_up(message: Accepted | Started | Parked | ChunkReady | Done | Refused
             return peer_pb2.PrefillResponse(refused=peer_pb2.Refused(error=encode_error(message.error)))
         case Want():
             return peer_pb2.PrefillResponse(want=_encode_want(message))
+        case Grant():
+            return peer_pb2.PrefillResponse(grant=peer_pb2.Grant(credit_bytes=message.credit_bytes))
+        case Ack():
+            return peer_pb2.PrefillResponse(ack=peer_pb2.Ack(key=message.key))
 
 
-def decode_up(message: peer_pb2.PrefillResponse) -> Accepted | Started | Parked | ChunkReady | Done | Refused | Want | None:
+def decode_up(message: peer_pb2.PrefillResponse) -> Up | None:
     """Raises InvalidRequest for a chunk whose shape does not have four axes."""
     match message.WhichOneof("event"):
         case "accepted":
@@ -111,8 +123,32 @@ def decode_up(message: peer_pb2.PrefillResponse) -> Accepted | Started | Parked 
             return Refused(error=decode_error(message.refused.error))
         case "want":
             return _decode_want(message.want)
+        case "grant":
+            return Grant(credit_bytes=message.grant.credit_bytes)
+        case "ack":
+            return Ack(key=message.ack.key)
         case _:
             return None
+
+
+def _encode_lending(lending: Lending) -> peer_pb2.Lending:
+    return peer_pb2.Lending(address=lending.address, backend=lending.backend, dtype=lending.dtype)
+
+
+def _decode_lending(message: peer_pb2.Lending) -> Lending:
+    return Lending(address=message.address, backend=message.backend, dtype=message.dtype)
+
+
+def _encode_chunk(message: ChunkReady) -> peer_pb2.ChunkReady:
+    return peer_pb2.ChunkReady(
+        key=message.key,
+        range=peer_pb2.Range(begin=message.begin, end=message.end),
+        group=message.group,
+        shape=message.shape,
+        dtype=message.dtype,
+        num_bytes=message.num_bytes,
+        checksum=message.checksum,
+    )
 
 
 def _decode_chunk(message: peer_pb2.ChunkReady) -> ChunkReady:
@@ -133,11 +169,12 @@ def _decode_chunk(message: peer_pb2.ChunkReady) -> ChunkReady:
 
 def _encode_want(message: Want) -> peer_pb2.Want:
     reach = peer_pb2.Range(begin=message.begin, end=message.end)
-    return peer_pb2.Want(range=reach, reason=message.reason, group=message.group)
+    return peer_pb2.Want(range=reach, reason=message.reason, group=message.group, piece_tokens=message.piece_tokens)
 
 
 def _decode_want(message: peer_pb2.Want) -> Want:
-    return Want(begin=message.range.begin, end=message.range.end, reason=message.reason, group=message.group)
+    reach = message.range
+    return Want(begin=reach.begin, end=reach.end, reason=message.reason, group=message.group, piece_tokens=message.piece_tokens)
 
 
 def encode_identity(identity: Identity) -> peer_pb2.Identity:

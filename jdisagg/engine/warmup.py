@@ -63,5 +63,4 @@ def _executables(runner: ModelRunner, role: Role) -> Iterator[tuple[str, str, Ca
         yield "decode", f"{rows} rows", lambda rows=rows: device.decode(np.full(rows, dummy, np.int32))
     nowhere = np.zeros((2, sizes.chunk_tokens), np.int32)
     yield "export", f"{sizes.chunk_tokens} tokens", lambda: device.export(nowhere)  # everywhere: forks, host copies, NanSearch
-    if role is not Role.PREFILL:
-        yield "import", f"{sizes.chunk_tokens} tokens", lambda: device.import_piece(device.empty_piece(), nowhere)
+    yield "import", f"{sizes.chunk_tokens} tokens", lambda: device.import_piece(device.empty_piece(), nowhere)

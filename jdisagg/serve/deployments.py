@@ -11,6 +11,7 @@ from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.kv_event_ring import KVEventRing
 from jdisagg.api.peer_client import GrpcPeerClient
 from jdisagg.api.peer_server import PeerServer
+from jdisagg.api.piece_server import PieceServer
 from jdisagg.api.token_engine import ModelCard
 from jdisagg.core.config import Config, LocalPrefill
 from jdisagg.core.errors import ConfigError
@@ -20,9 +21,12 @@ from jdisagg.engine.compiles import CompileCounter
 from jdisagg.models.load import LoadedModel
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.in_process import InProcessPeers
+from jdisagg.roles.kv_borrowing import KVBorrowing
 from jdisagg.roles.kv_feed import KVEventFeed
+from jdisagg.roles.kv_lending import KVLending
 from jdisagg.roles.side import Side
 from jdisagg.serve.engines import Core, build_core, decode_side, prefill_side, start_engine, unified_side, usable_devices
+from jdisagg.serve.mirror import borrowing, lending, wants_to_borrow
 from jdisagg.serve.preflight import check_backend
 from jdisagg.transfer.base import Fetcher, Publisher
 from jdisagg.transfer.device_put import DevicePutFetcher, DevicePutPublisher, Exchange
@@ -41,7 +45,7 @@ class Deployment:
         self.epoch = core.epoch
         self.num_executables = core.num_executables
         self.engines: list[EngineThread] = []
-        self.peer_server: PeerServer | None = None
+        self.peer_server: PeerServer | PieceServer | None = None
         self.peer_client: GrpcPeerClient | None = None
         self.closers: list[Callable[[], None]] = []
         self.kv_rings: dict[str, KVEventRing] = {}  # by role of the engine; empty when events are off
@@ -125,8 +129,10 @@ def build_deployment(
     on_crash: OnCrash,
     *,
     credentials: Credentials = INSECURE,
+    address: str = "",
 ) -> Deployment:
-    """Build the role's engines, running; peers are reached with `credentials`. Raises ConfigError."""
+    """Build the role's engines, running; peers are reached with `credentials`, and they reach this process's gRPC server at
+    `address` ("" = not at all). Raises ConfigError."""
     check_backend(config)
     compiles = CompileCounter()
     if config.role == "colocated":
@@ -138,7 +144,7 @@ def build_deployment(
     if role is Role.PREFILL:
         store = PieceStore(config.transfer.transfer_buffer_bytes)
         publisher: Publisher = GrpcPublisher(store, core.inbox.post, checksums=config.transfer.checksums)
-        side = prefill_side(core, publisher)
+        side = prefill_side(core, publisher, _grpc_borrowing(core, deployment, credentials))
         deployment.peer_server = PeerServer(
             core.identity(("grpc",)), post=core.inbox.post, pieces=store, config=config.transfer
         )
@@ -151,13 +157,33 @@ def build_deployment(
         )
         peers.watch(config.transfer.prefill)
         static = config.transfer.prefill
-        side = decode_side(core, peers=peers, fetcher=fetcher, backend="grpc", static_peers=lambda: static)
+        lender = _grpc_lending(core, deployment, address) if address else None
+        side = decode_side(core, peers=peers, fetcher=fetcher, backend="grpc", static_peers=lambda: static, lending=lender)
         deployment.peer_client = peers
         deployment.closers += [source.close, fetcher.close]  # a fetch from a dead peer ends with its channel
     else:
         side = unified_side(core)
     deployment.add_engine(core, side, on_crash, loop)
     return deployment
+
+
+def _grpc_borrowing(core: Core, deployment: Deployment, credentials: Credentials) -> KVBorrowing | None:
+    """P fetches from the gRPC servers of decode workers."""
+    if not wants_to_borrow(core):
+        return None
+    source = GrpcByteSource(credentials)
+    fetcher = GrpcFetcher(source, _target(core), core.inbox.post)
+    deployment.closers += [source.close, fetcher.close]
+    return borrowing(core, fetcher)
+
+
+def _grpc_lending(core: Core, deployment: Deployment, address: str) -> KVLending:
+    """D's gRPC server offers what is lent."""
+    pieces = PieceStore(core.config.transfer.transfer_buffer_bytes)
+    publisher = GrpcPublisher(pieces, core.inbox.post, checksums=core.config.transfer.checksums)
+    deployment.peer_server = PieceServer(pieces)
+    deployment.closers.append(publisher.close)
+    return lending(core, publisher, address)
 
 
 def _colocated(
@@ -187,8 +213,16 @@ def _colocated(
     static = (InProcessPeers.ADDRESS,)
     deployment = Deployment(decode, compiles)
     deployment.num_executables += prefill.num_executables
-    deployment.add_engine(prefill, prefill_side(prefill, publisher), on_crash, loop)
-    side = decode_side(decode, peers=peers, fetcher=fetcher, backend="device_put", static_peers=lambda: static)
+    borrower, lender = None, None
+    if wants_to_borrow(prefill):
+        back = Exchange()
+        lent = DevicePutPublisher(back, decode.inbox.post)
+        borrowed = DevicePutFetcher(back, _target(prefill), prefill.inbox.post)
+        borrowed.warm_up(decode.runner.device.empty_piece())
+        borrower, lender = borrowing(prefill, borrowed), lending(decode, lent, InProcessPeers.ADDRESS)
+        deployment.closers += [lent.close, borrowed.close]
+    deployment.add_engine(prefill, prefill_side(prefill, publisher, borrower), on_crash, loop)
+    side = decode_side(decode, peers=peers, fetcher=fetcher, backend="device_put", static_peers=lambda: static, lending=lender)
     deployment.add_engine(decode, side, on_crash, loop)
     deployment.closers += [publisher.close, fetcher.close]
     return deployment

@@ -34,7 +34,9 @@ from jdisagg.roles.decode import DecodeRole
 from jdisagg.roles.engine_loop import EngineLoop
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.inbox import Inbox
+from jdisagg.roles.kv_borrowing import KVBorrowing
 from jdisagg.roles.kv_feed import KVEventFeed
+from jdisagg.roles.kv_lending import KVLending
 from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline
 from jdisagg.roles.ports import PeerClient
@@ -173,7 +175,7 @@ def unified_side(core: Core) -> Side:
     return ComputeSide(core.scheduler)
 
 
-def prefill_side(core: Core, publisher: Publisher) -> Side:
+def prefill_side(core: Core, publisher: Publisher, borrowing: KVBorrowing | None = None) -> Side:
     """Prompts for decode workers."""
     handoffs = PrefillSide(core.config.transfer, bytes_per_token=core.kv_spec.bytes_per_token)
     return PrefillRole(
@@ -184,11 +186,18 @@ def prefill_side(core: Core, publisher: Publisher) -> Side:
         metrics=core.metrics,
         worker=core.worker,
         slow_request_s=core.config.server.slow_request_s,
+        borrowing=borrowing,
     )
 
 
 def decode_side(
-    core: Core, *, peers: PeerClient, fetcher: Fetcher, backend: str, static_peers: Callable[[], tuple[str, ...]]
+    core: Core,
+    *,
+    peers: PeerClient,
+    fetcher: Fetcher,
+    backend: str,
+    static_peers: Callable[[], tuple[str, ...]],
+    lending: KVLending | None = None,
 ) -> Side:
     """Tokens from KV that P computed."""
     config = core.config.transfer
@@ -204,6 +213,7 @@ def decode_side(
         metrics=core.metrics,
         static_peers=static_peers,
         page_size=core.runner.page_size,
+        lending=lending,
     )
 
 

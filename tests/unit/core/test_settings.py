@@ -180,6 +180,7 @@ FOREIGN = {  # flag -> the roles that take it
     "--router h:1": {"unified", "prefill", "decode", "colocated"},
     "--advertise-host h": {"unified", "prefill", "decode", "colocated"},
     "--local-prefill on-failure": {"decode", "colocated", "local"},
+    "--want-min-tokens 1": {"prefill", "colocated", "local"},
     "--num-prefill 1": {"local"},
     "--num-decode 1": {"local"},
     "--prefill-tp 1": {"local", "colocated"},
