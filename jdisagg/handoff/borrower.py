@@ -25,7 +25,8 @@ from jdisagg.handoff.spans import Spans
 
 STALL_S = 1.0
 LONGEST_S = 10.0
-WINDOW_PIECES = 4  # pieces on their way per borrowing
+WINDOW_PIECES = 4  # pieces on their way per borrowing, or
+WINDOW_BYTES = 16 * 2**20  # as much as this: small pieces would wait for their acknowledgements
 
 
 class Outcome(Enum):
@@ -88,7 +89,8 @@ class Borrower:
     def __init__(self, config: TransferConfig, *, bytes_per_token: int) -> None:
         self._chunk_tokens = config.transfer_chunk_tokens
         piece_bytes = config.transfer_chunk_tokens * bytes_per_token
-        self._window_bytes = max(2 * piece_bytes, min(WINDOW_PIECES * piece_bytes, config.transfer_buffer_bytes))
+        window_bytes = max(WINDOW_PIECES * piece_bytes, WINDOW_BYTES)
+        self._window_bytes = max(2 * piece_bytes, min(window_bytes, config.transfer_buffer_bytes))
         self._live: dict[HandoffId, Borrowing] = {}
         self._by_request: dict[str, Borrowing] = {}
         self._num_late = 0

@@ -28,7 +28,8 @@ from jdisagg.handoff.ladder import MAX_REFETCHES, Ladder, is_final
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
 from jdisagg.handoff.spans import GroupSpans
 
-WINDOW_PIECES = 4  # pieces on their way per hand-off
+WINDOW_PIECES = 4  # pieces on their way per hand-off, or
+WINDOW_BYTES = 16 * 2**20  # as much as this: small pieces would wait for their acknowledgements
 ANSWER_TIMEOUT_S = 10.0  # from Open to Accepted or Refused
 
 
@@ -39,7 +40,8 @@ class DecodeSide:
         assert chunk_bytes_per_token > 0, f"chunk_bytes_per_token is {chunk_bytes_per_token}"
         piece_bytes = config.transfer_chunk_tokens * chunk_bytes_per_token
         self._config = config
-        self._window_bytes = max(2 * piece_bytes, min(WINDOW_PIECES * piece_bytes, config.transfer_buffer_bytes))
+        window_bytes = max(WINDOW_PIECES * piece_bytes, WINDOW_BYTES)
+        self._window_bytes = max(2 * piece_bytes, min(window_bytes, config.transfer_buffer_bytes))
         self._backend = backend
         self._num_groups = num_groups
         self._live: dict[str, Inbound] = {}
