@@ -129,6 +129,7 @@ class DecodeSide:
         if record.first is None and first.finish is None and not (first.token_ids and record.needs_kv):
             return self._lose(record, "protocol: Done without a token, or without finish on the last one", now_s)
         record.move(InboundStage.COMPUTED)
+        record.count_borrowed(first.provenance)
         if record.first is not None:
             return self._complete(record)  # the token was delivered by an earlier stream
         record.first = first

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
 from jdisagg.core.requests import Provenance, SamplingParams
+from jdisagg.handoff.messages import HandoffId, Open
 from jdisagg.roles import engine_loop
 from tests.unit.roles.test_pair import PairMachine
 from tests.unit.roles.world import BYTES_PER_TOKEN, World
@@ -247,3 +248,50 @@ class StrictMirrorMachine(MirrorMachine):
 @pytest.mark.parametrize("machine", [MirrorMachine, StrictMirrorMachine], ids=["on-failure", "never"])
 def test_every_conversation_ends_exact_and_quiescent(machine: type[PairMachine]) -> None:
     assert run_state_machine_as_test(machine) is None  # the machine's teardown asserts
+
+
+@pytest.mark.covers("C03")
+@pytest.mark.parametrize("num_ticks", range(2, 12))
+def test_a_lost_stream_goes_on_from_what_is_in_place_and_the_next_peer_borrows_that(num_ticks: int) -> None:
+    """Cut in the middle of the transfer, and the next P knows nothing: what is in place at D is neither sent nor computed."""
+    world = World(local_prefill=False, want_min_tokens=4)
+    held: list[int] = []
+    open_stream = world.wire.open
+
+    def record(peer: str, handoff: HandoffId, message: Open) -> None:
+        held.append(message.held_tokens)
+        open_stream(peer, handoff, message)
+
+    world.wire.open = record  # type: ignore[method-assign]
+    prompt = tuple(range(1, 40))
+    world.submit(request("a", prompt, 4, ignore_eos=True))
+    for _ in range(num_ticks):
+        world.tick()
+    for handoff in list(world.wire.open_streams):
+        world.wire.cut(handoff, "dead")
+    world.prefill.tick(world.now_s)
+    world.prefill.scheduler.reset_prefix_cache()
+    before = moved(world)
+    world.settle()
+    assert world.tokens("a") == expected(prompt, 4, ignore_eos=True)
+    assert len(held) == 2
+    provenance, borrowed = provenance_of(world, "a"), held[1] // 4 * 4
+    assert provenance.transferred_tokens == len(prompt), "nothing came twice"
+    assert provenance.borrowed_tokens == borrowed
+    assert since(world, before)[1:] == (borrowed, len(prompt) - borrowed)
+
+
+@pytest.mark.covers("P07", "D02")
+def test_the_first_piece_is_at_d_before_the_last_chunk_is_planned() -> None:
+    world = World(local_prefill=False)
+    world.submit(request("a", tuple(range(1, 46)), 2))  # four chunks of at most 12 tokens
+    planned_before = 0
+    while read(world.decode, "jdisagg_transfer_bytes_total") == 0:
+        planned_before = world.prefill.scheduler.stats.prefill_tokens
+        world.prefill.tick(world.now_s)
+        for _ in range(3):  # messages are faster than a chunk
+            world.network.step()
+            world.decode.tick(world.now_s)
+    assert 0 < planned_before < 45
+    world.settle()
+    assert read(world.decode, "jdisagg_transfer_bytes_total") == 45 * BYTES_PER_TOKEN
