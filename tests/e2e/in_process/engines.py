@@ -20,7 +20,10 @@ from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role, Tok
 from jdisagg.engine.build import make_runner
 from jdisagg.engine.runner import ModelRunner
 from jdisagg.engine.warmup import warm_up
+from jdisagg.handoff.borrower import Borrower
 from jdisagg.handoff.decode_side import DecodeSide
+from jdisagg.handoff.lender import Lender
+from jdisagg.handoff.messages import Lending
 from jdisagg.handoff.prefill_side import PrefillSide
 from jdisagg.models.load import LoadedModel
 from jdisagg.models.sharding import make_mesh
@@ -29,6 +32,8 @@ from jdisagg.roles.decode import DecodeRole
 from jdisagg.roles.engine_loop import EngineLoop
 from jdisagg.roles.in_process import InProcessPeers
 from jdisagg.roles.inbox import Inbox, Submit
+from jdisagg.roles.kv_borrowing import KVBorrowing
+from jdisagg.roles.kv_lending import KVLending
 from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline, Turn
 from jdisagg.roles.prefill import PrefillRole
@@ -237,7 +242,9 @@ class EnginePair:
         prefill: dict[str, Any] | None = None,
         decode: dict[str, Any] | None = None,
         local_prefill: LocalPrefill = LocalPrefill.NEVER,
+        want_min_tokens: int = 0,
     ) -> None:
+        """`want_min_tokens` 0: P fetches nothing from D."""
         config = TransferConfig(transfer_chunk_tokens=CHUNK_TOKENS, local_prefill=local_prefill)
         spec = loaded.spec.kv_spec(loaded.kv_dtype)
         self.prefill = Engine(runners[0], Role.PREFILL, **prefill or {})
@@ -247,6 +254,29 @@ class EnginePair:
         self._publisher = DevicePutPublisher(exchange, self.prefill.inbox.post)
         target = PieceTarget.of(spec, runners[1].device.piece_sharding, CHUNK_TOKENS)
         self._fetcher = DevicePutFetcher(exchange, target, self.decode.inbox.post)
+        back = Exchange()
+        lent = DevicePutPublisher(back, self.decode.inbox.post)
+        to_prefill = PieceTarget.of(spec, runners[0].device.piece_sharding, CHUNK_TOKENS)
+        borrowed = DevicePutFetcher(back, to_prefill, self.prefill.inbox.post)
+        borrowing = KVBorrowing(
+            Borrower(config, bytes_per_token=spec.bytes_per_token),
+            min_tokens=max(1, want_min_tokens),
+            page_size=PAGE,
+            dtype=spec.dtype,
+            scheduler=self.prefill.scheduler,
+            runner=runners[0],
+            fetcher=borrowed,
+            metrics=self.prefill.metrics,
+        )
+        lending = KVLending(
+            Lender(config, bytes_per_token=spec.bytes_per_token),
+            Lending(address=InProcessPeers.ADDRESS, backend=lent.name, dtype=spec.dtype),
+            scheduler=self.decode.scheduler,
+            runner=runners[1],
+            publisher=lent,
+            metrics=self.decode.metrics,
+        )
+        self._closers = [lent.close, borrowed.close]
         self.prefill.complete(
             PrefillRole(
                 scheduler=self.prefill.scheduler,
@@ -255,6 +285,7 @@ class EnginePair:
                 publisher=self._publisher,
                 metrics=self.prefill.metrics,
                 worker="prefill",
+                borrowing=borrowing if want_min_tokens else None,
             )
         )
         self.decode.complete(
@@ -269,6 +300,7 @@ class EnginePair:
                 metrics=self.decode.metrics,
                 static_peers=lambda: (InProcessPeers.ADDRESS,),
                 page_size=PAGE,
+                lending=lending,
             )
         )
 
@@ -278,8 +310,8 @@ class EnginePair:
 
     def close(self) -> None:
         """End the transfer threads."""
-        self._publisher.close()
-        self._fetcher.close()
+        for close in (self._publisher.close, self._fetcher.close, *self._closers):
+            close()
 
 
 def serve(front: Engine, engines: tuple[Engine, ...], requests: Iterable[EngineRequest], per_tick: float) -> dict[str, Stream]:
