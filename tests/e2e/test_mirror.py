@@ -91,7 +91,6 @@ def chat(tmp_path_factory: pytest.TempPathFactory, long_model: Path) -> Iterator
         yield Chat(start, long_model)
 
 
-@pytest.mark.covers("P06")
 def test_second_turn_of_a_chat_moves_only_missing_tokens_each_way(chat: Chat) -> None:
     prompt = conversation(chat, 1)
     before = chat.moved()
@@ -115,7 +114,7 @@ def test_second_turn_of_a_chat_moves_only_missing_tokens_each_way(chat: Chat) ->
     assert chat.decode.metric("jdisagg_compiles_after_ready_total") == 0
 
 
-@pytest.mark.covers("P07", "C02")
+@pytest.mark.covers("C02")
 def test_a_long_prompt_travels_while_it_is_computed(chat: Chat) -> None:
     rng = random.Random(5)
     names = ("jdisagg_transfer_hidden_seconds_total", "jdisagg_transfer_seconds_sum", "jdisagg_transfer_bytes_total")
@@ -199,7 +198,6 @@ def test_p_killed_while_it_borrows(mortal: Chat, pool: ThreadPoolExecutor) -> No
     assert wanting.expected(mortal) == got.essence()
 
 
-@pytest.mark.covers("X17")
 def test_d_killed_while_it_lends(mortal: Chat, pool: ThreadPoolExecutor) -> None:
     wanting = Wanting(mortal, 4, pool)
     mortal.decode.kill()

@@ -63,6 +63,21 @@ def test_the_second_turn_reuses_every_full_page_of_the_first(exact: Runners, kin
         assert computed == len(second.prompt_token_ids) - at_p
 
 
+@pytest.mark.covers("P07")
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_prefill_engine_one_step_ahead_or_in_lockstep_gives_the_same_tokens(exact: Runners, overlap: bool) -> None:
+    requests = [replace(turns(length, 8)[0], request_id=f"r{length}") for length in (3, 24, 25, 50, 61)]
+    pair = exact.make_pair(prefill={"overlap": overlap, "caching": True}, want_min_tokens=1)
+    try:
+        got = pair.serve(requests)  # ends with the self-check of both engines
+        planned_ahead = pair.prefill.counters().get("overlapped", 0)
+    finally:
+        pair.close()
+    assert (planned_ahead > 0) is overlap
+    wanted = Engine(exact.unified).serve(requests)
+    assert {name: stream.essence for name, stream in got.items()} == {name: one.essence for name, one in wanted.items()}
+
+
 async def chat(client: httpx.AsyncClient, messages: list[dict[str, str]]) -> dict[str, Any]:
     response = await client.post(
         "/v1/chat/completions", json={"model": "tiny", "messages": messages, "max_tokens": 20, "seed": 1, "ignore_eos": True}

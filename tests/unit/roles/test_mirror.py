@@ -176,7 +176,7 @@ def test_a_silent_receiver_costs_p_a_second_and_no_more() -> None:
     assert world.prefill.metrics.borrowings.labels(outcome="stalled")._value.get() == 1
 
 
-@pytest.mark.covers("I-3")
+@pytest.mark.covers("I-3", "X17")
 @pytest.mark.parametrize("num_ticks", range(1, 14))
 @pytest.mark.parametrize("what", ["cut", "cancel", "expire"])
 def test_the_end_of_a_borrowing_handoff_frees_both_sides(num_ticks: int, what: str) -> None:
@@ -281,7 +281,7 @@ def test_a_lost_stream_goes_on_from_what_is_in_place_and_the_next_peer_borrows_t
     assert since(world, before)[1:] == (borrowed, len(prompt) - borrowed)
 
 
-@pytest.mark.covers("P07", "D02")
+@pytest.mark.covers("D02")
 def test_the_first_piece_is_at_d_before_the_last_chunk_is_planned() -> None:
     world = World(local_prefill=False)
     world.submit(request("a", tuple(range(1, 46)), 2))  # four chunks of at most 12 tokens
