@@ -112,7 +112,7 @@ def build_core(config: Config, role: Role, devices: Sequence[Any], *, tp: int, m
         "%s: weights of %s in %.1f s; %d KV pages of %d tokens, %d tokens per request at most; compiling",
         *(role.value, config.model.model, loaded_s - started_s, runner.num_pages - 1, runner.page_size, runner.max_model_len),
     )
-    warmed = warm_up(runner, role)
+    warmed = warm_up(runner)
     log.info("%s: %d executables compiled and run in %.1f s", role.value, len(warmed), monotonic() - loaded_s)
     host_tokens = config.scheduler.host_kv_bytes // loaded.spec.kv_spec(loaded.kv_dtype).bytes_per_token
     cost = measure_retraction_cost(runner) if host_tokens else None

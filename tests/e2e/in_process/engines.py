@@ -65,7 +65,7 @@ def build_runner(
         transfer=TransferConfig(transfer_chunk_tokens=CHUNK_TOKENS, local_prefill=LocalPrefill.ON_FAILURE),
     )
     runner = make_runner(loaded, mesh, config, role)
-    warm_up(runner, role)
+    warm_up(runner)
     return loaded, runner
 
 
