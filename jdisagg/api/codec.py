@@ -212,6 +212,8 @@ def encode_provenance(provenance: Provenance) -> common_pb2.Provenance:
         transferred_pages=provenance.transferred_pages,
         transferred_bytes=provenance.transferred_bytes,
         recoveries=provenance.recoveries,
+        borrowed_tokens=provenance.borrowed_tokens,
+        borrowed_bytes=provenance.borrowed_bytes,
     )
 
 
@@ -224,6 +226,8 @@ def _decode_provenance(message: common_pb2.Provenance) -> Provenance:
         transferred_pages=message.transferred_pages,
         transferred_bytes=message.transferred_bytes,
         recoveries=tuple(message.recoveries),
+        borrowed_tokens=message.borrowed_tokens,
+        borrowed_bytes=message.borrowed_bytes,
     )
 
 

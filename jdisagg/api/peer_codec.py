@@ -12,8 +12,10 @@ from jdisagg.handoff.messages import (
     Accepted,
     Ack,
     ChunkReady,
+    Declined,
     Done,
     Grant,
+    Lending,
     Open,
     Parked,
     Refused,
@@ -27,7 +29,11 @@ DOWN_HEARTBEAT = peer_pb2.PrefillRequest(heartbeat=peer_pb2.PrefillRequest.Heart
 UP_HEARTBEAT = peer_pb2.PrefillResponse(heartbeat=peer_pb2.PrefillResponse.Heartbeat())
 
 
-def encode_down(message: Open | Grant | Ack | Want, *, epoch: str, now_s: float) -> peer_pb2.PrefillRequest:
+Down = Open | Grant | Ack | Want | ChunkReady | Declined
+Up = Accepted | Started | Parked | ChunkReady | Done | Refused | Want | Grant | Ack
+
+
+def encode_down(message: Down, *, epoch: str, now_s: float) -> peer_pb2.PrefillRequest:
     """D -> P. `epoch` is P's, from Hello."""
     match message:
         case Open():
@@ -39,6 +45,7 @@ def encode_down(message: Open | Grant | Ack | Want, *, epoch: str, now_s: float)
                 backends=message.backends,
                 head_shards=message.head_shards,
                 max_piece_tokens=message.max_piece_tokens or 0,
+                lending=None if message.lending is None else _encode_lending(message.lending),
             )
             return peer_pb2.PrefillRequest(open=event)
         case Grant():
@@ -47,10 +54,14 @@ def encode_down(message: Open | Grant | Ack | Want, *, epoch: str, now_s: float)
             return peer_pb2.PrefillRequest(ack=peer_pb2.Ack(key=message.key))
         case Want():
             return peer_pb2.PrefillRequest(want=_encode_want(message))
+        case ChunkReady():
+            return peer_pb2.PrefillRequest(chunk_ready=_encode_chunk(message))
+        case Declined():
+            return peer_pb2.PrefillRequest(declined=peer_pb2.Declined(reason=message.reason))
 
 
-def decode_down(message: peer_pb2.PrefillRequest, now_s: float) -> Open | Grant | Ack | Want | None:
-    """Raises InvalidRequest when Open holds no valid request."""
+def decode_down(message: peer_pb2.PrefillRequest, now_s: float) -> Down | None:
+    """Raises InvalidRequest when Open holds no valid request, or a chunk's shape does not have four axes."""
     match message.WhichOneof("event"):
         case "open":
             request = decode_request(message.open.request, now_s)
@@ -63,6 +74,7 @@ def decode_down(message: peer_pb2.PrefillRequest, now_s: float) -> Open | Grant 
                 backends=tuple(message.open.backends),
                 head_shards=max(1, message.open.head_shards),
                 max_piece_tokens=max(0, message.open.max_piece_tokens) or None,
+                lending=_decode_lending(message.open.lending) if message.open.HasField("lending") else None,
             )
         case "grant":
             return Grant(credit_bytes=message.grant.credit_bytes)
@@ -70,11 +82,15 @@ def decode_down(message: peer_pb2.PrefillRequest, now_s: float) -> Open | Grant 
             return Ack(key=message.ack.key)
         case "want":
             return _decode_want(message.want)
+        case "chunk_ready":
+            return _decode_chunk(message.chunk_ready)
+        case "declined":
+            return Declined(reason=message.declined.reason)
         case _:
             return None
 
 
-def encode_up(message: Accepted | Started | Parked | ChunkReady | Done | Refused | Want) -> peer_pb2.PrefillResponse:
+def encode_up(message: Up) -> peer_pb2.PrefillResponse:
     """P -> D."""
     match message:
         case Accepted():
@@ -84,18 +100,7 @@ def encode_up(message: Accepted | Started | Parked | ChunkReady | Done | Refused
         case Parked():
             return peer_pb2.PrefillResponse(parked=peer_pb2.Parked())
         case ChunkReady():
-            event = peer_pb2.ChunkReady(
-                key=message.key,
-                range=peer_pb2.Range(begin=message.begin, end=message.end),
-                group=message.group,
-                shape=message.shape,
-                dtype=message.dtype,
-                num_bytes=message.num_bytes,
-                checksum=message.checksum,
-                backend=message.backend,
-                locator=message.locator,
-            )
-            return peer_pb2.PrefillResponse(chunk_ready=event)
+            return peer_pb2.PrefillResponse(chunk_ready=_encode_chunk(message))
         case Done():
             return peer_pb2.PrefillResponse(
                 done=peer_pb2.Done(first=encode_output(message.first), num_chunks=message.num_chunks)
@@ -104,9 +109,13 @@ def encode_up(message: Accepted | Started | Parked | ChunkReady | Done | Refused
             return peer_pb2.PrefillResponse(refused=peer_pb2.Refused(error=encode_error(message.error)))
         case Want():
             return peer_pb2.PrefillResponse(want=_encode_want(message))
+        case Grant():
+            return peer_pb2.PrefillResponse(grant=peer_pb2.Grant(credit_bytes=message.credit_bytes))
+        case Ack():
+            return peer_pb2.PrefillResponse(ack=peer_pb2.Ack(key=message.key))
 
 
-def decode_up(message: peer_pb2.PrefillResponse) -> Accepted | Started | Parked | ChunkReady | Done | Refused | Want | None:
+def decode_up(message: peer_pb2.PrefillResponse) -> Up | None:
     """Raises InvalidRequest for a chunk whose shape does not have four axes."""
     match message.WhichOneof("event"):
         case "accepted":
@@ -123,6 +132,10 @@ def decode_up(message: peer_pb2.PrefillResponse) -> Accepted | Started | Parked 
             return Refused(error=decode_error(message.refused.error))
         case "want":
             return _decode_want(message.want)
+        case "grant":
+            return Grant(credit_bytes=message.grant.credit_bytes)
+        case "ack":
+            return Ack(key=message.ack.key)
         case _:
             return None
 
@@ -136,7 +149,7 @@ class UpStream:
     def __init__(self) -> None:
         self._started = False
 
-    def read(self, wire: peer_pb2.PrefillResponse) -> list[Accepted | Started | Parked | ChunkReady | Done | Refused | Want]:
+    def read(self, wire: peer_pb2.PrefillResponse) -> list[Up]:
         """The messages in `wire`, in order; none for a heartbeat. Raises as `decode_up`."""
         message = decode_up(wire)
         if message is None:
@@ -144,6 +157,28 @@ class UpStream:
         implied = isinstance(message, ChunkReady | Done) and not self._started
         self._started |= isinstance(message, Started | ChunkReady | Done)
         return [Started(), message] if implied else [message]
+
+
+def _encode_lending(lending: Lending) -> peer_pb2.Lending:
+    return peer_pb2.Lending(address=lending.address, backend=lending.backend, dtype=lending.dtype)
+
+
+def _decode_lending(message: peer_pb2.Lending) -> Lending:
+    return Lending(address=message.address, backend=message.backend, dtype=message.dtype)
+
+
+def _encode_chunk(message: ChunkReady) -> peer_pb2.ChunkReady:
+    return peer_pb2.ChunkReady(
+        key=message.key,
+        range=peer_pb2.Range(begin=message.begin, end=message.end),
+        group=message.group,
+        shape=message.shape,
+        dtype=message.dtype,
+        num_bytes=message.num_bytes,
+        checksum=message.checksum,
+        backend=message.backend,
+        locator=message.locator,
+    )
 
 
 def _decode_chunk(message: peer_pb2.ChunkReady) -> ChunkReady:
@@ -166,7 +201,13 @@ def _decode_chunk(message: peer_pb2.ChunkReady) -> ChunkReady:
 
 def _encode_want(message: Want) -> peer_pb2.Want:
     reach = peer_pb2.Range(begin=message.begin, end=message.end)
-    return peer_pb2.Want(range=reach, reason=message.reason, group=message.group, backend=message.backend)
+    return peer_pb2.Want(
+        range=reach,
+        reason=message.reason,
+        group=message.group,
+        backend=message.backend,
+        piece_tokens=message.piece_tokens,
+    )
 
 
 def _decode_want(message: peer_pb2.Want) -> Want:
@@ -176,6 +217,7 @@ def _decode_want(message: peer_pb2.Want) -> Want:
         reason=message.reason,
         group=message.group,
         backend=message.backend,
+        piece_tokens=message.piece_tokens,
     )
 
 

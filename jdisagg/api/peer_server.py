@@ -14,13 +14,13 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from time import monotonic
-from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
 from jdisagg.api.codec import abort
 from jdisagg.api.peer_codec import UP_HEARTBEAT, decode_down, decode_identity, encode_identity, encode_up
+from jdisagg.api.piece_server import PieceBytes, parts_of
 from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import InvalidRequest
@@ -29,16 +29,7 @@ from jdisagg.handoff.identity import Identity, Incompatible, agree
 from jdisagg.handoff.messages import Agreed, HandoffId, Open, PrefillToDecode, StreamEnded
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
-FETCH_PART_BYTES = 2**20
 LEASE_NEWS = 0.25  # of a lease: how often the engine hears that a silent D is alive
-
-
-class PieceBytes(Protocol):
-    """Where published bytes are kept; `jdisagg.transfer.grpc_backend.PieceStore`."""
-
-    def get(self, key: str) -> Any | None:
-        """The piece's bytes (any contiguous buffer), or None when the key is unknown or discarded."""
-        ...
 
 
 class PeerServer(peer_pb2_grpc.PeerServiceServicer):
@@ -149,12 +140,8 @@ class PeerServer(peer_pb2_grpc.PeerServiceServicer):
         self, request: peer_pb2.FetchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[peer_pb2.FetchResponse]:
         """The bytes of one piece in parts of at most 1 MiB."""
-        found = None if self._pieces is None else self._pieces.get(request.key)
-        if found is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no piece {request.key!r} here: acknowledged, or its lease is over")
-        view = memoryview(found).cast("B")
-        for begin in range(0, len(view), FETCH_PART_BYTES):
-            yield peer_pb2.FetchResponse(data=bytes(view[begin : begin + FETCH_PART_BYTES]))
+        async for part in parts_of(self._pieces, request.key, context):
+            yield part
 
 
 class _StreamReply:

@@ -16,7 +16,7 @@ from jdisagg.api.peer_link import PeerLink
 from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import RequestError, Unavailable
-from jdisagg.handoff.messages import Ack, Agreed, Grant, Open, PrefillToDecode, StreamEnded, Want
+from jdisagg.handoff.messages import Ack, Agreed, ChunkReady, Declined, Grant, Open, PrefillToDecode, StreamEnded, Want
 from jdisagg.v1 import peer_pb2
 
 DEADLINE_GRACE_S = 2.0  # the engine ends a hand-off at its deadline; the RPC's own limit comes later
@@ -41,7 +41,7 @@ class PeerStream:
         self._sent: list[peer_pb2.PrefillRequest] = []  # kept until the first answer
         self._queue: asyncio.Queue[peer_pb2.PrefillRequest | None] | None = None  # None in the queue ends the stream
 
-    def send(self, message: Grant | Ack | Want) -> None:
+    def send(self, message: Grant | Ack | Want | ChunkReady | Declined) -> None:
         """Queue a message."""
         wire = encode_down(message, epoch="", now_s=0.0)
         if not self.answered:

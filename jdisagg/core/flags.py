@@ -117,6 +117,13 @@ _TRANSFER = (
     Flag("transfer", "transfer_buffer_bytes", "bytes in flight per worker", minimum=1, syntax="bytes"),
     Flag("transfer", "transfer_chunk_tokens", "tokens of one KV piece", minimum=1),
     Flag("transfer", "local_prefill", "when decode prefills itself: on-failure, never, below-tokens=N", only=_LOCAL_PREFILL),
+    Flag(
+        "transfer",
+        "want_min_tokens",
+        "tokens a receiver holds from which on prefill fetches instead of computing them; 0 = never",
+        minimum=0,
+        only=("prefill", "colocated", "local"),
+    ),
     Flag("transfer", "lease_s", "life of published KV after its receiver fell silent", minimum=0.1),
     Flag("transfer", "checksums", "verify every KV piece"),
     Flag("transfer", "heartbeat_s", "period of heartbeats", minimum=0.01),

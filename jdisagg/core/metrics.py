@@ -86,6 +86,13 @@ class Metrics:
         self.requests_finished = self._counter("requests_finished", "Requests that ended, by finish reason or error.", "reason")
         self.transfer_bytes = self._counter("transfer_bytes", "KV bytes received and verified, by backend.", "backend")
         self.transfer_failures = self._counter("transfer_failures", "KV pieces that did not arrive.", "backend", "reason")
+        self.transfer_hidden_seconds = self._counter(
+            "transfer_hidden_seconds", "The part of transfer_seconds that passed while the prompt was still computed."
+        )
+        self.borrowed_tokens = self._counter(
+            "borrowed_tokens", "Tokens that were fetched from the receiver instead of computed."
+        )
+        self.borrowings = self._counter("borrowings", "KV asked back from a receiver, by how it ended.", "outcome")
         self.recoveries = self._counter("recoveries", "Failures survived, by rung of the recovery ladder.", "rung")
         self.replays_refused = self._counter("replays_refused", "Requests that failed as the replay budget was spent.")
         self.prefix_cache_query_tokens = self._counter("prefix_cache_query_tokens", "Prompt tokens looked up in the cache.")

@@ -101,6 +101,8 @@ class Provenance:
     transferred_tokens: int = 0
     transferred_pages: int = 0  # in the receiver's page size
     transferred_bytes: int = 0
+    borrowed_tokens: int = 0  # the other way: KV of the prompt that the prefill worker fetched instead of computing it
+    borrowed_bytes: int = 0
     recoveries: tuple[
         str, ...
     ] = ()  # rungs taken, in order: "refetch", "other_backend", "other_prefill", "local_prefill", "replay"

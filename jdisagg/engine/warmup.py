@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdisagg.core.requests import Role
 from jdisagg.engine import admission
 from jdisagg.engine.packing import empty_exact, empty_prefill
 from jdisagg.engine.runner import ModelRunner
@@ -29,10 +28,10 @@ class Warmed:
     seconds: float
 
 
-def warm_up(runner: ModelRunner, role: Role) -> list[Warmed]:
-    """Run everything `role` can need once, on padding alone: slots, counts and every page but the null page are untouched."""
+def warm_up(runner: ModelRunner) -> list[Warmed]:
+    """Run everything once that the worker can need, on padding alone: slots, counts and pages (but the null page) stay."""
     warmed: list[Warmed] = []
-    for name, shape, run in _executables(runner, role):
+    for name, shape, run in _executables(runner):
         started_s = time.monotonic()
         jax.block_until_ready(run())
         _trim()
@@ -47,7 +46,7 @@ def _trim() -> None:
         trim(0)
 
 
-def _executables(runner: ModelRunner, role: Role) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+def _executables(runner: ModelRunner) -> Iterator[tuple[str, str, Callable[[], Any]]]:
     device, dummy = runner.device, runner.device.shape.max_num_seqs
     sizes = device.shape
     empty = admission.empty_admissions(num_slots=dummy, width=sizes.pages_per_seq, vocab_size=sizes.vocab_size)
@@ -63,5 +62,4 @@ def _executables(runner: ModelRunner, role: Role) -> Iterator[tuple[str, str, Ca
         yield "decode", f"{rows} rows", lambda rows=rows: device.decode(np.full(rows, dummy, np.int32))
     nowhere = np.zeros((2, sizes.chunk_tokens), np.int32)
     yield "export", f"{sizes.chunk_tokens} tokens", lambda: device.export(nowhere)  # everywhere: forks, host copies, NanSearch
-    if role is not Role.PREFILL:
-        yield "import", f"{sizes.chunk_tokens} tokens", lambda: device.import_piece(device.empty_piece(), nowhere)
+    yield "import", f"{sizes.chunk_tokens} tokens", lambda: device.import_piece(device.empty_piece(), nowhere)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from jdisagg.core.errors import RequestError
 from jdisagg.core.requests import EngineRequest, Output, Provenance
-from jdisagg.handoff.messages import ChunkReady, DecodeToPrefill, HandoffId, Open, PrefillToDecode
+from jdisagg.handoff.messages import ChunkReady, DecodeToPrefill, HandoffId, Lending, Open, PrefillToDecode
 
 # --- decode side
 
@@ -138,10 +138,15 @@ DecodeAction = (
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Queue `request` (its id is unique per stream); answer with on_admitted or on_refused."""
+    """Queue `request` (its id is unique per stream); answer with on_admitted or on_refused.
+
+    D holds KV of its first `held_tokens` tokens, which can be fetched from there when `lending` says so.
+    """
 
     handoff: HandoffId
     request: EngineRequest
+    held_tokens: int = 0
+    lending: Lending | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ from jdisagg.handoff.ladder import MAX_REFETCHES, Ladder, is_final
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
 from jdisagg.handoff.spans import GroupSpans
 
-WINDOW_PIECES = 4  # pieces on their way per hand-off
+WINDOW_PIECES = 4  # pieces on their way per hand-off, or
+WINDOW_BYTES = 16 * 2**20  # as much as this: small pieces would wait for their acknowledgements
 ANSWER_TIMEOUT_S = 10.0  # from Open to Accepted or Refused
 
 
@@ -42,7 +43,8 @@ class DecodeSide:
         assert chunk_bytes_per_token > 0, f"chunk_bytes_per_token is {chunk_bytes_per_token}"
         piece_bytes = config.transfer_chunk_tokens * chunk_bytes_per_token
         self._config = config
-        self._window_bytes = max(2 * piece_bytes, min(WINDOW_PIECES * piece_bytes, config.transfer_buffer_bytes))
+        window_bytes = max(WINDOW_PIECES * piece_bytes, WINDOW_BYTES)
+        self._window_bytes = max(2 * piece_bytes, min(window_bytes, config.transfer_buffer_bytes))
         self._backend = backend
         self._num_groups = num_groups
         self._head_shards = head_shards
@@ -134,6 +136,7 @@ class DecodeSide:
         if record.first is None and first.finish is None and not (first.token_ids and record.needs_kv):
             return self._lose(record, "protocol: Done without a token, or without finish on the last one", now_s)
         record.move(InboundStage.COMPUTED)
+        record.count_borrowed(first.provenance)
         if record.first is not None:
             return self._complete(record)  # the token was delivered by an earlier stream
         record.first = first

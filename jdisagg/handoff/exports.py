@@ -1,4 +1,4 @@
-"""Which computed tokens P publishes next, for all its hand-offs within one buffer.
+"""Which tokens are published next, for all hand-offs of a worker within one buffer: P's chunks, or what D lends.
 
 `transfer_buffer_bytes` bounds what is exported and not yet discarded. Hand-offs with something to cut take turns, one piece
 each, in the order in which they became ready; one that does not fit makes the others wait, so a big piece is never overtaken
@@ -9,16 +9,39 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from typing import Protocol
 
 from jdisagg.core.config import TransferConfig
 from jdisagg.handoff.actions import Discard, Export, PrefillAction
 from jdisagg.handoff.messages import HandoffId
-from jdisagg.handoff.outbound import Outbound
+from jdisagg.handoff.outbound import OutgoingPiece
 
 
 def unguessable_key() -> str:
     """A name for a piece that nobody can guess: whoever knows it may fetch the piece."""
     return secrets.token_urlsafe(18)
+
+
+class Source(Protocol):
+    """What pieces are cut from: one hand-off's tokens, and the receiver's credit."""
+
+    handoff: HandoffId
+    credit_bytes: int
+    spent_bytes: int
+    pieces: dict[str, OutgoingPiece]
+
+    @property
+    def engine_request_id(self) -> str:
+        """Whose pages hold the tokens."""
+        ...
+
+    def next_span(self) -> tuple[int, int] | None:
+        """The next range that is ready to be cut."""
+        ...
+
+    def take(self, span: tuple[int, int], num_bytes: int, key: str) -> None:
+        """Cut `span`, as given by next_span, into the piece `key`."""
+        ...
 
 
 class ExportQueue:
@@ -29,7 +52,7 @@ class ExportQueue:
         self._config = config
         self._bytes_per_token = bytes_per_token
         self._new_key = new_key
-        self._turns: dict[HandoffId, Outbound] = {}  # hand-offs that may have something to cut, in turn
+        self._turns: dict[HandoffId, Source] = {}  # hand-offs that may have something to cut, in turn
         self._buffered_bytes = 0
 
     @property
@@ -37,7 +60,7 @@ class ExportQueue:
         """Bytes exported and not yet discarded."""
         return self._buffered_bytes
 
-    def pump(self, ready: Outbound | None = None) -> list[PrefillAction]:
+    def pump(self, ready: Source | None = None) -> list[PrefillAction]:
         """Cut whatever credit and buffer allow, one piece per turn; `ready` has something new to cut."""
         if ready is not None:
             self._turns.setdefault(ready.handoff, ready)
@@ -58,7 +81,7 @@ class ExportQueue:
                 del self._turns[handoff]  # comes back with its next chunk or grant
         return actions
 
-    def discard(self, record: Outbound, key: str) -> list[PrefillAction]:
+    def discard(self, record: Source, key: str) -> list[PrefillAction]:
         """Give up a piece of `record`; unknown keys are ignored."""
         piece = record.pieces.pop(key, None)
         if piece is None:
@@ -66,7 +89,7 @@ class ExportQueue:
         self._buffered_bytes -= piece.num_bytes
         return [Discard(key)]
 
-    def remove(self, record: Outbound) -> list[PrefillAction]:
+    def remove(self, record: Source) -> list[PrefillAction]:
         """The hand-off is over: its pieces are discarded, others may use the room."""
         self._turns.pop(record.handoff, None)
         return [action for key in list(record.pieces) for action in self.discard(record, key)]

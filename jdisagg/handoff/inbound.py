@@ -148,6 +148,8 @@ class Inbound:
     recoveries: list[str] = field(default_factory=list)
     transferred_tokens: int = 0
     transferred_bytes: int = 0
+    borrowed_tokens: int = 0  # that P fetched from here, over all streams
+    borrowed_bytes: int = 0
 
     def move(self, stage: InboundStage) -> None:
         """Change stage; anything the table does not list is our bug."""
@@ -190,6 +192,12 @@ class Inbound:
             return f"{span} was announced before"
         return None
 
+    def count_borrowed(self, provenance: Provenance | None) -> None:
+        """P has said with its first token what it fetched from here."""
+        if provenance is not None:
+            self.borrowed_tokens += provenance.borrowed_tokens
+            self.borrowed_bytes += provenance.borrowed_bytes
+
     def provenance(self) -> Provenance:
         """Where the KV came from, as far as this side knows; pages and the decode worker are for the role to fill in."""
         known = self.first.provenance if self.first is not None and self.first.provenance is not None else Provenance()
@@ -200,6 +208,8 @@ class Inbound:
             prefilled_tokens=known.prefilled_tokens or self.num_tokens - cached_tokens,
             transferred_tokens=self.transferred_tokens,
             transferred_bytes=self.transferred_bytes,
+            borrowed_tokens=self.borrowed_tokens,
+            borrowed_bytes=self.borrowed_bytes,
             recoveries=tuple(self.recoveries),
         )
 

@@ -14,6 +14,20 @@ D opens one stream per hand-off. Ranges are half-open token ranges [begin, end).
                                  <-     Parked (its pages went to others; sent when Done was, and no Grant came)
     close                        ->     release(handoff): pages go to P's prefix cache
 
+The mirror image, between Accepted and Started, when D holds KV that P lacks (the answer of a chat's first turn) and lends it
+(Open.lending):
+
+                                 <-     Want([begin, end)), Grant(credit)     P has pages for the prompt now
+    gather out of pinned pages
+    ChunkReady(key, range) ...   ->     fetch bytes of key from D, scatter
+                                 <-     Ack(key), Grant(more)
+    delete the array of `key`
+    Declined(reason)             ->     (D cannot, or no more)
+
+Whatever way that ends, all there, declined, a lost piece, one second without progress, P computes what is missing and the
+hand-off goes on. Without `lending`, as an older D sends it, P never asks. A ChunkReady that P no longer wants is acknowledged
+at once, so nothing stays published at D.
+
 Whoever sees the stream end first calls its own `release(handoff)`; it is idempotent.
 """
 
@@ -33,7 +47,16 @@ class HandoffId:
     serial: int
 
 
-# --- D -> P
+# --- D -> P; Grant, Ack and ChunkReady go the other way, too, for KV that P wants
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lending:
+    """D publishes KV it holds when P wants it: pieces are fetched from `address` over `backend`, in D's `dtype`."""
+
+    address: str
+    backend: str
+    dtype: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +69,7 @@ class Open:
     backends: tuple[str, ...] = ()  # all that both can use, best first; () = `backend` alone
     head_shards: int = 1  # parts in which D's mesh holds the kv heads of a piece
     max_piece_tokens: int | None = None  # None = of any length
+    lending: Lending | None = None  # None: P must not want any of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,13 +88,24 @@ class Ack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Want:
-    """Send tokens [begin, end) of one KV group (again); with `backend` this and what follows goes over that one."""
+    """Send tokens [begin, end) of one KV group: again, or (P -> D) because D has them; in pieces of `piece_tokens` at most.
+
+    With `backend` this and what follows goes over that one.
+    """
 
     begin: int
     end: int
     reason: str
     group: int = 0
     backend: str = ""
+    piece_tokens: int = 0  # 0 = as the other side cuts them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Declined:
+    """Nothing (more) of what P wants will be published."""
+
+    reason: str
 
 
 # --- P -> D
@@ -149,5 +184,5 @@ class StreamEnded:
     error: RequestError | None = None
 
 
-DecodeToPrefill = Open | Grant | Ack | Want | StreamEnded
-PrefillToDecode = Agreed | Accepted | Started | Parked | ChunkReady | Done | Refused | Want | StreamEnded
+DecodeToPrefill = Open | Grant | Ack | Want | ChunkReady | Declined | StreamEnded
+PrefillToDecode = Agreed | Accepted | Started | Parked | ChunkReady | Done | Refused | Want | Grant | Ack | StreamEnded

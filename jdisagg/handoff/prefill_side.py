@@ -27,6 +27,7 @@ from jdisagg.handoff.messages import (
     Accepted,
     Ack,
     ChunkReady,
+    Declined,
     DecodeToPrefill,
     Done,
     Grant,
@@ -68,7 +69,8 @@ class PrefillSide:
         record = Outbound(handoff, request, message.held_tokens, now_s, chunk_tokens, cut=message.held_tokens)
         self._live[handoff] = record
         self._by_request[record.engine_request_id] = record
-        return [act.Admit(handoff, replace(request, request_id=record.engine_request_id, fork_group=""))]
+        request = replace(request, request_id=record.engine_request_id, fork_group="")
+        return [act.Admit(handoff, request, message.held_tokens, message.lending)]
 
     def on_admitted(self, handoff: HandoffId, cached_tokens: int) -> list[PrefillAction]:
         """The scheduler queued it; `cached_tokens` of it are in the prefix cache."""
@@ -97,6 +99,8 @@ class PrefillSide:
                 return self._exports.discard(record, key) + self._exports.pump() + self._release_delivered(record)
             case Want(begin=begin, end=end):
                 return self._on_want(record, begin, end)
+            case ChunkReady() | Declined():
+                return []  # the borrower's
             case StreamEnded(reason=reason):
                 return self.release(handoff, reason)
             case Open():

@@ -22,13 +22,15 @@ from jdisagg.core.requests import EngineRequest, Output, Provenance
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.events import FromPrefill
-from jdisagg.handoff.messages import HandoffId
+from jdisagg.handoff.messages import Ack, Grant, HandoffId, Want
 from jdisagg.roles.inbox import Message
+from jdisagg.roles.kv_lending import KVLending
+from jdisagg.roles.overlap import TransferOverlap
 from jdisagg.roles.ports import PeerClient, Runner
 from jdisagg.roles.streams import Streams
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
-from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed
+from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed, Published, PublishFailed
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,9 @@ class DecodeRole:
         metrics: Metrics,
         static_peers: Callable[[], tuple[str, ...]],
         page_size: int,
+        lending: KVLending | None = None,
     ) -> None:
+        """`lending` None: prefill workers are not offered the KV that is here."""
         self._config = config
         self._scheduler = scheduler
         self._handoffs = handoffs
@@ -60,6 +64,8 @@ class DecodeRole:
         self._metrics = metrics
         self._static_peers = static_peers
         self._page_size = page_size
+        self._lending = lending
+        self._overlap = TransferOverlap(metrics)
         self._arrived: dict[tuple[HandoffId, str], Piece] = {}  # confirmed pieces until their Import action, same tick
         self._provenance: dict[str, Provenance] = {}
         self._self_tests: set[str] = set()
@@ -101,6 +107,7 @@ class DecodeRole:
         self._execute(self._handoffs.release(request_id, "forgotten"), 0.0)
         self._early = [output for output in self._early if output.request_id != request_id]
         self._provenance.pop(request_id, None)
+        self._overlap.forget(request_id)
         self._self_tests.discard(request_id)
 
     def start_self_test(self, request: EngineRequest, now_s: float) -> None:
@@ -113,11 +120,14 @@ class DecodeRole:
     def handle(self, message: Message, now_s: float) -> list[Output]:
         """A message of P, or of a transfer thread."""
         match message:
+            case FromPrefill(handoff=handoff, message=Want() | Grant() | Ack() as body) if self._lending is not None:
+                return self._execute(self._lending.on_message(handoff, body, now_s), now_s)
             case FromPrefill(handoff=handoff, message=body):
                 return self._execute(self._handoffs.on_message(handoff, body, now_s), now_s)
             case PieceArrived(handoff=handoff, ready=ready, piece=piece, seconds=seconds):
                 self._arrived[handoff, ready.key] = piece
                 self._metrics.transfer_seconds.labels(backend=ready.backend).observe(seconds)
+                self._overlap.arrived(handoff.request_id, seconds, now_s)
                 self._metrics.transfer_bytes.labels(backend=ready.backend).inc(ready.num_bytes)
                 outputs = self._execute(self._handoffs.on_arrived(handoff, ready.key, seconds, now_s), now_s)
                 self._arrived.pop((handoff, ready.key), None)  # late or duplicate: dropped
@@ -126,6 +136,8 @@ class DecodeRole:
                 self._metrics.transfer_failures.labels(backend=ready.backend, reason=reason).inc()
                 log.warning("request %s: piece %s over %s: %s %s", handoff.request_id, ready.key, ready.backend, reason, detail)
                 return self._execute(self._handoffs.on_failed(handoff, ready.key, reason, now_s), now_s)
+            case Published() | PublishFailed() if self._lending is not None:
+                return self._execute(self._lending.on_published(message, now_s), now_s)
             case _:
                 raise AssertionError(f"a decode engine got {type(message).__name__}")
 
@@ -134,7 +146,8 @@ class DecodeRole:
         down = [bool(why) for why in self._peers.failures().values()]
         self._metrics.peers.labels(state="down").set(sum(down))
         self._metrics.peers.labels(state="usable").set(len(down) - sum(down))
-        return self._execute(self._handoffs.tick(now_s), now_s)
+        lent = [] if self._lending is None else self._lending.tick(now_s)
+        return self._execute([*lent, *self._handoffs.tick(now_s)], now_s)
 
     def after_step(self, plan: Plan | None, outputs: list[Output], now_s: float) -> list[Output]:
         """Grant credit to what just got pages, restart what was retracted, and sign finished requests."""
@@ -178,10 +191,12 @@ class DecodeRole:
                     stream.timeline.record.scheduled(now_s)
             case act.OpenStream(handoff=handoff, peer=peer, message=message):
                 self._scheduler.peer_ready(handoff.request_id, False)
-                self._peers.open(peer, handoff, message)
+                self._peers.open(peer, handoff, message if self._lending is None else self._lending.open(handoff, message))
             case act.Send(handoff=handoff, message=message):
                 self._peers.send(handoff, message)
             case act.CloseStream(handoff=handoff):
+                if self._lending is not None:
+                    self._lending.release(handoff)
                 self._peers.close(handoff)
             case act.Fetch(handoff=handoff, peer=peer, ready=ready, deadline_s=deadline_s):
                 self._fetcher.fetch(handoff, peer, ready, deadline_s)
@@ -200,6 +215,7 @@ class DecodeRole:
     ) -> list[Output]:
         match action:
             case act.FirstToken(request_id=request_id, output=output):
+                self._overlap.computed(request_id, now_s)
                 return [self._scheduler.remote_first_token(request_id, output, now_s)]
             case act.KVComplete(request_id=request_id, provenance=provenance):
                 pages = -(-provenance.transferred_tokens // self._page_size)
@@ -230,8 +246,11 @@ class DecodeRole:
     @property
     def is_idle(self) -> bool:
         """No hand-off is alive."""
-        return self._handoffs.is_idle
+        return self._handoffs.is_idle and (self._lending is None or self._lending.is_idle)
 
     def snapshot(self) -> dict[str, Any]:
         """Hand-offs of this worker."""
-        return self._handoffs.snapshot() | {"peers": self._peers.failures()}
+        return self._handoffs.snapshot() | {
+            "peers": self._peers.failures(),
+            "lending": {} if self._lending is None else self._lending.snapshot(),
+        }

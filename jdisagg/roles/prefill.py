@@ -21,14 +21,15 @@ from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened, Reply
-from jdisagg.handoff.messages import HandoffId, Open, Refused, Want
+from jdisagg.handoff.messages import ChunkReady, Declined, HandoffId, Open, Refused, Want
 from jdisagg.handoff.prefill_side import PrefillSide
 from jdisagg.roles.inbox import Message
+from jdisagg.roles.kv_borrowing import KVBorrowing
 from jdisagg.roles.ports import Runner
 from jdisagg.roles.record import RequestRecord
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
-from jdisagg.transfer.base import Published, PublishFailed
+from jdisagg.transfer.base import PieceArrived, PieceFailed, Published, PublishFailed
 from jdisagg.transfer.choice import PublisherSet
 
 log = logging.getLogger(__name__)
@@ -49,8 +50,10 @@ class PrefillRole:
         metrics: Metrics,
         worker: str,
         slow_request_s: float = inf,
+        borrowing: KVBorrowing | None = None,
     ) -> None:
-        """`slow_request_s`: prompts whose hand-off takes longer in all are logged with their life."""
+        """`slow_request_s`: prompts whose hand-off takes longer in all are logged with their life. `borrowing` None: KV that
+        decode workers hold is never asked for."""
         self._scheduler = scheduler
         self._handoffs = handoffs
         self._runner = runner
@@ -59,6 +62,7 @@ class PrefillRole:
         self._metrics = metrics
         self._worker = worker
         self._slow_request_s = slow_request_s
+        self._borrowing = borrowing
         self._records: dict[str, RequestRecord] = {}  # of live hand-offs, by engine request id
         self._replies: dict[HandoffId, Reply] = {}
         self._stuck_since_s: float | None = None  # prompts wait, none runs: computed ones hold the pages
@@ -82,8 +86,12 @@ class PrefillRole:
                 if isinstance(body, Want) and body.backend:
                     self._publishers.prefer(handoff, body.backend)
                 self._execute(self._handoffs.on_message(handoff, body, now_s), now_s)
+                if self._borrowing is not None and isinstance(body, ChunkReady | Declined):
+                    self._execute(self._borrowing.on_message(handoff, body, now_s), now_s)
             case PeerAlive(handoff=handoff):
                 self._execute(self._handoffs.on_heartbeat(handoff, now_s), now_s)
+            case PieceArrived() | PieceFailed() if self._borrowing is not None:
+                self._execute(self._borrowing.on_fetched(message, now_s), now_s)
             case Published(handoff=handoff, ready=ready):
                 self._execute(self._handoffs.on_published(handoff, ready, now_s), now_s)
             case PublishFailed(handoff=handoff, begin=begin, end=end, reason=reason, backend=backend):
@@ -120,6 +128,8 @@ class PrefillRole:
     def before_step(self, now_s: float) -> list[Output]:
         """Deadlines and leases."""
         self._execute(self._handoffs.tick(now_s), now_s)
+        if self._borrowing is not None:
+            self._execute(self._borrowing.tick(now_s), now_s)
         self._make_room(now_s)
         counts = self._handoffs.counts()
         self._metrics.published_bytes.set(self._publishers.num_buffered_bytes)
@@ -130,7 +140,8 @@ class PrefillRole:
         """When a whole step could start nobody, computed prompts whose D has no pages stand back, one per tick: at once for
         one whose D holds pages, else after `STUCK_S`, since its D would have taken the memory just as well."""
         counts = self._scheduler.counts()
-        if not (counts["waiting"] and counts["publishing"]) or counts["running"]:
+        num_waiting = counts["waiting"] + counts["prealloc"]
+        if not (num_waiting and counts["publishing"]) or counts["running"] or counts["transfer"]:
             self._stuck_since_s = None
         elif self._stuck_since_s is None:
             self._stuck_since_s = now_s
@@ -144,6 +155,8 @@ class PrefillRole:
 
     def after_step(self, plan: Plan | None, outputs: list[Output], now_s: float) -> list[Output]:
         """Publish what the dispatched chunks made, and answer first tokens."""
+        if self._borrowing is not None:
+            self._execute(self._borrowing.planned(plan, now_s), now_s)
         if plan is not None:
             for admit in plan.admit:
                 if record := self._records.get(admit.request_id):
@@ -161,7 +174,10 @@ class PrefillRole:
             else:
                 if output.token_ids and (record := self._records.get(output.request_id)):
                     record.produced(now_s)
-                signed = replace(output, provenance=Provenance(prefill_worker=self._worker))
+                provenance = Provenance(prefill_worker=self._worker)
+                if self._borrowing is not None:
+                    provenance = self._borrowing.sign(output.request_id, provenance)
+                signed = replace(output, provenance=provenance)
                 self._execute(self._handoffs.on_first_token(output.request_id, signed, now_s), now_s)
         return own
 
@@ -180,8 +196,8 @@ class PrefillRole:
     def _execute(self, actions: Sequence[act.PrefillAction], now_s: float) -> None:
         for action in actions:
             match action:
-                case act.Admit(handoff=handoff, request=request):
-                    self._admit(handoff, request, now_s)
+                case act.Admit():
+                    self._admit(action, now_s)
                 case act.Unpark(engine_request_id=request_id):
                     self._scheduler.unpark(request_id)
                 case act.Reply(handoff=handoff, message=message):
@@ -198,13 +214,18 @@ class PrefillRole:
                 case act.Discard(key=key):
                     self._publishers.discard(key)
                 case act.ReleaseRequest(engine_request_id=request_id):
+                    if self._borrowing is not None:
+                        self._borrowing.release(request_id)
                     self._scheduler.release(request_id)
                     if record := self._records.pop(request_id, None):
                         record.handed_over(now_s)
 
-    def _admit(self, handoff: HandoffId, request: EngineRequest, now_s: float) -> None:
+    def _admit(self, admit: act.Admit, now_s: float) -> None:
+        handoff, request = admit.handoff, admit.request
         try:
             self._scheduler.add(request, now_s)
+            if self._borrowing is not None:
+                self._borrowing.consider(admit, now_s)
         except RequestError as error:
             self._execute(self._handoffs.on_refused(handoff, error), now_s)
             return
@@ -217,7 +238,7 @@ class PrefillRole:
     @property
     def is_idle(self) -> bool:
         """No hand-off is alive."""
-        return self._handoffs.is_idle
+        return self._handoffs.is_idle and (self._borrowing is None or self._borrowing.is_idle)
 
     def snapshot(self) -> dict[str, Any]:
         """Hand-offs and published bytes of this worker."""
@@ -225,5 +246,6 @@ class PrefillRole:
             **self._handoffs.snapshot(),
             "buffered_bytes": self._publishers.num_buffered_bytes,
             "replies": len(self._replies),
+            "borrowing": {} if self._borrowing is None else self._borrowing.snapshot(),
             "requests": {request_id: record.snapshot() for request_id, record in self._records.items()},
         }

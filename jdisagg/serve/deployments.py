@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
+from jdisagg.api.byte_source import GrpcByteSource
 from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.kv_event_ring import KVEventRing
 from jdisagg.api.peer_client import GrpcPeerClient
 from jdisagg.api.peer_server import PeerServer
+from jdisagg.api.piece_server import PieceServer
 from jdisagg.api.token_engine import ModelCard
 from jdisagg.core.config import Config, LocalPrefill
 from jdisagg.core.drill import drill_of
@@ -20,14 +22,19 @@ from jdisagg.engine.compiles import CompileCounter
 from jdisagg.models.load import LoadedModel
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.in_process import InProcessPeers
+from jdisagg.roles.kv_borrowing import KVBorrowing
 from jdisagg.roles.kv_feed import KVEventFeed
+from jdisagg.roles.kv_lending import KVLending
 from jdisagg.roles.side import Side
 from jdisagg.serve.backends import decode_backends, prefill_backends
 from jdisagg.serve.engines import Core, build_core, decode_side, prefill_side, start_engine, unified_side, usable_devices
+from jdisagg.serve.mirror import borrowing, lending, wants_to_borrow
 from jdisagg.serve.preflight import check_backend
 from jdisagg.transfer.choice import PublisherSet
 from jdisagg.transfer.device_put import DevicePutFetcher, DevicePutPublisher, Exchange
 from jdisagg.transfer.drill import TransferDrill
+from jdisagg.transfer.grpc_backend import PieceStore
+from jdisagg.transfer.host_backend import HostFetcher, HostPublisher
 from jdisagg.transfer.target import PieceTarget
 
 OnCrash = Callable[[BaseException], None]
@@ -42,7 +49,7 @@ class Deployment:
         self.epoch = core.epoch
         self.num_executables = core.num_executables
         self.engines: list[EngineThread] = []
-        self.peer_server: PeerServer | None = None
+        self.peer_server: PeerServer | PieceServer | None = None
         self.peer_client: GrpcPeerClient | None = None
         self.closers: list[Callable[[], None]] = []
         self.kv_rings: dict[str, KVEventRing] = {}  # by role of the engine; empty when events are off
@@ -126,13 +133,12 @@ def build_deployment(
     on_crash: OnCrash,
     *,
     credentials: Credentials = INSECURE,
-    host: str = "127.0.0.1",
+    address: str = "",
 ) -> Deployment:
-    """Build the role's engines, running; peers are reached with `credentials` and reach this process at `host`.
-
-    Raises ConfigError.
-    """
+    """Build the role's engines, running; peers are reached with `credentials`, and they reach this process's gRPC server at
+    `address` ("" = not at all). Raises ConfigError."""
     check_backend(config)
+    host = address.rpartition(":")[0] or "127.0.0.1"
     compiles = CompileCounter()
     if config.role == "colocated":
         return _colocated(config, metrics, worker, compiles, loop=loop, on_crash=on_crash)
@@ -143,7 +149,7 @@ def build_deployment(
     drill = TransferDrill(drill_of())
     if role is Role.PREFILL:
         backends = prefill_backends(core, host, drill)
-        side = prefill_side(core, backends.publishers)
+        side = prefill_side(core, backends.publishers, _grpc_borrowing(core, deployment, credentials))
         deployment.num_executables += backends.num_executables
         deployment.peer_server = PeerServer(
             core.identity(backends.offered), post=core.inbox.post, pieces=backends.store, config=config.transfer
@@ -169,6 +175,7 @@ def build_deployment(
             backend=moving.offered[0].name,
             static_peers=lambda: static,
             head_shards=moving.head_shards,
+            lending=_grpc_lending(core, deployment, address) if address else None,
         )
         deployment.peer_client = peers
         deployment.closers += moving.closers
@@ -176,6 +183,25 @@ def build_deployment(
         side = unified_side(core)
     deployment.add_engine(core, side, on_crash, loop)
     return deployment
+
+
+def _grpc_borrowing(core: Core, deployment: Deployment, credentials: Credentials) -> KVBorrowing | None:
+    """P fetches from the gRPC servers of decode workers."""
+    if not wants_to_borrow(core):
+        return None
+    source = GrpcByteSource(credentials)
+    fetcher = HostFetcher("grpc", source, _target(core), core.inbox.post)
+    deployment.closers += [source.close, fetcher.close]
+    return borrowing(core, fetcher)
+
+
+def _grpc_lending(core: Core, deployment: Deployment, address: str) -> KVLending:
+    """D's gRPC server offers what is lent."""
+    pieces = PieceStore(core.config.transfer.transfer_buffer_bytes)
+    publisher = HostPublisher("grpc", pieces, core.inbox.post, checksums=core.config.transfer.checksums)
+    deployment.peer_server = PieceServer(pieces)
+    deployment.closers.append(publisher.close)
+    return lending(core, publisher, address)
 
 
 def _colocated(
@@ -205,8 +231,16 @@ def _colocated(
     static = (InProcessPeers.ADDRESS,)
     deployment = Deployment(decode, compiles)
     deployment.num_executables += prefill.num_executables
-    deployment.add_engine(prefill, prefill_side(prefill, PublisherSet([publisher])), on_crash, loop)
-    side = decode_side(decode, peers=peers, fetcher=fetcher, backend="device_put", static_peers=lambda: static)
+    borrower, lender = None, None
+    if wants_to_borrow(prefill):
+        back = Exchange()
+        lent = DevicePutPublisher(back, decode.inbox.post)
+        borrowed = DevicePutFetcher(back, _target(prefill), prefill.inbox.post)
+        borrowed.warm_up(decode.runner.device.empty_piece())
+        borrower, lender = borrowing(prefill, borrowed), lending(decode, lent, InProcessPeers.ADDRESS)
+        deployment.closers += [lent.close, borrowed.close]
+    deployment.add_engine(prefill, prefill_side(prefill, PublisherSet([publisher]), borrower), on_crash, loop)
+    side = decode_side(decode, peers=peers, fetcher=fetcher, backend="device_put", static_peers=lambda: static, lending=lender)
     deployment.add_engine(decode, side, on_crash, loop)
     deployment.closers += [publisher.close, fetcher.close]
     return deployment

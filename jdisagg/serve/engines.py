@@ -34,7 +34,9 @@ from jdisagg.roles.decode import DecodeRole
 from jdisagg.roles.engine_loop import EngineLoop
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.inbox import Inbox
+from jdisagg.roles.kv_borrowing import KVBorrowing
 from jdisagg.roles.kv_feed import KVEventFeed
+from jdisagg.roles.kv_lending import KVLending
 from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline
 from jdisagg.roles.ports import PeerClient
@@ -111,7 +113,7 @@ def build_core(config: Config, role: Role, devices: Sequence[Any], *, tp: int, m
         "%s: weights of %s in %.1f s; %d KV pages of %d tokens, %d tokens per request at most; compiling",
         *(role.value, config.model.model, loaded_s - started_s, runner.num_pages - 1, runner.page_size, runner.max_model_len),
     )
-    warmed = warm_up(runner, role)
+    warmed = warm_up(runner)
     log.info("%s: %d executables compiled and run in %.1f s", role.value, len(warmed), monotonic() - loaded_s)
     host_tokens = config.scheduler.host_kv_bytes // loaded.spec.kv_spec(loaded.kv_dtype).bytes_per_token
     cost = measure_retraction_cost(runner) if host_tokens else None
@@ -174,7 +176,7 @@ def unified_side(core: Core) -> Side:
     return ComputeSide(core.scheduler)
 
 
-def prefill_side(core: Core, publishers: PublisherSet) -> Side:
+def prefill_side(core: Core, publishers: PublisherSet, borrowing: KVBorrowing | None = None) -> Side:
     """Prompts for decode workers."""
     handoffs = PrefillSide(core.config.transfer, bytes_per_token=core.kv_spec.bytes_per_token)
     return PrefillRole(
@@ -185,6 +187,7 @@ def prefill_side(core: Core, publishers: PublisherSet) -> Side:
         metrics=core.metrics,
         worker=core.worker,
         slow_request_s=core.config.server.slow_request_s,
+        borrowing=borrowing,
     )
 
 
@@ -196,6 +199,7 @@ def decode_side(
     backend: str,
     static_peers: Callable[[], tuple[str, ...]],
     head_shards: int = 1,
+    lending: KVLending | None = None,
 ) -> Side:
     """Tokens from KV that P computed."""
     config = core.config.transfer
@@ -213,6 +217,7 @@ def decode_side(
         metrics=core.metrics,
         static_peers=static_peers,
         page_size=core.runner.page_size,
+        lending=lending,
     )
 
 

@@ -63,7 +63,7 @@ async def serve(config: Config, process: Process) -> int:
     text = None if config.role == "prefill" else read_text_model(resolve_model(config.model.model))
     loop = asyncio.get_running_loop()
     build = asyncio.to_thread(
-        build_deployment, config, metrics, worker, loop, exit_on_crash, credentials=credentials, host=public.rpartition(":")[0]
+        build_deployment, config, metrics, worker, loop, exit_on_crash, credentials=credentials, address=public
     )
     deployment = await _unless_stopped(process, build)
     parts = _Edges(config, deployment, text=text, metrics=metrics, address=public, server=grpc_server)

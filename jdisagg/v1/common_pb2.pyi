@@ -94,7 +94,7 @@ class RequestFailure(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class Provenance(_message.Message):
-    __slots__ = ("prefill_worker", "decode_worker", "prefilled_tokens", "transferred_tokens", "transferred_pages", "transferred_bytes", "recoveries")
+    __slots__ = ("prefill_worker", "decode_worker", "prefilled_tokens", "transferred_tokens", "transferred_pages", "transferred_bytes", "recoveries", "borrowed_tokens", "borrowed_bytes")
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,8 @@ class Provenance(_message.Message):
     TRANSFERRED_PAGES_FIELD_NUMBER: _ClassVar[int]
     TRANSFERRED_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECOVERIES_FIELD_NUMBER: _ClassVar[int]
+    BORROWED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BORROWED_BYTES_FIELD_NUMBER: _ClassVar[int]
     prefill_worker: str
     decode_worker: str
     prefilled_tokens: int
@@ -109,7 +111,9 @@ class Provenance(_message.Message):
     transferred_pages: int
     transferred_bytes: int
     recoveries: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefilled_tokens: _Optional[int] = ..., transferred_tokens: _Optional[int] = ..., transferred_pages: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., recoveries: _Optional[_Iterable[str]] = ...) -> None: ...
+    borrowed_tokens: int
+    borrowed_bytes: int
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefilled_tokens: _Optional[int] = ..., transferred_tokens: _Optional[int] = ..., transferred_pages: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., recoveries: _Optional[_Iterable[str]] = ..., borrowed_tokens: _Optional[int] = ..., borrowed_bytes: _Optional[int] = ...) -> None: ...
 
 class EngineRequest(_message.Message):
     __slots__ = ("request_id", "attempt", "prompt_token_ids", "generated_token_ids", "sampling", "choice", "priority", "cache_salt", "deadline_ms", "prefill_peers", "fork_group", "traceparent")

@@ -92,7 +92,7 @@ class Range(_message.Message):
     def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("request", "held_tokens", "epoch", "backend", "max_piece_tokens", "backends", "head_shards")
+    __slots__ = ("request", "held_tokens", "epoch", "backend", "max_piece_tokens", "backends", "head_shards", "lending")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,7 @@ class Open(_message.Message):
     MAX_PIECE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BACKENDS_FIELD_NUMBER: _ClassVar[int]
     HEAD_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    LENDING_FIELD_NUMBER: _ClassVar[int]
     request: _common_pb2.EngineRequest
     held_tokens: int
     epoch: str
@@ -107,7 +108,18 @@ class Open(_message.Message):
     max_piece_tokens: int
     backends: _containers.RepeatedScalarFieldContainer[str]
     head_shards: int
-    def __init__(self, request: _Optional[_Union[_common_pb2.EngineRequest, _Mapping]] = ..., held_tokens: _Optional[int] = ..., epoch: _Optional[str] = ..., backend: _Optional[str] = ..., max_piece_tokens: _Optional[int] = ..., backends: _Optional[_Iterable[str]] = ..., head_shards: _Optional[int] = ...) -> None: ...
+    lending: Lending
+    def __init__(self, request: _Optional[_Union[_common_pb2.EngineRequest, _Mapping]] = ..., held_tokens: _Optional[int] = ..., epoch: _Optional[str] = ..., backend: _Optional[str] = ..., max_piece_tokens: _Optional[int] = ..., backends: _Optional[_Iterable[str]] = ..., head_shards: _Optional[int] = ..., lending: _Optional[_Union[Lending, _Mapping]] = ...) -> None: ...
+
+class Lending(_message.Message):
+    __slots__ = ("address", "backend", "dtype")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    backend: str
+    dtype: str
+    def __init__(self, address: _Optional[str] = ..., backend: _Optional[str] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("credit_bytes",)
@@ -122,19 +134,21 @@ class Ack(_message.Message):
     def __init__(self, key: _Optional[str] = ...) -> None: ...
 
 class Want(_message.Message):
-    __slots__ = ("range", "reason", "group", "backend")
+    __slots__ = ("range", "reason", "group", "backend", "piece_tokens")
     RANGE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
+    PIECE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     range: Range
     reason: str
     group: int
     backend: str
-    def __init__(self, range: _Optional[_Union[Range, _Mapping]] = ..., reason: _Optional[str] = ..., group: _Optional[int] = ..., backend: _Optional[str] = ...) -> None: ...
+    piece_tokens: int
+    def __init__(self, range: _Optional[_Union[Range, _Mapping]] = ..., reason: _Optional[str] = ..., group: _Optional[int] = ..., backend: _Optional[str] = ..., piece_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("open", "grant", "ack", "want", "heartbeat")
+    __slots__ = ("open", "grant", "ack", "want", "heartbeat", "chunk_ready", "declined")
     class Heartbeat(_message.Message):
         __slots__ = ()
         def __init__(self) -> None: ...
@@ -143,12 +157,22 @@ class PrefillRequest(_message.Message):
     ACK_FIELD_NUMBER: _ClassVar[int]
     WANT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_READY_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
     open: Open
     grant: Grant
     ack: Ack
     want: Want
     heartbeat: PrefillRequest.Heartbeat
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., heartbeat: _Optional[_Union[PrefillRequest.Heartbeat, _Mapping]] = ...) -> None: ...
+    chunk_ready: ChunkReady
+    declined: Declined
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., heartbeat: _Optional[_Union[PrefillRequest.Heartbeat, _Mapping]] = ..., chunk_ready: _Optional[_Union[ChunkReady, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+
+class Declined(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("cached_tokens",)
@@ -201,7 +225,7 @@ class Refused(_message.Message):
     def __init__(self, error: _Optional[_Union[_common_pb2.RequestFailure, _Mapping]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("accepted", "chunk_ready", "done", "refused", "want", "heartbeat", "started", "parked")
+    __slots__ = ("accepted", "chunk_ready", "done", "refused", "want", "heartbeat", "started", "parked", "grant", "ack")
     class Heartbeat(_message.Message):
         __slots__ = ()
         def __init__(self) -> None: ...
@@ -213,6 +237,8 @@ class PrefillResponse(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     PARKED_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
     chunk_ready: ChunkReady
     done: Done
@@ -221,7 +247,9 @@ class PrefillResponse(_message.Message):
     heartbeat: PrefillResponse.Heartbeat
     started: Started
     parked: Parked
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., chunk_ready: _Optional[_Union[ChunkReady, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., heartbeat: _Optional[_Union[PrefillResponse.Heartbeat, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., parked: _Optional[_Union[Parked, _Mapping]] = ...) -> None: ...
+    grant: Grant
+    ack: Ack
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., chunk_ready: _Optional[_Union[ChunkReady, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., heartbeat: _Optional[_Union[PrefillResponse.Heartbeat, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., parked: _Optional[_Union[Parked, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("key",)

@@ -71,7 +71,7 @@ class PeerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """Bytes of one published piece, in order (backend "grpc").
+        """Bytes of one published piece, in order (backend "grpc"). D serves this method too, for KV it lends (Open.lending).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

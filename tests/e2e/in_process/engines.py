@@ -15,13 +15,18 @@ from jdisagg.core.config import LocalPrefill, SchedulerConfig, TransferConfig
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role, TokenLogprob
 from jdisagg.engine.runner import ModelRunner
+from jdisagg.handoff.borrower import Borrower
 from jdisagg.handoff.decode_side import DecodeSide
+from jdisagg.handoff.lender import Lender
+from jdisagg.handoff.messages import Lending
 from jdisagg.handoff.prefill_side import PrefillSide
 from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.decode import DecodeRole
 from jdisagg.roles.engine_loop import EngineLoop
 from jdisagg.roles.in_process import InProcessPeers
 from jdisagg.roles.inbox import Inbox, Submit
+from jdisagg.roles.kv_borrowing import KVBorrowing
+from jdisagg.roles.kv_lending import KVLending
 from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline, Turn
 from jdisagg.roles.prefill import PrefillRole
@@ -210,7 +215,9 @@ class EnginePair:
         prefill: dict[str, Any] | None = None,
         decode: dict[str, Any] | None = None,
         local_prefill: LocalPrefill = LocalPrefill.NEVER,
+        want_min_tokens: int = 0,
     ) -> None:
+        """`want_min_tokens` 0: P fetches nothing from D."""
         configs = [TransferConfig(transfer_chunk_tokens=r.chunk_tokens, local_prefill=local_prefill) for r in runners]
         sent, kept = (runner.device.layout.spec for runner in runners)
         self.prefill = Engine(runners[0], Role.PREFILL, **prefill or {})
@@ -221,6 +228,30 @@ class EnginePair:
         target = PieceTarget.of(kept, runners[1].device.piece_sharding, runners[1].chunk_tokens)
         self._fetcher = DevicePutFetcher(exchange, target, self.decode.inbox.post)
         self._fetcher.warm_up(runners[0].device.empty_piece())
+        back = Exchange()
+        lent = DevicePutPublisher(back, self.decode.inbox.post)
+        to_prefill = PieceTarget.of(sent, runners[0].device.piece_sharding, runners[0].chunk_tokens)
+        borrowed = DevicePutFetcher(back, to_prefill, self.prefill.inbox.post)
+        borrowed.warm_up(runners[1].device.empty_piece())
+        borrowing = KVBorrowing(
+            Borrower(configs[0], bytes_per_token=sent.bytes_per_token),
+            min_tokens=max(1, want_min_tokens),
+            page_size=runners[0].page_size,
+            dtype=sent.dtype,
+            scheduler=self.prefill.scheduler,
+            runner=runners[0],
+            fetcher=borrowed,
+            metrics=self.prefill.metrics,
+        )
+        lending = KVLending(
+            Lender(configs[1], bytes_per_token=kept.bytes_per_token),
+            Lending(address=InProcessPeers.ADDRESS, backend=lent.name, dtype=kept.dtype),
+            scheduler=self.decode.scheduler,
+            runner=runners[1],
+            publisher=lent,
+            metrics=self.decode.metrics,
+        )
+        self._closers = [lent.close, borrowed.close]
         self.prefill.complete(
             PrefillRole(
                 scheduler=self.prefill.scheduler,
@@ -229,6 +260,7 @@ class EnginePair:
                 publishers=PublisherSet([self._publisher]),
                 metrics=self.prefill.metrics,
                 worker="prefill",
+                borrowing=borrowing if want_min_tokens else None,
             )
         )
         self.decode.complete(
@@ -243,6 +275,7 @@ class EnginePair:
                 metrics=self.decode.metrics,
                 static_peers=lambda: (InProcessPeers.ADDRESS,),
                 page_size=runners[1].page_size,
+                lending=lending,
             )
         )
 
@@ -252,8 +285,8 @@ class EnginePair:
 
     def close(self) -> None:
         """End the transfer threads."""
-        self._publisher.close()
-        self._fetcher.close()
+        for close in (self._publisher.close, self._fetcher.close, *self._closers):
+            close()
 
 
 def serve(front: Engine, engines: tuple[Engine, ...], requests: Iterable[EngineRequest], per_tick: float) -> dict[str, Stream]:

@@ -47,5 +47,5 @@ def build_runner(
         transfer=TransferConfig(transfer_chunk_tokens=shape.chunk_tokens, local_prefill=LocalPrefill.ON_FAILURE),
     )
     runner = make_runner(loaded, mesh, config, role)
-    warm_up(runner, role)
+    warm_up(runner)
     return loaded, runner

@@ -36,26 +36,47 @@ def with_answer(second: EngineRequest, answer: list[int]) -> EngineRequest:
 
 
 @pytest.mark.parametrize(("length", "max_tokens"), [(5, 3), (8, 4), (8, 5), (21, 12), (1, 1)])
-@pytest.mark.parametrize("kind", ["unified", "pair"])
+@pytest.mark.parametrize("kind", ["unified", "pair", "mirror"])
 def test_the_second_turn_reuses_every_full_page_of_the_first(exact: Runners, kind: str, length: int, max_tokens: int) -> None:
-    pair = exact.make_pair(prefill={"caching": True}, decode={"caching": True})
+    """On a pair with the mirror, P also fetches from D what it lacks of them instead of computing it."""
+    want_min_tokens = 1 if kind == "mirror" else 0
+    pair = exact.make_pair(prefill={"caching": True}, decode={"caching": True}, want_min_tokens=want_min_tokens)
     unified = Engine(exact.unified, caching=True)
     front = unified if kind == "unified" else pair
     try:
         first, second = turns(length, max_tokens)
         answer = front.serve([first])["t1"].tokens
         second = with_answer(second, answer)
+        computed_before = pair.prefill.scheduler.stats.prefill_tokens
         got = front.serve([second])["t2"]
     finally:
         pair.close()
     with_kv = length + max_tokens - 1  # the last token of an answer is never fed
     shared = with_kv // PAGE * PAGE
-    if kind == "pair" and max_tokens == 1:
+    if kind != "unified" and max_tokens == 1:
         shared = length // PAGE * PAGE  # nothing was sent to D; P has the prompt
     assert got.cached_tokens == shared
     assert got.essence == Engine(exact.unified).serve([second])["t2"].essence
-    if kind == "pair":
+    if kind != "unified":
         assert pair.decode.scheduler.stats.prefill_tokens == 0
+        at_p = shared if kind == "mirror" else length // PAGE * PAGE
+        computed = pair.prefill.scheduler.stats.prefill_tokens - computed_before
+        assert computed == len(second.prompt_token_ids) - at_p
+
+
+@pytest.mark.covers("P07")
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_prefill_engine_one_step_ahead_or_in_lockstep_gives_the_same_tokens(exact: Runners, overlap: bool) -> None:
+    requests = [replace(turns(length, 8)[0], request_id=f"r{length}") for length in (3, 24, 25, 50, 61)]
+    pair = exact.make_pair(prefill={"overlap": overlap, "caching": True}, want_min_tokens=1)
+    try:
+        got = pair.serve(requests)  # ends with the self-check of both engines
+        planned_ahead = pair.prefill.counters().get("overlapped", 0)
+    finally:
+        pair.close()
+    assert (planned_ahead > 0) is overlap
+    wanted = Engine(exact.unified).serve(requests)
+    assert {name: stream.essence for name, stream in got.items()} == {name: one.essence for name, one in wanted.items()}
 
 
 async def chat(client: httpx.AsyncClient, messages: list[dict[str, str]]) -> dict[str, Any]:

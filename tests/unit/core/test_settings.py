@@ -181,6 +181,7 @@ FOREIGN = {  # flag -> the roles that take it
     "--advertise-host h": {"unified", "prefill", "decode", "colocated"},
     "--advertise-port 9": {"unified", "prefill", "decode", "colocated"},
     "--local-prefill on-failure": {"decode", "colocated", "local"},
+    "--want-min-tokens 1": {"prefill", "colocated", "local"},
     "--num-prefill 1": {"local"},
     "--num-decode 1": {"local"},
     "--replay-budget 0.5": {"router", "local"},

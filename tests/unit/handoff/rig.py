@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
@@ -30,6 +31,8 @@ def request(num_tokens: int = 10, max_tokens: int = 5, deadline_s: float = 100.0
 
 
 def decode_side(config: TransferConfig = CONFIG) -> DecodeSide:
+    """Credit for four pieces at a time."""
+    config = replace(config, transfer_buffer_bytes=4 * config.transfer_chunk_tokens * BPT)
     return DecodeSide(config, chunk_bytes_per_token=BPT, backend="fake")
 
 

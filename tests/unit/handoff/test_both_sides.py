@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
-from tests.unit.handoff.rig import request
+from tests.unit.handoff.rig import BPT, request
 from tests.unit.handoff.world import PEERS, Stream, World
 
 DEADLINE_S = 60.0
@@ -99,6 +99,22 @@ class HandoffMachine(RuleBasedStateMachine):
         if self.world.fetches:
             self.world.finish_fetch(data.draw(st.sampled_from(self.world.fetches)), outcome)
 
+    @rule(data=st.data(), peer=st.sampled_from(PEERS))
+    def reserve_at_prefill(self, data: st.DataObject, peer: str) -> None:
+        if waiting := self.world.prefillers[peer].unreserved:
+            self.world.reserve_at_prefill(peer, data.draw(st.sampled_from(waiting)))
+
+    @rule(outcome=st.sampled_from(["ok", "ok", "ok", "fail", "lost"]))
+    def publish_lent(self, outcome: str) -> None:
+        if self.world.lending:
+            self.world.publish_lent(outcome)
+
+    @rule(data=st.data(), outcome=st.sampled_from(["ok", "ok", "ok", "again", "lost", "checksum", "connection"]))
+    def fetch_lent(self, data: st.DataObject, outcome: str) -> None:
+        if self.world.loans:
+            fetch = data.draw(st.sampled_from(self.world.loans))
+            self.world.finish_loan(self.world.streams[fetch.handoff].peer, fetch, outcome)
+
     @rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 6.0, 11.0]))
     def tick(self, seconds: float) -> None:
         self.world.tick(seconds)
@@ -117,6 +133,9 @@ class HandoffMachine(RuleBasedStateMachine):
         assert sum(self.world.decode.counts().values()) == len(live)
         for worker in self.world.prefillers.values():
             assert worker.side.buffered_bytes == sum(worker.held_bytes.values())
+            assert set(worker.borrower.snapshot()) == set(worker.borrowing)
+        lent_bytes = sum((export.end - export.begin) * BPT for export in self.world.lent.values())
+        assert self.world.lender.buffered_bytes == lent_bytes
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -132,8 +151,12 @@ class HandoffMachine(RuleBasedStateMachine):
         assert [name for name, client in world.clients.items() if len(client.ends) != 1] == []
         world.settle()
         assert world.decode.is_idle
+        assert world.lender.is_idle
+        assert not world.lent
         for worker in world.prefillers.values():
             assert worker.side.is_idle
+            assert worker.borrower.is_idle
+            assert not worker.in_place
             assert not worker.held_bytes
             assert not any(worker.side.counts().values())
 

@@ -327,6 +327,7 @@ def test_fetches_never_outlive_the_deadline() -> None:
     assert only(act.Fetch, side.on_message(H, ready("a", 0, 4), 1.0)).deadline_s == 3.0
 
 
+@pytest.mark.covers("X13")
 def test_silence_is_noticed_at_each_stage() -> None:
     side = decode_side()
     side.start(request(), 0, ("p", "q"), 0.0)

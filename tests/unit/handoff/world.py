@@ -9,19 +9,24 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Overloaded
 from jdisagg.core.requests import EngineRequest, FinishReason, Output
 from jdisagg.handoff import actions as act
+from jdisagg.handoff.borrower import LONGEST_S, Borrowed, Borrower, BorrowerAction
 from jdisagg.handoff.decode_side import DecodeSide
+from jdisagg.handoff.lender import Lender, LenderAction
 from jdisagg.handoff.messages import (
+    Ack,
     Agreed,
     ChunkReady,
+    Declined,
     DecodeToPrefill,
     Grant,
     HandoffId,
+    Lending,
     Open,
     PrefillToDecode,
     StreamEnded,
@@ -74,6 +79,14 @@ class Prefiller:
     credit: dict[HandoffId, int] = field(default_factory=dict)
     spent: dict[HandoffId, int] = field(default_factory=dict)
     full: bool = False
+    borrower: Borrower = field(kw_only=True)
+    borrowing: dict[str, HandoffId] = field(default_factory=dict)  # engine requests whose pages are still to come, or KV
+    in_place: dict[str, set[int]] = field(default_factory=dict)  # what each of them has
+
+    @property
+    def unreserved(self) -> list[str]:
+        """Borrowing requests that wait for pages."""
+        return [engine_id for engine_id, state in self.borrower.snapshot().items() if not state["reserved"]]
 
 
 class World:
@@ -89,10 +102,17 @@ class World:
         self.streams: dict[HandoffId, Stream] = {}
         self.fetches: list[act.Fetch] = []
         self.arriving: str | None = None
+        self.lender = Lender(config, bytes_per_token=BPT, new_key=lambda: f"d-{next(self.keys)}")
+        self.lent: dict[str, act.Export] = {}  # exported by D and not discarded
+        self.lending: list[act.Export] = []  # on their way to being published
+        self.loans: list[act.Fetch] = []  # fetches of P
+        self.borrowed: list[Borrowed] = []
+        self.borrow_always = False
 
     def _prefiller(self, peer: str) -> Prefiller:
         new_key = lambda: f"{peer}-{next(self.keys)}"  # noqa: E731
-        return Prefiller(PrefillSide(self.config, bytes_per_token=BPT, new_key=new_key))
+        borrower = Borrower(self.config, bytes_per_token=BPT)
+        return Prefiller(PrefillSide(self.config, bytes_per_token=BPT, new_key=new_key), borrower=borrower)
 
     # --- decode role
 
@@ -122,6 +142,9 @@ class World:
                 assert set(range(message.held_tokens)) <= client.in_place, "it holds what it says"
                 client.serial = handoff.serial
                 stream = Stream(handoff, peer)
+                if message.held_tokens:
+                    self.lender.open(handoff, message.held_tokens)
+                    message = replace(message, lending=Lending(address="d0", backend="fake", dtype="bfloat16"))
                 stream.down.append(message)
                 stream.up.append(Agreed(backends=BACKENDS))
                 self.streams[handoff] = stream
@@ -132,6 +155,7 @@ class World:
                     assert self.clients[handoff.request_id].reserved, "no credit before memory"
                 stream.down.append(message)
             case act.CloseStream(handoff=handoff):
+                self.run_lender(self.lender.release(handoff))
                 stream = self.streams[handoff]
                 stream.open_at_decode = False
                 stream.down.clear()
@@ -178,6 +202,94 @@ class World:
         mine |= positions
         client.in_place |= positions
 
+    # --- the mirror
+
+    def run_lender(self, actions: Sequence[LenderAction]) -> None:
+        for action in actions:
+            match action:
+                case act.Export(handoff=handoff, begin=begin, end=end, key=key):
+                    assert self.streams[handoff].open_at_decode, "nothing is lent once the stream is over"
+                    assert set(range(begin, end)) <= self.clients[handoff.request_id].in_place, "only what D holds"
+                    assert 0 < end - begin <= self.config.transfer_chunk_tokens
+                    self.lent[key] = action
+                    self.lending.append(action)
+                    lent_bytes = self.lender.buffered_bytes
+                    assert lent_bytes <= self.config.transfer_buffer_bytes or len(self.lent) == 1, "bounded buffer"
+                case act.Discard(key=key):
+                    self.lent.pop(key, None)
+                case act.Send(handoff=handoff, message=message):
+                    stream = self.streams[handoff]
+                    if stream.open_at_decode:
+                        stream.down.append(message)
+                case _:
+                    raise AssertionError(action)
+
+    def publish_lent(self, outcome: str) -> None:
+        export = self.lending.pop(0)
+        if outcome == "fail" and export.key in self.lent:
+            self.run_lender(self.lender.on_publish_failed(export.handoff, "device"))
+        elif outcome == "ok":
+            message = ready(export.key, export.begin, export.end)
+            self.run_lender(self.lender.on_published(export.handoff, message, self.now_s))
+
+    def run_borrower(self, peer: str, actions: Sequence[BorrowerAction]) -> None:
+        worker = self.prefillers[peer]
+        for action in actions:
+            match action:
+                case act.Reply():
+                    self.run_prefill(peer, [action])
+                case act.Fetch():
+                    assert action.deadline_s <= self.now_s + LONGEST_S
+                    self.loans.append(action)
+                case act.CancelFetch():
+                    pass  # what was fetched may still arrive
+                case act.Import(request_id=engine_id, key=key):
+                    assert key == self.arriving, "only the piece that just arrived"
+                    begin, end = self.loan_ranges[key]
+                    assert not set(range(begin, end)) & worker.in_place[engine_id], "every position once"
+                    worker.in_place[engine_id] |= set(range(begin, end))
+                case Borrowed(engine_request_id=engine_id, held_tokens=held):
+                    del worker.borrowing[engine_id]
+                    in_place = worker.in_place.pop(engine_id)
+                    assert set(range(held)) <= in_place, "what it says is in place"
+                    assert held < len(worker.requests[engine_id].token_ids), "one token is left to compute"
+                    worker.engine[engine_id] = worker.requests[engine_id]
+                    worker.computed[engine_id] = held
+                    self.borrowed.append(action)
+
+    def borrow(self, peer: str, admit: act.Admit) -> bool:
+        """As the role does, for every second hand-off or all: P has the first token in its cache."""
+        end = min(admit.held_tokens, len(admit.request.token_ids) - 1)
+        if admit.lending is None or end <= 1 or (admit.handoff.serial % 2 and not self.borrow_always):
+            return False
+        worker, engine_id = self.prefillers[peer], admit.request.request_id
+        worker.borrowing[engine_id] = admit.handoff
+        worker.in_place[engine_id] = {0}
+        worker.borrower.start(admit.handoff, engine_id, admit.lending, (1, end), admit.request.deadline_s)
+        return True
+
+    def reserve_at_prefill(self, peer: str, engine_id: str) -> None:
+        self.run_borrower(peer, self.prefillers[peer].borrower.on_reserved(engine_id, self.now_s))
+
+    def finish_loan(self, peer: str, fetch: act.Fetch, outcome: str) -> None:
+        """As finish_fetch."""
+        if outcome != "again":
+            self.loans.remove(fetch)
+        if outcome == "lost":
+            return
+        borrower, key = self.prefillers[peer].borrower, fetch.ready.key
+        if outcome in ("ok", "again") and key in self.lent:
+            self.arriving = key
+            self.run_borrower(peer, borrower.on_arrived(fetch.handoff, key, self.now_s))
+            self.arriving = None
+        else:
+            reason = "unknown_key" if key not in self.lent else outcome
+            self.run_borrower(peer, borrower.on_failed(fetch.handoff, key, reason))
+
+    @property
+    def loan_ranges(self) -> dict[str, tuple[int, int]]:
+        return {key: (export.begin, export.end) for key, export in self.lent.items()}
+
     # --- prefill role
 
     def run_prefill(self, peer: str, actions: Sequence[act.PrefillAction]) -> None:
@@ -191,6 +303,8 @@ class World:
                         assert request.request_id not in worker.engine
                         worker.engine[request.request_id] = worker.requests[request.request_id] = request
                         worker.computed[request.request_id] = 0
+                        if self.borrow(peer, action):
+                            del worker.engine[request.request_id]
                         self.run_prefill(peer, worker.side.on_admitted(handoff, 0))
                 case act.Reply(handoff=handoff, message=message):
                     self.streams[handoff].up.append(message)
@@ -217,6 +331,9 @@ class World:
                     worker.engine[engine_id] = worker.requests[engine_id]
                 case act.ReleaseRequest(engine_request_id=engine_id):
                     worker.engine.pop(engine_id, None)
+                    worker.in_place.pop(engine_id, None)
+                    if handoff := worker.borrowing.pop(engine_id, None):
+                        self.run_borrower(peer, worker.borrower.release(handoff))
 
     def deliver_down(self, stream: Stream) -> None:
         message = stream.down.popleft()
@@ -236,10 +353,14 @@ class World:
             case _:
                 pass
         self.run_prefill(stream.peer, worker.side.on_message(stream.handoff, message, self.now_s))
+        if isinstance(message, ChunkReady | Declined):
+            self.run_borrower(stream.peer, worker.borrower.on_message(stream.handoff, message, self.now_s))
 
     def deliver_up(self, stream: Stream) -> None:
         message = stream.up.popleft()
-        if stream.open_at_decode:
+        if stream.open_at_decode and isinstance(message, Want | Grant | Ack):
+            self.run_lender(self.lender.on_message(stream.handoff, message, self.now_s))
+        elif stream.open_at_decode:
             self.run_decode(self.decode.on_message(stream.handoff, message, self.now_s))
 
     def compute(self, peer: str, engine_id: str, tokens: int) -> None:
@@ -315,8 +436,10 @@ class World:
 
     def tick(self, seconds: float) -> None:
         self.now_s += seconds
+        self.run_lender(self.lender.tick(self.now_s))
         self.run_decode(self.decode.tick(self.now_s))
         for peer in PEERS:
+            self.run_borrower(peer, self.prefillers[peer].borrower.tick(self.now_s))
             self.run_prefill(peer, self.prefillers[peer].side.tick(self.now_s))
 
     def settle(self) -> None:
@@ -328,7 +451,13 @@ class World:
                     busy, _ = True, self.deliver_down(stream)
                 while stream.up:
                     busy, _ = True, self.deliver_up(stream)
+            while self.lending:
+                busy, _ = True, self.publish_lent("ok")
+            for fetch in list(self.loans):
+                busy, _ = True, self.finish_loan(self.streams[fetch.handoff].peer, fetch, "ok")
             for peer, worker in self.prefillers.items():
+                for engine_id in worker.unreserved:
+                    busy, _ = True, self.reserve_at_prefill(peer, engine_id)
                 for engine_id in list(worker.engine):
                     busy, _ = True, self.compute(peer, engine_id, 3)
                 while worker.exporting:

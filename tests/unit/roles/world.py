@@ -15,13 +15,17 @@ from typing import Any, cast
 from jdisagg.core.config import LocalPrefill, SchedulerConfig, TransferConfig
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, Output, Role
+from jdisagg.handoff.borrower import Borrower
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.events import FromPrefill, PeerMessage, PeerOpened
-from jdisagg.handoff.messages import ChunkReady, DecodeToPrefill, HandoffId, Open, PrefillToDecode, StreamEnded
+from jdisagg.handoff.lender import Lender
+from jdisagg.handoff.messages import ChunkReady, DecodeToPrefill, HandoffId, Lending, Open, PrefillToDecode, StreamEnded
 from jdisagg.handoff.prefill_side import PrefillSide
 from jdisagg.roles.decode import DecodeRole
 from jdisagg.roles.engine_loop import EngineLoop
 from jdisagg.roles.inbox import Cancel, Inbox, Submit
+from jdisagg.roles.kv_borrowing import KVBorrowing
+from jdisagg.roles.kv_lending import KVLending
 from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline
 from jdisagg.roles.prefill import PrefillRole
@@ -67,6 +71,7 @@ class Network:
         self.transfers: deque[Callable[[], None]] = deque()
         self.pieces: dict[str, Piece] = {}
         self.lose_next = 0
+        self.lose_lent = 0  # the same for pieces on their way to P
 
     def step(self) -> bool:
         """One transfer event."""
@@ -114,15 +119,21 @@ class FakePublisher:
 class FakeFetcher:
     name = "fake"
 
-    def __init__(self, network: Network, inbox: Inbox) -> None:
+    def __init__(self, network: Network, inbox: Inbox, *, to_prefill: bool = False) -> None:
         self._network = network
         self._inbox = inbox
+        self._to_prefill = to_prefill
+
+    def _is_lost(self) -> bool:
+        name = "lose_lent" if self._to_prefill else "lose_next"
+        left = getattr(self._network, name)
+        setattr(self._network, name, max(0, left - 1))
+        return left > 0
 
     def fetch(self, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
         def deliver() -> None:
             piece = self._network.pieces.get(ready.key)
-            if self._network.lose_next > 0:
-                self._network.lose_next -= 1
+            if self._is_lost():
                 self._inbox.post(PieceFailed(handoff=handoff, ready=ready, reason="connection"))
             elif piece is None:
                 self._inbox.post(PieceFailed(handoff=handoff, ready=ready, reason="unknown_key"))
@@ -197,15 +208,15 @@ class _Reply:
 class Engine:
     """One loop with its parts at hand."""
 
-    def __init__(self, role: Role, num_pages: int, local_prefill: bool, **settings: Any) -> None:
+    def __init__(self, role: Role, num_pages: int, local_prefill: bool, *, page_size: int = 4, **settings: Any) -> None:
         defaults: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 12, "reserved_decode_tokens": 4}
         config = SchedulerConfig(**(defaults | settings))
         self.metrics = Metrics()
         self.inbox = Inbox()
         self.streams = Streams()
-        self.runner = FakeRunner(num_pages, 4)
+        self.runner = FakeRunner(num_pages, page_size)
         self.scheduler = Scheduler(
-            config, role=role, max_model_len=48, page_size=4, num_pages=num_pages, eos_token_ids=(EOS,),
+            config, role=role, max_model_len=48, page_size=page_size, num_pages=num_pages, eos_token_ids=(EOS,),
             local_prefill=local_prefill,
         )  # fmt: skip
         self.loop: EngineLoop | None = None
@@ -237,18 +248,39 @@ class World:
     """Both engines and what clients have got."""
 
     def __init__(
-        self, *, local_prefill: bool = True, decode_pages: int = 24, prefill_pages: int = 24, slow_request_s: float = inf
+        self,
+        *,
+        local_prefill: bool = True,
+        decode_pages: int = 24,
+        prefill_pages: int = 24,
+        prefill_page_size: int = 4,
+        slow_request_s: float = inf,
+        want_min_tokens: int = 0,
+        dtypes: tuple[str, str] = ("float32", "float32"),
     ) -> None:
+        """`dtypes`: of P's and of D's KV, as they say; `want_min_tokens` 0: D lends and P never asks."""
         policy = LocalPrefill.ON_FAILURE if local_prefill else LocalPrefill.NEVER
         config = TransferConfig(transfer_chunk_tokens=CHUNK_TOKENS, transfer_buffer_bytes=96, local_prefill=policy)
         self.now_s = 0.0
         self.network = Network()
-        self.prefill = Engine(Role.PREFILL, prefill_pages, local_prefill=True)
+        self.prefill = Engine(Role.PREFILL, prefill_pages, local_prefill=True, page_size=prefill_page_size)
         self.decode = Engine(Role.DECODE, decode_pages, local_prefill=local_prefill)
         self.wire = Wire(self.prefill.inbox, self.decode.inbox)
         self.handoffs = DecodeSide(config, chunk_bytes_per_token=BYTES_PER_TOKEN, backend="fake")
         self.outputs: dict[str, list[Output]] = {}
         publisher = FakePublisher(self.network, self.prefill.inbox)
+        self.lent = FakePublisher(self.network, self.decode.inbox)
+        self.borrower = Borrower(config, bytes_per_token=BYTES_PER_TOKEN)
+        borrowing = KVBorrowing(
+            self.borrower, min_tokens=max(1, want_min_tokens), page_size=prefill_page_size, dtype=dtypes[0],
+            scheduler=self.prefill.scheduler, runner=self.prefill.runner, metrics=self.prefill.metrics,
+            fetcher=FakeFetcher(self.network, self.prefill.inbox, to_prefill=True),
+        )  # fmt: skip
+        self.lender = Lender(config, bytes_per_token=BYTES_PER_TOKEN)
+        lending = KVLending(
+            self.lender, Lending(address="d0", backend="fake", dtype=dtypes[1]), scheduler=self.decode.scheduler,
+            runner=self.decode.runner, publisher=self.lent, metrics=self.decode.metrics,
+        )  # fmt: skip
         self.prefill.run(
             PrefillRole(
                 scheduler=self.prefill.scheduler,
@@ -258,6 +290,7 @@ class World:
                 metrics=self.prefill.metrics,
                 worker="p0",
                 slow_request_s=slow_request_s,
+                borrowing=borrowing if want_min_tokens else None,
             )
         )
         self.publisher = publisher
@@ -273,6 +306,7 @@ class World:
                 metrics=self.decode.metrics,
                 static_peers=lambda: PEERS,
                 page_size=4,
+                lending=lending,
             ),
             slow_request_s=slow_request_s,
         )
@@ -324,5 +358,7 @@ class World:
             assert engine.scheduler.num_free_pages == engine.scheduler.num_pages
             assert len(engine.streams) == 0
         assert self.handoffs.is_idle, self.handoffs.snapshot()
-        assert self.publisher.num_buffered_bytes == 0
+        assert self.publisher.num_buffered_bytes == self.lent.num_buffered_bytes == 0
+        assert self.borrower.is_idle, self.borrower.snapshot()
+        assert self.lender.is_idle, self.lender.snapshot()
         assert not self.wire.open_streams

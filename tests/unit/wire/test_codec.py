@@ -13,7 +13,20 @@ from jdisagg.core import errors
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, Role, SamplingParams, TokenLogprob
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity, Rank
-from jdisagg.handoff.messages import Accepted, Ack, ChunkReady, Done, Grant, Open, Parked, Refused, Started, Want
+from jdisagg.handoff.messages import (
+    Accepted,
+    Ack,
+    ChunkReady,
+    Declined,
+    Done,
+    Grant,
+    Lending,
+    Open,
+    Parked,
+    Refused,
+    Started,
+    Want,
+)
 from jdisagg.kv.spec import KVSpec
 from jdisagg.v1 import common_pb2, peer_pb2
 
@@ -64,6 +77,8 @@ PROVENANCE = st.builds(
     transferred_tokens=COUNT,
     transferred_pages=COUNT,
     transferred_bytes=st.integers(0, 2**62),
+    borrowed_tokens=COUNT,
+    borrowed_bytes=st.integers(0, 2**62),
     recoveries=st.lists(TEXT, max_size=3).map(tuple),
 )
 OUTPUT = st.builds(
@@ -78,7 +93,23 @@ OUTPUT = st.builds(
     cached_tokens=COUNT,
     provenance=st.none() | PROVENANCE,
 )
-WANT = st.builds(Want, begin=COUNT, end=COUNT, reason=TEXT, backend=TEXT)
+WANT = st.builds(Want, begin=COUNT, end=COUNT, reason=TEXT, group=COUNT, backend=TEXT, piece_tokens=COUNT)
+CHUNK = st.builds(
+    ChunkReady,
+    key=TEXT,
+    begin=COUNT,
+    end=COUNT,
+    shape=st.tuples(COUNT, COUNT, COUNT, COUNT),
+    dtype=TEXT,
+    num_bytes=st.integers(0, 2**62),
+    checksum=st.integers(0, 2**64 - 1),
+    group=COUNT,
+    backend=TEXT,
+    locator=TEXT,
+)
+GRANT = st.builds(Grant, credit_bytes=st.integers(0, 2**62))
+ACK = st.builds(Ack, key=TEXT)
+LENDING = st.none() | st.builds(Lending, address=TEXT, backend=TEXT, dtype=TEXT)
 DOWN = st.one_of(
     st.builds(
         Open,
@@ -87,31 +118,24 @@ DOWN = st.one_of(
         backend=TEXT,
         backends=st.lists(TEXT, max_size=3).map(tuple),
         head_shards=st.integers(1, 64),
+        lending=LENDING,
     ),
     st.builds(Open, request=REQUEST, held_tokens=COUNT, backend=TEXT, max_piece_tokens=st.none() | st.integers(1, 2**31 - 1)),
-    st.builds(Grant, credit_bytes=st.integers(0, 2**62)),
-    st.builds(Ack, key=TEXT),
+    GRANT,
+    ACK,
     WANT,
+    CHUNK,
+    st.builds(Declined, reason=TEXT),
 )
 UP = st.one_of(
     st.builds(Accepted, cached_tokens=COUNT),
     st.just(Started()),
     st.just(Parked()),
-    st.builds(
-        ChunkReady,
-        key=TEXT,
-        begin=COUNT,
-        end=COUNT,
-        shape=st.tuples(COUNT, COUNT, COUNT, COUNT),
-        dtype=TEXT,
-        num_bytes=st.integers(0, 2**62),
-        checksum=st.integers(0, 2**64 - 1),
-        group=COUNT,
-        backend=TEXT,
-        locator=TEXT,
-    ),
+    CHUNK,
     st.builds(Done, first=OUTPUT, num_chunks=COUNT),
     WANT,
+    GRANT,
+    ACK,
 )
 
 
@@ -140,7 +164,7 @@ def test_messages_to_prefill_round_trip(message):
     if isinstance(message, Open):
         assert isinstance(back, Open)
         assert same_request(message.request, back.request)
-        assert (message.held_tokens, message.backend) == (back.held_tokens, back.backend)
+        assert (message.held_tokens, message.backend, message.lending) == (back.held_tokens, back.backend, back.lending)
         assert (message.backends, message.head_shards) == (back.backends, back.head_shards)
         assert wire.open.epoch == "e"
     else:

@@ -1,0 +1,179 @@
+"""The prefill role's part that fetches KV from decode workers: what `Borrower` decides, executed.
+
+A request that borrows is REMOTE to the scheduler, as on a decode worker: it waits for pages, is TRANSFER while pieces come, and
+then waits to be computed here. Its full pages are offered to the prefix index in between and found again when its turn comes,
+so what was fetched is not computed; whatever the allocator needed meanwhile is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import Provenance
+from jdisagg.handoff import actions as act
+from jdisagg.handoff.borrower import Borrowed, Borrower, BorrowerAction, Outcome
+from jdisagg.handoff.messages import ChunkReady, Declined, HandoffId
+from jdisagg.roles.ports import Runner
+from jdisagg.sched.plan import Plan
+from jdisagg.sched.scheduler import Scheduler
+from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What one request got from its receiver, and how much of it is computed here."""
+
+    num_tokens: int = 0
+    num_bytes: int = 0
+    prefilled_tokens: int = 0
+
+
+class KVBorrowing:
+    """Owned by the engine thread of a prefill worker. What it returns is for the role to send."""
+
+    def __init__(
+        self,
+        borrower: Borrower,
+        *,
+        min_tokens: int,
+        page_size: int,
+        dtype: str,
+        scheduler: Scheduler,
+        runner: Runner,
+        fetcher: Fetcher,
+        metrics: Metrics,
+    ) -> None:
+        """`min_tokens` (at least 1): fewer are computed. `dtype`: of KV here; other KV is not wanted."""
+        assert min_tokens > 0, f"min_tokens is {min_tokens}: without borrowing there is no KVBorrowing"
+        self._borrower = borrower
+        self._min_tokens = min_tokens
+        self._page_size = page_size
+        self._dtype = dtype
+        self._scheduler = scheduler
+        self._runner = runner
+        self._fetcher = fetcher
+        self._metrics = metrics
+        self._handoffs: dict[str, HandoffId] = {}  # of requests that borrow or have borrowed, until they are released
+        self._tallies: dict[str, _Tally] = {}
+        self._arrived: dict[tuple[HandoffId, str], Piece] = {}  # confirmed pieces until their Import action, same call
+
+    # --- requests
+
+    def consider(self, admit: act.Admit, now_s: float) -> None:
+        """The request was just queued to be computed here: have it wait for D's KV instead, when that is worth it."""
+        request, lending = admit.request, admit.lending
+        request_id = request.request_id
+        if lending is None or (lending.backend, lending.dtype) != (self._fetcher.name, self._dtype):
+            return
+        if request.sampling.prompt_logprobs is not None:
+            return  # every position is computed for them
+        end = min(admit.held_tokens, len(request.token_ids) - 1) // self._page_size * self._page_size
+        cached_tokens = self._scheduler.held_tokens(request_id)
+        if end - cached_tokens < self._min_tokens:
+            return
+        self._scheduler.cancel(request_id)
+        self._scheduler.add(request, now_s, remote=True, held_limit=end)
+        begin = self._scheduler.held_tokens(request_id)
+        if begin < cached_tokens:  # the pool is too full to pin what is here, too full for more
+            self._scheduler.compute_locally(request_id)
+            return
+        self._handoffs[request_id] = admit.handoff
+        self._tallies[request_id] = _Tally()
+        self._borrower.start(admit.handoff, request_id, lending, (begin, end), request.deadline_s)
+
+    def planned(self, plan: Plan | None, now_s: float) -> list[act.Reply]:
+        """Pages may have been reserved, and prompts begun, in the step just planned."""
+        replies: list[act.Reply] = []
+        for reserved in self._scheduler.take_reserved():
+            replies += self._execute(self._borrower.on_reserved(reserved.request_id, now_s))
+        for chunk in plan.prefill if plan is not None else ():
+            if tally := self._tallies.get(chunk.request_id):
+                tally.prefilled_tokens += len(chunk.token_ids)
+        return replies
+
+    def sign(self, request_id: str, provenance: Provenance) -> Provenance:
+        """Say in it what was borrowed for the request; other requests' stays as it is."""
+        tally = self._tallies.get(request_id)
+        if tally is None:
+            return provenance
+        return replace(
+            provenance,
+            prefilled_tokens=tally.prefilled_tokens,
+            borrowed_tokens=tally.num_tokens,
+            borrowed_bytes=tally.num_bytes,
+        )
+
+    def release(self, request_id: str) -> None:
+        """The hand-off is over; idempotent."""
+        self._tallies.pop(request_id, None)
+        if handoff := self._handoffs.pop(request_id, None):
+            self._execute(self._borrower.release(handoff))
+
+    # --- events
+
+    def on_message(self, handoff: HandoffId, message: ChunkReady | Declined, now_s: float) -> list[act.Reply]:
+        """D has published something it lends, or will not."""
+        return self._execute(self._borrower.on_message(handoff, message, now_s))
+
+    def on_fetched(self, event: PieceArrived | PieceFailed, now_s: float) -> list[act.Reply]:
+        """A transfer thread is through with a piece."""
+        handoff, key, backend = event.handoff, event.ready.key, self._fetcher.name
+        if isinstance(event, PieceFailed):
+            self._metrics.transfer_failures.labels(backend=backend, reason=event.reason).inc()
+            log.warning("request %s: borrowed piece %s failed: %s %s", handoff.request_id, key, event.reason, event.detail)
+            return self._execute(self._borrower.on_failed(handoff, key, event.reason))
+        self._metrics.transfer_seconds.labels(backend=backend).observe(event.seconds)
+        self._metrics.transfer_bytes.labels(backend=backend).inc(event.ready.num_bytes)
+        self._arrived[handoff, key] = event.piece
+        replies = self._execute(self._borrower.on_arrived(handoff, key, now_s))
+        self._arrived.pop((handoff, key), None)  # late or duplicate: dropped
+        return replies
+
+    def tick(self, now_s: float) -> list[act.Reply]:
+        """Time passes."""
+        return self._execute(self._borrower.tick(now_s))
+
+    # --- actions
+
+    def _execute(self, actions: Sequence[BorrowerAction]) -> list[act.Reply]:
+        replies: list[act.Reply] = []
+        for action in actions:
+            match action:
+                case act.Reply():
+                    replies.append(action)
+                case act.Fetch(handoff=handoff, peer=peer, ready=ready, deadline_s=deadline_s):
+                    self._fetcher.fetch(handoff, peer, ready, deadline_s)
+                case act.CancelFetch(handoff=handoff):
+                    self._fetcher.cancel(handoff)
+                case act.Import(request_id=request_id, handoff=handoff, key=key):
+                    self._runner.import_tokens(self._scheduler.page_table(request_id), self._arrived.pop((handoff, key)))
+                case Borrowed():
+                    self._end(action)
+        return replies
+
+    def _end(self, borrowed: Borrowed) -> None:
+        tally = self._tallies[borrowed.engine_request_id]
+        tally.num_tokens, tally.num_bytes = borrowed.num_tokens, borrowed.num_bytes
+        self._metrics.borrowings.labels(outcome=borrowed.outcome.value).inc()
+        self._metrics.borrowed_tokens.inc(borrowed.num_tokens)
+        if borrowed.outcome is not Outcome.COMPLETE:
+            where = f"request {borrowed.handoff.request_id}: borrowing {borrowed.outcome.value}"
+            log.warning("%s after %d tokens: %s; the rest is computed here", where, borrowed.num_tokens, borrowed.cause)
+        self._scheduler.compute_locally(borrowed.engine_request_id, borrowed.held_tokens)
+
+    # --- views
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is borrowed."""
+        return self._borrower.is_idle and not self._handoffs
+
+    def snapshot(self) -> dict[str, Any]:
+        """What is being borrowed."""
+        return self._borrower.snapshot()
