@@ -86,7 +86,7 @@ class Metrics:
         self.requests_finished = self._counter("requests_finished", "Requests that ended, by finish reason or error.", "reason")
         self.transfer_bytes = self._counter("transfer_bytes", "KV bytes received and verified, by backend.", "backend")
         self.transfer_failures = self._counter("transfer_failures", "KV pieces that did not arrive.", "backend", "reason")
-        self.recoveries = self._counter("recoveries", "Failures survived, by rung of the recovery ladder.", "rung")
+        self.recoveries = self._counter("recoveries", "Steps taken to survive failures, by rung.", "rung")
         self.replays_refused = self._counter("replays_refused", "Requests that failed as the replay budget was spent.")
         self.prefix_cache_query_tokens = self._counter("prefix_cache_query_tokens", "Prompt tokens looked up in the cache.")
         self.forks = self._counter("forks", "Choices that took the KV of a sibling's prompt.")

@@ -103,7 +103,7 @@ class Provenance:
     transferred_bytes: int = 0
     recoveries: tuple[
         str, ...
-    ] = ()  # rungs taken, in order: "refetch", "other_backend", "other_prefill", "local_prefill", "replay"
+    ] = ()  # rungs taken, in order: "refetch", "other_prefill", "reconnect", "local_prefill", "replay"
 
 
 @dataclass(kw_only=True, slots=True)
