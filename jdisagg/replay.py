@@ -1,13 +1,15 @@
 """Runs a schedule log again: `python -m jdisagg.replay LOG.jsonl` says whether every call gives what it gave.
 
-`--why REQUEST_ID` also tells that request's life, with times: what it waited for, its chunks and steps, its end. No device, no
-network: a log from a production worker is enough to study a schedule, or to see that a change keeps it.
+`--why REQUEST_ID` also tells that request's life, with times: what it waited for, its chunks and steps, its end. The id that a
+client was given tells every choice of the request. No device, no network: a log from a production worker is enough to study a
+schedule, or to see that a change keeps it.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import glob
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -60,13 +62,14 @@ class Report:
 
 
 def replay(lines: Iterable[str], why: str | None = None) -> Report:
-    """Replay a log's lines up to its end, the first difference or the first damaged line; tell the life of request `why`.
+    """Replay a log's lines up to its end, the first difference or the first damaged line; tell the life of request `why`, or
+    the lives of its choices (`why`/0, /1, ..) and hand-offs (`why`/0#2).
 
     Raises DamagedLog when the log does not start with a scheduler's sizes.
     """
     calls = _parse(lines)
     scheduler = _make_scheduler(*next(calls, (1, {})))
-    biography = None if why is None else Biography(scheduler, why)
+    biographies: dict[str, Biography] = {}  # by request id
     num_calls = num_plans = 0
     now_s = 0.0
     request_ids: dict[str, None] = {}
@@ -75,11 +78,14 @@ def replay(lines: Iterable[str], why: str | None = None) -> Report:
         for number, line, (call, args, kwargs), at_s in _timed(calls):
             now_s = max(now_s, at_s or 0.0)
             if call == "add":
-                request_ids[args[0].request_id] = None
-            if biography is not None:
+                request_id = args[0].request_id
+                request_ids[request_id] = None
+                if why is not None and request_id not in biographies and _is_of(request_id, why):
+                    biographies[request_id] = Biography(scheduler, request_id)
+            for biography in biographies.values():
                 biography.before()
             result, error = _run(scheduler, call, args, kwargs)
-            if biography is not None:
+            for biography in biographies.values():
                 biography.after(call, args, now_s, result, error)
             num_calls += 1
             num_plans += call == "schedule"
@@ -90,9 +96,9 @@ def replay(lines: Iterable[str], why: str | None = None) -> Report:
                 break
     except DamagedLog as found:
         damage = found
-    if biography is not None:
+    for biography in biographies.values():
         biography.close(now_s)
-    story = () if biography is None else tuple(biography.lines)
+    story = tuple(line for biography in biographies.values() for line in biography.lines)
     return Report(num_calls, num_plans, difference, damage, tuple(request_ids), story)
 
 
@@ -103,11 +109,16 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m jdisagg.replay", description=__doc__)
     parser.add_argument("log", type=Path, help="file written by --schedule-log")
-    parser.add_argument("--why", metavar="REQUEST_ID", help="tell this request's life")
+    parser.add_argument("--why", metavar="REQUEST_ID", help="tell this request's life; the id a client got: all its choices'")
     options = parser.parse_args(argv)
     try:
         with options.log.open(encoding="utf-8", errors="replace") as lines:
             report = replay(lines, options.why)
+    except FileNotFoundError:
+        beside = sorted(path.name for path in options.log.parent.glob(f"{glob.escape(options.log.name)}.*"))
+        hint = f"; there are {', '.join(beside)}" if beside else ""
+        print(f"{options.log}: no such file{hint}", file=sys.stderr)
+        return 2
     except (OSError, ValueError) as error:
         print(f"{options.log}: {error}", file=sys.stderr)
         return 2
@@ -132,6 +143,10 @@ def _verdict(path: Path, why: str | None, report: Report) -> int:
     if status == 0:
         print(f"{report.num_calls} calls, {report.num_plans} plans: all the same")
     return status
+
+
+def _is_of(request_id: str, wanted: str) -> bool:
+    return request_id == wanted or request_id.startswith((f"{wanted}/", f"{wanted}#"))
 
 
 def _nearest(wanted: str, known: tuple[str, ...]) -> str:

@@ -129,7 +129,8 @@ def verdict(left: Stream, right: Stream) -> bool:
     a, b = (one.result.result().choices[0] for one in (left, right))
     same = (a.text, list(a.token_ids), a.finish) == (b.text, list(b.token_ids), b.finish)
     calm_ms, gap_ms = (one.gap_ms(right.killed_s) for one in (left, right))
-    print(f"left : {len(a.token_ids)} tokens, undisturbed; longest gap from then on {calm_ms:.0f} ms")
+    calm = f"longest gap from then on {calm_ms:.0f} ms" if calm_ms else "it had ended before the kill"
+    print(f"left : {len(a.token_ids)} tokens, undisturbed; {calm}")
     print(f"right: {len(b.token_ids)} tokens, D pid {right.killed_pid} killed; gap {gap_ms:.0f} ms")
     print(f"       it went on at D {right.decode_worker} ({', '.join(right.recoveries) or 'nothing noticed'})")
     print(f"identical: {'yes' if same else 'NO'}")

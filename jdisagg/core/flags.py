@@ -150,7 +150,7 @@ _SERVER = (
     Flag("server", "grpc_port", "gRPC port; 0 picks a free one", minimum=0, maximum=65535),
     Flag("server", "router", "routers a worker registers with, HOST:PORT,..", syntax="addresses", only=_WORKERS),
     Flag("server", "api_key", "@FILE holding the key clients must send (or set JDISAGG_API_KEY)", syntax="secret"),
-    Flag("server", "default_deadline_s", "deadline of requests that bring none", minimum=0.1),
+    Flag("server", "default_deadline_s", "deadline of requests that bring none, and the longest one may bring", minimum=0.1),
     Flag("server", "drain_s", "time running requests get after SIGTERM", minimum=0),
     Flag(
         "server",

@@ -93,7 +93,7 @@ class Metrics:
             "borrowed_tokens", "Tokens that were fetched from the receiver instead of computed."
         )
         self.borrowings = self._counter("borrowings", "KV asked back from a receiver, by how it ended.", "outcome")
-        self.recoveries = self._counter("recoveries", "Failures survived, by rung of the recovery ladder.", "rung")
+        self.recoveries = self._counter("recoveries", "Steps taken to survive failures, by rung.", "rung")
         self.replays_refused = self._counter("replays_refused", "Requests that failed as the replay budget was spent.")
         self.prefix_cache_query_tokens = self._counter("prefix_cache_query_tokens", "Prompt tokens looked up in the cache.")
         self.forks = self._counter("forks", "Choices that took the KV of a sibling's prompt.")

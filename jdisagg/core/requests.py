@@ -105,7 +105,7 @@ class Provenance:
     borrowed_bytes: int = 0
     recoveries: tuple[
         str, ...
-    ] = ()  # rungs taken, in order: "refetch", "other_backend", "other_prefill", "local_prefill", "replay"
+    ] = ()  # rungs taken, in order: "refetch", "other_backend", "other_prefill", "reconnect", "local_prefill", "replay"
 
 
 @dataclass(kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from jax.sharding import Mesh
@@ -18,6 +19,8 @@ from jdisagg.kv.layout import KVLayout, choose_layout
 from jdisagg.kv.pool import MIN_PAGES, num_pages_for_bytes
 from jdisagg.models.load import LoadedModel
 
+log = logging.getLogger(__name__)
+
 CPU_CACHE_BYTES = 2**30
 _ACTIVATIONS = 8  # float32 copies of the widest activation and of the logits that a step may hold at once
 
@@ -32,8 +35,13 @@ def make_runner(loaded: LoadedModel, mesh: Mesh, config: Config, role: Role) -> 
     longest = wanted_len or loaded.spec.max_model_len
     num_pages = _num_pages(loaded, layout, mesh, config, longest)
     max_model_len = min(longest, (num_pages - 1) * layout.page_size)
+    needed = -(-longest // layout.page_size) + 1  # page 0 is never used
+    if wanted_len is None and max_model_len < longest:
+        log.warning(
+            "%d KV pages of %d tokens hold %d of the model's %d: longer requests are refused; --num-pages %d would serve all",
+            *(num_pages, layout.page_size, max_model_len, longest, needed),
+        )
     if wanted_len is not None and max_model_len < wanted_len:
-        needed = -(-wanted_len // layout.page_size) + 1  # page 0 is never used
         raise ConfigError(
             f"--max-model-len: got {wanted_len}, {num_pages} pages of {layout.page_size} tokens hold {max_model_len}; "
             f"lower it to {max_model_len}, or give --num-pages {needed} or --kv-cache-bytes {needed * layout.bytes_per_page}",

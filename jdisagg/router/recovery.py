@@ -58,13 +58,16 @@ class Recovery:
         has failed it. Raises the error that ends the request."""
         stage = f"behind {flight.num_delivered} tokens" if flight.num_delivered else "before its first token"
         where = f", worker {worker}" if worker and worker not in lost.error.message else ""
-        level = logging.INFO if isinstance(lost.error, Overloaded) else logging.WARNING
+        is_full = isinstance(lost.error, Overloaded)
+        level = logging.INFO if is_full else logging.WARNING
         told = (flight.request.request_id, stage, where, lost.error.message)
         flight.deaths += lost.death
         flight.refusals += not lost.death
         try:
             self._check(flight, lost, alone=alone, num_live=num_live, now_s=now_s)
         except RequestError:
+            if is_full and flight.is_untouched:
+                level = logging.DEBUG  # nothing was lost: its client is told to come again, and a busy fleet refuses many
             log.log(level, "request %s: not replayed; stage %s%s: %s", *told)
             raise
         self._metrics.recoveries.labels(rung="replay").inc()

@@ -201,7 +201,7 @@ class Explainer:
         short = needs - (pages.num_free - promised)
         if short <= 0:
             return None
-        kept = f", {promised} of them promised to admitted requests" if promised else ""
+        kept = f", {promised} promised to admitted requests" if promised else ""
         return f"{counted(short, 'page')} short (needs {needs}, {pages.num_free} free{kept})"
 
     def _earlier(self, sequence: Sequence) -> Iterator[Sequence]:

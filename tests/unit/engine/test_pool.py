@@ -74,3 +74,16 @@ def test_too_few_bytes_are_refused_by_the_name_of_their_flag():
     with pytest.raises(ConfigError, match=r"--kv-cache-bytes: got 10, wanted at least \d+ bytes: 2 pages") as caught:
         make_runner(*load(), config, Role.UNIFIED)
     assert caught.value.field == "kv_cache_bytes"
+
+
+def test_a_pool_that_shortens_requests_unasked_says_how_large_it_had_to_be(caplog: pytest.LogCaptureFixture) -> None:
+    loaded, mesh = load()
+    runner = make_runner(loaded, mesh, Config(cache=CacheConfig(page_size=4, num_pages=5)), Role.UNIFIED)
+    assert runner.max_model_len == 16
+    needed = loaded.spec.max_model_len // 4 + 1
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith(f"5 KV pages of 4 tokens hold 16 of the model's {loaded.spec.max_model_len}: ")
+    assert f"--num-pages {needed} " in line
+    caplog.clear()
+    make_runner(loaded, mesh, Config(cache=CacheConfig(page_size=4, num_pages=needed)), Role.UNIFIED)
+    assert not caplog.records

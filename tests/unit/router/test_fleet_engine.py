@@ -216,7 +216,9 @@ def test_a_request_given_back_by_everybody_goes_round_until_somebody_takes_it():
     run_quiet(body())
 
 
-def test_errors_of_the_caller_are_not_retried():
+def test_errors_of_the_caller_are_not_retried(caplog):
+    caplog.set_level("INFO", logger="jdisagg.router.recovery")
+
     async def body() -> None:
         router = await Router().start()
         (worker,) = await fleet(FakeWorker((router.address,)), router=router)
@@ -229,6 +231,7 @@ def test_errors_of_the_caller_are_not_retried():
         (output,) = await collect(router, ask("r2"))
         assert isinstance(output.error, Overloaded)  # nowhere else to go
         assert output.error.retry_after_s == 3.0
+        assert "r2" not in caplog.text, "a line for every request that a full fleet refuses"
         await stop(router, worker)
 
     run_quiet(body())

@@ -60,7 +60,7 @@ def test_pages_short_are_counted_as_the_gate_counts_and_who_freed_them_is_named(
     # 11 pages; old: 16 + 7 tokens = 6 pages promised, 4 taken at once, the 5th with its first decode; new: 31 tokens = 8 pages
     assert story[0] == "request new: 28 prompt tokens, at most 4 new; added at 0.004 s"
     assert story[1] == (
-        "+0 ms      waited 32 ms: 3 pages short (needs 8, 6 free, 1 of them promised to admitted requests); "
+        "+0 ms      waited 32 ms: 3 pages short (needs 8, 6 free, 1 promised to admitted requests); "
         "at last 3 pages short (needs 8, 5 free), freed when request old ended"
     )
     assert story[2] == "+32 ms     prefilled in 2 chunks: steps 8-9, 28 tokens"
@@ -273,11 +273,36 @@ def test_an_unknown_request_gets_the_nearest_ids(tmp_path: Path, capsys: pytest.
     engine.add(request("cmpl-17/0", (1, 2), 2), request("cmpl-18/0", (1, 2), 2), request("other", (1,), 1))
     engine.run()
     engine.scheduler.close_log()
-    assert main([str(path), "--why", "cmpl-17"]) == 2
+    assert main([str(path), "--why", "cmpl-19/0"]) == 2
     error = capsys.readouterr().err
-    assert "no request 'cmpl-17' among the 3 of the log; the nearest: cmpl-17/0, cmpl-18/0" in error
+    assert "no request 'cmpl-19/0' among the 3 of the log; the nearest: " in error
+    assert "cmpl-17/0" in error
+    assert "cmpl-18/0" in error
     assert main([str(path), "--why", "cmpl-18/0"]) == 0
     assert capsys.readouterr().out.startswith("request cmpl-18/0: 2 prompt tokens")
+
+
+def test_the_id_a_client_was_given_tells_all_choices_and_no_other_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log.jsonl"
+    engine = FakeEngine(schedule_log=str(path))
+    engine.add(*(request(name, (1, 2), 2) for name in ("cmpl-17/0", "cmpl-17/1", "cmpl-171/0", "cmpl-17/1#4")))
+    engine.run()
+    engine.scheduler.close_log()
+    assert main([str(path), "--why", "cmpl-17"]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("request ")]
+    assert [line.split(":")[0] for line in told] == ["request cmpl-17/0", "request cmpl-17/1", "request cmpl-17/1#4"]
+    assert main([str(path), "--why", "cmpl-17/1"]) == 0
+    assert capsys.readouterr().out.count("request cmpl-17/1") == 2
+
+
+def test_a_log_of_a_fleet_is_found_by_its_workers_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.decode-0").write_text("")
+    assert main([str(tmp_path / "log")]) == 2
+    assert capsys.readouterr().err == f"{tmp_path / 'log'}: no such file; there are log.decode-0\n"
+    assert main([str(tmp_path / "other")]) == 2
+    assert capsys.readouterr().err == f"{tmp_path / 'other'}: no such file\n"
 
 
 def test_a_damaged_log_is_told_up_to_the_line_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
