@@ -35,7 +35,12 @@ class Part:
 
 
 def read(parts: Sequence[Part], step_id: int) -> tuple[tuple[Sampled, ...], dict[int, tuple[TokenLogprob, ...]]]:
-    """Wait for the parts and read them with one `device_get`."""
+    """Wait for the parts and read them with one `device_get`.
+
+    Also for those of which nothing is read: else the host would dispatch a long prompt to its end at once, and KV of its first
+    chunk, gathered when its receiver asks for it, would wait for the last one.
+    """
+    jax.block_until_ready([part.out.sampling.tokens for part in parts])
     sampled: dict[int, Sampled] = {}
     prompts: dict[int, tuple[TokenLogprob, ...]] = {}
     arrays = jax.device_get([part.wanted() for part in parts])
