@@ -46,7 +46,7 @@ class Size:
     mixed_seconds: float  # per subject and round
 
 
-FULL = Size(lengths=(1024, 2048, 4096, 8192), num_prompts=15, beside_tokens=4096, rounds=5, imports=4, mixed_seconds=40.0)
+FULL = Size(lengths=(1024, 2048, 4096, 8192), num_prompts=15, beside_tokens=4096, rounds=5, imports=4, mixed_seconds=30.0)
 QUICK = Size(lengths=(1024, 2048), num_prompts=4, beside_tokens=2048, rounds=1, imports=2, mixed_seconds=10.0)
 
 

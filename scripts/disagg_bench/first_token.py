@@ -33,6 +33,7 @@ class Point:
     exposed_s: list[float] = field(default_factory=list)  # first token known to KV complete, as D measured it
     counted_hidden: list[float] = field(default_factory=list)  # the share by D's own metric
     num_bytes: list[float] = field(default_factory=list)
+    cpu_s: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in ("unified", "P", "D")})
 
 
 def measure(workers: Workers, prompts: Prompts, lengths: Sequence[int], num_prompts: int) -> list[Point]:
@@ -45,7 +46,7 @@ def measure(workers: Workers, prompts: Prompts, lengths: Sequence[int], num_prom
         for number in range(num_prompts):
             prompt = prompts.next(num_tokens)
             turns: list[Callable[[], None]] = [
-                lambda prompt=prompt, point=point: point.unified.append(_run(workers.unified.client, prompt)),
+                lambda prompt=prompt, point=point: _run_unified(workers, prompt, point),
                 lambda prompt=prompt, point=point: _run_disaggregated(workers, prompt, point),
             ]
             for turn in turns if number % 2 == 0 else reversed(turns):
@@ -54,13 +55,23 @@ def measure(workers: Workers, prompts: Prompts, lengths: Sequence[int], num_prom
     return points
 
 
+def _run_unified(workers: Workers, prompt: Sequence[int], point: Point) -> None:
+    before_s = workers.unified.cpu_s()
+    point.unified.append(_run(workers.unified.client, prompt))
+    point.cpu_s["unified"].append(workers.unified.cpu_s() - before_s)
+
+
 def _run(client: Client, prompt: Sequence[int]) -> TimedStream:
     return client.run(prompt, _MAX_TOKENS)
 
 
 def _run_disaggregated(workers: Workers, prompt: Sequence[int], point: Point) -> None:
+    pair = {"P": workers.prefill, "D": workers.decode}
     before = counters(workers.decode.http)
+    before_s = {name: worker.cpu_s() for name, worker in pair.items()}
     point.disaggregated.append(_run(workers.decode.client, prompt))
+    for name, worker in pair.items():
+        point.cpu_s[name].append(worker.cpu_s() - before_s[name])
     after = counters(workers.decode.http)
     has_hidden = _HIDDEN in after
     grown = {name: after[name] - before[name] for name in (_EXPOSED, _BYTES, _FETCH, _HIDDEN)}
@@ -91,6 +102,7 @@ def summary(point: Point, log: OverlapLog) -> dict[str, Any]:
         "disaggregated_first_to_second_ms": milliseconds([s.gap_s for s in disaggregated]),
         "exposed_transfer_ms": milliseconds(point.exposed_s),
         "fetch_ms": milliseconds([o.fetch_s for o in overlaps]),
+        "cpu_ms": {name: milliseconds(seconds) for name, seconds in point.cpu_s.items()},
         "hidden_share": median([o.hidden_share for o in overlaps]),
         "hidden_share_by_metric": median(point.counted_hidden) if point.counted_hidden else None,
         "num_chunks": overlaps[0].num_chunks,
@@ -105,7 +117,20 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [
         *table(
             "1. First and second token: 1P+1D minus unified on P's core, the same prompts in turns; ms, medians [p25, p75]",
-            ("tokens", "unified", "1P+1D", "difference", "allowed", "target", "2nd token", "1st to 2nd: unified", "1P+1D"),
+            (
+                "tokens",
+                "unified",
+                "1P+1D",
+                "difference",
+                "allowed",
+                "target",
+                "2nd token",
+                "1st to 2nd: unified",
+                "1P+1D",
+                "CPU: unified",
+                "P",
+                "D",
+            ),
             [_first_cells(row) for row in rows],
         ),
         *table(
@@ -140,6 +165,7 @@ def _first_cells(row: dict[str, Any]) -> list[str]:
         f"{row['second_token_difference_ms']:+.1f}",
         f"{row['unified_first_to_second_ms']:.1f}",
         f"{row['disaggregated_first_to_second_ms']:.1f}",
+        *(f"{cpu_ms:.0f}" for cpu_ms in row["cpu_ms"].values()),
     ]
 
 

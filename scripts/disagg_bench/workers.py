@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +24,16 @@ class Worker:
     """One process that serves."""
 
     client: Client
+    pid: int
     http: str
     grpc: str
     log: Path  # its stderr, debug lines included
     schedule_log: Path
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the process so far, all threads; what others do on its core shows least in these."""
+        after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Fleet:
@@ -42,7 +49,7 @@ class Fleet:
             *("--dtype", "float32", "--max-model-len", str(max_model_len), "--num-pages", str(num_pages)),
             *("--page-size", str(PAGE_SIZE), "--max-num-seqs", str(MAX_NUM_SEQS)),
             *("--max-num-batched-tokens", str(CHUNK_TOKENS), "--transfer-chunk-tokens", str(PIECE_TOKENS)),
-            *("--port", "0", "--grpc-port", "0", "--step-timeout-s", "120"),
+            *("--port", "0", "--grpc-port", "0", "--step-timeout-s", "120", "--drain-s", "2"),
         )
 
     def start(self, name: str, cores: str, *flags: str) -> Worker:
@@ -55,7 +62,8 @@ class Fleet:
         assert ready.grpc is not None
         assert ready.http is not None
         self._clients.append(Client(ready.grpc))
-        return Worker(client=self._clients[-1], http=ready.http, grpc=ready.grpc, log=log, schedule_log=schedule_log)
+        at = {"client": self._clients[-1], "pid": ready.pid, "http": ready.http, "grpc": ready.grpc}
+        return Worker(**at, log=log, schedule_log=schedule_log)
 
     def stop(self) -> None:
         """End every process."""
