@@ -50,6 +50,7 @@ class Fleet:
             *("--page-size", str(PAGE_SIZE), "--max-num-seqs", str(MAX_NUM_SEQS)),
             *("--max-num-batched-tokens", str(CHUNK_TOKENS), "--transfer-chunk-tokens", str(PIECE_TOKENS)),
             *("--port", "0", "--grpc-port", "0", "--step-timeout-s", "120", "--drain-s", "2"),
+            *("--dead-after-s", "10", "--lease-s", "60"),  # a busy machine makes figures worse, it does not end the run
         )
 
     def start(self, name: str, cores: str, *flags: str) -> Worker:
