@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -106,6 +107,11 @@ class ModelRunner:
             for array in jax.tree.leaves(part.wanted()):
                 array.copy_to_host_async()
         return Dispatched(plan.step_id, tuple(parts), started_s)
+
+    def is_done(self, handle: Dispatched) -> bool:
+        """Whether the device is through with a dispatched step."""
+        tokens: list[Any] = [part.out.sampling.tokens for part in handle.parts]  # jax.Array's stub lacks is_ready
+        return all(array.is_ready() for array in tokens)
 
     def collect(self, handle: Dispatched) -> StepResult:
         """Wait for a dispatched step and read its tokens."""

@@ -3,7 +3,8 @@
     tick:  drain inbox -> admit / cancel / peer events -> poll hand-offs -> expire deadlines
            -> plan + dispatch step N+1 -> read + commit step N -> deliver outputs
 
-It never blocks but for two things: an idle engine sleeps on its inbox, a busy one waits for the previous step.
+It never blocks but for two things: an idle engine sleeps on its inbox, a busy one waits for the previous step. While that one
+computes prompts, peers and transfer threads are heard: a chunk's KV is announced when it is there, not when the next chunk is.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from jdisagg.sched.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.05  # longest sleep of an idle engine: deadlines, leases and the health clock are looked at this often
+LISTEN_S = 0.001  # longest sleep of one that waits for a step and listens: the step's end is seen this late
 
 
 class EngineLoop:
@@ -64,12 +66,14 @@ class EngineLoop:
         self._stages = StageClock(metrics, clock)
         self._draining = False
         self._was_idle = False
+        self._kept: list[Message] = []  # came during a step and keep until the next tick
 
     def tick(self, now_s: float) -> bool:
         """Advance by one step; returns False when there was nothing to do. Raises only what must stop the process."""
         stages = self._stages
         stages.start()
-        messages = self.inbox.drain(IDLE_WAIT_S if self._was_idle else 0.0)
+        kept, self._kept = self._kept, []
+        messages = kept + self.inbox.drain(IDLE_WAIT_S if self._was_idle else 0.0)
         stages.lap(Stage.IDLE if self._was_idle else Stage.INBOX)
         outputs: list[Output] = []
         for message in messages:
@@ -78,7 +82,7 @@ class EngineLoop:
         outputs += self._side.before_step(now_s)
         stages.lap(Stage.PEERS)
         expired = self._scheduler.expire(now_s)
-        turn = self._pipeline.turn(now_s, stages)
+        turn = self._pipeline.turn(now_s, stages, lambda: self._listen(outputs, now_s))
         outputs += self._side.after_step(turn.plan, expired + turn.outputs, now_s)
         stages.lap(Stage.PEERS)
         self._mark(turn.plan, now_s)
@@ -91,6 +95,14 @@ class EngineLoop:
         stages.lap(Stage.DELIVER)
         stages.end(dispatched=turn.plan is not None)
         return not idle
+
+    def _listen(self, outputs: list[Output], now_s: float) -> None:
+        """Hear peers and transfer threads while a step runs; requests, cancels and calls keep."""
+        for message in self.inbox.drain(LISTEN_S):
+            if isinstance(message, Submit | Cancel | Call):
+                self._kept.append(message)
+            else:
+                outputs += self._side.handle(message, now_s)
 
     def _mark(self, plan: Plan | None, now_s: float) -> None:
         """Tell the requests' records what the step just planned does to them."""

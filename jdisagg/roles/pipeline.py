@@ -49,8 +49,12 @@ class StepPipeline:
         """The plan the device is working on."""
         return self._in_flight[0] if self._in_flight else None
 
-    def turn(self, now_s: float, stages: StageClock) -> Turn:
-        """Plan and dispatch the next step, then commit the one before."""
+    def turn(self, now_s: float, stages: StageClock, listen: Callable[[], None] = lambda: None) -> Turn:
+        """Plan and dispatch the next step, then commit the one before.
+
+        `listen` sleeps a moment and is called until that one is done when it computed prompts alone: such a step may take
+        long, and what peers say meanwhile must not wait for its end. Steps that decode are short and waited for directly.
+        """
         plan = self._scheduler.schedule(now_s)
         host_s = stages.lap(Stage.PLAN)
         dispatched: tuple[Plan, Any] | None = None
@@ -61,6 +65,8 @@ class StepPipeline:
         outputs: list[Output] = []
         waited_s = 0.0
         if previous is not None:
+            while not previous[0].decode and not self._runner.is_done(previous[1]):
+                listen()
             result = self._runner.collect(previous[1])
             if any(one.bad is not None for one in result.sampled):
                 result = self._explained(result)

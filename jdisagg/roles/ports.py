@@ -21,6 +21,10 @@ class Runner(Protocol):
         """Start one step without waiting for it; returns a handle for `collect`."""
         ...
 
+    def is_done(self, handle: Any) -> bool:
+        """Whether `collect` would not wait."""
+        ...
+
     def collect(self, handle: Any) -> StepResult:
         """Wait for a dispatched step and read its tokens."""
         ...

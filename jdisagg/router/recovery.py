@@ -70,7 +70,8 @@ class Recovery:
                 level = logging.DEBUG  # nothing was lost: its client is told to come again, and a busy fleet refuses many
             log.log(level, "request %s: not replayed; stage %s%s: %s", *told)
             raise
-        self._metrics.recoveries.labels(rung="replay").inc()
+        if not (is_full and flight.is_untouched):  # else a full worker passed it on: overload, not recovery
+            self._metrics.recoveries.labels(rung="replay").inc()
         log.log(level, "request %s: recovering by replay; stage %s%s: %s; attempt %d", *told, flight.attempt + 1)
         flight.replay()
         return 0.0 if lost.death or not alone else min(FIRST_PAUSE_S * 2**flight.refusals, LONGEST_PAUSE_S)

@@ -157,4 +157,9 @@ class FetchLanes:
         except Exception as error:  # whatever it is, it concerns this piece; the lane serves the next one
             log.exception("fetch of piece %s from %s", job.ready.key, job.peer)
             return PieceFailed(handoff=job.handoff, ready=job.ready, reason="device", detail=repr(error))
-        return PieceArrived(handoff=job.handoff, ready=job.ready, piece=piece, seconds=monotonic() - started_s)
+        ended_s, ready = monotonic(), job.ready
+        log.debug(
+            "request %s: piece [%d, %d), %d bytes, fetched from %.6f to %.6f",
+            *(job.handoff.request_id, ready.begin, ready.end, ready.num_bytes, started_s, ended_s),
+        )
+        return PieceArrived(handoff=job.handoff, ready=ready, piece=piece, seconds=ended_s - started_s)

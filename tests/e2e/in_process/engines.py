@@ -76,6 +76,7 @@ class CountedRunner:
         self._runner = runner
         self._count = count
         self.collect = runner.collect
+        self.is_done = runner.is_done
         self.export_tokens = runner.export_tokens
         self.import_tokens = runner.import_tokens
 
@@ -98,11 +99,11 @@ class CountingPipeline(StepPipeline):
         self.arrivals: dict[str, int] = {}  # by request id
         self._latest = -1
 
-    def turn(self, now_s: float, stages: StageClock) -> Turn:
+    def turn(self, now_s: float, stages: StageClock, listen: Callable[[], None] = lambda: None) -> Turn:
         """As StepPipeline.turn, or in lockstep."""
         if self._overlap:
             self.counts["overlapped"] += self.in_flight is not None
-            return super().turn(now_s, stages)
+            return super().turn(now_s, stages, listen)
         scheduler, runner = self._parts
         plan = scheduler.schedule(now_s)
         if plan.is_empty:

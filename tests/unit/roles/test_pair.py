@@ -20,6 +20,7 @@ from tests.unit.sched.engine_fake import expected, request
 @pytest.fixture(autouse=True)
 def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.0)
+    monkeypatch.setattr(engine_loop, "LISTEN_S", 0.0)
 
 
 PROMPT = tuple(range(3, 22))

@@ -43,13 +43,22 @@ PEERS = ("p0", "p1")
 
 
 class FakeRunner:
-    """The fake device behind the Runner protocol; pieces are lists of tokens."""
+    """The fake device behind the Runner protocol; pieces are lists of tokens. Steps are done at once or, with `meanwhile`, at
+    the second look: it is called at the first one."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.device = FakeDevice(num_pages, page_size)
+        self.meanwhile: Callable[[], object] | None = None
+        self.is_running = False
 
     def dispatch(self, plan: Plan) -> StepResult:
         return self.device.dispatch(plan)
+
+    def is_done(self, handle: StepResult) -> bool:
+        self.is_running = not self.is_running and self.meanwhile is not None
+        if self.is_running and self.meanwhile is not None:
+            self.meanwhile()
+        return not self.is_running
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle
@@ -265,6 +274,7 @@ class World:
         self.network = Network()
         self.prefill = Engine(Role.PREFILL, prefill_pages, local_prefill=True, page_size=prefill_page_size)
         self.decode = Engine(Role.DECODE, decode_pages, local_prefill=local_prefill)
+        self.prefill.runner.meanwhile = self.network.step
         self.wire = Wire(self.prefill.inbox, self.decode.inbox)
         self.handoffs = DecodeSide(config, chunk_bytes_per_token=BYTES_PER_TOKEN, backend="fake")
         self.outputs: dict[str, list[Output]] = {}
