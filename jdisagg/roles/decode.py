@@ -232,6 +232,11 @@ class DecodeRole:
         """No hand-off is alive."""
         return self._handoffs.is_idle
 
+    @property
+    def num_guests(self) -> int:
+        """Everything here is a client's."""
+        return 0
+
     def snapshot(self) -> dict[str, Any]:
         """Hand-offs of this worker."""
         return self._handoffs.snapshot() | {"peers": self._peers.failures()}
