@@ -44,6 +44,11 @@ class ComputeSide:
         """Always."""
         return True
 
+    @property
+    def num_guests(self) -> int:
+        """Everything here is a client's."""
+        return 0
+
     def snapshot(self) -> dict[str, Any]:
         """Nothing to show."""
         return {}

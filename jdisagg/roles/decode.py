@@ -248,6 +248,11 @@ class DecodeRole:
         """No hand-off is alive."""
         return self._handoffs.is_idle and (self._lending is None or self._lending.is_idle)
 
+    @property
+    def num_guests(self) -> int:
+        """Everything here is a client's."""
+        return 0
+
     def snapshot(self) -> dict[str, Any]:
         """Hand-offs of this worker."""
         return self._handoffs.snapshot() | {

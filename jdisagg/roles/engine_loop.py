@@ -181,8 +181,9 @@ class EngineLoop:
         return replace(output, provenance=provenance)
 
     def start_draining(self) -> None:
-        """Admit nothing any more; what runs goes on."""
+        """Admit nothing any more, from clients or from other workers; what runs goes on."""
         self._draining = True
+        self._scheduler.drain()
 
     @property
     def load(self) -> Load:
@@ -191,8 +192,8 @@ class EngineLoop:
 
     @property
     def num_unfinished(self) -> int:
-        """Client requests that are still running."""
-        return len(self._streams)
+        """Requests of clients and of other workers that are still running; safe to read from any thread."""
+        return len(self._streams) + self._side.num_guests
 
     def fail_all(self, error: RequestError) -> None:
         """The engine cannot go on: tell every client, without touching the device."""

@@ -240,6 +240,11 @@ class PrefillRole:
         """No hand-off is alive."""
         return self._handoffs.is_idle and (self._borrowing is None or self._borrowing.is_idle)
 
+    @property
+    def num_guests(self) -> int:
+        """Hand-offs, parked ones included."""
+        return len(self._replies)
+
     def snapshot(self) -> dict[str, Any]:
         """Hand-offs and published bytes of this worker."""
         return {

@@ -45,6 +45,11 @@ class Side(Protocol):
         """No hand-off is alive."""
         ...
 
+    @property
+    def num_guests(self) -> int:
+        """Requests of other workers that are served here; safe to read from any thread."""
+        ...
+
     def snapshot(self) -> dict[str, Any]:
         """Ledgers for /debug/state."""
         ...

@@ -28,10 +28,7 @@ class ForkGroups:
         fewest = 2 if remote else 1
         if request.generated_token_ids or request.sampling.prompt_logprobs is not None or request.sampling.max_tokens < fewest:
             return False
-        return any(
-            s.request.prompt_token_ids == request.prompt_token_ids and s.request.cache_salt == request.cache_salt
-            for s in self._members.get(request.fork_group, ())
-        )
+        return any(_shares_prompt(s.request, request) for s in self._members.get(request.fork_group, ()))
 
     def add(self, sequence: Sequence) -> None:
         """A sequence came; those that name no group are nobody's sibling."""
@@ -48,12 +45,19 @@ class ForkGroups:
         if not members:
             del self._members[group]
             return None
-        return members[0] if all(s.status is Status.FORKING for s in members) else None
+        choices = [s for s in members if _shares_prompt(s.request, sequence.request)]
+        return choices[0] if choices and all(s.status is Status.FORKING for s in choices) else None
 
     def donor(self, child: Sequence) -> Sequence | None:
         """A sibling in whose pages all of the prompt but its last token is written, or will be by a dispatched step."""
         wanted = len(child.request.prompt_token_ids) - 1
         for sibling in self._members[child.request.fork_group]:
-            if sibling.status in (Status.RUNNING, Status.READY) and sibling.num_scheduled >= wanted:
+            has_prompt = sibling.status in (Status.RUNNING, Status.READY) and sibling.num_scheduled >= wanted
+            if has_prompt and _shares_prompt(sibling.request, child.request):
                 return sibling
         return None
+
+
+def _shares_prompt(one: EngineRequest, other: EngineRequest) -> bool:
+    """A group's name alone proves nothing: clients choose request ids, and two of them may choose the same one."""
+    return one.cache_salt == other.cache_salt and one.prompt_token_ids == other.prompt_token_ids

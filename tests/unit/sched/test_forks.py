@@ -7,6 +7,7 @@ import pytest
 from jdisagg.core.requests import Role
 from jdisagg.sched.plan import PageCopy
 from tests.unit.sched.engine_fake import FakeEngine, expected, request
+from tests.unit.sched.test_decode import arrive
 
 PROMPT = tuple(range(1, 11))  # 10 tokens: two full pages of 4 and a half one
 
@@ -96,3 +97,43 @@ def test_choices_that_wait_for_their_sibling_take_no_place_in_the_queue() -> Non
     engine.add(*choices(8))
     engine.run()
     assert all(engine.seen[f"r/{i}"].tokens == expected(PROMPT, 6) for i in range(8))
+
+
+@pytest.mark.parametrize("local_prefill", [True, False])
+def test_a_choice_that_loses_its_pages_in_the_step_it_got_them_keeps_its_siblings_kv(local_prefill: bool) -> None:
+    """The prompt fills its pages and the pool has one more: the second choice gets it, for its copy of the last page, and the
+    first one takes it away, for its next token. What goes to host memory is what would have been copied."""
+    prompt = tuple(range(1, 13))
+    engine = FakeEngine(Role.DECODE, num_pages=5, host_tokens=16, caching=False, local_prefill=local_prefill)
+    engine.add(*choices(2, prompt, max_tokens=4), remote=True)
+    engine.tick()
+    (reserved,) = engine.scheduler.take_reserved()
+    arrive(engine, reserved, prompt)
+    engine.run()
+    assert engine.scheduler.stats.offloaded_tokens == engine.scheduler.stats.restored_tokens == len(prompt) - 1
+    assert [engine.seen[f"r/{i}"].tokens for i in range(2)] == [expected(prompt, 4)] * 2
+
+
+@pytest.mark.parametrize("salt", ["", "tenant"])
+def test_nobody_forks_from_another_prompt_or_salt_under_the_same_group_name(salt: str) -> None:
+    engine = FakeEngine(caching=False)
+    prompt = (9,) * 5 if not salt else PROMPT
+    engine.add(request("r/0", PROMPT, 8, fork_group="r"))
+    engine.add(*(request(f"r/{i}", prompt, 3, fork_group="r", salt=salt) for i in (8, 9)))
+    while not engine.scheduler.counts()["running"] or engine.scheduler.counts()["forking"]:
+        engine.tick()
+    pages = {s.request_id: s.holding.pages for s in engine.scheduler.table.live.values()}
+    assert pages["r/9"][0] == pages["r/8"][0] != pages["r/0"][0]
+    engine.run()
+    assert engine.seen["r/0"].tokens == expected(PROMPT, 8)
+    assert all(engine.seen[f"r/{i}"].tokens == expected(prompt, 3) for i in (8, 9))
+
+
+def test_choices_whose_leader_is_gone_do_not_wait_for_another_prompt_of_the_same_group_name() -> None:
+    engine = FakeEngine(caching=False)
+    engine.add(request("r/0", PROMPT, 8, fork_group="r"))
+    engine.add(*(request(f"r/{i}", (9,) * 5, 3, fork_group="r") for i in (8, 9)))
+    engine.scheduler.cancel("r/8")
+    assert engine.scheduler.counts()["forking"] == 0
+    engine.run()
+    assert engine.seen["r/9"].tokens == expected((9,) * 5, 3)

@@ -1,0 +1,67 @@
+"""A prefill worker that drains: what it has begun goes on to its end, parked prompts too, and nothing new is taken."""
+
+from __future__ import annotations
+
+import pytest
+
+from jdisagg.roles import engine_loop
+from tests.unit.roles.world import World
+from tests.unit.sched.engine_fake import expected, request
+
+PROMPT = tuple(range(3, 22))
+
+
+@pytest.fixture(autouse=True)
+def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.0)
+
+
+def drain_prefill(world: World) -> None:
+    assert world.prefill.loop is not None
+    world.prefill.loop.start_draining()
+
+
+def num_unfinished(world: World) -> int:
+    assert world.prefill.loop is not None
+    return world.prefill.loop.num_unfinished
+
+
+def test_a_draining_prefill_worker_finishes_its_hand_offs_and_takes_no_new_one() -> None:
+    world = World(local_prefill=True)
+    world.submit(request("begun", PROMPT, 6))
+    for _ in range(3):
+        world.tick()
+    assert num_unfinished(world) == 1
+    drain_prefill(world)
+    world.submit(request("late", (7, *PROMPT), 6))
+    world.settle()
+    assert num_unfinished(world) == 0
+    assert world.tokens("begun") == expected(PROMPT, 6)
+    assert world.tokens("late") == expected((7, *PROMPT), 6)
+    by = {name: world.outputs[name][-1].provenance for name in ("begun", "late")}
+    assert by["begun"] is not None
+    assert (by["begun"].prefill_worker, by["begun"].recoveries) == ("p0", ())
+    assert by["late"] is not None
+    assert by["late"].prefill_worker == "", "the drained worker computed nothing of it"
+    assert world.prefill.scheduler.stats.prefill_tokens == len(PROMPT)
+
+
+def test_a_parked_prompt_keeps_a_draining_prefill_worker_until_it_was_computed_again() -> None:
+    """A comes to P a second time while computed B fills P and waits for D: B stands back, P drains, both end as they should."""
+    world = World(local_prefill=False, decode_pages=10, prefill_pages=10)
+    world.submit(request("a", tuple(range(1, 21)), 4))
+    world.submit(request("b", tuple(range(2, 31)), 4))
+    for _ in range(4):
+        world.prefill.tick(world.now_s)
+        world.decode.tick(world.now_s)
+    (stream,) = [handoff for handoff in world.wire.open_streams if handoff.request_id == "a"]
+    world.wire.cut(stream, "dead")
+    while not world.prefill.scheduler.counts()["parked"]:
+        assert world.now_s < 10.0, world.text()
+        world.tick()
+    drain_prefill(world)
+    assert num_unfinished(world) == 2
+    world.settle()
+    assert num_unfinished(world) == 0
+    assert world.tokens("a") == expected(tuple(range(1, 21)), 4)
+    assert world.tokens("b") == expected(tuple(range(2, 31)), 4)
