@@ -69,7 +69,6 @@ class Scheduler:
         )
         check_config(config, self._limits)
         self._config = config
-        self._eos = eos_token_ids
         self._table = SequenceTable(
             pages=pages,
             slots=Slots(config.max_num_seqs),

@@ -9,6 +9,7 @@ import pytest
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
 from jdisagg.core.requests import FinishReason, Role
+from jdisagg.sched.intake import MIN_READS
 from jdisagg.sched.scheduler import Scheduler
 from tests.unit.sched.engine_fake import EOS, FakeEngine, expected, request
 
@@ -178,3 +179,18 @@ def test_sizes_that_cannot_work_say_what_to_change(field: str, value: Any, advic
     with pytest.raises(ConfigError, match=advice) as caught:
         Scheduler(config, role=Role.UNIFIED, max_model_len=64, page_size=4, num_pages=9, eos_token_ids=(EOS,))
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("reads", [1, MIN_READS - 1])
+def test_a_read_budget_that_serves_nobody_is_refused_with_the_number_to_use(reads: int) -> None:
+    with pytest.raises(ConfigError, match=f"max_num_kv_read_tokens is {reads}; use {MIN_READS} or more, or 0") as raised:
+        FakeEngine(Role.UNIFIED, max_num_kv_read_tokens=reads)
+    assert raised.value.field == "max_num_kv_read_tokens"
+
+
+@pytest.mark.parametrize("reads", [0, MIN_READS])
+def test_no_read_budget_and_the_smallest_one_are_taken(reads: int) -> None:
+    engine = FakeEngine(Role.UNIFIED, max_num_kv_read_tokens=reads)
+    engine.add(request("a", (1, 2), 3))
+    engine.run()
+    assert engine.seen["a"].tokens == expected((1, 2), 3)
