@@ -93,10 +93,7 @@ class CellRunner:
         if became == LOST and router_killed:
             became = "lost with its router"
         fates = [other.became(self._answers[other.entry.prompt]) for other in act.others]
-        provenance = subject.provenance
-        went_on = (
-            "" if provenance is None else " > ".join(map(self._name, (provenance.prefill_worker, provenance.decode_worker)))
-        )
+        been_at = (subject.provenance.prefill_worker, subject.provenance.decode_worker) if subject.provenance else ()
         return replace(
             cell,
             seen=cell.seen or f"client: {len(subject.tokens)} of {subject.entry.max_tokens} tokens",
