@@ -194,6 +194,11 @@ class GapDrill:
 
     # --- the figures
 
+    @property
+    def is_fine(self) -> bool:
+        """Every stream was exact and nothing was left; times aside."""
+        return all(set(figures.became) <= {"exact"} and not figures.leaks for figures in self.figures.values())
+
     def as_json(self) -> list[dict[str, Any]]:
         """One row per kind of trouble."""
         return [self._row(role, trouble, figures) for (role, trouble), figures in self.figures.items()]
