@@ -81,17 +81,18 @@ class Act:
 
     async def _until_seen(self) -> View | None:
         while self.subject.ended_s is None:
+            is_held = self._frozen_d is not None or self.scene.hold is not Hold.FROZEN_D
             view = await self._lookout.look()
-            if self.scene.hold is Hold.FROZEN_D:
-                self._freeze_receiver(view)
-            if self.scene.reached(view) and (self._frozen_d is not None or self.scene.hold is not Hold.FROZEN_D):
+            if is_held and self.scene.reached(view):
                 return view
+            if not is_held:
+                self._freeze_receiver(view)
         return None
 
     def _freeze_receiver(self, view: View) -> None:
         """D stops as soon as it has given P credit."""
         granted = view.prefill is not None and view.prefill.handoff.get("credit_bytes", 0) > 0
-        if granted and view.decode is not None and self._frozen_d is None:
+        if granted and view.decode is not None:
             self._frozen_d = view.decode.member
             self._frozen_d.freeze()
 

@@ -1,5 +1,7 @@
 """What a client's arrivals say about its waits, and what a cell of the drill's table lets pass."""
 
+from typing import Any
+
 import pytest
 from chaos_kit.catalogue import Entry
 from chaos_kit.cell import Cell
@@ -47,8 +49,8 @@ def test_percentile_is_by_rank() -> None:
     assert percentile([1.0] * 99 + [9.0], 0.99) == 9.0
 
 
-def cell(victim: str = "D", blow: str = "kill -9", **fields) -> Cell:
-    known = {"reached": True, "became": "exact", "others": "2 exact"}
+def cell(victim: str = "D", blow: str = "kill -9", **fields: Any) -> Cell:
+    known: dict[str, Any] = {"reached": True, "became": "exact", "others": "2 exact"}
     return Cell(stage="decoding", victim=victim, blow=blow, held_by="", **(known | fields))
 
 
@@ -65,7 +67,7 @@ def test_only_the_streams_of_a_killed_router_may_be_lost() -> None:
     "fields",
     [{"reached": False}, {"became": "WRONG"}, {"became": "ABORTED"}, {"leaks": ("P1: leases = 1",)}, {"others": "1 WRONG"}],
 )
-def test_a_cell_that_was_missed_or_wrong_or_leaked_is_not_ok(fields: dict[str, object]) -> None:
+def test_a_cell_that_was_missed_or_wrong_or_leaked_is_not_ok(fields: dict[str, Any]) -> None:
     assert not cell(**fields).ok
 
 
