@@ -174,7 +174,7 @@ class Act:
 
     async def heal(self) -> None:
         """Start what was killed, thaw what is frozen, end what still runs."""
-        if self.struck is not None and self.struck.gone:
+        if self.struck is not None and not self.struck.up:  # killed; the process may take a moment to be gone
             await self._fleet.restart(self.struck, Member.kill)
         elif self.struck is not None and self.struck.frozen:
             self.struck.thaw()

@@ -49,9 +49,9 @@ class Load:
     late: tuple[Entry, ...] = ()
 
 
-LOADS = {
+LOADS = {  # for P one late prompt each: what is waited for is one prefill, not a queue of them
     "D": Load(long=tuple(itertools.chain(*(questions(2, length, 120, seed=21) for length in (5, 20, 70, 150))))),
-    "P": Load(long=questions(4, 20, 150, seed=22), late=questions(6, 320, 8, seed=23)),
+    "P": Load(long=questions(4, 20, 150, seed=22), late=questions(2, 320, 8, seed=23)),
 }
 PREFILLS = questions(1, 500, 2, seed=24)  # cut to length
 

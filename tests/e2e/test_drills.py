@@ -55,4 +55,5 @@ def test_whoever_dies_in_whatever_state_the_stream_is_exact_and_nothing_is_left(
     assert drill.is_fine, drill.figures
     (figures,) = drill.figures.values()
     assert figures.strikes == 1
-    assert sum(figures.became.values()) == 10
+    assert figures.missed == 0
+    assert figures.became == {"exact": 6}
