@@ -39,7 +39,7 @@ class Cell:
     detail: str = ""
     gap_s: float | None = None
     delivered_before: int = 0  # tokens
-    went_on: str = ""  # P > D, rungs
+    went_on: str = ""  # P that gave the first token > D that ended it, rungs
     others: str = ""
     again: str = ""  # what the other router answered to the same question, where the first was killed
     leaks: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ def cell_line(cell: Cell) -> str:
     """One cell in one line."""
     parts = [
         f"{'ok ' if cell.ok else 'BAD'} {cell.blow} of {cell.victim} ({cell.struck or '-'}), {cell.stage}: {_short(cell)}",
-        f"went on {cell.went_on or 'nowhere'}",
+        f"first token from > ended on: {cell.went_on or '-'}",
         f"seen '{cell.seen}' at try {cell.tries}",
         f"others {cell.others or '-'}",
         f"left: {', '.join(cell.leaks) or 'nothing'} after {cell.at_rest_s:.1f} s",
