@@ -168,6 +168,7 @@ class GapDrill:
         else:
             assert victim.proxy is not None
             victim.proxy.set_weather(Weather.CLEAR)
+            victim.proxy.cut()  # idle connections that were swallowed would disturb whoever uses them next
         await self._fleet.until_whole(WHOLE_S)
 
     def _note(self, figures: Figures, streams: list[Stream], role: str, struck_s: float) -> None:
