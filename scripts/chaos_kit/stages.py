@@ -60,10 +60,7 @@ class Scene:
     @property
     def means(self) -> str:
         """For the table."""
-        ahead = f"{len(self.others)} others ahead"
-        return "; ".join(
-            part for part in (ahead, self.hold.value if self.hold is not Hold.NOTHING or not ahead else "") if part
-        )
+        return f"{len(self.others)} others ahead" if self.others else self.hold.value
 
 
 def drill_plan(model: str, *, slots: int, pages: int = _PAGES) -> FleetPlan:
