@@ -22,7 +22,7 @@ from drills import TABLE_SLOTS, ready_fleet
 CELLS = (
     (Stage.TRANSFERRING, Victim.PREFILL, Blow.STOP),
     (Stage.PUBLISHED, Victim.DECODE, Blow.KILL),
-    (Stage.D_MEMORY, Victim.DECODE, Blow.STOP),
+    (Stage.D_MEMORY, Victim.PREFILL, Blow.KILL),
     (Stage.D_SLOT, Victim.ROUTER, Blow.KILL),
     (Stage.DECODING, Victim.DECODE, Blow.KILL),
 )
@@ -43,6 +43,7 @@ async def drilled(model: Path, directory: Path) -> tuple[list[Cell], GapDrill]:
             await fleet.close()
 
 
+@pytest.mark.covers("X22")
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_whoever_dies_in_whatever_state_the_stream_is_exact_and_nothing_is_left(tmp_path: Path, tiny_model: Path) -> None:
     cells, drill = asyncio.run(asyncio.wait_for(drilled(tiny_model, tmp_path), LIMIT_S))
@@ -51,6 +52,7 @@ def test_whoever_dies_in_whatever_state_the_stream_is_exact_and_nothing_is_left(
         assert cell.ok, cell
         assert cell.gap_s is None or cell.gap_s < GAP_LIMIT_S
     assert [cell.became for cell in cells] == ["exact"] * 3 + ["lost with its router", "exact"]
+    assert "other_prefill" in cells[2].went_on  # noticed although the request had no pages yet
     assert "replay" in cells[4].went_on
     assert drill.is_fine, drill.figures
     (figures,) = drill.figures.values()
