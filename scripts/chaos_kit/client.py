@@ -115,7 +115,7 @@ class Clients:
             await task
         except grpc.aio.AioRpcError as error:
             outcome.detail = str(error.details())
-            lost = error.code() is grpc.StatusCode.UNAVAILABLE and _is_transport(outcome.detail)
+            lost = error.code() is grpc.StatusCode.UNAVAILABLE and is_transport(outcome.detail)
             outcome.error = _TRANSPORT if lost else error.code().name
         except grpc.aio.UsageError as error:  # the channel was closed below the call
             outcome.error, outcome.detail = "CLOSED", str(error)
@@ -210,7 +210,7 @@ def _take_error(message: dict[str, Any], outcome: Outcome) -> None:
     outcome.detail = str(error.get("message"))
 
 
-def _is_transport(detail: str) -> bool:
+def is_transport(detail: str) -> bool:
     """Whether an UNAVAILABLE was written by grpc itself, not by a server."""
     texts = ("Socket closed", "failed to connect", "Connection reset", "connections to all backends", "recvmsg", "GOAWAY")
     return any(text.lower() in detail.lower() for text in texts)

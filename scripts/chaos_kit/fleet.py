@@ -37,11 +37,14 @@ class FleetPlan:
     worker_drill: str = ""
     router_drill: str = ""
     seed: int = 0
+    sizes: tuple[str, ...] = SIZES
+    prefill_flags: tuple[str, ...] = ()  # win over those before
+    decode_flags: tuple[str, ...] = ()
 
     @property
     def model_flags(self) -> tuple[str, ...]:
         """Flags that decide which tokens come out."""
-        return ("--model", self.model, "--dtype", self.dtype, "--numerics", self.numerics, *SIZES)
+        return ("--model", self.model, "--dtype", self.dtype, "--numerics", self.numerics, *self.sizes)
 
 
 @dataclass
@@ -94,10 +97,11 @@ class Fleet:
         if not plan.checksums:
             join = (*join, "--no-checksums")
         for number in range(1, plan.num_prefill + 1):
-            flags = ("--role", "prefill", "--num-pages", str(PREFILL_PAGES), *join)
+            flags = ("--role", "prefill", "--num-pages", str(PREFILL_PAGES), *join, *plan.prefill_flags)
             self.prefill.append(self._member(f"P{number}", await self._proxy(), *flags))
         for number in range(1, plan.num_decode + 1):
             flags = ("--role", "decode", "--num-pages", str(DECODE_PAGES), "--local-prefill", plan.local_prefill, *join)
+            flags = (*flags, *plan.decode_flags)
             self.decode.append(self._member(f"D{number}", await self._proxy(), *flags))
         for member in self.members:
             self.launch(member)
@@ -147,6 +151,11 @@ class Fleet:
                 if found is None or found["draining"] or (member in self.decode and not found["linked"]):
                     return f"{member.name} at {router.name}: {found}"
         return ""
+
+    def kill(self, member: Member) -> None:
+        """SIGKILL, and no other process in its place before `restart`."""
+        self._busy.add(member.name)
+        member.kill()
 
     async def restart(self, member: Member, end: Callable[[Member], None] | None) -> None:
         """`end` the process (None = SIGTERM: it drains), then start another and wait until it is READY."""

@@ -1,0 +1,132 @@
+"""One cell of the table: a request is brought into a state, a process is struck, and everybody is asked what became of it.
+
+others and subject sent -> state seen in /debug/state -> blow -> hold undone -> subject ended -> survivors at rest -> healed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from time import monotonic
+from typing import Any
+
+from chaos_kit.act import Act, Blow, Victim
+from chaos_kit.fleet import Fleet
+from chaos_kit.leaks import left_over
+from chaos_kit.stages import SCENES, Stage
+from chaos_kit.stream import LOST, Stream
+
+TRIES = 5  # to be in time for a state
+AT_REST_S = 5.0  # a lease of 4 s and a tick
+Answers = Mapping[tuple[int, ...], list[int]]  # by prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What happened. `became`: exact, lost with its router, the name of an error, or WRONG."""
+
+    stage: str
+    victim: str
+    blow: str
+    held_by: str
+    reached: bool = False
+    tries: int = TRIES
+    seen: str = ""  # just before the blow
+    struck: str = ""
+    became: str = "not run"
+    detail: str = ""
+    gap_s: float | None = None
+    delivered_before: int = 0  # tokens
+    went_on: str = ""  # P that gave the first token > D that ended it, rungs
+    others: str = ""
+    again: str = ""  # what the other router answered to the same question, where the first was killed
+    leaks: tuple[str, ...] = ()
+    at_rest_s: float = 0.0  # after the last stream ended
+
+    @property
+    def ok(self) -> bool:
+        """As it must be: exact, or lost with the router that was killed; the state was reached; nothing leaks."""
+        router_killed = self.victim == Victim.ROUTER.value and self.blow == Blow.KILL.value
+        fine = {"exact", "lost with its router"} if router_killed else {"exact"}
+        told = self.became in fine and (self.again in ("exact", "")) and not self.leaks
+        return told and self.reached and "WRONG" not in self.others
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything."""
+        return asdict(self) | {"ok": self.ok}
+
+
+class CellRunner:
+    """Runs cells one after the other on one fleet."""
+
+    def __init__(self, fleet: Fleet, answers: Answers) -> None:
+        self._fleet = fleet
+        self._answers = answers
+        self._numbers = itertools.count()
+
+    async def run(self, stage: Stage, victim: Victim, blow: Blow) -> Cell:
+        """One cell, tried again with another request as long as the state went by unseen."""
+        cell = Cell(stage=stage.value, victim=victim.value, blow=blow.value, held_by=SCENES[stage].means)
+        for number in range(1, TRIES + 1):
+            act = Act(self._fleet, SCENES[stage], next(self._numbers))
+            try:
+                seen = await act.bring_about()
+                if seen is None:
+                    continue
+                await act.strike(victim, blow)
+                act.let_go()
+                await act.until_ended()
+                return await self._told(replace(cell, reached=True, tries=number, seen=seen.text()), act)
+            finally:
+                act.let_go()
+                await act.heal()
+        return cell
+
+    async def _told(self, cell: Cell, act: Act) -> Cell:
+        subject, struck = act.subject, act.struck
+        assert struck is not None, "nobody was struck"
+        leaks, at_rest_s = await self._left()
+        router_killed = cell.blow == Blow.KILL.value and cell.victim == Victim.ROUTER.value
+        became = subject.became(self._answers[subject.entry.prompt])
+        if became == LOST and router_killed:
+            became = "lost with its router"
+        fates = [other.became(self._answers[other.entry.prompt]) for other in act.others]
+        been_at = (subject.provenance.prefill_worker, subject.provenance.decode_worker) if subject.provenance else ()
+        return replace(
+            cell,
+            seen=cell.seen or f"client: {len(subject.tokens)} of {subject.entry.max_tokens} tokens",
+            struck=struck.name,
+            became=became,
+            detail=subject.detail[:200],
+            gap_s=subject.gap_s(act.struck_s) if became == "exact" else None,
+            delivered_before=sum(time_s <= act.struck_s for time_s in subject.times_s),
+            went_on=f"{' > '.join(map(self._name, been_at))} {'+'.join(subject.recoveries)}".strip(),
+            others=", ".join(f"{fates.count(fate)} {fate}" for fate in sorted(set(fates))),
+            again=await self._ask_again(subject) if router_killed else "",
+            leaks=tuple(leaks),
+            at_rest_s=at_rest_s,
+        )
+
+    def _name(self, worker: str) -> str:
+        """The place of a worker that a provenance names by pid and address; it may have died since."""
+        places = {member.proxy.port: member.name for member in self._fleet.workers if member.proxy is not None}
+        return places.get(int(worker.rpartition(":")[2] or 0), worker or "-")
+
+    async def _ask_again(self, lost: Stream) -> str:
+        router = self._fleet.routers[1]
+        assert router.ready is not None
+        stream = await Stream(name=f"{lost.name}-again", entry=lost.entry).run(str(router.ready.grpc))
+        return stream.became(self._answers[lost.entry.prompt])
+
+    async def _left(self) -> tuple[list[str], float]:
+        """What survivors still hold for somebody after the lease, and when they held nothing any more."""
+        began_s = monotonic()
+        survivors = [member for member in self._fleet.members if member.up and not member.frozen]
+        while True:
+            parts = await asyncio.gather(*(left_over(member) for member in survivors))
+            found = [f"{member.name}: {text}" for member, part in zip(survivors, parts, strict=True) for text in part]
+            if not found or monotonic() - began_s > AT_REST_S:
+                return found, monotonic() - began_s
+            await asyncio.sleep(0.1)

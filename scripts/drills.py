@@ -1,0 +1,159 @@
+"""Strikes every process at every state of a request's life, and measures how long clients wait.
+
+    drills.py --part table                       9 states x router, P, D x kill -9, SIGSTOP
+    drills.py --part table --stages decoding,transferring --victims D
+    drills.py --part gaps --times 50             kill -9, SIGSTOP, black hole of P and of D under load
+
+Answers are computed beforehand by a unified server; then one fleet at a time: two routers, two P, two D, clients at the first
+router. Exit status 0: every cell was reached and ended as it must, every stream under load was exact, nothing was left.
+Whether times stay within their targets is printed and written, and does not decide: machines differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+from chaos_kit import gaps, stages
+from chaos_kit.act import Blow, Victim
+from chaos_kit.catalogue import Entry
+from chaos_kit.cell import Answers, Cell, CellRunner
+from chaos_kit.drill_report import cell_line, cell_table, gap_table, machine_line
+from chaos_kit.fleet import Fleet, FleetPlan
+from chaos_kit.gaps import GapDrill, Trouble
+from chaos_kit.machine import machine
+from chaos_kit.reference import unified_answers
+from chaos_kit.stages import Stage, drill_plan
+
+DEMO = Path(__file__).resolve().parent.parent / "jdisagg" / "demo"
+TABLE_SLOTS = 2  # of a D: others can fill them
+GAP_SLOTS, GAP_PAGES = 16, 400  # a survivor takes every stream
+PARTS = ("table", "gaps")
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--part", choices=("all", *PARTS), default="all")
+    parser.add_argument("--times", type=int, default=5, help="strikes of each kind under load")
+    parser.add_argument("--model", default=str(DEMO), help="a directory; default: the demo model")
+    parser.add_argument("--stages", default=_names(Stage), help="default: %(default)s")
+    parser.add_argument("--victims", default=",".join(victim.value for victim in Victim), help="default: %(default)s")
+    parser.add_argument("--blows", default=_names(Blow), help="default: %(default)s")
+    parser.add_argument("--troubles", default=_names(Trouble), help="under load; default: %(default)s")
+    parser.add_argument("--roles", default="P,D", help="under load; default: %(default)s")
+    parser.add_argument("--json", type=Path, help="write everything here")
+    parser.add_argument("--directory", type=Path, help="of the logs; default: a new temporary one")
+    return parser.parse_args()
+
+
+def _names(kind: type[Stage] | type[Blow] | type[Trouble]) -> str:
+    return ",".join(one.name.lower() for one in kind)
+
+
+def say(text: str) -> None:
+    """A progress line."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+async def ready_fleet(
+    plan: FleetPlan, asked: tuple[Entry, ...], directory: Path, http: httpx.AsyncClient
+) -> tuple[Fleet, Answers]:
+    """The right answers, by a fresh unified server that is gone then, and a whole fleet: close it."""
+    answers = await unified_answers(plan, asked, directory, http)
+    say(f"{len(answers)} answers by unified")
+    fleet = Fleet(plan, directory, http)
+    try:
+        await fleet.start()
+    except BaseException:
+        await fleet.close()
+        raise
+    say("the fleet is whole")
+    return fleet, {entry.prompt: answer[0] for entry, answer in zip(asked, answers, strict=True)}
+
+
+async def table(
+    arguments: argparse.Namespace, directory: Path, http: httpx.AsyncClient, keep: Callable[[list[Cell]], None]
+) -> list[Cell]:
+    """All cells asked for, on one fleet; `keep` gets those so far."""
+    plan = drill_plan(arguments.model, slots=TABLE_SLOTS)
+    cells: list[Cell] = []
+    fleet, answers = await ready_fleet(plan, stages.everything_asked(), directory, http)
+    try:
+        runner = CellRunner(fleet, answers)
+        for stage in (Stage[name.upper()] for name in arguments.stages.split(",")):
+            for victim in map(Victim, arguments.victims.split(",")):
+                for blow in (Blow[name.upper()] for name in arguments.blows.split(",")):
+                    cells.append(await runner.run(stage, victim, blow))
+                    say(cell_line(cells[-1]))
+                    keep(cells)
+    finally:
+        await fleet.close()
+    return cells
+
+
+async def under_load(
+    arguments: argparse.Namespace, directory: Path, http: httpx.AsyncClient, keep: Callable[[GapDrill], None]
+) -> GapDrill:
+    """All troubles in turn, `--times` rounds, the load undisturbed in each round too; `keep` gets the figures so far."""
+    plan = drill_plan(arguments.model, slots=GAP_SLOTS, pages=GAP_PAGES)
+    fleet, answers = await ready_fleet(plan, gaps.everything_asked(), directory, http)
+    try:
+        drill = GapDrill(fleet, answers)
+        for number in range(arguments.times):
+            for role in arguments.roles.split(","):
+                await drill.undisturbed(role)
+                for trouble in (Trouble[name.upper()] for name in arguments.troubles.split(",")):
+                    await drill.strike(role, trouble)
+            keep(drill)
+            say(f"round {number + 1} of {arguments.times}\n{gap_table(drill.as_json())}")
+    finally:
+        await fleet.close()
+    return drill
+
+
+async def run(arguments: argparse.Namespace, directory: Path) -> bool:
+    """Everything asked for; whether all is as it must be."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    found: dict[str, Any] = {"commit": commit, "model": arguments.model, "machine": machine()}
+    say(machine_line(found["machine"]))
+    fine = True
+
+    def keep(name: str, rows: list[dict[str, Any]]) -> None:
+        found[name] = rows
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(found, indent=1))
+
+    async with httpx.AsyncClient(trust_env=False) as http:
+        if arguments.part in ("all", "table"):
+            cells = await table(arguments, directory, http, lambda so_far: keep("cells", [cell.as_json() for cell in so_far]))
+            print(cell_table(cells), flush=True)
+            fine = all(cell.ok for cell in cells)
+        if arguments.part in ("all", "gaps"):
+            drill = await under_load(arguments, directory, http, lambda so_far: keep("gaps", so_far.as_json()))
+            fine = fine and drill.is_fine
+    found["machine_at_end"] = await asyncio.to_thread(machine)
+    say(machine_line(found["machine_at_end"]))
+    return fine
+
+
+def main() -> int:
+    """Returns the exit status."""
+    arguments = parse()
+    directory = arguments.directory or Path(tempfile.mkdtemp(prefix="drills-"))
+    directory.mkdir(parents=True, exist_ok=True)
+    say(f"logs in {directory}")
+    return 0 if asyncio.run(run(arguments, directory)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""A request survives the death of whoever has it, in the states that are hardest to meet by chance.
+
+All states, victims and figures: scripts/drills.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+from chaos_kit.act import Blow, Victim
+from chaos_kit.cell import Cell, CellRunner
+from chaos_kit.drill_report import cell_table
+from chaos_kit.gaps import GapDrill, Trouble
+from chaos_kit.gaps import everything_asked as load_asked
+from chaos_kit.stages import Stage, drill_plan
+from chaos_kit.stages import everything_asked as table_asked
+from drills import TABLE_SLOTS, ready_fleet
+
+CELLS = (
+    (Stage.TRANSFERRING, Victim.PREFILL, Blow.STOP),
+    (Stage.PUBLISHED, Victim.DECODE, Blow.KILL),
+    (Stage.D_MEMORY, Victim.PREFILL, Blow.KILL),
+    (Stage.D_SLOT, Victim.ROUTER, Blow.KILL),
+    (Stage.DECODING, Victim.DECODE, Blow.KILL),
+)
+GAP_LIMIT_S = 10.0  # a hang is a failure; times are printed, machines differ
+LIMIT_S = 200.0
+
+
+async def drilled(model: Path, directory: Path) -> tuple[list[Cell], GapDrill]:
+    async with httpx.AsyncClient(trust_env=False) as http:
+        plan = drill_plan(str(model), slots=TABLE_SLOTS)
+        fleet, answers = await ready_fleet(plan, (*table_asked(), *load_asked()), directory, http)
+        try:
+            cells = [await CellRunner(fleet, answers).run(*cell) for cell in CELLS]
+            drill = GapDrill(fleet, answers)
+            await drill.strike("P", Trouble.HOLE)
+            return cells, drill
+        finally:
+            await fleet.close()
+
+
+@pytest.mark.covers("X22")
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_whoever_dies_in_whatever_state_the_stream_is_exact_and_nothing_is_left(tmp_path: Path, tiny_model: Path) -> None:
+    cells, drill = asyncio.run(asyncio.wait_for(drilled(tiny_model, tmp_path), LIMIT_S))
+    print(f"\n{cell_table(cells)}")
+    for cell in cells:
+        assert cell.ok, cell
+        assert cell.gap_s is None or cell.gap_s < GAP_LIMIT_S
+    assert [cell.became for cell in cells] == ["exact"] * 3 + ["lost with its router", "exact"]
+    assert "other_prefill" in cells[2].went_on  # noticed although the request had no pages yet
+    assert "replay" in cells[4].went_on
+    assert drill.is_fine, drill.figures
+    (figures,) = drill.figures.values()
+    assert figures.strikes == 1
+    assert figures.missed == 0
+    assert figures.became == {"exact": 6}

@@ -1,0 +1,79 @@
+"""What a client's arrivals say about its waits, and what a cell of the drill's table lets pass."""
+
+from typing import Any
+
+import pytest
+from chaos_kit.catalogue import Entry
+from chaos_kit.cell import Cell
+from chaos_kit.gaps import percentile
+from chaos_kit.stages import SCENES, SUBJECT_OUTPUT, SUBJECT_TOKENS, Stage, everything_asked
+from chaos_kit.stream import LOST, Stream
+
+RIGHT = [5, 7, 9, 11, 13]
+
+
+def stream(*times_s: float, **fields) -> Stream:
+    entry = Entry(prompt=(1,), sampling={"max_tokens": len(RIGHT)})
+    return Stream(name="x", entry=entry, tokens=RIGHT[: len(times_s)], times_s=list(times_s), **fields)
+
+
+def test_the_gap_begins_with_the_last_token_before_the_blow() -> None:
+    assert stream(1.0, 4.0, 4.5, 6.0, 6.1).gap_s(4.6) == pytest.approx(1.5)
+    assert stream(1.0, 4.0, 4.5, 6.0, 6.1).gap_s(5.9) == pytest.approx(1.5)
+
+
+def test_without_a_token_before_the_blow_the_gap_begins_with_the_blow() -> None:
+    assert stream(4.0, 4.5).gap_s(1.0) == pytest.approx(3.0)
+
+
+def test_a_token_that_was_on_its_way_does_not_end_the_gap() -> None:
+    assert stream(1.0, 1.02, 3.0, 3.1).gap_s(1.01) == pytest.approx(1.98)
+    assert stream(1.0, 1.02, 3.0, 3.1).tokens_before_gap(1.01) == 2
+
+
+def test_a_wait_that_was_over_before_the_blow_is_no_gap() -> None:
+    assert stream(1.0, 9.0, 9.1).gap_s(9.05) == pytest.approx(0.1)
+    assert stream(1.0, 9.0, 9.1).tokens_before_gap(9.05) == 2
+    assert stream(1.0, 9.0).gap_s(9.5) == 0.0
+
+
+def test_an_error_behind_wrong_tokens_is_wrong() -> None:
+    assert stream(1.0, 2.0, 3.0, 4.0, 5.0).became(RIGHT) == "exact"
+    assert stream(1.0, 2.0).became(RIGHT) == "WRONG"  # ended well, and short
+    assert stream(1.0, 2.0, error=LOST).became(RIGHT) == LOST
+    assert stream(1.0, 2.0, error="ABORTED").became([5, 8, 9, 11, 13]) == "WRONG"
+
+
+def test_percentile_is_by_rank() -> None:
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile([1.0] * 99 + [9.0], 0.99) == 9.0
+
+
+def cell(victim: str = "D", blow: str = "kill -9", **fields: Any) -> Cell:
+    known: dict[str, Any] = {"reached": True, "became": "exact", "others": "2 exact"}
+    return Cell(stage="decoding", victim=victim, blow=blow, held_by="", **(known | fields))
+
+
+def test_only_the_streams_of_a_killed_router_may_be_lost() -> None:
+    lost = {"became": "lost with its router", "again": "exact"}
+    assert cell().ok
+    assert cell("router", **lost).ok
+    assert not cell("router", "SIGSTOP", **lost).ok
+    assert not cell("D", **lost).ok
+    assert not cell("router", **(lost | {"again": "UNAVAILABLE"})).ok
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"reached": False}, {"became": "WRONG"}, {"became": "ABORTED"}, {"leaks": ("P1: leases = 1",)}, {"others": "1 WRONG"}],
+)
+def test_a_cell_that_was_missed_or_wrong_or_leaked_is_not_ok(fields: dict[str, Any]) -> None:
+    assert not cell(**fields).ok
+
+
+def test_every_state_has_a_scene_and_every_question_another_prompt() -> None:
+    assert set(SCENES) == set(Stage)
+    asked = everything_asked()
+    assert len({entry.prompt for entry in asked}) == len(asked)
+    assert all(len(entry.prompt) + entry.max_tokens <= 512 for entry in asked)
+    assert SUBJECT_TOKENS + SUBJECT_OUTPUT <= 512
