@@ -1,0 +1,60 @@
+"""Silence is noticed in time, by loops that wake up late too; a loop that slept through it does not blame the other side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from jdisagg.api import pulse
+from jdisagg.api.pulse import Pulse
+
+
+class Clock:
+    """Sleeps at once, each time longer than asked by `late_s(now)`."""
+
+    def __init__(self, late_s: Callable[[float], float]) -> None:
+        self.now_s = 0.0
+        self._late_s = late_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.now_s += seconds + self._late_s(self.now_s)
+
+
+def silence(monkeypatch: pytest.MonkeyPatch, late_s: Callable[[float], float], heard_at_s: float = -1.0) -> tuple[float, int]:
+    """When silence is noticed, and the beats sent until then; something is heard once, at `heard_at_s`."""
+    clock = Clock(late_s)
+    one = Pulse(heartbeat_s=0.25, dead_after_s=1.0)
+    beats: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        before_s = clock.now_s
+        await clock.sleep(seconds)
+        if before_s < heard_at_s <= clock.now_s:
+            one.heard()
+
+    monkeypatch.setattr(pulse, "monotonic", lambda: clock.now_s)
+    with monkeypatch.context() as patched:
+        patched.setattr(pulse.asyncio, "sleep", sleep)
+        asyncio.run(one.run(lambda: beats.append(clock.now_s)))
+    return clock.now_s, len(beats)
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.01, 0.03, 0.06])
+def test_silence_is_noticed_one_wake_up_late_at_most_however_late_they_come(
+    monkeypatch: pytest.MonkeyPatch, late_s: float
+) -> None:
+    at_s, beats = silence(monkeypatch, lambda _: late_s)
+    assert 1.0 <= at_s <= 1.0 + 2 * (0.0625 + late_s)
+    assert beats >= 2
+
+
+def test_what_is_heard_starts_the_count_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_s, _ = silence(monkeypatch, lambda _: 0.0, heard_at_s=0.9)
+    assert 1.9 <= at_s <= 2.1
+
+
+def test_a_process_that_was_stopped_reads_its_messages_before_it_blames_the_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_s, _ = silence(monkeypatch, lambda now_s: 30.0 if 0.5 < now_s < 1.0 else 0.0)
+    assert at_s > 30.5 + 0.3, "it waited for more wake-ups, in which messages would have been read"
