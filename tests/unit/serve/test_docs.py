@@ -11,6 +11,8 @@ from jdisagg.core.settings import build_parser
 
 ROOT = Path(__file__).parents[3]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_OPTION = re.compile(r'add_argument\(\s*"(--[a-z-]+)"')
+OF_SCRIPTS = {option for path in (ROOT / "scripts").rglob("*.py") for option in _OPTION.findall(path.read_text())}
 OTHER_PROGRAMS = {
     "--once",
     "--out",
@@ -37,7 +39,7 @@ def text(request: pytest.FixtureRequest) -> str:
 
 
 def test_every_flag_named_exists(text: str) -> None:
-    known = {option for action in build_parser()._actions for option in action.option_strings} | OTHER_PROGRAMS
+    known = {option for action in build_parser()._actions for option in action.option_strings} | OTHER_PROGRAMS | OF_SCRIPTS
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known
 
 
