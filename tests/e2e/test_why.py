@@ -40,6 +40,8 @@ def test_a_request_is_told_by_log_metrics_and_replay(start: Start, exact_flags: 
     assert f"trace {TRACE}" in told
     assert "finished: length, 8 tokens; queue " in told
     assert "all the same" in told
-    unknown = subprocess.run([*command, answer["id"]], capture_output=True, text=True, timeout=60, check=False)
+    by_answer = subprocess.run([*command, answer["id"]], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert f"request {name}: 40 prompt tokens" in by_answer, "the id that the client knows"
+    unknown = subprocess.run([*command, answer["id"] + "x"], capture_output=True, text=True, timeout=60, check=False)
     assert unknown.returncode == 2
     assert name in unknown.stderr

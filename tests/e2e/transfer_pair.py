@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.e2e.processes import wait_until
 from tests.e2e.transfer_peer import digest, values
 
 CHUNK, FEATURES = 64, 16
@@ -63,7 +64,11 @@ class Peer:
         return json.loads(line)
 
     def signal(self, number: int) -> None:
+        """SIGSTOP returns when the process has stopped."""
         os.kill(self.pid, number)
+        if number == signal.SIGSTOP:
+            stat = Path(f"/proc/{self.pid}/stat")
+            wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 5, "the process has stopped")
 
     def kill(self) -> None:
         """SIGKILL; idempotent."""
