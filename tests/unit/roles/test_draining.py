@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jdisagg.roles import engine_loop
-from tests.unit.roles.world import World
+from tests.unit.roles.world import World, two_full_pools
 from tests.unit.sched.engine_fake import expected, request
 
 PROMPT = tuple(range(3, 22))
@@ -48,14 +48,7 @@ def test_a_draining_prefill_worker_finishes_its_hand_offs_and_takes_no_new_one()
 
 def test_a_parked_prompt_keeps_a_draining_prefill_worker_until_it_was_computed_again() -> None:
     """A comes to P a second time while computed B fills P and waits for D: B stands back, P drains, both end as they should."""
-    world = World(local_prefill=False, decode_pages=10, prefill_pages=10)
-    world.submit(request("a", tuple(range(1, 21)), 4))
-    world.submit(request("b", tuple(range(2, 31)), 4))
-    for _ in range(4):
-        world.prefill.tick(world.now_s)
-        world.decode.tick(world.now_s)
-    (stream,) = [handoff for handoff in world.wire.open_streams if handoff.request_id == "a"]
-    world.wire.cut(stream, "dead")
+    world = two_full_pools()
     while not world.prefill.scheduler.counts()["parked"]:
         assert world.now_s < 10.0, world.text()
         world.tick()

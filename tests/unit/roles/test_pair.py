@@ -13,7 +13,7 @@ from jdisagg.core.requests import FinishReason, Output
 from jdisagg.handoff.events import PeerMessage, PeerOpened
 from jdisagg.roles import engine_loop
 from jdisagg.roles.inbox import Inbox, Message, Submit
-from tests.unit.roles.world import World
+from tests.unit.roles.world import World, two_full_pools
 from tests.unit.sched.engine_fake import expected, request
 
 
@@ -147,14 +147,7 @@ def test_request_that_no_peer_can_serve_fails_alone() -> None:
 @pytest.mark.covers("I-1")
 def test_two_full_pools_never_wait_for_each_other() -> None:
     """A holds pages of D and waits for P's; B holds P's pages and waits for D's: B stands back."""
-    world = World(local_prefill=False, decode_pages=10, prefill_pages=10)
-    world.submit(request("a", tuple(range(1, 21)), 4))
-    world.submit(request("b", tuple(range(2, 31)), 4))
-    for _ in range(4):
-        world.prefill.tick(world.now_s)
-        world.decode.tick(world.now_s)
-    (stream,) = [handoff for handoff in world.wire.open_streams if handoff.request_id == "a"]
-    world.wire.cut(stream, "dead")
+    world = two_full_pools()
     world.settle()
     assert world.tokens("a") == expected(tuple(range(1, 21)), 4)
     assert world.tokens("b") == expected(tuple(range(2, 31)), 4)
@@ -163,14 +156,7 @@ def test_two_full_pools_never_wait_for_each_other() -> None:
 def test_a_prompt_waits_no_moment_for_pages_of_those_whose_receiver_has_none() -> None:
     """A holds pages of D and comes to P a second time; B, computed, fills P and waits for D: B stands back at once, keeps its
     place on both sides, and is computed a second time only when D has room for it."""
-    world = World(local_prefill=False, decode_pages=10, prefill_pages=10)
-    world.submit(request("a", tuple(range(1, 21)), 4))
-    world.submit(request("b", tuple(range(2, 31)), 4))
-    for _ in range(4):
-        world.prefill.tick(world.now_s)
-        world.decode.tick(world.now_s)
-    (stream,) = [handoff for handoff in world.wire.open_streams if handoff.request_id == "a"]
-    world.wire.cut(stream, "dead")
+    world = two_full_pools()
     began_s = world.now_s
     while not world.outputs["a"] or world.outputs["a"][-1].finish is None:
         assert world.now_s < began_s + 10.0, world.text()

@@ -35,7 +35,7 @@ from jdisagg.sched.plan import PageTable, Plan, StepResult
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, Published
 from jdisagg.transfer.choice import PublisherSet
-from tests.unit.sched.engine_fake import EOS, FakeDevice
+from tests.unit.sched.engine_fake import EOS, FakeDevice, request
 
 BYTES_PER_TOKEN = 4
 CHUNK_TOKENS = 8
@@ -372,3 +372,16 @@ class World:
         assert self.borrower.is_idle, self.borrower.snapshot()
         assert self.lender.is_idle, self.lender.snapshot()
         assert not self.wire.open_streams
+
+
+def two_full_pools() -> World:
+    """A (prompt 1 to 20) holds pages of D and has lost its stream; B (2 to 30), computed, fills P's pool and waits for D's."""
+    world = World(local_prefill=False, decode_pages=10, prefill_pages=10)
+    world.submit(request("a", tuple(range(1, 21)), 4))
+    world.submit(request("b", tuple(range(2, 31)), 4))
+    for _ in range(4):
+        world.prefill.tick(world.now_s)
+        world.decode.tick(world.now_s)
+    (stream,) = [handoff for handoff in world.wire.open_streams if handoff.request_id == "a"]
+    world.wire.cut(stream, "dead")
+    return world
