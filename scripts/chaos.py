@@ -40,6 +40,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--numerics", default="exact", choices=("exact", "fast"))
     parser.add_argument("--local-prefill", default="on-failure")
+    parser.add_argument(
+        "--kv-transfer-backend", default="grpc", help="auto: shared memory here, which passes no forwarder, then grpc"
+    )
     parser.add_argument("--faults", default=",".join(ALL), help="comma-separated; default: all of %(default)s")
     parser.add_argument("--catalogue", type=int, default=60, help="different questions")
     parser.add_argument("--transformers", type=int, default=50, help="greedy answers that transformers judges, if installed")
@@ -70,6 +73,7 @@ async def run(arguments: argparse.Namespace, directory: Path) -> list[Verdict]:
         dtype=arguments.dtype,
         numerics=arguments.numerics,
         local_prefill=arguments.local_prefill,
+        transfer_backend=arguments.kv_transfer_backend,
         checksums="checksums-off" not in arguments.inject,
         seed=arguments.seed[0],
     )

@@ -34,6 +34,7 @@ class FleetPlan:
     numerics: str = "exact"
     local_prefill: str = "on-failure"
     checksums: bool = True
+    transfer_backend: str = "grpc"  # what travels through shared memory passes no forwarder
     worker_drill: str = ""
     router_drill: str = ""
     seed: int = 0
@@ -94,7 +95,7 @@ class Fleet:
             flags = (*flags, "--replay-budget", "4")  # as many deaths as here would use up any fleet's
             self.routers.append(self._member(f"R{number}", None, *flags))
         join = ("--router", ",".join(f"127.0.0.1:{grpc}" for _, grpc in ports), *plan.model_flags)
-        join = (*join, "--kv-transfer-backend", "grpc")  # what travels through shared memory passes no forwarder
+        join = (*join, "--kv-transfer-backend", plan.transfer_backend)
         if not plan.checksums:
             join = (*join, "--no-checksums")
         for number in range(1, plan.num_prefill + 1):
