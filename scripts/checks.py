@@ -29,7 +29,7 @@ sys.stdout.write(Metrics().text())
 QUICK_TESTS = ("tests/unit", "tests/compat")
 ALL_TESTS = ("tests/unit", "tests/compat", "tests/kernels", "tests/golden", "tests/e2e")
 CHECK_TIMEOUT_S = 300
-TESTS_TIMEOUT_S = 1800
+TESTS_TIMEOUT_S = 3600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
