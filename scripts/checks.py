@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ QUICK_TESTS = ("tests/unit", "tests/compat")
 ALL_TESTS = ("tests/unit", "tests/compat", "tests/kernels", "tests/golden", "tests/e2e")
 CHECK_TIMEOUT_S = 300
 TESTS_TIMEOUT_S = 3600
+CLEAN_UP_S = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,11 +105,7 @@ def run_tests(paths: list[str], extra: list[str], tally: Tally) -> None:
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
         command = [str(BIN / "pytest"), *paths, "-q", "--durations=15", f"--junit-xml={report}", *extra]
-        try:
-            status = subprocess.run(command, timeout=TESTS_TIMEOUT_S, check=False).returncode
-        except subprocess.TimeoutExpired:
-            print(f"FAILED  the tests did not finish within {TESTS_TIMEOUT_S} s", flush=True)
-            status = -1
+        status = _run_pytest(command)
         failed = 0
         if report.exists():
             for suite in ElementTree.parse(report).getroot().iter("testsuite"):
@@ -116,6 +114,21 @@ def run_tests(paths: list[str], extra: list[str], tally: Tally) -> None:
                 tally.passed += num["tests"] - num["failures"] - num["errors"] - num["skipped"]
                 tally.skipped += num["skipped"]
         tally.failed += max(failed, 1 if status != 0 else 0)
+
+
+def _run_pytest(command: list[str]) -> int:
+    """Its exit status. Out of time, it is interrupted: so it ends the servers it started and says what has failed so far."""
+    with subprocess.Popen(command) as pytest:
+        try:
+            return pytest.wait(TESTS_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            print(f"FAILED  the tests did not finish within {TESTS_TIMEOUT_S} s", flush=True)
+            pytest.send_signal(signal.SIGINT)
+        try:
+            pytest.wait(CLEAN_UP_S)
+        except subprocess.TimeoutExpired:
+            pytest.kill()
+        return -1
 
 
 def main() -> int:
