@@ -1,0 +1,90 @@
+"""How fast is one decode step of the engine on this machine's CPU, and how near to what the machine allows?
+
+    PYTHONPATH=. JAX_PLATFORMS=cpu python scripts/bench_step.py [--rounds 5] [--quick] [--json FILE]
+
+A Llama of 12 layers and about 110 M random parameters, every sequence --context tokens long. In turns within one run: the
+engine's own step (layers unrolled, the kernels and cache order the platform gets) in float32 and bfloat16, and the textbook
+step: `lax.scan` over stacked layers, the whole page table gathered, plain attention. Both keep their state on the device and
+sample greedily. The roofline is the longer of two times: weights and visible KV over the memory's rate, products over the rate
+of a large square product in the step's dtype; both rates are measured in the same run. Nothing else may run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from step_bench.roofline import memory_rate, product_rate
+from step_bench.subject import WARM_STEPS, Subject
+
+DTYPES = ("float32", "bfloat16")
+TARGET_RATIO = 3.0
+
+
+def main() -> int:
+    """Returns 0: this measures, it does not judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", default="1,2,8,32", help="sequences per step (default 1,2,8,32)")
+    parser.add_argument("--context", type=int, default=512, help="tokens per sequence (default 512)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns (default 5)")
+    parser.add_argument("--steps", type=int, default=6, help="steps per turn (default 6)")
+    parser.add_argument("--quick", action="store_true", help="one turn of one step, batch 2: does it work at all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there as well")
+    options = parser.parse_args()
+    if options.quick:
+        options.batches, options.rounds, options.steps, options.context = "2", 1, 1, 32
+    rates = {"memory": memory_rate(), **{dtype: product_rate(dtype) for dtype in DTYPES}}
+    print(
+        f"memory {rates['memory'] / 1e9:.1f} GB/s, products " + ", ".join(f"{d} {rates[d] / 1e9:.0f} GFLOP/s" for d in DTYPES)
+    )
+    print(
+        f"{'batch':>5} {'dtype':>9} {'engine ms':>10} {'plain ms':>9} {'plain/engine':>13} {'roofline ms':>12} {'reached':>8}"
+    )
+    rows = [row for batch in map(int, options.batches.split(",")) for row in bench(batch, options, rates)]
+    for batch in {row["batch"] for row in rows if row["batch"] > 1}:
+        wide, narrow = (next(r["engine_ms"] for r in rows if (r["batch"], r["dtype"]) == (batch, d)) for d in DTYPES)
+        print(f"batch {batch}: bfloat16 is {wide / narrow:.2f} x as fast as float32")
+    if options.json:
+        options.json.write_text(json.dumps({"rates": rates, "context": options.context, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+def bench(batch: int, options: argparse.Namespace, rates: dict[str, float]) -> list[dict[str, Any]]:
+    """Both dtypes at one batch size; everything takes turns."""
+    room = WARM_STEPS + options.rounds * options.steps
+    subjects = {(d, plain): Subject(d, batch, options.context, room, plain=plain) for d in DTYPES for plain in (False, True)}
+    for subject in subjects.values():
+        subject.time_steps(WARM_STEPS)
+    taken: dict[tuple[str, bool], list[float]] = {key: [] for key in subjects}
+    for _ in range(options.rounds):
+        for key, subject in subjects.items():
+            taken[key].append(subject.time_steps(options.steps))
+    rows = []
+    for dtype in DTYPES:
+        work = subjects[dtype, False].work
+        engine_s, plain_s = (statistics.median(taken[dtype, plain]) for plain in (False, True))
+        bound_s = max(work.num_bytes / rates["memory"], work.flops / rates[dtype])
+        rows.append(
+            {
+                "batch": batch,
+                "dtype": dtype,
+                "engine_ms": 1e3 * engine_s,
+                "plain_ms": 1e3 * plain_s,
+                "ratio": plain_s / engine_s,
+                "roofline_ms": 1e3 * bound_s,
+                "reached": bound_s / engine_s,
+            }
+        )
+        print(
+            f"{batch:>5} {dtype:>9} {1e3 * engine_s:>10.1f} {1e3 * plain_s:>9.1f} {plain_s / engine_s:>13.2f} "
+            f"{1e3 * bound_s:>12.1f} {bound_s / engine_s:>8.0%}",
+            flush=True,
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
