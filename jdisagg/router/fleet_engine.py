@@ -19,7 +19,7 @@ from typing import Any
 
 from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.token_engine import Health, ModelCard
-from jdisagg.api.worker_client import CLOSED
+from jdisagg.api.worker_client import CLOSED, SILENT
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.drill import Drill
 from jdisagg.core.errors import (
@@ -39,7 +39,7 @@ from jdisagg.router.fleet import Entry
 from jdisagg.router.flight import Flight, Lost
 from jdisagg.router.homes import Homes
 from jdisagg.router.recovery import Recovery, ReplayConfig
-from jdisagg.router.workers import Workers
+from jdisagg.router.workers import EVICTED, Workers
 
 log = logging.getLogger(__name__)
 
@@ -286,7 +286,7 @@ class FleetEngine:
         death = reason != CLOSED and not entry.member.draining
         for flight in self._flights.values():
             if flight.entry is entry:
-                flight.events.put_nowait(Lost(error, death=death))
+                flight.events.put_nowait(Lost(error, death=death, blame=0.5 if reason in (SILENT, EVICTED) else 1.0))
 
 
 def _observe(timeline: Timeline, output: Output) -> None:

@@ -13,10 +13,15 @@ from jdisagg.router.fleet import Entry
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The attempt is over without an end. `death`: the worker went down, as opposed to giving the request back."""
+    """The attempt is over without an end. `death`: the worker went down, as opposed to giving the request back.
+
+    `blame`: how far that speaks against the request, in deaths. Silence befalls several workers at once when a host or a
+    network pauses, and most come back from it: half a death.
+    """
 
     error: RequestError
     death: bool
+    blame: float = 1.0
 
 
 class Flight:
@@ -31,6 +36,7 @@ class Flight:
         self.fingerprint: str | None = None
         self.tried: frozenset[str] = frozenset()  # addresses that failed it
         self.deaths = 0
+        self.blame = 0.0  # of those deaths, together
         self.refusals = 0
         self.retry_after_s: float | None = None  # the soonest that a full worker named
         self.finished = False

@@ -1,7 +1,7 @@
 """Whether a request that lost its worker gets another attempt: counted and logged, whatever the answer.
 
-Three brakes: a request seen in flight at two deaths is failed and quarantined, one that workers keep giving back is failed with
-their reason, and all replays of the fleet share a budget.
+Three brakes: a request in flight at two deaths, or when four workers fell silent, is failed and quarantined, one that workers
+keep giving back is failed with their reason, and all replays of the fleet share a budget.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0  # before the same worker is asked ag
 class ReplayConfig:
     """How much recovery a fleet affords."""
 
-    max_deaths: int = 2  # a request in flight at this many worker deaths is failed and refused for a while
+    max_deaths: int = 2  # a request in flight at so many deaths (or twice as many silences) is failed and refused for a while
     max_refusals: int = 8  # replays after a worker gave the request back (HandoffLost, Unavailable)
     quarantine_s: float = 60.0
     budget_share: float = 0.5  # replays per new request ..
@@ -62,6 +62,7 @@ class Recovery:
         level = logging.INFO if is_full else logging.WARNING
         told = (flight.request.request_id, stage, where, lost.error.message)
         flight.deaths += lost.death
+        flight.blame += lost.blame * lost.death
         flight.refusals += not lost.death
         try:
             self._check(flight, lost, alone=alone, num_live=num_live, now_s=now_s)
@@ -79,7 +80,7 @@ class Recovery:
     def _check(self, flight: Flight, lost: Lost, *, alone: bool, num_live: int, now_s: float) -> None:
         """Raises the error that ends the request."""
         request_id = flight.request.request_id
-        if flight.deaths >= self._config.max_deaths:
+        if flight.blame >= self._config.max_deaths:
             self._quarantine.add(flight.request, now_s)
             raise HandoffLost(
                 f"request {request_id}: in flight when {flight.deaths} workers went down "

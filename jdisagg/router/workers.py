@@ -27,6 +27,7 @@ from jdisagg.router.fleet import Entry, Fleet
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.5
+EVICTED = "its heartbeats stopped"
 
 
 class Workers:
@@ -137,7 +138,7 @@ class Workers:
             await asyncio.sleep(self._config.heartbeat_s)
             self.fleet.forgive(monotonic() - asleep_s - self._config.heartbeat_s)
             for entry in self.fleet.evict(monotonic()):
-                self._lose(entry, "its heartbeats stopped")
+                self._lose(entry, EVICTED)
             self._connect_missing()
 
     def _connect_missing(self) -> None:

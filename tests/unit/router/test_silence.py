@@ -1,0 +1,63 @@
+"""Silence is weaker evidence against a request than a death: a host or network that pauses silences several workers at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from jdisagg.core.errors import HandoffLost
+from tests.unit.router.fakes import FakeWorker, Router
+from tests.unit.router.test_fleet_engine import ask, assert_whole, collect, fleet, stop
+from tests.unit.wire.rig import FAST, run_quiet, until
+
+
+async def mute_worker(router: Router) -> FakeWorker:
+    """Alone in the fleet, linked, and from now on silent."""
+    worker = FakeWorker((router.address,), config=FAST.__class__(heartbeat_s=20.0, dead_after_s=60.0))
+    (worker,) = await fleet(worker, router=router)
+    worker.engine.frozen = True
+    return worker
+
+
+@pytest.mark.parametrize("num_silent", [2, 3])
+def test_a_request_outlives_several_silences(num_silent: int) -> None:
+    async def body() -> None:
+        router = await Router(step_timeout_s=30.0).start()
+        asked = ask("r1")
+        worker = await mute_worker(router)
+        task = asyncio.create_task(collect(router, asked))
+        for number in range(num_silent):
+            await until(lambda w=worker: w.engine.seen)
+            await until(lambda: router.linked() == 0)  # noticed
+            await worker.die()
+            if number < num_silent - 1:
+                worker = await mute_worker(router)
+        heir = await FakeWorker((router.address,)).start()
+        assert_whole(asked, await task)
+        assert router.engine._recovery.num_quarantined == 0
+        await stop(router, heir)
+
+    run_quiet(body())
+
+
+def test_silence_everywhere_ends_in_quarantine() -> None:
+    async def body() -> None:
+        router = await Router(step_timeout_s=30.0).start()
+        worker = await mute_worker(router)
+        task = asyncio.create_task(collect(router, ask("r1")))
+        for number in range(4):
+            await until(lambda w=worker: w.engine.seen)
+            await until(lambda: router.linked() == 0)
+            await worker.die()
+            if number < 3:
+                assert not task.done()
+                worker = await mute_worker(router)
+        (end,) = await task
+        assert isinstance(end.error, HandoffLost)
+        assert "4 workers went down" in end.error.message
+        with pytest.raises(HandoffLost, match="quarantined for"):
+            await collect(router, ask("r1"))
+        await stop(router)
+
+    run_quiet(body())
