@@ -20,6 +20,7 @@ from jdisagg.api.http.completions import Completions
 from jdisagg.api.http.errors import error_response, plain_error
 from jdisagg.api.http.openapi import openapi_document
 from jdisagg.api.http.operations import Observable, Operations
+from jdisagg.api.http.request_id import RequestIdHeader
 from jdisagg.api.http.tokens import TokenEndpoints
 from jdisagg.core.errors import JdisaggError, Unauthenticated
 
@@ -39,9 +40,9 @@ def make_app(edge: Edge | None, engine: Observable, metrics_text: Callable[[], s
         routes += [Route(path, _ask_elsewhere, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]
     else:
         routes += _completion_routes(edge)
-    guard = [Middleware(_ApiKeyGuard, api_key=api_key)] if api_key else []
+    layers = [Middleware(RequestIdHeader), *([Middleware(_ApiKeyGuard, api_key=api_key)] if api_key else [])]
     handlers = {JdisaggError: _on_error, HTTPException: _on_http_error, Exception: _on_bug}
-    return Starlette(routes=routes, middleware=guard, exception_handlers=handlers)
+    return Starlette(routes=routes, middleware=layers, exception_handlers=handlers)
 
 
 def _completion_routes(edge: Edge) -> list[Route]:

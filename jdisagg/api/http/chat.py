@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -17,6 +16,7 @@ from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import open_stream, while_connected
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, refuse_unsupported
+from jdisagg.api.http.request_id import new_request_id
 from jdisagg.api.http.shapes import chat_logprobs, provenance_object, usage_object, wants_provenance
 from jdisagg.api.intake import Job, TextRequest
 from jdisagg.core.errors import InvalidRequest
@@ -35,7 +35,8 @@ class ChatCompletions:
         body = await read_body(request)
         options = read_options(body, provenance=wants_provenance(request))
         num_top = _read_top_logprobs(body)
-        text_request = read_chat(body, self._edge, num_top, traceparent=read_traceparent(request.headers.get(TRACEPARENT)))
+        trace, request_id = read_traceparent(request.headers.get(TRACEPARENT)), new_request_id(request, "chatcmpl")
+        text_request = read_chat(body, self._edge, num_top, request_id=request_id, traceparent=trace)
         job = await while_connected(request.receive, self._edge.admit(text_request))
         answer = _Answer(self._edge, job, options, num_top=num_top)
         if options.stream:
@@ -44,13 +45,13 @@ class ChatCompletions:
         return JSONResponse(answer.whole(transcript))
 
 
-def read_chat(body: Body, edge: Edge, num_top: int | None, *, traceparent: str = "") -> TextRequest:
+def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, traceparent: str = "") -> TextRequest:
     """The body as a TextRequest. Raises InvalidRequest naming the field."""
     refuse_unsupported(body)
     n, max_tokens = body.integer("n"), body.integer("max_completion_tokens")
     max_tokens = body.integer("max_tokens") if max_tokens is None else max_tokens
     return TextRequest(
-        request_id=f"chatcmpl-{uuid.uuid4().hex}",
+        request_id=request_id,
         prompts=(render_prompt(body, edge.tokenizer.chat),),
         model=body.text("model") or "",
         sampling=read_sampling(body, edge.defaults, logprobs=num_top),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -17,6 +16,7 @@ from jdisagg.api.edge import Edge
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import open_stream, while_connected
 from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, refuse_unsupported
+from jdisagg.api.http.request_id import new_request_id
 from jdisagg.api.http.shapes import completion_logprobs, prompt_logprobs, provenance_object, usage_object, wants_provenance
 from jdisagg.api.intake import Job, TextRequest
 from jdisagg.core.errors import InvalidRequest
@@ -36,9 +36,8 @@ class Completions:
         """Answer one request, streamed or whole."""
         body = await read_body(request)
         options = read_options(body, provenance=wants_provenance(request))
-        text_request = read_completion(
-            body, self._edge.defaults, traceparent=read_traceparent(request.headers.get(TRACEPARENT))
-        )
+        trace = read_traceparent(request.headers.get(TRACEPARENT))
+        text_request = read_completion(body, self._edge.defaults, new_request_id(request, "cmpl"), traceparent=trace)
         job = await while_connected(request.receive, self._edge.admit(text_request))
         answer = _Answer(self._edge, job, options, show_logprobs=text_request.sampling.logprobs is not None)
         if options.stream:
@@ -47,7 +46,7 @@ class Completions:
         return JSONResponse(answer.whole(transcript))
 
 
-def read_completion(body: Body, defaults: SamplingParams, *, traceparent: str = "") -> TextRequest:
+def read_completion(body: Body, defaults: SamplingParams, request_id: str, *, traceparent: str = "") -> TextRequest:
     """The body as a TextRequest. Raises InvalidRequest naming the field."""
     refuse_unsupported(body)
     if body.text("suffix"):
@@ -61,7 +60,7 @@ def read_completion(body: Body, defaults: SamplingParams, *, traceparent: str = 
     if echo and logprobs is not None and sampling.prompt_logprobs is None:
         sampling = replace(sampling, prompt_logprobs=logprobs)
     return TextRequest(
-        request_id=f"cmpl-{uuid.uuid4().hex}",
+        request_id=request_id,
         prompts=body.prompts("prompt"),
         model=body.text("model") or "",
         sampling=sampling,

@@ -1,0 +1,58 @@
+"""X-Request-Id: the client's name for a call is in the engine's request id and comes back, whatever the answer."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from jdisagg.text.tokenizer import Tokenizer
+from tests.unit.api_edge.fakes import FakeEngine, run, serving
+
+BODY = {"model": "tiny", "prompt": "the"}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "the"}]}
+
+
+def test_the_header_names_the_request_and_comes_back(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, "fox")
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http, trust_env=False) as client:
+            for path, body, kind in (("/v1/completions", BODY, "cmpl"), ("/v1/chat/completions", CHAT, "chatcmpl")):
+                for stream in (False, True, False):  # the same name again is another request
+                    answer = await client.post(path, json=body | {"stream": stream}, headers={"X-Request-Id": "job-7"})
+                    assert answer.status_code == 200
+                    assert answer.headers["x-request-id"] == "job-7"
+                    assert f'"id":"{kind}-job-7-' in answer.text.replace(": ", ":")
+        ids = [asked.request_id for asked in engine.requests]
+        assert len(set(ids)) == len(ids) == 6
+        assert all("-job-7-" in one for one in ids)
+
+    run(check())
+
+
+def test_without_a_header_the_answer_names_the_id_it_got(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, "fox")
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http, trust_env=False) as client:
+            answer = await client.post("/v1/completions", json=BODY)
+            assert answer.headers["x-request-id"] == answer.json()["id"]
+            assert engine.requests[0].request_id.startswith(answer.json()["id"])
+            refused = await client.post("/v1/completions", json=BODY | {"top_p": 7}, headers={"X-Request-Id": "job-8"})
+            assert (refused.status_code, refused.headers["x-request-id"]) == (400, "job-8")
+            health = [(await client.get("/health")).headers["x-request-id"] for _ in range(2)]
+            assert len(set(health)) == 2
+
+    run(check())
+
+
+@pytest.mark.parametrize("bad", ["", "two words", "x" * 129, "tab\there", "caf\xe9"])
+def test_a_bad_header_is_refused_by_name(tokenizer: Tokenizer, bad: str) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, "fox")
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http, trust_env=False) as client:
+            headers = [(b"x-request-id", bad.encode("latin-1"))]
+            answer = await client.post("/v1/completions", json=BODY, headers=headers)
+            assert answer.status_code == 400
+            assert "x-request-id: wanted 1 to 128" in answer.json()["error"]["message"]
+            assert not engine.requests
+
+    run(check())
