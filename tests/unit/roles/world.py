@@ -1,7 +1,7 @@
 """A prefill and a decode engine, real but for device and transport, stepped by hand: no thread, no clock, no array.
 
-Tokens are those of the scheduler tests' fake device: each is the sum of everything read through the page table, so a page that
-was not transferred, transferred wrongly or reused too early changes the stream.
+The device is that of the scheduler tests, whose pages know what they hold: a page that was not transferred, transferred wrongly
+or reused too early is an error where it is read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from jdisagg.sched.plan import PageTable, Plan, StepResult
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, Published
 from jdisagg.transfer.choice import PublisherSet
-from tests.unit.sched.engine_fake import EOS, FakeDevice, request
+from tests.unit.sched.content_fake import EOS
+from tests.unit.sched.device_fake import FakeDevice
+from tests.unit.sched.engine_fake import request
 
 BYTES_PER_TOKEN = 4
 CHUNK_TOKENS = 8
@@ -43,7 +45,7 @@ PEERS = ("p0", "p1")
 
 
 class FakeRunner:
-    """The fake device behind the Runner protocol; pieces are lists of tokens. Steps are done at once or, with `meanwhile`, at
+    """The fake device behind the Runner protocol; pieces are lists of cells. Steps are done at once or, with `meanwhile`, at
     the second look: it is called at the first one."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -65,12 +67,13 @@ class FakeRunner:
 
     def export_tokens(self, page_table: PageTable, begin: int, end: int, group: int = 0) -> Piece:
         assert 0 < end - begin <= CHUNK_TOKENS
-        tokens = self.device.read(list(page_table[0]), end)[begin:end]
-        return Piece(begin=begin, end=end, data=cast(Any, tokens), group=group)
+        cells = self.device.pages.take(page_table[0], end)[begin:]
+        return Piece(begin=begin, end=end, data=cast(Any, cells), group=group)
 
     def import_tokens(self, page_table: PageTable, piece: Piece) -> None:
-        for offset, token in enumerate(cast(Any, piece.data)):
-            self.device.write(page_table[0], piece.begin + offset, token)
+        for position, cell in enumerate(cast(Any, piece.data), start=piece.begin):
+            assert cell.position == position, f"a piece of [{piece.begin}, {piece.end}) has {cell}"
+            self.device.pages.write(page_table[0], cell)
 
 
 class Network:
