@@ -7,6 +7,7 @@ nothing is left, and the schedule log replays to the same plans.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.unit.sched.machine_truth import Truth
 MAX_IN_FLIGHT = 2
 MAX_LIVE = 10  # then nobody comes: more wait longer and see no more
 MAX_MODEL_LEN = 40
+MAX_TICKS = 2000  # until all are served
 PAGE_SIZE = 4
 PROMPTS = st.one_of(
     st.lists(st.integers(0, 30), min_size=1, max_size=14).map(tuple),
@@ -50,14 +52,14 @@ class WorkerMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([1, 2, 3, 4, 8]),
         budget=st.integers(4, 12),
         threshold=st.sampled_from([0, 3]),
-        reserve=st.sampled_from([0, 0, 5]),
+        reserve=st.sampled_from([0, 0, 0, 5]),
         policy=st.sampled_from(["fcfs", "priority", "prefill-first"]),
         steps=st.sampled_from([1, 1, 3]),
-        host_tokens=st.sampled_from([0, 12, 100, 100]),
+        host_tokens=st.sampled_from([0, 12, 100, 100, 100]),
         retraction_cost=st.sampled_from(COSTS),
         max_bypass=st.sampled_from([0, 1, 16]),
-        safety_margin=st.sampled_from([0.0, 0.0, 0.3]),
-        max_num_kv_read_tokens=st.sampled_from([0, 0, 50]),
+        safety_margin=st.sampled_from([0.0, 0.0, 0.0, 0.3]),
+        max_num_kv_read_tokens=st.sampled_from([0, 0, 0, 50]),
         caching=st.booleans(),
         local_prefill=st.booleans(),
     )
@@ -136,9 +138,9 @@ class WorkerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._has_few())
     @rule(
         prompt=EDGES,
-        n=st.sampled_from([2, 2, 3, 4, 8]),
-        max_tokens=st.integers(1, 9),
-        remote=st.booleans(),
+        n=st.sampled_from([2, 3, 5, 8]),
+        max_tokens=st.sampled_from([1, 2, 5, 9, 20]),
+        remote=st.sampled_from([True, True, False]),
         salt=SALTS,
         num_resumed=st.sampled_from([0, 0, 0, 2]),
         has_own_name=st.booleans(),
@@ -185,12 +187,21 @@ class WorkerMachine(RuleBasedStateMachine):
     def commit(self) -> None:
         self.engine.commit_one()
 
-    @rule(count=st.integers(1, 3))
+    @rule(count=st.integers(1, 6))
     def run(self, count: int) -> None:
         for _ in range(count):
             if len(self.engine.in_flight) < MAX_IN_FLIGHT:
                 self.step()
             self.engine.commit_one()
+
+    @precondition(lambda self: len(self.engine.scheduler.table.live) > 1)
+    @rule()
+    def finish(self) -> None:
+        """Everybody is served: who comes next has the pool for himself."""
+        for _ in range(MAX_TICKS):
+            if self.engine.scheduler.is_idle() and not self.engine.in_flight:
+                return
+            self.serve_once()
 
     @rule(seconds=st.sampled_from([0.5, 3.0]))
     def time_passes(self, seconds: float) -> None:
@@ -212,13 +223,16 @@ class WorkerMachine(RuleBasedStateMachine):
             assert self.engine.scheduler.counts()["running"] <= self.engine.config.max_num_seqs
 
     def teardown(self) -> None:
-        """Everybody is served; then the log is replayed."""
+        """Everybody is served; then the log is replayed. After a failure there is nothing to add to it."""
         if not hasattr(self, "engine"):
             return
-        for _ in range(2000):
-            if self.engine.scheduler.is_idle() and not self.engine.in_flight:
-                break
-            self.serve_once()
+        with self.directory:
+            if not isinstance(sys.exc_info()[1], AssertionError):
+                self._serve_rest()
+            self.engine.scheduler.close_log()
+
+    def _serve_rest(self) -> None:
+        self.finish()
         self.truth.check()
         self.engine.run(max_ticks=1)
         for name, asked in self.requests.items():
@@ -226,7 +240,6 @@ class WorkerMachine(RuleBasedStateMachine):
         self.engine.scheduler.close_log()
         with self.log.open(encoding="utf-8") as lines:
             report = replay(lines)
-        self.directory.cleanup()
         assert report.difference is None
         assert report.num_plans >= len(self.engine.plans)
 
