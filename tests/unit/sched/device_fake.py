@@ -34,6 +34,7 @@ class FakeDevice:
         self.num_forward_tokens = 0
         self.num_copied_pages = 0
         self.bad: set[int] = set()  # slots whose next sample is NaN
+        self.computed_by: dict[int, int] = {}  # page -> latest step that wrote to it
 
     def dispatch(self, plan: Plan) -> StepResult:
         """One step; its result may be committed any time later."""
@@ -90,10 +91,12 @@ class FakeDevice:
                 sampled.append(self._sample(chunk.slot))
         steps = [{slot: self._decode(slot, writers) for slot in plan.decode}]
         for _ in range(1, plan.num_steps):
+            self.computed_by.update(dict.fromkeys(writers, plan.step_id))
             writers.clear()
             going_on = [slot for slot in plan.decode if self._has_page(self.slots[slot])]
             self._feed(going_on, writers)
             steps.append(steps[-1] | {slot: self._decode(slot, writers) for slot in going_on})  # the others' is junk
+        self.computed_by.update(dict.fromkeys(writers, plan.step_id))
         return (*sampled, *(self._joined([step[slot] for step in steps]) for slot in plan.decode))
 
     def _has_page(self, state: SlotState) -> bool:

@@ -203,6 +203,12 @@ class WorkerMachine(RuleBasedStateMachine):
                 return
             self.serve_once()
 
+    @precondition(lambda self: self.engine.device.slots)
+    @rule(data=st.data())
+    def numbers_go_wrong(self, data: st.DataObject) -> None:
+        """The next token of a slot is NaN: its request fails alone."""
+        self.engine.device.bad.add(data.draw(st.sampled_from(sorted(self.engine.device.slots))))
+
     @rule(seconds=st.sampled_from([0.5, 3.0]))
     def time_passes(self, seconds: float) -> None:
         self.engine.now_s += seconds

@@ -53,10 +53,11 @@ class Truth:
                 kept = self._engine.device.host.get(sequence.request_id)
                 wanted = self._cells[sequence.request_id][:num_tokens]
                 assert kept == wanted, f"{sequence.request_id}: host memory has {kept}, wanted {wanted}"
-        pages = self._engine.device.pages
+        device, in_flight = self._engine.device, {result.step_id for result in self._engine.in_flight}
         for key in self._index.indexed():
             (page,) = self._index.match_keys((key,))
-            pages.expect((page,), self._page_of_key[key], pages.page_size)
+            device.pages.expect((page,), self._page_of_key[key], device.pages.page_size)
+            assert device.computed_by.get(page) not in in_flight, f"page {page} can be found before its step has committed"
 
     def _check_pages(self, sequence: Sequence) -> None:
         held, device = sequence.holding.pages, self._engine.device
