@@ -32,7 +32,7 @@ from jdisagg.sched.plan import StepResult
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc, generation_pb2, generation_pb2_grpc
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
-from tests.unit.roles.world import Engine
+from tests.unit.roles.engine import Engine
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.wire.rig import FAST, start_server, until
 

@@ -16,7 +16,7 @@ from jdisagg.roles.inbox import Submit
 from jdisagg.roles.self_test import self_test
 from jdisagg.roles.watchdog import EXIT_STEP_TIMEOUT, Watchdog
 from jdisagg.sched.plan import Plan, StepResult
-from tests.unit.roles.world import Engine
+from tests.unit.roles.engine import Engine
 from tests.unit.sched.engine_fake import expected, request
 
 

@@ -11,8 +11,9 @@ from hypothesis.stateful import rule, run_state_machine_as_test
 from jdisagg.core.requests import Provenance, SamplingParams
 from jdisagg.handoff.messages import HandoffId, Open
 from jdisagg.roles import engine_loop
-from tests.unit.roles.test_pair import PairMachine
-from tests.unit.roles.world import BYTES_PER_TOKEN, World
+from tests.unit.roles.network_fake import BYTES_PER_TOKEN
+from tests.unit.roles.pair_rules import PairRules
+from tests.unit.roles.world import World
 from tests.unit.sched.engine_fake import expected, request
 
 
@@ -205,7 +206,7 @@ def test_a_full_pool_at_p_is_waited_for_and_nobody_waits_for_ever() -> None:
     assert world.tokens("a") == world.tokens("b") == expected(tuple(range(20, 44)), 4, ignore_eos=True)
 
 
-class MirrorMachine(PairMachine):
+class MirrorMachine(PairRules):
     """The pair's random histories, with P borrowing whatever it can, and conversations that go on."""
 
     def __init__(self) -> None:
@@ -246,7 +247,7 @@ class StrictMirrorMachine(MirrorMachine):
 
 @pytest.mark.covers("I-3", "I-4")
 @pytest.mark.parametrize("machine", [MirrorMachine, StrictMirrorMachine], ids=["on-failure", "never"])
-def test_every_conversation_ends_exact_and_quiescent(machine: type[PairMachine]) -> None:
+def test_every_conversation_ends_exact_and_quiescent(machine: type[PairRules]) -> None:
     assert run_state_machine_as_test(machine) is None  # the machine's teardown asserts
 
 

@@ -6,13 +6,13 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import run_state_machine_as_test
 
 from jdisagg.core.requests import FinishReason, Output
 from jdisagg.handoff.events import PeerMessage, PeerOpened
 from jdisagg.roles import engine_loop
 from jdisagg.roles.inbox import Inbox, Message, Submit
+from tests.unit.roles.pair_rules import PairMachine
 from tests.unit.roles.world import World, two_full_pools
 from tests.unit.sched.engine_fake import expected, request
 
@@ -204,84 +204,6 @@ def test_newer_attempt_takes_the_place_of_an_older_one() -> None:
     assert [*delivered, *(token for output in got for token in output.token_ids)] == expected(PROMPT, 6)
     assert {output.attempt for output in got} == {1}
     assert tuple(world.tokens("a")) == delivered
-
-
-class PairMachine(RuleBasedStateMachine):
-    """Random arrivals, cancels, deadlines, cut streams, lost pieces, uneven progress."""
-
-    local_prefill = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.world = World(local_prefill=self.local_prefill, decode_pages=18, prefill_pages=14)
-        self.wanted: dict[str, list[int]] = {}
-        self.spoiled: set[str] = set()
-
-    @rule(length=st.integers(1, 30), first=st.integers(1, 3), max_tokens=st.integers(1, 12), ignore_eos=st.booleans())
-    def submit(self, length: int, first: int, max_tokens: int, ignore_eos: bool) -> None:
-        name = f"r{len(self.wanted)}"
-        prompt = tuple(range(first, first + length))
-        self.wanted[name] = expected(prompt, max_tokens, ignore_eos=ignore_eos)
-        self.world.submit(request(name, prompt, max_tokens, ignore_eos=ignore_eos))
-
-    @rule(length=st.integers(1, 20), timeout_s=st.sampled_from([0.0, 0.02, 0.05, 0.2]))
-    def submit_with_deadline(self, length: int, timeout_s: float) -> None:
-        name = f"r{len(self.wanted)}"
-        prompt = tuple(range(1, 1 + length))
-        self.wanted[name] = expected(prompt, 9)
-        self.spoiled.add(name)
-        self.world.submit(request(name, prompt, 9, deadline_s=self.world.now_s + timeout_s))
-
-    @precondition(lambda self: self.wanted)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.wanted)))
-        self.spoiled.add(name)
-        self.world.cancel(name)
-
-    @rule()
-    def tick_decode(self) -> None:
-        self.world.now_s += 0.01
-        self.world.decode.tick(self.world.now_s)
-
-    @rule()
-    def tick_prefill(self) -> None:
-        self.world.now_s += 0.01
-        self.world.prefill.tick(self.world.now_s)
-
-    @rule(count=st.integers(1, 5))
-    def transfer(self, count: int) -> None:
-        for _ in range(count):
-            self.world.network.step()
-
-    @rule(count=st.integers(1, 8))
-    def run(self, count: int) -> None:
-        for _ in range(count):
-            self.world.tick()
-
-    @precondition(lambda self: self.world.wire.open_streams)
-    @rule(data=st.data(), reason=st.sampled_from(["dead", "heartbeat"]))
-    def cut(self, data: st.DataObject, reason: str) -> None:
-        self.world.wire.cut(data.draw(st.sampled_from(sorted(self.world.wire.open_streams))), reason)
-
-    @rule(count=st.integers(1, 4))
-    def lose_pieces(self, count: int) -> None:
-        self.world.network.lose_next = count
-
-    def teardown(self) -> None:
-        self.world.network.lose_next = 0
-        self.world.settle()
-        for name, wanted in self.wanted.items():
-            outputs = self.world.outputs[name]
-            ends = [output for output in outputs if output.finish is not None]
-            assert len(ends) <= 1, f"{name} ended twice"
-            got = self.world.tokens(name)
-            assert got == wanted[: len(got)], f"{name}: a wrong token"
-            if name in self.spoiled or (ends and ends[0].error is not None and not self.local_prefill):
-                continue  # cancelled, timed out, or out of peers: what came was right
-            assert ends, f"{name} never ended"
-            assert ends[0].error is None, ends[0].error
-            assert got == wanted
 
 
 class StrictPairMachine(PairMachine):

@@ -9,7 +9,8 @@ import pytest
 from jdisagg.core.requests import Output, Role
 from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.inbox import Cancel, Submit
-from tests.unit.roles.world import Engine, World
+from tests.unit.roles.engine import Engine
+from tests.unit.roles.world import World
 from tests.unit.sched.engine_fake import expected, request
 
 

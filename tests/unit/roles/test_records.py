@@ -20,7 +20,8 @@ from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.inbox import Cancel, Message, Submit
 from jdisagg.roles.record import MAX_EVENTS, Event, RequestRecord
 from jdisagg.roles.stages import Stage
-from tests.unit.roles.world import Engine, World
+from tests.unit.roles.engine import Engine
+from tests.unit.roles.world import World
 from tests.unit.sched.engine_fake import expected, request
 
 PHASES = ("queue", "prefill", "transfer", "decode")

@@ -1,8 +1,4 @@
-"""A device whose tokens a reader computes by hand, and a loop around the real scheduler.
-
-The "KV" of a position is its token id, stored in the page the plan says. The next token is the sum of all tokens read back
-through the page table, modulo VOCAB: one page read before it was written, shared wrongly or overwritten changes the answer.
-"""
+"""A loop around the real scheduler and a fake device, whose tokens a reader computes by hand."""
 
 from __future__ import annotations
 
@@ -11,18 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jdisagg.core.config import SchedulerConfig
-from jdisagg.core.requests import EngineRequest, Output, Role, SamplingParams, TokenLogprob
+from jdisagg.core.requests import EngineRequest, Output, Role, SamplingParams
+from jdisagg.sched.host_memory import RetractionCost
 from jdisagg.sched.log import LoggedScheduler
-from jdisagg.sched.plan import PageTable, Plan, PrefillChunk, Sampled, StepResult
+from jdisagg.sched.plan import Plan, StepResult
+from tests.unit.sched.content_fake import EOS, next_token
+from tests.unit.sched.device_fake import FakeDevice
 
-VOCAB = 31
-EOS = 0
 FAR_S = 1e9
-
-
-def next_token(tokens: tuple[int, ...] | list[int]) -> int:
-    """The whole model."""
-    return sum(tokens) % VOCAB
 
 
 def expected(prompt: tuple[int, ...], max_tokens: int, *, ignore_eos: bool = True) -> list[int]:
@@ -60,109 +52,6 @@ def request(
 
 
 @dataclass
-class SlotState:
-    """One row of the device-resident decode state."""
-
-    pages: list[int]
-    length: int  # positions whose KV is written
-    last_token: int  # fed next
-    scores: bool = False  # log-probabilities are wanted
-
-
-class FakeDevice:
-    """Executes plans in order of dispatch, strictly: anything a real device would get wrong silently raises here."""
-
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.memory: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
-        self.page_size = page_size
-        self.slots: dict[int, SlotState] = {}
-        self.host: dict[str, list[int]] = {}  # KV kept in host memory
-        self.num_forward_tokens = 0
-        self.num_copied_pages = 0
-        self.bad: set[int] = set()  # slots whose next sample is NaN
-
-    def dispatch(self, plan: Plan) -> StepResult:
-        """One step; its result may be committed any time later."""
-        for key in plan.forget:
-            del self.host[key]
-        for copy in plan.offload:
-            self.host[copy.key] = self.read(copy.page_table[0], copy.num_tokens)
-        for slot in plan.evict:
-            del self.slots[slot]
-        for admit in plan.admit:
-            assert admit.slot not in self.slots, "admitted into a slot that was not evicted"
-            tokens = admit.prompt_token_ids + admit.generated_token_ids
-            self.slots[admit.slot] = SlotState(
-                list(admit.page_table[0]), len(tokens) - 1, tokens[-1], admit.sampling.logprobs is not None
-            )
-        for page in plan.pages:
-            assert page.index == len(self.slots[page.slot].pages), "a page is appended out of order"
-            self.slots[page.slot].pages.append(page.page)
-        for copy in plan.restore:
-            for position, token in enumerate(self.host.pop(copy.key)):
-                self.write(copy.page_table[0], position, token)
-        for copy in plan.copies:
-            assert copy.source != copy.target
-            self.memory[copy.target] = list(self.memory[copy.source])
-            self.num_copied_pages += 1
-        sampled = [self._prefill(chunk) for chunk in plan.prefill]
-        sampled += [self._decode(slot, plan.num_steps) for slot in plan.decode]
-        self.num_forward_tokens += plan.num_tokens
-        logprobs = {c.slot: tuple(TokenLogprob(t, -1.0) for t in c.targets) for c in plan.prefill if c.targets is not None}
-        return StepResult(step_id=plan.step_id, sampled=tuple(s for s in sampled if s is not None), prompt_logprobs=logprobs)
-
-    def write(self, pages: list[int] | tuple[int, ...], position: int, token: int) -> None:
-        """Store the KV of one position; the null page and positions past the table are bugs."""
-        page = pages[position // self.page_size]
-        assert page != 0, "the null page got real KV"
-        self.memory[page][position % self.page_size] = token
-
-    def read(self, pages: list[int] | tuple[int, ...], length: int) -> list[int]:
-        """KV of positions [0, length)."""
-        tokens = [self.memory[pages[i // self.page_size]][i % self.page_size] for i in range(length)]
-        assert None not in tokens, "KV is read that nobody wrote"
-        return [t for t in tokens if t is not None]
-
-    def import_tokens(self, page_table: PageTable, tokens: tuple[int, ...], begin: int, end: int) -> None:
-        """KV of [begin, end) arrives from a peer."""
-        for position in range(begin, end):
-            self.write(page_table[0], position, tokens[position])
-
-    def _prefill(self, chunk: PrefillChunk) -> Sampled | None:
-        state = self.slots[chunk.slot]
-        for i, token in enumerate(chunk.token_ids):
-            self.write(state.pages, chunk.start + i, token)
-        state.length = chunk.start + len(chunk.token_ids)
-        return self._sample(chunk.slot, state) if chunk.samples else None
-
-    def _decode(self, slot: int, num_steps: int) -> Sampled:
-        """What lies past the reserved pages is thrown away, as the null page does; the first step has its page."""
-        state = self.slots[slot]
-        steps = []
-        for number in range(num_steps):
-            if number and state.length >= len(state.pages) * self.page_size:
-                steps.append(steps[-1])  # junk: nobody may take it
-                continue
-            self.write(state.pages, state.length, state.last_token)
-            state.length += 1
-            steps.append(self._sample(slot, state))
-        tokens = tuple(token for step in steps for token in step.token_ids)
-        logprobs = tuple(logprob for step in steps for logprob in step.logprobs or ()) if state.scores else None
-        return Sampled(slot=slot, token_ids=tokens, logprobs=logprobs, bad=steps[0].bad)
-
-    def _sample(self, slot: int, state: SlotState) -> Sampled:
-        state.last_token = next_token(self.read(state.pages, state.length))
-        bad = "NaN in layer 1" if slot in self.bad else None
-        self.bad.discard(slot)
-        return Sampled(
-            slot=slot,
-            token_ids=(state.last_token,),
-            logprobs=(TokenLogprob(state.last_token, -0.5),) if state.scores else None,
-            bad=bad,
-        )
-
-
-@dataclass
 class Seen:
     """What one request has got."""
 
@@ -189,10 +78,12 @@ class FakeEngine:
         caching: bool = True,
         local_prefill: bool = True,
         host_tokens: int = 0,
+        retraction_cost: RetractionCost | None = None,
         **config: Any,
     ) -> None:
         defaults: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "reserved_decode_tokens": 0}
         self.config = SchedulerConfig(**{**defaults, **config})
+        self.role = role
         self.scheduler = LoggedScheduler(
             self.config,
             role=role,
@@ -203,18 +94,26 @@ class FakeEngine:
             enable_prefix_caching=caching,
             local_prefill=local_prefill,
             host_tokens=host_tokens,
+            retraction_cost=retraction_cost,
         )
         self.device = FakeDevice(num_pages, page_size)
         self.delay = delay
         self.in_flight: deque[StepResult] = deque()
         self.plans: list[Plan] = []
         self.seen: dict[str, Seen] = {}
+        self.silent: set[str] = set()  # cancelled or released: nothing may come any more
         self.now_s = 0.0
 
     def add(self, *requests: EngineRequest, **options: Any) -> None:
         """Queue requests."""
         for r in requests:
             self.scheduler.add(r, self.now_s, **options)
+            self.device.salts[r.request_id] = r.cache_salt
+
+    def drop(self, request_id: str) -> None:
+        """The client is gone, or the peer has all it needs."""
+        self.silent.add(request_id)
+        (self.scheduler.release if self.role is Role.PREFILL else self.scheduler.cancel)(request_id)
 
     def tick(self) -> Plan:
         """One turn of the loop."""
@@ -248,6 +147,7 @@ class FakeEngine:
         for output in outputs:
             seen = self.seen.setdefault(output.request_id, Seen())
             assert not seen.outputs or seen.last.finish is None, f"{output.request_id} got something after its end"
+            assert output.request_id not in self.silent, f"{output.request_id} got something after it was cancelled"
             seen.outputs.append(output)
             seen.tokens += output.token_ids
 

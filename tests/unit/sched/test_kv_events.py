@@ -97,7 +97,8 @@ class Worker:
             return
         output = scheduler.remote_first_token(name, Output(request_id=name, token_ids=(next_token(tokens),)), self.engine.now_s)
         self.engine.collect([output])
-        self.engine.device.import_tokens(reserved.page_table, tokens, reserved.held_tokens, len(tokens))
+        device = self.engine.device
+        device.import_tokens(reserved.page_table, tokens, reserved.held_tokens, len(tokens), device.salts[name])
         scheduler.kv_arrived(name, self.engine.now_s)
 
     def end_one(self) -> None:
@@ -124,7 +125,7 @@ class Worker:
         assert self.engine.scheduler.snapshot()["prefix_cache"] == {"pages": len(known), "digest": digest(known)}
         for key, (parent, tokens) in known.items():
             (page,) = self.index.match_keys([key])
-            assert list(tokens) == self.engine.device.memory[page]
+            assert list(tokens) == [cell.token for cell in self.engine.device.pages.cells[page] if cell]
             parents = self.roots if parent is None else {parent}
             assert key in {self.index.next_key(candidate, tokens) for candidate in parents}
 

@@ -19,7 +19,7 @@ from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.engine_loop import IDLE_WAIT_S
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.v1 import worker_pb2_grpc
-from tests.unit.roles.world import Engine
+from tests.unit.roles.engine import Engine
 from tests.unit.sched.engine_fake import expected, request
 from tests.unit.wire.rig import FAST, run_quiet, start_server, until
 
