@@ -60,7 +60,8 @@ class Engine:
         )
 
     def tick(self, now_s: float) -> bool:
-        """One tick, invariants checked after it."""
+        """One tick, invariants checked after it. What was free before is blank."""
+        self.runner.device.pages.blank(self.scheduler._table.pages._allocator._free)
         assert self.loop is not None
         busy = self.loop.tick(now_s)
         self.scheduler.check()

@@ -7,7 +7,7 @@ raises and says what was there instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -66,6 +66,11 @@ class FakePages:
             got = self.cells[pages[number]]
             if (got if end - begin == size else got[: end - begin]) != wanted[begin:end]:
                 raise AssertionError(self._difference(pages[number], got, wanted[begin:end]))
+
+    def blank(self, pages: Iterable[int]) -> None:
+        """Nobody may count on what these pages hold. A real pool keeps it: often just what is wanted, and no error is seen."""
+        for page in pages:
+            self.cells[page] = [None] * self.page_size
 
     def take(self, pages: Sequence[int], length: int) -> list[Cell]:
         """Cells of [0, length), which must be of one sequence; whose, the reader finds out."""

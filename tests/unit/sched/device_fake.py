@@ -34,7 +34,7 @@ class FakeDevice:
         self.num_forward_tokens = 0
         self.num_copied_pages = 0
         self.bad: set[int] = set()  # slots whose next sample is NaN
-        self.computed_by: dict[int, int] = {}  # page -> latest step that wrote to it
+        self.computed_by: dict[int, int] = {}  # page -> latest step whose rows wrote to it
 
     def dispatch(self, plan: Plan) -> StepResult:
         """One step; its result may be committed any time later."""
@@ -68,7 +68,8 @@ class FakeDevice:
     def import_tokens(self, page_table: PageTable, tokens: tuple[int, ...], begin: int, end: int, salt: str = "") -> None:
         """KV of [begin, end) arrives from a peer."""
         for cell in chain(tokens[:end], salt)[begin:]:
-            self.pages.write(page_table[0], cell)
+            page = self.pages.write(page_table[0], cell)
+            self.computed_by.pop(page, None)  # whoever had it before: what is there now needs no step
 
     def _admit(self, admit: Admit) -> None:
         assert admit.slot not in self.slots, "admitted into a slot that was not evicted"

@@ -124,7 +124,8 @@ class FakeEngine:
         return plan
 
     def step(self) -> Plan:
-        """Plan and dispatch, commit nothing."""
+        """Plan and dispatch, commit nothing. What was free before is blank: it has to be written before it is read."""
+        self.device.pages.blank(self.scheduler.table.pages._allocator._free)
         plan = self.scheduler.schedule(self.now_s)
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         assert len({c.slot for c in plan.prefill} | set(plan.decode)) == len(plan.prefill) + len(plan.decode), (

@@ -37,6 +37,9 @@ EDGES = st.builds(  # end at a page's edge or beside it
     st.sampled_from([-1, 0, 0, 1, 2]),
     st.integers(1, 2),
 )
+NUM_CHOICES = st.sampled_from([2, 3, 5, 8])
+MAX_TOKENS = st.sampled_from([1, 2, 5, 9, 20])
+MOSTLY = st.sampled_from([True, True, False])
 SALTS = st.sampled_from(["", "", "tenant"])
 COSTS = [None, None, RetractionCost(copy_s_per_token=1.0, recompute_s_per_token=4.0, fixed_copy_s=12.0)]  # the last: from 6 on
 
@@ -138,9 +141,9 @@ class WorkerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._has_few())
     @rule(
         prompt=EDGES,
-        n=st.sampled_from([2, 3, 5, 8]),
-        max_tokens=st.sampled_from([1, 2, 5, 9, 20]),
-        remote=st.sampled_from([True, True, False]),
+        n=NUM_CHOICES,
+        max_tokens=MAX_TOKENS,
+        remote=MOSTLY,
         salt=SALTS,
         num_resumed=st.sampled_from([0, 0, 0, 2]),
         has_own_name=st.booleans(),
@@ -155,6 +158,14 @@ class WorkerMachine(RuleBasedStateMachine):
         for number in range(n):
             done = num_resumed if number == n - 1 else 0
             self.add(prompt=prompt, max_tokens=max_tokens, num_resumed=done, fork_group=group, **rest)
+
+    @rule(prompt=EDGES, n=NUM_CHOICES, max_tokens=MAX_TOKENS, remote=MOSTLY, num_turns=st.integers(0, 4))
+    def choices_alone(self, num_turns: int, **group: Any) -> None:
+        """Choices of one request have the worker to themselves, and get so far."""
+        self.finish()
+        self.add_choices(num_resumed=0, has_own_name=True, salt="", **group)
+        for _ in range(num_turns):
+            self.serve_once()
 
     def _has_few(self) -> bool:
         return len(self.engine.scheduler.table.live) < MAX_LIVE
@@ -193,15 +204,6 @@ class WorkerMachine(RuleBasedStateMachine):
             if len(self.engine.in_flight) < MAX_IN_FLIGHT:
                 self.step()
             self.engine.commit_one()
-
-    @precondition(lambda self: len(self.engine.scheduler.table.live) > 1)
-    @rule()
-    def finish(self) -> None:
-        """Everybody is served: who comes next has the pool for himself."""
-        for _ in range(MAX_TICKS):
-            if self.engine.scheduler.is_idle() and not self.engine.in_flight:
-                return
-            self.serve_once()
 
     @precondition(lambda self: self.engine.device.slots)
     @rule(data=st.data())
@@ -248,6 +250,13 @@ class WorkerMachine(RuleBasedStateMachine):
             report = replay(lines)
         assert report.difference is None
         assert report.num_plans >= len(self.engine.plans)
+
+    def finish(self) -> None:
+        """Everybody is served."""
+        for _ in range(MAX_TICKS):
+            if self.engine.scheduler.is_idle() and not self.engine.in_flight:
+                return
+            self.serve_once()
 
     def serve_once(self) -> None:
         """Everybody does what he can, once."""
