@@ -22,6 +22,7 @@ from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.v1 import worker_pb2, worker_pb2_grpc
 
 CLOSED = "closed"  # the worker ended the stream in good order; every other reason is a failure
+STALLED = "stalled"
 SILENT = "heartbeat"  # nothing came for too long: a dead machine, a frozen process, or a network or host that paused
 
 
@@ -117,7 +118,7 @@ class WorkerLink:
             if isinstance(error, grpc.aio.AioRpcError):
                 return f"{error.code().name}: {error.details()}"
             raise error
-        return "stalled" if stall in done else SILENT
+        return STALLED if stall in done else SILENT
 
     async def _read(self, call: grpc.aio.StreamStreamCall, pulse: Pulse) -> None:
         async for message in call:

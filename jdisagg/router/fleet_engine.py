@@ -19,7 +19,6 @@ from typing import Any
 
 from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.token_engine import Health, ModelCard
-from jdisagg.api.worker_client import CLOSED, SILENT
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.drill import Drill
 from jdisagg.core.errors import (
@@ -39,7 +38,7 @@ from jdisagg.router.fleet import Entry
 from jdisagg.router.flight import Flight, Lost
 from jdisagg.router.homes import Homes
 from jdisagg.router.recovery import Recovery, ReplayConfig
-from jdisagg.router.workers import EVICTED, Workers
+from jdisagg.router.workers import Workers
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +66,7 @@ class FleetEngine:
             step_timeout_s=step_timeout_s,
             on_outputs=with_late_outputs(self._on_outputs, drill or Drill()),
             on_lost=self._on_lost,
+            on_back=self._on_back,
             credentials=credentials,
         )
         self._replay = replay or ReplayConfig()
@@ -282,11 +282,14 @@ class FleetEngine:
                 flight.events.put_nowait(output)
 
     def _on_lost(self, entry: Entry, reason: str) -> None:
-        error = HandoffLost(f"worker {entry.member.worker} was lost: {reason}")
-        death = reason != CLOSED and not entry.member.draining
+        lost = Lost.of(entry, reason)
         for flight in self._flights.values():
             if flight.entry is entry:
-                flight.events.put_nowait(Lost(error, death=death, blame=0.5 if reason in (SILENT, EVICTED) else 1.0))
+                flight.events.put_nowait(lost)
+
+    def _on_back(self, entry: Entry) -> None:
+        for flight in self._flights.values():
+            flight.clear(entry.key)
 
 
 def _observe(timeline: Timeline, output: Output) -> None:

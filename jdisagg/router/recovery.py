@@ -1,7 +1,7 @@
 """Whether a request that lost its worker gets another attempt: counted and logged, whatever the answer.
 
-Three brakes: a request in flight at two deaths, or when four workers fell silent, is failed and quarantined, one that workers
-keep giving back is failed with their reason, and all replays of the fleet share a budget.
+Three brakes: a request in flight at two deaths is failed and quarantined (a worker that only fell silent counts half, one that
+is back not at all), one that workers keep giving back is failed with their reason, and all replays share a budget.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Recovery:
         level = logging.INFO if is_full else logging.WARNING
         told = (flight.request.request_id, stage, where, lost.error.message)
         flight.deaths += lost.death
-        flight.blame += lost.blame * lost.death
+        flight.suspect(lost)
         flight.refusals += not lost.death
         try:
             self._check(flight, lost, alone=alone, num_live=num_live, now_s=now_s)

@@ -1,7 +1,8 @@
 """The live fleet: registrations, one Run stream per decode or unified worker, eviction, reconnection.
 
 A worker is lost when its stream breaks, falls silent or stalls, when its heartbeats stop, or when another process registers at
-its address; each time `on_lost(entry, reason)` is called once. While such a process keeps heartbeating it is connected again.
+its address; each time `on_lost(entry, reason)` is called once. While such a process keeps heartbeating it is connected again:
+`on_back(entry)`, also the first time.
 Lives on one event loop.
 """
 
@@ -40,6 +41,7 @@ class Workers:
         step_timeout_s: float,
         on_outputs: Callable[[list[Output]], None],
         on_lost: Callable[[Entry, str], None],
+        on_back: Callable[[Entry], None],
         credentials: Credentials = INSECURE,
     ) -> None:
         """`step_timeout_s`: an engine whose ticks stand still for this long while requests run is lost."""
@@ -48,6 +50,7 @@ class Workers:
         self._step_timeout_s = step_timeout_s
         self._on_outputs = on_outputs
         self._on_lost = on_lost
+        self._on_back = on_back
         self._credentials = credentials
         self._links: dict[tuple[str, str], WorkerLink] = {}  # by Entry.key
         self._retry_at_s: dict[tuple[str, str], float] = {}
@@ -159,6 +162,7 @@ class Workers:
         entry.linked = True
         self._retry_at_s.pop(entry.key, None)
         log.info("%s worker %s is connected", entry.member.role.value, entry.member.worker)
+        self._on_back(entry)
         self._notify()
 
     def _down(self, entry: Entry, reason: str) -> None:
