@@ -113,7 +113,7 @@ class Striker:
         """What happens at once, and what follows until things are as before."""
         fleet, proxy = self._fleet, victim.proxy
         if kind.startswith("kill"):
-            return victim.kill, lambda: fleet.restart(victim, Member.kill)
+            return lambda: fleet.kill(victim), lambda: fleet.restart(victim, Member.kill)
         if kind.startswith("restart"):
             return _nothing, lambda: fleet.restart(victim, None)
         seconds = self._rng.choice((SHORT_S, LONG_S))

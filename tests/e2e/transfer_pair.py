@@ -72,8 +72,7 @@ class Peer:
 
     def kill(self) -> None:
         """SIGKILL; idempotent."""
-        with suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # not by pid: after it was waited for, its number may be another process's
         self.process.wait(10)
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
