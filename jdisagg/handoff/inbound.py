@@ -16,13 +16,10 @@ from typing import Any
 
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, RequestError, Unavailable
 from jdisagg.core.requests import EngineRequest, Output, Provenance
-from jdisagg.handoff.actions import CancelFetch, DecodeAction, Fetch, Send
+from jdisagg.handoff.actions import CancelFetch, CloseStream, DecodeAction, Recovered
+from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import Ladder
-from jdisagg.handoff.messages import ChunkReady, Grant, HandoffId, Want
-from jdisagg.handoff.spans import GroupSpans
-
-FETCH_TIMEOUT_S = 5.0  # one piece
-FETCH_GRACE_S = 1.0  # a fetch that has not even reported its time-out by then is taken for lost
+from jdisagg.handoff.messages import ChunkReady
 
 
 class InboundStage(Enum):
@@ -44,93 +41,6 @@ _NEXT = {
     _S.COMPUTED: _LOST,
     _S.WAITING: frozenset({_S.OPENING}),
 }
-
-
-@dataclass(slots=True)
-class IncomingPiece:
-    """An announced piece. `fetch_deadline_s` is None while no fetch is under way."""
-
-    ready: ChunkReady
-    fetch_deadline_s: float | None = None
-
-
-@dataclass(slots=True)
-class InboundStream:
-    """One stream of D: pieces announced and not yet imported, and what was."""
-
-    handoff: HandoffId
-    peer: str
-    progress_s: float  # when P last said something
-    announced: GroupSpans
-    imported: GroupSpans
-    backends: tuple[str, ...]  # that both sides can use, best first
-    broken: set[str] = field(default_factory=set)  # those of them that failed this request
-    pieces: dict[str, IncomingPiece] = field(default_factory=dict)
-    refetches: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (group, begin, end) -> times
-    settled_bytes: int = 0  # announced pieces that D has imported or given up
-    granted_bytes: int = 0
-    cached_tokens: int = 0  # prompt tokens P had in its prefix cache
-    is_parked: bool = False  # P computes the prompt again, when memory allows: no piece is due yet
-
-    def announce(self, ready: ChunkReady) -> IncomingPiece:
-        """A piece can be fetched."""
-        ready = ready if ready.backend else replace(ready, backend=self.backends[0])
-        self.announced.of(ready.group).add(ready.begin, ready.end)
-        self.pieces[ready.key] = IncomingPiece(ready)
-        return self.pieces[ready.key]
-
-    def settle(self, key: str) -> ChunkReady:
-        """The piece is in place."""
-        ready = self.pieces.pop(key).ready
-        self.imported.of(ready.group).add(ready.begin, ready.end)
-        self.settled_bytes += ready.num_bytes
-        return ready
-
-    def give_up(self, key: str) -> None:
-        """The piece will not be fetched under this key; its range may be announced again."""
-        ready = self.pieces.pop(key).ready
-        self.announced.of(ready.group).remove(ready.begin, ready.end)
-        self.settled_bytes += ready.num_bytes
-
-    def fetch(self, piece: IncomingPiece, deadline_s: float, now_s: float) -> Fetch:
-        """Start (again) to fetch an announced piece, within the request's deadline."""
-        piece.fetch_deadline_s = min(now_s + FETCH_TIMEOUT_S, deadline_s)
-        return Fetch(self.handoff, self.peer, piece.ready, piece.fetch_deadline_s)
-
-    def overdue(self, now_s: float) -> list[str]:
-        """Keys whose fetch should have answered by now."""
-        return [
-            key
-            for key, piece in self.pieces.items()
-            if piece.fetch_deadline_s is not None and now_s >= piece.fetch_deadline_s + FETCH_GRACE_S
-        ]
-
-    def backend_beside(self, failed: str) -> str | None:
-        """The best backend that has not failed this request, `failed` left out."""
-        return next((name for name in self.backends if name != failed and name not in self.broken), None)
-
-    def change_backend(self, failed: str, backend: str, reason: str) -> list[DecodeAction]:
-        """`failed` is no longer used: everything announced and not yet in place is to come over `backend`."""
-        self.broken.add(failed)
-        self.refetches.clear()
-        wants: list[DecodeAction] = [CancelFetch(self.handoff)]
-        for ready in [piece.ready for piece in self.pieces.values()]:
-            self.give_up(ready.key)
-            wants.append(self.want(ready, reason, backend))
-        return wants
-
-    def want(self, ready: ChunkReady, reason: str, backend: str = "") -> DecodeAction:
-        """Have P publish the range again."""
-        want = Want(begin=ready.begin, end=ready.end, reason=reason, group=ready.group, backend=backend)
-        return Send(self.handoff, want)
-
-    def grant(self, window_bytes: int) -> list[DecodeAction]:
-        """Let P publish `window_bytes` beyond what is settled here."""
-        credit_bytes = self.settled_bytes + window_bytes
-        if credit_bytes <= self.granted_bytes:
-            return []
-        self.granted_bytes = credit_bytes
-        return [Send(self.handoff, Grant(credit_bytes=credit_bytes))]
 
 
 @dataclass(slots=True)
@@ -161,6 +71,25 @@ class Inbound:
         self.move(InboundStage.WAITING)
         self.retry_at_s = now_s + self.ladder.pause()
         return []
+
+    def grant(self) -> list[DecodeAction]:
+        """Let P publish more, once there are pages; nothing for a request that needs no KV (any more)."""
+        if self.stream is None or not self.reserved or not self.needs_kv or self.covered:
+            return []
+        return self.stream.grant()
+
+    def hang_up(self) -> list[DecodeAction]:
+        """Drop the stream; what it brought without a gap stays."""
+        stream, self.stream = self.stream, None
+        if stream is None:
+            return []
+        self.held_tokens = stream.imported.reach(self.held_tokens)
+        return [CancelFetch(stream.handoff), CloseStream(stream.handoff)]
+
+    def note(self, rung: str, peer: str, cause: str) -> Recovered:
+        """A rung of the ladder is taken because of `peer`."""
+        self.recoveries.append(rung)
+        return Recovered(rung, self.request.request_id, peer, self.stage.value, cause)
 
     @property
     def num_tokens(self) -> int:

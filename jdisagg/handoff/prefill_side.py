@@ -276,17 +276,12 @@ class PrefillSide:
         """Bytes exported and not yet discarded."""
         return self._exports.buffered_bytes
 
-    @property
-    def num_late(self) -> int:
-        """Events that came for streams which were gone."""
-        return self._num_late
-
     def counts(self) -> dict[str, int]:
         """Live hand-offs per stage."""
         live = Counter(record.stage.value for record in self._live.values())
         return {stage.value: live[stage.value] for stage in OutboundStage}
 
     def snapshot(self) -> dict[str, Any]:
-        """Live hand-offs as JSON-able data."""
+        """Live hand-offs as JSON-able data; `late` counts events that came for streams which were gone."""
         handoffs = {request_id: record.summary() for request_id, record in self._by_request.items()}
         return {"handoffs": handoffs, "published_bytes": self._exports.buffered_bytes, "late": self._num_late}

@@ -141,7 +141,7 @@ def test_events_after_the_end_are_dropped_and_counted() -> None:
     assert side.on_published(H, ready("k0", 0, 4), 0.0) == [act.Discard("k0")]
     assert side.on_publish_failed(H, 0, 4, "device", 0.0) == []
     assert side.on_message(H, Ack(key="k0"), 0.0) == []
-    assert side.num_late == 7
+    assert side.snapshot()["late"] == 7
     assert side.is_idle
 
 
