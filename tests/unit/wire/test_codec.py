@@ -171,6 +171,7 @@ def test_messages_to_prefill_round_trip(message):
         assert back == message
 
 
+@pytest.mark.covers("X04")
 @given(UP)
 def test_messages_to_decode_round_trip(message):
     assert (
