@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
-from jdisagg.core.errors import Overloaded, RequestError
+from jdisagg.core.errors import Overloaded, RequestError, Unavailable
 from jdisagg.core.requests import EngineRequest
 from jdisagg.handoff import actions as act
 from jdisagg.handoff import messages as msg
@@ -73,8 +73,8 @@ class DecodeSide:
         fetches = [stream.fetch(piece, record.request.deadline_s, now_s) for piece in stream.pieces.values()]
         return record.grant() + fetches + self._complete(record)
 
-    def release(self, request_id: str, reason: str) -> list[DecodeAction]:
-        """End the hand-off, whatever its stage, because of `reason`; unknown ids are ignored."""
+    def release(self, request_id: str) -> list[DecodeAction]:
+        """End the hand-off, whatever its stage; unknown ids are ignored."""
         record = self._live.pop(request_id, None)
         return [] if record is None else record.hang_up()
 
@@ -105,7 +105,7 @@ class DecodeSide:
             case msg.Done() if stage in (InboundStage.ACCEPTED, InboundStage.TRANSFERRING):
                 return self._on_done(record, message, now_s)
             case msg.Refused(error=error):
-                return self._on_error(record, error, f"refused: {error}", now_s)
+                return self._on_refused(record, error, now_s)
             case msg.StreamEnded():
                 return self._on_ended(record, message, now_s)
             case _:
@@ -130,13 +130,13 @@ class DecodeSide:
         if record.first is None and first.finish is None and not (first.token_ids and record.needs_kv):
             return self._lose(record, "protocol: Done without a token, or without finish on the last one", now_s)
         record.move(InboundStage.COMPUTED)
-        record.count_borrowed(first.provenance)
+        record.computed_by(first.provenance)
         if record.first is not None:
             return self._complete(record)  # the token was delivered by an earlier stream
         record.first = first
         delivered: list[DecodeAction] = [act.FirstToken(request.request_id, first)]
         if first.finish is not None:
-            return delivered + self.release(request.request_id, "finished")
+            return delivered + self.release(request.request_id)
         return delivered + self._complete(record)
 
     def _on_ended(self, record: Inbound, message: msg.StreamEnded, now_s: float) -> list[DecodeAction]:
@@ -147,11 +147,19 @@ class DecodeSide:
         cause = message.reason if message.error is None else f"{message.reason}: {message.error}"
         return self._on_error(record, message.error, cause, now_s)
 
+    def _on_refused(self, record: Inbound, error: RequestError, now_s: float) -> list[DecodeAction]:
+        if isinstance(error, Unavailable) and self._config.local_prefill is LocalPrefill.NEVER:
+            return self._pass_over(record, now_s)  # it drains: wait for another one in its place, rather than fail
+        return self._on_error(record, error, f"refused: {error}", now_s)
+
     def _on_error(self, record: Inbound, error: RequestError | None, cause: str, now_s: float) -> list[DecodeAction]:
         if error is not None and is_final(error):
             return self._fail(record, error)
-        if not isinstance(error, Overloaded) or record.stream is None:
-            return self._lose(record, cause, now_s)
+        return self._pass_over(record, now_s) if isinstance(error, Overloaded) else self._lose(record, cause, now_s)
+
+    def _pass_over(self, record: Inbound, now_s: float) -> list[DecodeAction]:
+        """The peer answers and takes nothing now: ask another, or the same after a pause."""
+        assert record.stream is not None
         record.ladder.busy(record.stream.peer)
         actions = record.hang_up()
         peer = record.ladder.next_peer()
@@ -200,7 +208,7 @@ class DecodeSide:
         if record.stage is not InboundStage.COMPUTED or not record.reserved or not record.covered:
             return []
         request_id = record.request.request_id
-        return [act.KVComplete(request_id, record.provenance()), *self.release(request_id, "complete")]
+        return [act.KVComplete(request_id, record.provenance()), *self.release(request_id)]
 
     # --- time
 
@@ -239,13 +247,7 @@ class DecodeSide:
         record.move(InboundStage.OPENING)
         spans, credit = (GroupSpans(self._num_groups), GroupSpans(self._num_groups)), Credit(self._window_bytes)
         record.stream = InboundStream(handoff, peer, now_s, *spans, credit, backends=(self._backend,))
-        message = msg.Open(
-            request=record.request_to_send(),
-            held_tokens=record.held_tokens,
-            backend=self._backend,
-            head_shards=self._head_shards,
-            max_piece_tokens=self._config.transfer_chunk_tokens,
-        )
+        message = record.opening(self._backend, self._head_shards, self._config.transfer_chunk_tokens)
         return [act.OpenStream(handoff, peer, message), *record.grant()]
 
     def _lose(self, record: Inbound, cause: str, now_s: float) -> list[DecodeAction]:
@@ -270,7 +272,7 @@ class DecodeSide:
 
     def _fail(self, record: Inbound, error: RequestError) -> list[DecodeAction]:
         request_id = record.request.request_id
-        return [*self.release(request_id, "failed"), act.Fail(request_id, error)]
+        return [*self.release(request_id), act.Fail(request_id, error)]
 
     def _late(self) -> list[DecodeAction]:
         self._num_late += 1

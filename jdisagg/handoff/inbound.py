@@ -19,7 +19,7 @@ from jdisagg.core.requests import EngineRequest, Output, Provenance
 from jdisagg.handoff.actions import CancelFetch, CloseStream, DecodeAction, Recovered
 from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import Ladder
-from jdisagg.handoff.messages import ChunkReady
+from jdisagg.handoff.messages import ChunkReady, Open
 
 
 class InboundStage(Enum):
@@ -54,7 +54,8 @@ class Inbound:
     stream: InboundStream | None = None
     reserved: bool = False
     retry_at_s: float = 0.0
-    first: Output | None = None
+    first: Output | None = None  # as it was delivered
+    computed: Provenance | None = None  # what the last P to compute the prompt says of itself
     recoveries: list[str] = field(default_factory=list)
     transferred_tokens: int = 0
     transferred_bytes: int = 0
@@ -121,15 +122,19 @@ class Inbound:
             return f"{span} was announced before"
         return None
 
-    def count_borrowed(self, provenance: Provenance | None) -> None:
-        """P has said with its first token what it fetched from here."""
+    def computed_by(self, provenance: Provenance | None) -> None:
+        """P has said with its first token who it is, and what it fetched from here."""
+        self.computed = provenance
         if provenance is not None:
             self.borrowed_tokens += provenance.borrowed_tokens
             self.borrowed_bytes += provenance.borrowed_bytes
 
     def provenance(self) -> Provenance:
-        """Where the KV came from, as far as this side knows; pages and the decode worker are for the role to fill in."""
-        known = self.first.provenance if self.first is not None and self.first.provenance is not None else Provenance()
+        """Where the KV came from, as far as this side knows; pages and the decode worker are for the role to fill in.
+
+        Several P may have had a part in it: named is the one that brought the last of it, not who sampled the first token.
+        """
+        known = self.computed or Provenance()
         peer, cached_tokens = (self.stream.peer, self.stream.cached_tokens) if self.stream is not None else ("", 0)
         return replace(
             known,
@@ -142,16 +147,23 @@ class Inbound:
             recoveries=tuple(self.recoveries),
         )
 
-    def request_to_send(self) -> EngineRequest:
-        """What P is asked to compute.
+    def opening(self, backend: str, head_shards: int, max_piece_tokens: int) -> Open:
+        """What P is asked to compute and send.
 
         Once a first token was delivered, later streams fetch the same KV and their token is ignored, so it must not end
         the request at P before the KV was sent.
         """
-        if self.first is None:
-            return self.request
-        sampling = replace(self.request.sampling, ignore_eos=True, stop_token_ids=(), logprobs=None, prompt_logprobs=None)
-        return replace(self.request, sampling=sampling)
+        request = self.request
+        if self.first is not None:
+            plain = replace(request.sampling, ignore_eos=True, stop_token_ids=(), logprobs=None, prompt_logprobs=None)
+            request = replace(request, sampling=plain)
+        return Open(
+            request=request,
+            held_tokens=self.held_tokens,
+            backend=backend,
+            head_shards=head_shards,
+            max_piece_tokens=max_piece_tokens,
+        )
 
     def too_late(self) -> DeadlineExceeded:
         """The error of a request whose deadline passed in the hand-off."""
@@ -164,8 +176,10 @@ class Inbound:
         request_id, advice = self.request.request_id, "--local-prefill never forbids computing it here"
         if not self.ladder.peers:
             return Unavailable(f"request {request_id}: {cause}, and {advice}; name a worker with --prefill")
-        where, tried = f"at stage {self.stage.value}, peer {peer}", ", ".join(self.ladder.peers)
-        return HandoffLost(f"request {request_id}: hand-off lost {where}, cause: {cause}; tried {tried}; {advice}")
+        last = "" if peer in cause else f" with {peer}"
+        others = ", ".join(other for other in self.ladder.peers if other != peer)
+        tried = f"; {others} tried before" if others else ""
+        return HandoffLost(f"request {request_id}: hand-off lost at stage {self.stage.value}{last}: {cause}{tried}; {advice}")
 
     def summary(self) -> dict[str, Any]:
         """JSON-able state."""

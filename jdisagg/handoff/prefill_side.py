@@ -101,8 +101,8 @@ class PrefillSide:
                 return self._on_want(record, begin, end)
             case ChunkReady() | Declined():
                 return []  # the borrower's
-            case StreamEnded(reason=reason):
-                return self.release(handoff, reason)
+            case StreamEnded():
+                return self.release(handoff)
             case Open():
                 error = InvalidRequest(f"request {record.request.request_id}: Open twice on one stream")
                 return self._refuse(record, error)
@@ -113,8 +113,8 @@ class PrefillSide:
             record.heard_s = now_s
         return []
 
-    def release(self, handoff: HandoffId, reason: str) -> list[PrefillAction]:
-        """End the hand-off because of `reason`, whatever its stage; unknown ones are ignored."""
+    def release(self, handoff: HandoffId) -> list[PrefillAction]:
+        """End the hand-off, whatever its stage; unknown ones are ignored."""
         record = self._live.pop(handoff, None)
         if record is None:
             return []
@@ -155,7 +155,7 @@ class PrefillSide:
         first = replace(output, request_id=record.request.request_id, attempt=record.request.attempt)
         if first.finish is not None:
             done = act.Reply(record.handoff, Done(first=first, num_chunks=record.num_cut))
-            return [done, *self.release(record.handoff, "finished")]
+            return [done, *self.release(record.handoff)]
         done = act.Reply(record.handoff, Done(first=first, num_chunks=record.num_chunks))
         record.computed = max(record.computed, record.total)
         return [done, *self._exports.pump(record), *self._release_delivered(record)]
@@ -251,10 +251,10 @@ class PrefillSide:
         return [act.Unpark(record.engine_request_id)]
 
     def _release_delivered(self, record: Outbound) -> list[PrefillAction]:
-        return self.release(record.handoff, "delivered") if record.delivered else []
+        return self.release(record.handoff) if record.delivered else []
 
     def _refuse(self, record: Outbound, error: RequestError, *, engine_has_it: bool = True) -> list[PrefillAction]:
-        actions = self.release(record.handoff, "refused")
+        actions = self.release(record.handoff)
         if not engine_has_it:
             actions.remove(act.ReleaseRequest(record.engine_request_id))
         return [act.Reply(record.handoff, Refused(error=error)), *actions]

@@ -103,7 +103,7 @@ class DecodeRole:
 
     def forget(self, request_id: str) -> None:
         """End its hand-off and drop what arrived for it."""
-        self._execute(self._handoffs.release(request_id, "forgotten"), 0.0)
+        self._execute(self._handoffs.release(request_id), 0.0)
         self._early = [output for output in self._early if output.request_id != request_id]
         self._provenance.forget(request_id)
         self._overlap.forget(request_id)
@@ -159,7 +159,7 @@ class DecodeRole:
             else:
                 more += self._execute(self._handoffs.on_reserved(reserved.request_id, now_s), now_s)
         for request in self._scheduler.take_retracted():
-            self._execute(self._handoffs.release(request.request_id, "retracted"), now_s)
+            self._execute(self._handoffs.release(request.request_id), now_s)
             self._start(request, now_s)
         early, self._early = self._early, []
         return [self._provenance.signed(output) for output in early + more + outputs]

@@ -116,10 +116,10 @@ def test_release_frees_everything_once_and_makes_room_for_others() -> None:
     opened(side, other)
     side.on_computed("r#1", 10, 0.0)
     side.on_computed("other#2", 10, 0.0)
-    actions = side.release(H, "closed")
+    actions = side.release(H)
     assert actions[:4] == [act.Discard("k0"), act.Discard("k1"), act.ReleaseRequest("r#1"), act.CloseReply(H)]
     assert exports(actions[4:]) == [(0, 4), (4, 8)]
-    assert side.release(H, "closed") == []
+    assert side.release(H) == []
     assert side.on_message(other, StreamEnded(reason="dead"), 0.0)[-2:] == [
         act.ReleaseRequest("other#2"),
         act.CloseReply(other),
