@@ -26,8 +26,8 @@ from jdisagg.transfer.choice import FetcherSet, PublisherSet
 from jdisagg.transfer.cut import Cutter, head_shards
 from jdisagg.transfer.drill import TransferDrill
 from jdisagg.transfer.grpc_backend import PieceStore
-from jdisagg.transfer.host_backend import ByteSource, HostFetcher, HostPublisher
-from jdisagg.transfer.jax_backend import JaxFetcher, JaxPublisher, joiner_of, warm_up_fetches
+from jdisagg.transfer.host_backend import ByteSource, HostPublisher, host_fetcher
+from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher, joiner_of, warm_up_fetches
 from jdisagg.transfer.jax_server import NUM_ADDRESSES, TransferServer, Unsupported
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore, same_host_token
 from jdisagg.transfer.target import PieceTarget
@@ -111,7 +111,7 @@ def decode_backends(
                 server = TransferServer(jax.local_devices(), host)
                 joiner = joiner_of(target, target.dtype, checksums=config.checksums)
                 num_executables += warm_up_fetches(joiner, target)
-                fetcher = drill.fetcher(partial(JaxFetcher, server, joiner, target), post)
+                fetcher = drill.fetcher(partial(jax_fetcher, server, joiner, target), post)
         except (Unsupported, OSError) as error:
             _not_offered(name, error)
             continue
@@ -134,7 +134,7 @@ def decode_backends(
 
 
 def _carrying(name: str, source: ByteSource, target: PieceTarget) -> Callable[[Post], Fetcher]:
-    return partial(HostFetcher, name, source, target)
+    return partial(host_fetcher, name, source, target)
 
 
 def _backend(name: str) -> Backend:

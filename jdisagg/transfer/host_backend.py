@@ -14,9 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
-from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.handoff.messages import HandoffId
 from jdisagg.transfer.base import Piece, Post, Published, PublishFailed
-from jdisagg.transfer.lanes import CLOSE_TIMEOUT_S, FetchJob, FetchLanes, Lane
+from jdisagg.transfer.lanes import CLOSE_TIMEOUT_S, FetchJob, Lane, LaneFetcher
 from jdisagg.transfer.target import PieceError, PieceTarget, announce, checksum_of, num_bytes_of, pack
 
 log = logging.getLogger(__name__)
@@ -118,28 +118,19 @@ class HostPublisher:
         self._store.close()
 
 
-class HostFetcher:
-    """D's half."""
+def host_fetcher(name: str, source: ByteSource, target: PieceTarget, post: Post) -> LaneFetcher:
+    """D's half. Before closing it, close a source whose reads may be waiting on a dead peer."""
+    return LaneFetcher(name, _Reads(source, target).obtain, post)
 
-    def __init__(self, name: str, source: ByteSource, target: PieceTarget, post: Post) -> None:
-        self.name = name
+
+class _Reads:
+    """Pieces out of a ByteSource. A cancelled read stops at its next part."""
+
+    def __init__(self, source: ByteSource, target: PieceTarget) -> None:
         self._source = source
         self._target = target
-        self._lanes = FetchLanes(f"{name}-fetch", self._obtain, post)
 
-    def fetch(self, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
-        """Get the piece on the peer's lane."""
-        self._lanes.fetch(handoff, peer, ready, deadline_s)
-
-    def cancel(self, handoff: HandoffId) -> None:
-        """Drop the fetches of `handoff`; one under way stops at its next part."""
-        self._lanes.cancel(handoff)
-
-    def close(self) -> None:
-        """End the threads. Close the byte source first if reads may be waiting on a dead peer."""
-        self._lanes.close()
-
-    def _obtain(self, job: FetchJob) -> Piece:
+    def obtain(self, job: FetchJob) -> Piece:
         self._target.check(job.ready)
         return self._target.arrived(job.ready, self._target.unpack(self._read(job), job.ready))
 

@@ -26,7 +26,7 @@ from jdisagg.transfer.base import Piece, Post, Published, PublishFailed
 from jdisagg.transfer.convert import NP_DTYPES
 from jdisagg.transfer.cut import HEADS, Cutter, Joiner, combine, sums_on_host
 from jdisagg.transfer.jax_server import TransferConnection, TransferServer
-from jdisagg.transfer.lanes import CLOSE_TIMEOUT_S, FetchJob, FetchLanes, Lane
+from jdisagg.transfer.lanes import CLOSE_TIMEOUT_S, FetchJob, Lane, LaneFetcher
 from jdisagg.transfer.target import PieceError, PieceTarget, announce, num_bytes_of
 
 log = logging.getLogger(__name__)
@@ -127,32 +127,23 @@ class JaxPublisher:
         self._lane.join(CLOSE_TIMEOUT_S)
 
 
-class JaxFetcher:
+def jax_fetcher(server: TransferServer, joiner: Joiner, target: PieceTarget, post: Post) -> LaneFetcher:
     """D's half."""
+    pulls = _Pulls(server, joiner, target)
+    return LaneFetcher("jax", pulls.obtain, post, on_end=pulls.disconnect)
 
-    name = "jax"
 
-    def __init__(self, server: TransferServer, joiner: Joiner, target: PieceTarget, post: Post) -> None:
+class _Pulls:
+    """Pieces out of P's transfer server. A cancelled pull that is under way costs the connection to its peer."""
+
+    def __init__(self, server: TransferServer, joiner: Joiner, target: PieceTarget) -> None:
         self._server = server
         self._joiner = joiner
         self._target = target
         self._forms = {target.dtype: joiner}  # by dtype of arriving pieces
         self._connections: dict[str, tuple[str, TransferConnection]] = {}  # by peer, each touched by its lane alone
-        self._lanes = FetchLanes("jax-fetch", self._obtain, post, on_end=self._disconnect)
 
-    def fetch(self, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
-        """Pull the piece on the peer's lane."""
-        self._lanes.fetch(handoff, peer, ready, deadline_s)
-
-    def cancel(self, handoff: HandoffId) -> None:
-        """Drop the fetches of `handoff`; one under way costs the connection to its peer."""
-        self._lanes.cancel(handoff)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._lanes.close()
-
-    def _obtain(self, job: FetchJob) -> Piece:
+    def obtain(self, job: FetchJob) -> Piece:
         ready = job.ready
         self._target.check(ready)
         locator = Locator.of(ready, self._target)
@@ -188,12 +179,13 @@ class JaxFetcher:
         known = self._connections.get(peer)
         if known is not None and known[0] == address:
             return known[1]
-        self._disconnect(peer)
+        self.disconnect(peer)
         connection = self._server.connect(address)
         self._connections[peer] = (address, connection)
         return connection
 
-    def _disconnect(self, peer: str) -> None:
+    def disconnect(self, peer: str) -> None:
+        """Nothing more is pulled from the peer; idempotent."""
         known = self._connections.pop(peer, None)
         if known is not None:
             known[1].drop()

@@ -30,8 +30,8 @@ from jdisagg.transfer import jax_server
 from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed, Published, Publisher, TransferEvent
 from jdisagg.transfer.cut import Cutter, Joiner
 from jdisagg.transfer.grpc_backend import PieceStore
-from jdisagg.transfer.host_backend import HostFetcher, HostPublisher
-from jdisagg.transfer.jax_backend import JaxFetcher, JaxPublisher
+from jdisagg.transfer.host_backend import HostPublisher, host_fetcher
+from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher
 from jdisagg.transfer.jax_server import TransferServer
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore
 from jdisagg.transfer.target import PieceTarget
@@ -132,12 +132,12 @@ class Half:
         )
         post = self.events.put
         if backend == "jax":
-            self.fetcher = JaxFetcher(self.transfer, self.joiner(tp, dtype, chunk, features, checksums), target, post)
+            self.fetcher = jax_fetcher(self.transfer, self.joiner(tp, dtype, chunk, features, checksums), target, post)
         elif backend == "shm":
-            self.fetcher = HostFetcher(backend, ShmSource(), target, post)
+            self.fetcher = host_fetcher(backend, ShmSource(), target, post)
         else:
             self.sources = [GrpcByteSource()]
-            self.fetcher = HostFetcher(backend, self.sources[0], target, post)
+            self.fetcher = host_fetcher(backend, self.sources[0], target, post)
         return {}
 
     def close(self) -> dict[str, Any]:

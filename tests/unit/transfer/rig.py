@@ -19,13 +19,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdisagg.api.byte_source import GrpcByteSource
 from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.kv.group import KVGroup
 from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed, Published, Publisher, PublishFailed, TransferEvent
 from jdisagg.transfer.cut import Cutter, Joiner
-from jdisagg.transfer.device_put import DevicePutFetcher, DevicePutPublisher, Exchange
+from jdisagg.transfer.device_put import DevicePutPublisher, Exchange, device_put_fetcher
 from jdisagg.transfer.fake import FakeFetcher, FakeNetwork, FakePublisher
 from jdisagg.transfer.grpc_backend import PieceStore
-from jdisagg.transfer.host_backend import HostFetcher, HostPublisher
-from jdisagg.transfer.jax_backend import JaxFetcher, JaxPublisher
+from jdisagg.transfer.host_backend import HostPublisher, host_fetcher
+from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher
 from jdisagg.transfer.jax_server import TransferServer
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore
 from jdisagg.transfer.target import PieceTarget
@@ -138,20 +139,21 @@ class Rig:
                 self.fetcher = FakeFetcher(self.network, target, post)
             case "device_put":
                 self.publisher = DevicePutPublisher(self.exchange, post)
-                self.fetcher = DevicePutFetcher(self.exchange, target, post)
+                example = KVGroup(piece(tokens(CHUNK_TOKENS)).data)
+                self.fetcher = device_put_fetcher(self.exchange, target, post, example)
             case "grpc":
                 self.publisher = HostPublisher("grpc", self.store, post)
-                self.fetcher = HostFetcher("grpc", LocalSource(self.store), target, post)
+                self.fetcher = host_fetcher("grpc", LocalSource(self.store), target, post)
             case "grpc-loopback":
                 self.publisher = HostPublisher("grpc", self.store, post)
-                self.fetcher = HostFetcher("grpc", self._serve(), target, post)
+                self.fetcher = host_fetcher("grpc", self._serve(), target, post)
             case "shm":
                 self.publisher = HostPublisher("shm", ShmStore(1 << 20), post)
-                self.fetcher = HostFetcher("shm", ShmSource(), target, post)
+                self.fetcher = host_fetcher("shm", ShmSource(), target, post)
             case "jax":
                 ours, theirs = transfer_servers()
                 self.publisher = JaxPublisher(ours, cutter(self.p_dtype or dtype), post, max_bytes=1 << 20)
-                self.fetcher = JaxFetcher(theirs, joiner(dtype, chunk_tokens, heads), target, post)
+                self.fetcher = jax_fetcher(theirs, joiner(dtype, chunk_tokens, heads), target, post)
         return self
 
     def _serve(self) -> GrpcByteSource:
@@ -211,6 +213,6 @@ class Rig:
         assert self.publisher.num_buffered_bytes == 0
         ours = {
             thread for thread in set(threading.enumerate()) - self.threads_before
-            if thread.name.startswith(("grpc-", "shm-", "jax-", "device-put"))
+            if thread.name.startswith(("grpc-", "shm-", "jax-", "device_put-"))
         }  # fmt: skip
         assert not ours, f"threads left: {ours}"

@@ -14,7 +14,7 @@ from jdisagg.transfer.base import PieceArrived, PieceFailed, Published, PublishF
 from jdisagg.transfer.fake import FakeFetcher, FakePublisher
 from jdisagg.transfer.faulty import Fault, FaultyByteSource, FaultyFetcher, FaultyPublisher
 from jdisagg.transfer.grpc_backend import PieceStore
-from jdisagg.transfer.host_backend import HostFetcher, HostPublisher
+from jdisagg.transfer.host_backend import HostPublisher, host_fetcher
 from jdisagg.transfer.target import PieceTarget
 from tests.unit.transfer.rig import CHUNK_TOKENS, FEATURES, HEADS, LAYERS, H, LocalSource, Rig, piece, sharding, tokens
 
@@ -107,7 +107,7 @@ def test_a_faulty_publisher_fails_holds_and_repeats(rig: Rig) -> None:
 def test_spoiled_bytes_are_noticed_by_the_grpc_fetcher(fault: Fault, reason: str) -> None:
     rig = Rig("grpc")
     rig.publisher = HostPublisher("grpc", rig.store, rig.events.put)
-    rig.fetcher = HostFetcher("grpc", FaultyByteSource(LocalSource(rig.store), [fault]), TARGET, rig.events.put)
+    rig.fetcher = host_fetcher("grpc", FaultyByteSource(LocalSource(rig.store), [fault]), TARGET, rig.events.put)
     sent = tokens(5)
     ready = rig.published("k", piece(sent))
     failed = rig.failed(ready)
@@ -164,7 +164,7 @@ def test_a_stalled_peer_does_not_hold_up_another() -> None:
     rig = Rig("grpc")
     rig.publisher = HostPublisher("grpc", rig.store, rig.events.put)
     source = FaultyByteSource(LocalSource(rig.store), [Fault.DELAY], delay_s=1.0)
-    rig.fetcher = HostFetcher("grpc", source, TARGET, rig.events.put)
+    rig.fetcher = host_fetcher("grpc", source, TARGET, rig.events.put)
     ready = rig.published("k", piece(tokens(5)))
     began_s = time.monotonic()
     rig.fetcher.fetch(H, "slow", ready, began_s + 5)

@@ -12,7 +12,7 @@ import pytest
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.transfer import lanes
 from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, TransferEvent
-from jdisagg.transfer.lanes import FetchJob, FetchLanes, Lane
+from jdisagg.transfer.lanes import FetchJob, Lane, LaneFetcher
 from jdisagg.transfer.target import PieceError
 
 NOTHING = Piece(begin=0, end=1, data=cast(Any, None))
@@ -29,7 +29,7 @@ def test_peers_that_come_back_elsewhere_leave_no_thread_behind(monkeypatch: pyte
             stuck.wait(5.0)
         raise PieceError("connection", job.peer)
 
-    fetches = FetchLanes("test", obtain, posted.put)  # type: ignore[arg-type]
+    fetches = LaneFetcher("test", obtain, posted.put)  # type: ignore[arg-type]
     fetches.fetch(HandoffId("slow", 0), "slow:1", READY, float("inf"))
     for serial in range(20):
         fetches.fetch(HandoffId("a", serial), f"restarted:{serial}", READY, float("inf"))
@@ -57,7 +57,7 @@ def test_whatever_a_fetch_raises_costs_its_piece_and_the_same_thread_brings_the_
             raise error
         return NOTHING
 
-    fetches = FetchLanes("test", obtain, posted.put)
+    fetches = LaneFetcher("test", obtain, posted.put)
     for name in ("bad", "good"):
         fetches.fetch(HandoffId(name, 1), "p:1", READY, float("inf"))
     failed, arrived = posted.get(timeout=5.0), posted.get(timeout=5.0)
@@ -98,7 +98,7 @@ def test_a_thread_that_runs_at_once_finds_all_it_needs(monkeypatch: pytest.Monke
     assert done.get(timeout=5.0) == "job"
     lane.stop()
     posted = queue.SimpleQueue[TransferEvent]()
-    fetches = FetchLanes("test", lambda job: NOTHING, posted.put, on_end=done.put)
+    fetches = LaneFetcher("test", lambda job: NOTHING, posted.put, on_end=done.put)
     fetches.fetch(HandoffId("r", 1), "p:1", READY, float("inf"))
     assert isinstance(posted.get(timeout=5.0), PieceArrived)
     fetches.close()
@@ -134,7 +134,7 @@ def test_a_fetch_that_is_over_before_it_was_noted_down_stays_over(monkeypatch: p
             raise PieceError("connection", "gone")
         return NOTHING
 
-    fetches = FetchLanes("test", obtain, posted.append)
+    fetches = LaneFetcher("test", obtain, posted.append)
     fetches.fetch(HandoffId("r", 1), "p:1", READY, float("inf"))
     kind = {"arrives": [PieceArrived], "fails": [PieceFailed], "is cancelled": []}[outcome]
     assert [type(event) for event in posted] == kind
