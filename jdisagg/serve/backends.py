@@ -63,7 +63,7 @@ def prefill_backends(core: Core, host: str, drill: TransferDrill) -> PrefillBack
     """Start P's halves; transfer servers listen on `host`."""
     config, post = core.config.transfer, core.inbox.post
     max_bytes, checksums = config.transfer_buffer_bytes, config.checksums
-    store = PieceStore(max_bytes)
+    store = PieceStore()
     offered: list[Backend] = []
     publishers: list[Publisher] = []
     num_executables = 0
@@ -71,9 +71,9 @@ def prefill_backends(core: Core, host: str, drill: TransferDrill) -> PrefillBack
         try:
             backend = _backend(name)
             if name == "grpc":
-                publisher: Publisher = HostPublisher(name, store, post, checksums=checksums)
+                publisher: Publisher = HostPublisher(name, store, post, max_bytes=max_bytes, checksums=checksums)
             elif name == "shm":
-                publisher = HostPublisher(name, ShmStore(max_bytes), post, checksums=checksums)
+                publisher = HostPublisher(name, ShmStore(), post, max_bytes=max_bytes, checksums=checksums)
             else:
                 server = TransferServer(jax.local_devices(), host)
                 cutter = Cutter(core.runner.device.empty_piece().arrays, checksums=checksums)

@@ -197,8 +197,9 @@ def _grpc_borrowing(core: Core, deployment: Deployment, credentials: Credentials
 
 def _grpc_lending(core: Core, deployment: Deployment, address: str) -> KVLending:
     """D's gRPC server offers what is lent."""
-    pieces = PieceStore(core.config.transfer.transfer_buffer_bytes)
-    publisher = HostPublisher("grpc", pieces, core.inbox.post, checksums=core.config.transfer.checksums)
+    pieces, config = PieceStore(), core.config.transfer
+    max_bytes = config.transfer_buffer_bytes
+    publisher = HostPublisher("grpc", pieces, core.inbox.post, max_bytes=max_bytes, checksums=config.checksums)
     deployment.peer_server = PieceServer(pieces)
     deployment.closers.append(publisher.close)
     return lending(core, publisher, address)

@@ -56,11 +56,11 @@ def device_piece(tokens: int, seed: int) -> jax.Array:
 
 def make_publisher(form: Form, post: Post) -> tuple[Publisher, PieceStore]:
     """P's half, and what PeerService.Fetch reads."""
-    store = PieceStore(BUFFER_BYTES)
+    store = PieceStore()
     if form.backend == "grpc":
-        return HostPublisher("grpc", store, post, checksums=form.checksums), store
+        return HostPublisher("grpc", store, post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
     if form.backend == "shm":
-        return HostPublisher("shm", ShmStore(BUFFER_BYTES), post, checksums=form.checksums), store
+        return HostPublisher("shm", ShmStore(), post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
     cutter = Cutter([device_piece(form.tokens, 0)], checksums=form.checksums)
     cutter.warm_up()
     return JaxPublisher(TransferServer(jax.devices(), HOST), cutter, post, max_bytes=BUFFER_BYTES), store

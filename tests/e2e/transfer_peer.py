@@ -78,7 +78,7 @@ class Half:
         self.events: queue.SimpleQueue[TransferEvent] = queue.SimpleQueue()
         self.publisher: Publisher | None = None
         self.fetcher: Fetcher | None = None
-        self.store = PieceStore(BUFFER_BYTES)
+        self.store = PieceStore()
         self.sources: list[GrpcByteSource] = []
         self.form: dict[str, Any] = {}
         self._server: grpc.Server | None = None
@@ -112,10 +112,10 @@ class Half:
             cutter = self.cutter(tp, dtype, chunk, features, checksums)
             self.publisher = JaxPublisher(self.transfer, cutter, post, max_bytes=BUFFER_BYTES)
         elif backend == "shm":
-            self.publisher = HostPublisher(backend, ShmStore(BUFFER_BYTES), post, checksums=checksums)
+            self.publisher = HostPublisher(backend, ShmStore(), post, max_bytes=BUFFER_BYTES, checksums=checksums)
         else:
-            self.store = PieceStore(BUFFER_BYTES)
-            self.publisher = HostPublisher(backend, self.store, post, checksums=checksums)
+            self.store = PieceStore()
+            self.publisher = HostPublisher(backend, self.store, post, max_bytes=BUFFER_BYTES, checksums=checksums)
             self._server = grpc.server(futures.ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
             peer_pb2_grpc.add_PeerServiceServicer_to_server(Fetches(self.store), self._server)
             self.peer = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"

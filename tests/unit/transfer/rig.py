@@ -33,6 +33,7 @@ from jdisagg.transfer.target import PieceTarget
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 LAYERS, CHUNK_TOKENS, HEADS, FEATURES = 2, 8, 4, 6
+MAX_BYTES = 1 << 20
 H = HandoffId("r", 1)
 NP_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -118,9 +119,10 @@ class Rig:
     kind: str
     peer: str = "peer"
     p_dtype: str | None = None  # None = D's
+    max_bytes: int = MAX_BYTES  # that P publishes
     events: queue.SimpleQueue[TransferEvent] = field(default_factory=queue.SimpleQueue)
     network: FakeNetwork = field(default_factory=FakeNetwork)
-    store: PieceStore = field(default_factory=lambda: PieceStore(1 << 20))
+    store: PieceStore = field(default_factory=PieceStore)
     exchange: Exchange = field(default_factory=Exchange)
     cleanups: list[Callable[[], object]] = field(default_factory=list)
     threads_before: set[threading.Thread] = field(default_factory=lambda: set(threading.enumerate()))
@@ -142,17 +144,17 @@ class Rig:
                 example = KVGroup(piece(tokens(CHUNK_TOKENS)).data)
                 self.fetcher = device_put_fetcher(self.exchange, target, post, example)
             case "grpc":
-                self.publisher = HostPublisher("grpc", self.store, post)
+                self.publisher = HostPublisher("grpc", self.store, post, max_bytes=self.max_bytes)
                 self.fetcher = host_fetcher("grpc", LocalSource(self.store), target, post)
             case "grpc-loopback":
-                self.publisher = HostPublisher("grpc", self.store, post)
+                self.publisher = HostPublisher("grpc", self.store, post, max_bytes=self.max_bytes)
                 self.fetcher = host_fetcher("grpc", self._serve(), target, post)
             case "shm":
-                self.publisher = HostPublisher("shm", ShmStore(1 << 20), post)
+                self.publisher = HostPublisher("shm", ShmStore(), post, max_bytes=self.max_bytes)
                 self.fetcher = host_fetcher("shm", ShmSource(), target, post)
             case "jax":
                 ours, theirs = transfer_servers()
-                self.publisher = JaxPublisher(ours, cutter(self.p_dtype or dtype), post, max_bytes=1 << 20)
+                self.publisher = JaxPublisher(ours, cutter(self.p_dtype or dtype), post, max_bytes=self.max_bytes)
                 self.fetcher = jax_fetcher(theirs, joiner(dtype, chunk_tokens, heads), target, post)
         return self
 
