@@ -8,9 +8,8 @@ import pytest
 
 from jdisagg.core.requests import EngineRequest, Output, Provenance, TokenLogprob
 from jdisagg.handoff import actions as act
-from jdisagg.handoff.messages import Accepted, Done, HandoffId, StreamEnded
+from jdisagg.handoff.messages import Accepted, Done, HandoffId, Open, StreamEnded
 from tests.unit.handoff.rig import NEVER, decode_side, only, prefill_side, request
-from tests.unit.handoff.test_prefill_side import opened
 
 FULL = Output(
     request_id="r#1",
@@ -35,11 +34,12 @@ def done(handoff: HandoffId, token: int) -> Done:
 @pytest.mark.covers("X04")
 def test_all_that_p_knows_of_the_first_token_reaches_the_client_under_the_requests_own_name() -> None:
     prefill, decode = prefill_side(), decode_side(NEVER)
-    opened(prefill)
-    prefill.on_computed("r#1", 10, 0.0)
+    opening = Open(request=asked("r", attempt=2), held_tokens=0, backend="fake")
+    prefill.open(HandoffId("r", 1), opening, 0.0)
+    prefill.on_admitted(HandoffId("r", 1), 0)
     last = only(act.Reply, prefill.on_first_token("r#1", FULL, 0.0)).message
     assert isinstance(last, Done)
-    assert last.first == replace(FULL, request_id="r")
+    assert last.first == replace(FULL, request_id="r", attempt=2)
     decode.start(asked("r", attempt=3), 0, ("p",), 0.0)
     decode.on_message(HandoffId("r", 1), Accepted(cached_tokens=4), 0.0)
     told = only(act.FirstToken, decode.on_message(HandoffId("r", 1), last, 0.0))
