@@ -95,7 +95,7 @@ class ComputeLocally:
 
     request_id: str
     held_tokens: int
-    provenance: Provenance
+    recoveries: tuple[str, ...]  # rungs taken so far, this one included
 
 
 @dataclass(frozen=True, slots=True)

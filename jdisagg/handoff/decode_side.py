@@ -267,7 +267,7 @@ class DecodeSide:
         if self._config.local_prefill is not LocalPrefill.NEVER:
             note = record.note("local_prefill", peer, cause)
             del self._live[request_id]
-            return [note, act.ComputeLocally(request_id, record.held_tokens, record.provenance())]
+            return [note, act.ComputeLocally(request_id, record.held_tokens, tuple(record.recoveries))]
         return self._fail(record, record.lost(peer, cause))
 
     def _fail(self, record: Inbound, error: RequestError) -> list[DecodeAction]:

@@ -134,12 +134,12 @@ class Inbound:
 
         Several P may have had a part in it: named is the one that brought the last of it, not who sampled the first token.
         """
+        assert self.stream is not None, f"request {self.request.request_id}: complete without a stream"
         known = self.computed or Provenance()
-        peer, cached_tokens = (self.stream.peer, self.stream.cached_tokens) if self.stream is not None else ("", 0)
         return replace(
             known,
-            prefill_worker=known.prefill_worker or peer,
-            prefilled_tokens=known.prefilled_tokens or self.num_tokens - cached_tokens,
+            prefill_worker=known.prefill_worker or self.stream.peer,
+            prefilled_tokens=known.prefilled_tokens or self.num_tokens - self.stream.cached_tokens,
             transferred_tokens=self.transferred_tokens,
             transferred_bytes=self.transferred_bytes,
             borrowed_tokens=self.borrowed_tokens,

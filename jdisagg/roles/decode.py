@@ -211,8 +211,8 @@ class DecodeRole:
                 self._scheduler.kv_arrived(request_id, now_s)
                 if stream := self._streams.get(request_id):
                     stream.timeline.record.kv_arrived(now_s)
-            case act.ComputeLocally(request_id=request_id, held_tokens=held_tokens, provenance=provenance):
-                self._provenance.computed_here(request_id, provenance)
+            case act.ComputeLocally(request_id=request_id, held_tokens=held_tokens, recoveries=recoveries):
+                self._provenance.computed_here(request_id, recoveries)
                 self._scheduler.compute_locally(request_id, held_tokens)
             case act.Fail(request_id=request_id, error=error):
                 failed = self._scheduler.fail(request_id, error)

@@ -20,9 +20,9 @@ class ProvenanceBook:
         pages = -(-provenance.transferred_tokens // self._page_size)
         self._of[request_id] = replace(provenance, transferred_pages=pages)
 
-    def computed_here(self, request_id: str, provenance: Provenance) -> None:
+    def computed_here(self, request_id: str, recoveries: tuple[str, ...]) -> None:
         """Nobody else computes it (any more): what was tried is all that is told."""
-        self._of[request_id] = Provenance(recoveries=provenance.recoveries)
+        self._of[request_id] = Provenance(recoveries=recoveries)
 
     def forget(self, request_id: str) -> None:
         """The request is over; idempotent."""

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.requests import EngineRequest, Output, Provenance, TokenLogprob
+from jdisagg.core.errors import HandoffLost, InvalidRequest, Overloaded, RequestError
+from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, TokenLogprob
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.messages import Accepted, Done, HandoffId, Open, StreamEnded
-from tests.unit.handoff.rig import NEVER, decode_side, only, prefill_side, request
+from tests.unit.handoff.rig import NEVER, decode_side, none_of, only, prefill_side, request
 
 FULL = Output(
     request_id="r#1",
@@ -67,3 +68,25 @@ def test_of_many_hand_offs_at_once_each_gets_its_own_token_and_none_of_an_older_
         told = only(act.FirstToken, of_first)
         assert (told.request_id, told.output.request_id, told.output.token_ids) == (name, name, (1000 + handoff.serial,))
     assert side.snapshot()["late"] == len(again) == 16
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(InvalidRequest("too long"), act.Fail), (Overloaded("full"), act.OpenStream), (HandoffLost("no device"), act.OpenStream)],
+)
+def test_an_error_in_the_place_of_a_token_is_taken_as_a_refusal(error: RequestError, kind: type) -> None:
+    side, handoff = decode_side(NEVER), HandoffId("r", 1)
+    side.start(asked("r"), 0, ("p", "q"), 0.0)
+    side.on_message(handoff, Accepted(cached_tokens=0), 0.0)
+    failed = Done(first=Output(request_id="r#1", finish=FinishReason.ERROR, error=error), num_chunks=0)
+    actions = side.on_message(handoff, failed, 50.0)
+    assert none_of(act.FirstToken, actions)
+    assert isinstance(only(kind, actions), kind)
+    if kind is act.Fail:
+        assert only(act.Fail, actions).error is error
+        return
+    assert only(act.OpenStream, actions).peer == "q"
+    notes = [action for action in actions if isinstance(action, act.Recovered)]
+    rungs = [] if isinstance(error, Overloaded) else [act.Recovered("other_prefill", "r", "p", "accepted", "failed: no device")]
+    assert notes == rungs
+    assert side.tick(59.9) == [], "q has ten seconds to answer"
