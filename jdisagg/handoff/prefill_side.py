@@ -238,9 +238,8 @@ class PrefillSide:
         if not (record.held_tokens <= begin < end <= record.cut and size <= record.chunk_tokens):
             text = f"Want [{begin}, {end}): only published tokens, [{record.held_tokens}, {record.cut}), can be sent again"
             return self._refuse(record, InvalidRequest(f"request {record.request.request_id}: {text}"))
-        actions: list[PrefillAction] = []
-        if (key := record.key_of(begin, end)) is not None:
-            actions += self._exports.discard(record, key)
+        key = record.key_of(begin, end)
+        actions = [] if key is None else self._exports.discard(record, key)
         record.again.append((begin, end))
         return actions + self._exports.pump(record)
 

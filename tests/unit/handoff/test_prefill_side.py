@@ -225,6 +225,17 @@ def test_a_range_is_published_again_under_a_new_key() -> None:
     assert side.is_idle
 
 
+@pytest.mark.parametrize("span", [(2, 6), (6, 10), (3, 5), (8, 10)])
+def test_any_part_of_what_was_published_can_be_asked_for_again(span: tuple[int, int]) -> None:
+    side = prefill_side()
+    opened(side, num_tokens=12, held=2)
+    assert exports(side.on_computed("r#1", 11, 0.0)) == [(2, 6), (6, 10)]
+    again = side.on_message(H, Want(begin=span[0], end=span[1], reason="x"), 0.0)
+    assert exports(again) == [span]
+    keys = {(2, 6): "k0", (6, 10): "k1"}
+    assert [action for action in again if isinstance(action, act.Discard)] == [act.Discard(keys[s]) for s in keys if s == span]
+
+
 @pytest.mark.parametrize(("begin", "end"), [(0, 5), (8, 12), (4, 4), (-1, 3)])
 def test_only_published_tokens_can_be_asked_for_again(begin: int, end: int) -> None:
     side = prefill_side()

@@ -269,6 +269,23 @@ def test_a_connection_that_is_lost_is_none_that_drains() -> None:
     ), "each peer is named once"
 
 
+@pytest.mark.parametrize(
+    ("peers", "tried"), [(("p",), ""), (("p", "q"), "; p tried before"), (("p", "q", "s"), "; p, q tried before")]
+)
+def test_whoever_was_tried_before_is_named_too(peers: tuple[str, ...], tried: str) -> None:
+    side = decode_side(NEVER)
+    side.start(request(), 0, peers, 0.0)
+    now_s, failures = 0.0, list[act.Fail]()
+    for serial in range(1, 5):
+        now_s += 1.0
+        actions = [*side.tick(now_s), *side.on_message(HandoffId("r", serial), DEAD, now_s)]
+        failures += [action for action in actions if isinstance(action, act.Fail)]
+    assert [str(failure.error) for failure in failures] == [
+        f"request r: hand-off lost at stage opening with {peers[-1]}: dead{tried}; "
+        "--local-prefill never forbids computing it here"
+    ]
+
+
 @pytest.mark.parametrize("error", [InvalidRequest("too long"), NumericalError("NaN"), DeadlineExceeded("late")])
 @pytest.mark.covers("P02")
 def test_an_error_that_would_come_back_everywhere_ends_the_request_with_it(error: RequestError) -> None:
