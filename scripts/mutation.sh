@@ -1,16 +1,35 @@
 #!/usr/bin/env bash
 # Breaks the host's bookkeeping on purpose, one small change at a time, and counts how often the unit tests notice.
-# What is broken and which tests run is in pyproject.toml ([tool.mutmut]). Usage: mutation.sh [pattern of mutant names ...]
-# Without a pattern all 3000 run, 25 minutes on one core that is not shared; JDISAGG_MUTATION_LIMIT_S (3600) bounds it.
+# Usage: mutation.sh [--part sched|handoff] [pattern of mutant names ...]
+# sched: scheduler, allocator and prefix index; handoff: both sides of the hand-off. What is broken and which tests run is in
+# pyproject.toml ([tool.mutmut], [tool.mutmut-handoff]). Without a pattern all run: sched has 3000, 25 minutes on one core that
+# is not shared, handoff half as many; JDISAGG_MUTATION_LIMIT_S (3600) bounds it.
 # A pattern is like 'jdisagg.sched.pages.*'; what it leaves out is not in the table.
-# Prints each survivor's change and the share of mutants noticed per module. MUTMUT=/path/to/mutmut uses that one.
+# Works on a copy in build/mutation/PART. Prints each survivor's change and the share of mutants noticed per module.
+# MUTMUT=/path/to/mutmut uses that one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+part=sched
+if [ "${1:-}" = --part ]; then
+  part=${2:?wanted sched or handoff behind --part}
+  shift 2
+fi
+case $part in
+  sched) rename= ;; # its section has the name that mutmut reads
+  handoff) rename='s/^\[tool\.mutmut\]/[tool.mutmut-sched]/; s/^\[tool\.mutmut-handoff\]/[tool.mutmut]/' ;;
+  *) echo "mutation.sh: --part: wanted sched or handoff, got $part" >&2; exit 2 ;;
+esac
 mutmut=${MUTMUT:-.venv/bin/mutmut}
 [ -x "$mutmut" ] || .venv/bin/python -m pip install --quiet --constraint constraints.txt mutmut
+mutmut=$(realpath --no-symlinks "$mutmut")
 export HYPOTHESIS_PROFILE=mutation JDISAGG_MACHINE_RULES=1800 JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE=1
 
-rm -rf mutants # verdicts and the tests of each function are kept between runs, and do not notice changed tests or moved code
+work=build/mutation/$part
+rm -rf "$work" # verdicts and the tests of each function are kept between runs, and do not notice changed tests or moved code
+mkdir -p "$work"
+cp -r jdisagg tests "$work"
+sed "$rename" pyproject.toml >"$work/pyproject.toml"
+cd "$work"
 status=0
 timeout "${JDISAGG_MUTATION_LIMIT_S:-3600}" nice -n 15 "$mutmut" run --max-children 1 "$@" >mutants.log 2>&1 || status=$?
 [ "$status" = 0 ] || { tr '\r' '\n' <mutants.log | tail -n 40 >&2; echo "mutation.sh: mutmut ended with $status" >&2; }
@@ -19,7 +38,7 @@ results() { "$mutmut" results --all true; }
 for name in $(results | awk -F': ' '$2 == "survived" || $2 == "no tests" || $2 == "suspicious" { gsub(/ /, "", $1); print $1 }'); do
   "$mutmut" show "$name" | grep -E '^(# |[-+] )'
 done
-printf '%-26s %7s %7s %8s %7s\n' module mutants noticed survived percent
+printf '%-32s %7s %7s %8s %7s\n' module mutants noticed survived percent
 results | awk -F': ' '
   NF == 2 && $2 != "not checked" {
     gsub(/ /, "", $1); sub(/\.x(_|ǁ).*/, "", $1)
@@ -28,6 +47,6 @@ results | awk -F': ' '
   }
   END {
     for (name in num)
-      printf "%-26s %7d %7d %8d %7.1f\n", name, num[name], hit[name], num[name] - hit[name], 100 * hit[name] / num[name]
+      printf "%-32s %7d %7d %8d %7.1f\n", name, num[name], hit[name], num[name] - hit[name], 100 * hit[name] / num[name]
   }' | sort
 exit "$status"

@@ -30,6 +30,14 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpecialTokens:
+    """What becomes of tokens that are no text."""
+
+    add: bool = True  # BOS / EOS around text prompts
+    skip: bool = True  # in the text that is returned
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextRequest:
     """What a client asked for. `sampling`'s own `seed` and `max_tokens` are ignored: here they may be absent."""
 
@@ -43,8 +51,7 @@ class TextRequest:
     n: int = 1  # choices per prompt
     stop: tuple[str, ...] = ()
     echo: bool = False  # the text begins with the prompt
-    add_special_tokens: bool = True  # BOS / EOS around text prompts
-    skip_special_tokens: bool = True  # in the text that is returned
+    special_tokens: SpecialTokens = SpecialTokens()
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None  # the client's own deadline; the server's wins when shorter
@@ -81,7 +88,7 @@ async def admit(
     echo_texts = None
     if request.echo:
         echo_texts = tuple(
-            prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=request.skip_special_tokens)
+            prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=request.special_tokens.skip)
             for prompt in request.prompts
         )
     first_seed = draw_seed() if request.seed is None else request.seed
@@ -116,7 +123,7 @@ async def admit(
         n=request.n,
         stop=request.stop,
         scores_only=request.max_tokens == 0,
-        skip_special_tokens=request.skip_special_tokens,
+        skip_special_tokens=request.special_tokens.skip,
         deadline_s=deadline_s,
     )
 
@@ -180,7 +187,7 @@ def _check_counts(request: TextRequest) -> None:
 
 async def _token_ids(prompt: Prompt, request: TextRequest, card: ModelCard, tokenizer: Tokenizer) -> tuple[int, ...]:
     if isinstance(prompt, str):
-        special = request.add_special_tokens
+        special = request.special_tokens.add
         _check_length(prompt, card.max_model_len, tokenizer.max_token_characters)
         if len(prompt) > _INLINE_TOKENIZE_CHARACTERS:
             prompt = await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=special)

@@ -94,9 +94,8 @@ class ComputeLocally:
     else it is computed too. A FirstToken that was given stays."""
 
     request_id: str
-    rung: str  # "local_prefill" after a failure, "below_tokens" when the prompt never leaves D
-    held_tokens: int = 0
-    provenance: Provenance | None = None
+    held_tokens: int
+    recoveries: tuple[str, ...]  # rungs taken so far, this one included
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,12 @@ from typing import Any
 
 from jdisagg.core.config import TransferConfig
 from jdisagg.handoff import actions as act
-from jdisagg.handoff.messages import Ack, ChunkReady, Declined, Grant, HandoffId, Lending, Want
+from jdisagg.handoff.credit import Credit, window_bytes_of
+from jdisagg.handoff.messages import Ack, ChunkReady, Declined, HandoffId, Lending, Want
 from jdisagg.handoff.spans import Spans
 
 STALL_S = 1.0
 LONGEST_S = 10.0
-WINDOW_PIECES = 4  # pieces on their way per borrowing, or
-WINDOW_BYTES = 16 * 2**20  # as much as this: small pieces would wait for their acknowledgements
 
 
 class Outcome(Enum):
@@ -64,6 +63,7 @@ class Borrowing:
     begin: int
     end: int
     deadline_s: float  # the request's, and once pages exist this borrowing's
+    credit: Credit  # D's
     progress_s: float = 0.0
     reserved: bool = False
     announced: Spans = field(default_factory=Spans)
@@ -71,7 +71,6 @@ class Borrowing:
     pieces: dict[str, ChunkReady] = field(default_factory=dict)  # being fetched
     refetched: set[str] = field(default_factory=set)
     num_bytes: int = 0  # arrived
-    granted_bytes: int = 0
 
     def complaint(self, ready: ChunkReady, chunk_tokens: int) -> str | None:
         """What is wrong with an announced piece, or None."""
@@ -88,12 +87,9 @@ class Borrower:
 
     def __init__(self, config: TransferConfig, *, bytes_per_token: int) -> None:
         self._chunk_tokens = config.transfer_chunk_tokens
-        piece_bytes = config.transfer_chunk_tokens * bytes_per_token
-        window_bytes = max(WINDOW_PIECES * piece_bytes, WINDOW_BYTES)
-        self._window_bytes = max(2 * piece_bytes, min(window_bytes, config.transfer_buffer_bytes))
+        self._window_bytes = window_bytes_of(config, bytes_per_token)
         self._live: dict[HandoffId, Borrowing] = {}
         self._by_request: dict[str, Borrowing] = {}
-        self._num_late = 0
 
     # --- hand-offs
 
@@ -103,7 +99,7 @@ class Borrower:
         """KV of [0, span[0]) is here and pinned, that of the non-empty `span` is wanted as soon as there are pages."""
         begin, end = span
         assert begin < end, f"hand-off {handoff}: nothing to borrow in [{begin}, {end})"
-        record = Borrowing(handoff, engine_request_id, lending, begin, end, deadline_s)
+        record = Borrowing(handoff, engine_request_id, lending, begin, end, deadline_s, Credit(self._window_bytes))
         self._live[handoff] = self._by_request[engine_request_id] = record
 
     def on_reserved(self, engine_request_id: str, now_s: float) -> list[BorrowerAction]:
@@ -126,12 +122,11 @@ class Borrower:
         """A message of D. What nobody wants (any more) is acknowledged, so that D frees it."""
         record = self._live.get(handoff)
         if record is None:
-            self._num_late += 1
             return [act.Reply(handoff, Ack(key=message.key))] if isinstance(message, ChunkReady) else []
         if isinstance(message, Declined):
             return self._end(record, Outcome.DECLINED, message.reason)
         if message.key in record.pieces:
-            return self._late()
+            return []
         if complaint := record.complaint(message, self._chunk_tokens):
             return [act.Reply(handoff, Ack(key=message.key)), *self._end(record, Outcome.FAILED, complaint)]
         record.progress_s = now_s
@@ -146,7 +141,7 @@ class Borrower:
         record = self._live.get(handoff)
         ready = None if record is None else record.pieces.pop(key, None)
         if record is None or ready is None:
-            return self._late()
+            return []
         record.progress_s = now_s
         record.arrived.add(ready.begin, ready.end)
         record.num_bytes += ready.num_bytes
@@ -160,7 +155,7 @@ class Borrower:
         record = self._live.get(handoff)
         ready = None if record is None else record.pieces.get(key)
         if record is None or ready is None:
-            return self._late()
+            return []
         if key in record.refetched or reason == "unknown_key":
             return self._end(record, Outcome.FAILED, f"fetch of [{ready.begin}, {ready.end}): {reason}")
         record.refetched.add(key)
@@ -177,11 +172,8 @@ class Borrower:
     # --- helpers
 
     def _grant(self, record: Borrowing) -> list[BorrowerAction]:
-        credit_bytes = record.num_bytes + self._window_bytes
-        if credit_bytes <= record.granted_bytes:
-            return []
-        record.granted_bytes = credit_bytes
-        return [act.Reply(record.handoff, Grant(credit_bytes=credit_bytes))]
+        grant = record.credit.beyond(record.num_bytes)
+        return [] if grant is None else [act.Reply(record.handoff, grant)]
 
     def _end(self, record: Borrowing, outcome: Outcome, cause: str) -> list[BorrowerAction]:
         self._forget(record.handoff)
@@ -197,21 +189,12 @@ class Borrower:
             del self._by_request[record.engine_request_id]
         return record
 
-    def _late(self) -> list[BorrowerAction]:
-        self._num_late += 1
-        return []
-
     # --- views
 
     @property
     def is_idle(self) -> bool:
         """Nothing is borrowed."""
         return not self._live
-
-    @property
-    def num_late(self) -> int:
-        """Messages and pieces that came for borrowings which were over."""
-        return self._num_late
 
     def snapshot(self) -> dict[str, Any]:
         """Borrowings as JSON-able data."""

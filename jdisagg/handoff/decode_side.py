@@ -18,18 +18,18 @@ from dataclasses import replace
 from typing import Any
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
-from jdisagg.core.errors import Overloaded, RequestError
+from jdisagg.core.errors import Overloaded, RequestError, Unavailable
 from jdisagg.core.requests import EngineRequest
 from jdisagg.handoff import actions as act
 from jdisagg.handoff import messages as msg
 from jdisagg.handoff.actions import DecodeAction
-from jdisagg.handoff.inbound import Inbound, InboundStage, InboundStream
+from jdisagg.handoff.credit import Credit, window_bytes_of
+from jdisagg.handoff.inbound import Inbound, InboundStage
+from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import MAX_REFETCHES, Ladder, is_final
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
 from jdisagg.handoff.spans import GroupSpans
 
-WINDOW_PIECES = 4  # pieces on their way per hand-off, or
-WINDOW_BYTES = 16 * 2**20  # as much as this: small pieces would wait for their acknowledgements
 ANSWER_TIMEOUT_S = 10.0  # from Open to Accepted or Refused
 
 
@@ -40,11 +40,8 @@ class DecodeSide:
         self, config: TransferConfig, *, chunk_bytes_per_token: int, backend: str, num_groups: int = 1, head_shards: int = 1
     ) -> None:
         """`backend`: used where the two sides do not settle another; `head_shards`: parts in which pieces lie on this mesh."""
-        assert chunk_bytes_per_token > 0, f"chunk_bytes_per_token is {chunk_bytes_per_token}"
-        piece_bytes = config.transfer_chunk_tokens * chunk_bytes_per_token
         self._config = config
-        window_bytes = max(WINDOW_PIECES * piece_bytes, WINDOW_BYTES)
-        self._window_bytes = max(2 * piece_bytes, min(window_bytes, config.transfer_buffer_bytes))
+        self._window_bytes = window_bytes_of(config, chunk_bytes_per_token)
         self._backend = backend
         self._num_groups = num_groups
         self._head_shards = head_shards
@@ -59,9 +56,6 @@ class DecodeSide:
         request_id = request.request_id
         assert request_id not in self._live, f"request {request_id} has a live hand-off already"
         assert 0 <= held_tokens <= len(request.token_ids), f"request {request_id}: held_tokens is {held_tokens}"
-        policy = self._config.local_prefill
-        if policy is LocalPrefill.BELOW_TOKENS and len(request.token_ids) < self._config.local_prefill_below_tokens:
-            return [act.ComputeLocally(request_id, "below_tokens", held_tokens)]
         record = Inbound(request, held_tokens, Ladder(peers))
         self._live[request_id] = record
         peer = record.ladder.next_peer()
@@ -77,12 +71,12 @@ class DecodeSide:
             return []
         stream.progress_s = now_s
         fetches = [stream.fetch(piece, record.request.deadline_s, now_s) for piece in stream.pieces.values()]
-        return self._grant(record) + fetches + self._complete(record)
+        return record.grant() + fetches + self._complete(record)
 
-    def release(self, request_id: str, reason: str) -> list[DecodeAction]:
-        """End the hand-off, whatever its stage, because of `reason`; unknown ids are ignored."""
+    def release(self, request_id: str) -> list[DecodeAction]:
+        """End the hand-off, whatever its stage; unknown ids are ignored."""
         record = self._live.pop(request_id, None)
-        return [] if record is None else self._hang_up(record)
+        return [] if record is None else record.hang_up()
 
     # --- messages of P
 
@@ -111,7 +105,7 @@ class DecodeSide:
             case msg.Done() if stage in (InboundStage.ACCEPTED, InboundStage.TRANSFERRING):
                 return self._on_done(record, message, now_s)
             case msg.Refused(error=error):
-                return self._on_error(record, error, f"refused: {error}", now_s)
+                return self._on_refused(record, error, now_s)
             case msg.StreamEnded():
                 return self._on_ended(record, message, now_s)
             case _:
@@ -136,13 +130,13 @@ class DecodeSide:
         if record.first is None and first.finish is None and not (first.token_ids and record.needs_kv):
             return self._lose(record, "protocol: Done without a token, or without finish on the last one", now_s)
         record.move(InboundStage.COMPUTED)
-        record.count_borrowed(first.provenance)
+        record.computed_by(first.provenance)
         if record.first is not None:
             return self._complete(record)  # the token was delivered by an earlier stream
         record.first = first
         delivered: list[DecodeAction] = [act.FirstToken(request.request_id, first)]
         if first.finish is not None:
-            return delivered + self.release(request.request_id, "finished")
+            return delivered + self.release(request.request_id)
         return delivered + self._complete(record)
 
     def _on_ended(self, record: Inbound, message: msg.StreamEnded, now_s: float) -> list[DecodeAction]:
@@ -153,13 +147,21 @@ class DecodeSide:
         cause = message.reason if message.error is None else f"{message.reason}: {message.error}"
         return self._on_error(record, message.error, cause, now_s)
 
+    def _on_refused(self, record: Inbound, error: RequestError, now_s: float) -> list[DecodeAction]:
+        if isinstance(error, Unavailable) and self._config.local_prefill is LocalPrefill.NEVER:
+            return self._pass_over(record, now_s)  # it drains: wait for another one in its place, rather than fail
+        return self._on_error(record, error, f"refused: {error}", now_s)
+
     def _on_error(self, record: Inbound, error: RequestError | None, cause: str, now_s: float) -> list[DecodeAction]:
         if error is not None and is_final(error):
             return self._fail(record, error)
-        if not isinstance(error, Overloaded) or record.stream is None:
-            return self._lose(record, cause, now_s)
+        return self._pass_over(record, now_s) if isinstance(error, Overloaded) else self._lose(record, cause, now_s)
+
+    def _pass_over(self, record: Inbound, now_s: float) -> list[DecodeAction]:
+        """The peer answers and takes nothing now: ask another, or the same after a pause."""
+        assert record.stream is not None
         record.ladder.busy(record.stream.peer)
-        actions = self._hang_up(record)
+        actions = record.hang_up()
         peer = record.ladder.next_peer()
         return actions + (self._open(record, peer, now_s) if peer else record.wait(now_s))
 
@@ -175,7 +177,7 @@ class DecodeSide:
         record.transferred_tokens += ready.end - ready.begin
         record.transferred_bytes += ready.num_bytes
         actions: list[DecodeAction] = [act.Import(handoff.request_id, handoff, key), act.Send(handoff, msg.Ack(key=key))]
-        return actions + self._grant(record) + self._complete(record)
+        return actions + record.grant() + self._complete(record)
 
     def on_failed(self, handoff: HandoffId, key: str, reason: str, now_s: float) -> list[DecodeAction]:
         """The piece did not arrive: the same key once more, then another backend or a new key from P, then another stream."""
@@ -190,30 +192,23 @@ class DecodeSide:
         other = stream.backend_beside(ready.backend)
         if num_refetches and other is not None and ready.backend not in stream.broken:
             stream.progress_s = now_s
-            note = self._note(record, "other_backend", stream.peer, f"{cause}; going on over {other}")
-            return [note, *stream.change_backend(ready.backend, other, reason), *self._grant(record)]
+            note = record.note("other_backend", stream.peer, f"{cause}; going on over {other}")
+            return [note, *stream.change_backend(ready.backend, other, reason), *record.grant()]
         if num_refetches >= MAX_REFETCHES:
             return self._lose(record, cause, now_s)
         stream.progress_s = now_s
         stream.refetches[span] = num_refetches + 1
-        actions: list[DecodeAction] = [self._note(record, "refetch", stream.peer, cause)]
+        actions: list[DecodeAction] = [record.note("refetch", stream.peer, cause)]
         if num_refetches == 0 and reason != "unknown_key" and ready.backend not in stream.broken:
             return [*actions, stream.fetch(piece, record.request.deadline_s, now_s)]
         stream.give_up(key)
-        return [*actions, *self._grant(record), stream.want(ready, reason)]
-
-    def _grant(self, record: Inbound) -> list[DecodeAction]:
-        """Let P publish a window of bytes beyond what is settled here; nothing for a request that needs no KV."""
-        stream = record.stream
-        if stream is None or not record.reserved or not record.needs_kv or record.covered:
-            return []
-        return stream.grant(self._window_bytes)
+        return [*actions, *record.grant(), stream.want(ready, reason)]
 
     def _complete(self, record: Inbound) -> list[DecodeAction]:
         if record.stage is not InboundStage.COMPUTED or not record.reserved or not record.covered:
             return []
         request_id = record.request.request_id
-        return [act.KVComplete(request_id, record.provenance()), *self.release(request_id, "complete")]
+        return [act.KVComplete(request_id, record.provenance()), *self.release(request_id)]
 
     # --- time
 
@@ -250,52 +245,34 @@ class DecodeSide:
         self._serial += 1
         handoff = HandoffId(record.request.request_id, self._serial)
         record.move(InboundStage.OPENING)
-        spans = (GroupSpans(self._num_groups), GroupSpans(self._num_groups))
-        record.stream = InboundStream(handoff, peer, now_s, *spans, backends=(self._backend,))
-        message = msg.Open(
-            request=record.request_to_send(),
-            held_tokens=record.held_tokens,
-            backend=self._backend,
-            head_shards=self._head_shards,
-            max_piece_tokens=self._config.transfer_chunk_tokens,
-        )
-        return [act.OpenStream(handoff, peer, message), *self._grant(record)]
-
-    def _hang_up(self, record: Inbound) -> list[DecodeAction]:
-        """Drop the stream; what it brought without a gap stays."""
-        stream, record.stream = record.stream, None
-        if stream is None:
-            return []
-        record.held_tokens = stream.imported.reach(record.held_tokens)
-        return [act.CancelFetch(stream.handoff), act.CloseStream(stream.handoff)]
+        spans, credit = (GroupSpans(self._num_groups), GroupSpans(self._num_groups)), Credit(self._window_bytes)
+        record.stream = InboundStream(handoff, peer, now_s, *spans, credit, backends=(self._backend,))
+        message = record.opening(self._backend, self._head_shards, self._config.transfer_chunk_tokens)
+        return [act.OpenStream(handoff, peer, message), *record.grant()]
 
     def _lose(self, record: Inbound, cause: str, now_s: float) -> list[DecodeAction]:
         """The stream failed: the next rung."""
         assert record.stream is not None
         lost = record.stream.peer
-        actions = self._hang_up(record)
+        actions = record.hang_up()
         record.ladder.failed(lost)
         if peer := record.ladder.next_peer():
-            return [*actions, self._note(record, "other_prefill", lost, cause), *self._open(record, peer, now_s)]
+            return [*actions, record.note("other_prefill", lost, cause), *self._open(record, peer, now_s)]
         if record.ladder.after_pause() is not None:
-            return [*actions, self._note(record, "reconnect", lost, cause), *record.wait(now_s)]
+            return [*actions, record.note("reconnect", lost, cause), *record.wait(now_s)]
         return actions + self._last_rungs(record, lost, cause)
 
     def _last_rungs(self, record: Inbound, peer: str, cause: str) -> list[DecodeAction]:
         request_id = record.request.request_id
         if self._config.local_prefill is not LocalPrefill.NEVER:
-            note = self._note(record, "local_prefill", peer, cause)
+            note = record.note("local_prefill", peer, cause)
             del self._live[request_id]
-            return [note, act.ComputeLocally(request_id, "local_prefill", record.held_tokens, record.provenance())]
+            return [note, act.ComputeLocally(request_id, record.held_tokens, tuple(record.recoveries))]
         return self._fail(record, record.lost(peer, cause))
 
     def _fail(self, record: Inbound, error: RequestError) -> list[DecodeAction]:
         request_id = record.request.request_id
-        return [*self.release(request_id, "failed"), act.Fail(request_id, error)]
-
-    def _note(self, record: Inbound, rung: str, peer: str, cause: str) -> act.Recovered:
-        record.recoveries.append(rung)
-        return act.Recovered(rung, record.request.request_id, peer, record.stage.value, cause)
+        return [*self.release(request_id), act.Fail(request_id, error)]
 
     def _late(self) -> list[DecodeAction]:
         self._num_late += 1
@@ -312,17 +289,12 @@ class DecodeSide:
         """No hand-off is alive."""
         return not self._live
 
-    @property
-    def num_late(self) -> int:
-        """Messages and pieces that came for streams which were gone."""
-        return self._num_late
-
     def counts(self) -> dict[str, int]:
         """Live hand-offs per stage."""
         live = Counter(record.stage.value for record in self._live.values())
         return {stage.value: live[stage.value] for stage in InboundStage}
 
     def snapshot(self) -> dict[str, Any]:
-        """Live hand-offs as JSON-able data."""
+        """Live hand-offs as JSON-able data; `late` counts messages and pieces that came for streams which were gone."""
         handoffs = {request_id: record.summary() for request_id, record in self._live.items()}
         return {"handoffs": handoffs, "late": self._num_late}

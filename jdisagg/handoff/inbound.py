@@ -16,13 +16,10 @@ from typing import Any
 
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, RequestError, Unavailable
 from jdisagg.core.requests import EngineRequest, Output, Provenance
-from jdisagg.handoff.actions import CancelFetch, DecodeAction, Fetch, Send
+from jdisagg.handoff.actions import CancelFetch, CloseStream, DecodeAction, Recovered
+from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import Ladder
-from jdisagg.handoff.messages import ChunkReady, Grant, HandoffId, Want
-from jdisagg.handoff.spans import GroupSpans
-
-FETCH_TIMEOUT_S = 5.0  # one piece
-FETCH_GRACE_S = 1.0  # a fetch that has not even reported its time-out by then is taken for lost
+from jdisagg.handoff.messages import ChunkReady, Open
 
 
 class InboundStage(Enum):
@@ -47,93 +44,6 @@ _NEXT = {
 
 
 @dataclass(slots=True)
-class IncomingPiece:
-    """An announced piece. `fetch_deadline_s` is None while no fetch is under way."""
-
-    ready: ChunkReady
-    fetch_deadline_s: float | None = None
-
-
-@dataclass(slots=True)
-class InboundStream:
-    """One stream of D: pieces announced and not yet imported, and what was."""
-
-    handoff: HandoffId
-    peer: str
-    progress_s: float  # when P last said something
-    announced: GroupSpans
-    imported: GroupSpans
-    backends: tuple[str, ...]  # that both sides can use, best first
-    broken: set[str] = field(default_factory=set)  # those of them that failed this request
-    pieces: dict[str, IncomingPiece] = field(default_factory=dict)
-    refetches: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (group, begin, end) -> times
-    settled_bytes: int = 0  # announced pieces that D has imported or given up
-    granted_bytes: int = 0
-    cached_tokens: int = 0  # prompt tokens P had in its prefix cache
-    is_parked: bool = False  # P computes the prompt again, when memory allows: no piece is due yet
-
-    def announce(self, ready: ChunkReady) -> IncomingPiece:
-        """A piece can be fetched."""
-        ready = ready if ready.backend else replace(ready, backend=self.backends[0])
-        self.announced.of(ready.group).add(ready.begin, ready.end)
-        self.pieces[ready.key] = IncomingPiece(ready)
-        return self.pieces[ready.key]
-
-    def settle(self, key: str) -> ChunkReady:
-        """The piece is in place."""
-        ready = self.pieces.pop(key).ready
-        self.imported.of(ready.group).add(ready.begin, ready.end)
-        self.settled_bytes += ready.num_bytes
-        return ready
-
-    def give_up(self, key: str) -> None:
-        """The piece will not be fetched under this key; its range may be announced again."""
-        ready = self.pieces.pop(key).ready
-        self.announced.of(ready.group).remove(ready.begin, ready.end)
-        self.settled_bytes += ready.num_bytes
-
-    def fetch(self, piece: IncomingPiece, deadline_s: float, now_s: float) -> Fetch:
-        """Start (again) to fetch an announced piece, within the request's deadline."""
-        piece.fetch_deadline_s = min(now_s + FETCH_TIMEOUT_S, deadline_s)
-        return Fetch(self.handoff, self.peer, piece.ready, piece.fetch_deadline_s)
-
-    def overdue(self, now_s: float) -> list[str]:
-        """Keys whose fetch should have answered by now."""
-        return [
-            key
-            for key, piece in self.pieces.items()
-            if piece.fetch_deadline_s is not None and now_s >= piece.fetch_deadline_s + FETCH_GRACE_S
-        ]
-
-    def backend_beside(self, failed: str) -> str | None:
-        """The best backend that has not failed this request, `failed` left out."""
-        return next((name for name in self.backends if name != failed and name not in self.broken), None)
-
-    def change_backend(self, failed: str, backend: str, reason: str) -> list[DecodeAction]:
-        """`failed` is no longer used: everything announced and not yet in place is to come over `backend`."""
-        self.broken.add(failed)
-        self.refetches.clear()
-        wants: list[DecodeAction] = [CancelFetch(self.handoff)]
-        for ready in [piece.ready for piece in self.pieces.values()]:
-            self.give_up(ready.key)
-            wants.append(self.want(ready, reason, backend))
-        return wants
-
-    def want(self, ready: ChunkReady, reason: str, backend: str = "") -> DecodeAction:
-        """Have P publish the range again."""
-        want = Want(begin=ready.begin, end=ready.end, reason=reason, group=ready.group, backend=backend)
-        return Send(self.handoff, want)
-
-    def grant(self, window_bytes: int) -> list[DecodeAction]:
-        """Let P publish `window_bytes` beyond what is settled here."""
-        credit_bytes = self.settled_bytes + window_bytes
-        if credit_bytes <= self.granted_bytes:
-            return []
-        self.granted_bytes = credit_bytes
-        return [Send(self.handoff, Grant(credit_bytes=credit_bytes))]
-
-
-@dataclass(slots=True)
 class Inbound:
     """One request whose KV comes from elsewhere."""
 
@@ -144,7 +54,8 @@ class Inbound:
     stream: InboundStream | None = None
     reserved: bool = False
     retry_at_s: float = 0.0
-    first: Output | None = None
+    first: Output | None = None  # as it was delivered
+    computed: Provenance | None = None  # what the last P to compute the prompt says of itself
     recoveries: list[str] = field(default_factory=list)
     transferred_tokens: int = 0
     transferred_bytes: int = 0
@@ -161,6 +72,25 @@ class Inbound:
         self.move(InboundStage.WAITING)
         self.retry_at_s = now_s + self.ladder.pause()
         return []
+
+    def grant(self) -> list[DecodeAction]:
+        """Let P publish more, once there are pages; nothing for a request that needs no KV (any more)."""
+        if self.stream is None or not self.reserved or not self.needs_kv or self.covered:
+            return []
+        return self.stream.grant()
+
+    def hang_up(self) -> list[DecodeAction]:
+        """Drop the stream; what it brought without a gap stays."""
+        stream, self.stream = self.stream, None
+        if stream is None:
+            return []
+        self.held_tokens = stream.imported.reach(self.held_tokens)
+        return [CancelFetch(stream.handoff), CloseStream(stream.handoff)]
+
+    def note(self, rung: str, peer: str, cause: str) -> Recovered:
+        """A rung of the ladder is taken because of `peer`."""
+        self.recoveries.append(rung)
+        return Recovered(rung, self.request.request_id, peer, self.stage.value, cause)
 
     @property
     def num_tokens(self) -> int:
@@ -192,20 +122,24 @@ class Inbound:
             return f"{span} was announced before"
         return None
 
-    def count_borrowed(self, provenance: Provenance | None) -> None:
-        """P has said with its first token what it fetched from here."""
+    def computed_by(self, provenance: Provenance | None) -> None:
+        """P has said with its first token who it is, and what it fetched from here."""
+        self.computed = provenance
         if provenance is not None:
             self.borrowed_tokens += provenance.borrowed_tokens
             self.borrowed_bytes += provenance.borrowed_bytes
 
     def provenance(self) -> Provenance:
-        """Where the KV came from, as far as this side knows; pages and the decode worker are for the role to fill in."""
-        known = self.first.provenance if self.first is not None and self.first.provenance is not None else Provenance()
-        peer, cached_tokens = (self.stream.peer, self.stream.cached_tokens) if self.stream is not None else ("", 0)
+        """Where the KV came from, as far as this side knows; pages and the decode worker are for the role to fill in.
+
+        Several P may have had a part in it: named is the one that brought the last of it, not who sampled the first token.
+        """
+        assert self.stream is not None, f"request {self.request.request_id}: complete without a stream"
+        known = self.computed or Provenance()
         return replace(
             known,
-            prefill_worker=known.prefill_worker or peer,
-            prefilled_tokens=known.prefilled_tokens or self.num_tokens - cached_tokens,
+            prefill_worker=known.prefill_worker or self.stream.peer,
+            prefilled_tokens=known.prefilled_tokens or self.num_tokens - self.stream.cached_tokens,
             transferred_tokens=self.transferred_tokens,
             transferred_bytes=self.transferred_bytes,
             borrowed_tokens=self.borrowed_tokens,
@@ -213,16 +147,23 @@ class Inbound:
             recoveries=tuple(self.recoveries),
         )
 
-    def request_to_send(self) -> EngineRequest:
-        """What P is asked to compute.
+    def opening(self, backend: str, head_shards: int, max_piece_tokens: int) -> Open:
+        """What P is asked to compute and send.
 
         Once a first token was delivered, later streams fetch the same KV and their token is ignored, so it must not end
         the request at P before the KV was sent.
         """
-        if self.first is None:
-            return self.request
-        sampling = replace(self.request.sampling, ignore_eos=True, stop_token_ids=(), logprobs=None, prompt_logprobs=None)
-        return replace(self.request, sampling=sampling)
+        request = self.request
+        if self.first is not None:
+            plain = replace(request.sampling, ignore_eos=True, stop_token_ids=(), logprobs=None, prompt_logprobs=None)
+            request = replace(request, sampling=plain)
+        return Open(
+            request=request,
+            held_tokens=self.held_tokens,
+            backend=backend,
+            head_shards=head_shards,
+            max_piece_tokens=max_piece_tokens,
+        )
 
     def too_late(self) -> DeadlineExceeded:
         """The error of a request whose deadline passed in the hand-off."""
@@ -235,8 +176,10 @@ class Inbound:
         request_id, advice = self.request.request_id, "--local-prefill never forbids computing it here"
         if not self.ladder.peers:
             return Unavailable(f"request {request_id}: {cause}, and {advice}; name a worker with --prefill")
-        where, tried = f"at stage {self.stage.value}, peer {peer}", ", ".join(self.ladder.peers)
-        return HandoffLost(f"request {request_id}: hand-off lost {where}, cause: {cause}; tried {tried}; {advice}")
+        last = "" if peer in cause else f" with {peer}"
+        others = ", ".join(other for other in self.ladder.peers if other != peer)
+        tried = f"; {others} tried before" if others else ""
+        return HandoffLost(f"request {request_id}: hand-off lost at stage {self.stage.value}{last}: {cause}{tried}; {advice}")
 
     def summary(self) -> dict[str, Any]:
         """JSON-able state."""

@@ -134,7 +134,7 @@ class Lender:
         most = self._config.transfer_chunk_tokens
         tokens = min(most, want.piece_tokens or most)
         self._loans[handoff] = Loan(handoff, want.begin, want.end, tokens, now_s, cut=want.begin)
-        return [*self._exports.pump(self._loans[handoff])]
+        return []  # credit follows
 
     def _decline(self, handoff: HandoffId, reason: str) -> list[LenderAction]:
         return [*self._end(handoff), act.Send(handoff, Declined(reason=reason)), *self._exports.pump()]

@@ -101,8 +101,8 @@ class PrefillSide:
                 return self._on_want(record, begin, end)
             case ChunkReady() | Declined():
                 return []  # the borrower's
-            case StreamEnded(reason=reason):
-                return self.release(handoff, reason)
+            case StreamEnded():
+                return self.release(handoff)
             case Open():
                 error = InvalidRequest(f"request {record.request.request_id}: Open twice on one stream")
                 return self._refuse(record, error)
@@ -113,8 +113,8 @@ class PrefillSide:
             record.heard_s = now_s
         return []
 
-    def release(self, handoff: HandoffId, reason: str) -> list[PrefillAction]:
-        """End the hand-off because of `reason`, whatever its stage; unknown ones are ignored."""
+    def release(self, handoff: HandoffId) -> list[PrefillAction]:
+        """End the hand-off, whatever its stage; unknown ones are ignored."""
         record = self._live.pop(handoff, None)
         if record is None:
             return []
@@ -155,7 +155,7 @@ class PrefillSide:
         first = replace(output, request_id=record.request.request_id, attempt=record.request.attempt)
         if first.finish is not None:
             done = act.Reply(record.handoff, Done(first=first, num_chunks=record.num_cut))
-            return [done, *self.release(record.handoff, "finished")]
+            return [done, *self.release(record.handoff)]
         done = act.Reply(record.handoff, Done(first=first, num_chunks=record.num_chunks))
         record.computed = max(record.computed, record.total)
         return [done, *self._exports.pump(record), *self._release_delivered(record)]
@@ -238,9 +238,8 @@ class PrefillSide:
         if not (record.held_tokens <= begin < end <= record.cut and size <= record.chunk_tokens):
             text = f"Want [{begin}, {end}): only published tokens, [{record.held_tokens}, {record.cut}), can be sent again"
             return self._refuse(record, InvalidRequest(f"request {record.request.request_id}: {text}"))
-        actions: list[PrefillAction] = []
-        if (key := record.key_of(begin, end)) is not None:
-            actions += self._exports.discard(record, key)
+        key = record.key_of(begin, end)
+        actions = [] if key is None else self._exports.discard(record, key)
         record.again.append((begin, end))
         return actions + self._exports.pump(record)
 
@@ -251,10 +250,10 @@ class PrefillSide:
         return [act.Unpark(record.engine_request_id)]
 
     def _release_delivered(self, record: Outbound) -> list[PrefillAction]:
-        return self.release(record.handoff, "delivered") if record.delivered else []
+        return self.release(record.handoff) if record.delivered else []
 
     def _refuse(self, record: Outbound, error: RequestError, *, engine_has_it: bool = True) -> list[PrefillAction]:
-        actions = self.release(record.handoff, "refused")
+        actions = self.release(record.handoff)
         if not engine_has_it:
             actions.remove(act.ReleaseRequest(record.engine_request_id))
         return [act.Reply(record.handoff, Refused(error=error)), *actions]
@@ -276,17 +275,12 @@ class PrefillSide:
         """Bytes exported and not yet discarded."""
         return self._exports.buffered_bytes
 
-    @property
-    def num_late(self) -> int:
-        """Events that came for streams which were gone."""
-        return self._num_late
-
     def counts(self) -> dict[str, int]:
         """Live hand-offs per stage."""
         live = Counter(record.stage.value for record in self._live.values())
         return {stage.value: live[stage.value] for stage in OutboundStage}
 
     def snapshot(self) -> dict[str, Any]:
-        """Live hand-offs as JSON-able data."""
+        """Live hand-offs as JSON-able data; `late` counts events that came for streams which were gone."""
         handoffs = {request_id: record.summary() for request_id, record in self._by_request.items()}
         return {"handoffs": handoffs, "published_bytes": self._exports.buffered_bytes, "late": self._num_late}

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.metrics import Metrics
-from jdisagg.core.requests import EngineRequest, Output, Provenance
+from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.events import FromPrefill
@@ -27,6 +26,7 @@ from jdisagg.roles.inbox import Message
 from jdisagg.roles.kv_lending import KVLending
 from jdisagg.roles.overlap import TransferOverlap
 from jdisagg.roles.ports import PeerClient, Runner
+from jdisagg.roles.provenance_book import ProvenanceBook
 from jdisagg.roles.streams import Streams
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
@@ -63,11 +63,10 @@ class DecodeRole:
         self._streams = streams
         self._metrics = metrics
         self._static_peers = static_peers
-        self._page_size = page_size
         self._lending = lending
         self._overlap = TransferOverlap(metrics)
         self._arrived: dict[tuple[HandoffId, str], Piece] = {}  # confirmed pieces until their Import action, same tick
-        self._provenance: dict[str, Provenance] = {}
+        self._provenance = ProvenanceBook(page_size)
         self._self_tests: set[str] = set()
         self._early: list[Output] = []
 
@@ -104,9 +103,9 @@ class DecodeRole:
 
     def forget(self, request_id: str) -> None:
         """End its hand-off and drop what arrived for it."""
-        self._execute(self._handoffs.release(request_id, "forgotten"), 0.0)
+        self._execute(self._handoffs.release(request_id), 0.0)
         self._early = [output for output in self._early if output.request_id != request_id]
-        self._provenance.pop(request_id, None)
+        self._provenance.forget(request_id)
         self._overlap.forget(request_id)
         self._self_tests.discard(request_id)
 
@@ -160,20 +159,10 @@ class DecodeRole:
             else:
                 more += self._execute(self._handoffs.on_reserved(reserved.request_id, now_s), now_s)
         for request in self._scheduler.take_retracted():
-            self._execute(self._handoffs.release(request.request_id, "retracted"), now_s)
+            self._execute(self._handoffs.release(request.request_id), now_s)
             self._start(request, now_s)
         early, self._early = self._early, []
-        return [self._signed(output) for output in early + more + outputs]
-
-    def _signed(self, output: Output) -> Output:
-        if output.finish is None:
-            return output
-        provenance = self._provenance.get(output.request_id)
-        if provenance is None:
-            return output
-        computed_here = output.provenance.prefilled_tokens if output.provenance is not None else 0
-        prefilled_tokens = provenance.prefilled_tokens or computed_here
-        return replace(output, provenance=replace(provenance, prefilled_tokens=prefilled_tokens))
+        return [self._provenance.signed(output) for output in early + more + outputs]
 
     # --- actions
 
@@ -218,14 +207,12 @@ class DecodeRole:
                 self._overlap.computed(request_id, now_s)
                 return [self._scheduler.remote_first_token(request_id, output, now_s)]
             case act.KVComplete(request_id=request_id, provenance=provenance):
-                pages = -(-provenance.transferred_tokens // self._page_size)
-                self._provenance[request_id] = replace(provenance, transferred_pages=pages)
+                self._provenance.fetched(request_id, provenance)
                 self._scheduler.kv_arrived(request_id, now_s)
                 if stream := self._streams.get(request_id):
                     stream.timeline.record.kv_arrived(now_s)
-            case act.ComputeLocally(request_id=request_id, held_tokens=held_tokens, provenance=provenance):
-                if provenance is not None:
-                    self._provenance[request_id] = Provenance(recoveries=provenance.recoveries)
+            case act.ComputeLocally(request_id=request_id, held_tokens=held_tokens, recoveries=recoveries):
+                self._provenance.computed_here(request_id, recoveries)
                 self._scheduler.compute_locally(request_id, held_tokens)
             case act.Fail(request_id=request_id, error=error):
                 failed = self._scheduler.fail(request_id, error)

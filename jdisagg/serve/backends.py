@@ -26,8 +26,8 @@ from jdisagg.transfer.choice import FetcherSet, PublisherSet
 from jdisagg.transfer.cut import Cutter, head_shards
 from jdisagg.transfer.drill import TransferDrill
 from jdisagg.transfer.grpc_backend import PieceStore
-from jdisagg.transfer.host_backend import ByteSource, HostFetcher, HostPublisher
-from jdisagg.transfer.jax_backend import JaxFetcher, JaxPublisher, joiner_of, warm_up_fetches
+from jdisagg.transfer.host_backend import ByteSource, HostPublisher, host_fetcher
+from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher, joiner_of, warm_up_fetches
 from jdisagg.transfer.jax_server import NUM_ADDRESSES, TransferServer, Unsupported
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore, same_host_token
 from jdisagg.transfer.target import PieceTarget
@@ -63,7 +63,7 @@ def prefill_backends(core: Core, host: str, drill: TransferDrill) -> PrefillBack
     """Start P's halves; transfer servers listen on `host`."""
     config, post = core.config.transfer, core.inbox.post
     max_bytes, checksums = config.transfer_buffer_bytes, config.checksums
-    store = PieceStore(max_bytes)
+    store = PieceStore()
     offered: list[Backend] = []
     publishers: list[Publisher] = []
     num_executables = 0
@@ -71,9 +71,9 @@ def prefill_backends(core: Core, host: str, drill: TransferDrill) -> PrefillBack
         try:
             backend = _backend(name)
             if name == "grpc":
-                publisher: Publisher = HostPublisher(name, store, post, checksums=checksums)
+                publisher: Publisher = HostPublisher(name, store, post, max_bytes=max_bytes, checksums=checksums)
             elif name == "shm":
-                publisher = HostPublisher(name, ShmStore(max_bytes), post, checksums=checksums)
+                publisher = HostPublisher(name, ShmStore(), post, max_bytes=max_bytes, checksums=checksums)
             else:
                 server = TransferServer(jax.local_devices(), host)
                 cutter = Cutter(core.runner.device.empty_piece().arrays, checksums=checksums)
@@ -111,7 +111,7 @@ def decode_backends(
                 server = TransferServer(jax.local_devices(), host)
                 joiner = joiner_of(target, target.dtype, checksums=config.checksums)
                 num_executables += warm_up_fetches(joiner, target)
-                fetcher = drill.fetcher(partial(JaxFetcher, server, joiner, target), post)
+                fetcher = drill.fetcher(partial(jax_fetcher, server, joiner, target), post)
         except (Unsupported, OSError) as error:
             _not_offered(name, error)
             continue
@@ -134,7 +134,7 @@ def decode_backends(
 
 
 def _carrying(name: str, source: ByteSource, target: PieceTarget) -> Callable[[Post], Fetcher]:
-    return partial(HostFetcher, name, source, target)
+    return partial(host_fetcher, name, source, target)
 
 
 def _backend(name: str) -> Backend:

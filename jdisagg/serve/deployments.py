@@ -31,10 +31,10 @@ from jdisagg.serve.engines import Core, build_core, decode_side, prefill_side, s
 from jdisagg.serve.mirror import borrowing, lending, wants_to_borrow
 from jdisagg.serve.preflight import check_backend
 from jdisagg.transfer.choice import PublisherSet
-from jdisagg.transfer.device_put import DevicePutFetcher, DevicePutPublisher, Exchange
+from jdisagg.transfer.device_put import DevicePutPublisher, Exchange, device_put_fetcher
 from jdisagg.transfer.drill import TransferDrill
 from jdisagg.transfer.grpc_backend import PieceStore
-from jdisagg.transfer.host_backend import HostFetcher, HostPublisher
+from jdisagg.transfer.host_backend import HostPublisher, host_fetcher
 from jdisagg.transfer.target import PieceTarget
 
 OnCrash = Callable[[BaseException], None]
@@ -190,15 +190,16 @@ def _grpc_borrowing(core: Core, deployment: Deployment, credentials: Credentials
     if not wants_to_borrow(core):
         return None
     source = GrpcByteSource(credentials)
-    fetcher = HostFetcher("grpc", source, _target(core), core.inbox.post)
+    fetcher = host_fetcher("grpc", source, _target(core), core.inbox.post)
     deployment.closers += [source.close, fetcher.close]
     return borrowing(core, fetcher)
 
 
 def _grpc_lending(core: Core, deployment: Deployment, address: str) -> KVLending:
     """D's gRPC server offers what is lent."""
-    pieces = PieceStore(core.config.transfer.transfer_buffer_bytes)
-    publisher = HostPublisher("grpc", pieces, core.inbox.post, checksums=core.config.transfer.checksums)
+    pieces, config = PieceStore(), core.config.transfer
+    max_bytes = config.transfer_buffer_bytes
+    publisher = HostPublisher("grpc", pieces, core.inbox.post, max_bytes=max_bytes, checksums=config.checksums)
     deployment.peer_server = PieceServer(pieces)
     deployment.closers.append(publisher.close)
     return lending(core, publisher, address)
@@ -225,8 +226,7 @@ def _colocated(
     decode = build_core(_logging_to(config, "decode"), Role.DECODE, devices[tp_p:], tp=tp_d, metrics=metrics, worker=worker)
     exchange = Exchange()
     publisher = DevicePutPublisher(exchange, prefill.inbox.post)
-    fetcher = DevicePutFetcher(exchange, _target(decode), decode.inbox.post)
-    fetcher.warm_up(prefill.runner.device.empty_piece())  # the copy between unlike meshes compiles too
+    fetcher = device_put_fetcher(exchange, _target(decode), decode.inbox.post, prefill.runner.device.empty_piece())
     peers = InProcessPeers(prefill.inbox, decode.inbox)
     static = (InProcessPeers.ADDRESS,)
     deployment = Deployment(decode, compiles)
@@ -235,8 +235,7 @@ def _colocated(
     if wants_to_borrow(prefill):
         back = Exchange()
         lent = DevicePutPublisher(back, decode.inbox.post)
-        borrowed = DevicePutFetcher(back, _target(prefill), prefill.inbox.post)
-        borrowed.warm_up(decode.runner.device.empty_piece())
+        borrowed = device_put_fetcher(back, _target(prefill), prefill.inbox.post, decode.runner.device.empty_piece())
         borrower, lender = borrowing(prefill, borrowed), lending(decode, lent, InProcessPeers.ADDRESS)
         deployment.closers += [lent.close, borrowed.close]
     deployment.add_engine(prefill, prefill_side(prefill, PublisherSet([publisher]), borrower), on_crash, loop)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.kv.group import KVGroup
 from jdisagg.transfer.base import Piece, Post, Published
-from jdisagg.transfer.lanes import FetchJob, FetchLanes
+from jdisagg.transfer.lanes import FetchJob, LaneFetcher
 from jdisagg.transfer.target import PieceError, PieceTarget, announce, num_bytes_of, pack
 
 
@@ -71,33 +71,20 @@ class DevicePutPublisher:
         self._exchange.clear()
 
 
-class DevicePutFetcher:
-    """D's half."""
+def device_put_fetcher(exchange: Exchange, target: PieceTarget, post: Post, example: KVGroup) -> LaneFetcher:
+    """D's half. Copies `example`, arrays that lie like P's pieces, at once: one device to many compiles a slicing program."""
+    target.place(example)
+    return LaneFetcher("device_put", _Copies(exchange, target).obtain, post)
 
-    name = "device_put"
 
-    def __init__(self, exchange: Exchange, target: PieceTarget, post: Post) -> None:
+class _Copies:
+    """Pieces out of an Exchange."""
+
+    def __init__(self, exchange: Exchange, target: PieceTarget) -> None:
         self._exchange = exchange
         self._target = target
-        self._lanes = FetchLanes("device-put", self._obtain, post)
 
-    def fetch(self, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
-        """Copy the piece onto D's mesh."""
-        self._lanes.fetch(handoff, peer, ready, deadline_s)
-
-    def warm_up(self, example: KVGroup) -> None:
-        """Copy arrays shaped and placed like P's pieces once, before READY: one device to many compiles a slicing program."""
-        self._target.place(example)
-
-    def cancel(self, handoff: HandoffId) -> None:
-        """Drop the fetches of `handoff`."""
-        self._lanes.cancel(handoff)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._lanes.close()
-
-    def _obtain(self, job: FetchJob) -> Piece:
+    def obtain(self, job: FetchJob) -> Piece:
         ready = job.ready
         piece = self._exchange.get(ready.key)
         if piece is None:

@@ -14,9 +14,10 @@ from typing import Protocol
 
 import numpy as np
 
-from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.handoff.messages import HandoffId
 from jdisagg.transfer.base import Piece, Post, Published, PublishFailed
-from jdisagg.transfer.lanes import CLOSE_TIMEOUT_S, FetchJob, FetchLanes, Lane
+from jdisagg.transfer.lanes import CLOSE_TIMEOUT_S, FetchJob, Lane, LaneFetcher
+from jdisagg.transfer.room import Room
 from jdisagg.transfer.target import PieceError, PieceTarget, announce, checksum_of, num_bytes_of, pack
 
 log = logging.getLogger(__name__)
@@ -25,34 +26,18 @@ ALIGN_BYTES = 64
 
 
 class ByteStore(Protocol):
-    """P's bytes by key. `put` is called from the publisher's thread, everything else from the engine's."""
+    """P's bytes by key. `put` is called from the publisher's thread, `discard` from both, `close` when that thread is over."""
 
-    def reserve(self, key: str, num_bytes: int) -> bool:
-        """Take room for a piece whose bytes come later; False when there is none."""
-        ...
-
-    def put(self, key: str, data: memoryview) -> bool:
-        """Store the bytes of a reserved piece; False when it was discarded meanwhile.
-
-        Raises OSError, MemoryError, and ValueError once closed.
-        """
-        ...
-
-    def locator(self, key: str) -> str:
-        """What the source needs beside the key; "" = nothing."""
+    def put(self, key: str, data: memoryview) -> str:
+        """Store the bytes; returns what the source needs beside the key, "" = nothing. Raises OSError and MemoryError."""
         ...
 
     def discard(self, key: str) -> None:
         """Free the piece; unknown keys are ignored."""
         ...
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes reserved."""
-        ...
-
     def close(self) -> None:
-        """Free everything; nothing is put any more."""
+        """Free everything; idempotent."""
         ...
 
 
@@ -68,11 +53,12 @@ class ByteSource(Protocol):
 
 
 class HostPublisher:
-    """P's half. `checksums=False` saves the hash where the network is trusted."""
+    """P's half. Holds at most `max_bytes`, or a single larger piece; `checksums=False` saves the hash on trusted networks."""
 
-    def __init__(self, name: str, store: ByteStore, post: Post, *, checksums: bool = True) -> None:
+    def __init__(self, name: str, store: ByteStore, post: Post, *, max_bytes: int, checksums: bool = True) -> None:
         self.name = name
         self._store = store
+        self._room = Room(max_bytes)
         self._post = post
         self._checksums = checksums
         self._lane = Lane(f"{name}-publish")
@@ -80,66 +66,63 @@ class HostPublisher:
     def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
         """Copy the piece to the host on the transfer thread; answers Published or PublishFailed, nothing once discarded."""
         assert piece.begin < piece.end, f"piece [{piece.begin}, {piece.end}) of {handoff} is empty"
-        if not self._store.reserve(key, num_bytes_of(piece)):
+        if not self._room.take(key, num_bytes_of(piece)):
             self._fail(handoff, key, piece, "buffer_full")
             return
         self._lane.submit(lambda: self._copy(handoff, key, piece))
 
     def _copy(self, handoff: HandoffId, key: str, piece: Piece) -> None:
+        if key not in self._room:
+            return
         try:
             data = pack(piece)
-            stored = self._store.put(key, data)
+            locator = self._store.put(key, data)
         except (RuntimeError, ValueError, MemoryError, OSError) as error:
             log.warning("%s: publishing piece [%d, %d) of %s: %s", self.name, piece.begin, piece.end, handoff, error)
-            self._store.discard(key)
+            self.discard(key)
             self._fail(handoff, key, piece, f"device: {error}")
             return
-        if stored:
-            checksum = checksum_of(data) if self._checksums else 0
-            ready = announce(key, piece, checksum, backend=self.name, locator=self._store.locator(key))
-            self._post(Published(handoff=handoff, ready=ready))
+        if key not in self._room:
+            self._store.discard(key)
+            return
+        checksum = checksum_of(data) if self._checksums else 0
+        self._post(Published(handoff=handoff, ready=announce(key, piece, checksum, backend=self.name, locator=locator)))
 
     def _fail(self, handoff: HandoffId, key: str, piece: Piece, reason: str) -> None:
         self._post(PublishFailed(handoff=handoff, key=key, begin=piece.begin, end=piece.end, reason=reason, backend=self.name))
 
     def discard(self, key: str) -> None:
         """Free the bytes."""
+        self._room.free(key)
         self._store.discard(key)
 
     @property
     def num_buffered_bytes(self) -> int:
         """Bytes held for pieces that are published or being published."""
-        return self._store.num_bytes
+        return self._room.num_bytes
 
     def close(self) -> None:
         """Free everything and end the thread."""
+        for key in self._room.keys:
+            self.discard(key)
         self._lane.stop()
         self._lane.join(CLOSE_TIMEOUT_S)
         self._store.close()
 
 
-class HostFetcher:
-    """D's half."""
+def host_fetcher(name: str, source: ByteSource, target: PieceTarget, post: Post) -> LaneFetcher:
+    """D's half. Before closing it, close a source whose reads may be waiting on a dead peer."""
+    return LaneFetcher(name, _Reads(source, target).obtain, post)
 
-    def __init__(self, name: str, source: ByteSource, target: PieceTarget, post: Post) -> None:
-        self.name = name
+
+class _Reads:
+    """Pieces out of a ByteSource. A cancelled read stops at its next part."""
+
+    def __init__(self, source: ByteSource, target: PieceTarget) -> None:
         self._source = source
         self._target = target
-        self._lanes = FetchLanes(f"{name}-fetch", self._obtain, post)
 
-    def fetch(self, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
-        """Get the piece on the peer's lane."""
-        self._lanes.fetch(handoff, peer, ready, deadline_s)
-
-    def cancel(self, handoff: HandoffId) -> None:
-        """Drop the fetches of `handoff`; one under way stops at its next part."""
-        self._lanes.cancel(handoff)
-
-    def close(self) -> None:
-        """End the threads. Close the byte source first if reads may be waiting on a dead peer."""
-        self._lanes.close()
-
-    def _obtain(self, job: FetchJob) -> Piece:
+    def obtain(self, job: FetchJob) -> Piece:
         self._target.check(job.ready)
         return self._target.arrived(job.ready, self._target.unpack(self._read(job), job.ready))
 

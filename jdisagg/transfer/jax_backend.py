@@ -26,7 +26,8 @@ from jdisagg.transfer.base import Piece, Post, Published, PublishFailed
 from jdisagg.transfer.convert import NP_DTYPES
 from jdisagg.transfer.cut import HEADS, Cutter, Joiner, combine, sums_on_host
 from jdisagg.transfer.jax_server import TransferConnection, TransferServer
-from jdisagg.transfer.lanes import CLOSE_TIMEOUT_S, FetchJob, FetchLanes, Lane
+from jdisagg.transfer.lanes import CLOSE_TIMEOUT_S, FetchJob, Lane, LaneFetcher
+from jdisagg.transfer.room import Room
 from jdisagg.transfer.target import PieceError, PieceTarget, announce, num_bytes_of
 
 log = logging.getLogger(__name__)
@@ -64,28 +65,24 @@ class JaxPublisher:
 
     name = "jax"
 
-    def __init__(self, server: TransferServer, cutter: Cutter, post: Post, *, max_bytes: int, checksums: bool = True) -> None:
+    def __init__(self, server: TransferServer, cutter: Cutter, post: Post, *, max_bytes: int) -> None:
         self._server = server
         self._cutter = cutter
         self._post = post
-        self._max_bytes = max_bytes
-        self._checksums = checksums
+        self._room = Room(max_bytes)
         self._lane = Lane("jax-publish")
-        self._sizes: dict[str, int] = {}  # from publish to discard
         self._offered: dict[str, Sequence[jax.Array]] = {}  # written by the lane, popped by either
 
     def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
         """Cut and offer the piece on the transfer thread; answers Published or PublishFailed, nothing once discarded."""
         assert piece.begin < piece.end, f"piece [{piece.begin}, {piece.end}) of {handoff} is empty"
-        num_bytes, used = num_bytes_of(piece), self.num_buffered_bytes
-        if used and used + num_bytes > self._max_bytes:
+        if not self._room.take(key, num_bytes_of(piece)):
             self._fail(handoff, key, piece, "buffer_full")
             return
-        self._sizes[key] = num_bytes
         self._lane.submit(lambda: self._offer(handoff, key, piece))
 
     def _offer(self, handoff: HandoffId, key: str, piece: Piece) -> None:
-        if key not in self._sizes:
+        if key not in self._room:
             return
         try:
             num_parts = self._cutter.num_parts(piece.head_shards)
@@ -93,11 +90,11 @@ class JaxPublisher:
             uuid = self._server.offer(parts)
         except (RuntimeError, ValueError) as error:
             log.warning("jax: publishing piece [%d, %d) of %s: %s", piece.begin, piece.end, handoff, error)
-            self._sizes.pop(key, None)
+            self._room.free(key)
             self._fail(handoff, key, piece, f"device: {error}")
             return
         self._offered[key] = parts
-        if key not in self._sizes:
+        if key not in self._room:
             self._withdraw(key)
             return
         locator = Locator(self._server.address, uuid, num_parts, parts[0].shape[1])
@@ -111,48 +108,39 @@ class JaxPublisher:
 
     def discard(self, key: str) -> None:
         """Free the arrays, behind whatever the transfer thread is doing."""
-        if self._sizes.pop(key, None) is not None:
+        if self._room.free(key):
             self._lane.submit(lambda: self._withdraw(key))
 
     @property
     def num_buffered_bytes(self) -> int:
         """Bytes held for pieces that are published or being published."""
-        return sum(list(self._sizes.values()))
+        return self._room.num_bytes
 
     def close(self) -> None:
         """Free everything and end the thread."""
-        for key in list(self._sizes):
+        for key in self._room.keys:
             self.discard(key)
         self._lane.stop()
         self._lane.join(CLOSE_TIMEOUT_S)
 
 
-class JaxFetcher:
+def jax_fetcher(server: TransferServer, joiner: Joiner, target: PieceTarget, post: Post) -> LaneFetcher:
     """D's half."""
+    pulls = _Pulls(server, joiner, target)
+    return LaneFetcher("jax", pulls.obtain, post, on_end=pulls.disconnect)
 
-    name = "jax"
 
-    def __init__(self, server: TransferServer, joiner: Joiner, target: PieceTarget, post: Post) -> None:
+class _Pulls:
+    """Pieces out of P's transfer server. A cancelled pull that is under way costs the connection to its peer."""
+
+    def __init__(self, server: TransferServer, joiner: Joiner, target: PieceTarget) -> None:
         self._server = server
         self._joiner = joiner
         self._target = target
         self._forms = {target.dtype: joiner}  # by dtype of arriving pieces
         self._connections: dict[str, tuple[str, TransferConnection]] = {}  # by peer, each touched by its lane alone
-        self._lanes = FetchLanes("jax-fetch", self._obtain, post, on_end=self._disconnect)
 
-    def fetch(self, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
-        """Pull the piece on the peer's lane."""
-        self._lanes.fetch(handoff, peer, ready, deadline_s)
-
-    def cancel(self, handoff: HandoffId) -> None:
-        """Drop the fetches of `handoff`; one under way costs the connection to its peer."""
-        self._lanes.cancel(handoff)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._lanes.close()
-
-    def _obtain(self, job: FetchJob) -> Piece:
+    def obtain(self, job: FetchJob) -> Piece:
         ready = job.ready
         self._target.check(ready)
         locator = Locator.of(ready, self._target)
@@ -188,12 +176,13 @@ class JaxFetcher:
         known = self._connections.get(peer)
         if known is not None and known[0] == address:
             return known[1]
-        self._disconnect(peer)
+        self.disconnect(peer)
         connection = self._server.connect(address)
         self._connections[peer] = (address, connection)
         return connection
 
-    def _disconnect(self, peer: str) -> None:
+    def disconnect(self, peer: str) -> None:
+        """Nothing more is pulled from the peer; idempotent."""
         known = self._connections.pop(peer, None)
         if known is not None:
             known[1].drop()

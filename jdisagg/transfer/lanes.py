@@ -1,4 +1,4 @@
-"""Threads that transfer. A Lane runs jobs one after the other; FetchLanes gives every peer a lane of its own.
+"""Threads that transfer. A Lane runs jobs one after the other; LaneFetcher gives every peer a lane of its own.
 
 One stalled peer must not hold up the others, and on some devices a connection belongs to its thread: hence a thread per
 peer. A job that raises fails its piece alone; the thread goes on.
@@ -61,11 +61,11 @@ class FetchJob:
     cancelled: bool = False
 
 
-class FetchLanes:
-    """Runs `obtain(job)` on the lane of the job's peer and posts what came of it.
+class LaneFetcher:
+    """A backend's Fetcher: runs `obtain(job)` on the lane of the job's peer and posts what came of it.
 
-    `obtain` returns the placed piece or raises PieceError. fetch, cancel and close are for the engine thread and never wait
-    for a transfer (close waits for the threads to end).
+    `obtain` returns the placed piece or raises PieceError; one that takes its time looks at `job.cancelled` now and then.
+    fetch, cancel and close are for the engine thread and never wait for a transfer (close waits for the threads to end).
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class FetchLanes:
         *,
         on_end: Callable[[str], None] = lambda peer: None,
     ) -> None:
-        """`on_end(peer)` is the last thing a lane runs."""
-        self._name = name
+        """`name`: the backend's; `on_end(peer)` is the last thing a lane runs."""
+        self.name = name
         self._obtain = obtain
         self._post = post
         self._on_end = on_end
@@ -95,7 +95,7 @@ class FetchLanes:
         now_s = monotonic()
         if peer not in self._lanes:
             self._end_idle_lanes(now_s)
-            self._lanes[peer] = Lane(f"{self._name}-{peer}")
+            self._lanes[peer] = Lane(f"{self.name}-fetch-{peer}")
         self._used_s[peer] = now_s
         job_id, job = next(self._ids), FetchJob(handoff, peer, ready, deadline_s)
         self._jobs[job_id] = job

@@ -101,55 +101,25 @@ class Arena:
 
 
 class ShmStore:
-    """A ByteStore in an Arena: at most `max_bytes`, a single larger piece when it is empty."""
+    """A ByteStore in an Arena."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self) -> None:
         self._arena = Arena()
-        self._sizes: dict[str, int] = {}  # from reserve to discard
         self._slots: dict[str, Slot] = {}  # from put to discard
 
-    def reserve(self, key: str, num_bytes: int) -> bool:
-        """Take room for a piece whose bytes come later; False when there is none."""
-        used = self.num_bytes
-        if used and used + num_bytes > self._max_bytes:
-            return False
-        self._sizes[key] = num_bytes
-        return True
-
-    def put(self, key: str, data: bytes | memoryview) -> bool:
-        """Store the bytes of a reserved piece; False when it was discarded meanwhile. Raises OSError."""
-        if key not in self._sizes:
-            return False
-        self._slots[key] = self._arena.put(data)
-        if key in self._sizes:
-            return True
-        self._free(key)
-        return False
-
-    def locator(self, key: str) -> str:
-        """Where the piece is; "" once it was discarded."""
-        slot = self._slots.get(key)
-        return "" if slot is None else f"{self._arena.where} {slot.begin} {slot.nonce.hex()}"
+    def put(self, key: str, data: bytes | memoryview) -> str:
+        """Store the bytes; returns where they are. Raises OSError, and ValueError once closed."""
+        slot = self._slots[key] = self._arena.put(data)
+        return f"{self._arena.where} {slot.begin} {slot.nonce.hex()}"
 
     def discard(self, key: str) -> None:
         """Free the piece; unknown keys are ignored."""
-        self._sizes.pop(key, None)
-        self._free(key)
-
-    def _free(self, key: str) -> None:
         slot = self._slots.pop(key, None)  # one of two threads gets it
         if slot is not None:
             self._arena.free(slot)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes reserved."""
-        return sum(list(self._sizes.values()))
-
     def close(self) -> None:
         """Free everything."""
-        self._sizes.clear()
         self._slots.clear()
         self._arena.close()
 

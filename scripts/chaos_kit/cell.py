@@ -24,8 +24,19 @@ Answers = Mapping[tuple[int, ...], list[int]]  # by prompt
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ending:
+    """What became of the request that was struck: exact, lost with its router, the name of an error, or WRONG."""
+
+    became: str = "not run"
+    detail: str = ""
+    gap_s: float | None = None
+    delivered_before: int = 0  # tokens
+    went_on: str = ""  # P that brought its KV > D that ended it, rungs
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What happened. `became`: exact, lost with its router, the name of an error, or WRONG."""
+    """What happened."""
 
     stage: str
     victim: str
@@ -35,11 +46,7 @@ class Cell:
     tries: int = TRIES
     seen: str = ""  # just before the blow
     struck: str = ""
-    became: str = "not run"
-    detail: str = ""
-    gap_s: float | None = None
-    delivered_before: int = 0  # tokens
-    went_on: str = ""  # P that gave the first token > D that ended it, rungs
+    ending: Ending = Ending()
     others: str = ""
     again: str = ""  # what the other router answered to the same question, where the first was killed
     leaks: tuple[str, ...] = ()
@@ -50,12 +57,13 @@ class Cell:
         """As it must be: exact, or lost with the router that was killed; the state was reached; nothing leaks."""
         router_killed = self.victim == Victim.ROUTER.value and self.blow == Blow.KILL.value
         fine = {"exact", "lost with its router"} if router_killed else {"exact"}
-        told = self.became in fine and (self.again in ("exact", "")) and not self.leaks
+        told = self.ending.became in fine and (self.again in ("exact", "")) and not self.leaks
         return told and self.reached and "WRONG" not in self.others
 
     def as_json(self) -> dict[str, Any]:
-        """Everything."""
-        return asdict(self) | {"ok": self.ok}
+        """Everything, on one level."""
+        everything = asdict(self)
+        return everything | everything.pop("ending") | {"ok": self.ok}
 
 
 class CellRunner:
@@ -98,11 +106,13 @@ class CellRunner:
             cell,
             seen=cell.seen or f"client: {len(subject.tokens)} of {subject.entry.max_tokens} tokens",
             struck=struck.name,
-            became=became,
-            detail=subject.detail[:200],
-            gap_s=subject.gap_s(act.struck_s) if became == "exact" else None,
-            delivered_before=sum(time_s <= act.struck_s for time_s in subject.times_s),
-            went_on=f"{' > '.join(map(self._name, been_at))} {'+'.join(subject.recoveries)}".strip(),
+            ending=Ending(
+                became=became,
+                detail=subject.detail[:200],
+                gap_s=subject.gap_s(act.struck_s) if became == "exact" else None,
+                delivered_before=sum(time_s <= act.struck_s for time_s in subject.times_s),
+                went_on=f"{' > '.join(map(self._name, been_at))} {'+'.join(subject.recoveries)}".strip(),
+            ),
             others=", ".join(f"{fates.count(fate)} {fate}" for fate in sorted(set(fates))),
             again=await self._ask_again(subject) if router_killed else "",
             leaks=tuple(leaks),

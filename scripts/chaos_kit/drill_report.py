@@ -16,13 +16,13 @@ def cell_line(cell: Cell) -> str:
     """One cell in one line."""
     parts = [
         f"{'ok ' if cell.ok else 'BAD'} {cell.blow} of {cell.victim} ({cell.struck or '-'}), {cell.stage}: {_short(cell)}",
-        f"first token from > ended on: {cell.went_on or '-'}",
+        f"KV from > ended on: {cell.ending.went_on or '-'}",
         f"seen '{cell.seen}' at try {cell.tries}",
         f"others {cell.others or '-'}",
         f"left: {', '.join(cell.leaks) or 'nothing'} after {cell.at_rest_s:.1f} s",
     ]
     parts += [f"asked again: {cell.again}"] if cell.again else []
-    return "; ".join(parts + ([cell.detail] if cell.detail else []))
+    return "; ".join(parts + ([cell.ending.detail] if cell.ending.detail else []))
 
 
 def cell_table(cells: Sequence[Cell]) -> str:
@@ -65,8 +65,9 @@ def machine_line(machine: Row) -> str:
 
 
 def _short(cell: Cell) -> str:
-    gap = f" {cell.gap_s * 1e3:.0f} ms" if cell.gap_s is not None else ""
-    return f"{cell.became}{gap}" + ("" if cell.ok else " (!)")
+    ending = cell.ending
+    gap = f" {ending.gap_s * 1e3:.0f} ms" if ending.gap_s is not None else ""
+    return f"{ending.became}{gap}" + ("" if cell.ok else " (!)")
 
 
 def _word(ok: bool) -> str:

@@ -20,6 +20,7 @@ from chaos_kit.leaks import Baseline, Watch, at_rest
 from chaos_kit.outcome import Fate, Outcome, Tokens, Visit
 from chaos_kit.reference import transformers_disagree, unified_answers
 from chaos_kit.striker import Striker
+from chaos_kit.tally import Tally
 from chaos_kit.traffic import Traffic, make_visits
 from chaos_kit.verdict import Verdict
 from jdisagg.core.config import Numerics
@@ -133,7 +134,7 @@ class Session:
     async def run(self, seed: int, requests: int, rounds: int) -> Verdict:
         """One seed; never raises for what the fleet does."""
         began_s = monotonic()
-        verdict, watch = Verdict(seed=seed, exact=self._exact), Watch()
+        verdict, watch = Verdict(seed=seed, tally=Tally(exact=self._exact)), Watch()
         traffic = Traffic(self._clients, self._catalogue, self._deadlines_s, at_once=self.options.at_once)
         kinds = tuple(kind for kind in SCRIPTED if kind in self.options.faults)
         striker = Striker(self.fleet, traffic, kinds, rounds=rounds, requests=requests, seed=seed)
@@ -163,7 +164,7 @@ class Session:
         verdict.transfer_failures = watch.total("jdisagg_transfer_failures_total")
         verdict.forwarded_bytes = self._forwarded_bytes() - forwarded_before
         verdict.verified_bytes = sum(watch.total("jdisagg_transfer_bytes_total").values())
-        verdict.take(traffic.outcomes, self._catalogue, self._answers)
+        verdict.tally.take(traffic.outcomes, self._catalogue, self._answers)
         verdict.faults = self._faults(striker, traffic.outcomes, self._drilled() - drilled_before)
         return verdict
 

@@ -14,8 +14,8 @@ from jdisagg.kv.spec import KVSpec
 from jdisagg.transfer.base import Fetcher, Post, Publisher
 from jdisagg.transfer.cut import Cutter, Joiner
 from jdisagg.transfer.grpc_backend import PieceStore
-from jdisagg.transfer.host_backend import HostFetcher, HostPublisher
-from jdisagg.transfer.jax_backend import JaxFetcher, JaxPublisher
+from jdisagg.transfer.host_backend import HostPublisher, host_fetcher
+from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher, warm_up_fetches
 from jdisagg.transfer.jax_server import TransferServer
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore
 from jdisagg.transfer.target import PieceTarget
@@ -56,11 +56,11 @@ def device_piece(tokens: int, seed: int) -> jax.Array:
 
 def make_publisher(form: Form, post: Post) -> tuple[Publisher, PieceStore]:
     """P's half, and what PeerService.Fetch reads."""
-    store = PieceStore(BUFFER_BYTES)
+    store = PieceStore()
     if form.backend == "grpc":
-        return HostPublisher("grpc", store, post, checksums=form.checksums), store
+        return HostPublisher("grpc", store, post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
     if form.backend == "shm":
-        return HostPublisher("shm", ShmStore(BUFFER_BYTES), post, checksums=form.checksums), store
+        return HostPublisher("shm", ShmStore(), post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
     cutter = Cutter([device_piece(form.tokens, 0)], checksums=form.checksums)
     cutter.warm_up()
     return JaxPublisher(TransferServer(jax.devices(), HOST), cutter, post, max_bytes=BUFFER_BYTES), store
@@ -78,13 +78,12 @@ def make_fetcher(form: Form, post: Post) -> Fetcher:
         features=FEATURES,
     )
     if form.backend == "grpc":
-        return HostFetcher("grpc", GrpcByteSource(), target, post)
+        return host_fetcher("grpc", GrpcByteSource(), target, post)
     if form.backend == "shm":
-        return HostFetcher("shm", ShmSource(), target, post)
+        return host_fetcher("shm", ShmSource(), target, post)
     joiner = Joiner([target.shape], [target.dtype], sharding, checksums=form.checksums)
-    fetcher = JaxFetcher(TransferServer(jax.devices(), HOST), joiner, target, post)
-    fetcher.warm_up()
-    return fetcher
+    warm_up_fetches(joiner, target)
+    return jax_fetcher(TransferServer(jax.devices(), HOST), joiner, target, post)
 
 
 def cpu_s() -> float:

@@ -59,7 +59,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
 def test_no_fault_costs_a_token_or_leaves_anything_behind(fleet: Chaos, seed: int) -> None:
     verdict = fleet.run(seed, requests=REQUESTS)
     assert verdict.complaints() == []
-    assert verdict.requests == REQUESTS
+    assert verdict.tally.requests == REQUESTS
     fired = {kind for kind, (count, _) in verdict.faults.items() if count}
     assert fired >= {*SCRIPTED, *IN_WORKERS}
     live = {kind for kind in SCRIPTED if verdict.faults[kind][1]}
@@ -80,7 +80,7 @@ def test_the_harness_sees_what_checksums_leases_and_attempts_prevent(
     )
     for broken in chaos(options, tmp_path_factory.mktemp("teeth")):
         verdict = broken.run(4, requests=60, rounds=3)
-        assert verdict.flaws["wrong"] > 0
-        assert verdict.flaws["duplicated"] > 0
+        assert verdict.tally.flaws["wrong"] > 0
+        assert verdict.tally.flaws["duplicated"] > 0
         assert any("published_bytes" in leak for leak in verdict.leaks)
         assert verdict.complaints()

@@ -50,10 +50,10 @@ def test_whoever_dies_in_whatever_state_the_stream_is_exact_and_nothing_is_left(
     print(f"\n{cell_table(cells)}")
     for cell in cells:
         assert cell.ok, cell
-        assert cell.gap_s is None or cell.gap_s < GAP_LIMIT_S
-    assert [cell.became for cell in cells] == ["exact"] * 3 + ["lost with its router", "exact"]
-    assert "other_prefill" in cells[2].went_on  # noticed although the request had no pages yet
-    assert "replay" in cells[4].went_on
+        assert cell.ending.gap_s is None or cell.ending.gap_s < GAP_LIMIT_S
+    assert [cell.ending.became for cell in cells] == ["exact"] * 3 + ["lost with its router", "exact"]
+    assert "other_prefill" in cells[2].ending.went_on  # noticed although the request had no pages yet
+    assert "replay" in cells[4].ending.went_on
     assert drill.is_fine, drill.figures
     (figures,) = drill.figures.values()
     assert figures.strikes == 1

@@ -32,8 +32,8 @@ from jdisagg.transfer import jax_server
 from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed, Published, Publisher, TransferEvent
 from jdisagg.transfer.cut import Cutter, Joiner
 from jdisagg.transfer.grpc_backend import PieceStore
-from jdisagg.transfer.host_backend import HostFetcher, HostPublisher
-from jdisagg.transfer.jax_backend import JaxFetcher, JaxPublisher
+from jdisagg.transfer.host_backend import HostPublisher, host_fetcher
+from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher
 from jdisagg.transfer.jax_server import TransferServer
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore
 from jdisagg.transfer.target import PieceTarget
@@ -80,7 +80,7 @@ class Half:
         self.events: queue.SimpleQueue[TransferEvent] = queue.SimpleQueue()
         self.publisher: Publisher | None = None
         self.fetcher: Fetcher | None = None
-        self.store = PieceStore(BUFFER_BYTES)
+        self.store = PieceStore()
         self.sources: list[GrpcByteSource] = []
         self.form: dict[str, Any] = {}
         self._server: grpc.Server | None = None
@@ -114,10 +114,10 @@ class Half:
             cutter = self.cutter(tp, dtype, chunk, features, checksums)
             self.publisher = JaxPublisher(self.transfer, cutter, post, max_bytes=BUFFER_BYTES)
         elif backend == "shm":
-            self.publisher = HostPublisher(backend, ShmStore(BUFFER_BYTES), post, checksums=checksums)
+            self.publisher = HostPublisher(backend, ShmStore(), post, max_bytes=BUFFER_BYTES, checksums=checksums)
         else:
-            self.store = PieceStore(BUFFER_BYTES)
-            self.publisher = HostPublisher(backend, self.store, post, checksums=checksums)
+            self.store = PieceStore()
+            self.publisher = HostPublisher(backend, self.store, post, max_bytes=BUFFER_BYTES, checksums=checksums)
             self._server = grpc.server(futures.ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
             peer_pb2_grpc.add_PeerServiceServicer_to_server(Fetches(self.store), self._server)
             self.peer = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -134,12 +134,12 @@ class Half:
         )
         post = self.events.put
         if backend == "jax":
-            self.fetcher = JaxFetcher(self.transfer, self.joiner(tp, dtype, chunk, features, checksums), target, post)
+            self.fetcher = jax_fetcher(self.transfer, self.joiner(tp, dtype, chunk, features, checksums), target, post)
         elif backend == "shm":
-            self.fetcher = HostFetcher(backend, ShmSource(), target, post)
+            self.fetcher = host_fetcher(backend, ShmSource(), target, post)
         else:
             self.sources = [GrpcByteSource()]
-            self.fetcher = HostFetcher(backend, self.sources[0], target, post)
+            self.fetcher = host_fetcher(backend, self.sources[0], target, post)
         return {}
 
     def close(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from jdisagg.api.edge import Edge
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import open_stream, while_connected
 from jdisagg.api.http.messages import render_prompt
-from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, refuse_unsupported
+from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens, refuse_unsupported
 from jdisagg.api.http.request_id import new_request_id
 from jdisagg.api.http.shapes import chat_logprobs, provenance_object, usage_object, wants_provenance
 from jdisagg.api.intake import Job, TextRequest
@@ -59,8 +59,7 @@ def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, t
         max_tokens=max_tokens,
         n=1 if n is None else n,
         stop=body.texts("stop"),
-        add_special_tokens=body.boolean("add_special_tokens", False),  # the template writes them itself
-        skip_special_tokens=body.boolean("skip_special_tokens", True),
+        special_tokens=read_special_tokens(body, add=False),  # the template writes BOS and EOS itself
         priority=body.integer("priority") or 0,
         cache_salt=body.text("cache_salt") or "",
         traceparent=traceparent,

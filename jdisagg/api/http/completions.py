@@ -15,7 +15,7 @@ from jdisagg.api.choice import ChoiceResult, Delta, Transcript
 from jdisagg.api.edge import Edge
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import open_stream, while_connected
-from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, refuse_unsupported
+from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens, refuse_unsupported
 from jdisagg.api.http.request_id import new_request_id
 from jdisagg.api.http.shapes import completion_logprobs, prompt_logprobs, provenance_object, usage_object, wants_provenance
 from jdisagg.api.intake import Job, TextRequest
@@ -70,8 +70,7 @@ def read_completion(body: Body, defaults: SamplingParams, request_id: str, *, tr
         n=n,
         stop=body.texts("stop"),
         echo=echo,
-        add_special_tokens=body.boolean("add_special_tokens", True),
-        skip_special_tokens=body.boolean("skip_special_tokens", True),
+        special_tokens=read_special_tokens(body, add=True),
         priority=body.integer("priority") or 0,
         cache_salt=body.text("cache_salt") or "",
         traceparent=traceparent,

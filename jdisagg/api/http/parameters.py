@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdisagg.api.http.body import Body, wrong_type
+from jdisagg.api.intake import SpecialTokens
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import SamplingParams
 
@@ -31,6 +32,14 @@ def read_options(body: Body, *, provenance: bool) -> ResponseOptions:
         include_usage=Body(stream_options).boolean("include_usage"),
         return_token_ids=body.boolean("return_token_ids"),
         provenance=provenance,
+    )
+
+
+def read_special_tokens(body: Body, *, add: bool) -> SpecialTokens:
+    """`add`: whether they are put around text prompts where the body does not say."""
+    return SpecialTokens(
+        add=body.boolean("add_special_tokens", add),
+        skip=body.boolean("skip_special_tokens", True),
     )
 
 

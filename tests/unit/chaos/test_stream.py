@@ -1,10 +1,12 @@
 """What a client's arrivals say about its waits, and what a cell of the drill's table lets pass."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from chaos_kit.catalogue import Entry
-from chaos_kit.cell import Cell
+from chaos_kit.cell import Cell, Ending
+from chaos_kit.drill_report import cell_line, cell_table
 from chaos_kit.gaps import percentile
 from chaos_kit.stages import SCENES, SUBJECT_OUTPUT, SUBJECT_TOKENS, Stage, everything_asked
 from chaos_kit.stream import LOST, Stream
@@ -50,8 +52,9 @@ def test_percentile_is_by_rank() -> None:
 
 
 def cell(victim: str = "D", blow: str = "kill -9", **fields: Any) -> Cell:
-    known: dict[str, Any] = {"reached": True, "became": "exact", "others": "2 exact"}
-    return Cell(stage="decoding", victim=victim, blow=blow, held_by="", **(known | fields))
+    known: dict[str, Any] = {"reached": True, "others": "2 exact"}
+    ending = Ending(became=fields.pop("became", "exact"))
+    return Cell(stage="decoding", victim=victim, blow=blow, held_by="", ending=ending, **(known | fields))
 
 
 def test_only_the_streams_of_a_killed_router_may_be_lost() -> None:
@@ -69,6 +72,25 @@ def test_only_the_streams_of_a_killed_router_may_be_lost() -> None:
 )
 def test_a_cell_that_was_missed_or_wrong_or_leaked_is_not_ok(fields: dict[str, Any]) -> None:
     assert not cell(**fields).ok
+
+
+def test_a_cell_is_told_on_one_level() -> None:
+    told = cell(became="ABORTED").as_json()
+    assert (told["stage"], told["became"], told["others"], told["ok"]) == ("decoding", "ABORTED", "2 exact", False)
+    assert "ending" not in told
+
+
+def test_a_cell_is_one_line_and_one_place_in_the_table() -> None:
+    ending = Ending(became="exact", gap_s=0.25, detail="replayed", went_on="P1 > D2 other_prefill")
+    told = replace(cell(), ending=ending, struck="D1", seen="decoding", again="exact", at_rest_s=1.5)
+    assert cell_line(told) == (
+        "ok  kill -9 of D (D1), decoding: exact 250 ms; KV from > ended on: P1 > D2 other_prefill; "
+        "seen 'decoding' at try 5; others 2 exact; left: nothing after 1.5 s; asked again: exact; replayed"
+    )
+    table = cell_table([told, cell(victim="P", became="ABORTED")])
+    assert "exact 250 ms" in table
+    assert "ABORTED (!)" in table
+    assert table.endswith("1 of 2 cells as they must be")
 
 
 def test_every_state_has_a_scene_and_every_question_another_prompt() -> None:

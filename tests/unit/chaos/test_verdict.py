@@ -2,6 +2,7 @@
 
 from chaos_kit.catalogue import Entry
 from chaos_kit.outcome import Fate, Outcome, Visit
+from chaos_kit.tally import Tally
 from chaos_kit.verdict import Verdict
 
 ENTRY = Entry(prompt=(1,), sampling={"temperature": 0.0, "max_tokens": 2})
@@ -14,8 +15,8 @@ def outcome(number: int, *, fate: Fate = Fate.STAYS, **fields) -> Outcome:
 
 
 def judged(*outcomes: Outcome) -> Verdict:
-    verdict = Verdict(seed=1, exact=True)
-    verdict.take(outcomes, [ENTRY], [RIGHT])
+    verdict = Verdict(seed=1, tally=Tally(exact=True))
+    verdict.tally.take(outcomes, [ENTRY], [RIGHT])
     return verdict
 
 
@@ -23,7 +24,7 @@ def test_clients_that_went_away_do_not_count_and_one_failure_is_allowed_in_a_sho
     away = outcome(9, fate=Fate.LEAVES, went_away=True, tokens={0: [5]})
     one = outcome(8, error="UNAVAILABLE", tokens={})
     verdict = judged(outcome(0), outcome(1), away, one)
-    assert (verdict.well, verdict.away, verdict.success) == (2, 1, 2 / 3)
+    assert (verdict.tally.well, verdict.tally.away, verdict.tally.success) == (2, 1, 2 / 3)
     assert verdict.complaints() == []
     assert judged(outcome(0), one, one).complaints() == ["33.33% ended well, wanted 99.5%: {'UNAVAILABLE': 2}"]
     many = [outcome(number) for number in range(598)]
@@ -39,4 +40,7 @@ def test_one_wrong_token_one_hang_one_leak_or_one_death_is_too_much() -> None:
     verdict.leaks, verdict.deaths = ["P1: 5 pages"], ["D1, exit status 70"]
     assert verdict.complaints() == ["leak: P1: 5 pages", "died by itself: D1, exit status 70"]
     assert "RED" in verdict.text()
-    assert verdict.as_json()["complaints"] == verdict.complaints()
+    told = verdict.as_json()
+    assert told["complaints"] == verdict.complaints()
+    assert (told["seed"], told["requests"], told["well"], told["success"]) == (1, 1, 1, 1.0)
+    assert "tally" not in told

@@ -116,10 +116,10 @@ def test_release_frees_everything_once_and_makes_room_for_others() -> None:
     opened(side, other)
     side.on_computed("r#1", 10, 0.0)
     side.on_computed("other#2", 10, 0.0)
-    actions = side.release(H, "closed")
+    actions = side.release(H)
     assert actions[:4] == [act.Discard("k0"), act.Discard("k1"), act.ReleaseRequest("r#1"), act.CloseReply(H)]
     assert exports(actions[4:]) == [(0, 4), (4, 8)]
-    assert side.release(H, "closed") == []
+    assert side.release(H) == []
     assert side.on_message(other, StreamEnded(reason="dead"), 0.0)[-2:] == [
         act.ReleaseRequest("other#2"),
         act.CloseReply(other),
@@ -141,7 +141,7 @@ def test_events_after_the_end_are_dropped_and_counted() -> None:
     assert side.on_published(H, ready("k0", 0, 4), 0.0) == [act.Discard("k0")]
     assert side.on_publish_failed(H, 0, 4, "device", 0.0) == []
     assert side.on_message(H, Ack(key="k0"), 0.0) == []
-    assert side.num_late == 7
+    assert side.snapshot()["late"] == 7
     assert side.is_idle
 
 
@@ -223,6 +223,17 @@ def test_a_range_is_published_again_under_a_new_key() -> None:
         assert none_of(act.ReleaseRequest, side.on_message(H, Ack(key=key), 0.0))
     assert act.ReleaseRequest("r#1") in side.on_message(H, Ack(key="k3"), 0.0)
     assert side.is_idle
+
+
+@pytest.mark.parametrize("span", [(2, 6), (6, 10), (3, 5), (8, 10)])
+def test_any_part_of_what_was_published_can_be_asked_for_again(span: tuple[int, int]) -> None:
+    side = prefill_side()
+    opened(side, num_tokens=12, held=2)
+    assert exports(side.on_computed("r#1", 11, 0.0)) == [(2, 6), (6, 10)]
+    again = side.on_message(H, Want(begin=span[0], end=span[1], reason="x"), 0.0)
+    assert exports(again) == [span]
+    keys = {(2, 6): "k0", (6, 10): "k1"}
+    assert [action for action in again if isinstance(action, act.Discard)] == [act.Discard(keys[s]) for s in keys if s == span]
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 5), (8, 12), (4, 4), (-1, 3)])

@@ -126,7 +126,7 @@ class World:
 
     def release(self, request_id: str) -> None:
         client = self.clients[request_id]
-        self.run_decode(self.decode.release(request_id, "cancelled"))
+        self.run_decode(self.decode.release(request_id))
         if not client.ends:
             client.ends.append("released")
 

@@ -58,3 +58,19 @@ def test_a_parked_prompt_keeps_a_draining_prefill_worker_until_it_was_computed_a
     assert num_unfinished(world) == 0
     assert world.tokens("a") == expected(tuple(range(1, 21)), 4)
     assert world.tokens("b") == expected(tuple(range(2, 31)), 4)
+
+
+def test_when_only_a_draining_worker_may_compute_it_a_prompt_waits_for_the_next_in_its_place() -> None:
+    world = World(local_prefill=False)
+    drain_prefill(world)
+    world.submit(request("late", PROMPT, 6))
+    for _ in range(300):
+        world.tick()
+    assert world.outputs["late"] == [], "neither failed nor begun"
+    assert world.wire.num_opened > 3, "asked again and again"
+    world.prefill.scheduler._arrivals.is_draining = False  # what a new process would be
+    world.settle()
+    assert world.tokens("late") == expected(PROMPT, 6)
+    provenance = world.outputs["late"][-1].provenance
+    assert provenance is not None
+    assert provenance.recoveries == (), "to wait is no recovery"

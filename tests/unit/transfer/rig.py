@@ -19,19 +19,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdisagg.api.byte_source import GrpcByteSource
 from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.kv.group import KVGroup
 from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed, Published, Publisher, PublishFailed, TransferEvent
 from jdisagg.transfer.cut import Cutter, Joiner
-from jdisagg.transfer.device_put import DevicePutFetcher, DevicePutPublisher, Exchange
+from jdisagg.transfer.device_put import DevicePutPublisher, Exchange, device_put_fetcher
 from jdisagg.transfer.fake import FakeFetcher, FakeNetwork, FakePublisher
 from jdisagg.transfer.grpc_backend import PieceStore
-from jdisagg.transfer.host_backend import HostFetcher, HostPublisher
-from jdisagg.transfer.jax_backend import JaxFetcher, JaxPublisher
+from jdisagg.transfer.host_backend import HostPublisher, host_fetcher
+from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher
 from jdisagg.transfer.jax_server import TransferServer
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore
 from jdisagg.transfer.target import PieceTarget
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 LAYERS, CHUNK_TOKENS, HEADS, FEATURES = 2, 8, 4, 6
+MAX_BYTES = 1 << 20
 H = HandoffId("r", 1)
 NP_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -117,9 +119,10 @@ class Rig:
     kind: str
     peer: str = "peer"
     p_dtype: str | None = None  # None = D's
+    max_bytes: int = MAX_BYTES  # that P publishes
     events: queue.SimpleQueue[TransferEvent] = field(default_factory=queue.SimpleQueue)
     network: FakeNetwork = field(default_factory=FakeNetwork)
-    store: PieceStore = field(default_factory=lambda: PieceStore(1 << 20))
+    store: PieceStore = field(default_factory=PieceStore)
     exchange: Exchange = field(default_factory=Exchange)
     cleanups: list[Callable[[], object]] = field(default_factory=list)
     threads_before: set[threading.Thread] = field(default_factory=lambda: set(threading.enumerate()))
@@ -138,20 +141,21 @@ class Rig:
                 self.fetcher = FakeFetcher(self.network, target, post)
             case "device_put":
                 self.publisher = DevicePutPublisher(self.exchange, post)
-                self.fetcher = DevicePutFetcher(self.exchange, target, post)
+                example = KVGroup(piece(tokens(CHUNK_TOKENS)).data)
+                self.fetcher = device_put_fetcher(self.exchange, target, post, example)
             case "grpc":
-                self.publisher = HostPublisher("grpc", self.store, post)
-                self.fetcher = HostFetcher("grpc", LocalSource(self.store), target, post)
+                self.publisher = HostPublisher("grpc", self.store, post, max_bytes=self.max_bytes)
+                self.fetcher = host_fetcher("grpc", LocalSource(self.store), target, post)
             case "grpc-loopback":
-                self.publisher = HostPublisher("grpc", self.store, post)
-                self.fetcher = HostFetcher("grpc", self._serve(), target, post)
+                self.publisher = HostPublisher("grpc", self.store, post, max_bytes=self.max_bytes)
+                self.fetcher = host_fetcher("grpc", self._serve(), target, post)
             case "shm":
-                self.publisher = HostPublisher("shm", ShmStore(1 << 20), post)
-                self.fetcher = HostFetcher("shm", ShmSource(), target, post)
+                self.publisher = HostPublisher("shm", ShmStore(), post, max_bytes=self.max_bytes)
+                self.fetcher = host_fetcher("shm", ShmSource(), target, post)
             case "jax":
                 ours, theirs = transfer_servers()
-                self.publisher = JaxPublisher(ours, cutter(self.p_dtype or dtype), post, max_bytes=1 << 20)
-                self.fetcher = JaxFetcher(theirs, joiner(dtype, chunk_tokens, heads), target, post)
+                self.publisher = JaxPublisher(ours, cutter(self.p_dtype or dtype), post, max_bytes=self.max_bytes)
+                self.fetcher = jax_fetcher(theirs, joiner(dtype, chunk_tokens, heads), target, post)
         return self
 
     def _serve(self) -> GrpcByteSource:
@@ -211,6 +215,6 @@ class Rig:
         assert self.publisher.num_buffered_bytes == 0
         ours = {
             thread for thread in set(threading.enumerate()) - self.threads_before
-            if thread.name.startswith(("grpc-", "shm-", "jax-", "device-put"))
+            if thread.name.startswith(("grpc-", "shm-", "jax-", "device_put-"))
         }  # fmt: skip
         assert not ours, f"threads left: {ours}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -150,7 +151,7 @@ def test_a_fetch_past_its_deadline_fails_as_timeout(rig: Rig) -> None:
     assert event.reason == "timeout"
 
 
-@pytest.mark.covers("C08", "X07")
+@pytest.mark.covers("C08", "X07", "X05")
 def test_an_error_array_fails_its_piece_alone(rig: Rig) -> None:
     bad = Piece(begin=0, end=4, data=error_array())
     rig.publisher.publish(H, "bad", bad)
@@ -214,6 +215,27 @@ def test_close_ends_threads_and_frees_everything_even_with_work_queued(rig: Rig)
         rig.fetch(ready)
     rig.close()
     assert rig.publisher.num_buffered_bytes == 0
+
+
+@pytest.fixture
+def one_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What this thread starts runs on one core, and the system says that there is no other."""
+    cores = os.sched_getaffinity(0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.covers("X21")
+@pytest.mark.usefixtures("one_core")
+def test_one_core_is_enough_for_both_halves(unstarted: Rig) -> None:
+    rig = unstarted.start()
+    sent = {f"k{index}": tokens(5, seed=index) for index in range(3)}
+    readies = [rig.published(key, piece(values)) for key, values in sent.items()]
+    for ready in readies:
+        assert np.array_equal(np.asarray(rig.arrived(ready).piece.data)[:, :5], sent[ready.key])
+    rig.close()
 
 
 @pytest.mark.covers("C01", "X23")

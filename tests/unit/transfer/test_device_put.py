@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdisagg.kv.group import KVGroup
-from jdisagg.transfer.device_put import DevicePutFetcher, DevicePutPublisher
+from jdisagg.transfer.device_put import DevicePutPublisher, device_put_fetcher
 from jdisagg.transfer.target import PieceTarget
 from tests.unit.transfer.rig import CHUNK_TOKENS, FEATURES, HEADS, LAYERS, Rig, piece, sharding, tokens
 
@@ -28,9 +28,8 @@ def test_any_two_meshes_byte_exact_without_compiling_after_warm_up(
         features=FEATURES,
     )
     rig.publisher = DevicePutPublisher(rig.exchange, rig.events.put)
-    fetcher = DevicePutFetcher(rig.exchange, target, rig.events.put)
-    rig.fetcher = fetcher
-    fetcher.warm_up(KVGroup(piece(tokens(CHUNK_TOKENS), heads_on=devices_p).data))
+    example = KVGroup(piece(tokens(CHUNK_TOKENS), heads_on=devices_p).data)
+    rig.fetcher = device_put_fetcher(rig.exchange, target, rig.events.put, example)
     sent = tokens(5, seed=1)
     source = piece(sent, heads_on=devices_p)
     jax.config.update("jax_log_compiles", True)  # on every thread, unlike the context manager

@@ -13,10 +13,21 @@ from jdisagg.handoff.messages import HandoffId
 from jdisagg.transfer.base import PieceArrived, PieceFailed, Published, PublishFailed
 from jdisagg.transfer.fake import FakeFetcher, FakePublisher
 from jdisagg.transfer.faulty import Fault, FaultyByteSource, FaultyFetcher, FaultyPublisher
-from jdisagg.transfer.grpc_backend import PieceStore
-from jdisagg.transfer.host_backend import HostFetcher, HostPublisher
+from jdisagg.transfer.host_backend import HostPublisher, host_fetcher
 from jdisagg.transfer.target import PieceTarget
-from tests.unit.transfer.rig import CHUNK_TOKENS, FEATURES, HEADS, LAYERS, H, LocalSource, Rig, piece, sharding, tokens
+from tests.unit.transfer.rig import (
+    CHUNK_TOKENS,
+    FEATURES,
+    HEADS,
+    LAYERS,
+    MAX_BYTES,
+    H,
+    LocalSource,
+    Rig,
+    piece,
+    sharding,
+    tokens,
+)
 
 TARGET = PieceTarget(
     sharding=sharding(4, 4),
@@ -106,8 +117,8 @@ def test_a_faulty_publisher_fails_holds_and_repeats(rig: Rig) -> None:
 )
 def test_spoiled_bytes_are_noticed_by_the_grpc_fetcher(fault: Fault, reason: str) -> None:
     rig = Rig("grpc")
-    rig.publisher = HostPublisher("grpc", rig.store, rig.events.put)
-    rig.fetcher = HostFetcher("grpc", FaultyByteSource(LocalSource(rig.store), [fault]), TARGET, rig.events.put)
+    rig.publisher = HostPublisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES)
+    rig.fetcher = host_fetcher("grpc", FaultyByteSource(LocalSource(rig.store), [fault]), TARGET, rig.events.put)
     sent = tokens(5)
     ready = rig.published("k", piece(sent))
     failed = rig.failed(ready)
@@ -129,42 +140,18 @@ def test_a_wrong_announcement_is_not_believed() -> None:
 def test_without_checksums_the_announcement_says_none() -> None:
     rig = Rig("grpc").start()
     rig.publisher.close()
-    rig.publisher = HostPublisher("grpc", rig.store, rig.events.put, checksums=False)
+    rig.publisher = HostPublisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES, checksums=False)
     ready = rig.published("k", piece(tokens(5)))
     assert ready.checksum == 0
     rig.arrived(ready)
     rig.close()
 
 
-def test_the_store_is_bounded_and_takes_one_oversize_piece() -> None:
-    store = PieceStore(max_bytes=10)
-    assert store.reserve("big", 100)
-    assert not store.reserve("small", 1)
-    store.discard("big")
-    assert store.reserve("a", 6)
-    assert not store.reserve("b", 5)
-    assert store.reserve("c", 4)
-    assert store.num_bytes == 10
-    assert not store.put("big", b"late")
-    assert store.get("big") is None
-    store.close()
-    assert store.num_bytes == 0
-
-
-def test_a_full_store_fails_the_piece_at_once() -> None:
-    rig = Rig("grpc")
-    rig.store = PieceStore(max_bytes=1)
-    rig.start()
-    rig.published("k", piece(tokens(5)))
-    assert rig.publish_failed("k2", piece(tokens(5))).reason == "buffer_full"
-    rig.close()
-
-
 def test_a_stalled_peer_does_not_hold_up_another() -> None:
     rig = Rig("grpc")
-    rig.publisher = HostPublisher("grpc", rig.store, rig.events.put)
+    rig.publisher = HostPublisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES)
     source = FaultyByteSource(LocalSource(rig.store), [Fault.DELAY], delay_s=1.0)
-    rig.fetcher = HostFetcher("grpc", source, TARGET, rig.events.put)
+    rig.fetcher = host_fetcher("grpc", source, TARGET, rig.events.put)
     ready = rig.published("k", piece(tokens(5)))
     began_s = time.monotonic()
     rig.fetcher.fetch(H, "slow", ready, began_s + 5)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.transfer import lanes
-from jdisagg.transfer.base import TransferEvent
-from jdisagg.transfer.lanes import FetchJob, FetchLanes
+from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, TransferEvent
+from jdisagg.transfer.lanes import FetchJob, Lane, LaneFetcher
 from jdisagg.transfer.target import PieceError
 
+NOTHING = Piece(begin=0, end=1, data=cast(Any, None))
 READY = ChunkReady(key="k", begin=0, end=1, shape=(1, 1, 1, 1), dtype="float32", num_bytes=4, checksum=0)
 
 
@@ -26,7 +29,7 @@ def test_peers_that_come_back_elsewhere_leave_no_thread_behind(monkeypatch: pyte
             stuck.wait(5.0)
         raise PieceError("connection", job.peer)
 
-    fetches = FetchLanes("test", obtain, posted.put)  # type: ignore[arg-type]
+    fetches = LaneFetcher("test", obtain, posted.put)  # type: ignore[arg-type]
     fetches.fetch(HandoffId("slow", 0), "slow:1", READY, float("inf"))
     for serial in range(20):
         fetches.fetch(HandoffId("a", serial), f"restarted:{serial}", READY, float("inf"))
@@ -40,3 +43,101 @@ def test_peers_that_come_back_elsewhere_leave_no_thread_behind(monkeypatch: pyte
         for thread in threading.enumerate()
         if thread.name.startswith("test-") and not thread.join(2.0) and thread.is_alive()
     ]
+
+
+@pytest.mark.covers("X05")
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("error", [NameError("executor"), PieceError("checksum", "spoilt"), MemoryError(), KeyError("peer")])
+def test_whatever_a_fetch_raises_costs_its_piece_and_the_same_thread_brings_the_next(error: Exception) -> None:
+    posted, threads = queue.SimpleQueue[TransferEvent](), list[threading.Thread]()
+
+    def obtain(job: FetchJob) -> Piece:
+        threads.append(threading.current_thread())
+        if job.handoff.request_id == "bad":
+            raise error
+        return NOTHING
+
+    fetches = LaneFetcher("test", obtain, posted.put)
+    for name in ("bad", "good"):
+        fetches.fetch(HandoffId(name, 1), "p:1", READY, float("inf"))
+    failed, arrived = posted.get(timeout=5.0), posted.get(timeout=5.0)
+    assert isinstance(failed, PieceFailed)
+    assert (failed.handoff.request_id, failed.reason) == ("bad", "checksum" if isinstance(error, PieceError) else "device")
+    assert isinstance(arrived, PieceArrived)
+    assert arrived.handoff.request_id == "good"
+    assert threads[0] is threads[1], "one thread brought both"
+    fetches.close()
+
+
+class EagerThread(threading.Thread):
+    """One whose `start` returns only once the new thread waits for something, or has died."""
+
+    died: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except BaseException as error:
+            self.died = error
+            raise
+
+    def start(self) -> None:
+        super().start()
+        self.join(0.1)
+
+
+@pytest.mark.covers("X06")
+@pytest.mark.timeout(10)
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_runs_at_once_finds_all_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that the thread uses is made after it was started."""
+    monkeypatch.setattr(lanes.threading, "Thread", EagerThread)
+    done = queue.SimpleQueue[str]()
+    lane = Lane("test-eager")
+    lane.submit(lambda: done.put("job"))
+    assert done.get(timeout=5.0) == "job"
+    lane.stop()
+    posted = queue.SimpleQueue[TransferEvent]()
+    fetches = LaneFetcher("test", lambda job: NOTHING, posted.put, on_end=done.put)
+    fetches.fetch(HandoffId("r", 1), "p:1", READY, float("inf"))
+    assert isinstance(posted.get(timeout=5.0), PieceArrived)
+    fetches.close()
+    assert done.get(timeout=5.0) == "p:1"
+
+
+class ImmediateLane:
+    """As fast as a thread can be: a job is over before `submit` returns."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def submit(self, job: Callable[[], None]) -> None:
+        job()
+
+    def stop(self) -> None:
+        """No thread."""
+
+    def join(self, timeout_s: float) -> None:
+        """No thread."""
+
+
+@pytest.mark.covers("X09")
+@pytest.mark.parametrize("outcome", ["arrives", "fails", "is cancelled"])
+def test_a_fetch_that_is_over_before_it_was_noted_down_stays_over(monkeypatch: pytest.MonkeyPatch, outcome: str) -> None:
+    monkeypatch.setattr(lanes, "Lane", ImmediateLane)
+    posted: list[TransferEvent] = []
+
+    def obtain(job: FetchJob) -> Piece:
+        if outcome == "is cancelled":
+            fetches.cancel(job.handoff)
+        if outcome == "fails":
+            raise PieceError("connection", "gone")
+        return NOTHING
+
+    fetches = LaneFetcher("test", obtain, posted.append)
+    fetches.fetch(HandoffId("r", 1), "p:1", READY, float("inf"))
+    kind = {"arrives": [PieceArrived], "fails": [PieceFailed], "is cancelled": []}[outcome]
+    assert [type(event) for event in posted] == kind
+    assert fetches.num_jobs == 0
+    fetches.close()
+    assert [type(event) for event in posted] == kind

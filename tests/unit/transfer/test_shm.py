@@ -12,9 +12,7 @@ from jdisagg.transfer.shm_backend import Arena, ShmSource, ShmStore, same_host_t
 
 
 def stored(store: ShmStore, key: str, data: bytes) -> str:
-    assert store.reserve(key, len(data))
-    assert store.put(key, data)
-    return store.locator(key)
+    return store.put(key, data)
 
 
 def read(locator: str) -> bytes:
@@ -22,7 +20,7 @@ def read(locator: str) -> bytes:
 
 
 def test_bytes_come_back_and_room_is_used_again() -> None:
-    store = ShmStore(1 << 20)
+    store = ShmStore()
     first = stored(store, "a", b"a" * 1000)
     second = stored(store, "b", b"b" * 3000)
     assert (read(first), read(second)) == (b"a" * 1000, b"b" * 3000)
@@ -38,7 +36,7 @@ def test_bytes_come_back_and_room_is_used_again() -> None:
 
 def test_a_piece_overwritten_while_it_is_read_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shm_backend, "PART_BYTES", 16)
-    store = ShmStore(1 << 20)
+    store = ShmStore()
     parts = ShmSource().read("peer", stored(store, "a", b"a" * 64), time.monotonic() + 5)
     assert next(parts) == b"a" * 16
     store.discard("a")
@@ -49,7 +47,7 @@ def test_a_piece_overwritten_while_it_is_read_is_unknown(monkeypatch: pytest.Mon
 
 
 def test_a_read_ends_at_its_deadline() -> None:
-    store = ShmStore(1 << 20)
+    store = ShmStore()
     with pytest.raises(TimeoutError):
         list(ShmSource().read("peer", stored(store, "a", b"a"), time.monotonic() - 1))
     store.close()
@@ -63,7 +61,7 @@ def test_a_locator_of_nothing_is_unknown(locator: str) -> None:
 
 def test_a_closed_arena_is_gone_and_leaves_no_descriptor() -> None:
     before = os.listdir("/proc/self/fd")
-    store = ShmStore(1 << 20)
+    store = ShmStore()
     locator = stored(store, "a", b"a")
     store.close()
     assert len(os.listdir("/proc/self/fd")) == len(before)
@@ -87,7 +85,7 @@ def test_an_empty_arena_gives_memory_back_beyond_what_it_keeps(monkeypatch: pyte
 
 
 def test_rooms_of_every_size_never_overlap() -> None:
-    store, kept = ShmStore(1 << 20), {}
+    store, kept = ShmStore(), {}
     for index in range(300):
         data = bytes([index % 251]) * (1 + 37 * index % 1777)
         kept[f"k{index}"] = (stored(store, f"k{index}", data), data)

@@ -152,6 +152,7 @@ def test_request_round_trip(request):
     assert same_request(request, codec.decode_request(message, NOW_S))
 
 
+@pytest.mark.covers("X04")
 @given(OUTPUT)
 def test_output_round_trip(output):
     assert codec.decode_output(common_pb2.Output.FromString(codec.encode_output(output).SerializeToString())) == output

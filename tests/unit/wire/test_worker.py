@@ -133,7 +133,7 @@ def test_a_malformed_submit_fails_alone():
     run_quiet(body())
 
 
-@pytest.mark.covers("C12", "X25")
+@pytest.mark.covers("C12", "X25", "X12")
 def test_workers_register_heartbeat_and_register_again():
     async def body() -> None:
         router = await Router().start()

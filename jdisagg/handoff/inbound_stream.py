@@ -1,0 +1,100 @@
+"""One stream as D sees it: what P announced, what of that is in place, and what P may publish.
+
+A piece is announced, fetched, and settled (imported) or given up; a range that was given up may be announced again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from jdisagg.handoff.actions import CancelFetch, DecodeAction, Fetch, Send
+from jdisagg.handoff.credit import Credit
+from jdisagg.handoff.messages import ChunkReady, HandoffId, Want
+from jdisagg.handoff.spans import GroupSpans
+
+FETCH_TIMEOUT_S = 5.0  # one piece
+FETCH_GRACE_S = 1.0  # a fetch that has not even reported its time-out by then is taken for lost
+
+
+@dataclass(slots=True)
+class IncomingPiece:
+    """An announced piece. `fetch_deadline_s` is None while no fetch is under way."""
+
+    ready: ChunkReady
+    fetch_deadline_s: float | None = None
+
+
+@dataclass(slots=True)
+class InboundStream:
+    """One stream of D: pieces announced and not yet imported, and what was."""
+
+    handoff: HandoffId
+    peer: str
+    progress_s: float  # when P last said something
+    announced: GroupSpans
+    imported: GroupSpans
+    credit: Credit
+    backends: tuple[str, ...]  # that both sides can use, best first
+    broken: set[str] = field(default_factory=set)  # those of them that failed this request
+    pieces: dict[str, IncomingPiece] = field(default_factory=dict)
+    refetches: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (group, begin, end) -> times
+    settled_bytes: int = 0  # announced pieces that D has imported or given up
+    cached_tokens: int = 0  # prompt tokens P had in its prefix cache
+    is_parked: bool = False  # P computes the prompt again, when memory allows: no piece is due yet
+
+    def announce(self, ready: ChunkReady) -> IncomingPiece:
+        """A piece can be fetched."""
+        ready = ready if ready.backend else replace(ready, backend=self.backends[0])
+        self.announced.of(ready.group).add(ready.begin, ready.end)
+        self.pieces[ready.key] = IncomingPiece(ready)
+        return self.pieces[ready.key]
+
+    def settle(self, key: str) -> ChunkReady:
+        """The piece is in place."""
+        ready = self.pieces.pop(key).ready
+        self.imported.of(ready.group).add(ready.begin, ready.end)
+        self.settled_bytes += ready.num_bytes
+        return ready
+
+    def give_up(self, key: str) -> None:
+        """The piece will not be fetched under this key; its range may be announced again."""
+        ready = self.pieces.pop(key).ready
+        self.announced.of(ready.group).remove(ready.begin, ready.end)
+        self.settled_bytes += ready.num_bytes
+
+    def fetch(self, piece: IncomingPiece, deadline_s: float, now_s: float) -> Fetch:
+        """Start (again) to fetch an announced piece, within the request's deadline."""
+        piece.fetch_deadline_s = min(now_s + FETCH_TIMEOUT_S, deadline_s)
+        return Fetch(self.handoff, self.peer, piece.ready, piece.fetch_deadline_s)
+
+    def overdue(self, now_s: float) -> list[str]:
+        """Keys whose fetch should have answered by now."""
+        return [
+            key
+            for key, piece in self.pieces.items()
+            if piece.fetch_deadline_s is not None and now_s >= piece.fetch_deadline_s + FETCH_GRACE_S
+        ]
+
+    def backend_beside(self, failed: str) -> str | None:
+        """The best backend that has not failed this request, `failed` left out."""
+        return next((name for name in self.backends if name != failed and name not in self.broken), None)
+
+    def change_backend(self, failed: str, backend: str, reason: str) -> list[DecodeAction]:
+        """`failed` is no longer used: everything announced and not yet in place is to come over `backend`."""
+        self.broken.add(failed)
+        self.refetches.clear()
+        wants: list[DecodeAction] = [CancelFetch(self.handoff)]
+        for ready in [piece.ready for piece in self.pieces.values()]:
+            self.give_up(ready.key)
+            wants.append(self.want(ready, reason, backend))
+        return wants
+
+    def want(self, ready: ChunkReady, reason: str, backend: str = "") -> DecodeAction:
+        """Have P publish the range again."""
+        want = Want(begin=ready.begin, end=ready.end, reason=reason, group=ready.group, backend=backend)
+        return Send(self.handoff, want)
+
+    def grant(self) -> list[DecodeAction]:
+        """Let P publish a window of bytes beyond what is settled here."""
+        grant = self.credit.beyond(self.settled_bytes)
+        return [] if grant is None else [Send(self.handoff, grant)]

@@ -1,0 +1,40 @@
+"""Where the KV of a decode worker's requests came from, kept until their last output says it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jdisagg.core.requests import Output, Provenance
+
+
+class ProvenanceBook:
+    """By request id, from the end of the hand-off to the end of the request. Owned by the engine thread."""
+
+    def __init__(self, page_size: int) -> None:
+        """`page_size`: tokens in a page here, for the number of pages that were filled."""
+        self._page_size = page_size
+        self._of: dict[str, Provenance] = {}
+
+    def fetched(self, request_id: str, provenance: Provenance) -> None:
+        """The KV was transferred, as far as it was not here."""
+        pages = -(-provenance.transferred_tokens // self._page_size)
+        self._of[request_id] = replace(provenance, transferred_pages=pages)
+
+    def computed_here(self, request_id: str, recoveries: tuple[str, ...]) -> None:
+        """Nobody else computes it (any more): what was tried is all that is told."""
+        self._of[request_id] = Provenance(recoveries=recoveries)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over; idempotent."""
+        self._of.pop(request_id, None)
+
+    def signed(self, output: Output) -> Output:
+        """The output, and what is known of its request when it is the last one."""
+        if output.finish is None:
+            return output
+        provenance = self._of.get(output.request_id)
+        if provenance is None:
+            return output
+        computed_here = output.provenance.prefilled_tokens if output.provenance is not None else 0
+        prefilled_tokens = provenance.prefilled_tokens or computed_here
+        return replace(output, provenance=replace(provenance, prefilled_tokens=prefilled_tokens))

@@ -1,0 +1,92 @@
+"""What comes with the first token, and whose it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.core.errors import HandoffLost, InvalidRequest, Overloaded, RequestError
+from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, TokenLogprob
+from jdisagg.handoff import actions as act
+from jdisagg.handoff.messages import Accepted, Done, HandoffId, Open, StreamEnded
+from tests.unit.handoff.rig import NEVER, decode_side, none_of, only, prefill_side, request
+
+FULL = Output(
+    request_id="r#1",
+    attempt=0,
+    token_ids=(42,),
+    logprobs=(TokenLogprob(42, -0.5, ((42, -0.5), (7, -1.5))),),
+    prompt_logprobs=(None, TokenLogprob(2, -3.0, ())),
+    cached_tokens=4,
+    provenance=Provenance(prefill_worker="pid 1 @ p:1", prefilled_tokens=6),
+)
+
+
+def asked(name: str, attempt: int = 0) -> EngineRequest:
+    return replace(request(request_id=name), attempt=attempt)
+
+
+def done(handoff: HandoffId, token: int) -> Done:
+    """P's last word, under the id the request has there."""
+    return Done(first=Output(request_id=f"{handoff.request_id}#{handoff.serial}", token_ids=(token,)), num_chunks=3)
+
+
+@pytest.mark.covers("X04")
+def test_all_that_p_knows_of_the_first_token_reaches_the_client_under_the_requests_own_name() -> None:
+    prefill, decode = prefill_side(), decode_side(NEVER)
+    opening = Open(request=asked("r", attempt=2), held_tokens=0, backend="fake")
+    prefill.open(HandoffId("r", 1), opening, 0.0)
+    prefill.on_admitted(HandoffId("r", 1), 0)
+    last = only(act.Reply, prefill.on_first_token("r#1", FULL, 0.0)).message
+    assert isinstance(last, Done)
+    assert last.first == replace(FULL, request_id="r", attempt=2)
+    decode.start(asked("r", attempt=3), 0, ("p",), 0.0)
+    decode.on_message(HandoffId("r", 1), Accepted(cached_tokens=4), 0.0)
+    told = only(act.FirstToken, decode.on_message(HandoffId("r", 1), last, 0.0))
+    assert (told.request_id, told.output) == ("r", replace(FULL, request_id="r", attempt=3))
+
+
+@pytest.mark.covers("X04", "I-4")
+def test_of_many_hand_offs_at_once_each_gets_its_own_token_and_none_of_an_older_stream() -> None:
+    side = decode_side(NEVER)
+    streams = [HandoffId(f"r{number}", number) for number in range(1, 65)]
+    for handoff in streams:
+        side.start(asked(handoff.request_id), 0, ("p", "q"), 0.0)
+        side.on_message(handoff, Accepted(cached_tokens=0), 0.0)
+    again = {}
+    for handoff in streams[::4]:
+        lost = side.on_message(handoff, StreamEnded(reason="dead"), 0.0)
+        again[handoff.request_id] = only(act.OpenStream, lost).handoff
+    for handoff in streams:
+        name, newest = handoff.request_id, again.get(handoff.request_id)
+        of_first = side.on_message(handoff, done(handoff, 1000 + handoff.serial), 0.0)
+        if newest is not None:
+            assert of_first == [], "its stream is over"
+            side.on_message(newest, Accepted(cached_tokens=0), 0.0)
+            of_first = side.on_message(newest, done(newest, 1000 + handoff.serial), 0.0)
+        told = only(act.FirstToken, of_first)
+        assert (told.request_id, told.output.request_id, told.output.token_ids) == (name, name, (1000 + handoff.serial,))
+    assert side.snapshot()["late"] == len(again) == 16
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(InvalidRequest("too long"), act.Fail), (Overloaded("full"), act.OpenStream), (HandoffLost("no device"), act.OpenStream)],
+)
+def test_an_error_in_the_place_of_a_token_is_taken_as_a_refusal(error: RequestError, kind: type) -> None:
+    side, handoff = decode_side(NEVER), HandoffId("r", 1)
+    side.start(asked("r"), 0, ("p", "q"), 0.0)
+    side.on_message(handoff, Accepted(cached_tokens=0), 0.0)
+    failed = Done(first=Output(request_id="r#1", finish=FinishReason.ERROR, error=error), num_chunks=0)
+    actions = side.on_message(handoff, failed, 50.0)
+    assert none_of(act.FirstToken, actions)
+    assert isinstance(only(kind, actions), kind)
+    if kind is act.Fail:
+        assert only(act.Fail, actions).error is error
+        return
+    assert only(act.OpenStream, actions).peer == "q"
+    notes = [action for action in actions if isinstance(action, act.Recovered)]
+    rungs = [] if isinstance(error, Overloaded) else [act.Recovered("other_prefill", "r", "p", "accepted", "failed: no device")]
+    assert notes == rungs
+    assert side.tick(59.9) == [], "q has ten seconds to answer"

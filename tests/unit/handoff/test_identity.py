@@ -1,0 +1,91 @@
+"""Which two workers pair, over what, and how the others are told why not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.handoff.identity import Agreement, Backend, CacheGroup, Identity, Incompatible, agree
+from jdisagg.kv.spec import KVSpec
+
+SPEC = KVSpec(num_layers=2, num_kv_heads=4, features=16, dtype="float32", kind="window", window=64)
+GROUP = CacheGroup(spec=SPEC, page_size=16)
+GRPC = Backend(name="grpc")
+JAX = Backend(name="jax", version="0.10.2", num_transport_addresses=2)
+
+
+def worker(**changes: object) -> Identity:
+    same = Identity(fingerprint="w", worker="p", epoch="e", groups=(GROUP, GROUP), backends=(JAX, GRPC))
+    return replace(same, **changes)
+
+
+def test_equal_workers_pair_over_everything_and_begin_with_what_the_consumer_likes_best() -> None:
+    agreement = agree(worker(), worker(backends=(GRPC, JAX)))
+    assert agreement == Agreement(protocol=1, backends=("grpc", "jax"))
+    assert agreement.backend == "grpc"
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer", "protocol"),
+    [((1, 1), (1, 1), 1), ((1, 3), (1, 2), 2), ((1, 2), (2, 5), 2), ((2, 4), (1, 4), 4), ((3, 3), (1, 3), 3)],
+)
+def test_the_newest_protocol_both_speak_is_taken(producer: tuple[int, int], consumer: tuple[int, int], protocol: int) -> None:
+    p, d = (worker(min_protocol=low, max_protocol=high) for low, high in (producer, consumer))
+    assert agree(p, d).protocol == protocol
+
+
+@pytest.mark.parametrize(("producer", "consumer"), [((1, 1), (2, 3)), ((2, 3), (1, 1))])
+def test_without_a_common_protocol_both_ranges_are_named(producer: tuple[int, int], consumer: tuple[int, int]) -> None:
+    p, d = (worker(min_protocol=low, max_protocol=high) for low, high in (producer, consumer))
+    with pytest.raises(Incompatible) as raised:
+        agree(p, d)
+    assert raised.value.field == "protocol"
+    wanted, got = ([*pair] for pair in (producer, consumer))
+    assert str(raised.value) == f"protocol: wanted {wanted}, got {got}; pair workers that agree on it"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "wanted", "got"),
+    [
+        ({"fingerprint": "other"}, "fingerprint", "w", "other"),
+        ({"groups": (GROUP,)}, "groups", "2", "1"),
+        ({"groups": (GROUP, replace(GROUP, spec=replace(SPEC, num_layers=3)))}, "groups[1].num_layers", "2", "3"),
+        ({"groups": (replace(GROUP, spec=replace(SPEC, num_kv_heads=8)), GROUP)}, "groups[0].num_kv_heads", "4", "8"),
+        ({"groups": (replace(GROUP, spec=replace(SPEC, features=8)), GROUP)}, "groups[0].features", "16", "8"),
+        ({"groups": (GROUP, replace(GROUP, spec=replace(SPEC, kind="full")))}, "groups[1].kind", "window", "full"),
+        ({"groups": (GROUP, replace(GROUP, spec=replace(SPEC, window=32)))}, "groups[1].window", "64", "32"),
+        ({"backends": (replace(JAX, version="0.11"), Backend(name="shm"))}, "backends", "jax 0.10.2, grpc", "jax 0.11, shm"),
+        ({"backends": ()}, "backends", "jax 0.10.2, grpc", "none"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused_by_name(changes: dict[str, object], field: str, wanted: str, got: str) -> None:
+    with pytest.raises(Incompatible) as raised:
+        agree(worker(), worker(**changes))
+    assert raised.value.field == field
+    assert str(raised.value) == f"{field}: wanted {wanted}, got {got}; pair workers that agree on it"
+
+
+def test_what_is_converted_and_what_only_tells_may_differ() -> None:
+    other = tuple(replace(group, page_size=64, spec=replace(group.spec, dtype="int8")) for group in worker().groups)
+    unlike = worker(groups=other, worker="d", epoch="f", build="newer")
+    assert agree(worker(), unlike).backends == ("jax", "grpc")
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer", "pairs"),
+    [
+        (JAX, JAX, True),
+        (JAX, replace(JAX, version="0.11"), False),
+        (JAX, replace(JAX, version=""), True),
+        (replace(JAX, version=""), JAX, True),
+        (JAX, replace(JAX, num_transport_addresses=1), False),
+        (JAX, replace(JAX, num_transport_addresses=3), True),
+        (JAX, replace(JAX, name="xla"), False),
+    ],
+)
+def test_a_backend_is_shared_when_neither_its_version_nor_its_addresses_forbid_it(
+    producer: Backend, consumer: Backend, pairs: bool
+) -> None:
+    agreed = agree(worker(backends=(producer, GRPC)), worker(backends=(consumer, GRPC)))
+    assert agreed.backends == ((consumer.name, "grpc") if pairs else ("grpc",))

@@ -1,0 +1,40 @@
+"""A worker without anybody to talk to: it can be warmed and found healthy, and holds nothing afterwards."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from jdisagg.core.requests import Role
+from jdisagg.roles.engine_thread import EngineThread
+from jdisagg.roles.self_test import self_test
+from tests.unit.roles.world import PEERS, World
+
+
+@pytest.mark.covers("P04")
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_each_role_passes_its_self_test_without_the_other(role: Role) -> None:
+    world = World(local_prefill=False)
+    world.wire.down = set(PEERS)
+    engine = world.prefill if role is Role.PREFILL else world.decode
+    assert engine.loop is not None
+    for page in engine.runner.device.memory:  # a real cache holds numbers from the start, and they will do
+        page[:] = [1] * len(page)
+    crashes: list[BaseException] = []
+    thread = EngineThread(engine.loop, name="engine", on_crash=crashes.append)
+    thread.start()
+    try:
+        for _ in range(2):
+            self_test(thread)
+        assert thread.unhealthy_reason(time.monotonic()) == ""
+    finally:
+        assert thread.stop(5.0)
+    assert crashes == []
+    steps = engine.scheduler.stats
+    if role is Role.DECODE:
+        assert (steps.prefill_tokens, world.wire.num_opened) == (0, 0), "its KV came from nobody"
+    else:
+        assert steps.prefill_tokens > 0
+    world.assert_quiescent()

@@ -1,0 +1,61 @@
+"""Which prompts a decode worker computes itself though its prefill workers answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from jdisagg.core.config import LocalPrefill, TransferConfig
+from jdisagg.roles import engine_loop
+from jdisagg.roles.decode import DecodeRole
+from tests.unit.roles.world import PEERS, FakeFetcher, World
+from tests.unit.sched.engine_fake import expected, request
+
+
+@pytest.fixture(autouse=True)
+def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.0)
+    monkeypatch.setattr(engine_loop, "LISTEN_S", 0.0)
+
+
+def world_below(num_tokens: int) -> World:
+    """One whose decode worker computes prompts of fewer than `num_tokens`."""
+    world = World()
+    role = DecodeRole(
+        config=TransferConfig(local_prefill=LocalPrefill.BELOW_TOKENS, local_prefill_below_tokens=num_tokens),
+        scheduler=world.decode.scheduler,
+        handoffs=world.handoffs,
+        runner=world.decode.runner,
+        peers=world.wire,
+        fetcher=FakeFetcher(world.network, world.decode.inbox),
+        streams=world.decode.streams,
+        metrics=world.decode.metrics,
+        static_peers=lambda: PEERS,
+        page_size=4,
+    )
+    world.decode.run(role)
+    return world
+
+
+def test_prompts_below_the_limit_never_leave_the_decode_worker() -> None:
+    world = world_below(12)
+    short, long = tuple(range(3, 14)), tuple(range(3, 15))
+    assert (len(short), len(long)) == (11, 12)
+    world.submit(request("short", short, 6))
+    world.settle()
+    assert world.tokens("short") == expected(short, 6)
+    assert (world.wire.num_opened, world.decode.scheduler.stats.prefill_tokens) == (0, 11)
+    world.submit(request("long", long, 6))
+    world.settle()
+    assert world.tokens("long") == expected(long, 6)
+    assert (world.wire.num_opened, world.decode.scheduler.stats.prefill_tokens) == (1, 11)
+
+
+def test_a_short_prompt_that_loses_its_pages_is_computed_here_again() -> None:
+    world = world_below(12)
+    prompts = {f"r{i}": tuple(range(3 + i, 14 + i)) for i in range(4)}
+    for name, prompt in prompts.items():
+        world.submit(request(name, prompt, 24))
+    world.settle()
+    assert world.decode.scheduler.stats.retractions > 0, "four requests of 35 tokens in 23 pages of 4"
+    assert {name: world.tokens(name) for name in prompts} == {name: expected(prompt, 24) for name, prompt in prompts.items()}
+    assert world.wire.num_opened == 0

@@ -1,0 +1,57 @@
+"""A publisher's bytes are bounded, and a piece that is given up while its bytes are made leaves none."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from jdisagg.transfer import host_backend
+from jdisagg.transfer.base import Piece
+from jdisagg.transfer.room import Room
+from tests.unit.transfer.rig import H, Rig, piece, tokens
+
+
+def test_room_is_bounded_and_takes_one_piece_that_is_too_large() -> None:
+    room = Room(max_bytes=10)
+    assert room.take("big", 100)
+    assert not room.take("small", 1)
+    assert room.free("big")
+    assert not room.free("big"), "once"
+    assert room.take("a", 6)
+    assert not room.take("b", 5)
+    assert room.take("c", 4)
+    assert (room.num_bytes, room.keys) == (10, ["a", "c"])
+    assert "a" in room
+    assert "b" not in room
+
+
+@pytest.mark.parametrize("kind", ["grpc", "shm", "jax"])
+def test_a_full_publisher_fails_the_piece_at_once_and_takes_the_next_when_it_has_room(kind: str) -> None:
+    rig = Rig(kind, max_bytes=1).start()
+    rig.published("k", piece(tokens(5)))
+    assert rig.publish_failed("k2", piece(tokens(5))).reason == "buffer_full"
+    rig.publisher.discard("k")
+    rig.published("k3", piece(tokens(5)))
+    rig.close()
+
+
+def test_a_piece_discarded_while_its_bytes_are_made_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig("grpc").start()
+    packing, discarded, pack = threading.Event(), threading.Event(), host_backend.pack
+
+    def slow_pack(sent: Piece) -> memoryview:
+        packing.set()
+        assert discarded.wait(5.0)
+        return pack(sent)
+
+    monkeypatch.setattr(host_backend, "pack", slow_pack)
+    rig.publisher.publish(H, "k", piece(tokens(5)))
+    assert packing.wait(5.0)
+    rig.publisher.discard("k")
+    discarded.set()
+    ready = rig.published("next", piece(tokens(5)))
+    assert ready.key == "next", "nothing is said of the first one"
+    assert rig.store.get("k") is None
+    assert rig.publisher.num_buffered_bytes == ready.num_bytes
+    rig.close()

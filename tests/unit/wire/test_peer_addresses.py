@@ -1,0 +1,111 @@
+"""Which prefill worker a stream and a fetch reach, and what an address that is none of a prefill worker's answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from time import monotonic
+
+import grpc
+import grpc.aio
+import pytest
+
+from jdisagg.api.byte_source import GrpcByteSource
+from jdisagg.core.errors import Unavailable
+from jdisagg.handoff.messages import Accepted, HandoffId, StreamEnded
+from jdisagg.v1 import peer_pb2, peer_pb2_grpc
+from tests.unit.wire.rig import identity, run_quiet, start_server, until
+from tests.unit.wire.test_peer import Decode, Prefill, opening
+
+NUM_WORKERS = 3
+
+
+@pytest.mark.covers("X10")
+def test_every_hand_off_and_every_fetch_reaches_the_worker_it_names():
+    async def body() -> None:
+        workers = [Prefill(identity(worker=f"p{index}", epoch=f"e{index}")) for index in range(NUM_WORKERS)]
+        addresses = [await worker.start() for worker in workers]
+        d, source = Decode(), GrpcByteSource()
+        handoffs = [HandoffId(f"r{number}", number) for number in range(2 * NUM_WORKERS)]
+        for number, handoff in enumerate(handoffs):  # each worker's second stream goes over the connection of its first
+            d.client.open(addresses[number % NUM_WORKERS], handoff, opening(handoff.request_id))
+        await until(lambda: all(len(worker.opened()) == 2 for worker in workers))
+        for index, worker in enumerate(workers):
+            asked = sorted(opened.message.request.request_id for opened in worker.opened())
+            assert asked == [f"r{index}", f"r{index + NUM_WORKERS}"]
+            worker.pieces["same key"] = f"bytes of worker {index}".encode()
+            for opened in worker.opened():
+                opened.reply.send(Accepted(cached_tokens=index))
+        await until(lambda: all(d.messages(handoff) for handoff in handoffs))
+        for number, handoff in enumerate(handoffs):
+            assert d.messages(handoff) == [Accepted(cached_tokens=number % NUM_WORKERS)]
+        for index in (2, 0, 1, 0):
+            read = await asyncio.to_thread(lambda i=index: b"".join(source.read(addresses[i], "same key", monotonic() + 5)))
+            assert read == f"bytes of worker {index}".encode()
+        source.close()
+        await d.client.aclose()
+        for worker in workers:
+            await until(lambda worker=worker: len(worker.ends()) == 2)
+            await worker.server.stop(0)
+
+    run_quiet(body())
+
+
+class StrangeServer(peer_pb2_grpc.PeerServiceServicer):
+    """Answers Hello, in its way."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+
+    async def Hello(self, request: peer_pb2.HelloRequest, context: grpc.aio.ServicerContext) -> peer_pb2.HelloResponse:
+        if self._how == "raises":
+            raise TypeError("cannot unpack non-iterable NoneType object")
+        if self._how == "not found":
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such worker")
+        return peer_pb2.HelloResponse()  # an identity in which everything is absent
+
+    async def Prefill(
+        self, request_iterator: AsyncIterator[peer_pb2.PrefillRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        raise AssertionError("nobody gets as far as this")
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize(
+    ("how", "reason", "text"),
+    [
+        ("raises", "unreachable", "Hello: UNKNOWN"),
+        ("not found", "unreachable", "Hello: NOT_FOUND: no such worker"),
+        ("says nothing", "hello", "protocol: wanted"),
+        ("serves something else", "unreachable", "Hello: UNIMPLEMENTED"),
+    ],
+)
+def test_a_useless_answer_to_hello_ends_its_hand_offs_with_an_error_and_no_other(how: str, reason: str, text: str):
+    async def body() -> None:
+        def add(server: grpc.aio.Server) -> None:
+            if how != "serves something else":
+                peer_pb2_grpc.add_PeerServiceServicer_to_server(StrangeServer(how), server)
+
+        strange, address = await start_server(add)
+        p, d = Prefill(identity()), Decode()
+        lost, fine = [HandoffId("lost", 1), HandoffId("lost too", 2)], HandoffId("fine", 3)
+        for handoff in lost:
+            d.client.open(address, handoff, opening(handoff.request_id))
+        d.client.open(await p.start(), fine, opening("fine"))
+        await until(lambda: p.opened() and all(d.ends(handoff) for handoff in lost))
+        for handoff in lost:
+            (ended,) = d.messages(handoff)
+            assert isinstance(ended, StreamEnded)
+            assert (ended.reason, type(ended.error)) == (reason, Unavailable)
+            assert address in str(ended.error)
+            assert text in str(ended.error)
+        assert not d.client.usable(address)
+        assert d.ends(fine) == []
+        p.opened()[0].reply.send(Accepted(cached_tokens=0))
+        await until(lambda: d.messages(fine) == [Accepted(cached_tokens=0)])
+        await d.client.aclose()
+        await until(p.ends)
+        for server in (strange, p.server):
+            await server.stop(0)
+
+    run_quiet(body())
