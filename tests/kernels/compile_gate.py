@@ -1,0 +1,176 @@
+"""The real TPU compiler on every kernel, for chips that are not here: `python -m tests.kernels.compile_gate TOPOLOGY...`.
+
+One JSON line per kernel: compile seconds, temporaries, aliased bytes and copies as large as the cache. The caches are abstract
+and at least 256 MiB: small ones hide copies. libtpu wants its environment from the first import on (`ENVIRONMENT`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.attention import attend
+from pallas_kernels.rows import Kind, Rows
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+CACHE_BYTES = 256 * 2**20
+NUM_LAYERS = 4
+_BIG = re.compile(r"= (\w+)\[([\d,]*)\][^ ]* (copy|copy-start|transpose|convert|reshape|all-gather)\(")
+_ITEM_BYTES = {"bf16": 2, "f32": 4, "s8": 1, "u8": 1, "s32": 4, "u16": 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One kernel at one shape."""
+
+    kernel: str
+    dim: int = 128
+    kv_heads: int = 8
+    group: int = 4
+    dtype: str = "bfloat16"
+    page_size: int = 16
+    window: int | None = None
+    rows: int = 32
+    queries: int = 32
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of a cache of CACHE_BYTES."""
+        page_bytes = self.kv_heads * self.page_size * 2 * self.dim * jnp.dtype(self.dtype).itemsize * NUM_LAYERS
+        return CACHE_BYTES // page_bytes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the cache."""
+        return NUM_LAYERS, self.num_pages, self.kv_heads, self.page_size, 2 * self.dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What the compiler made of a case."""
+
+    topology: str
+    case: str
+    seconds: float
+    cache_bytes: int
+    temp_bytes: int
+    alias_bytes: int
+    copies: int  # instructions that make a quarter of the cache or more anew
+    kernels: int  # calls of compiled kernels
+
+
+def attention(case: Case, spec: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """(step, arguments): the cache goes in donated and comes out as it is."""
+    kind = Kind(case.kernel)
+    options = {"scale": 0.1, "window": case.window, "heads_major": True, "kind": kind, "implementation": "tpu"}
+    dtype = jnp.dtype(case.dtype)
+    cache = [spec(case.shape, dtype)]
+    if dtype == jnp.int8:
+        cache.append(spec((*case.shape[:-1], 2), jnp.float32))
+
+    def step(cache: list[Any], q: Any, layer: Any, tables: Any, rows: Rows) -> Any:
+        scales = cache[1] if len(cache) == 2 else None
+        return cache, attend(q, cache[0], layer, tables, rows, scales=scales, **options)
+
+    of_rows = spec((case.rows,), jnp.int32)
+    q = spec((case.queries, case.kv_heads * case.group, case.dim), jnp.bfloat16 if dtype == jnp.int8 else dtype)
+    tables = spec((case.rows, 8192 // case.page_size), jnp.int32)
+    return step, (cache, q, spec((), jnp.int32), tables, Rows(of_rows, of_rows, of_rows))
+
+
+KERNELS = {kind.value: attention for kind in Kind}
+
+
+def compile_case(case: Case, topology: str, device: Any) -> Verdict:
+    """Compile one case for one device of `topology`."""
+    mesh = Mesh(np.array([device]), ("tp",), axis_types=(AxisType.Auto,))
+    whole = NamedSharding(mesh, PartitionSpec())
+    step, arguments = KERNELS[case.kernel](case, partial(_spec, whole))
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(step, donate_argnums=0).lower(*arguments)
+    begin = time.monotonic()
+    compiled = lowered.compile()
+    seconds = time.monotonic() - begin
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[0]))
+    return Verdict(
+        topology=topology,
+        case=describe(case),
+        seconds=round(seconds, 2),
+        cache_bytes=cache_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        copies=len(list(big_copies(text, cache_bytes // 4))),
+        kernels=text.count('custom_call_target="tpu_custom_call"'),
+    )
+
+
+def describe(case: Case) -> str:
+    """The case in a few words."""
+    heads = f"{case.kv_heads * case.group}/{case.kv_heads}"
+    window = "" if case.window is None else f" window {case.window}"
+    return f"{case.kernel} D {case.dim} heads {heads} {case.dtype} S {case.page_size} T {case.queries}{window}"
+
+
+def big_copies(text: str, least_bytes: int) -> Iterator[str]:
+    """Instructions of optimised HLO that make `least_bytes` or more anew without computing anything."""
+    for match in _BIG.finditer(text):
+        kind, dims, _ = match.groups()
+        if int(np.prod([int(d) for d in dims.split(",") if d])) * _ITEM_BYTES.get(kind, 4) >= least_bytes:
+            yield match.group(0)
+
+
+def _spec(whole: NamedSharding, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+
+def cases(full: bool) -> Iterator[Case]:
+    """What CI compiles for every chip, or all there is."""
+    for dim in (64, 128):
+        yield Case(kernel="decode", dim=dim)
+        yield Case(kernel="prefill", dim=dim, queries=2048, rows=64)
+    if full:
+        for dim in (64, 128):
+            for kernel, queries in (("decode", 32), ("prefill", 512)):
+                yield Case(kernel=kernel, dim=dim, kv_heads=1, group=8, queries=queries)  # one local head
+                yield Case(kernel=kernel, dim=dim, kv_heads=16, group=1, queries=queries)
+                yield Case(kernel=kernel, dim=dim, window=1024, queries=queries)
+                yield Case(kernel=kernel, dim=dim, dtype="float32", queries=queries)
+                yield Case(kernel=kernel, dim=dim, dtype="int8", page_size=32, queries=queries)
+                yield Case(kernel=kernel, dim=dim, dtype="int8", page_size=16, queries=queries)
+                yield Case(kernel=kernel, dim=dim, dtype="int8", page_size=32, kv_heads=1, group=8, queries=queries)
+                yield Case(kernel=kernel, dim=dim, page_size=64, kv_heads=1, group=8, queries=queries)
+            yield Case(kernel="mixed", dim=dim, queries=512)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("topologies", nargs="*", default=TOPOLOGIES)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--full", action="store_true")
+    options = parser.parse_args()
+    for name in options.topologies:
+        device = topologies.get_topology_desc(platform="tpu", topology_name=name).devices[0]
+        for case in cases(options.full):
+            if options.only in describe(case):
+                print(json.dumps(asdict(compile_case(case, name, device))), flush=True)
