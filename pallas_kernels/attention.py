@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,12 @@ from jax import lax
 
 from pallas_kernels import ref
 from pallas_kernels.attention_shape import Shape
-from pallas_kernels.blocks import BlockTable, Blocks, blocks_by_rule
+from pallas_kernels.blocks import Blocks, BlockTable, blocks_by_rule
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.rows import Kind, Rows
 from pallas_kernels.tpu_attention import Parts, attend_blocks
 from pallas_kernels.work import plan_work
 
-Implementation = Literal["ref", "tpu"]
 REF_TILE = 16  # queries that share a gather of their pages
 VMEM_LIMIT_BYTES = 64 * 2**20  # what a core of the smallest chip has
 SMEM_LIMIT_BYTES = 512 * 2**10  # of page tables: half of the smallest scalar memory
@@ -45,7 +45,7 @@ def attend(
     dtype: jnp.dtype | None = None,
     table: BlockTable | None = None,
     interpret: Any = False,
-    parts: Parts = Parts(),  # noqa: B008
+    parts: Parts = Parts(),
 ) -> jax.Array:
     """Attention of q [T, H, D], whose rows are `rows`, over the pages of page_tables i32[B, M]; returns [T, H, D].
 
@@ -62,10 +62,20 @@ def attend(
     layer = jnp.asarray(layer, jnp.int32)
     if implementation == "ref":
         out = _attend_ref(
-            q, kv, layer, page_tables, rows, kind, scale=scale, window=window, heads_major=heads_major, dtype=dtype, scales=scales
+            q,
+            kv,
+            layer,
+            page_tables,
+            rows,
+            kind,
+            scale=scale,
+            window=window,
+            heads_major=heads_major,
+            dtype=dtype,
+            scales=scales,
         )
         return _without_gaps(out, rows, None)
-    if reason := tpu_refuses(q, kv, page_tables, dtype=dtype, heads_major=heads_major):
+    if reason := tpu_refuses(q, kv, page_tables, dtype=dtype, heads_major=heads_major, interpreted=bool(interpret)):
         raise ValueError(f"paged attention for TPU: {reason}")
     pages = jnp.clip(page_tables, 0, kv.shape[1] - 1)  # a copy from a page that does not exist would not be noticed
     run = partial(
@@ -91,7 +101,7 @@ def attend(
 
 
 def tpu_refuses(
-    q: jax.Array, kv: jax.Array, page_tables: jax.Array, *, dtype: jnp.dtype, heads_major: bool, decode: bool = False
+    q: jax.Array, kv: jax.Array, page_tables: jax.Array, *, dtype: jnp.dtype, heads_major: bool, interpreted: bool = False
 ) -> str | None:
     """Why the TPU kernel cannot serve these arrays (shapes and dtypes are looked at), or None."""
     if not heads_major:
@@ -101,13 +111,20 @@ def tpu_refuses(
         return f"kv {kv.dtype} multiplied in {dtype}, wanted float32, bfloat16, or int8 multiplied in one of them"
     if features != 2 * q.shape[2]:
         return f"features {features} of kv and {q.shape[2]} of q, wanted twice as many in kv"
-    if smem := page_tables.shape[0] * -(-page_tables.shape[1] // _LANES) * _LANES * 4:
-        if smem > SMEM_LIMIT_BYTES:
-            return f"page tables of {smem} bytes, wanted at most {SMEM_LIMIT_BYTES}: use larger pages or fewer rows"
+    if interpreted:
+        return None
+    if features % _LANES:
+        return f"head dimension {q.shape[2]}, wanted a multiple of {_LANES // 2}"
+    wanted = _LANES if kv.dtype == jnp.int8 else _SUBLANES * 4 // kv.dtype.itemsize
+    if page_size % wanted:
+        return f"pages of {page_size} tokens of {kv.dtype}, wanted a multiple of {wanted}: set --page-size"
+    table_bytes = page_tables.shape[0] * -(-page_tables.shape[1] // _LANES) * _LANES * 4
+    if table_bytes > SMEM_LIMIT_BYTES:
+        return f"page tables of {table_bytes} bytes, wanted at most {SMEM_LIMIT_BYTES}: use larger pages or fewer rows"
     return None
 
 
-def _attend_ref(
+def _attend_ref(  # noqa: PLR0917
     q: jax.Array,
     kv: jax.Array,
     layer: jax.Array,
@@ -153,7 +170,9 @@ def _attend_tpu(
     rule = blocks_by_rule if table is None else table.blocks
     blocks: Blocks = rule(kv=kv, q=q, decode=decode, max_pages=page_tables.shape[1])
     group, tile = num_heads // num_kv_heads, blocks.queries
-    heads = next(h for h in range(1, num_kv_heads + 1) if num_kv_heads % h == 0 and (h * tile * group >= _SUBLANES or h == num_kv_heads))
+    heads = next(
+        h for h in range(1, num_kv_heads + 1) if num_kv_heads % h == 0 and (h * tile * group >= _SUBLANES or h == num_kv_heads)
+    )
     shape = Shape(
         num_groups=num_kv_heads // heads,
         heads=heads,
@@ -179,22 +198,16 @@ def _attend_tpu(
         layer,
         tables,
         work,
-        None if scales is None else _scales_by_lane(scales, layer, tables, shape),
+        None if scales is None else scales.reshape(*kv.shape[:2], shape.num_groups, heads, page_size, 2).swapaxes(-1, -2),
         shape=shape,
         parts=parts,
         vmem_limit_bytes=VMEM_LIMIT_BYTES,
         interpret=interpret,
     )
     joined = out.reshape(num_blocks, shape.num_groups, heads, tile, group, shape.value_dim).transpose(0, 3, 1, 2, 4, 5)
-    return joined.reshape(num_blocks * tile, num_heads, shape.value_dim)[:num_queries, :, shape.value_dim - dim :].astype(q.dtype)
-
-
-def _scales_by_lane(scales: jax.Array, layer: jax.Array, tables: jax.Array, shape: Shape) -> jax.Array:
-    """The scales of the pages in tables i32[B, M] as f32[B, 2 * G, M * heads * S]: tokens along lanes, as scores have them."""
-    num_rows, width = tables.shape
-    of_pages = scales.at[layer, tables].get(mode="clip")  # [B, M, K, S, 2]
-    parts = of_pages.reshape(num_rows, width, shape.num_groups, shape.heads * shape.page_size, 2).transpose(0, 4, 2, 1, 3)
-    return parts.reshape(num_rows, 2 * shape.num_groups, width * shape.heads * shape.page_size)
+    return joined.reshape(num_blocks * tile, num_heads, shape.value_dim)[:num_queries, :, shape.value_dim - dim :].astype(
+        q.dtype
+    )
 
 
 def _only(rows: Rows, chosen: jax.Array) -> Rows:

@@ -32,7 +32,7 @@ class Blocks:
 
 
 def blocks_by_rule(*, kv: jax.Array, q: jax.Array, decode: bool, max_pages: int) -> Blocks:
-    """Blocks for q [T, H, D] over heads-major kv [L, P, K, S, F] whose page tables have `max_pages` entries (abstract arrays do)."""
+    """Blocks for q [T, H, D], heads-major kv [L, P, K, S, F] (abstract ones too) and page tables of `max_pages` entries."""
     num_kv_heads, page_size, features = kv.shape[2:]
     token_bytes = num_kv_heads * features * kv.dtype.itemsize
     keys = max(_LEAST_KEYS, min(_MOST_KEYS, _BUFFER_BYTES // token_bytes))
@@ -80,5 +80,3 @@ def _power_of_two(value: int) -> int:
 def _whole(value: int) -> int:
     """The smallest power of two that is not smaller."""
     return 1 << (value - 1).bit_length()
-
-

@@ -2,12 +2,12 @@
 
     item w    | copy block j + 1, or item w + 1's first -> other buffer | wait for j | scores, online softmax, sums |
 
-The cache is seen as [L, P, G, K/G * S, F]: of each page and part (G groups of kv heads) a matrix of (head, token) rows. Query heads
-of a part meet all its rows in one product and rows of other heads are masked: a part has one head unless a single query would
-leave most of a register empty, as in decoding. Copies never stop between items: the buffers' turn goes on from item to item.
+The cache is seen as [L, P, G, K/G * S, F]: per page G parts, each a matrix of (head, token) rows. The query heads of a part
+meet all its rows in one product, and rows of other heads are masked: a part is one head unless a single query would leave most
+of a register empty, as in decoding. Copies never pause between items: whose turn a buffer is goes on from one to the next.
 
-Features of 2 * D lanes that are not whole registers in halves (D = 64) are never cut: q is padded with zeros to F, whole rows are
-multiplied by the probabilities, and the caller takes the upper half.
+Features in halves that are not whole registers (D = 64) are never cut: q is padded with zeros to F, whole rows are multiplied
+by the probabilities, and the caller takes the upper half.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.attention_shape import Shape
+from pallas_kernels.loops import arrive, loop
 from pallas_kernels.work import BLOCK, FIRST, HIGH, LOW, OFFSET, ROW, STOP, TURN, Work
 
 _LOWEST = -1e30  # finite: exp(_LOWEST - _LOWEST) must be 1, not NaN
 _LANES = 128
-_LONGEST = 8  # loops up to this length are written out
 _LATENCY_ROWS = 64  # parts with more rows keep a chip busy one by one, and would take long to compile side by side
 
 
@@ -38,11 +38,6 @@ def _visible(distance: jax.Array, window: int | None) -> jax.Array:
 
 def _clean(values: jax.Array, seen: jax.Array) -> jax.Array:
     return jnp.where(seen, values, jnp.zeros((), values.dtype))  # 0 * NaN is NaN
-
-
-def _arrive(wait: Callable[[], None], use: Callable[[], None]) -> None:
-    wait()
-    use()
 
 
 def _entry(index: jax.Array) -> jax.Array:
@@ -55,11 +50,11 @@ class Parts:
 
     visible: Callable[[jax.Array, int | None], jax.Array] = _visible  # (query - key, window)
     clean: Callable[[jax.Array, jax.Array], jax.Array] = _clean  # (values, keys that any query sees)
-    arrive: Callable[[Callable[[], None], Callable[[], None]], None] = _arrive  # (wait for a block, use it)
+    arrive: Callable[[Callable[[], None], Callable[[], None]], None] = arrive  # (wait for a block, use it)
     entry: Callable[[jax.Array], jax.Array] = _entry  # index into a page table
 
 
-def attend_blocks(
+def attend_blocks(  # noqa: PLR0917
     q: jax.Array,
     cache: jax.Array,
     layer: jax.Array,
@@ -74,8 +69,8 @@ def attend_blocks(
 ) -> jax.Array:
     """Sums of q [N, G, query_rows, dim] over cache [L, P, G, heads * S, F]; returns [N, G, query_rows, value_dim].
 
-    page_tables i32[B, M], M whole blocks of keys, every entry a page that exists. scales f32[B, 2 * G, M * heads * S]: of
-    the keys of every part, then of the values. What belongs to no item is undefined.
+    page_tables i32[B, M], M whole blocks of keys, every entry a page that exists. scales f32[L, P, G, heads, 2, S]: of keys,
+    then of values, tokens along lanes as scores have them. What belongs to no item is undefined.
     """
     block = (1, shape.num_groups, shape.query_rows)
     in_specs = [
@@ -92,7 +87,7 @@ def attend_blocks(
     operands = [q, cache]
     if scales is not None:
         in_specs.append(pl.BlockSpec(memory_space=pl.ANY))
-        scratch += [pltpu.VMEM((2, scales.shape[1], shape.key_rows), jnp.float32), pltpu.SemaphoreType.DMA((2,))]
+        scratch += [pltpu.VMEM((2, shape.block_pages, *scales.shape[2:]), jnp.float32), pltpu.SemaphoreType.DMA((2,))]
         operands.append(scales)
     return pl.pallas_call(
         partial(_kernel, shape=shape, parts=parts),
@@ -128,28 +123,26 @@ class _Pages:
 
     def start(self, item: jax.Array, number: jax.Array, buffer: jax.Array) -> None:
         """Begin to copy block `number` of an item."""
-        self._each_page(lambda page: self._page(item, number, buffer, page).start())
-        if self.scales is not None:
-            self._scales(item, number, buffer).start()
+        self._each_copy(item, number, buffer, lambda copy: copy.start())
 
     def wait(self, item: jax.Array, number: jax.Array, buffer: jax.Array) -> None:
         """Return when the block is in its buffer."""
-        self._each_page(lambda page: self._page(item, number, buffer, page).wait())
-        if self.scales is not None:
-            self._scales(item, number, buffer).wait()
+        self._each_copy(item, number, buffer, lambda copy: copy.wait())
 
-    def _page(self, item: jax.Array, number: jax.Array, buffer: jax.Array, page: jax.Array) -> Any:
+    def _each_copy(self, item: jax.Array, number: jax.Array, buffer: jax.Array, act: Callable[[Any], None]) -> None:
+        def of_page(page: jax.Array) -> None:
+            for copy in self._page(item, number, buffer, page):
+                act(copy)
+
+        loop(self.shape.block_pages, of_page)
+
+    def _page(self, item: jax.Array, number: jax.Array, buffer: jax.Array, page: jax.Array) -> list[Any]:
         entry = self.parts.entry(number * self.shape.block_pages + page)
-        source = self.cache.at[self.layer[0], self.tables[self.work[ROW, item], entry]]
-        return pltpu.make_async_copy(source, self.buffers.at[buffer, page], self.semaphores.at[buffer])
-
-    def _scales(self, item: jax.Array, number: jax.Array, buffer: jax.Array) -> Any:
-        lanes = self.shape.key_rows
-        source = self.scales.at[self.work[ROW, item], :, pl.ds(pl.multiple_of(number * lanes, lanes), lanes)]
-        return pltpu.make_async_copy(source, self.scale_buffers.at[buffer], self.scale_semaphores.at[buffer])
-
-    def _each_page(self, act: Callable[[jax.Array], None]) -> None:
-        loop(self.shape.block_pages, act)
+        where = (self.layer[0], self.tables[self.work[ROW, item], entry])
+        moves = [(self.cache, self.buffers, self.semaphores)]
+        if self.scales is not None:
+            moves.append((self.scales, self.scale_buffers, self.scale_semaphores))
+        return [pltpu.make_async_copy(a.at[where], b.at[buffer, page], semaphores.at[buffer]) for a, b, semaphores in moves]
 
 
 def _kernel(  # noqa: PLR0917
@@ -235,7 +228,7 @@ def _part(  # noqa: PLR0917
     if shape.heads > 1:
         mask &= key_head == lax.broadcasted_iota(jnp.int32, scores.shape, 0) // (shape.query_block * shape.group)
     if scales is not None:
-        scores = scores * scales[pl.ds(part, 1)]
+        scores = scores * _by_lane(scales, part, 0, shape)
     scores = jnp.where(mask, scores, _LOWEST)
 
     before = largest[part][:, :1]
@@ -246,12 +239,18 @@ def _part(  # noqa: PLR0917
     total[part] = total[part] * shrink + weights.sum(axis=-1, keepdims=True)
 
     if scales is not None:
-        weights = jnp.where(mask, weights * scales[pl.ds(shape.num_groups + part, 1)], 0.0)
+        weights = jnp.where(mask, weights * _by_lane(scales, part, 1, shape), 0.0)
     value_token, _ = _place(lax.broadcasted_iota(jnp.int32, values.shape, 0), shape)
     last, earliest = here + high - 1, here + low
     seen = (last >= value_token) if shape.window is None else (last >= value_token) & (earliest - value_token < shape.window)
     new = _dot(weights.astype(shape.compute_dtype), parts.clean(values, seen), transposed=False, precision=precision)
     sums[part] = sums[part] * shrink + new
+
+
+def _by_lane(scales: Any, part: jax.Array, half: int, shape: Shape) -> jax.Array:
+    """f32[1, key_rows] of a block's scales [pages, G, heads, 2, S]."""
+    rows = [scales[page, part, head, half : half + 1] for page in range(shape.block_pages) for head in range(shape.heads)]
+    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1)
 
 
 def _place(row: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]:
@@ -270,12 +269,3 @@ def _query_of_row(shape: Shape, width: int) -> jax.Array:
 def _dot(a: jax.Array, b: jax.Array, *, transposed: bool, precision: lax.Precision | None) -> jax.Array:
     contract = (((1,), (1 if transposed else 0,)), ((), ()))
     return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
-
-
-def loop(length: int, act: Callable[[Any], None], *, written_out: bool = True) -> None:
-    """`act` on 0..length-1; written out, when that is not too much, so that rounds can overlap."""
-    if written_out and length <= _LONGEST:
-        for index in range(length):
-            act(index)
-    else:
-        lax.fori_loop(0, length, lambda index, _: act(index), None)

@@ -1,7 +1,7 @@
 """The real TPU compiler on every kernel, for chips that are not here: `python -m tests.kernels.compile_gate TOPOLOGY...`.
 
 One JSON line per kernel: compile seconds, temporaries, aliased bytes and copies as large as the cache. The caches are abstract
-and at least 256 MiB: small ones hide copies. libtpu wants its environment from the first import on (`ENVIRONMENT`).
+and hold a GiB: small ones hide copies. libtpu wants its environment from the first import on (`ENVIRONMENT`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.attention import attend
 from pallas_kernels.rows import Kind, Rows
+from pallas_kernels.transfer import gather, scatter
+from pallas_kernels.write import write
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -33,7 +35,7 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
-CACHE_BYTES = 256 * 2**20
+CACHE_BYTES = 2**30
 NUM_LAYERS = 4
 _BIG = re.compile(r"= (\w+)\[([\d,]*)\][^ ]* (copy|copy-start|transpose|convert|reshape|all-gather)\(")
 _ITEM_BYTES = {"bf16": 2, "f32": 4, "s8": 1, "u8": 1, "s32": 4, "u16": 2}
@@ -52,6 +54,8 @@ class Case:
     window: int | None = None
     rows: int = 32
     queries: int = 32
+    slabs: int | None = None
+    context: int = 8192
 
     @property
     def num_pages(self) -> int:
@@ -84,9 +88,6 @@ def attention(case: Case, spec: Callable[..., Any]) -> tuple[Callable[..., Any],
     kind = Kind(case.kernel)
     options = {"scale": 0.1, "window": case.window, "heads_major": True, "kind": kind, "implementation": "tpu"}
     dtype = jnp.dtype(case.dtype)
-    cache = [spec(case.shape, dtype)]
-    if dtype == jnp.int8:
-        cache.append(spec((*case.shape[:-1], 2), jnp.float32))
 
     def step(cache: list[Any], q: Any, layer: Any, tables: Any, rows: Rows) -> Any:
         scales = cache[1] if len(cache) == 2 else None
@@ -94,11 +95,55 @@ def attention(case: Case, spec: Callable[..., Any]) -> tuple[Callable[..., Any],
 
     of_rows = spec((case.rows,), jnp.int32)
     q = spec((case.queries, case.kv_heads * case.group, case.dim), jnp.bfloat16 if dtype == jnp.int8 else dtype)
-    tables = spec((case.rows, 8192 // case.page_size), jnp.int32)
-    return step, (cache, q, spec((), jnp.int32), tables, Rows(of_rows, of_rows, of_rows))
+    tables = spec((case.rows, case.context // case.page_size), jnp.int32)
+    return step, (cache_of(case, spec), q, spec((), jnp.int32), tables, Rows(of_rows, of_rows, of_rows))
 
 
-KERNELS = {kind.value: attention for kind in Kind}
+def writing(case: Case, spec: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """New rows, float32 on their way; int8 ones come with scales, which XLA writes."""
+    dtype = jnp.dtype(case.dtype)
+    index = spec((case.queries,), jnp.int32)
+    rows = [spec((case.queries, case.kv_heads, 2 * case.dim), jnp.int8 if dtype == jnp.int8 else jnp.float32)]
+    if dtype == jnp.int8:
+        rows.append(spec((case.queries, case.kv_heads, 2), jnp.float32))
+
+    def step(cache: list[Any], rows: list[Any], layer: Any, pages: Any, offsets: Any) -> Any:
+        options = {"heads_major": True, "most_slabs": case.slabs}
+        out = [write(cache[0], layer, rows[0], pages, offsets, implementation="tpu", **options)]
+        return [*out, *(write(a, layer, b, pages, offsets, **options) for a, b in zip(cache[1:], rows[1:], strict=True))]
+
+    return step, (cache_of(case, spec), rows, spec((), jnp.int32), index, index)
+
+
+def gathering(case: Case, spec: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A piece for the wire, in bfloat16."""
+
+    def step(cache: list[Any], pages: Any) -> Any:
+        wire = jnp.bfloat16 if case.dtype == "float32" else None
+        return cache, gather(cache[0], pages, heads_major=True, dtype=wire, implementation="tpu")
+
+    return step, (cache_of(case, spec)[:1], spec((case.queries // case.page_size,), jnp.int32))
+
+
+def scattering(case: Case, spec: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A piece from the wire, in bfloat16."""
+
+    def step(cache: list[Any], rows: Any, pages: Any, begin: Any, end: Any) -> Any:
+        return [scatter(cache[0], rows, pages, begin, end, heads_major=True, implementation="tpu")]
+
+    one = spec((), jnp.int32)
+    wire = jnp.int8 if case.dtype == "int8" else jnp.bfloat16
+    rows = spec((NUM_LAYERS, case.queries, case.kv_heads, 2 * case.dim), wire)
+    return step, (cache_of(case, spec)[:1], rows, spec((case.queries // case.page_size,), jnp.int32), one, one)
+
+
+def cache_of(case: Case, spec: Callable[..., Any]) -> list[Any]:
+    """[data] or [data, scales]."""
+    data = spec(case.shape, jnp.dtype(case.dtype))
+    return [data, spec((*case.shape[:-1], 2), jnp.float32)] if case.dtype == "int8" else [data]
+
+
+KERNELS = {**{kind.value: attention for kind in Kind}, "write": writing, "gather": gathering, "scatter": scattering}
 
 
 def compile_case(case: Case, topology: str, device: Any) -> Verdict:
@@ -149,6 +194,11 @@ def cases(full: bool) -> Iterator[Case]:
     for dim in (64, 128):
         yield Case(kernel="decode", dim=dim)
         yield Case(kernel="prefill", dim=dim, queries=2048, rows=64)
+        for dtype, page_size in (("bfloat16", 16), ("int8", 128)):
+            yield Case(kernel="write", dim=dim, dtype=dtype, page_size=page_size)
+            yield Case(kernel="gather", dim=dim, dtype=dtype, page_size=page_size, queries=256)
+            yield Case(kernel="scatter", dim=dim, dtype=dtype, page_size=page_size, queries=256)
+    yield Case(kernel="decode", rows=256, queries=256)  # the largest page tables there may be
     if full:
         for dim in (64, 128):
             for kernel, queries in (("decode", 32), ("prefill", 512)):
@@ -156,11 +206,14 @@ def cases(full: bool) -> Iterator[Case]:
                 yield Case(kernel=kernel, dim=dim, kv_heads=16, group=1, queries=queries)
                 yield Case(kernel=kernel, dim=dim, window=1024, queries=queries)
                 yield Case(kernel=kernel, dim=dim, dtype="float32", queries=queries)
-                yield Case(kernel=kernel, dim=dim, dtype="int8", page_size=32, queries=queries)
-                yield Case(kernel=kernel, dim=dim, dtype="int8", page_size=16, queries=queries)
-                yield Case(kernel=kernel, dim=dim, dtype="int8", page_size=32, kv_heads=1, group=8, queries=queries)
+                yield Case(kernel=kernel, dim=dim, dtype="int8", page_size=128, queries=queries)
+                yield Case(kernel=kernel, dim=dim, dtype="int8", page_size=128, kv_heads=1, group=8, queries=queries)
                 yield Case(kernel=kernel, dim=dim, page_size=64, kv_heads=1, group=8, queries=queries)
             yield Case(kernel="mixed", dim=dim, queries=512)
+            yield Case(kernel="write", dim=dim, queries=2048, slabs=256)
+            for dtype, kv_heads in (("float32", 8), ("bfloat16", 1)):
+                for kernel in ("write", "gather", "scatter"):
+                    yield Case(kernel=kernel, dim=dim, dtype=dtype, kv_heads=kv_heads, queries=256)
 
 
 if __name__ == "__main__":
