@@ -7,6 +7,7 @@ and hold a GiB: small ones hide copies. libtpu wants its environment from the fi
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import time
@@ -137,13 +138,30 @@ def scattering(case: Case, spec: Callable[..., Any]) -> tuple[Callable[..., Any]
     return step, (cache_of(case, spec)[:1], rows, spec((case.queries // case.page_size,), jnp.int32), one, one)
 
 
+def copying(case: Case, spec: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Decoding from a cache that lies tokens-major, turned around for the kernel."""
+    step, (cache, *rest) = attention(dataclasses.replace(case, kernel="decode"), spec)
+    num_layers, num_pages, heads, size, features = case.shape
+
+    def turned(cache: list[Any], *rest: Any) -> Any:
+        return cache, step([cache[0].swapaxes(2, 3)], *rest)[1]
+
+    return turned, ([spec((num_layers, num_pages, size, heads, features), cache[0].dtype)], *rest)
+
+
 def cache_of(case: Case, spec: Callable[..., Any]) -> list[Any]:
     """[data] or [data, scales]."""
     data = spec(case.shape, jnp.dtype(case.dtype))
     return [data, spec((*case.shape[:-1], 2), jnp.float32)] if case.dtype == "int8" else [data]
 
 
-KERNELS = {**{kind.value: attention for kind in Kind}, "write": writing, "gather": gathering, "scatter": scattering}
+KERNELS = {
+    **{kind.value: attention for kind in Kind},
+    "write": writing,
+    "gather": gathering,
+    "scatter": scattering,
+    "copying": copying,
+}
 
 
 def compile_case(case: Case, topology: str, device: Any) -> Verdict:
@@ -193,27 +211,42 @@ def cases(full: bool) -> Iterator[Case]:
     """What CI compiles for every chip, or all there is."""
     for dim in (64, 128):
         yield Case(kernel="decode", dim=dim)
-        yield Case(kernel="prefill", dim=dim, queries=2048, rows=64)
-        for dtype, page_size in (("bfloat16", 16), ("int8", 128)):
-            yield Case(kernel="write", dim=dim, dtype=dtype, page_size=page_size)
-            yield Case(kernel="gather", dim=dim, dtype=dtype, page_size=page_size, queries=256)
-            yield Case(kernel="scatter", dim=dim, dtype=dtype, page_size=page_size, queries=256)
-    yield Case(kernel="decode", rows=256, queries=256)  # the largest page tables there may be
+        yield Case(kernel="prefill", dim=dim, queries=512)
+        for kernel in ("write", "gather", "scatter"):
+            yield Case(kernel=kernel, dim=dim, queries=256)
+    yield Case(kernel="decode", dtype="int8", page_size=128, rows=256, queries=256)
+    yield Case(kernel="write", dtype="int8", page_size=128)
     if full:
         for dim in (64, 128):
-            for kernel, queries in (("decode", 32), ("prefill", 512)):
-                yield Case(kernel=kernel, dim=dim, kv_heads=1, group=8, queries=queries)  # one local head
-                yield Case(kernel=kernel, dim=dim, kv_heads=16, group=1, queries=queries)
-                yield Case(kernel=kernel, dim=dim, window=1024, queries=queries)
-                yield Case(kernel=kernel, dim=dim, dtype="float32", queries=queries)
-                yield Case(kernel=kernel, dim=dim, dtype="int8", page_size=128, queries=queries)
-                yield Case(kernel=kernel, dim=dim, dtype="int8", page_size=128, kv_heads=1, group=8, queries=queries)
-                yield Case(kernel=kernel, dim=dim, page_size=64, kv_heads=1, group=8, queries=queries)
-            yield Case(kernel="mixed", dim=dim, queries=512)
-            yield Case(kernel="write", dim=dim, queries=2048, slabs=256)
-            for dtype, kv_heads in (("float32", 8), ("bfloat16", 1)):
-                for kernel in ("write", "gather", "scatter"):
-                    yield Case(kernel=kernel, dim=dim, dtype=dtype, kv_heads=kv_heads, queries=256)
+            yield from _rest(dim)
+
+
+def _rest(dim: int) -> Iterator[Case]:
+    """Of one head dimension, what CI does not compile."""
+    attention_shapes = (
+        {"kv_heads": 1, "group": 8},  # one local head
+        {"kv_heads": 1, "group": 8, "page_size": 64},
+        {"kv_heads": 16, "group": 1},
+        {"window": 1024},
+        {"dtype": "float32"},
+        {"dtype": "int8", "page_size": 128},
+        {"dtype": "int8", "page_size": 128, "kv_heads": 1, "group": 8},
+    )
+    for shape in attention_shapes:
+        yield Case(kernel="decode", dim=dim, **shape)
+        yield Case(kernel="prefill", dim=dim, queries=512, **shape)
+    yield Case(kernel="decode", dim=dim, rows=256, queries=256)  # the largest page tables there may be
+    yield Case(kernel="prefill", dim=dim, queries=2048, rows=64)
+    yield Case(kernel="mixed", dim=dim, queries=512)
+    yield Case(kernel="write", dim=dim, queries=2048, slabs=256)
+    for shape in ({"dtype": "float32"}, {"kv_heads": 1}, {"dtype": "int8", "page_size": 128}):
+        for kernel in ("write", "gather", "scatter"):
+            yield Case(kernel=kernel, dim=dim, queries=512, **shape)
+
+
+def bad_cases() -> Iterator[Case]:
+    """What must not pass: a cache that is turned around for the kernel."""
+    yield Case(kernel="copying")
 
 
 if __name__ == "__main__":
@@ -221,9 +254,10 @@ if __name__ == "__main__":
     parser.add_argument("topologies", nargs="*", default=TOPOLOGIES)
     parser.add_argument("--only", default="")
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--bad", action="store_true", help="compile what must not pass")
     options = parser.parse_args()
     for name in options.topologies:
         device = topologies.get_topology_desc(platform="tpu", topology_name=name).devices[0]
-        for case in cases(options.full):
+        for case in bad_cases() if options.bad else cases(options.full):
             if options.only in describe(case):
                 print(json.dumps(asdict(compile_case(case, name, device))), flush=True)
