@@ -22,6 +22,7 @@ from pallas_kernels.rows import Kind, Rows
 from pallas_kernels.tpu_attention import Parts, attend_blocks
 from pallas_kernels.work import plan_work
 
+Shaped = jax.Array | jax.ShapeDtypeStruct  # whose shape and dtype alone are looked at
 REF_TILE = 16  # queries that share a gather of their pages
 VMEM_LIMIT_BYTES = 64 * 2**20  # what a core of the smallest chip has
 SMEM_LIMIT_BYTES = 512 * 2**10  # of page tables: half of the smallest scalar memory
@@ -101,7 +102,7 @@ def attend(
 
 
 def tpu_refuses(
-    q: jax.Array, kv: jax.Array, page_tables: jax.Array, *, dtype: jnp.dtype, heads_major: bool, interpreted: bool = False
+    q: Shaped, kv: Shaped, page_tables: Shaped, *, dtype: jnp.dtype, heads_major: bool, interpreted: bool = False
 ) -> str | None:
     """Why the TPU kernel cannot serve these arrays (shapes and dtypes are looked at), or None."""
     if not heads_major:

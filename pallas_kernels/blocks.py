@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+TUNED = Path(__file__).parent / "tuned"
 _BUFFER_BYTES = 2**20  # of keys and values in flight: less does not hide a copy's latency behind the one before
 _MOST_KEYS = 1024  # tokens of a block: more only wastes the last one
 _LEAST_KEYS = 128  # a register's lanes
@@ -41,6 +42,17 @@ def blocks_by_rule(*, kv: jax.Array, q: jax.Array, decode: bool, max_pages: int)
         return Blocks(1, pages)
     wanted = max(_LEAST_QUERIES, _PRODUCT_ROWS * num_kv_heads // q.shape[1])
     return Blocks(min(_power_of_two(wanted), _MOST_QUERIES, _whole(q.shape[0])), pages)
+
+
+def tuned(device_kind: str) -> BlockTable | None:
+    """What was measured on such chips, if there is a data file for them."""
+    path = TUNED / f"{file_stem(device_kind)}.json"
+    return BlockTable.read(path) if path.is_file() else None
+
+
+def file_stem(device_kind: str) -> str:
+    """Name of a chip's data file: "TPU v6 lite" -> "tpu_v6_lite"."""
+    return "_".join(device_kind.lower().split())
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,11 +37,11 @@ class Rows:
         return self.starts + self.counts
 
 
-def rows_of_tokens(positions: jax.Array) -> Rows:
-    """Every query at positions i32[T] is a row of its own."""
+def rows_of_tokens(positions: jax.Array, valid: jax.Array) -> Rows:
+    """Every query at positions i32[T] is a row of its own, empty where not valid bool[T]."""
     return Rows(
         starts=jnp.arange(positions.shape[0], dtype=jnp.int32),
-        counts=jnp.ones_like(positions),
+        counts=valid.astype(jnp.int32),
         lengths=positions + 1,
     )
 

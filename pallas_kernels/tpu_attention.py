@@ -101,7 +101,7 @@ def attend_blocks(  # noqa: PLR0917
         out_shape=jax.ShapeDtypeStruct((*q.shape[:-1], shape.value_dim), q.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit_bytes),
         interpret=interpret,
-        name="ragged_paged_attention",
+        name="ragged_paged_decode" if shape.query_block == 1 else "ragged_paged_prefill",
     )(work.packed, work.num_items.reshape(1), layer.reshape(1), page_tables, *operands)
 
 

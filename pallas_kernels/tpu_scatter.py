@@ -79,13 +79,13 @@ def _kernel(  # noqa: PLR0917
     step, last = pl.program_id(0) * num_steps + pl.program_id(1), pl.num_programs(0) * num_steps - 1
     page_size = edge.shape[1]
 
-    def part(number: jax.Array, page: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def part(number: Any, page: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Index of a page of a step, and its slots [low, high) that are new."""
         index = lax.rem(number, num_steps) * per_step + page
         first = index * page_size
         return index, jnp.clip(span[0] - first, 0, page_size), jnp.clip(span[1] - first, 0, page_size)
 
-    def each_copy(number: jax.Array, act: Callable[[Any], None]) -> None:
+    def each_copy(number: Any, act: Callable[[Any], None]) -> None:
         def of_page(page: jax.Array) -> None:
             index, low, high = part(number, page)
             buffer = lax.rem(number, 2)
@@ -97,7 +97,7 @@ def _kernel(  # noqa: PLR0917
 
         loop(per_step, of_page)
 
-    def leave(number: jax.Array) -> None:
+    def leave(number: int | jax.Array) -> None:
         each_copy(number, lambda copy: copy.wait())
 
     def fill() -> None:
