@@ -2,7 +2,8 @@
 
     attend(q, kv, layer, page_tables, rows, scale=.., window=.., heads_major=.., implementation=..)
 
-`ref` is plain XLA and runs everywhere; `tpu` wants heads-major pages of whole registers (`tpu_refuses` says what is wrong).
+`ref` is plain XLA and runs everywhere; `tpu` wants heads-major pages of whole registers (`tpu_refuses` says what is wrong),
+`gpu` tokens-major ones (`gpu_refuses`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from jax import lax
 from pallas_kernels import ref
 from pallas_kernels.attention_shape import Shape
 from pallas_kernels.blocks import Blocks, BlockTable, blocks_by_rule
+from pallas_kernels.gpu_attention import GpuTable, attend_gpu, gpu_refuses
+from pallas_kernels.gpu_triton import GpuParts
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.rows import Kind, Rows
 from pallas_kernels.tpu_attention import Parts, attend_blocks
@@ -44,9 +47,9 @@ def attend(
     kind: Kind = Kind.MIXED,
     implementation: Implementation = "ref",
     dtype: jnp.dtype | None = None,
-    table: BlockTable | None = None,
+    table: BlockTable | GpuTable | None = None,
     interpret: Any = False,
-    parts: Parts = Parts(),
+    parts: Parts | GpuParts | None = None,
 ) -> jax.Array:
     """Attention of q [T, H, D], whose rows are `rows`, over the pages of page_tables i32[B, M]; returns [T, H, D].
 
@@ -56,8 +59,8 @@ def attend(
     kv is [L, P, K, S, 2 * D] (heads-major) or [L, P, S, K, 2 * D]: float32, bfloat16, or int8 with `scales` float32 of the same
     shape with a last axis of 2, for keys and for values. `dtype` is what products are made in, by default kv's, for
     int8 q's. `ref` takes 16-bit floats as their bits (uint16) too, and then needs `dtype`.
-    `table` overrides the rule for block sizes; `interpret` is passed to Pallas, `parts` are for tests that plant faults.
-    Raises ValueError for what `tpu` cannot do (see `tpu_refuses`).
+    `table` overrides the rule for block sizes; `interpret` is passed to Pallas, `parts` are for tests that plant faults; both are
+    of the implementation's kind. Raises ValueError for what `tpu` or `gpu` cannot do (see `tpu_refuses`, `gpu_refuses`).
     """
     dtype = dtype or (q.dtype if kv.dtype == jnp.int8 else kv.dtype)
     layer = jnp.asarray(layer, jnp.int32)
@@ -76,11 +79,17 @@ def attend(
             scales=scales,
         )
         return _without_gaps(out, rows, None)
-    if reason := tpu_refuses(q, kv, page_tables, dtype=dtype, heads_major=heads_major, interpreted=bool(interpret)):
-        raise ValueError(f"paged attention for TPU: {reason}")
+    if implementation == "gpu":
+        kernel: Any = partial(attend_gpu, parts=parts or GpuParts())
+        reason = gpu_refuses(q, kv, dtype=dtype, heads_major=heads_major)
+    else:
+        kernel = partial(_attend_tpu, parts=parts or Parts())
+        reason = tpu_refuses(q, kv, page_tables, dtype=dtype, heads_major=heads_major, interpreted=bool(interpret))
+    if reason:
+        raise ValueError(f"paged attention for {implementation.upper()}: {reason}")
     pages = jnp.clip(page_tables, 0, kv.shape[1] - 1)  # a copy from a page that does not exist would not be noticed
     run = partial(
-        _attend_tpu,
+        kernel,
         q,
         kv,
         layer,
@@ -91,7 +100,6 @@ def attend(
         dtype=dtype,
         table=table,
         interpret=interpret,
-        parts=parts,
     )
     if kind is not Kind.MIXED:
         return _without_gaps(run(rows, decode=kind is Kind.DECODE), rows, None)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from typing import Literal
 
-Implementation = Literal["ref", "tpu"]
+Implementation = Literal["ref", "tpu", "gpu"]

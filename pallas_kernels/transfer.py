@@ -1,4 +1,4 @@
-"""KV of tokens out of pages and back, for transfers: one signature, implementations `ref` (XLA) and `tpu`.
+"""KV of tokens out of pages and back, for transfers: one signature, implementations `ref` and `gpu` (XLA) and `tpu`.
 
 pages i32[N] hold tokens [0, N * S) of somebody; outside of them KV is rows [L, N * S, K, F], in whatever dtype travels.
 """

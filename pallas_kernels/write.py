@@ -1,4 +1,4 @@
-"""KV write: rows of tokens into their pages. One signature, implementations `ref` (XLA's scatter) and `tpu`."""
+"""KV write: rows of tokens into their pages. One signature, implementations `ref` and `gpu` (XLA's scatter) and `tpu`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write(
     Raises ValueError for what `tpu` cannot do.
     """
     layer = jnp.asarray(layer, jnp.int32)
-    if implementation == "ref":
+    if implementation != "tpu":
         return ref.store(kv, layer, rows.astype(kv.dtype), pages, offsets, heads_major=heads_major)
     if reason := tpu_write_refuses(kv, heads_major=heads_major, interpreted=bool(interpret)):
         raise ValueError(f"KV write for TPU: {reason}")
