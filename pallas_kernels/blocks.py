@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+KEY_FIELDS = ("decode", "dim", "kv_heads", "query_heads", "dtype", "page_size")  # of a measured entry
 TUNED = Path(__file__).parent / "tuned"
 _BUFFER_BYTES = 2**20  # of keys and values in flight: less does not hide a copy's latency behind the one before
 _MOST_KEYS = 1024  # tokens of a block: more only wastes the last one
@@ -68,7 +69,7 @@ class BlockTable:
         measured = {}
         for number, entry in enumerate(content.get("blocks", ())):
             try:
-                key = tuple(entry[name] for name in ("decode", "dim", "kv_heads", "query_heads", "dtype", "page_size"))
+                key = tuple(entry[name] for name in KEY_FIELDS)
                 measured[key] = Blocks(int(entry["queries"]), int(entry["pages"]))
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}: blocks[{number}]: {error!r}; run scripts/tune_kernels.py again") from error
