@@ -59,8 +59,8 @@ def attend(
     kv is [L, P, K, S, 2 * D] (heads-major) or [L, P, S, K, 2 * D]: float32, bfloat16, or int8 with `scales` float32 of the same
     shape with a last axis of 2, for keys and for values. `dtype` is what products are made in, by default kv's, for
     int8 q's. `ref` takes 16-bit floats as their bits (uint16) too, and then needs `dtype`.
-    `table` overrides the rule for block sizes; `interpret` is passed to Pallas, `parts` are for tests that plant faults; both are
-    of the implementation's kind. Raises ValueError for what `tpu` or `gpu` cannot do (see `tpu_refuses`, `gpu_refuses`).
+    `table` overrides the rule for block sizes; `interpret` is passed to Pallas, `parts` are for tests that plant faults; table
+    and parts are of the implementation's kind. Raises ValueError for what it cannot do (see `tpu_refuses`, `gpu_refuses`).
     """
     dtype = dtype or (q.dtype if kv.dtype == jnp.int8 else kv.dtype)
     layer = jnp.asarray(layer, jnp.int32)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gpu_blocks import LEAST, GpuBlocks, gpu_blocks_by_rule
+from pallas_kernels.gpu_blocks import GpuBlocks, gpu_blocks_by_rule
 from pallas_kernels.gpu_triton import GpuParts, GpuShape, attend_items
 from pallas_kernels.rows import Rows
 from pallas_kernels.work import Work, plan_work
@@ -39,12 +39,12 @@ def gpu_refuses(q: Shaped, kv: Shaped, *, dtype: jnp.dtype, heads_major: bool) -
     if num_rows >= _ROW_LIMIT:
         return f"{num_rows} rows of kv, wanted fewer than {_ROW_LIMIT}: set --num-pages"
     if kv.dtype == jnp.int8 and _ROW_LIMIT < num_rows * kv.shape[4] <= 2 * _ROW_LIMIT:
-        # Triton's lowering counts elements in 32 bits with a sign up to 4 GiB.
-        return "an int8 cache of 2 to 4 GiB, which this compiler addresses wrongly, wanted a smaller or larger one: set --num-pages"
+        # Pallas' lowering to Triton counts elements in 32 bits up to 2**32 bytes, and they have a sign.
+        return "an int8 cache of 2 to 4 GiB, whose addresses the compiler gets wrong, wanted a smaller or larger one: set --num-pages"
     return None
 
 
-def attend_gpu(  # noqa: PLR0917
+def attend_gpu(
     q: jax.Array,
     kv: jax.Array,
     layer: jax.Array,
@@ -60,8 +60,9 @@ def attend_gpu(  # noqa: PLR0917
     interpret: Any,
     parts: GpuParts,
 ) -> jax.Array:
-    """Attention of q [T, H, D] over kv [L, P, S, K, F]; what belongs to no row, or decoding to the first query of none, is undefined."""
-    num_layers, num_pages, page_size, num_kv_heads, features = kv.shape
+    """Attention of q [T, H, D] over kv [L, P, S, K, F]. What belongs to no row is undefined, and when decoding so is what belongs
+    to a row but is not its first query."""
+    _, num_pages, page_size, num_kv_heads, features = kv.shape
     num_queries, num_heads, dim = q.shape
     rule = gpu_blocks_by_rule if table is None else table.gpu_blocks
     max_keys = page_tables.shape[1] * page_size
@@ -104,7 +105,7 @@ def attend_gpu(  # noqa: PLR0917
 
 
 def _work_of_rows(rows: Rows, *, key_block: int, window: int | None) -> Work:
-    """A row of one query is an item, an empty one an item without keys: their number does not depend on how many queries there are."""
+    """Every row is an item, an empty one without keys: their number does not depend on how many queries there are."""
     full = rows.counts > 0
     at = rows.lengths - 1
     nothing = jnp.zeros_like(at)

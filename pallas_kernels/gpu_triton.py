@@ -107,7 +107,9 @@ def attend_items(  # noqa: PLR0917
         out_shape = [jax.ShapeDtypeStruct((*each, shape.lanes), jnp.float32), *[jax.ShapeDtypeStruct(each, jnp.float32)] * 2]
         last = shape.num_items - 1
         out_specs = [
-            pl.BlockSpec((None, None, None, shape.rows, shape.lanes), lambda head, split, item: (last - item, split, head, 0, 0)),
+            pl.BlockSpec(
+                (None, None, None, shape.rows, shape.lanes), lambda head, split, item: (last - item, split, head, 0, 0)
+            ),
             *[pl.BlockSpec((None, None, None, shape.rows), lambda head, split, item: (last - item, split, head, 0))] * 2,
         ]
     operands = [work, page_tables, layer, q, cache, *([] if scales is None else [scales])]
@@ -126,13 +128,13 @@ def attend_items(  # noqa: PLR0917
     )
 
 
-def _kernel(work: Any, tables: Any, layer: Any, q: Any, cache: Any, *rest: Any, shape: GpuShape, parts: GpuParts, quantised: bool) -> None:
+def _kernel(
+    work: Any, tables: Any, layer: Any, q: Any, cache: Any, *rest: Any, shape: GpuShape, parts: GpuParts, quantised: bool
+) -> None:
     scales, outs = (rest[0], rest[1:]) if quantised else (None, rest)
     item = shape.num_items - 1 - pl.program_id(2)  # the last of a prompt have the most keys: they begin first
     head = pl.program_id(0)
-    row, block, offset, low, high, first, stop = (
-        work[field, item] for field in (ROW, BLOCK, OFFSET, LOW, HIGH, FIRST, STOP)
-    )
+    row, block, offset, low, high, first, stop = (work[field, item] for field in (ROW, BLOCK, OFFSET, LOW, HIGH, FIRST, STOP))
     lane = jnp.arange(shape.rows, dtype=jnp.int32)
     query, member = lax.div(lane, shape.group), lax.rem(lane, shape.group)
     mine = (query >= low) & (query < high)

@@ -20,6 +20,9 @@ from jdisagg.models.batch import AttentionOps, TokenBatch
 from pallas_kernels import ref
 from pallas_kernels.attention import attend, tpu_refuses
 from pallas_kernels.blocks import BlockTable, tuned
+from pallas_kernels.gpu_attention import GpuTable, gpu_refuses
+from pallas_kernels.gpu_blocks import gpu_tuned
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.rows import Kind
 from pallas_kernels.tpu_write import slab_tokens
 from pallas_kernels.write import write
@@ -28,26 +31,52 @@ log = logging.getLogger(__name__)
 
 _ROWS = PartitionSpec(None, TP_AXIS)  # [T, heads, D]
 _ALL = PartitionSpec()
+_HOPPER = "9.0"
+_GPU_GENERATIONS = ("9", "10")  # Hopper, and Blackwell of data centres
 Store = Callable[..., jax.Array]  # (array, layer, rows [T, K, F], pages, offsets, heads_major=) -> array
 
 
 def choose_ops(layout: KVLayout, mesh: Mesh) -> AttentionOps:
     """The fastest kernels that serve `layout` on the platform of `mesh`: the one place where they are chosen."""
     device = mesh.devices.flat[0]
-    if device.platform != "tpu":
+    implementation = kernels_of(device)
+    if implementation == "ref":
         return RefOps(layout, mesh)
-    if reason := tpu_layout_refuses(layout):
+    if reason := (tpu_layout_refuses if implementation == "tpu" else gpu_layout_refuses)(layout):
         log.warning("KV cache is served by plain XLA, several times slower than the kernels: %s", reason)
         return RefOps(layout, mesh)
+    if implementation == "gpu":
+        return GpuOps(layout, mesh, table=gpu_tuned(device.device_kind))
     return TpuOps(layout, mesh, table=tuned(device.device_kind))
+
+
+def kernels_of(device: Any) -> Implementation:
+    """What `device` has kernels for; GPUs with less shared memory than Hopper's would refuse ours when they compile them."""
+    if device.platform == "tpu":
+        return "tpu"
+    if device.platform not in ("gpu", "cuda") or "nvidia" not in device.device_kind.lower():
+        return "ref"
+    capability = str(getattr(device, "compute_capability", _HOPPER))
+    return "gpu" if capability.partition(".")[0] in _GPU_GENERATIONS else "ref"
 
 
 def tpu_layout_refuses(layout: KVLayout) -> str | None:
     """Why the TPU kernels cannot serve `layout`, or None."""
+    q, kv, dtype = _smallest(layout)
+    return tpu_refuses(q, kv, jax.ShapeDtypeStruct((1, 1), jnp.int32), dtype=dtype, heads_major=layout.heads_major)
+
+
+def gpu_layout_refuses(layout: KVLayout) -> str | None:
+    """Why the GPU kernel cannot serve `layout`, or None."""
+    q, kv, dtype = _smallest(layout)
+    return gpu_refuses(q, kv, dtype=dtype, heads_major=layout.heads_major)
+
+
+def _smallest(layout: KVLayout) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jnp.dtype]:
+    """A query, the smallest cache, and what they are multiplied in."""
     kv = layout.abstract(MIN_PAGES).data
     dtype = jnp.dtype(jnp.bfloat16) if layout.spec.quantised else kv.dtype
-    q = jax.ShapeDtypeStruct((1, layout.num_stored_heads, layout.spec.features // 2), dtype)
-    return tpu_refuses(q, kv, jax.ShapeDtypeStruct((1, 1), jnp.int32), dtype=dtype, heads_major=layout.heads_major)
+    return jax.ShapeDtypeStruct((1, layout.num_stored_heads, layout.spec.features // 2), dtype), kv, dtype
 
 
 class RefOps:
@@ -110,19 +139,51 @@ class TpuOps:
             q, kv.data, batch.page_tables, dtype=dtype, heads_major=self._layout.heads_major
         ):
             return self._plain.attend(q, kv, layer, batch, scale=scale, window=window)
-        kernel = partial(
-            _attend_tpu,
-            scale=scale,
-            window=window,
-            heads_major=self._layout.heads_major,
-            dtype=dtype,
-            kind=Kind.DECODE if batch.page_tables.shape[0] == q.shape[0] else Kind.PREFILL,
-            table=self._table,
-            interpret=self._interpret,
-        )
-        arguments = (q, kv, jnp.asarray(layer, jnp.int32), batch.page_tables, batch.rows)
-        specs = (_ROWS, self._layout.partition, _ALL, _ALL, _ALL)
-        return jax.shard_map(kernel, mesh=self._mesh, in_specs=specs, out_specs=_ROWS, check_vma=False)(*arguments)
+        options = {"implementation": "tpu", "dtype": dtype, "table": self._table, "interpret": self._interpret}
+        return _attend_shards(self._layout, self._mesh, (q, kv, layer, batch), scale=scale, window=window, **options)
+
+
+class GpuOps:
+    """The Pallas attention kernel, and XLA's scatter; plain attention only where a cache is too large for the kernel."""
+
+    def __init__(self, layout: KVLayout, mesh: Mesh, *, table: GpuTable | None, interpret: Any = False) -> None:
+        """Bind to `layout` on `mesh`, with measured block sizes where there are any; `interpret` is passed to Pallas."""
+        self._layout = layout
+        self._mesh = mesh
+        self._table = table
+        self._interpret = interpret
+        self._plain = RefOps(layout, mesh)
+
+    def write(self, kv: KVGroup, layer: int | jax.Array, k: jax.Array, v: jax.Array, batch: TokenBatch) -> KVGroup:
+        """See RefOps."""
+        return self._plain.write(kv, layer, k, v, batch)
+
+    def attend(
+        self, q: jax.Array, kv: KVGroup, layer: int | jax.Array, batch: TokenBatch, *, scale: float, window: int | None
+    ) -> jax.Array:
+        """See RefOps."""
+        layout = self._layout
+        dtype = _product_dtype(q) if layout.spec.quantised else layout.dtype
+        *pages, heads, features = kv.data.shape
+        local = jax.ShapeDtypeStruct((*pages, heads // layout.num_shards, features), kv.data.dtype)
+        queries = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] // layout.num_shards, q.shape[2]), q.dtype)
+        if reason := gpu_refuses(queries, local, dtype=dtype, heads_major=layout.heads_major):
+            log.warning("attention is served by plain XLA, several times slower than the kernel: %s", reason)
+            return self._plain.attend(q, kv, layer, batch, scale=scale, window=window)
+        options = {"implementation": "gpu", "dtype": dtype, "table": self._table, "interpret": self._interpret}
+        return _attend_shards(layout, self._mesh, (q, kv, layer, batch), scale=scale, window=window, **options)
+
+
+def _attend_shards(
+    layout: KVLayout, mesh: Mesh, what: tuple[jax.Array, KVGroup, int | jax.Array, TokenBatch], **options: Any
+) -> jax.Array:
+    """Attention of (q, kv, layer, batch) by kernel, every shard its own heads."""
+    q, kv, layer, batch = what
+    kind = Kind.DECODE if batch.page_tables.shape[0] == q.shape[0] else Kind.PREFILL
+    kernel = partial(_attend_kernel, heads_major=layout.heads_major, kind=kind, **options)
+    arguments = (q, kv, jnp.asarray(layer, jnp.int32), batch.page_tables, batch.rows)
+    specs = (_ROWS, layout.partition, _ALL, _ALL, _ALL)
+    return jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=_ROWS, check_vma=False)(*arguments)
 
 
 def _write_shards(
@@ -169,9 +230,9 @@ def _attend(q: jax.Array, kv: KVGroup, *where: jax.Array, **options: Any) -> jax
     return ref.attend(q, kv.data, *where, **options, scales=kv.scales)
 
 
-def _attend_tpu(q: jax.Array, kv: KVGroup, *where: Any, **options: Any) -> jax.Array:
+def _attend_kernel(q: jax.Array, kv: KVGroup, *where: Any, **options: Any) -> jax.Array:
     """`attend`; `where` is (layer, page tables, rows)."""
-    return attend(q, kv.data, *where, **options, scales=kv.scales, implementation="tpu")
+    return attend(q, kv.data, *where, **options, scales=kv.scales)
 
 
 def _product_dtype(q: jax.Array) -> jnp.dtype:

@@ -24,6 +24,17 @@ SHAPES = {
     "mqa": Shapes(kv_heads=1, group=6),
     "wide": Shapes(kv_heads=1, group=8, dim=128),  # halves of whole registers are cut apart
 }
+CASES = [  # (kind, rows, shapes, dtype, window), of every kernel
+    (Kind.MIXED, RAGGED, "gqa", np.float32, None),
+    (Kind.MIXED, RAGGED, "mqa", ml_dtypes.bfloat16, 5),
+    (Kind.DECODE, DECODE, "gqa", np.int8, None),
+    (Kind.DECODE, DECODE, "mha", np.float32, 1),
+    (Kind.DECODE, DECODE, "mqa", ml_dtypes.bfloat16, 5),
+    (Kind.DECODE, DECODE, "wide", ml_dtypes.bfloat16, None),
+    (Kind.PREFILL, PREFILL, "gqa", np.int8, 5),
+    (Kind.PREFILL, PREFILL, "mha", ml_dtypes.bfloat16, None),
+    (Kind.PREFILL, PREFILL, "wide", np.float32, 4),
+]
 
 
 def run(paged, *, window=None, blocks=FixedBlocks(4, 2), **options):
@@ -43,20 +54,7 @@ def test_ref_serves_ragged_rows_of_every_kind(heads_major, window, dtype):
     np.testing.assert_allclose(out, wanted, atol=TOLERANCE[np.dtype(dtype).name])
 
 
-@pytest.mark.parametrize(
-    ("kind", "rows", "shapes", "dtype", "window"),
-    [
-        (Kind.MIXED, RAGGED, "gqa", np.float32, None),
-        (Kind.MIXED, RAGGED, "mqa", ml_dtypes.bfloat16, 5),
-        (Kind.DECODE, DECODE, "gqa", np.int8, None),
-        (Kind.DECODE, DECODE, "mha", np.float32, 1),
-        (Kind.DECODE, DECODE, "mqa", ml_dtypes.bfloat16, 5),
-        (Kind.DECODE, DECODE, "wide", ml_dtypes.bfloat16, None),
-        (Kind.PREFILL, PREFILL, "gqa", np.int8, 5),
-        (Kind.PREFILL, PREFILL, "mha", ml_dtypes.bfloat16, None),
-        (Kind.PREFILL, PREFILL, "wide", np.float32, 4),
-    ],
-)
+@pytest.mark.parametrize(("kind", "rows", "shapes", "dtype", "window"), CASES)
 def test_the_tpu_kernel_equals_dense_attention_and_ignores_nan(kind, rows, shapes, dtype, window):
     paged = PagedRows(rows, SHAPES[shapes], dtype, gap=1)
     out, wanted = run(paged, window=window, kind=kind, implementation="tpu", interpret=pltpu.InterpretParams())
