@@ -80,10 +80,10 @@ def attend(
         )
         return _without_gaps(out, rows, None)
     if implementation == "gpu":
-        kernel: Any = partial(attend_gpu, parts=parts or GpuParts())
+        kernel: Any = partial(attend_gpu, parts=parts if isinstance(parts, GpuParts) else GpuParts())
         reason = gpu_refuses(q, kv, dtype=dtype, heads_major=heads_major)
     else:
-        kernel = partial(_attend_tpu, parts=parts or Parts())
+        kernel = partial(_attend_tpu, parts=parts if isinstance(parts, Parts) else Parts())
         reason = tpu_refuses(q, kv, page_tables, dtype=dtype, heads_major=heads_major, interpreted=bool(interpret))
     if reason:
         raise ValueError(f"paged attention for {implementation.upper()}: {reason}")

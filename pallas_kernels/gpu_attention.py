@@ -40,7 +40,9 @@ def gpu_refuses(q: Shaped, kv: Shaped, *, dtype: jnp.dtype, heads_major: bool) -
         return f"{num_rows} rows of kv, wanted fewer than {_ROW_LIMIT}: set --num-pages"
     if kv.dtype == jnp.int8 and _ROW_LIMIT < num_rows * kv.shape[4] <= 2 * _ROW_LIMIT:
         # Pallas' lowering to Triton counts elements in 32 bits up to 2**32 bytes, and they have a sign.
-        return "an int8 cache of 2 to 4 GiB, whose addresses the compiler gets wrong, wanted a smaller or larger one: set --num-pages"
+        return (
+            "an int8 cache of 2 to 4 GiB, which the compiler addresses wrongly, wanted a smaller or larger one: set --num-pages"
+        )
     return None
 
 
@@ -60,8 +62,8 @@ def attend_gpu(
     interpret: Any,
     parts: GpuParts,
 ) -> jax.Array:
-    """Attention of q [T, H, D] over kv [L, P, S, K, F]. What belongs to no row is undefined, and when decoding so is what belongs
-    to a row but is not its first query."""
+    """Attention of q [T, H, D] over kv [L, P, S, K, F]. What belongs to no row is undefined, and so is,
+    when decoding, what belongs to a row but is not its first query."""
     _, num_pages, page_size, num_kv_heads, features = kv.shape
     num_queries, num_heads, dim = q.shape
     rule = gpu_blocks_by_rule if table is None else table.gpu_blocks

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.blocks import TUNED, file_stem
+from pallas_kernels.blocks import KEY_FIELDS, TUNED, file_stem
 
 LEAST = 16  # rows, keys and features of a product of the tensor cores
 _PROCESSORS = 132  # of an H100 or H200
@@ -64,7 +64,7 @@ class GpuBlockTable:
         measured = {}
         for number, entry in enumerate(json.loads(path.read_text()).get("blocks", ())):
             try:
-                key = tuple(entry[name] for name in ("decode", "dim", "kv_heads", "query_heads", "dtype", "page_size"))
+                key = tuple(entry[name] for name in KEY_FIELDS)
                 sizes = {name: int(entry[name]) for name in ("rows", "keys", "splits", "warps", "stages")}
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}: blocks[{number}]: {error!r}; measure again") from error

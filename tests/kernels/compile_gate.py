@@ -23,6 +23,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.attention import attend
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.rows import Kind, Rows
 from pallas_kernels.transfer import gather, scatter
 from pallas_kernels.write import write
@@ -36,6 +37,7 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+KERNEL_CALLS = ("tpu_custom_call", "__gpu$xla.gpu.triton")
 CACHE_BYTES = 2**30
 NUM_LAYERS = 4
 _BIG = re.compile(r"= (\w+)\[([\d,]*)\][^ ]* (copy|copy-start|transpose|convert|reshape|all-gather)\(")
@@ -47,6 +49,7 @@ class Case:
     """One kernel at one shape."""
 
     kernel: str
+    implementation: Implementation = "tpu"
     dim: int = 128
     kv_heads: int = 8
     group: int = 4
@@ -67,7 +70,18 @@ class Case:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the cache."""
-        return NUM_LAYERS, self.num_pages, self.kv_heads, self.page_size, 2 * self.dim
+        inner = (self.kv_heads, self.page_size) if self.heads_major else (self.page_size, self.kv_heads)
+        return NUM_LAYERS, self.num_pages, *inner, 2 * self.dim
+
+    @property
+    def heads_major(self) -> bool:
+        """How pages lie."""
+        return self.implementation == "tpu"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What every kernel is told."""
+        return {"heads_major": self.heads_major, "implementation": self.implementation}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +101,7 @@ class Verdict:
 def attention(case: Case, spec: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """(step, arguments): the cache goes in donated and comes out as it is."""
     kind = Kind(case.kernel)
-    options = {"scale": 0.1, "window": case.window, "heads_major": True, "kind": kind, "implementation": "tpu"}
+    options = {"scale": 0.1, "window": case.window, "kind": kind, **case.options}
     dtype = jnp.dtype(case.dtype)
 
     def step(cache: list[Any], q: Any, layer: Any, tables: Any, rows: Rows) -> Any:
@@ -109,8 +123,8 @@ def writing(case: Case, spec: Callable[..., Any]) -> tuple[Callable[..., Any], t
         rows.append(spec((case.queries, case.kv_heads, 2), jnp.float32))
 
     def step(cache: list[Any], rows: list[Any], layer: Any, pages: Any, offsets: Any) -> Any:
-        options = {"heads_major": True, "most_slabs": case.slabs}
-        out = [write(cache[0], layer, rows[0], pages, offsets, implementation="tpu", **options)]
+        options = {"heads_major": case.heads_major, "most_slabs": case.slabs}
+        out = [write(cache[0], layer, rows[0], pages, offsets, implementation=case.implementation, **options)]
         return [*out, *(write(a, layer, b, pages, offsets, **options) for a, b in zip(cache[1:], rows[1:], strict=True))]
 
     return step, (cache_of(case, spec), rows, spec((), jnp.int32), index, index)
@@ -121,7 +135,7 @@ def gathering(case: Case, spec: Callable[..., Any]) -> tuple[Callable[..., Any],
 
     def step(cache: list[Any], pages: Any) -> Any:
         wire = jnp.bfloat16 if case.dtype == "float32" else None
-        return cache, gather(cache[0], pages, heads_major=True, dtype=wire, implementation="tpu")
+        return cache, gather(cache[0], pages, dtype=wire, **case.options)
 
     return step, (cache_of(case, spec)[:1], spec((case.queries // case.page_size,), jnp.int32))
 
@@ -130,7 +144,7 @@ def scattering(case: Case, spec: Callable[..., Any]) -> tuple[Callable[..., Any]
     """A piece from the wire, in bfloat16."""
 
     def step(cache: list[Any], rows: Any, pages: Any, begin: Any, end: Any) -> Any:
-        return [scatter(cache[0], rows, pages, begin, end, heads_major=True, implementation="tpu")]
+        return [scatter(cache[0], rows, pages, begin, end, **case.options)]
 
     one = spec((), jnp.int32)
     wire = jnp.int8 if case.dtype == "int8" else jnp.bfloat16
@@ -139,14 +153,14 @@ def scattering(case: Case, spec: Callable[..., Any]) -> tuple[Callable[..., Any]
 
 
 def copying(case: Case, spec: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Decoding from a cache that lies tokens-major, turned around for the kernel."""
+    """Decoding from a cache that lies in the other order, turned around for the kernel."""
     step, (cache, *rest) = attention(dataclasses.replace(case, kernel="decode"), spec)
-    num_layers, num_pages, heads, size, features = case.shape
+    num_layers, num_pages, a, b, features = case.shape
 
     def turned(cache: list[Any], *rest: Any) -> Any:
         return cache, step([cache[0].swapaxes(2, 3)], *rest)[1]
 
-    return turned, ([spec((num_layers, num_pages, size, heads, features), cache[0].dtype)], *rest)
+    return turned, ([spec((num_layers, num_pages, b, a, features), cache[0].dtype)], *rest)
 
 
 def cache_of(case: Case, spec: Callable[..., Any]) -> list[Any]:
@@ -184,7 +198,7 @@ def compile_case(case: Case, topology: str, device: Any) -> Verdict:
         temp_bytes=memory.temp_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         copies=len(list(big_copies(text, cache_bytes // 4))),
-        kernels=text.count('custom_call_target="tpu_custom_call"'),
+        kernels=sum(text.count(f'custom_call_target="{target}"') for target in KERNEL_CALLS),
     )
 
 

@@ -1,6 +1,7 @@
 """The GPU attention kernel, interpreted, against NumPy in float64; its planted faults; what it refuses."""
 
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from pallas_kernels.gpu_blocks import GpuBlocks
 from pallas_kernels.gpu_triton import GpuParts
 from pallas_kernels.rows import Kind, Rows
 from tests.kernels.pages import PagedRows
-from tests.kernels.test_attention import CASES, DECODE, PREFILL, RAGGED, SHAPES, TOLERANCE, run
+from tests.kernels.test_attention import CASES, DECODE, PREFILL, SHAPES, TOLERANCE, run
 
 SOUND = GpuParts()
 
@@ -36,9 +37,9 @@ def attended(paged, splits=1, *, window=None, blocks=None, **options):
     return run(paged, window=window, **options)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(("kind", "rows", "shapes", "dtype", "window"), CASES)
-def test_the_gpu_kernel_equals_dense_attention_and_ignores_nan(kind, rows, shapes, dtype, window, splits):
+@pytest.mark.parametrize(("case", "splits"), zip(CASES, cycle((3, 1)), strict=False))
+def test_the_gpu_kernel_equals_dense_attention_and_ignores_nan(case, splits):
+    kind, rows, shapes, dtype, window = case
     paged = PagedRows(rows, SHAPES[shapes], dtype, heads_major=False, gap=1)
     out, wanted = attended(paged, splits, window=window, kind=kind)
     np.testing.assert_allclose(out, wanted, atol=TOLERANCE[np.dtype(dtype).name] if shapes != "wide" else 3e-2)
@@ -93,7 +94,7 @@ def test_a_row_s_result_depends_neither_on_its_neighbours_nor_on_its_place():
 FAULTS = {
     "next page": {"entry": lambda index: jnp.minimum(index + 1, 4)},
     "page before": {"entry": lambda index: jnp.maximum(index - 1, 0)},
-    "values of masked keys": {"read": lambda inside: jnp.ones_like(inside)},
+    "values of masked keys": {"read": jnp.ones_like},
     "one key too few is read": {"read": lambda inside: inside & jnp.roll(inside, -1)},
     "sees one key too many": {
         "visible": lambda distance, window: SOUND.visible(distance + 1, None if window is None else window + 1)
@@ -142,9 +143,3 @@ def test_the_reason_reaches_who_calls():
             paged.q, paged.kv, 0, jnp.asarray(paged.tables), paged.rows,
             scale=1.0, window=None, heads_major=True, implementation="gpu",
         )  # fmt: skip
-
-
-def test_ragged_rows_decode_and_prefill_in_one_call_of_int8():
-    paged = PagedRows(RAGGED, SHAPES["mqa"], np.int8, heads_major=False, gap=1)
-    out, wanted = attended(paged, 2, window=None, kind=Kind.MIXED)
-    np.testing.assert_allclose(out, wanted, atol=TOLERANCE["int8"])
