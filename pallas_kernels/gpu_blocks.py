@@ -41,7 +41,8 @@ def gpu_blocks_by_rule(*, kv: Any, q: Any, decode: bool, num_rows: int, max_keys
     num_kv_heads, features = kv.shape[3:]
     group = num_heads // num_kv_heads
     exact = kv.dtype.itemsize == 4
-    keys = max(LEAST, min(_MOST_KEYS, power_of_two(_STAGE_BYTES // (features * kv.dtype.itemsize)), whole(max_keys)))
+    width = kv.dtype.itemsize if decode else max(2, kv.dtype.itemsize)  # the matrix unit reads shared memory: integers widened
+    keys = max(LEAST, min(_MOST_KEYS, power_of_two(_STAGE_BYTES // (features * width)), whole(max_keys)))
     if decode:
         programs, wanted, most = num_rows * num_kv_heads, _RESIDENT * _PROCESSORS, _MOST_SPLITS
         rows = max(LEAST, whole(group))

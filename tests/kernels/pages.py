@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.blocks import Blocks
+from pallas_kernels.gpu_blocks import GpuBlocks
 from pallas_kernels.rows import Rows
 
 NUM_LAYERS, LAYER = 2, 1
@@ -102,3 +103,16 @@ class FixedBlocks:
     def blocks(self, *, decode: bool, **_: Any) -> Blocks:
         """See BlockTable."""
         return Blocks(1 if decode else self.queries, self.pages)
+
+
+@dataclass(frozen=True)
+class FixedGpuBlocks:
+    """A block table for tests: the smallest blocks there may be, so that tiny rows have many."""
+
+    splits: int = 1
+    rows: int = 16
+    keys: int = 16
+
+    def gpu_blocks(self, **_: Any) -> GpuBlocks:
+        """See GpuBlockTable."""
+        return GpuBlocks(rows=self.rows, keys=self.keys, splits=self.splits, warps=4, stages=1)

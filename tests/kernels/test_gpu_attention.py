@@ -1,6 +1,6 @@
 """The GPU attention kernel, interpreted, against NumPy in float64; its planted faults; what it refuses."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle
 
 import jax
@@ -11,25 +11,12 @@ import pytest
 
 from pallas_kernels.attention import attend
 from pallas_kernels.gpu_attention import gpu_refuses
-from pallas_kernels.gpu_blocks import GpuBlocks
 from pallas_kernels.gpu_triton import GpuParts
 from pallas_kernels.rows import Kind, Rows
-from tests.kernels.pages import PagedRows
+from tests.kernels.pages import FixedGpuBlocks, PagedRows
 from tests.kernels.test_attention import CASES, DECODE, PREFILL, SHAPES, TOLERANCE, run
 
 SOUND = GpuParts()
-
-
-@dataclass(frozen=True)
-class FixedGpuBlocks:
-    """A block table for tests: the smallest blocks there may be, so that tiny rows have many."""
-
-    splits: int = 1
-    rows: int = 16
-    keys: int = 16
-
-    def gpu_blocks(self, **_):
-        return GpuBlocks(rows=self.rows, keys=self.keys, splits=self.splits, warps=4, stages=1)
 
 
 def attended(paged, splits=1, *, window=None, blocks=None, **options):
@@ -37,7 +24,7 @@ def attended(paged, splits=1, *, window=None, blocks=None, **options):
     return run(paged, window=window, **options)
 
 
-@pytest.mark.parametrize(("case", "splits"), zip(CASES, cycle((3, 1)), strict=False))
+@pytest.mark.parametrize(("case", "splits"), list(zip(CASES, cycle((3, 1)), strict=False)))
 def test_the_gpu_kernel_equals_dense_attention_and_ignores_nan(case, splits):
     kind, rows, shapes, dtype, window = case
     paged = PagedRows(rows, SHAPES[shapes], dtype, heads_major=False, gap=1)
