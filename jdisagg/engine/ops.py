@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,20 +13,70 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import TP_AXIS, KVLayout
+from jdisagg.kv.pool import MIN_PAGES
 from jdisagg.kv.quantise import quantise
+from jdisagg.kv.spec import SCALES
 from jdisagg.models.batch import AttentionOps, TokenBatch
 from pallas_kernels import ref
-from pallas_kernels.tpu_decode import decode_attend
+from pallas_kernels.attention import attend, tpu_refuses
+from pallas_kernels.blocks import BlockTable, tuned
+from pallas_kernels.gpu_attention import GpuTable, gpu_refuses
+from pallas_kernels.gpu_blocks import gpu_tuned
+from pallas_kernels.implementation import Implementation
+from pallas_kernels.rows import Kind
+from pallas_kernels.tpu_write import slab_tokens
+from pallas_kernels.write import write
+
+log = logging.getLogger(__name__)
 
 _ROWS = PartitionSpec(None, TP_AXIS)  # [T, heads, D]
 _ALL = PartitionSpec()
-_LANES = 128  # the TPU kernel's head dimension is a multiple of this
+_HOPPER = "9.0"
+_GPU_GENERATIONS = ("9", "10")  # Hopper, and Blackwell of data centres
+Store = Callable[..., jax.Array]  # (array, layer, rows [T, K, F], pages, offsets, heads_major=) -> array
 
 
 def choose_ops(layout: KVLayout, mesh: Mesh) -> AttentionOps:
-    """The fastest kernels that serve `layout` on the platform of `mesh`."""
-    fits = layout.spec.features % (2 * _LANES) == 0 and not layout.spec.quantised
-    return TpuOps(layout, mesh) if fits and mesh.devices.flat[0].platform == "tpu" else RefOps(layout, mesh)
+    """The fastest kernels that serve `layout` on the platform of `mesh`: the one place where they are chosen."""
+    device = mesh.devices.flat[0]
+    implementation = kernels_of(device)
+    if implementation == "ref":
+        return RefOps(layout, mesh)
+    if reason := (tpu_layout_refuses if implementation == "tpu" else gpu_layout_refuses)(layout):
+        log.warning("KV cache is served by plain XLA, several times slower than the kernels: %s", reason)
+        return RefOps(layout, mesh)
+    if implementation == "gpu":
+        return GpuOps(layout, mesh, table=gpu_tuned(device.device_kind))
+    return TpuOps(layout, mesh, table=tuned(device.device_kind))
+
+
+def kernels_of(device: Any) -> Implementation:
+    """What `device` has kernels for; GPUs with less shared memory than Hopper's would refuse ours when they compile them."""
+    if device.platform == "tpu":
+        return "tpu"
+    if device.platform not in ("gpu", "cuda") or "nvidia" not in device.device_kind.lower():
+        return "ref"
+    capability = str(getattr(device, "compute_capability", _HOPPER))
+    return "gpu" if capability.partition(".")[0] in _GPU_GENERATIONS else "ref"
+
+
+def tpu_layout_refuses(layout: KVLayout) -> str | None:
+    """Why the TPU kernels cannot serve `layout`, or None."""
+    q, kv, dtype = _smallest(layout)
+    return tpu_refuses(q, kv, jax.ShapeDtypeStruct((1, 1), jnp.int32), dtype=dtype, heads_major=layout.heads_major)
+
+
+def gpu_layout_refuses(layout: KVLayout) -> str | None:
+    """Why the GPU kernel cannot serve `layout`, or None."""
+    q, kv, dtype = _smallest(layout)
+    return gpu_refuses(q, kv, dtype=dtype, heads_major=layout.heads_major)
+
+
+def _smallest(layout: KVLayout) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jnp.dtype]:
+    """A query, the smallest cache, and what they are multiplied in."""
+    kv = layout.abstract(MIN_PAGES).data
+    dtype = jnp.dtype(jnp.bfloat16) if layout.spec.quantised else kv.dtype
+    return jax.ShapeDtypeStruct((1, layout.num_stored_heads, layout.spec.features // 2), dtype), kv, dtype
 
 
 class RefOps:
@@ -38,15 +90,7 @@ class RefOps:
 
     def write(self, kv: KVGroup, layer: int | jax.Array, k: jax.Array, v: jax.Array, batch: TokenBatch) -> KVGroup:
         """Store k, v [T, K, D] in the batch's pages; K counts each head once."""
-        replicas = self._layout.num_replicas
-        k, v = jnp.repeat(k, replicas, axis=1), jnp.repeat(v, replicas, axis=1)
-        kernel = partial(_write, heads_major=self._layout.heads_major, dtype=self._layout.dtype)
-        arguments = (kv, jnp.asarray(layer, jnp.int32), k, v, batch.write_pages, batch.write_offsets)
-        if self._layout.num_shards == 1:
-            return kernel(*arguments)
-        pool = self._layout.partition
-        specs = (pool, _ALL, _ROWS, _ROWS, _ALL, _ALL)
-        return jax.shard_map(kernel, mesh=self._mesh, in_specs=specs, out_specs=pool)(*arguments)
+        return _write_shards(self._layout, self._mesh, ref.store, (kv, layer, k, v), batch)
 
     def attend(
         self, q: jax.Array, kv: KVGroup, layer: int | jax.Array, batch: TokenBatch, *, scale: float, window: int | None
@@ -68,12 +112,46 @@ class RefOps:
 
 
 class TpuOps:
-    """The Pallas kernel where every query is a tile of its own (decode, `exact`), the plain kernels elsewhere."""
+    """The Pallas kernels; plain attention only where a step's page tables do not fit the chip's scalar memory."""
 
-    def __init__(self, layout: KVLayout, mesh: Mesh) -> None:
-        """Bind to `layout` on `mesh`."""
+    def __init__(self, layout: KVLayout, mesh: Mesh, *, table: BlockTable | None, interpret: Any = False) -> None:
+        """Bind to `layout` on `mesh`, with measured block sizes where there are any; `interpret` is passed to Pallas."""
         self._layout = layout
         self._mesh = mesh
+        self._table = table
+        self._interpret = interpret
+        self._plain = RefOps(layout, mesh)
+
+    def write(self, kv: KVGroup, layer: int | jax.Array, k: jax.Array, v: jax.Array, batch: TokenBatch) -> KVGroup:
+        """See RefOps. A tile's tokens follow each other and touch few slabs; padding, on the null page, touches one."""
+        num_tiles = batch.page_tables.shape[0]
+        tile, slab = batch.positions.shape[0] // num_tiles, slab_tokens(self._layout.storage_dtype)
+        most = num_tiles * ((tile - 1 + slab - 1) // slab + 1) + 1
+        store = partial(_store_tpu, most_slabs=most, interpret=self._interpret)
+        return _write_shards(self._layout, self._mesh, store, (kv, layer, k, v), batch)
+
+    def attend(
+        self, q: jax.Array, kv: KVGroup, layer: int | jax.Array, batch: TokenBatch, *, scale: float, window: int | None
+    ) -> jax.Array:
+        """See RefOps."""
+        dtype = _product_dtype(q) if self._layout.spec.quantised else self._layout.dtype
+        if not self._interpret and tpu_refuses(
+            q, kv.data, batch.page_tables, dtype=dtype, heads_major=self._layout.heads_major
+        ):
+            return self._plain.attend(q, kv, layer, batch, scale=scale, window=window)
+        options = {"implementation": "tpu", "dtype": dtype, "table": self._table, "interpret": self._interpret}
+        return _attend_shards(self._layout, self._mesh, (q, kv, layer, batch), scale=scale, window=window, **options)
+
+
+class GpuOps:
+    """The Pallas attention kernel, and XLA's scatter; plain attention only where a cache is too large for the kernel."""
+
+    def __init__(self, layout: KVLayout, mesh: Mesh, *, table: GpuTable | None, interpret: Any = False) -> None:
+        """Bind to `layout` on `mesh`, with measured block sizes where there are any; `interpret` is passed to Pallas."""
+        self._layout = layout
+        self._mesh = mesh
+        self._table = table
+        self._interpret = interpret
         self._plain = RefOps(layout, mesh)
 
     def write(self, kv: KVGroup, layer: int | jax.Array, k: jax.Array, v: jax.Array, batch: TokenBatch) -> KVGroup:
@@ -84,12 +162,43 @@ class TpuOps:
         self, q: jax.Array, kv: KVGroup, layer: int | jax.Array, batch: TokenBatch, *, scale: float, window: int | None
     ) -> jax.Array:
         """See RefOps."""
-        if batch.page_tables.shape[0] != q.shape[0]:
+        layout = self._layout
+        dtype = _product_dtype(q) if layout.spec.quantised else layout.dtype
+        *pages, heads, features = kv.data.shape
+        local = jax.ShapeDtypeStruct((*pages, heads // layout.num_shards, features), kv.data.dtype)
+        queries = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] // layout.num_shards, q.shape[2]), q.dtype)
+        if reason := gpu_refuses(queries, local, dtype=dtype, heads_major=layout.heads_major):
+            log.warning("attention is served by plain XLA, several times slower than the kernel: %s", reason)
             return self._plain.attend(q, kv, layer, batch, scale=scale, window=window)
-        kernel = partial(decode_attend, scale=scale, window=window, heads_major=self._layout.heads_major)
-        arguments = (q, kv.data, jnp.asarray(layer, jnp.int32), batch.page_tables, batch.positions)
-        specs = (_ROWS, self._layout.partition, _ALL, _ALL, _ALL)
-        return jax.shard_map(kernel, mesh=self._mesh, in_specs=specs, out_specs=_ROWS, check_vma=False)(*arguments)
+        options = {"implementation": "gpu", "dtype": dtype, "table": self._table, "interpret": self._interpret}
+        return _attend_shards(layout, self._mesh, (q, kv, layer, batch), scale=scale, window=window, **options)
+
+
+def _attend_shards(
+    layout: KVLayout, mesh: Mesh, what: tuple[jax.Array, KVGroup, int | jax.Array, TokenBatch], **options: Any
+) -> jax.Array:
+    """Attention of (q, kv, layer, batch) by kernel, every shard its own heads."""
+    q, kv, layer, batch = what
+    kind = Kind.DECODE if batch.page_tables.shape[0] == q.shape[0] else Kind.PREFILL
+    kernel = partial(_attend_kernel, heads_major=layout.heads_major, kind=kind, **options)
+    arguments = (q, kv, jnp.asarray(layer, jnp.int32), batch.page_tables, batch.rows)
+    specs = (_ROWS, layout.partition, _ALL, _ALL, _ALL)
+    return jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=_ROWS, check_vma=False)(*arguments)
+
+
+def _write_shards(
+    layout: KVLayout, mesh: Mesh, store: Store, new: tuple[KVGroup, int | jax.Array, jax.Array, jax.Array], batch: TokenBatch
+) -> KVGroup:
+    """Store (kv, layer, k, v) with `store`, every shard its own heads."""
+    kv, layer, *both = new
+    k, v = (jnp.repeat(x, layout.num_replicas, axis=1) for x in both)
+    kernel = partial(_write, store=partial(store, heads_major=layout.heads_major), dtype=layout.dtype)
+    arguments = (kv, jnp.asarray(layer, jnp.int32), k, v, batch.write_pages, batch.write_offsets)
+    if layout.num_shards == 1:
+        return kernel(*arguments)
+    pool = layout.partition
+    specs = (pool, _ALL, _ROWS, _ROWS, _ALL, _ALL)
+    return jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=pool, check_vma=False)(*arguments)
 
 
 def _write(  # noqa: PLR0917
@@ -100,20 +209,30 @@ def _write(  # noqa: PLR0917
     pages: jax.Array,
     offsets: jax.Array,
     *,
-    heads_major: bool,
+    store: Store,
     dtype: jnp.dtype,
 ) -> KVGroup:
-    """`ref.write`, quantising when the group has scales."""
-    if kv.scales is None:
-        return KVGroup(ref.write(kv.data, layer, k, v, pages, offsets, heads_major=heads_major, dtype=dtype))
-    rows = KVGroup(*quantise(jnp.concatenate([k, v], axis=-1)))
-    store = partial(ref.store, heads_major=heads_major)
+    """Store k, v [T, K, D] as `dtype`, quantising when the group has scales."""
+    both = jnp.concatenate([k, v], axis=-1)
+    rows = KVGroup(both.astype(dtype)) if kv.scales is None else KVGroup(*quantise(both))
     return jax.tree.map(lambda array, new: store(array, layer, new, pages, offsets), kv, rows)
+
+
+def _store_tpu(array: jax.Array, *new: Any, heads_major: bool, **options: Any) -> jax.Array:
+    """`write` by kernel; scales, whose rows are two numbers, by XLA."""
+    if array.shape[-1] == SCALES:
+        return ref.store(array, *new, heads_major=heads_major)
+    return write(array, *new, heads_major=heads_major, implementation="tpu", **options)
 
 
 def _attend(q: jax.Array, kv: KVGroup, *where: jax.Array, **options: Any) -> jax.Array:
     """`ref.attend`; `where` is (layer, page tables, positions)."""
     return ref.attend(q, kv.data, *where, **options, scales=kv.scales)
+
+
+def _attend_kernel(q: jax.Array, kv: KVGroup, *where: Any, **options: Any) -> jax.Array:
+    """`attend`; `where` is (layer, page tables, rows)."""
+    return attend(q, kv.data, *where, **options, scales=kv.scales)
 
 
 def _product_dtype(q: jax.Array) -> jnp.dtype:

@@ -19,6 +19,7 @@ from jdisagg.engine.model import KV, Params, StepModel
 from jdisagg.engine.sampler import Logprobs, Sampling, no_logprobs, sample, score, score_if
 from jdisagg.engine.state import DecodeState, record_tokens, take_rows
 from jdisagg.models.batch import TokenBatch
+from pallas_kernels.rows import Rows, rows_of_tiles, rows_of_tokens
 
 PROMPT_BLOCK = 16  # prompt positions whose logits exist at the same time
 
@@ -44,7 +45,8 @@ class StepFunctions:
         """Compute KV of all tokens and sample after R of them."""
         valid = batch.positions >= 0
         tables = state.page_table[batch.tile_slots]
-        kv, hidden = self.model.forward(params, kv, self._tokens(batch.token_ids, batch.positions, valid, tables))
+        chunks = rows_of_tiles(batch.positions, valid, batch.tile_slots)
+        kv, hidden = self.model.forward(params, kv, self._tokens(batch.token_ids, batch.positions, valid, tables, chunks))
         rows = take_rows(state, batch.sample_slots)
         positions = batch.positions[batch.sample_tokens] + 1
         sampling = sample(self._logits(params, hidden[batch.sample_tokens]), state, rows, positions)
@@ -55,7 +57,7 @@ class StepFunctions:
         """Advance `slots` i32[R] by one token each; padding is the dummy slot."""
         tokens, lengths = state.cursor[:, slots]
         valid = slots < state.history.shape[0] - 1
-        batch = self._tokens(tokens, lengths - 1, valid, state.page_table[slots])
+        batch = self._tokens(tokens, lengths - 1, valid, state.page_table[slots], rows_of_tokens(lengths - 1, valid))
         kv, hidden = self.model.forward(params, kv, batch)
         sampling = sample(self._logits(params, hidden), state, take_rows(state, slots), lengths)
         return kv, record_tokens(state, slots, sampling.tokens, lengths), StepOut(sampling, None)
@@ -65,7 +67,9 @@ class StepFunctions:
         known, lengths = state.cursor[:, batch.slots]
         token_ids = jnp.where(batch.decodes, known, batch.token_ids)
         positions = jnp.where(batch.decodes, lengths - 1, batch.positions)
-        tokens = self._tokens(token_ids, positions, positions >= 0, state.page_table[batch.slots])
+        valid = positions >= 0
+        rows = rows_of_tokens(positions, valid)
+        tokens = self._tokens(token_ids, positions, valid, state.page_table[batch.slots], rows)
         kv, hidden = self.model.forward(params, kv, tokens)
         logits = self._logits(params, hidden)
         slots = jnp.where(batch.samples, batch.slots, state.history.shape[0] - 1)
@@ -74,7 +78,9 @@ class StepFunctions:
         prompt = score_if(jnp.any(batch.targets >= 0), logits, jnp.maximum(batch.targets, 0))
         return kv, state, StepOut(sampling, prompt)
 
-    def _tokens(self, token_ids: jax.Array, positions: jax.Array, valid: jax.Array, tables: jax.Array) -> TokenBatch:
+    def _tokens(
+        self, token_ids: jax.Array, positions: jax.Array, valid: jax.Array, tables: jax.Array, rows: Rows
+    ) -> TokenBatch:
         """Flat tokens [T] in tiles of the sequences with page tables i32[N, M]; padding goes to the null page."""
         positions = jnp.where(valid, positions, 0)
         entries = positions.reshape(tables.shape[0], -1) // self.page_size
@@ -85,6 +91,7 @@ class StepFunctions:
             write_pages=jnp.where(valid, pages, 0),
             write_offsets=jnp.where(valid, positions % self.page_size, 0),
             page_tables=tables,
+            rows=rows,
         )
 
     def _logits(self, params: Params, hidden: jax.Array) -> jax.Array:

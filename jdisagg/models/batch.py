@@ -13,6 +13,7 @@ from typing import Protocol
 import jax
 
 from jdisagg.kv.group import KVGroup
+from pallas_kernels.rows import Rows
 
 
 @jax.tree_util.register_dataclass
@@ -25,6 +26,7 @@ class TokenBatch:
     write_pages: jax.Array  # i32[T]; page that receives the token's KV
     write_offsets: jax.Array  # i32[T]; slot inside the page
     page_tables: jax.Array  # i32[N, M]; pages of each tile's sequence, 0-padded
+    rows: Rows  # N; the same queries without padding: tiles that go on with a sequence are one row, with the first one's table
 
 
 class AttentionOps(Protocol):

@@ -14,6 +14,7 @@ from jdisagg.kv.pool import KVPool
 from jdisagg.models.batch import TokenBatch
 from jdisagg.models.decoder import forward, logits
 from jdisagg.models.load import LoadedModel
+from pallas_kernels.rows import Rows
 
 PAGE_SIZE = 4
 NUM_PAGES = 40
@@ -47,6 +48,7 @@ class PagedRun:
             write_pages=_pad(self.table[at // PAGE_SIZE], size),
             write_offsets=_pad(at % PAGE_SIZE, size),
             page_tables=np.tile(self.table, (size // tile, 1)),
+            rows=Rows(*np.zeros((3, size // tile), np.int32)),  # RefOps reads tiles
         )
         kv, out = self.step(self._params, self._pool.take(), jax.device_put(batch, self._everywhere))
         self._pool.put(kv)

@@ -15,6 +15,7 @@ from jdisagg.kv.quantise import dequantise, quantise
 from jdisagg.kv.spec import KVSpec
 from jdisagg.models.batch import TokenBatch
 from jdisagg.models.sharding import make_mesh
+from pallas_kernels.rows import Rows
 from tests.unit.engine.support import Driver, admit, chunk_up, make, prompt_of
 
 T, H, K, D, PAGE = 6, 8, 2, 16, 4
@@ -29,6 +30,7 @@ def batch(positions):
         write_pages=TABLE[at // PAGE],
         write_offsets=at % PAGE,
         page_tables=np.tile(TABLE, (len(at), 1)),
+        rows=Rows(np.arange(len(at), dtype=np.int32), np.ones_like(at), at + 1),
     )
 
 

@@ -1,0 +1,95 @@
+"""Block sizes of the GPU attention kernel: by a rule made for Hopper, overridden by what was measured on a GPU.
+
+Measured sizes lie in `tuned/*.json` files like those of `blocks`, whose entries have rows, keys, splits, warps and stages in
+place of queries and pages.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels.blocks import KEY_FIELDS, TUNED, file_stem
+
+LEAST = 16  # rows, keys and features of a product of the tensor cores
+_PROCESSORS = 132  # of an H100 or H200
+_RESIDENT = 4  # programs that share a processor while they decode: enough copies in flight to hide the memory's latency
+_STAGE_BYTES = 32 * 2**10  # of keys and values; three stages of two programs fit a processor's shared memory
+_MOST_KEYS = 128
+_MOST_SPLITS = 128
+_PREFILL_ROWS = 128  # two warp groups of 64: the Hopper matrix unit's least number
+_EXACT_ROWS = 32  # float32 products do not use the matrix unit and keep everything in registers
+_PREFILL_SPLITS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuBlocks:
+    """Sizes of one compiled kernel; rows and keys are powers of two."""
+
+    rows: int  # (query, head of the group) rows of a program, at least LEAST
+    keys: int  # tokens of a step of its loop, at least LEAST
+    splits: int  # programs that share a row's keys
+    warps: int
+    stages: int
+
+
+def gpu_blocks_by_rule(*, kv: Any, q: Any, decode: bool, num_rows: int, max_keys: int) -> GpuBlocks:
+    """Blocks for q [T, H, D] and tokens-major kv [L, P, S, K, F] (abstract ones too), `num_rows` rows of `max_keys` tokens."""
+    num_queries, num_heads, _ = q.shape
+    num_kv_heads, features = kv.shape[3:]
+    group = num_heads // num_kv_heads
+    exact = kv.dtype.itemsize == 4
+    width = kv.dtype.itemsize if decode else max(2, kv.dtype.itemsize)  # the matrix unit reads shared memory: integers widened
+    keys = max(LEAST, min(_MOST_KEYS, power_of_two(_STAGE_BYTES // (features * width)), whole(max_keys)))
+    if decode:
+        programs, wanted, most = num_rows * num_kv_heads, _RESIDENT * _PROCESSORS, _MOST_SPLITS
+        rows = max(LEAST, whole(group))
+    else:
+        rows = max(LEAST, whole(group), min(_EXACT_ROWS if exact else _PREFILL_ROWS, whole(num_queries * group)))
+        programs, wanted, most = -(-num_queries // (rows // group)) * num_kv_heads, _PROCESSORS, _PREFILL_SPLITS
+    splits = max(1, min(-(-wanted // programs), most, -(-max_keys // keys)))
+    return GpuBlocks(rows=rows, keys=keys, splits=splits, warps=8 if rows >= _PREFILL_ROWS else 4, stages=1 if exact else 3)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuBlockTable:
+    """Measured sizes by what they depend on; what was not measured follows the rule."""
+
+    measured: dict[tuple[Any, ...], GpuBlocks]
+
+    @classmethod
+    def read(cls, path: Path) -> GpuBlockTable:
+        """Load a data file. Raises ValueError naming the file and the entry that is wrong."""
+        measured = {}
+        for number, entry in enumerate(json.loads(path.read_text()).get("blocks", ())):
+            try:
+                key = tuple(entry[name] for name in KEY_FIELDS)
+                sizes = {name: int(entry[name]) for name in ("rows", "keys", "splits", "warps", "stages")}
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{path}: blocks[{number}]: {error!r}; measure again") from error
+            measured[key] = GpuBlocks(**sizes)
+        return cls(measured)
+
+    def gpu_blocks(self, *, kv: Any, q: Any, decode: bool, num_rows: int, max_keys: int) -> GpuBlocks:
+        """See `gpu_blocks_by_rule`."""
+        key = (decode, q.shape[2], kv.shape[3], q.shape[1], str(kv.dtype), kv.shape[2])
+        found = self.measured.get(key)
+        return found or gpu_blocks_by_rule(kv=kv, q=q, decode=decode, num_rows=num_rows, max_keys=max_keys)
+
+
+def gpu_tuned(device_kind: str) -> GpuBlockTable | None:
+    """What was measured on such GPUs, if there is a data file for them."""
+    path = TUNED / f"{file_stem(device_kind)}.json"
+    return GpuBlockTable.read(path) if path.is_file() else None
+
+
+def power_of_two(value: int) -> int:
+    """The largest one that is not greater."""
+    return 1 << (value.bit_length() - 1)
+
+
+def whole(value: int) -> int:
+    """The smallest power of two that is not smaller."""
+    return 1 << (value - 1).bit_length()

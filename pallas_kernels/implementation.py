@@ -1,0 +1,7 @@
+"""The implementations that every kernel of this package has."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Implementation = Literal["ref", "tpu", "gpu"]

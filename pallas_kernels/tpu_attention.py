@@ -1,0 +1,271 @@
+"""Ragged paged attention for TPU: a grid over a work list, pages copied from HBM one block of keys ahead.
+
+    item w    | copy block j + 1, or item w + 1's first -> other buffer | wait for j | scores, online softmax, sums |
+
+The cache is seen as [L, P, G, K/G * S, F]: per page G parts, each a matrix of (head, token) rows. The query heads of a part
+meet all its rows in one product, and rows of other heads are masked: a part is one head unless a single query would leave most
+of a register empty, as in decoding. Copies never pause between items: whose turn a buffer is goes on from one to the next.
+
+Features in halves that are not whole registers (D = 64) are never cut: q is padded with zeros to F, whole rows are multiplied
+by the probabilities, and the caller takes the upper half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.attention_shape import Shape
+from pallas_kernels.loops import arrive, loop
+from pallas_kernels.work import BLOCK, FIRST, HIGH, LOW, OFFSET, ROW, STOP, TURN, Work
+
+_LOWEST = -1e30  # finite: exp(_LOWEST - _LOWEST) must be 1, not NaN
+_LANES = 128
+_LATENCY_ROWS = 64  # parts with more rows keep a chip busy one by one, and would take long to compile side by side
+
+
+def _visible(distance: jax.Array, window: int | None) -> jax.Array:
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def _clean(values: jax.Array, seen: jax.Array) -> jax.Array:
+    return jnp.where(seen, values, jnp.zeros((), values.dtype))  # 0 * NaN is NaN
+
+
+def _entry(index: jax.Array) -> jax.Array:
+    return index
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """The decisions of the kernel that are easily wrong, so that tests can plant faults in them."""
+
+    visible: Callable[[jax.Array, int | None], jax.Array] = _visible  # (query - key, window)
+    clean: Callable[[jax.Array, jax.Array], jax.Array] = _clean  # (values, keys that any query sees)
+    arrive: Callable[[Callable[[], None], Callable[[], None]], None] = arrive  # (wait for a block, use it)
+    entry: Callable[[jax.Array], jax.Array] = _entry  # index into a page table
+
+
+def attend_blocks(  # noqa: PLR0917
+    q: jax.Array,
+    cache: jax.Array,
+    layer: jax.Array,
+    page_tables: jax.Array,
+    work: Work,
+    scales: jax.Array | None,
+    *,
+    shape: Shape,
+    parts: Parts,
+    vmem_limit_bytes: int,
+    interpret: Any,
+) -> jax.Array:
+    """Sums of q [N, G, query_rows, dim] over cache [L, P, G, heads * S, F]; returns [N, G, query_rows, value_dim].
+
+    page_tables i32[B, M], M whole blocks of keys, every entry a page that exists. scales f32[L, P, G, heads, 2, S]: of keys,
+    then of values, tokens along lanes as scores have them. What belongs to no item is undefined.
+    """
+    block = (1, shape.num_groups, shape.query_rows)
+    in_specs = [
+        pl.BlockSpec((*block, shape.dim), lambda item, work, *_: (work[BLOCK, item], 0, 0, 0)),
+        pl.BlockSpec(memory_space=pl.ANY),
+    ]
+    scratch: list[Any] = [
+        pltpu.VMEM((2, shape.block_pages, *cache.shape[2:]), cache.dtype),
+        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.VMEM((shape.num_groups, shape.query_rows, _LANES), jnp.float32),
+        pltpu.VMEM((shape.num_groups, shape.query_rows, _LANES), jnp.float32),
+        pltpu.VMEM((shape.num_groups, shape.query_rows, shape.value_dim), jnp.float32),
+    ]
+    operands = [q, cache]
+    if scales is not None:
+        in_specs.append(pl.BlockSpec(memory_space=pl.ANY))
+        scratch += [pltpu.VMEM((2, shape.block_pages, *scales.shape[2:]), jnp.float32), pltpu.SemaphoreType.DMA((2,))]
+        operands.append(scales)
+    return pl.pallas_call(
+        partial(_kernel, shape=shape, parts=parts),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(work.num_items,),
+            in_specs=in_specs,
+            out_specs=pl.BlockSpec((*block, shape.value_dim), lambda item, work, *_: (work[BLOCK, item], 0, 0, 0)),
+            scratch_shapes=scratch,
+        ),
+        out_shape=jax.ShapeDtypeStruct((*q.shape[:-1], shape.value_dim), q.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit_bytes),
+        interpret=interpret,
+        name="ragged_paged_decode" if shape.query_block == 1 else "ragged_paged_prefill",
+    )(work.packed, work.num_items.reshape(1), layer.reshape(1), page_tables, *operands)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """The copies of blocks of keys into two buffers."""
+
+    work: Any
+    layer: Any
+    tables: Any
+    cache: Any
+    buffers: Any
+    semaphores: Any
+    scales: Any
+    scale_buffers: Any
+    scale_semaphores: Any
+    shape: Shape
+    parts: Parts
+
+    def start(self, item: jax.Array, number: jax.Array, buffer: jax.Array) -> None:
+        """Begin to copy block `number` of an item."""
+        self._each_copy(item, number, buffer, lambda copy: copy.start())
+
+    def wait(self, item: jax.Array, number: jax.Array, buffer: jax.Array) -> None:
+        """Return when the block is in its buffer."""
+        self._each_copy(item, number, buffer, lambda copy: copy.wait())
+
+    def _each_copy(self, item: jax.Array, number: jax.Array, buffer: jax.Array, act: Callable[[Any], None]) -> None:
+        def of_page(page: jax.Array) -> None:
+            for copy in self._page(item, number, buffer, page):
+                act(copy)
+
+        loop(self.shape.block_pages, of_page)
+
+    def _page(self, item: jax.Array, number: jax.Array, buffer: jax.Array, page: jax.Array) -> list[Any]:
+        entry = self.parts.entry(number * self.shape.block_pages + page)
+        where = (self.layer[0], self.tables[self.work[ROW, item], entry])
+        moves = [(self.cache, self.buffers, self.semaphores)]
+        if self.scales is not None:
+            moves.append((self.scales, self.scale_buffers, self.scale_semaphores))
+        return [pltpu.make_async_copy(a.at[where], b.at[buffer, page], semaphores.at[buffer]) for a, b, semaphores in moves]
+
+
+def _kernel(  # noqa: PLR0917
+    work: Any,
+    num_items: Any,
+    layer: Any,
+    tables: Any,
+    q: Any,
+    cache: Any,
+    *rest: Any,
+    shape: Shape,
+    parts: Parts,
+) -> None:
+    """One item: refs in SMEM (work, num_items, layer, tables), VMEM (q, out, scratch) and HBM (cache, scales)."""
+    scales, rest = (rest[0], rest[1:]) if shape.quantised else (None, rest)
+    out, buffers, semaphores, largest, total, sums, *of_scales = rest
+    scale_buffers, scale_semaphores = of_scales or (None, None)
+    pages = _Pages(work, layer, tables, cache, buffers, semaphores, scales, scale_buffers, scale_semaphores, shape, parts)
+    item = pl.program_id(0)
+    first, stop, low, high = (work[field, item] for field in (FIRST, STOP, LOW, HIGH))
+
+    @pl.when(item == 0)
+    def _() -> None:
+        pages.start(item, first, lax.rem(work[TURN, item], 2))
+
+    largest[...] = jnp.full_like(largest, _LOWEST)
+    total[...] = jnp.zeros_like(total)
+    sums[...] = jnp.zeros_like(sums)
+
+    def step(number: jax.Array, _: None) -> None:
+        buffer = lax.rem(work[TURN, item] + number - first, 2)
+        goes_on = number + 1 < stop
+        next_item = jnp.where(goes_on, item, item + 1)
+
+        @pl.when(next_item < num_items[0])
+        def _() -> None:
+            pages.start(next_item, jnp.where(goes_on, number + 1, work[FIRST, item + 1]), 1 - buffer)
+
+        here = work[OFFSET, item] - number * shape.key_block  # of query 0, counted from the block's first key
+
+        def use() -> None:
+            of_block = None if scale_buffers is None else scale_buffers.at[buffer]
+            online = partial(
+                _part, q, buffers.at[buffer], of_block, (here, low, high), (largest, total, sums), shape=shape, parts=parts
+            )
+            loop(shape.num_groups, online, written_out=shape.query_rows <= _LATENCY_ROWS)
+
+        parts.arrive(lambda: pages.wait(item, number, buffer), use)
+
+    lax.fori_loop(first, stop, step, None)
+    query = _query_of_row(shape, shape.value_dim)
+    mine = (query >= low) & (query < high)
+
+    def finish(part: jax.Array) -> None:
+        out[0, part] = jnp.where(mine, sums[part] / total[part][:, :1], out[0, part].astype(jnp.float32)).astype(out.dtype)
+
+    loop(shape.num_groups, finish, written_out=shape.query_rows <= _LATENCY_ROWS)
+
+
+def _part(  # noqa: PLR0917
+    q: Any,
+    buffer: Any,
+    scales: Any,
+    where: tuple[jax.Array, jax.Array, jax.Array],
+    state: tuple[Any, Any, Any],
+    part: jax.Array,
+    *,
+    shape: Shape,
+    parts: Parts,
+) -> None:
+    """Add one block of keys to the sums of one part."""
+    (here, low, high), (largest, total, sums) = where, state
+    precision = lax.Precision.HIGHEST if shape.compute_dtype == jnp.float32 else None
+    rows = buffer[:, part].astype(shape.compute_dtype).reshape(shape.key_rows, shape.features)
+    whole = shape.dim == shape.features
+    keys, values = (rows, rows) if whole else (rows[:, : shape.dim], rows[:, shape.dim :])
+
+    scores = _dot(q[0, part], keys, transposed=True, precision=precision) * shape.scale
+    lane = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    token, key_head = _place(lane, shape)
+    query = _query_of_row(shape, shape.key_rows)
+    mask = parts.visible(here + query - token, shape.window) & (query >= low) & (query < high)
+    if shape.heads > 1:
+        mask &= key_head == lax.broadcasted_iota(jnp.int32, scores.shape, 0) // (shape.query_block * shape.group)
+    if scales is not None:
+        scores = scores * _by_lane(scales, part, 0, shape)
+    scores = jnp.where(mask, scores, _LOWEST)
+
+    before = largest[part][:, :1]
+    now = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
+    weights = jnp.where(mask, jnp.exp(scores - now), 0.0)
+    shrink = jnp.exp(before - now)
+    largest[part] = jnp.broadcast_to(now, largest.shape[1:])
+    total[part] = total[part] * shrink + weights.sum(axis=-1, keepdims=True)
+
+    if scales is not None:
+        weights = jnp.where(mask, weights * _by_lane(scales, part, 1, shape), 0.0)
+    value_token, _ = _place(lax.broadcasted_iota(jnp.int32, values.shape, 0), shape)
+    last, earliest = here + high - 1, here + low
+    seen = (last >= value_token) if shape.window is None else (last >= value_token) & (earliest - value_token < shape.window)
+    new = _dot(weights.astype(shape.compute_dtype), parts.clean(values, seen), transposed=False, precision=precision)
+    sums[part] = sums[part] * shrink + new
+
+
+def _by_lane(scales: Any, part: jax.Array, half: int, shape: Shape) -> jax.Array:
+    """f32[1, key_rows] of a block's scales [pages, G, heads, 2, S]."""
+    rows = [scales[page, part, head, half : half + 1] for page in range(shape.block_pages) for head in range(shape.heads)]
+    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1)
+
+
+def _place(row: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]:
+    """(token within the block of keys, head within the part) of rows of a part."""
+    per_page = shape.heads * shape.page_size
+    inside = lax.rem(row, per_page)
+    return row // per_page * shape.page_size + lax.rem(inside, shape.page_size), inside // shape.page_size
+
+
+def _query_of_row(shape: Shape, width: int) -> jax.Array:
+    """Query within the block, i32[query_rows, width]."""
+    row = lax.broadcasted_iota(jnp.int32, (shape.query_rows, width), 0)
+    return lax.rem(row, shape.query_block * shape.group) // shape.group
+
+
+def _dot(a: jax.Array, b: jax.Array, *, transposed: bool, precision: lax.Precision | None) -> jax.Array:
+    contract = (((1,), (1 if transposed else 0,)), ((), ()))
+    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)

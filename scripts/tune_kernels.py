@@ -1,0 +1,105 @@
+"""Find the fastest block sizes of the attention kernels on this machine's TPU, for one shape of model.
+
+    PYTHONPATH=. python scripts/tune_kernels.py --query-heads 32 --kv-heads 8 --head-dim 128 [--kv-dtype int8] [--page-size 128]
+
+Heads are those of one chip: with tensor parallelism, the model's divided by its degree. What is found is merged into
+`pallas_kernels/tuned/CHIP.json`, which workers on such chips read at start; --out writes elsewhere. Exits 3 without a TPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from kernel_tuning.problem import Problem, measure
+
+from pallas_kernels.blocks import KEY_FIELDS, TUNED, Blocks, BlockTable, file_stem
+
+Measure = Callable[[Problem, Blocks], float | None]
+NO_TPU = 3
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0, or NO_TPU."""
+    options = _parser().parse_args(arguments)
+    device = jax.devices()[0]
+    if device.platform != "tpu":
+        print(
+            f"tune_kernels: the default device is {device.platform}, wanted tpu: run it on the machine that will serve",
+            file=sys.stderr,
+        )
+        return NO_TPU
+    path = options.out or TUNED / f"{file_stem(device.device_kind)}.json"
+    print(f"{device.device_kind}, jax {jax.__version__}, median of {options.runs} runs")
+    found = [entry for problem in problems(options) if (entry := best(problem, partial(measure, runs=options.runs)))]
+    merge(path, device.device_kind, found)
+    print(f"written to {path}")
+    return 0
+
+
+def problems(options: argparse.Namespace) -> Iterator[Problem]:
+    """Decoding and prefill at the shape that was asked for."""
+    shape = {
+        "kv_heads": options.kv_heads,
+        "query_heads": options.query_heads,
+        "dim": options.head_dim,
+        "dtype": options.kv_dtype,
+        "page_size": options.page_size,
+        "context": options.context,
+    }
+    yield Problem(decode=True, rows=options.batch, queries=1, **shape)
+    yield Problem(decode=False, rows=1, queries=min(options.prefill_tokens, options.context), **shape)
+
+
+def best(problem: Problem, measured: Measure) -> dict[str, Any] | None:
+    """The entry of the fastest candidate; None when every one was refused."""
+    fastest: tuple[float, Blocks] | None = None
+    print(f"  {problem}")
+    for blocks in problem.candidates():
+        seconds = measured(problem, blocks)
+        if seconds is None:
+            continue
+        print(f"    {blocks}: {seconds * 1e6:9.1f} us, {problem.kv_bytes / seconds / 1e9:7.0f} GB/s of KV read once")
+        if fastest is None or seconds < fastest[0]:
+            fastest = (seconds, blocks)
+    if fastest is None:
+        return None
+    seconds, blocks = fastest
+    key = dict(zip(KEY_FIELDS, problem.key, strict=True))
+    return {**key, "queries": blocks.queries, "pages": blocks.pages, "microseconds": round(seconds * 1e6, 1)}
+
+
+def merge(path: Path, device_kind: str, found: list[dict[str, Any]]) -> None:
+    """Write entries to a data file; those of other shapes in it stay. Reads it back, so that what is wrong shows here."""
+    content = json.loads(path.read_text()) if path.is_file() else {"blocks": []}
+    entries = {tuple(entry[name] for name in KEY_FIELDS): entry for entry in (*content["blocks"], *found)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        json.dumps({"device": device_kind, "jax": jax.__version__, "blocks": list(entries.values())}, indent=1) + "\n"
+    )
+    BlockTable.read(path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--query-heads", type=int, required=True, help="of one chip")
+    parser.add_argument("--kv-heads", type=int, required=True, help="of one chip")
+    parser.add_argument("--head-dim", type=int, required=True)
+    parser.add_argument("--kv-dtype", default="bfloat16", choices=("bfloat16", "float32", "int8"))
+    parser.add_argument("--page-size", type=int, default=16, help="tokens (default 16)")
+    parser.add_argument("--batch", type=int, default=32, help="rows that decode (default 32)")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of KV of every row (default 2048)")
+    parser.add_argument("--prefill-tokens", type=int, default=2048, help="of a prompt (default 2048)")
+    parser.add_argument("--runs", type=int, default=7, help="of which the median counts (default 7)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="data file to merge into")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

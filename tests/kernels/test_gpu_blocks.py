@@ -1,0 +1,69 @@
+"""Block sizes of the GPU kernel: the rule's bounds, and data files that override it."""
+
+import json
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.gpu_blocks import GpuBlocks, GpuBlockTable, gpu_blocks_by_rule
+
+SHARED_BYTES = 227 * 2**10  # that one program of a Hopper GPU may take
+ENTRY = {
+    "decode": True, "dim": 128, "kv_heads": 8, "query_heads": 32, "dtype": "bfloat16", "page_size": 16,
+    "rows": 16, "keys": 32, "splits": 5, "warps": 2, "stages": 4, "microseconds": 9.5,
+}  # fmt: skip
+
+
+def sizes(*, decode, dim=128, kv_heads=8, group=4, dtype="bfloat16", num_rows=32, num_queries=512, max_keys=8192):
+    kv = jax.ShapeDtypeStruct((2, 64, 16, kv_heads, 2 * dim), jnp.dtype(dtype))
+    q = jax.ShapeDtypeStruct((num_rows if decode else num_queries, kv_heads * group, dim), jnp.bfloat16)
+    return {"kv": kv, "q": q, "decode": decode, "num_rows": num_rows, "max_keys": max_keys}
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_the_rule_keeps_to_powers_of_two_that_a_tensor_core_takes_and_to_shared_memory(decode):
+    for dim, group, dtype, num_queries in product(
+        (64, 128, 256), (1, 4, 7, 64), ("bfloat16", "int8", "float32"), (1, 40, 4096)
+    ):
+        blocks = gpu_blocks_by_rule(**sizes(decode=decode, dim=dim, group=group, dtype=dtype, num_queries=num_queries))
+        for size in (blocks.rows, blocks.keys, blocks.warps):
+            assert size & (size - 1) == 0
+        assert blocks.rows >= max(16, group)
+        assert blocks.keys >= 16
+        width = 2 * dim * max(2, jnp.dtype(dtype).itemsize)  # integers are widened before they are multiplied
+        assert (blocks.keys * blocks.stages + blocks.rows // 2) * width <= SHARED_BYTES
+
+
+@pytest.mark.parametrize(("num_rows", "kv_heads"), [(1, 8), (1, 1), (8, 8), (32, 8), (128, 8), (256, 1)])
+def test_decode_has_four_programs_for_each_processor_unless_keys_run_out(num_rows, kv_heads):
+    blocks = gpu_blocks_by_rule(**sizes(decode=True, num_rows=num_rows, kv_heads=kv_heads, max_keys=32768))
+    assert num_rows * kv_heads * blocks.splits >= 4 * 132 or blocks.splits == 128
+    assert num_rows * kv_heads * (blocks.splits - 1) < 4 * 132
+
+
+def test_short_sequences_are_not_split_finer_than_blocks_of_keys():
+    blocks = gpu_blocks_by_rule(**sizes(decode=True, num_rows=1, max_keys=200))
+    assert blocks.splits == -(-200 // blocks.keys)
+
+
+def test_prefill_splits_only_what_does_not_fill_the_gpu():
+    assert gpu_blocks_by_rule(**sizes(decode=False, num_queries=4096)).splits == 1
+    assert gpu_blocks_by_rule(**sizes(decode=False, num_queries=64)).splits == 8
+
+
+def test_what_was_measured_overrides_the_rule_and_the_rest_follows_it(tmp_path):
+    path = tmp_path / "nvidia_h200.json"
+    path.write_text(json.dumps({"device": "NVIDIA H200", "blocks": [ENTRY]}))
+    table = GpuBlockTable.read(path)
+    assert table.gpu_blocks(**sizes(decode=True)) == GpuBlocks(rows=16, keys=32, splits=5, warps=2, stages=4)
+    for other in ({"decode": False}, {"decode": True, "dim": 64}, {"decode": True, "dtype": "int8"}):
+        assert table.gpu_blocks(**sizes(**other)) == gpu_blocks_by_rule(**sizes(**other))
+
+
+def test_a_data_file_that_is_wrong_is_named_with_its_entry(tmp_path):
+    path = tmp_path / "nvidia_h200.json"
+    path.write_text(json.dumps({"blocks": [ENTRY, {**ENTRY, "splits": None}]}))
+    with pytest.raises(ValueError, match=r"nvidia_h200.json: blocks\[1\]"):
+        GpuBlockTable.read(path)
