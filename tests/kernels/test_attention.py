@@ -86,6 +86,14 @@ def test_block_sizes_do_not_change_what_comes_out(blocks):
     np.testing.assert_allclose(out, wanted, atol=2e-5)
 
 
+def test_blocks_by_rule_are_large_and_serve_a_mixed_batch():
+    """Many pages to a block and many rows to a product: loops that tiny blocks write out are loops here."""
+    shapes = Shapes(kv_heads=4, group=4, dim=64, page_size=16, num_pages=72)
+    paged = PagedRows([(1, 600), (40, 300), (3, 17), (1, 31)], shapes, ml_dtypes.bfloat16, gap=1)
+    out, wanted = run(paged, blocks=None, implementation="tpu", interpret=pltpu.InterpretParams())
+    np.testing.assert_allclose(out, wanted, atol=3e-2)
+
+
 def test_a_batch_without_any_row_is_all_zeros():
     paged = PagedRows([(0, 3), (0, 4)], SHAPES["gqa"], np.float32, gap=2)
     for implementation, interpret in (("ref", False), ("tpu", pltpu.InterpretParams())):
@@ -96,7 +104,7 @@ def test_a_batch_without_any_row_is_all_zeros():
 
 def test_page_tables_may_hold_rubbish_where_no_row_looks():
     paged = PagedRows([(1, 5), (1, 8)], SHAPES["gqa"], np.float32)
-    paged.tables[:, 2:] = [[2**30], [-7]]
+    paged.tables = np.concatenate([paged.tables, np.array([[2**30], [-7]], np.int32)], axis=1)
     out, wanted = run(paged, kind=Kind.DECODE, implementation="tpu", interpret=pltpu.InterpretParams())
     np.testing.assert_allclose(out, wanted, atol=2e-5)
 
