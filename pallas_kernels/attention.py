@@ -24,8 +24,8 @@ from pallas_kernels.work import plan_work
 
 Shaped = jax.Array | jax.ShapeDtypeStruct  # whose shape and dtype alone are looked at
 REF_TILE = 16  # queries that share a gather of their pages
+MOST_PAGES = 2**16  # entries of a page table: two tables are half of the smallest scalar memory
 VMEM_LIMIT_BYTES = 64 * 2**20  # what a core of the smallest chip has
-SMEM_LIMIT_BYTES = 512 * 2**10  # of page tables: half of the smallest scalar memory
 _LANES = 128
 _SUBLANES = 8
 
@@ -119,9 +119,8 @@ def tpu_refuses(
     wanted = _LANES if kv.dtype == jnp.int8 else _SUBLANES * 4 // kv.dtype.itemsize
     if page_size % wanted:
         return f"pages of {page_size} tokens of {kv.dtype}, wanted a multiple of {wanted}: set --page-size"
-    table_bytes = page_tables.shape[0] * -(-page_tables.shape[1] // _LANES) * _LANES * 4
-    if table_bytes > SMEM_LIMIT_BYTES:
-        return f"page tables of {table_bytes} bytes, wanted at most {SMEM_LIMIT_BYTES}: use larger pages or fewer rows"
+    if page_tables.shape[1] > MOST_PAGES:
+        return f"page tables of {page_tables.shape[1]} entries, wanted at most {MOST_PAGES}: set --page-size"
     return None
 
 
