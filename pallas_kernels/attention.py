@@ -25,7 +25,6 @@ from pallas_kernels.work import plan_work
 Shaped = jax.Array | jax.ShapeDtypeStruct  # whose shape and dtype alone are looked at
 REF_TILE = 16  # queries that share a gather of their pages
 MOST_PAGES = 2**16  # entries of a page table: two tables are half of the smallest scalar memory
-VMEM_LIMIT_BYTES = 64 * 2**20  # what a core of the smallest chip has
 _LANES = 128
 _SUBLANES = 8
 
@@ -201,7 +200,6 @@ def _attend_tpu(
         None if scales is None else scales.reshape(*kv.shape[:2], shape.num_groups, heads, page_size, 2).swapaxes(-1, -2),
         shape=shape,
         parts=parts,
-        vmem_limit_bytes=VMEM_LIMIT_BYTES,
         interpret=interpret,
     )
     joined = out.reshape(num_blocks, shape.num_groups, heads, tile, group, shape.value_dim).transpose(0, 3, 1, 2, 4, 5)

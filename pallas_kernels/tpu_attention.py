@@ -66,7 +66,6 @@ def attend_blocks(  # noqa: PLR0917
     *,
     shape: Shape,
     parts: Parts,
-    vmem_limit_bytes: int,
     interpret: Any,
 ) -> jax.Array:
     """Sums of q [N, G, query_rows, dim] over cache [L, P, G, heads * S, F]; returns [N, G, query_rows, value_dim].
@@ -89,7 +88,7 @@ def attend_blocks(  # noqa: PLR0917
         partial(_kernel, shape=shape, parts=parts),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(work.num_items,),
+            grid=(jnp.maximum(work.num_items, 1),),  # a grid of no steps is not something to rely on
             in_specs=[
                 pl.BlockSpec((*block, shape.dim), lambda item, work, *_: (work[BLOCK, item], 0, 0, 0)),
                 *[pl.BlockSpec(memory_space=pl.ANY)] * (1 + len(sources)),
@@ -98,7 +97,7 @@ def attend_blocks(  # noqa: PLR0917
             scratch_shapes=scratch + [part for buffer in buffers for part in (buffer, pltpu.SemaphoreType.DMA((2,)))],
         ),
         out_shape=jax.ShapeDtypeStruct((*q.shape[:-1], shape.value_dim), q.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit_bytes),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=shape.vmem_limit_bytes),
         interpret=interpret,
         name="ragged_paged_decode" if shape.query_block == 1 else "ragged_paged_prefill",
     )(work.packed, work.num_items.reshape(1), layer.reshape(1), q, tables, *sources)
@@ -136,7 +135,7 @@ def _kernel(  # noqa: PLR0917
     item = pl.program_id(0)
     first, stop, low, high = (work[field, item] for field in (FIRST, STOP, LOW, HIGH))
 
-    @pl.when(item == 0)
+    @pl.when((item == 0) & (num_items[0] > 0))
     def _() -> None:
         copies.start_table(item)
         copies.start_item(item)

@@ -65,6 +65,16 @@ def test_write_stores_the_rows_and_nothing_else(dtype, implementation, interpret
     assert "race" not in capfd.readouterr().out.lower()
 
 
+def test_a_write_to_pages_that_do_not_exist_changes_nothing():
+    kv, rows = numbers((L, P, K, S, F), np.float32), numbers((3, K, F), np.float32)
+    pages, offsets = np.array([P, -1, 2**30], np.int32), np.zeros(3, np.int32)
+    for implementation, interpret in BOTH:
+        out = write(
+            jnp.asarray(kv), 1, rows, pages, offsets, heads_major=True, implementation=implementation, interpret=interpret
+        )
+        same(out, kv)
+
+
 @pytest.mark.parametrize(("stored", "dtype"), [(np.float32, DTYPES[1]), (DTYPES[1], None), (np.int8, None)])
 @pytest.mark.parametrize(
     ("implementation", "interpret", "heads_major"), [*[(*one, True) for one in BOTH], ("ref", False, False)]
