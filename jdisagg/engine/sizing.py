@@ -117,17 +117,21 @@ def _num_pages(
         # every slot full, as much again cached
         useful = 2 * config.scheduler.max_num_seqs * (pages_for(longest, layout.page_size) - 1) + 1
         return min(useful, _fitting_pages(layout, CPU_CACHE_BYTES, "--kv-cache-bytes", f"default {CPU_CACHE_BYTES}"))
+    _check_left(spec, config.scheduler, cache, devices)
     left = kv_bytes_left(spec, config, devices)
-    _check_left(spec, config.scheduler, cache, left)
     share = cache.device_memory_utilization
     return _fitting_pages(layout, left, "--device-memory-utilization", f"{share} leaves {left} bytes for KV")
 
 
-def _check_left(spec: ModelSpec, scheduler: SchedulerConfig, cache: CacheConfig, left: int) -> None:
-    if left <= 0:
+def _check_left(spec: ModelSpec, scheduler: SchedulerConfig, cache: CacheConfig, devices: Sequence[DeviceMemory]) -> None:
+    share, steps = cache.device_memory_utilization, steps_bytes(spec, scheduler)
+    fullest = min(devices, key=lambda device: int(device.limit_bytes * share) - device.in_use_bytes)
+    usable = int(fullest.limit_bytes * share)
+    if usable <= fullest.in_use_bytes + steps:
         raise ConfigError(
-            f"device_memory_utilization: {cache.device_memory_utilization} leaves {left} bytes for KV after the weights and "
-            f"{steps_bytes(spec, scheduler)} bytes for steps; raise it, lower --max-num-batched-tokens, or use more devices",
+            f"--device-memory-utilization: {share} of a device's {fullest.limit_bytes} bytes is {usable}, wanted more than the "
+            f"{fullest.in_use_bytes} in use (weights) and {steps} for steps: nothing is left for KV; raise it, lower "
+            "--max-num-batched-tokens, or use more devices",
             field="device_memory_utilization",
         )
 
