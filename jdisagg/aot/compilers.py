@@ -15,6 +15,8 @@ from jax.experimental import topologies
 from jdisagg.aot.topology import Topology
 from jdisagg.core.errors import ConfigError
 
+_CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+
 
 def abstract_devices(topology: Topology, count: int) -> Sequence[Any]:
     """The first `count` devices. Raises ConfigError when there are fewer, or their compiler is not installed."""
@@ -38,7 +40,7 @@ def _tpu_devices(topology: Topology) -> Sequence[Any]:
 
 
 def _cuda_devices(topology: Topology) -> Sequence[Any]:
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None and importlib.util.find_spec("jax_cuda13_plugin") is None:
+    if all(importlib.util.find_spec(name) is None for name in _CUDA_PLUGINS):
         raise ConfigError(
             f"--topology: {topology} needs the CUDA compiler; install jax-cuda13-plugin and jax-cuda13-pjrt of jax's version "
             "(no GPU is needed), or add --no-compile for what arithmetic alone can tell",

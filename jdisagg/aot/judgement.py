@@ -39,7 +39,7 @@ def limits(budget: Budget, config: Config, spec: ModelSpec, times: Sequence[Step
         found.append(f"KV memory: requests of at most {budget.max_model_len:,} of the model's {spec.max_model_len:,} tokens")
     if budget.full_requests < slots:
         found.append(
-            f"KV memory: {budget.full_requests} of the {slots} requests of --max-num-seqs can have {budget.max_model_len:,} tokens "
+            f"KV memory: of --max-num-seqs {slots}, {budget.full_requests} requests can have {budget.max_model_len:,} tokens "
             f"at once, or all of them {budget.kv_tokens // slots:,}"
         )
     largest = [time for time in times if time.workload.rows == slots or time.workload.phase == "prefill"]

@@ -1,0 +1,83 @@
+"""What `--topology` may say, and what the command line makes of it."""
+
+from pathlib import Path
+
+import pytest
+
+from jdisagg.aot.accelerators import GIB, read_accelerators
+from jdisagg.aot.command import parse_command
+from jdisagg.aot.topology import parse_topology
+from jdisagg.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "num_devices", "compile_shape"),
+    [
+        ("v6e:2x4", 8, "2x4"),
+        ("v5e:1x1", 1, "2x2"),  # the compiler describes whole hosts
+        ("v5e", 1, "2x2"),
+        ("v5p:1x2x1", 2, "2x2x1"),
+        ("tpu7x:2x2x1", 8, "2x2x1"),  # two devices a chip
+        ("h200:4", 4, "4"),
+        ("H200", 1, "1"),
+    ],
+)
+def test_a_topology_counts_devices_and_asks_for_whole_hosts(text: str, num_devices: int, compile_shape: str) -> None:
+    topology = parse_topology(text)
+    assert (topology.num_devices, topology.compile_shape) == (num_devices, compile_shape)
+
+
+@pytest.mark.parametrize("text", ["v9:2x2", "v6e:8", "v6e:2x2x2", "v6e:0x4", "v6e:2x", "h200:2x2", "v6e:9999x9999", ""])
+def test_an_unknown_topology_is_refused_with_one_that_exists(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--topology: got .*, wanted .*(v6e:2x2|h200:1)"):
+        parse_topology(text)
+
+
+def test_memory_on_a_gpu_is_the_share_that_its_allocator_takes() -> None:
+    known = read_accelerators()
+    assert known["v6e"].limit_bytes({"XLA_CLIENT_MEM_FRACTION": "0.5"}) == int(31.25 * GIB)
+    assert known["h200"].limit_bytes({}) == int(139.8 * GIB * 0.75)
+    assert known["h200"].limit_bytes({"XLA_CLIENT_MEM_FRACTION": "0.95"}) == int(139.8 * GIB * 0.95)
+    assert known["cpu"].limit_bytes({}) is None
+    with pytest.raises(ConfigError, match=r"XLA_CLIENT_MEM_FRACTION: got 'much', wanted a share"):
+        known["h200"].limit_bytes({"XLA_CLIENT_MEM_FRACTION": "much"})
+
+
+def test_every_accelerator_has_rates_for_the_default_dtype_and_a_source() -> None:
+    for accelerator in read_accelerators().values():
+        assert accelerator.source
+        if accelerator.platform != "cpu":
+            assert (
+                min(accelerator.bytes_per_s or 0, accelerator.link_bytes_per_s or 0, accelerator.flops_per_s["bfloat16"]) > 1e9
+            )
+        if accelerator.platform == "cuda":
+            assert "gpu_device_info" in accelerator.target_text()
+
+
+def test_flags_that_are_not_its_own_configure_the_engine(tmp_path: Path) -> None:
+    command = parse_command(["--topology", "v6e:2x4", "--tp", "8", "--max-num-seqs", "4", "--no-compile"])
+    assert command.config is not None
+    assert (command.config.role, command.config.model.tensor_parallel_size) == ("unified", 8)
+    assert command.config.scheduler.max_num_seqs == 4
+    assert not command.compile
+    file = tmp_path / "decode.toml"
+    file.write_text('role = "decode"\n')
+    from_file = parse_command(["--topology", "cpu", "--config", str(file)]).config
+    assert from_file is not None
+    assert from_file.role == "decode"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model", "demo"], "--topology: wanted a kind of device"),
+        (["--topology", "cpu", "--max-num-sequences", "4"], "--max-num-sequences: unknown flag; did you mean --max-num-seqs"),
+        (["--gates", "--model", "demo"], "--gates: leave out --model"),
+        (["--topology", "cpu", "--json", "/nowhere/at/all.json"], "--json: no directory"),
+        (["--topology", "cpu", "--tp", "many"], "--tensor-parallel-size: got 'many'"),
+    ],
+)
+def test_a_command_that_cannot_be_answered_says_what_to_change(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_command(argv)
+    assert caught.value.message.startswith(message)
