@@ -30,11 +30,11 @@ Exit status: 0 it fits and compiles (or every gate holds), 1 it does not, 2 a co
 class Command:
     """A parsed command line."""
 
-    topology: Topology | None  # None: every one of --gates
+    topology: Topology | None  # None: --gates of every kind
     config: Config | None  # None with --gates
     explain: bool
     json: Path | None
-    gates: bool
+    gates: str | None  # few | steps | all
     compile: bool
     all_executables: bool
     all_layers: bool
@@ -94,5 +94,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-compile", dest="compile", action="store_false", help="arithmetic only: seconds, and no compiler is needed")
     add("--all-executables", action="store_true", help="compile every bucket, not the largest of each kind")
     add("--all-layers", action="store_true", help="compile unrolled layers all, instead of two shallow models")
-    add("--gates", action="store_true", help="compile whole steps for every topology and check what must hold of each")
+    add(
+        "--gates",
+        nargs="?",
+        const="steps",
+        choices=("few", "steps", "all"),
+        help="compile whole steps for TPU topologies, or for --topology, and check what must hold of each (few, steps or all)",
+    )
     return parser

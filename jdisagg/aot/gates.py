@@ -7,15 +7,16 @@ A small model of two layers, with a cache of at least 256 MiB on each device: sm
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jdisagg.aot.abstract import AbstractEngine, ModelForm
 from jdisagg.aot.compiled import CompiledStep, compile_step
 from jdisagg.aot.compilers import abstract_devices
 from jdisagg.aot.table import MIB, columns, count_copies
 from jdisagg.aot.topology import Topology, parse_topology
-from jdisagg.core.config import CacheConfig, Config, LayerLoop, SchedulerConfig, TransferConfig
+from jdisagg.core.config import CacheConfig, Config, LayerLoop, ModelConfig, Numerics, SchedulerConfig
 from jdisagg.core.requests import Role
 from jdisagg.engine.sizing import size_engine
 from jdisagg.models.sharding import make_mesh
@@ -24,17 +25,31 @@ from jdisagg.models.spec import ModelSpec
 TOPOLOGIES = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")  # eight devices each
 TPS = (1, 4, 8)
 HEAD_DIMS = (64, 128)
-KV_DTYPES = ("bfloat16", "int8")
-STEPS = ("prefill", "decode", "exact", "export", "import")
+ALL_STEPS = ("prefill", "decode", "exact", "export", "import")
 CACHE_BYTES = 256 * MIB  # on each device
 MOST_TEMP = 0.05  # of the cache
 _PAGE_SIZE = 16
-_CONFIG = Config(
-    role="unified",
-    cache=CacheConfig(page_size=_PAGE_SIZE),
-    # 208 tokens: no activation has the shape of a weight
-    scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=208),
-    transfer=TransferConfig(transfer_chunk_tokens=256),
+# 208 tokens: no activation has the shape of a weight
+_SCHEDULER = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=208)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One engine, and the steps of it to compile."""
+
+    topology: str
+    tp: int
+    head_dim: int
+    kv_dtype: str = "bfloat16"
+    steps: tuple[str, ...] = ("prefill", "decode")
+
+
+FEW = (
+    Case(topology="v5e:2x4", tp=1, head_dim=128),
+    Case(topology="v5p:2x2x2", tp=4, head_dim=64),
+    Case(topology="v6e:2x4", tp=8, head_dim=128, steps=("prefill", "decode", "export", "import")),
+    Case(topology="v6e:2x4", tp=4, head_dim=128, kv_dtype="int8", steps=("decode", "export", "import")),
+    Case(topology="tpu7x:2x2x1", tp=4, head_dim=128),
 )
 
 
@@ -63,59 +78,59 @@ class Gate:
         return tuple(found)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """One engine to compile."""
-
-    topology: str
-    tp: int
-    head_dim: int
-    kv_dtype: str = "bfloat16"
-    steps: tuple[str, ...] = ("prefill", "decode")
-
-
 def passed(gate: Gate) -> bool:
     """Whether everything holds."""
     return not gate.failures
 
 
-def cases(topology: Topology | None, *, all_cases: bool) -> Iterator[Case]:
-    """Prefill and decode in bfloat16; with `all_cases` also the other steps, and int8 KV."""
+def cases(extent: str, topology: Topology | None) -> Iterator[Case]:
+    """`few`, one or two of each topology; `steps`, prefill and decode on every mesh; `all`, every step, and int8 KV too.
+
+    `topology` restricts them to one, whose shape then counts.
+    """
+    if extent == "few":
+        yield from FEW if topology is None else _few_of(topology)
+        return
     for name in TOPOLOGIES if topology is None else (str(topology),):
-        for tp in (tp for tp in TPS if tp <= parse_topology(name).num_devices):
-            for head_dim in HEAD_DIMS:
-                if not all_cases:
-                    yield Case(topology=name, tp=tp, head_dim=head_dim)
-                    continue
-                for kv_dtype in KV_DTYPES:
-                    yield Case(topology=name, tp=tp, head_dim=head_dim, kv_dtype=kv_dtype, steps=STEPS)
+        for tp, head_dim in itertools.product(TPS, HEAD_DIMS):
+            if tp > parse_topology(name).num_devices:
+                continue
+            if extent == "steps":
+                yield Case(topology=name, tp=tp, head_dim=head_dim)
+            else:
+                yield Case(topology=name, tp=tp, head_dim=head_dim, steps=ALL_STEPS)
+                yield Case(topology=name, tp=tp, head_dim=head_dim, kv_dtype="int8", steps=ALL_STEPS)
 
 
-def run_gates(topology: Topology | None, *, all_cases: bool, progress: Callable[[str], None]) -> list[Gate]:
-    """Compile every case; `topology` restricts them to one."""
-    return [gate for case in cases(topology, all_cases=all_cases) for gate in run_case(case, progress)]
+def run_gates(extent: str, topology: Topology | None, progress: Callable[[str], None]) -> list[Gate]:
+    """Compile every case."""
+    return [gate for case in cases(extent, topology) for gate in run_case(case, progress)]
 
 
 def run_case(case: Case, progress: Callable[[str], None]) -> list[Gate]:
     """Compile the steps of one case. Raises ConfigError when its compiler is not installed."""
-    engine = gate_engine(case)
-    wanted = {executable.name: executable for executable in engine.executables()}  # the largest comes last
     gates = []
     for name in case.steps:
+        engine = gate_engine(case, exact=name == "exact")
+        wanted = {executable.name: executable for executable in engine.executables()}  # the largest comes last
         progress(f"{case.topology} tp {case.tp} head dim {case.head_dim} {case.kv_dtype}: {name}")
         step = compile_step(engine, wanted[name])
         gates.append(Gate(topology=case.topology, tp=case.tp, head_dim=case.head_dim, kv_dtype=case.kv_dtype, step=step))
     return gates
 
 
-def gate_engine(case: Case) -> AbstractEngine:
+def gate_engine(case: Case, *, exact: bool = False) -> AbstractEngine:
     """An engine whose cache on each device is just large enough to be taken seriously."""
     mesh = make_mesh(abstract_devices(parse_topology(case.topology), case.tp), case.tp)
     form = ModelForm(spec=_spec(case.head_dim), dtype="bfloat16", kv_dtype=case.kv_dtype, layer_loop=LayerLoop.UNROLLED)
     layout = form.layout(mesh, _PAGE_SIZE)
-    data = layout.page_size * layout.spec.num_layers * layout.num_stored_heads * layout.spec.features * layout.dtype.itemsize
-    pages = -(-CACHE_BYTES * case.tp // data)
-    config = Config(cache=CacheConfig(page_size=_PAGE_SIZE, num_pages=pages), scheduler=_CONFIG.scheduler)
+    pages = -(-CACHE_BYTES * case.tp // layout.bytes_per_page)
+    config = Config(
+        role="unified",
+        model=ModelConfig(numerics=Numerics.EXACT if exact else Numerics.FAST),
+        cache=CacheConfig(page_size=_PAGE_SIZE, num_pages=pages),
+        scheduler=_SCHEDULER,
+    )
     sizes = size_engine(form.spec, layout, config, Role.UNIFIED, lambda: None)
     return AbstractEngine(form=form, mesh=mesh, page_size=_PAGE_SIZE, sizes=sizes)
 
@@ -136,6 +151,13 @@ def render_gates(gates: Sequence[Gate]) -> str:
         )
     failed = sum(not passed(gate) for gate in gates)
     return "\n".join([*columns(rows), f"{len(gates) - failed} of {len(gates)} gates hold"]) + "\n"
+
+
+def _few_of(topology: Topology) -> Iterator[Case]:
+    kind = topology.accelerator.name
+    for case in FEW:
+        if case.topology.startswith(f"{kind}:") and case.tp <= topology.num_devices:
+            yield replace(case, topology=str(topology))
 
 
 def _spec(head_dim: int) -> ModelSpec:

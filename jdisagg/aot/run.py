@@ -29,7 +29,7 @@ def run(command: Command) -> int:
 
 
 def _run_gates(command: Command) -> int:
-    gates = run_gates(command.topology, all_cases=command.all_executables, progress=_say)
+    gates = run_gates(command.gates or "steps", command.topology, _say)
     sys.stdout.write(render_gates(gates))
     if command.json is not None:
         _write(command.json, {"passed": all(map(passed, gates)), "gates": [asdict(gate) for gate in gates]})
