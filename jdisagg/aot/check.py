@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jdisagg.aot.abstract import AbstractEngine, ModelForm
@@ -17,7 +17,8 @@ from jdisagg.aot.remedies import remedies
 from jdisagg.aot.report import EngineReport, Report
 from jdisagg.aot.roofline import Roofline, workloads
 from jdisagg.aot.topology import Topology
-from jdisagg.core.config import Config
+from jdisagg.core.config import Config, Numerics, SchedulerConfig
+from jdisagg.engine.buckets import EXACT_ROWS
 from jdisagg.engine.executables import Executable, executables
 from jdisagg.engine.sizing import EngineSizes
 from jdisagg.models.form import choose_dtypes, choose_layer_loop
@@ -78,7 +79,7 @@ def _check_engine(question: Question, form: ModelForm, same: Sequence[PlannedEng
     steps = () if sizes is None else _compile_steps(question, form, engine, sizes)
     mesh = planned_mesh(accelerator.platform, engine.tp)
     roofline = Roofline(form, mesh, form.layout(mesh, config.cache.page_size), accelerator)
-    works = [] if budget.problem else workloads(engine.role, config.scheduler, budget.max_model_len, budget.kv_tokens)
+    works = [] if budget.problem else workloads(engine.role, _step_sizes(config), budget.max_model_len, budget.kv_tokens)
     times = [time for time in map(roofline.time, works) if time is not None]
     problems = [*([budget.problem] if budget.problem else []), *step_problems(budget, steps)]
     return EngineReport(
@@ -97,6 +98,14 @@ def _check_engine(question: Question, form: ModelForm, same: Sequence[PlannedEng
         problems=tuple(problems),
         limits=tuple(limits(budget, config, form.spec, times)),
     )
+
+
+def _step_sizes(config: Config) -> SchedulerConfig:
+    """What one step takes: with exact numerics a tile of rows, whatever the scheduler may give it."""
+    if config.model.numerics is not Numerics.EXACT:
+        return config.scheduler
+    slots = min(config.scheduler.max_num_seqs, EXACT_ROWS)
+    return replace(config.scheduler, max_num_seqs=slots, max_num_batched_tokens=EXACT_ROWS)
 
 
 def _compile_steps(question: Question, form: ModelForm, engine: PlannedEngine, sizes: EngineSizes) -> Sequence[CompiledStep]:

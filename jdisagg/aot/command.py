@@ -47,7 +47,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_command(argv: Sequence[str]) -> Command:
     """Raises ConfigError; exits only for `--help`."""
-    args, serve_flags = _parser().parse_known_args(list(argv))
+    args, serve_flags = build_parser().parse_known_args(list(argv))
     topology = parse_topology(args.topology) if args.topology is not None else None
     if args.gates and serve_flags:
         raise ConfigError(f"--gates: leave out {serve_flags[0]}, gates have models of their own")
@@ -78,7 +78,8 @@ def _config(serve_flags: Sequence[str], tp: str | None) -> Config:
     return load_config(flags)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Of its own flags; absent ones stay for `serve`'s."""
     parser = _Parser(
         prog="python -m jdisagg.aot",
         allow_abbrev=False,

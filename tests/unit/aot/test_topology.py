@@ -1,11 +1,8 @@
-"""What `--topology` may say, and what the command line makes of it."""
-
-from pathlib import Path
+"""What `--topology` may say, and what is known of the devices it names."""
 
 import pytest
 
 from jdisagg.aot.accelerators import GIB, read_accelerators
-from jdisagg.aot.command import parse_command
 from jdisagg.aot.topology import parse_topology
 from jdisagg.core.errors import ConfigError
 
@@ -52,32 +49,3 @@ def test_every_accelerator_has_rates_for_the_default_dtype_and_a_source() -> Non
             )
         if accelerator.platform == "cuda":
             assert "gpu_device_info" in accelerator.target_text()
-
-
-def test_flags_that_are_not_its_own_configure_the_engine(tmp_path: Path) -> None:
-    command = parse_command(["--topology", "v6e:2x4", "--tp", "8", "--max-num-seqs", "4", "--no-compile"])
-    assert command.config is not None
-    assert (command.config.role, command.config.model.tensor_parallel_size) == ("unified", 8)
-    assert command.config.scheduler.max_num_seqs == 4
-    assert not command.compile
-    file = tmp_path / "decode.toml"
-    file.write_text('role = "decode"\n')
-    from_file = parse_command(["--topology", "cpu", "--config", str(file)]).config
-    assert from_file is not None
-    assert from_file.role == "decode"
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--model", "demo"], "--topology: wanted a kind of device"),
-        (["--topology", "cpu", "--max-num-sequences", "4"], "--max-num-sequences: unknown flag; did you mean --max-num-seqs"),
-        (["--gates", "--model", "demo"], "--gates: leave out --model"),
-        (["--topology", "cpu", "--json", "/nowhere/at/all.json"], "--json: no directory"),
-        (["--topology", "cpu", "--tp", "many"], "--tensor-parallel-size: got 'many'"),
-    ],
-)
-def test_a_command_that_cannot_be_answered_says_what_to_change(argv: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_command(argv)
-    assert caught.value.message.startswith(message)
