@@ -81,20 +81,22 @@ class AbstractEngine:
         """All that a worker would compile."""
         return executables(self.sizes.runner, self.sizes.device)
 
-    def lower(self, executable: Executable) -> Any:
-        """A `jax.stages.Lowered` of one of them, for the mesh's devices."""
+    def arguments(self, executable: Executable) -> tuple[Any, ...]:
+        """What one of them is called with."""
         batch = _placed(executable.arguments, self._whole)
         if executable.name in ("prefill", "decode", "exact"):
-            arguments = (self.params, (self.kv,), self.state, *batch)
-        elif executable.name in ("admit", "append", "history"):
-            arguments = (self.state, *batch)
-        elif executable.name == "export":
-            arguments = (self.kv, *batch)
-        else:
-            piece = self.layout.abstract_rows(self.sizes.device.chunk_tokens)
-            arguments = (self.kv, _placed(piece, self.layout.piece_sharding(self.mesh)), *batch)
+            return (self.params, (self.kv,), self.state, *batch)
+        if executable.name in ("admit", "append", "history"):
+            return (self.state, *batch)
+        if executable.name == "export":
+            return (self.kv, *batch)
+        piece = self.layout.abstract_rows(self.sizes.device.chunk_tokens)
+        return (self.kv, _placed(piece, self.layout.piece_sharding(self.mesh)), *batch)
+
+    def lower(self, executable: Executable) -> Any:
+        """A `jax.stages.Lowered` of one of them, for the mesh's devices."""
         with jax.set_mesh(self.mesh):
-            return self._functions[executable.name].lower(*arguments)
+            return self._functions[executable.name].lower(*self.arguments(executable))
 
     @cached_property
     def _functions(self) -> dict[str, Any]:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jdisagg.aot.abstract import AbstractEngine, ModelForm
 from jdisagg.aot.budget import make_budget
 from jdisagg.aot.compiled import CompiledStep, compile_step
 from jdisagg.aot.compilers import abstract_devices
-from jdisagg.aot.judgement import limits, sharing_problems, step_problems
+from jdisagg.aot.judgement import limits, needed_by, sharing_problems, step_problems
 from jdisagg.aot.planned import PlannedEngine, planned_engines, planned_mesh
 from jdisagg.aot.remedies import remedies
 from jdisagg.aot.report import EngineReport, Report
 from jdisagg.aot.roofline import Roofline, workloads
 from jdisagg.aot.topology import Topology
-from jdisagg.core.config import Config, Numerics, SchedulerConfig
-from jdisagg.engine.buckets import EXACT_ROWS
+from jdisagg.core.config import Config
 from jdisagg.engine.executables import Executable, executables
 from jdisagg.engine.sizing import EngineSizes
 from jdisagg.models.form import choose_dtypes, choose_layer_loop
@@ -79,7 +78,7 @@ def _check_engine(question: Question, form: ModelForm, same: Sequence[PlannedEng
     steps = () if sizes is None else _compile_steps(question, form, engine, sizes)
     mesh = planned_mesh(accelerator.platform, engine.tp)
     roofline = Roofline(form, mesh, form.layout(mesh, config.cache.page_size), accelerator)
-    works = [] if budget.problem else workloads(engine.role, _step_sizes(config), budget.max_model_len, budget.kv_tokens)
+    works = [] if sizes is None else workloads(budget, sizes.runner, config.scheduler.max_num_seqs)
     times = [time for time in map(roofline.time, works) if time is not None]
     problems = [*([budget.problem] if budget.problem else []), *step_problems(budget, steps)]
     return EngineReport(
@@ -93,19 +92,12 @@ def _check_engine(question: Question, form: ModelForm, same: Sequence[PlannedEng
         budget=budget,
         num_executables=0 if sizes is None else sum(1 for _ in executables(sizes.runner, sizes.device)),
         steps=tuple(steps),
+        steps_need_bytes=needed_by(steps) if steps else None,
         times=tuple(times),
         remedies=tuple(remedies(form, engine, config, accelerator)) if budget.problem else (),
         problems=tuple(problems),
         limits=tuple(limits(budget, config, form.spec, times)),
     )
-
-
-def _step_sizes(config: Config) -> SchedulerConfig:
-    """What one step takes: with exact numerics a tile of rows, whatever the scheduler may give it."""
-    if config.model.numerics is not Numerics.EXACT:
-        return config.scheduler
-    slots = min(config.scheduler.max_num_seqs, EXACT_ROWS)
-    return replace(config.scheduler, max_num_seqs=slots, max_num_batched_tokens=EXACT_ROWS)
 
 
 def _compile_steps(question: Question, form: ModelForm, engine: PlannedEngine, sizes: EngineSizes) -> Sequence[CompiledStep]:

@@ -36,6 +36,7 @@ class CompiledStep:
     compile_s: float
     temp_bytes: int
     code_bytes: int
+    padding_bytes: int  # that arguments take beyond their elements, in the device's own layout
     donated_bytes: int  # of arguments that the result may take over: cache and state
     aliased_bytes: int  # of them that it does
     cache_bytes: int
@@ -80,6 +81,7 @@ def _compile(engine: AbstractEngine, executable: Executable) -> CompiledStep:
         compile_s=0.0,
         temp_bytes=0,
         code_bytes=0,
+        padding_bytes=0,
         donated_bytes=_donated(engine, executable),
         aliased_bytes=0,
         cache_bytes=_cache_bytes(engine),
@@ -99,6 +101,7 @@ def _compile(engine: AbstractEngine, executable: Executable) -> CompiledStep:
         compile_s=compile_s,
         temp_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
+        padding_bytes=max(0, memory.argument_size_in_bytes - bytes_per_device(engine.arguments(executable))),
         aliased_bytes=memory.alias_size_in_bytes,
         collectives=collectives(module, trips=trips),
         copies=copies(module, weights=_weight_shapes(engine), cache_bytes=step.cache_bytes),
@@ -141,6 +144,7 @@ def _extrapolate(steps: Sequence[CompiledStep], depth: int, donated_bytes: int, 
         compile_s=line(first.compile_s, second.compile_s),
         temp_bytes=max(second.temp_bytes, round(line(first.temp_bytes, second.temp_bytes))),
         code_bytes=max(second.code_bytes, round(line(first.code_bytes, second.code_bytes))),
+        padding_bytes=max(second.padding_bytes, round(line(first.padding_bytes, second.padding_bytes))),
         donated_bytes=donated_bytes,
         aliased_bytes=donated_bytes - max(0, round(line(0, missing) if missing > 0 else 0)),
         cache_bytes=cache_bytes,

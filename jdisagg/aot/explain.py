@@ -31,6 +31,7 @@ def explanations(engine: EngineReport, report: Report) -> Iterator[str]:
         state = max(0, step.donated_bytes - step.cache_bytes)
         yield (
             f"{step.name} ({step.shape}): code {step.code_bytes / 2**20:.1f} MiB, state {state / 2**20:.1f} MiB, "
+            f"padding {step.padding_bytes / 2**20:.1f} MiB, "
             f"{step.aliased_bytes / 2**20:.1f} of {step.donated_bytes / 2**20:.1f} MiB donated stay in place, "
             f"kernels: {', '.join(f'{count} {name}' for name, count in step.kernels.items()) or 'plain XLA'}"
         )

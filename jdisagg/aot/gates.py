@@ -74,6 +74,8 @@ class Gate:
             found.append(f"{(step.donated_bytes - step.aliased_bytes) / MIB:.1f} MiB not in place")
         if step.temp_bytes >= MOST_TEMP * step.cache_bytes:
             found.append(f"temp {100 * step.temp_bytes / step.cache_bytes:.0f} % of the cache")
+        if step.padding_bytes >= MOST_TEMP * step.cache_bytes:
+            found.append(f"arrays padded by {100 * step.padding_bytes / step.cache_bytes:.0f} % of the cache")
         found += [f"copy of a {copy.of} {copy.shape}" for copy in step.required_copies]
         return tuple(found)
 

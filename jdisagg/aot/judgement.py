@@ -16,21 +16,29 @@ _STEPS = ("prefill", "decode", "exact")
 _BOUND = {"memory": "memory bandwidth", "arithmetic": "arithmetic", "interconnect": "the links between devices"}
 
 
+def needed_by(steps: Sequence[CompiledStep]) -> int:
+    """Bytes of one device that steps need beside weights and pool: decode state, the code of all, the largest temporaries,
+    and what the device's layout adds to weights, pool and state."""
+    state = max((step.donated_bytes - step.cache_bytes for step in steps if step.name in _STEPS), default=0)
+    temp = max((step.temp_bytes for step in steps), default=0)
+    return state + sum(step.code_bytes for step in steps) + temp + max((step.padding_bytes for step in steps), default=0)
+
+
 def step_problems(budget: Budget, steps: Sequence[CompiledStep]) -> list[str]:
+    """Steps that the compiler refuses, and steps that need more than the device has left."""
     found = [f"{step.name} ({step.shape}) does not compile: {step.error}" for step in steps if step.error is not None]
-    for step in steps:
-        state = step.donated_bytes - step.cache_bytes if step.name in _STEPS else 0
-        wanted = step.temp_bytes + step.code_bytes + max(0, state)
-        over = 0 if budget.limit_bytes is None else budget.weights_bytes + budget.pool_bytes + wanted - budget.limit_bytes
-        if over > 0:
-            found.append(
-                f"{step.name} ({step.shape}) needs {wanted / GIB:.2f} GiB beside weights and pool, {over / GIB:.2f} GiB more "
-                "than the device has; lower --max-num-batched-tokens, --max-num-seqs or --device-memory-utilization"
-            )
+    wanted = needed_by(steps)
+    over = 0 if budget.limit_bytes is None else budget.weights_bytes + budget.pool_bytes + wanted - budget.limit_bytes
+    if over > 0:
+        found.append(
+            f"steps need {wanted / GIB:.2f} GiB beside weights and pool, {over / GIB:.2f} GiB more than the device has; lower "
+            "--max-num-batched-tokens, --max-num-seqs or --device-memory-utilization"
+        )
     return found
 
 
 def limits(budget: Budget, config: Config, spec: ModelSpec, times: Sequence[StepTime]) -> list[str]:
+    """What holds back an engine that fits, or memory for one that does not."""
     found = []
     slots = config.scheduler.max_num_seqs
     if budget.problem is not None:

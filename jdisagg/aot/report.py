@@ -24,6 +24,7 @@ class EngineReport:
     budget: Budget
     num_executables: int
     steps: tuple[CompiledStep, ...]
+    steps_need_bytes: int | None  # beside weights and pool: what the engine keeps `budget.steps_bytes` for
     times: tuple[StepTime, ...]
     remedies: tuple[Remedy, ...]
     problems: tuple[str, ...]

@@ -17,12 +17,14 @@ from jax.sharding import Mesh
 
 from jdisagg.aot.abstract import ModelForm
 from jdisagg.aot.accelerators import Accelerator
-from jdisagg.core.config import SchedulerConfig
-from jdisagg.core.requests import Role
+from jdisagg.aot.budget import Budget
+from jdisagg.engine.buckets import EXACT_ROWS
+from jdisagg.engine.runner import RunnerShape
 from jdisagg.kv.layout import KVLayout
 from jdisagg.kv.spec import ITEM_BYTES
 from jdisagg.models.abstract import abstract_params, bytes_per_device
 
+_BATCHES = (8, 32, 128)
 _CONTEXTS = (1024, 8192)
 _LOGIT_BYTES = 4 * 2  # float32, written and read
 _ALL_REDUCE = 2  # times its bytes that each device sends, there and back; an all-gather sends them once
@@ -119,15 +121,19 @@ class Roofline:
         return bytes_per_device(self._params) - looked_up
 
 
-def workloads(role: Role, scheduler: SchedulerConfig, max_model_len: int, kv_tokens: int) -> list[Workload]:
-    """Decode at a few batches and contexts that the pool holds, prefill of one full step; what `role` does of them."""
-    slots, tokens, found = scheduler.max_num_seqs, scheduler.max_num_batched_tokens, []
-    if role is not Role.PREFILL:
-        batches = sorted({1, slots} | {size for size in (8, 32, 128) if size < slots})
-        cells = {(min(size, max_model_len, kv_tokens // batch), batch) for size in _CONTEXTS for batch in batches}
+def workloads(budget: Budget, runner: RunnerShape, slots: int) -> list[Workload]:
+    """What the executables of `runner` can be given: decode of up to `slots` rows at a few batches and contexts that the pool
+    holds, prefill of one full step."""
+    found = []
+    most = EXACT_ROWS if runner.exact else slots
+    tokens = EXACT_ROWS if runner.exact else max((bucket.num_tokens for bucket in runner.prefill), default=0)
+    if runner.decode or runner.exact:
+        batches = {1, min(slots, most)} | {size for size in _BATCHES if size < min(slots, most)}
+        cells = {(min(size, budget.max_model_len, budget.kv_tokens // b), b) for size in _CONTEXTS for b in batches}
         found += [Workload(phase="decode", rows=b, tokens=b, context=c) for c, b in sorted(cells) if c]
-    if role is not Role.DECODE:
-        found.append(Workload(phase="prefill", rows=1, tokens=tokens, context=min(tokens, max_model_len)))
+    if tokens:
+        context = min(tokens, budget.max_model_len)
+        found.append(Workload(phase="prefill", rows=1, tokens=context, context=context))
     return found
 
 

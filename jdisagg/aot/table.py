@@ -108,6 +108,9 @@ def _remarks(engine: EngineReport) -> Iterator[str]:
         yield f"* compiled with {depths} layers; the figures are the straight line through them at the model's depth"
     if any(step.copies != step.required_copies for step in engine.steps):
         yield "+ copies in a branch that only some steps take (log-probabilities of prompts)"
+    if engine.steps_need_bytes is not None:
+        kept = engine.budget.steps_bytes
+        yield f"steps need {_gib(engine.steps_need_bytes)} GiB (state, code, temp, padding of arrays), {_gib(kept)} are kept"
     if len(engine.steps) < engine.num_executables:
         yield f"{len(engine.steps)} of {engine.num_executables} executables were compiled, the largest of each kind"
 
