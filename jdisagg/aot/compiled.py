@@ -1,4 +1,4 @@
-"""One executable through the real compiler: seconds, temporaries, what stays in place, collectives, copies.
+"""One executable through the real compiler: processor seconds, temporaries, what stays in place, collectives, copies.
 
 A scanned model is compiled as it is served. Unrolled layers would take minutes: two shallow models are compiled instead and a
 straight line through them tells of the full depth; `layers` says so.
@@ -33,7 +33,7 @@ class CompiledStep:
     shape: str
     size: int
     layers: tuple[int, ...]  # that were compiled; several: the figures are extrapolated from them
-    compile_s: float
+    compile_cpu_s: float  # processor seconds, which a busy machine does not stretch
     temp_bytes: int
     code_bytes: int
     padding_bytes: int  # that arguments take beyond their elements, in the device's own layout
@@ -72,13 +72,13 @@ def _has_layers(executable: Executable) -> bool:
 
 
 def _compile(engine: AbstractEngine, executable: Executable) -> CompiledStep:
-    spec, began_s = engine.form.spec, time.monotonic()
+    spec, began_s = engine.form.spec, time.process_time()
     step = CompiledStep(
         name=executable.name,
         shape=executable.shape,
         size=executable.size,
         layers=(spec.num_layers,),
-        compile_s=0.0,
+        compile_cpu_s=0.0,
         temp_bytes=0,
         code_bytes=0,
         padding_bytes=0,
@@ -92,19 +92,19 @@ def _compile(engine: AbstractEngine, executable: Executable) -> CompiledStep:
     try:
         compiled = engine.lower(executable).compile()
     except jax.errors.JaxRuntimeError as error:
-        return replace(step, error=str(error).strip().splitlines()[0], compile_s=time.monotonic() - began_s)
-    compile_s = time.monotonic() - began_s
+        return replace(step, error=str(error).strip().splitlines()[0], compile_cpu_s=time.process_time() - began_s)
+    compile_cpu_s = time.process_time() - began_s
     module, memory = parse(compiled.as_text()), compiled.memory_analysis()
     trips = spec.num_layers if engine.form.layer_loop is LayerLoop.SCAN else 1
     return replace(
         step,
-        compile_s=compile_s,
+        compile_cpu_s=compile_cpu_s,
         temp_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
         padding_bytes=max(0, memory.argument_size_in_bytes - bytes_per_device(engine.arguments(executable))),
         aliased_bytes=memory.alias_size_in_bytes,
         collectives=collectives(module, trips=trips),
-        copies=copies(module, weights=_weight_shapes(engine), cache_bytes=step.cache_bytes),
+        copies=copies(module, weights=_weight_shapes(engine), cache_bytes=step.cache_bytes, num_tokens=executable.size),
         kernels=kernels(module, trips=trips),
     )
 
@@ -141,7 +141,7 @@ def _extrapolate(steps: Sequence[CompiledStep], depth: int, donated_bytes: int, 
     return replace(
         second,
         layers=(*first.layers, *second.layers),
-        compile_s=line(first.compile_s, second.compile_s),
+        compile_cpu_s=max(second.compile_cpu_s, line(first.compile_cpu_s, second.compile_cpu_s)),
         temp_bytes=max(second.temp_bytes, round(line(first.temp_bytes, second.temp_bytes))),
         code_bytes=max(second.code_bytes, round(line(first.code_bytes, second.code_bytes))),
         padding_bytes=max(second.padding_bytes, round(line(first.padding_bytes, second.padding_bytes))),

@@ -13,6 +13,7 @@ _MOVES = frozenset(
     ("copy", "copy-start", "transpose", "slice", "dynamic-slice", "concatenate", "convert", "broadcast", "reverse")
 )
 _KERNEL_TARGETS = ("tpu_custom_call", "mosaic_gpu", "triton_kernel_call", "__gpu$xla.gpu.triton")
+_PARAMS = "params["  # the steps' first argument
 _NUMBER = re.compile(r"(\.\d+|\.clone)+$")
 _CACHE_SHARE = 2  # half of a cache is a copy of it
 _SMALLEST_WEIGHT = 2  # dimensions larger than one: biases and norms may be moved
@@ -71,9 +72,14 @@ def kernels(module: Module, *, trips: int) -> dict[str, int]:
     return found
 
 
-def copies(module: Module, *, weights: Iterable[tuple[str, tuple[int, ...]]], cache_bytes: int) -> tuple[Copy, ...]:
+def copies(
+    module: Module, *, weights: Iterable[tuple[str, tuple[int, ...]]], cache_bytes: int, num_tokens: int = 0
+) -> tuple[Copy, ...]:
     """Copies in device memory of anything shaped like one of `weights` (HLO dtype, shape on one device, in any axis order), or
-    of half the cache or more. A weight brought into memory on the chip is no copy: it has to get there."""
+    of half the cache or more. A weight brought into memory on the chip is no copy: it has to get there.
+
+    What has a dimension of `num_tokens`, those of the step, may be an activation: it counts when it says that it is a weight.
+    """
     known = {(dtype, _key(dims)) for dtype, dims in weights if len(_key(dims)) >= _SMALLEST_WEIGHT}
     found = {}
     for reached in module.walk():
@@ -83,7 +89,8 @@ def copies(module: Module, *, weights: Iterable[tuple[str, tuple[int, ...]]], ca
         shape = instruction.shapes[0]
         if shape.space:
             continue
-        if (shape.dtype, _key(shape.dims)) in known:
+        is_named = instruction.op_name.startswith(_PARAMS)
+        if (shape.dtype, _key(shape.dims)) in known and (is_named or num_tokens not in shape.dims):
             found[instruction.name] = _copy("weight", instruction.name, shape, reached)
         elif cache_bytes and shape.num_bytes * _CACHE_SHARE >= cache_bytes:
             found[instruction.name] = _copy("cache", instruction.name, shape, reached)

@@ -139,13 +139,13 @@ def gate_engine(case: Case, *, exact: bool = False) -> AbstractEngine:
 
 def render_gates(gates: Sequence[Gate]) -> str:
     """The table, failures beside their rows and counted below."""
-    rows = [["step", "topology", "tp", "D", "KV", "compile s", "temp MiB", "of cache", "in place", "copies", "holds"]]
+    rows = [["step", "topology", "tp", "D", "KV", "CPU s", "temp MiB", "of cache", "in place", "copies", "holds"]]
     for gate in gates:
         step = gate.step
         rows.append(
             [
                 f"{step.name} ({step.shape})",
-                *(gate.topology, str(gate.tp), str(gate.head_dim), gate.kv_dtype, f"{step.compile_s:.1f}"),
+                *(gate.topology, str(gate.tp), str(gate.head_dim), gate.kv_dtype, f"{step.compile_cpu_s:.1f}"),
                 *(f"{step.temp_bytes / MIB:.2f}", f"{100 * step.temp_bytes / step.cache_bytes:.2f} %"),
                 *("yes" if step.in_place else "no", count_copies(step)),
                 "yes" if passed(gate) else "NO: " + "; ".join(gate.failures),

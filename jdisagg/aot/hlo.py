@@ -21,6 +21,7 @@ _SPACE = re.compile(r"S\((\d+)\)")
 _CALLED = re.compile(r"\b(calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 _TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
+_OP_NAME = re.compile(r'\bop_name="([^"]*)"')
 _OPERAND = re.compile(r"%([\w.\-]+)")
 
 
@@ -49,6 +50,7 @@ class Instruction:
     operands: tuple[str, ...]
     is_root: bool
     target: str  # of a custom call
+    op_name: str  # what it was made from, in jax's words
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +125,14 @@ def _instruction(match: re.Match[str]) -> Instruction:
         called=tuple(called),
         operands=tuple(_OPERAND.findall(arguments)),
         is_root=match[1] is not None,
-        target=target[1] if (target := _TARGET.search(attributes)) is not None else "",
+        target=_first(_TARGET, attributes),
+        op_name=_first(_OP_NAME, attributes),
     )
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.search(text)
+    return "" if found is None else found[1]
 
 
 def _shape(dtype: str, dims: str, layout: str) -> Shape:

@@ -75,17 +75,17 @@ def _budget(budget: Budget) -> list[list[str]]:
 
 
 def _steps(steps: Sequence[CompiledStep]) -> list[list[str]]:
-    rows = [["step", "compile s", "temp MiB", "in place", "copies", "collectives in a step"]]
+    rows = [["step", "CPU s", "temp MiB", "in place", "copies", "collectives in a step"]]
     for step in steps:
         mark = "*" if len(step.layers) > 1 else ""
         if step.error is not None:
-            rows.append([f"{step.name} ({step.shape})", f"{step.compile_s:.1f}", "-", "-", "-", "REFUSED"])
+            rows.append([f"{step.name} ({step.shape})", f"{step.compile_cpu_s:.1f}", "-", "-", "-", "REFUSED"])
             continue
         moved = ", ".join(f"{each.count} {each.kind}" for each in step.collectives if not each.optional) or "none"
         rows.append(
             [
                 f"{step.name} ({step.shape}){mark}",
-                f"{step.compile_s:.1f}",
+                f"{step.compile_cpu_s:.1f}",
                 f"{step.temp_bytes / MIB:.1f}",
                 "all" if step.in_place else f"not {(step.donated_bytes - step.aliased_bytes) / MIB:.1f} MiB",
                 count_copies(step),

@@ -73,6 +73,15 @@ def test_a_copy_is_what_writes_a_weight_or_the_cache_to_device_memory_again() ->
     }
 
 
+def test_what_may_be_an_activation_counts_when_it_says_that_it_is_a_weight() -> None:
+    copied = "ROOT %copy.9 = bf16[64,32]{0,1} copy(%arg)"
+    named = TEXT.replace(copied, f'{copied}, metadata={{op_name="params[0]"}}')
+    assert named != TEXT
+    options = {"weights": [("bf16", (64, 32))], "cache_bytes": 0}
+    assert copies(parse(TEXT), num_tokens=64, **options) == ()
+    assert [copy.instruction for copy in copies(parse(named), num_tokens=64, **options)] == ["copy.9"]
+
+
 def test_kernels_are_named_without_their_numbers() -> None:
     assert kernels(parse(TEXT), trips=10) == {"attention": 10}
 
