@@ -102,7 +102,7 @@ def _compile(engine: AbstractEngine, executable: Executable) -> CompiledStep:
         temp_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
         padding_bytes=max(0, memory.argument_size_in_bytes - bytes_per_device(engine.arguments(executable))),
-        aliased_bytes=memory.alias_size_in_bytes,
+        aliased_bytes=module.aliased_bytes,
         collectives=collectives(module, trips=trips),
         copies=copies(module, weights=_weight_shapes(engine), cache_bytes=step.cache_bytes, num_tokens=executable.size),
         kernels=kernels(module, trips=trips),

@@ -20,6 +20,7 @@ _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\](\{[^}]*\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _CALLED = re.compile(r"\b(calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+_ALIAS = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
 _TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
 _OP_NAME = re.compile(r'\bop_name="([^"]*)"')
 _OPERAND = re.compile(r"%([\w.\-]+)")
@@ -47,7 +48,7 @@ class Instruction:
     opcode: str
     shapes: tuple[Shape, ...]  # several for a tuple
     called: tuple[str, ...]  # computations
-    operands: tuple[str, ...]
+    operands: tuple[str, ...]  # names; of a parameter its number
     is_root: bool
     target: str  # of a custom call
     op_name: str  # what it was made from, in jax's words
@@ -67,7 +68,14 @@ class Module:
     """All computations."""
 
     entry: str
+    aliased: frozenset[int] = frozenset()  # numbers of arguments whose memory a result takes over
     computations: dict[str, dict[str, Instruction]] = field(default_factory=dict)
+
+    @property
+    def aliased_bytes(self) -> int:
+        """Of the arguments on one device whose memory a result takes over, without padding."""
+        arguments = (each for each in self.computations[self.entry].values() if each.opcode == "parameter")
+        return sum(each.shapes[0].num_bytes for each in arguments if int(each.operands[0]) in self.aliased)
 
     def walk(self) -> Iterator[Reached]:
         """Everything reached from ENTRY except through fusions and reductions."""
@@ -101,7 +109,9 @@ def parse(text: str) -> Module:
     """Read what `Compiled.as_text()` prints."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = "", None
-    for line in text.splitlines():
+    lines = text.splitlines()
+    aliased = frozenset(int(number) for number in _ALIAS.findall(lines[0])) if lines else frozenset()
+    for line in lines:
         if (head := _HEAD.match(line)) is not None:
             current = computations.setdefault(head[2], {})
             entry = head[2] if head[1] else entry
@@ -110,7 +120,7 @@ def parse(text: str) -> Module:
         elif line.startswith("}"):
             current = None
     assert entry, "no ENTRY in the compiled program's text"
-    return Module(entry, computations)
+    return Module(entry, aliased, computations)
 
 
 def _instruction(match: re.Match[str]) -> Instruction:
@@ -123,7 +133,7 @@ def _instruction(match: re.Match[str]) -> Instruction:
         opcode=match[4],
         shapes=tuple(_shape(*found) for found in _SHAPE.findall(match[3])),
         called=tuple(called),
-        operands=tuple(_OPERAND.findall(arguments)),
+        operands=(arguments.partition(")")[0],) if match[4] == "parameter" else tuple(_OPERAND.findall(arguments)),
         is_root=match[1] is not None,
         target=_first(_TARGET, attributes),
         op_name=_first(_OP_NAME, attributes),

@@ -91,8 +91,10 @@ def test_the_compiler_copies_a_cache_that_is_not_donated(*, donated: bool) -> No
     cache = jax.ShapeDtypeStruct((4, 256, 64), jnp.float32)
     write = jax.jit(lambda kv, row: kv.at[1, 3].set(row), donate_argnums=0 if donated else ())
     compiled = write.lower(cache, jax.ShapeDtypeStruct((64,), jnp.float32)).compile()
-    found = copies(parse(compiled.as_text()), weights=[], cache_bytes=4 * 256 * 64 * 4)
+    module = parse(compiled.as_text())
+    found = copies(module, weights=[], cache_bytes=4 * 256 * 64 * 4)
     assert [copy.of for copy in found] == ([] if donated else ["cache"])
+    assert module.aliased_bytes == (4 * 256 * 64 * 4 if donated else 0)
 
 
 def test_the_compiler_copies_a_weight_that_is_used_the_other_way_round() -> None:
