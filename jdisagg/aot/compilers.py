@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -33,14 +33,14 @@ def abstract_devices(topology: Topology, count: int) -> Sequence[Any]:
 
 
 def _tpu_devices(topology: Topology) -> Sequence[Any]:
-    if importlib.util.find_spec("libtpu") is None:
+    if find_spec("libtpu") is None:
         raise ConfigError("--topology: TPU topologies need the TPU compiler; install jdisagg[aot] (libtpu)", field="--topology")
     name = f"{topology.accelerator.name}:{topology.compile_shape}"
     return _describe(topology, "tpu", {"topology_name": name})
 
 
 def _cuda_devices(topology: Topology) -> Sequence[Any]:
-    if all(importlib.util.find_spec(name) is None for name in _CUDA_PLUGINS):
+    if all(find_spec(name) is None for name in _CUDA_PLUGINS):
         raise ConfigError(
             f"--topology: {topology} needs the CUDA compiler; install jax-cuda13-plugin and jax-cuda13-pjrt of jax's version "
             "(no GPU is needed), or add --no-compile for what arithmetic alone can tell",

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jdisagg.aot import compilers
 from jdisagg.aot.accelerators import GIB, read_accelerators
 from jdisagg.aot.topology import parse_topology
 from jdisagg.core.errors import ConfigError
@@ -49,3 +50,18 @@ def test_every_accelerator_has_rates_for_the_default_dtype_and_a_source() -> Non
             )
         if accelerator.platform == "cuda":
             assert "gpu_device_info" in accelerator.target_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("v6e:2x2", r"install jdisagg\[aot\] \(libtpu\)"), ("h200:1", "install jax-cuda13-plugin .* or add --no-compile")],
+)
+def test_a_compiler_that_is_not_installed_is_named(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilers, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=message):
+        compilers.abstract_devices(parse_topology(text), 1)
+
+
+def test_more_devices_than_the_topology_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match="got 4 devices to use, --topology v5e:1x1 has 1; lower --tp"):
+        compilers.abstract_devices(parse_topology("v5e:1x1"), 4)
