@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jdisagg.aot.abstract import AbstractEngine
-from jdisagg.aot.findings import Collective, Copy, collectives, copies, kernels
+from jdisagg.aot.findings import Collective, Copy, Precious, collectives, copies, kernels
 from jdisagg.aot.hlo import parse
 from jdisagg.core.config import LayerLoop
 from jdisagg.engine.executables import Executable
@@ -104,7 +104,7 @@ def _compile(engine: AbstractEngine, executable: Executable) -> CompiledStep:
         padding_bytes=max(0, memory.argument_size_in_bytes - bytes_per_device(engine.arguments(executable))),
         aliased_bytes=module.aliased_bytes,
         collectives=collectives(module, trips=trips),
-        copies=copies(module, weights=_weight_shapes(engine), cache_bytes=step.cache_bytes, num_tokens=executable.size),
+        copies=copies(module, _precious(engine, executable.size)),
         kernels=kernels(module, trips=trips),
     )
 
@@ -122,15 +122,17 @@ def _cache_bytes(engine: AbstractEngine) -> int:
     return bytes_per_device(engine.kv)
 
 
-def _weight_shapes(engine: AbstractEngine) -> set[tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of every weight on one device; of stacked ones also a single layer's."""
-    found = set()
-    for leaf in jax.tree.leaves(engine.params):
-        dims, dtype = leaf.sharding.shard_shape(leaf.shape), _HLO_NAMES.get(str(leaf.dtype), str(leaf.dtype))
-        found.add((dtype, dims))
+def _precious(engine: AbstractEngine, num_tokens: int) -> Precious:
+    """Weights, of stacked ones also a single layer's, and the arrays of the cache."""
+    weights = {_on_device(leaf) for leaf in jax.tree.leaves(engine.params)}
     if engine.form.layer_loop is LayerLoop.SCAN:
-        found |= {(dtype, dims[1:]) for dtype, dims in found if len(dims) > 2}
-    return found
+        weights |= {(dtype, dims[1:]) for dtype, dims in weights if len(dims) > 2}
+    cache = {(_on_device(leaf)[0], bytes_per_device(leaf)) for leaf in jax.tree.leaves(engine.kv)}
+    return Precious(weights=frozenset(weights), cache=frozenset(cache), num_tokens=num_tokens)
+
+
+def _on_device(leaf: Any) -> tuple[str, tuple[int, ...]]:
+    return _HLO_NAMES.get(str(leaf.dtype), str(leaf.dtype)), tuple(leaf.sharding.shard_shape(leaf.shape))
 
 
 def _extrapolate(steps: Sequence[CompiledStep], depth: int, donated_bytes: int, cache_bytes: int) -> CompiledStep:

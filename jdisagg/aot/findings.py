@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jdisagg.aot.hlo import Module, Reached, Shape
@@ -15,8 +14,6 @@ _MOVES = frozenset(
 _KERNEL_TARGETS = ("tpu_custom_call", "mosaic_gpu", "triton_kernel_call", "__gpu$xla.gpu.triton")
 _PARAMS = "params["  # the steps' first argument
 _NUMBER = re.compile(r"(\.\d+|\.clone)+$")
-_CACHE_SHARE = 2  # half of a cache is a copy of it
-_SMALLEST_WEIGHT = 2  # dimensions larger than one: biases and norms may be moved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,28 +69,36 @@ def kernels(module: Module, *, trips: int) -> dict[str, int]:
     return found
 
 
-def copies(
-    module: Module, *, weights: Iterable[tuple[str, tuple[int, ...]]], cache_bytes: int, num_tokens: int = 0
-) -> tuple[Copy, ...]:
-    """Copies in device memory of anything shaped like one of `weights` (HLO dtype, shape on one device, in any axis order), or
-    of half the cache or more. A weight brought into memory on the chip is no copy: it has to get there.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precious:
+    """What a step must not write a second time, as one device has it: HLO dtypes with shapes or sizes."""
 
-    What has a dimension of `num_tokens`, those of the step, may be an activation: it counts when it says that it is a weight.
-    """
-    known = {(dtype, _key(dims)) for dtype, dims in weights if len(_key(dims)) >= _SMALLEST_WEIGHT}
+    weights: frozenset[tuple[str, tuple[int, ...]]]
+    cache: frozenset[tuple[str, int]]  # dtype and bytes of each array, scales among them
+    num_tokens: int = 0  # of the step: what has this dimension may be an activation
+
+    def of(self, reached: Reached, shape: Shape) -> str | None:
+        """Which of them `shape` is a copy of. A weight's axes may be in any order; half of a cache array will do."""
+        is_named = reached.instruction.op_name.startswith(_PARAMS)
+        if any((dtype, _key(dims)) == (shape.dtype, _key(shape.dims)) for dtype, dims in self.weights if len(_key(dims)) >= 2):
+            return "weight" if is_named or self.num_tokens not in shape.dims else None
+        largest = max((size for _, size in self.cache), default=0)
+        sizes = [size for dtype, size in self.cache if dtype == shape.dtype or size == largest]
+        return "cache" if any(shape.num_bytes * 2 >= size > 0 for size in sizes) else None
+
+
+def copies(module: Module, precious: Precious) -> tuple[Copy, ...]:
+    """Copies in device memory of a weight or of a cache array. One brought into memory on the chip is no copy: a weight has to
+    get there. What may be an activation counts when it says that it is a weight."""
     found = {}
     for reached in module.walk():
         instruction = reached.instruction
         if not instruction.shapes or module.producer(instruction) not in _MOVES:
             continue
         shape = instruction.shapes[0]
-        if shape.space:
-            continue
-        is_named = instruction.op_name.startswith(_PARAMS)
-        if (shape.dtype, _key(shape.dims)) in known and (is_named or num_tokens not in shape.dims):
-            found[instruction.name] = _copy("weight", instruction.name, shape, reached)
-        elif cache_bytes and shape.num_bytes * _CACHE_SHARE >= cache_bytes:
-            found[instruction.name] = _copy("cache", instruction.name, shape, reached)
+        of = None if shape.space else precious.of(reached, shape)
+        if of is not None:
+            found[instruction.name] = _copy(of, instruction.name, shape, reached)
     return tuple(found.values())
 
 

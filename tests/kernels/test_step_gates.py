@@ -43,6 +43,16 @@ print(gates.render_gates([gate]))
 sys.exit(0 if gate.failures else 1)
 """
 
+INT8 = """
+import os, sys
+from jdisagg.aot.environment import prepare_compilers
+prepare_compilers(os.environ)
+from jdisagg.aot import gates
+(gate,) = gates.run_case(gates.Case(topology="v6e:2x4", tp=4, head_dim=128, kv_dtype="int8", steps=("decode",)), print)
+print(gates.render_gates([gate]))
+sys.exit(1 if gate.failures else 0)
+"""
+
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter without the settings of this one's jax."""
@@ -73,6 +83,15 @@ def test_a_step_over_a_cache_in_the_wrong_axis_order_does_not_pass() -> None:
     done = run_python("-c", PLANTED)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "0 of 1 gates hold" in done.stdout
+
+
+@needs_libtpu
+@pytest.mark.xfail(reason="attention over int8 copies all scales in every round of its loop, on TPU")
+@pytest.mark.timeout(TIMEOUT_S + 60)
+def test_a_decode_step_over_int8_kv_copies_no_scales() -> None:
+    done = run_python("-c", INT8)
+    assert "gates hold" in done.stdout, done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout
 
 
 @needs_cuda

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdisagg.aot.findings import collectives, copies, kernels
+from jdisagg.aot.findings import Precious, collectives, copies, kernels
 from jdisagg.aot.hlo import parse
 
+WEIGHTS = frozenset({("bf16", (64, 32))})
 TEXT = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1,0}}
 
 %fused_transpose (param_0: bf16[64,32]) -> bf16[32,64] {
@@ -64,7 +65,8 @@ def test_collectives_in_the_layer_loop_count_once_a_layer_and_those_in_a_branch_
 
 
 def test_a_copy_is_what_writes_a_weight_or_the_cache_to_device_memory_again() -> None:
-    found = {copy.instruction: copy for copy in copies(parse(TEXT), weights=[("bf16", (64, 32))], cache_bytes=2 * 512 * 2)}
+    precious = Precious(weights=WEIGHTS, cache=frozenset({("bf16", 2 * 512 * 2)}))
+    found = {copy.instruction: copy for copy in copies(parse(TEXT), precious)}
     # not copy-start.1, which brings a weight onto the chip, nor copy.7, which exists inside a fusion alone
     assert {name: (copy.of, copy.optional) for name, copy in found.items()} == {
         "fusion.1": ("weight", False),
@@ -77,9 +79,16 @@ def test_what_may_be_an_activation_counts_when_it_says_that_it_is_a_weight() -> 
     copied = "ROOT %copy.9 = bf16[64,32]{0,1} copy(%arg)"
     named = TEXT.replace(copied, f'{copied}, metadata={{op_name="params[0]"}}')
     assert named != TEXT
-    options = {"weights": [("bf16", (64, 32))], "cache_bytes": 0}
-    assert copies(parse(TEXT), num_tokens=64, **options) == ()
-    assert [copy.instruction for copy in copies(parse(named), num_tokens=64, **options)] == ["copy.9"]
+    precious = Precious(weights=WEIGHTS, cache=frozenset(), num_tokens=64)
+    assert copies(parse(TEXT), precious) == ()
+    assert [copy.instruction for copy in copies(parse(named), precious)] == ["copy.9"]
+
+
+def test_scales_are_cache_in_their_own_dtype_alone() -> None:
+    cache = frozenset({("s8", 10**6), ("bf16", 2 * 512 * 2), ("f32", 2 * 512 * 2)})
+    assert [copy.of for copy in copies(parse(TEXT), Precious(weights=WEIGHTS, cache=cache))].count("cache") == 1
+    without = cache - {("bf16", 2 * 512 * 2)}
+    assert "cache" not in [copy.of for copy in copies(parse(TEXT), Precious(weights=WEIGHTS, cache=without))]
 
 
 def test_kernels_are_named_without_their_numbers() -> None:
@@ -92,7 +101,7 @@ def test_the_compiler_copies_a_cache_that_is_not_donated(*, donated: bool) -> No
     write = jax.jit(lambda kv, row: kv.at[1, 3].set(row), donate_argnums=0 if donated else ())
     compiled = write.lower(cache, jax.ShapeDtypeStruct((64,), jnp.float32)).compile()
     module = parse(compiled.as_text())
-    found = copies(module, weights=[], cache_bytes=4 * 256 * 64 * 4)
+    found = copies(module, Precious(weights=frozenset(), cache=frozenset({("f32", 4 * 256 * 64 * 4)})))
     assert [copy.of for copy in found] == ([] if donated else ["cache"])
     assert module.aliased_bytes == (4 * 256 * 64 * 4 if donated else 0)
 
@@ -100,5 +109,6 @@ def test_the_compiler_copies_a_cache_that_is_not_donated(*, donated: bool) -> No
 def test_the_compiler_copies_a_weight_that_is_used_the_other_way_round() -> None:
     weight, row = jax.ShapeDtypeStruct((96, 40), jnp.float32), jax.ShapeDtypeStruct((7,), jnp.float32)
     compiled = jax.jit(lambda w, x: (w.T.copy(), x + 1)).lower(weight, row).compile()
-    (copy,) = copies(parse(compiled.as_text()), weights=[("f32", (96, 40))], cache_bytes=0)
+    precious = Precious(weights=frozenset({("f32", (96, 40))}), cache=frozenset())
+    (copy,) = copies(parse(compiled.as_text()), precious)
     assert (copy.of, copy.num_bytes, copy.optional) == ("weight", 96 * 40 * 4, False)
