@@ -18,7 +18,7 @@ def render(report: Report, *, explain: bool) -> str:
     """The whole report; `explain` adds where figures come from and what was found in the programs."""
     lines = [f"{report.model} on {report.topology}: {report.num_devices} x {report.device}, {_versions(report)}"]
     for engine in report.engines:
-        lines += ["", *_engine(engine)]
+        lines += ["", *_engine(engine, report)]
         if explain:
             lines += ["", *explanations(engine, report)]
     lines += ["", *(f"PROBLEM  {problem}" for problem in report.problems)]
@@ -37,13 +37,13 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _engine(engine: EngineReport) -> Iterator[str]:
+def _engine(engine: EngineReport, report: Report) -> Iterator[str]:
     many = f" x {len(engine.devices)}" if len(engine.devices) > 1 else ""
     yield (
         f"{engine.role} engine{many}, tp {engine.tp}: {engine.num_params / 1e9:.2f} billion parameters in {engine.dtype}, "
         f"KV in {engine.kv_dtype}, layers {engine.layer_loop}"
     )
-    yield from columns(_budget(engine.budget))
+    yield from columns(_budget(engine.budget, report.device_memory_gib))
     if engine.steps:
         yield ""
         yield from columns(_steps(engine.steps))
@@ -60,10 +60,12 @@ def _engine(engine: EngineReport) -> Iterator[str]:
         yield "would fit: no single change that was tried"
 
 
-def _budget(budget: Budget) -> list[list[str]]:
+def _budget(budget: Budget, memory_gib: float | None) -> list[list[str]]:
     rows = [["on each device", "GiB", ""]]
-    if budget.limit_bytes is not None and budget.usable_bytes is not None:
-        rows.append(["the runtime's limit", _gib(budget.limit_bytes), ""])
+    if budget.limit_bytes is not None and budget.usable_bytes is not None and memory_gib is not None:
+        share = budget.limit_bytes / GIB / memory_gib
+        more = "" if share > 0.99 else f"{share:.2f} of {memory_gib:g}; XLA_CLIENT_MEM_FRACTION in the environment raises it"
+        rows.append(["the runtime's limit", _gib(budget.limit_bytes), more])
         rows.append(["usable", _gib(budget.usable_bytes), f"{budget.usable_bytes / budget.limit_bytes:.2f} of it"])
     rows.append(["weights", _gib(budget.weights_bytes), ""])
     rows.append(["kept for steps", _gib(budget.steps_bytes), ""])
