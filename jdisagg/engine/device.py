@@ -16,8 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdisagg.engine import state as slots
 from jdisagg.engine.batches import ExactBatch, PrefillBatch
+from jdisagg.engine.functions import jit_functions
 from jdisagg.engine.model import Params, StepModel
-from jdisagg.engine.steps import StepFunctions, StepOut
+from jdisagg.engine.steps import StepOut
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout
 from jdisagg.kv.pool import KVPool
@@ -48,7 +49,7 @@ class Device:
         self._params = params
         new_state = partial(slots.new_state, shape.max_num_seqs, shape.pages_per_seq, shape.vocab_size)
         self._state = jax.jit(new_state, out_shardings=self.whole)()
-        self._functions = _jit_all(StepFunctions(model, layout.page_size, self.whole), self, mesh)
+        self._functions = jit_functions(model, layout, mesh)
 
     def prefill(self, batch: PrefillBatch) -> StepOut:
         """Run one prefill bucket."""
@@ -100,27 +101,3 @@ class Device:
         kv, self._state, out = self._functions[name](self._params, self.pool.take(), self._state, self.upload(batch))
         self.pool.put(kv)
         return out
-
-
-def _jit_all(steps: StepFunctions, device: Device, mesh: Mesh) -> dict[str, Any]:
-    """Every function with its donations and output shardings."""
-    whole, kv, layout = device.whole, device.pool.shardings, device.layout
-    step = partial(jax.jit, donate_argnums=(1, 2), out_shardings=(kv, whole, whole))
-    update = partial(jax.jit, donate_argnums=0, out_shardings=whole)
-
-    def gather(cache: KVGroup, where: jax.Array) -> KVGroup:
-        return layout.gather_tokens(mesh, cache, where[0], where[1])
-
-    def scatter(cache: KVGroup, piece: KVGroup, where: jax.Array) -> KVGroup:
-        return layout.scatter_tokens(mesh, cache, piece, where[0], where[1])
-
-    return {
-        "prefill": step(steps.prefill),
-        "decode": step(steps.decode),
-        "exact": step(steps.exact),
-        "admit": update(slots.admit),
-        "append": update(slots.append_pages),
-        "history": update(slots.add_history),
-        "export": jax.jit(gather, out_shardings=device.piece_sharding),
-        "import": jax.jit(scatter, donate_argnums=0, out_shardings=kv[0]),
-    }

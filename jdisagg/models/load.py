@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jdisagg.core.config import LayerLoop, ModelConfig
 from jdisagg.core.errors import ConfigError
 from jdisagg.models.fingerprint import fingerprint
+from jdisagg.models.form import choose_dtypes, choose_layer_loop
 from jdisagg.models.init import random_params
 from jdisagg.models.limits import check_model
 from jdisagg.models.orbax_source import has_orbax, load_orbax
@@ -20,9 +21,6 @@ from jdisagg.models.safetensors_files import has_safetensors
 from jdisagg.models.safetensors_source import load_safetensors
 from jdisagg.models.spec import ModelSpec
 from jdisagg.models.stacking import stack_layers
-
-DTYPES = ("float32", "bfloat16", "float16")
-KV_DTYPES = (*DTYPES, "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +46,14 @@ def load_model(config: ModelConfig, mesh: Mesh, *, seed: int) -> LoadedModel:
     directory = resolve_model(config.model)
     spec = ModelSpec.from_config(read_config(directory))
     check_model(config, spec, mesh.shape["tp"])
-    dtype = _dtype("dtype", config.dtype, DTYPES, auto="float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
-    kv_dtype = _dtype("kv_cache_dtype", config.kv_cache_dtype, KV_DTYPES, auto=dtype)
+    dtype, kv_dtype = choose_dtypes(config, mesh.devices.flat[0].platform)
     params = _load(_format(config.load_format, directory), directory, spec, mesh, dtype, seed=seed)
     identity = fingerprint(spec, params, numerics=config.numerics.value)
-    scan = config.layer_loop is LayerLoop.SCAN
+    layer_loop = choose_layer_loop(config)
     return LoadedModel(
         spec=spec,
-        params=stack_layers(params) if scan else params,
-        layer_loop=LayerLoop.SCAN if scan else LayerLoop.UNROLLED,
+        params=stack_layers(params) if layer_loop is LayerLoop.SCAN else params,
+        layer_loop=layer_loop,
         fingerprint=identity,
         eos_token_ids=eos_token_ids(directory),
         generation_defaults=generation_defaults(directory),
@@ -84,11 +81,3 @@ def _format(wanted: str, directory: Path) -> str:
             field="load_format",
         )
     return wanted
-
-
-def _dtype(key: str, value: str, known: tuple[str, ...], *, auto: str) -> str:
-    if value == "auto":
-        return auto
-    if value not in known:
-        raise ConfigError(f"--{key.replace('_', '-')} is {value!r}, wanted auto | {' | '.join(known)}", field=key)
-    return value

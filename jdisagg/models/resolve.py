@@ -45,6 +45,19 @@ def read_config(directory: Path) -> dict[str, Any]:
     return read_object(path)
 
 
+def read_model_config(name: str) -> dict[str, Any]:
+    """config.json alone of "demo", a directory, a file, or a Hub id: no weights need to be there, and none are fetched.
+
+    Raises ConfigError when there is no such file, or it is not a JSON object.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return read_object(path)
+    if name == "demo" or path.is_dir() or name.endswith(".json") or name.count("/") != 1:
+        return read_config(resolve_model(name))
+    return read_object(_file_from_hub(name, "config.json"))
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ConfigError naming the file."""
     try:
@@ -87,5 +100,21 @@ def _from_hub(name: str) -> Path:
         raise ConfigError(
             f"--model: {name} is no directory, not in the local Hub cache, and could not be fetched ({first}); "
             "give demo, a directory, or a Hub id (OWNER/NAME) that is cached or reachable",
+            field="model",
+        ) from error
+
+
+def _file_from_hub(name: str, file: str) -> Path:
+    try:
+        return Path(huggingface_hub.hf_hub_download(name, file, local_files_only=True))
+    except (hub_errors.LocalEntryNotFoundError, hub_errors.HFValidationError):
+        pass  # not in the cache: ask the Hub, whose answer is the one worth reporting
+    try:
+        return Path(huggingface_hub.hf_hub_download(name, file))
+    except (hub_errors.HfHubHTTPError, hub_errors.LocalEntryNotFoundError, hub_errors.HFValidationError, OSError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"--model: {file} of {name} is not in the local Hub cache and could not be fetched ({first}); "
+            "give the path of a config.json or of a directory that holds one",
             field="model",
         ) from error

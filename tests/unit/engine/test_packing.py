@@ -7,8 +7,8 @@ from jdisagg.core.config import CacheConfig, Config, LocalPrefill, ModelConfig, 
 from jdisagg.core.requests import Role, SamplingParams
 from jdisagg.engine import admission
 from jdisagg.engine.buckets import PrefillBucket, decode_buckets, prefill_buckets
-from jdisagg.engine.build import runner_shape
 from jdisagg.engine.packing import pack_prefill
+from jdisagg.engine.sizing import runner_shape
 from jdisagg.engine.state import PROMPT_BIT
 from tests.unit.engine.support import admit, chunk_up, prompt_of
 

@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import constants
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.models.resolve import eos_token_ids, generation_defaults, read_config, resolve_model
+from jdisagg.models.resolve import eos_token_ids, generation_defaults, read_config, read_model_config, resolve_model
 
 
 def test_a_directory_is_itself(tmp_path: Path) -> None:
@@ -40,6 +40,24 @@ def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: p
         resolve_model("someone/other")
     with pytest.raises(ConfigError, match="could not be fetched"):
         resolve_model("not a name!")
+
+
+def test_the_configuration_alone_is_read_from_a_file_a_directory_or_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    snapshot = cached(tmp_path, "someone", "tiny")
+    (snapshot / "config.json").write_text('{"vocab_size": 5}')
+    for name in (str(snapshot), str(snapshot / "config.json"), "someone/tiny"):
+        assert read_model_config(name) == {"vocab_size": 5}
+    assert read_model_config("demo")["architectures"] == ["LlamaForCausalLM"]
+    with pytest.raises(
+        ConfigError, match=r"config\.json of someone/other .* could not be fetched .* give the path of a config"
+    ):
+        read_model_config("someone/other")
+    with pytest.raises(ConfigError, match="is not a directory"):
+        read_model_config(str(tmp_path / "none.json"))
 
 
 def test_config_must_be_a_json_object(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from jdisagg.aot.command import build_parser as build_aot_parser
 from jdisagg.core.flags import ROLES
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.settings import build_parser
@@ -13,7 +14,9 @@ ROOT = Path(__file__).parents[3]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _OPTION = re.compile(r'add_argument\(\s*"(--[a-z-]+)"')
 OF_SCRIPTS = {option for path in (ROOT / "scripts").rglob("*.py") for option in _OPTION.findall(path.read_text())}
+OF_AOT = {option for action in build_aot_parser()._actions for option in action.option_strings}
 OTHER_PROGRAMS = {
+    "--no-deps",
     "--once",
     "--out",
     "--allow-cpu",
@@ -39,7 +42,12 @@ def text(request: pytest.FixtureRequest) -> str:
 
 
 def test_every_flag_named_exists(text: str) -> None:
-    known = {option for action in build_parser()._actions for option in action.option_strings} | OTHER_PROGRAMS | OF_SCRIPTS
+    known = (
+        {option for action in build_parser()._actions for option in action.option_strings}
+        | OTHER_PROGRAMS
+        | OF_SCRIPTS
+        | OF_AOT
+    )
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known
 
 

@@ -1,0 +1,113 @@
+"""An engine without a device: everything `serve` would compile, on abstract arrays. Nothing is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdisagg.core.config import LayerLoop
+from jdisagg.engine import state as slots
+from jdisagg.engine.executables import Executable, executables
+from jdisagg.engine.functions import jit_functions
+from jdisagg.engine.model import DecoderModel
+from jdisagg.engine.ops import choose_ops
+from jdisagg.engine.sizing import EngineSizes
+from jdisagg.kv.group import KVGroup
+from jdisagg.kv.layout import KVLayout, choose_layout
+from jdisagg.models.abstract import abstract_params
+from jdisagg.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelForm:
+    """A model as one engine holds it."""
+
+    spec: ModelSpec
+    dtype: str  # of parameters and activations
+    kv_dtype: str
+    layer_loop: LayerLoop  # UNROLLED or SCAN
+
+    def with_layers(self, num_layers: int) -> ModelForm:
+        """The same model, cut off after its first layers."""
+        attention = replace(self.spec.attention, windows=self.spec.attention.windows[:num_layers])
+        return replace(self, spec=replace(self.spec, num_layers=num_layers, attention=attention))
+
+    def layout(self, mesh: Mesh, page_size: int) -> KVLayout:
+        """How its KV lies on `mesh`. Raises ConfigError when heads cannot be split."""
+        return choose_layout(self.spec.kv_spec(self.kv_dtype), mesh, page_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbstractEngine:
+    """What `Device` is to a worker, for lowering only."""
+
+    form: ModelForm
+    mesh: Mesh  # of abstract devices, or real ones that are never used
+    page_size: int
+    sizes: EngineSizes
+
+    @cached_property
+    def layout(self) -> KVLayout:
+        """Of the KV pool."""
+        return self.form.layout(self.mesh, self.page_size)
+
+    @cached_property
+    def params(self) -> dict[str, Any]:
+        """Shapes and shardings of the weights."""
+        return abstract_params(self.form.spec, self.mesh, self.form.dtype, self.form.layer_loop)
+
+    @cached_property
+    def kv(self) -> KVGroup:
+        """Of the pool's arrays."""
+        return _placed(self.layout.abstract(self.sizes.num_pages), NamedSharding(self.mesh, self.layout.partition))
+
+    @cached_property
+    def state(self) -> slots.DecodeState:
+        """Of the decode state."""
+        sizes = self.sizes.device
+        new_state = partial(slots.new_state, sizes.max_num_seqs, sizes.pages_per_seq, sizes.vocab_size)
+        return _placed(jax.eval_shape(new_state), self._whole)
+
+    def with_layers(self, num_layers: int) -> AbstractEngine:
+        """The same engine of a shallower model, page for page."""
+        return replace(self, form=self.form.with_layers(num_layers))
+
+    def executables(self) -> Iterator[Executable]:
+        """All that a worker would compile."""
+        return executables(self.sizes.runner, self.sizes.device)
+
+    def arguments(self, executable: Executable) -> tuple[Any, ...]:
+        """What one of them is called with."""
+        batch = _placed(executable.arguments, self._whole)
+        if executable.name in ("prefill", "decode", "exact"):
+            return (self.params, (self.kv,), self.state, *batch)
+        if executable.name in ("admit", "append", "history"):
+            return (self.state, *batch)
+        if executable.name == "export":
+            return (self.kv, *batch)
+        piece = self.layout.abstract_rows(self.sizes.device.chunk_tokens)
+        return (self.kv, _placed(piece, self.layout.piece_sharding(self.mesh)), *batch)
+
+    def lower(self, executable: Executable) -> Any:
+        """A `jax.stages.Lowered` of one of them, for the mesh's devices."""
+        with jax.set_mesh(self.mesh):
+            return self._functions[executable.name].lower(*self.arguments(executable))
+
+    @cached_property
+    def _functions(self) -> dict[str, Any]:
+        form = self.form
+        model = DecoderModel(form.spec, choose_ops(self.layout, self.mesh), form.layer_loop)
+        return jit_functions(model, self.layout, self.mesh)
+
+    @property
+    def _whole(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+
+def _placed(tree: Any, sharding: NamedSharding) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

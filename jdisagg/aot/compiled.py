@@ -1,0 +1,173 @@
+"""One executable through the real compiler: processor seconds, temporaries, what stays in place, collectives, copies.
+
+A scanned model is compiled as it is served. Unrolled layers would take minutes: two shallow models are compiled instead and a
+straight line through them tells of the full depth; `layers` says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jdisagg.aot.abstract import AbstractEngine
+from jdisagg.aot.findings import Collective, Copy, Precious, collectives, copies, kernels
+from jdisagg.aot.hlo import parse
+from jdisagg.core.config import LayerLoop
+from jdisagg.engine.executables import Executable
+from jdisagg.models.abstract import bytes_per_device
+
+PROBE_LAYERS = (2, 3)  # of a model whose unrolled layers are not all compiled
+_MOST_LAYERS = 8  # that are all compiled when unrolled
+_HLO_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int8": "s8", "uint16": "u16"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledStep:
+    """One executable; bytes are of one device. What the compiler refused has an `error` and zeros."""
+
+    name: str
+    shape: str
+    size: int
+    layers: tuple[int, ...]  # that were compiled; several: the figures are extrapolated from them
+    compile_cpu_s: float  # processor seconds, which a busy machine does not stretch
+    temp_bytes: int
+    code_bytes: int
+    padding_bytes: int  # that arguments take beyond their elements, in the device's own layout
+    donated_bytes: int  # of arguments that the result may take over: cache and state
+    aliased_bytes: int  # of them that it does
+    cache_bytes: int
+    collectives: tuple[Collective, ...]
+    copies: tuple[Copy, ...]
+    kernels: dict[str, int]  # Pallas kernels by name: calls in a step
+    error: str | None = None
+
+    @property
+    def in_place(self) -> bool:
+        """True when everything donated is updated where it lies."""
+        return self.aliased_bytes >= self.donated_bytes
+
+    @property
+    def required_copies(self) -> tuple[Copy, ...]:
+        """Those that every step makes."""
+        return tuple(copy for copy in self.copies if not copy.optional)
+
+
+def compile_step(engine: AbstractEngine, executable: Executable, *, all_layers: bool = False) -> CompiledStep:
+    """Compile one executable of `engine` as far as its size allows. A refusal of the compiler is a result, not an exception."""
+    depth = engine.form.spec.num_layers
+    if engine.form.layer_loop is LayerLoop.SCAN or all_layers or depth <= _MOST_LAYERS or not _has_layers(executable):
+        return _compile(engine, executable)
+    shallow = [_compile(engine.with_layers(layers), executable) for layers in PROBE_LAYERS]
+    failed = next((step for step in shallow if step.error is not None), None)
+    return failed or _extrapolate(shallow, depth, _donated(engine, executable), _cache_bytes(engine))
+
+
+def _has_layers(executable: Executable) -> bool:
+    """The others touch all layers' KV at once, or none."""
+    return executable.name in ("prefill", "decode", "exact")
+
+
+def _compile(engine: AbstractEngine, executable: Executable) -> CompiledStep:
+    spec, began_s = engine.form.spec, time.process_time()
+    step = CompiledStep(
+        name=executable.name,
+        shape=executable.shape,
+        size=executable.size,
+        layers=(spec.num_layers,),
+        compile_cpu_s=0.0,
+        temp_bytes=0,
+        code_bytes=0,
+        padding_bytes=0,
+        donated_bytes=_donated(engine, executable),
+        aliased_bytes=0,
+        cache_bytes=_cache_bytes(engine),
+        collectives=(),
+        copies=(),
+        kernels={},
+    )
+    try:
+        compiled = engine.lower(executable).compile()
+    except jax.errors.JaxRuntimeError as error:
+        return replace(step, error=str(error).strip().splitlines()[0], compile_cpu_s=time.process_time() - began_s)
+    compile_cpu_s = time.process_time() - began_s
+    module, memory = parse(compiled.as_text()), compiled.memory_analysis()
+    trips = spec.num_layers if engine.form.layer_loop is LayerLoop.SCAN else 1
+    return replace(
+        step,
+        compile_cpu_s=compile_cpu_s,
+        temp_bytes=memory.temp_size_in_bytes,
+        code_bytes=memory.generated_code_size_in_bytes,
+        padding_bytes=max(0, memory.argument_size_in_bytes - bytes_per_device(engine.arguments(executable))),
+        aliased_bytes=module.aliased_bytes,
+        collectives=collectives(module, trips=trips),
+        copies=copies(module, _precious(engine, executable.size)),
+        kernels=kernels(module, trips=trips),
+    )
+
+
+def _donated(engine: AbstractEngine, executable: Executable) -> int:
+    kv, state = bytes_per_device(engine.kv), bytes_per_device(engine.state)
+    if executable.name == "export":
+        return 0
+    if executable.name == "import":
+        return kv
+    return kv + state if _has_layers(executable) else state
+
+
+def _cache_bytes(engine: AbstractEngine) -> int:
+    return bytes_per_device(engine.kv)
+
+
+def _precious(engine: AbstractEngine, num_tokens: int) -> Precious:
+    """Weights, of stacked ones also a single layer's, and the arrays of the cache."""
+    weights = {_on_device(leaf) for leaf in jax.tree.leaves(engine.params)}
+    if engine.form.layer_loop is LayerLoop.SCAN:
+        weights |= {(dtype, dims[1:]) for dtype, dims in weights if len(dims) > 2}
+    cache = {(_on_device(leaf)[0], bytes_per_device(leaf)) for leaf in jax.tree.leaves(engine.kv)}
+    return Precious(weights=frozenset(weights), cache=frozenset(cache), num_tokens=num_tokens)
+
+
+def _on_device(leaf: Any) -> tuple[str, tuple[int, ...]]:
+    return _HLO_NAMES.get(str(leaf.dtype), str(leaf.dtype)), tuple(leaf.sharding.shard_shape(leaf.shape))
+
+
+def _extrapolate(steps: Sequence[CompiledStep], depth: int, donated_bytes: int, cache_bytes: int) -> CompiledStep:
+    """The straight line through two depths, at `depth`. What both depths hold in place stays in place."""
+    first, second = steps
+    line = _Line(first.layers[0], second.layers[0], depth)
+    missing = max(step.donated_bytes - step.aliased_bytes for step in steps)
+    return replace(
+        second,
+        layers=(*first.layers, *second.layers),
+        compile_cpu_s=max(second.compile_cpu_s, line(first.compile_cpu_s, second.compile_cpu_s)),
+        temp_bytes=max(second.temp_bytes, round(line(first.temp_bytes, second.temp_bytes))),
+        code_bytes=max(second.code_bytes, round(line(first.code_bytes, second.code_bytes))),
+        padding_bytes=max(second.padding_bytes, round(line(first.padding_bytes, second.padding_bytes))),
+        donated_bytes=donated_bytes,
+        aliased_bytes=donated_bytes - max(0, round(line(0, missing) if missing > 0 else 0)),
+        cache_bytes=cache_bytes,
+        collectives=tuple(_deeper(first.collectives, each, line) for each in second.collectives),
+        kernels={name: round(line(first.kernels.get(name, 0), count)) for name, count in second.kernels.items()},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Through (x0, a) and (x1, b), at x."""
+
+    x0: int
+    x1: int
+    x: int
+
+    def __call__(self, a: Any, b: Any) -> float:
+        return b + (b - a) / (self.x1 - self.x0) * (self.x - self.x1)
+
+
+def _deeper(before: Sequence[Collective], after: Collective, line: _Line) -> Collective:
+    same = next((each for each in before if (each.kind, each.optional) == (after.kind, after.optional)), None)
+    count, total = (same.count, same.total_bytes) if same is not None else (0, 0)
+    return replace(after, count=round(line(count, after.count)), total_bytes=round(line(total, after.total_bytes)))

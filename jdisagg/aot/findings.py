@@ -1,0 +1,111 @@
+"""What a compiled step does besides computing: collectives, and copies of whole weights or of the cache."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from jdisagg.aot.hlo import Module, Reached, Shape
+
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+_MOVES = frozenset(
+    ("copy", "copy-start", "transpose", "slice", "dynamic-slice", "concatenate", "convert", "broadcast", "reverse")
+)
+_KERNEL_TARGETS = ("tpu_custom_call", "mosaic_gpu", "triton_kernel_call", "__gpu$xla.gpu.triton")
+_PARAMS = "params["  # the steps' first argument
+_NUMBER = re.compile(r"(\.\d+|\.clone)+$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """One kind of collective in one step."""
+
+    kind: str
+    count: int
+    largest_bytes: int  # of one result on one device
+    total_bytes: int  # of all results on one device
+    optional: bool  # inside a conditional: only some steps need it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """A whole weight or the cache, written a second time in device memory."""
+
+    of: str  # "cache" | "weight"
+    instruction: str
+    shape: str
+    num_bytes: int
+    optional: bool
+
+
+def collectives(module: Module, *, trips: int) -> tuple[Collective, ...]:
+    """By kind; those inside a loop count `trips` times (the layers, when they are scanned), optional ones once."""
+    found: dict[tuple[str, bool], list[tuple[int, int]]] = {}
+    for reached in module.walk():
+        kind = reached.instruction.opcode.removesuffix("-start")
+        if kind in _COLLECTIVES:
+            num_bytes = max((shape.num_bytes for shape in reached.instruction.shapes), default=0)
+            times = trips if reached.num_loops and not reached.optional else 1
+            found.setdefault((kind, reached.optional), []).append((times, num_bytes))
+    return tuple(
+        Collective(
+            kind=kind,
+            count=sum(times for times, _ in each),
+            largest_bytes=max(size for _, size in each),
+            total_bytes=sum(times * size for times, size in each),
+            optional=optional,
+        )
+        for (kind, optional), each in sorted(found.items())
+    )
+
+
+def kernels(module: Module, *, trips: int) -> dict[str, int]:
+    """Names of the Pallas kernels that a step calls, and how often."""
+    found: dict[str, int] = {}
+    for reached in module.walk():
+        if reached.instruction.target.startswith(_KERNEL_TARGETS):
+            name = _NUMBER.sub("", reached.instruction.name)
+            found[name] = found.get(name, 0) + (trips if reached.num_loops else 1)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precious:
+    """What a step must not write a second time, as one device has it: HLO dtypes with shapes or sizes."""
+
+    weights: frozenset[tuple[str, tuple[int, ...]]]
+    cache: frozenset[tuple[str, int]]  # dtype and bytes of each array, scales among them
+    num_tokens: int = 0  # of the step: what has this dimension may be an activation
+
+    def of(self, reached: Reached, shape: Shape) -> str | None:
+        """Which of them `shape` is a copy of. A weight's axes may be in any order; half of a cache array will do."""
+        is_named = reached.instruction.op_name.startswith(_PARAMS)
+        if any((dtype, _key(dims)) == (shape.dtype, _key(shape.dims)) for dtype, dims in self.weights if len(_key(dims)) >= 2):
+            return "weight" if is_named or self.num_tokens not in shape.dims else None
+        largest = max((size for _, size in self.cache), default=0)
+        sizes = [size for dtype, size in self.cache if dtype == shape.dtype or size == largest]
+        return "cache" if any(shape.num_bytes * 2 >= size > 0 for size in sizes) else None
+
+
+def copies(module: Module, precious: Precious) -> tuple[Copy, ...]:
+    """Copies in device memory of a weight or of a cache array. One brought into memory on the chip is no copy: a weight has to
+    get there. What may be an activation counts when it says that it is a weight."""
+    found = {}
+    for reached in module.walk():
+        instruction = reached.instruction
+        if not instruction.shapes or module.producer(instruction) not in _MOVES:
+            continue
+        shape = instruction.shapes[0]
+        of = None if shape.space else precious.of(reached, shape)
+        if of is not None:
+            found[instruction.name] = _copy(of, instruction.name, shape, reached)
+    return tuple(found.values())
+
+
+def _key(dims: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(size for size in dims if size > 1))
+
+
+def _copy(of: str, name: str, shape: Shape, reached: Reached) -> Copy:
+    dims = ",".join(map(str, shape.dims))
+    return Copy(of=of, instruction=name, shape=f"{shape.dtype}[{dims}]", num_bytes=shape.num_bytes, optional=reached.optional)

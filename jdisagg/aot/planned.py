@@ -1,0 +1,87 @@
+"""The engines that a configuration starts on a topology, and meshes for arithmetic over devices that nobody described.
+
+A planned device has a platform and a number: enough to lay out weights and cache, which needs no compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jdisagg.aot.topology import Topology
+from jdisagg.core.config import Config
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.requests import Role
+from jdisagg.core.values import parse_ranges
+from jdisagg.models.sharding import make_mesh
+from jdisagg.serve.local import split_devices
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedEngine:
+    """One engine of a deployment."""
+
+    role: Role
+    tp: int
+    devices: tuple[int, ...]  # of the topology, in JAX's order
+
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    """What `Mesh` and the layouts look at."""
+
+    id: int
+    platform: str
+    device_kind: str
+    process_index: int = 0
+
+
+def planned_engines(config: Config, topology: Topology) -> list[PlannedEngine]:
+    """Every engine that `serve` would start. Raises ConfigError for a role without one, or devices that are not there."""
+    tp, tp_p, tp_d = config.model.tensor_parallel_size, config.prefill_tp, config.decode_tp
+    if config.role == "router":
+        raise ConfigError("--role router: has no engine; name the role of a worker", field="role")
+    if config.role == "local":
+        wanted = [(Role.PREFILL, tp_p)] * config.local.num_prefill + [(Role.DECODE, tp_d)] * config.local.num_decode
+    elif config.role == "colocated":
+        wanted = [(Role.PREFILL, tp_p), (Role.DECODE, tp_d)]
+    else:
+        wanted = [(Role(config.role), tp)]
+    shares = _shares(config, [size for _, size in wanted])
+    engines = [PlannedEngine(role=role, tp=size, devices=share) for (role, size), share in zip(wanted, shares, strict=True)]
+    needed = 1 + max(max(engine.devices) for engine in engines)
+    if needed > topology.num_devices:
+        flag = "devices" if config.device.devices is not None else "tensor_parallel_size"
+        raise ConfigError(
+            f"--{flag.replace('_', '-')}: {needed} devices are wanted, --topology {topology} has {topology.num_devices}; "
+            "lower it (--tp), or name a larger topology",
+            field=flag,
+        )
+    return engines
+
+
+def planned_mesh(platform: str, tp: int) -> Mesh:
+    """A mesh of `tp` devices that exist on paper."""
+    devices: list[Any] = [_Device(index, "gpu" if platform == "cuda" else platform, "planned") for index in range(tp)]
+    return make_mesh(devices, tp)
+
+
+def _shares(config: Config, needs: Sequence[int]) -> list[tuple[int, ...]]:
+    """Devices of each engine, as `serve` hands them out."""
+    if config.role == "colocated":
+        named = config.device.devices
+        indices = parse_ranges(named, "--devices") if named is not None else list(range(sum(needs)))
+        if len(indices) < sum(needs):
+            raise ConfigError(
+                f"--devices: got {len(indices)} devices, wanted {sum(needs)}, {needs[0]} for prefill and {needs[1]} for decode",
+                field="devices",
+            )
+        return [tuple(indices[: needs[0]]), tuple(indices[needs[0] : sum(needs)])]
+    shares = split_devices(config.device.devices, needs)
+    return [
+        tuple(range(need)) if share is None else tuple(parse_ranges(share, "--devices")[:need])
+        for share, need in zip(shares, needs, strict=True)
+    ]

@@ -1,0 +1,101 @@
+"""What would make an engine fit: single changes, each tried by the same arithmetic that refused it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jdisagg.aot.abstract import ModelForm
+from jdisagg.aot.accelerators import Accelerator, read_accelerators
+from jdisagg.aot.budget import make_budget
+from jdisagg.aot.planned import PlannedEngine
+from jdisagg.core.config import Config
+from jdisagg.core.errors import ConfigError
+
+_SHARES = (0.95, 0.98)
+_GPU_SHARE = 0.95
+_LARGEST_TP = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remedy:
+    """One change, and the KV that fits with it."""
+
+    change: str
+    kv_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Attempt:
+    change: str
+    form: ModelForm
+    engine: PlannedEngine
+    config: Config
+    accelerator: Accelerator
+
+
+def remedies(form: ModelForm, engine: PlannedEngine, config: Config, accelerator: Accelerator) -> list[Remedy]:
+    """The changes that help, in the order in which one would try them; of each kind the smallest."""
+    found: dict[str, Remedy] = {}
+    for kind, attempt in _attempts(_Attempt(change="", form=form, engine=engine, config=config, accelerator=accelerator)):
+        if kind in found:
+            continue
+        try:
+            budget, _ = make_budget(attempt.form, attempt.engine, attempt.config, attempt.accelerator)
+        except ConfigError:
+            continue  # this model cannot be cut that way
+        if budget.problem is None:
+            found[kind] = Remedy(change=attempt.change, kv_tokens=budget.kv_tokens, max_model_len=budget.max_model_len)
+    return list(found.values())
+
+
+def _attempts(base: _Attempt) -> Iterator[tuple[str, _Attempt]]:
+    config, tp = base.config, base.engine.tp
+    yield from _by_share(base)
+    for tokens in _halves(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs):
+        yield "tokens", _set(base, f"--max-num-batched-tokens {tokens}", "scheduler", max_num_batched_tokens=tokens)
+    for slots in _halves(config.scheduler.max_num_seqs, 1):
+        yield "slots", _set(base, f"--max-num-seqs {slots}", "scheduler", max_num_seqs=slots)
+    for length in _halves(config.model.max_model_len or 0, 256):
+        yield "length", _set(base, f"--max-model-len {length}", "model", max_model_len=length)
+    for size in _halves(config.cache.kv_cache_bytes or 0, 2**20):
+        yield "pool", _set(base, f"--kv-cache-bytes {size}", "cache", kv_cache_bytes=size)
+    for pages in _halves(config.cache.num_pages or 0, 2):
+        yield "pool", _set(base, f"--num-pages {pages}", "cache", num_pages=pages)
+    if base.form.dtype == "float32":
+        form = replace(base.form, dtype="bfloat16")
+        yield "dtype", replace(base, change="--dtype bfloat16", form=form)
+    if base.form.kv_dtype != "int8":
+        form = replace(base.form, kv_dtype="int8")
+        yield "kv", replace(base, change="--kv-cache-dtype int8", form=form)
+    while tp <= _LARGEST_TP // 2:
+        tp *= 2
+        engine = replace(base.engine, tp=tp, devices=tuple(range(tp)))
+        yield "tp", replace(base, change=f"--tp {tp} ({tp} x {base.accelerator.title})", engine=engine)
+    for other in read_accelerators().values():
+        if other.memory_gib is not None and other.name != base.accelerator.name:
+            text = f"another device: {base.engine.tp} x {other.title} ({other.memory_gib:g} GiB each)"
+            yield other.name, replace(base, change=text, accelerator=other)
+
+
+def _by_share(base: _Attempt) -> Iterator[tuple[str, _Attempt]]:
+    for share in _SHARES:
+        if share > base.config.cache.device_memory_utilization:
+            change = f"--device-memory-utilization {share}"
+            yield "share", _set(base, change, "cache", device_memory_utilization=share)
+    if base.accelerator.runtime_share < _GPU_SHARE:
+        raised = replace(base.accelerator, runtime_share=_GPU_SHARE)
+        yield "runtime", replace(base, change=f"XLA_CLIENT_MEM_FRACTION={_GPU_SHARE} in the environment", accelerator=raised)
+
+
+def _set(base: _Attempt, change: str, section: str, **values: Any) -> _Attempt:
+    part = replace(getattr(base.config, section), **values)
+    return replace(base, change=change, config=replace(base.config, **{section: part}))
+
+
+def _halves(value: int, least: int) -> Iterator[int]:
+    while value // 2 >= least:
+        value //= 2
+        yield value

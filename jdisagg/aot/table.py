@@ -1,0 +1,158 @@
+"""A report for people: tables in plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from jdisagg.aot.accelerators import GIB
+from jdisagg.aot.budget import Budget
+from jdisagg.aot.compiled import CompiledStep
+from jdisagg.aot.explain import explanations
+from jdisagg.aot.report import EngineReport, Report
+from jdisagg.aot.roofline import StepTime
+
+MIB = 2**20
+
+
+def render(report: Report, *, explain: bool) -> str:
+    """The whole report; `explain` adds where figures come from and what was found in the programs."""
+    lines = [f"{report.model} on {report.topology}: {report.num_devices} x {report.device}, {_versions(report)}"]
+    for engine in report.engines:
+        lines += ["", *_engine(engine, report)]
+        if explain:
+            lines += ["", *explanations(engine, report)]
+    lines += ["", *(f"PROBLEM  {problem}" for problem in report.problems)]
+    return "\n".join([*lines, f"verdict  {_verdict(report)}"]) + "\n"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells, the first row the headings: first column to the left, figures to the right, words as they are."""
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if index in (0, len(row) - 1) else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _engine(engine: EngineReport, report: Report) -> Iterator[str]:
+    many = f" x {len(engine.devices)}" if len(engine.devices) > 1 else ""
+    yield (
+        f"{engine.role} engine{many}, tp {engine.tp}: {engine.num_params / 1e9:.2f} billion parameters in {engine.dtype}, "
+        f"KV in {engine.kv_dtype}, layers {engine.layer_loop}"
+    )
+    yield from columns(_budget(engine.budget, report.device_memory_gib))
+    if engine.steps:
+        yield ""
+        yield from columns(_steps(engine.steps))
+        yield from _remarks(engine)
+    if engine.times:
+        yield ""
+        yield from columns(_times(engine.times))
+    yield ""
+    yield from (f"PROBLEM  {problem}" for problem in engine.problems)
+    yield from (f"limit    {limit}" for limit in engine.limits)
+    for remedy in engine.remedies:
+        yield f"would fit: {remedy.change}: {_kv(remedy.kv_tokens, remedy.max_model_len)}"
+    if engine.budget.problem is not None and not engine.remedies:
+        yield "would fit: no single change that was tried"
+
+
+def _budget(budget: Budget, memory_gib: float | None) -> list[list[str]]:
+    rows = [["on each device", "GiB", ""]]
+    if budget.limit_bytes is not None and budget.usable_bytes is not None and memory_gib is not None:
+        share = budget.limit_bytes / GIB / memory_gib
+        more = "" if share > 0.99 else f"{share:.2f} of {memory_gib:g}; XLA_CLIENT_MEM_FRACTION in the environment raises it"
+        rows.append(["the runtime's limit", _gib(budget.limit_bytes), more])
+        rows.append(["usable", _gib(budget.usable_bytes), f"{budget.usable_bytes / budget.limit_bytes:.2f} of it"])
+    rows.append(["weights", _gib(budget.weights_bytes), ""])
+    rows.append(["kept for steps", _gib(budget.steps_bytes), ""])
+    pages = f"{budget.num_pages:,} pages of {budget.page_size} tokens; {_kv(budget.kv_tokens, budget.max_model_len)}"
+    rows.append(["KV pool", _gib(budget.pool_bytes), pages if budget.num_pages else "nothing left"])
+    if budget.missing_bytes:
+        rows.append(["MISSING", _gib(budget.missing_bytes), f"for one request of {budget.max_model_len:,} tokens"])
+    return rows
+
+
+def _steps(steps: Sequence[CompiledStep]) -> list[list[str]]:
+    rows = [["step", "CPU s", "temp MiB", "in place", "copies", "collectives in a step"]]
+    for step in steps:
+        mark = "*" if len(step.layers) > 1 else ""
+        if step.error is not None:
+            rows.append([f"{step.name} ({step.shape})", f"{step.compile_cpu_s:.1f}", "-", "-", "-", "REFUSED"])
+            continue
+        moved = ", ".join(f"{each.count} {each.kind}" for each in step.collectives if not each.optional) or "none"
+        rows.append(
+            [
+                f"{step.name} ({step.shape}){mark}",
+                f"{step.compile_cpu_s:.1f}",
+                f"{step.temp_bytes / MIB:.1f}",
+                "all" if step.in_place else f"not {(step.donated_bytes - step.aliased_bytes) / MIB:.1f} MiB",
+                count_copies(step),
+                moved,
+            ]
+        )
+    return rows
+
+
+def count_copies(step: CompiledStep) -> str:
+    """Copies of weights or cache that every step makes, and behind + those that some steps make."""
+    required, some = len(step.required_copies), len(step.copies) - len(step.required_copies)
+    return f"{required}+{some}" if some else str(required)
+
+
+def _remarks(engine: EngineReport) -> Iterator[str]:
+    shallow = next((step for step in engine.steps if len(step.layers) > 1), None)
+    if shallow is not None:
+        depths = " and ".join(map(str, shallow.layers))
+        yield f"* compiled with {depths} layers; the figures are the straight line through them at the model's depth"
+    if any(step.copies != step.required_copies for step in engine.steps):
+        yield "+ copies in a branch that only some steps take (log-probabilities of prompts)"
+    if engine.steps_need_bytes is not None:
+        kept = engine.budget.steps_bytes
+        yield f"steps need {_gib(engine.steps_need_bytes)} GiB (state, code, temp, padding of arrays), {_gib(kept)} are kept"
+    if len(engine.steps) < engine.num_executables:
+        yield f"{len(engine.steps)} of {engine.num_executables} executables were compiled, the largest of each kind"
+
+
+def _times(times: Sequence[StepTime]) -> list[list[str]]:
+    rows = [["at best", "context", "GB", "GFLOP", "memory ms", "arith. ms", "links ms", "step ms", "tokens/s", "bound by"]]
+    for time in times:
+        work = time.workload
+        rows.append(
+            [
+                f"{work.phase} {work.tokens}",
+                str(work.context),
+                f"{time.num_bytes / 1e9:.2f}",
+                f"{time.flops / 1e9:.0f}",
+                *(f"{1e3 * each:.2f}" for each in (time.memory_s, time.arithmetic_s, time.interconnect_s, time.step_s)),
+                f"{time.tokens_per_s:,.0f}",
+                time.bound_by,
+            ]
+        )
+    return rows
+
+
+def _kv(tokens: int, max_model_len: int) -> str:
+    requests = tokens // max_model_len if max_model_len else 0
+    return f"{tokens:,} tokens = {requests} request{'' if requests == 1 else 's'} of {max_model_len:,}"
+
+
+def _verdict(report: Report) -> str:
+    compiled = any(engine.steps for engine in report.engines)
+    if report.fits:
+        return "fits and compiles" if compiled else "fits (nothing was compiled)"
+    short = max((engine.budget.missing_bytes for engine in report.engines), default=0)
+    if short:
+        return f"does not fit: {_gib(short)} GiB are missing on each device"
+    return "does not fit" if report.problems else "does not work: see PROBLEM"
+
+
+def _versions(report: Report) -> str:
+    return ", ".join(f"{name} {version}" for name, version in report.versions.items() if name != "jaxlib")
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f}"

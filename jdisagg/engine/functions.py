@@ -1,0 +1,46 @@
+"""The jitted functions of one mesh, with their donations and output shardings; nothing is allocated or compiled here.
+
+prefill decode exact    (params, kv, state, batch) -> (kv, state, StepOut)     kv and state are donated
+admit append history    (state, ...) -> state                                  state is donated
+export                  (kv of a group, where) -> piece
+import                  (kv of a group, piece, where) -> kv of the group       kv is donated
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdisagg.engine import state as slots
+from jdisagg.engine.model import StepModel
+from jdisagg.engine.steps import StepFunctions
+from jdisagg.kv.group import KVGroup
+from jdisagg.kv.layout import KVLayout
+
+
+def jit_functions(model: StepModel, layout: KVLayout, mesh: Mesh) -> dict[str, Any]:
+    """Every function by name. `mesh` may be one of abstract devices: then they can be lowered and compiled, not called."""
+    whole, kv, pieces = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, layout.partition), layout.piece_sharding(mesh)
+    steps = StepFunctions(model, layout.page_size, whole)
+    step = partial(jax.jit, donate_argnums=(1, 2), out_shardings=((kv,), whole, whole))
+    update = partial(jax.jit, donate_argnums=0, out_shardings=whole)
+
+    def gather(cache: KVGroup, where: jax.Array) -> KVGroup:
+        return layout.gather_tokens(mesh, cache, where[0], where[1])
+
+    def scatter(cache: KVGroup, piece: KVGroup, where: jax.Array) -> KVGroup:
+        return layout.scatter_tokens(mesh, cache, piece, where[0], where[1])
+
+    return {
+        "prefill": step(steps.prefill),
+        "decode": step(steps.decode),
+        "exact": step(steps.exact),
+        "admit": update(slots.admit),
+        "append": update(slots.append_pages),
+        "history": update(slots.add_history),
+        "export": jax.jit(gather, out_shardings=pieces),
+        "import": jax.jit(scatter, donate_argnums=0, out_shardings=kv),
+    }

@@ -1,0 +1,148 @@
+"""How large a worker's pool is and which executables it has: arithmetic on spec, layout and configuration.
+
+No device is touched: what a device holds comes in as `DeviceMemory`, so the same rule sizes a worker that starts and answers
+for a machine that nobody has rented yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from jdisagg.core.config import CacheConfig, Config, LocalPrefill, Numerics, SchedulerConfig
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.requests import Role
+from jdisagg.engine.buckets import decode_buckets, prefill_buckets
+from jdisagg.engine.device import DeviceShape
+from jdisagg.engine.runner import RunnerShape
+from jdisagg.kv.layout import KVLayout
+from jdisagg.kv.pool import MIN_PAGES, num_pages_for_bytes
+from jdisagg.models.spec import ModelSpec
+
+CPU_CACHE_BYTES = 2**30
+_ACTIVATIONS = 8  # float32 copies of the widest activation and of the logits that a step may hold at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """One device as its runtime counts, once it holds the weights."""
+
+    limit_bytes: int  # that the runtime may use
+    in_use_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSizes:
+    """All that is compiled in or allocated besides weights."""
+
+    num_pages: int  # the null page included
+    device: DeviceShape
+    runner: RunnerShape
+
+
+def size_engine(
+    spec: ModelSpec, layout: KVLayout, config: Config, role: Role, memory: Callable[[], Sequence[DeviceMemory] | None]
+) -> EngineSizes:
+    """The sizes of one engine. `memory` tells of the devices of its mesh, None on CPU; it is asked only where a share of it
+    is wanted. Raises ConfigError naming the flag when sizes contradict each other or do not fit.
+    """
+    scheduler, wanted_len = config.scheduler, config.model.max_model_len
+    longest = wanted_len or spec.max_model_len
+    num_pages = _num_pages(spec, layout, config, longest, memory)
+    max_model_len = min(longest, (num_pages - 1) * layout.page_size)
+    needed = pages_for(longest, layout.page_size)
+    if wanted_len is not None and max_model_len < wanted_len:
+        raise ConfigError(
+            f"--max-model-len: got {wanted_len}, {num_pages} pages of {layout.page_size} tokens hold {max_model_len}; "
+            f"lower it to {max_model_len}, or give --num-pages {needed} or --kv-cache-bytes {needed * layout.bytes_per_page}",
+            field="max_model_len",
+        )
+    device = DeviceShape(
+        max_num_seqs=scheduler.max_num_seqs,
+        pages_per_seq=-(-max_model_len // layout.page_size),
+        vocab_size=spec.vocab_size,
+        chunk_tokens=config.transfer.transfer_chunk_tokens,
+    )
+    return EngineSizes(num_pages=num_pages, device=device, runner=runner_shape(config, role, max_model_len))
+
+
+def runner_shape(config: Config, role: Role, max_model_len: int) -> RunnerShape:
+    """The executables `role` can need: P never decodes, D prefills only when it may."""
+    shape = RunnerShape(
+        prefill=prefill_buckets(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs),
+        decode=decode_buckets(config.scheduler.max_num_seqs),
+        exact=False,
+        max_model_len=max_model_len,
+    )
+    if config.model.numerics is Numerics.EXACT:
+        return replace(shape, prefill=(), decode=(), exact=True)
+    if role is Role.PREFILL:
+        return replace(shape, decode=())
+    if role is Role.DECODE and config.transfer.local_prefill is LocalPrefill.NEVER:
+        return replace(shape, prefill=())
+    return shape
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Pages of a pool that holds one sequence of `num_tokens`, the null page included."""
+    return -(-num_tokens // page_size) + 1
+
+
+def steps_bytes(spec: ModelSpec, scheduler: SchedulerConfig) -> int:
+    """Upper bound of what decode state and steps need on one device beside weights and pool."""
+    widest = max(spec.mlp, spec.embed, spec.attention.num_heads * spec.attention.head_dim)
+    return 4 * _ACTIVATIONS * (scheduler.max_num_batched_tokens * widest + scheduler.max_num_seqs * spec.vocab_size)
+
+
+def kv_bytes_left(spec: ModelSpec, config: Config, memory: Sequence[DeviceMemory]) -> int:
+    """Bytes for KV over the whole mesh that `--device-memory-utilization` leaves; negative when weights do not even fit."""
+    share = config.cache.device_memory_utilization
+    free = min(int(device.limit_bytes * share) - device.in_use_bytes for device in memory)
+    return (free - steps_bytes(spec, config.scheduler)) * len(memory)
+
+
+def _num_pages(
+    spec: ModelSpec, layout: KVLayout, config: Config, longest: int, memory: Callable[[], Sequence[DeviceMemory] | None]
+) -> int:
+    """Pages of the pool from whichever of the three sizes was given."""
+    cache = config.cache
+    if cache.num_pages is not None and cache.kv_cache_bytes is not None:
+        raise ConfigError("num_pages and kv_cache_bytes are both given; keep one of them", field="num_pages")
+    if cache.num_pages is not None:
+        return cache.num_pages
+    if cache.kv_cache_bytes is not None:
+        return _fitting_pages(layout, cache.kv_cache_bytes, "--kv-cache-bytes", f"got {cache.kv_cache_bytes}")
+    devices = memory()
+    if devices is None:
+        # every slot full, as much again cached
+        useful = 2 * config.scheduler.max_num_seqs * (pages_for(longest, layout.page_size) - 1) + 1
+        return min(useful, _fitting_pages(layout, CPU_CACHE_BYTES, "--kv-cache-bytes", f"default {CPU_CACHE_BYTES}"))
+    _check_left(spec, config.scheduler, cache, devices)
+    left = kv_bytes_left(spec, config, devices)
+    share = cache.device_memory_utilization
+    return _fitting_pages(layout, left, "--device-memory-utilization", f"{share} leaves {left} bytes for KV")
+
+
+def _check_left(spec: ModelSpec, scheduler: SchedulerConfig, cache: CacheConfig, devices: Sequence[DeviceMemory]) -> None:
+    share, steps = cache.device_memory_utilization, steps_bytes(spec, scheduler)
+    fullest = min(devices, key=lambda device: int(device.limit_bytes * share) - device.in_use_bytes)
+    usable = int(fullest.limit_bytes * share)
+    if usable <= fullest.in_use_bytes + steps:
+        raise ConfigError(
+            f"--device-memory-utilization: {share} of a device's {fullest.limit_bytes} bytes is {usable}, wanted more than the "
+            f"{fullest.in_use_bytes} in use (weights) and {steps} for steps: nothing is left for KV; raise it, lower "
+            "--max-num-batched-tokens, or use more devices",
+            field="device_memory_utilization",
+        )
+
+
+def _fitting_pages(layout: KVLayout, num_bytes: int, flag: str, got: str) -> int:
+    """Pages in `num_bytes`, which come from `flag`. Raises ConfigError when it is less than a pool needs."""
+    num_pages, needed = num_pages_for_bytes((layout,), num_bytes), MIN_PAGES * layout.bytes_per_page
+    if num_pages < MIN_PAGES:
+        raise ConfigError(
+            f"{flag}: {got}, wanted at least {needed} bytes: {MIN_PAGES} pages of {layout.page_size} "
+            f"tokens, {layout.bytes_per_page} bytes each (page 0 is never used); raise it or lower --page-size",
+            field=flag.removeprefix("--").replace("-", "_"),
+        )
+    return num_pages

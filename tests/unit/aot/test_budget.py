@@ -1,0 +1,109 @@
+"""Memory: the published shapes of known models on known devices, with the figures a reader can work out."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jdisagg.aot.abstract import ModelForm
+from jdisagg.aot.accelerators import GIB, read_accelerators
+from jdisagg.aot.budget import make_budget
+from jdisagg.aot.planned import PlannedEngine, planned_engines
+from jdisagg.aot.remedies import remedies
+from jdisagg.aot.topology import parse_topology
+from jdisagg.core.config import CacheConfig, Config, DeviceConfig, LayerLoop, LocalConfig, ModelConfig, SchedulerConfig
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.requests import Role
+from jdisagg.models.resolve import read_model_config
+from jdisagg.models.spec import ModelSpec
+
+MODELS = Path(__file__).parents[3] / "configs" / "models"
+DEVICES = read_accelerators()
+
+
+def form(name: str, **changes: object) -> ModelForm:
+    spec = ModelSpec.from_config(read_model_config(str(MODELS / f"{name}.json")))
+    base = ModelForm(spec=spec, dtype="bfloat16", kv_dtype="bfloat16", layer_loop=LayerLoop.UNROLLED)
+    return replace(base, **changes)
+
+
+def engine(tp: int) -> PlannedEngine:
+    return PlannedEngine(role=Role.UNIFIED, tp=tp, devices=tuple(range(tp)))
+
+
+def test_70b_on_eight_v6e_chips_has_the_weights_of_its_model_card_and_the_kv_of_the_rest() -> None:
+    config = Config(cache=CacheConfig(page_size=64), scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048))
+    budget, sizes = make_budget(form("llama3-70b"), engine(8), config, DEVICES["v6e"])
+    # 70.55 billion parameters, all cut eight ways but the norms: 161 of 8192
+    assert budget.weights_bytes == pytest.approx(70.5537e9 * 2 / 8, rel=1e-3)
+    assert budget.page_bytes == 64 * 80 * 1 * 256 * 2  # one of eight KV heads on each device
+    assert budget.steps_bytes == 32 * (2048 * 28672 + 64 * 128256)
+    left = int(int(31.25 * GIB) * 0.9) - budget.weights_bytes - budget.steps_bytes
+    assert (budget.num_pages, budget.missing_bytes, budget.problem) == (8 * left // (8 * budget.page_bytes), 0, None)
+    assert sizes is not None
+    assert sizes.device.pages_per_seq == 128
+
+
+def test_8b_does_not_fit_one_v5e_chip_and_it_says_what_is_missing_and_what_would_do() -> None:
+    budget, sizes = make_budget(form("llama3-8b"), engine(1), Config(), DEVICES["v5e"])
+    assert sizes is None
+    assert budget.problem is not None
+    assert "--device-memory-utilization" in budget.problem
+    one_request = 513 * budget.page_bytes  # 8192 tokens in pages of 16, and the null page
+    usable = int(int(15.75 * GIB) * 0.9)
+    assert budget.missing_bytes == budget.weights_bytes + budget.steps_bytes + one_request - usable
+    found = {remedy.change: remedy for remedy in remedies(form("llama3-8b"), engine(1), Config(), DEVICES["v5e"])}
+    two = next(remedy for change, remedy in found.items() if change.startswith("--tp 2"))
+    tried, _ = make_budget(form("llama3-8b"), engine(2), Config(), DEVICES["v5e"])
+    assert (tried.problem, tried.kv_tokens) == (None, two.kv_tokens)
+    assert any("NVIDIA H200" in change for change in found)
+
+
+def test_a_fixed_pool_that_does_not_fit_is_refused_though_the_engine_would_try() -> None:
+    config = Config(cache=CacheConfig(kv_cache_bytes=200 * GIB))
+    budget, sizes = make_budget(form("llama3-8b"), engine(1), config, DEVICES["h200"])
+    assert sizes is None
+    assert budget.problem is not None
+    assert budget.problem.startswith("--kv-cache-bytes: weights, pool and steps need")
+    assert any(
+        remedy.change.startswith("--kv-cache-bytes")
+        for remedy in remedies(form("llama3-8b"), engine(1), config, DEVICES["h200"])
+    )
+
+
+def test_int8_halves_a_page_but_for_its_scales() -> None:
+    whole, _ = make_budget(form("llama3-8b"), engine(1), Config(), DEVICES["v5p"])
+    half, _ = make_budget(form("llama3-8b", kv_dtype="int8"), engine(1), Config(), DEVICES["v5p"])
+    assert half.page_bytes == whole.page_bytes // 2 + 16 * 32 * 8 * 8
+
+
+def test_kv_heads_fewer_than_devices_are_stored_by_all() -> None:
+    at_eight, _ = make_budget(form("llama3-8b"), engine(8), Config(), DEVICES["v5p"])
+    at_sixteen, _ = make_budget(form("llama3-8b"), engine(16), Config(), DEVICES["v5p"])
+    assert at_sixteen.page_bytes == at_eight.page_bytes
+
+
+def test_a_model_that_cannot_be_cut_names_the_flag() -> None:
+    with pytest.raises(ConfigError, match="--tensor-parallel-size is 3, wanted a divisor of num_attention_heads = 32"):
+        make_budget(form("llama3-8b"), engine(3), Config(), DEVICES["v5e"])
+
+
+def test_a_length_that_the_pool_cannot_hold_is_the_engines_own_refusal() -> None:
+    config = Config(model=ModelConfig(max_model_len=8192), cache=CacheConfig(num_pages=10))
+    budget, _ = make_budget(form("llama3-8b"), engine(1), config, DEVICES["v6e"])
+    assert budget.problem is not None
+    assert budget.problem.startswith("--max-model-len: got 8192, 10 pages of 16 tokens hold 144")
+
+
+def test_engines_take_the_devices_that_serve_would_give_them() -> None:
+    local = Config(local=LocalConfig(num_prefill=1, num_decode=2, prefill_tp=2))
+    shared = planned_engines(replace(local, device=DeviceConfig(devices="0-1")), parse_topology("v6e:2x2"))
+    apart = planned_engines(replace(local, device=DeviceConfig(devices="0-3")), parse_topology("v6e:2x2"))
+    assert [each.devices for each in shared] == [(0, 1), (0,), (0,)]
+    assert [each.devices for each in apart] == [(0, 1), (2,), (3,)]
+    colocated = planned_engines(replace(local, role="colocated"), parse_topology("v6e:2x2"))
+    assert [(each.role, each.devices) for each in colocated] == [(Role.PREFILL, (0, 1)), (Role.DECODE, (2,))]
+    with pytest.raises(ConfigError, match="8 devices are wanted, --topology v6e:2x2 has 4"):
+        planned_engines(Config(role="unified", model=ModelConfig(tensor_parallel_size=8)), parse_topology("v6e:2x2"))
+    with pytest.raises(ConfigError, match="--role router: has no engine"):
+        planned_engines(Config(role="router"), parse_topology("v6e:2x2"))

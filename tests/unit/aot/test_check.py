@@ -1,0 +1,133 @@
+"""The whole answer on this machine's CPU, beside the real engine that it speaks of."""
+
+import json
+from dataclasses import asdict, replace
+
+import jax
+import pytest
+
+from jdisagg.aot.abstract import AbstractEngine, ModelForm
+from jdisagg.aot.accelerators import read_accelerators
+from jdisagg.aot.check import Effort, Question, check
+from jdisagg.aot.compiled import compile_step
+from jdisagg.aot.planned import planned_mesh
+from jdisagg.aot.report import Report
+from jdisagg.aot.roofline import Roofline, Workload
+from jdisagg.aot.table import render
+from jdisagg.aot.topology import parse_topology
+from jdisagg.core.config import CacheConfig, Config, LayerLoop, LocalConfig, ModelConfig, SchedulerConfig
+from jdisagg.core.requests import Role
+from jdisagg.engine.build import make_runner
+from jdisagg.engine.executables import executables
+from jdisagg.engine.sizing import size_engine
+from jdisagg.engine.warmup import warm_up
+from jdisagg.models.resolve import read_model_config
+from jdisagg.models.spec import ModelSpec
+from tests.unit.aot.test_budget import MODELS
+from tests.unit.engine.support import load
+
+CONFIG = Config(
+    role="unified",
+    model=ModelConfig(max_model_len=64),
+    cache=CacheConfig(page_size=4, num_pages=64),
+    scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+)
+
+
+def said_of(name: str, topology: str, config: Config) -> Report:
+    config = replace(config, model=replace(config.model, model=str(MODELS / f"{name}.json")))
+    question = Question(
+        config=config, topology=parse_topology(topology), effort=Effort(compile=False), progress=lambda text: None
+    )
+    return check(question)
+
+
+@pytest.mark.parametrize(("tp", "kv_dtype"), [(1, "float32"), (2, "int8"), (4, "float32")])
+def test_an_abstract_engine_has_the_arrays_and_executables_of_the_real_one(tp: int, kv_dtype: str) -> None:
+    loaded, mesh = load("float32", tp, kv_dtype)
+    runner = make_runner(loaded, mesh, CONFIG, Role.UNIFIED)
+    form = ModelForm(spec=loaded.spec, dtype="float32", kv_dtype=kv_dtype, layer_loop=LayerLoop.UNROLLED)
+    sizes = size_engine(loaded.spec, runner.device.layout, CONFIG, Role.UNIFIED, lambda: None)
+    engine = AbstractEngine(form=form, mesh=mesh, page_size=4, sizes=sizes)
+
+    def shapes(tree: object) -> list[object]:
+        return jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding.shard_shape(x.shape)), jax.tree.leaves(tree))
+
+    kv = runner.device.pool.take()
+    runner.device.pool.put(kv)
+    assert shapes(engine.params) == shapes(loaded.params)
+    assert shapes((engine.kv,)) == shapes(kv)
+    assert shapes(engine.state) == shapes(runner.device._state)
+    wanted = [(each.name, each.shape) for each in executables(runner.shape, runner.device.shape)]
+    assert [(each.name, each.shape) for each in engine.executables()] == wanted
+
+
+def test_what_is_warmed_is_what_is_listed() -> None:
+    runner = make_runner(*load(), CONFIG, Role.UNIFIED)
+    listed = [(each.name, each.shape) for each in executables(runner.shape, runner.device.shape)]
+    assert [(each.name, each.shape) for each in warm_up(runner)] == listed
+
+
+def test_every_executable_lowers_and_stays_in_place() -> None:
+    loaded, mesh = load("float32", 2)
+    form = ModelForm(spec=loaded.spec, dtype="float32", kv_dtype="float32", layer_loop=LayerLoop.UNROLLED)
+    sizes = size_engine(loaded.spec, form.layout(mesh, 4), CONFIG, Role.UNIFIED, lambda: None)
+    engine = AbstractEngine(form=form, mesh=mesh, page_size=4, sizes=sizes)
+    steps = {each.name: compile_step(engine, each) for each in engine.executables()}
+    assert set(steps) == {"admit", "append", "history", "prefill", "decode", "export", "import"}
+    assert all(step.error is None and step.in_place for step in steps.values())
+    counts = {each.kind: each.count for each in steps["decode"].collectives if not each.optional}
+    assert counts["all-reduce"] >= 2 * loaded.spec.num_layers
+
+
+def test_a_deep_unrolled_model_is_extrapolated_and_says_so() -> None:
+    loaded, mesh = load("float32", 2, num_hidden_layers=12)
+    form = ModelForm(spec=loaded.spec, dtype="float32", kv_dtype="float32", layer_loop=LayerLoop.UNROLLED)
+    sizes = size_engine(loaded.spec, form.layout(mesh, 4), CONFIG, Role.UNIFIED, lambda: None)
+    engine = AbstractEngine(form=form, mesh=mesh, page_size=4, sizes=sizes)
+    (decode,) = [each for each in engine.executables() if each.name == "decode"]
+    guessed, whole = compile_step(engine, decode), compile_step(engine, decode, all_layers=True)
+    assert (guessed.layers, whole.layers) == ((2, 3), (12,))
+    assert [(each.kind, each.count) for each in guessed.collectives] == [(each.kind, each.count) for each in whole.collectives]
+    assert guessed.in_place
+    assert (guessed.donated_bytes, guessed.cache_bytes) == (whole.donated_bytes, whole.cache_bytes)
+
+
+def test_the_answer_is_a_table_and_json() -> None:
+    report = said_of("llama3-8b", "v5e:1x1", Config(role="unified"))
+    assert not report.fits
+    text = render(report, explain=True)
+    assert "verdict  does not fit: 2.06 GiB are missing on each device" in text
+    assert "would fit: --tp 2 (2 x TPU v5e): " in text
+    again = json.loads(json.dumps(asdict(report)))
+    assert again["engines"][0]["budget"]["missing_bytes"] == report.engines[0].budget.missing_bytes
+
+
+def test_workers_that_share_a_device_must_fit_it_together() -> None:
+    config = Config(role="local", local=LocalConfig(num_prefill=1, num_decode=1))
+    alone = said_of("llama3-8b", "h200", replace(config, role="unified"))
+    both = said_of("llama3-8b", "h200", config)
+    assert alone.fits
+    assert not both.fits
+    assert both.problems[0].startswith("2 engines share a device and take ")
+    shared = said_of("llama3-8b", "h200", replace(config, cache=CacheConfig(kv_cache_bytes=24 * 2**30)))
+    assert shared.fits
+
+
+def test_a_step_is_bound_by_the_slowest_of_memory_arithmetic_and_links() -> None:
+    spec = ModelSpec.from_config(read_model_config(str(MODELS / "llama3-8b.json")))
+    form = ModelForm(spec=spec, dtype="bfloat16", kv_dtype="bfloat16", layer_loop=LayerLoop.UNROLLED)
+    mesh, h200 = planned_mesh("cuda", 1), read_accelerators()["h200"]
+    roofline = Roofline(form, mesh, form.layout(mesh, 16), h200)
+    assert roofline.num_params == 8_030_261_248
+    decode = roofline.time(Workload(phase="decode", rows=32, tokens=32, context=1024))
+    assert decode is not None
+    read = 2 * (8_030_261_248 - 128256 * 4096)  # all weights but the embedding's other rows
+    kv = 32 * (1024 + 1) * 131072  # 128 KiB a token, one of them written
+    assert decode.num_bytes == read + kv + 8 * 32 * 128256
+    assert decode.flops == 32 * read + 4 * 32 * 1024 * 32 * 4096
+    assert (decode.bound_by, decode.interconnect_s) == ("memory", 0.0)
+    assert decode.step_s == pytest.approx(decode.num_bytes / 4.8e12)
+    prefill = roofline.time(Workload(phase="prefill", rows=1, tokens=4096, context=4096))
+    assert prefill is not None
+    assert prefill.bound_by == "arithmetic"

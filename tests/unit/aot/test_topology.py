@@ -1,0 +1,67 @@
+"""What `--topology` may say, and what is known of the devices it names."""
+
+import pytest
+
+from jdisagg.aot import compilers
+from jdisagg.aot.accelerators import GIB, read_accelerators
+from jdisagg.aot.topology import parse_topology
+from jdisagg.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "num_devices", "compile_shape"),
+    [
+        ("v6e:2x4", 8, "2x4"),
+        ("v5e:1x1", 1, "2x2"),  # the compiler describes whole hosts
+        ("v5e", 1, "2x2"),
+        ("v5p:1x2x1", 2, "2x2x1"),
+        ("tpu7x:2x2x1", 8, "2x2x1"),  # two devices a chip
+        ("h200:4", 4, "4"),
+        ("H200", 1, "1"),
+    ],
+)
+def test_a_topology_counts_devices_and_asks_for_whole_hosts(text: str, num_devices: int, compile_shape: str) -> None:
+    topology = parse_topology(text)
+    assert (topology.num_devices, topology.compile_shape) == (num_devices, compile_shape)
+
+
+@pytest.mark.parametrize("text", ["v9:2x2", "v6e:8", "v6e:2x2x2", "v6e:0x4", "v6e:2x", "h200:2x2", "v6e:9999x9999", ""])
+def test_an_unknown_topology_is_refused_with_one_that_exists(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--topology: got .*, wanted .*(v6e:2x2|h200:1)"):
+        parse_topology(text)
+
+
+def test_memory_on_a_gpu_is_the_share_that_its_allocator_takes() -> None:
+    known = read_accelerators()
+    assert known["v6e"].limit_bytes({"XLA_CLIENT_MEM_FRACTION": "0.5"}) == int(31.25 * GIB)
+    assert known["h200"].limit_bytes({}) == int(139.8 * GIB * 0.75)
+    assert known["h200"].limit_bytes({"XLA_CLIENT_MEM_FRACTION": "0.95"}) == int(139.8 * GIB * 0.95)
+    assert known["cpu"].limit_bytes({}) is None
+    with pytest.raises(ConfigError, match=r"XLA_CLIENT_MEM_FRACTION: got 'much', wanted a share"):
+        known["h200"].limit_bytes({"XLA_CLIENT_MEM_FRACTION": "much"})
+
+
+def test_every_accelerator_has_rates_for_the_default_dtype_and_a_source() -> None:
+    for accelerator in read_accelerators().values():
+        assert accelerator.source
+        if accelerator.platform != "cpu":
+            assert (
+                min(accelerator.bytes_per_s or 0, accelerator.link_bytes_per_s or 0, accelerator.flops_per_s["bfloat16"]) > 1e9
+            )
+        if accelerator.platform == "cuda":
+            assert "gpu_device_info" in accelerator.target_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("v6e:2x2", r"install jdisagg\[aot\] \(libtpu\)"), ("h200:1", "install jax-cuda13-plugin .* or add --no-compile")],
+)
+def test_a_compiler_that_is_not_installed_is_named(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilers, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=message):
+        compilers.abstract_devices(parse_topology(text), 1)
+
+
+def test_more_devices_than_the_topology_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match="got 4 devices to use, --topology v5e:1x1 has 1; lower --tp"):
+        compilers.abstract_devices(parse_topology("v5e:1x1"), 4)
