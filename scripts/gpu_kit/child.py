@@ -1,0 +1,47 @@
+"""The process of one section: `python -m gpu_kit.child NAME --out DIR --scratch DIR --limit-s S [--small]`.
+
+What it finds goes to DIR/sections/NAME.json. Exit status 0, 1 when the section raised, 5 when it cannot run here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+
+from gpu_kit.findings import Clock, Findings, Skipped
+from gpu_kit.sections import BY_NAME
+from gpu_kit.setting import Setting
+from jdisagg.core.config import Config
+from jdisagg.serve.environment import prepare_jax
+
+EXIT_SKIPPED = 5
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("name", choices=sorted(BY_NAME))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--scratch", type=Path, required=True)
+    parser.add_argument("--limit-s", type=float, required=True)
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    prepare_jax(Config(role="unified"), os.environ)  # as a worker has it: no preallocation, compiled programs are kept
+    findings = Findings(options.out / "sections" / f"{options.name}.json")
+    setting = Setting(
+        name=options.name, out=options.out, scratch=options.scratch, small=options.small, clock=Clock(options.limit_s)
+    )
+    module = importlib.import_module(f"gpu_kit.{BY_NAME[options.name].module}")  # after the environment is ready
+    try:
+        module.run(setting, findings)
+    except Skipped as reason:
+        findings.left_out(options.name, str(reason))
+        return EXIT_SKIPPED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
