@@ -9,7 +9,9 @@ import argparse
 import importlib
 import os
 import sys
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from gpu_kit.findings import Clock, Findings, Skipped
 from gpu_kit.sections import BY_NAME
@@ -43,5 +45,16 @@ def main() -> int:
     return 0
 
 
+def _end(status: int) -> NoReturn:
+    """Without waiting for threads: one that still compiles, or hangs in a pull, is of no use any more."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        _end(main())
+    except Exception:
+        traceback.print_exc()
+        _end(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from disagg_bench.model import Prompts
+
 from gpu_kit.findings import Findings
 from gpu_kit.questions import Question, ask
 from gpu_kit.servers import DEAD_AFTER_S, check_compiles, servers

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from disagg_bench.client import Client, TimedStream
 from disagg_bench.model import Prompts
+
 from gpu_kit.findings import Findings
 from gpu_kit.setting import Scale, Setting
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from disagg_bench.client import Client, counters
 from fleet_process import FleetProcess, free_port
+from prometheus_client.parser import text_string_to_metric_families
+
 from gpu_kit.findings import Findings
 from gpu_kit.setting import Setting
 from gpu_kit.shapes import served_shape
 from jdisagg.serve.ready import Ready
-from prometheus_client.parser import text_string_to_metric_families
 
 SHARE = 0.4  # of the device's memory, for each of two processes on it
 COLOCATED_BYTES = "16GiB"  # two pools in one process cannot both take a share of what is free
