@@ -63,7 +63,7 @@ def run(setting: Setting, findings: Findings) -> None:
     model = served_shape(small=setting.small).write(setting.scratch / "aot", longest)
     flags = (
         *("--model", str(model), "--load-format", "dummy", "--dtype", "float32" if setting.small else "bfloat16"),
-        *("--max-num-seqs", str(NUM_SEQS), "--max-num-batched-tokens", "64", "--device-memory-utilization", SHARE),
+        *("--max-num-seqs", str(NUM_SEQS), "--max-num-batched-tokens", "64"),
     )
     word = _ask(setting, TOPOLOGIES[kind], flags)
     findings.fact(pages=word.num_pages, pool_bytes=word.pool_bytes, weights_bytes=word.weights_bytes)
@@ -84,7 +84,8 @@ def run(setting: Setting, findings: Findings) -> None:
 def _ask(setting: Setting, topology: str, flags: tuple[str, ...]) -> Word:
     answer = setting.out / "aot.json"
     serve_flags = [flag for pair in zip(flags[::2], flags[1::2], strict=True) if pair[0] != "--load-format" for flag in pair]
-    command = [sys.executable, "-m", "jdisagg.aot", "--topology", topology, "--no-compile", "--json", str(answer), *serve_flags]
+    command = [sys.executable, "-m", "jdisagg.aot", "--topology", topology, "--no-compile", "--json", str(answer)]
+    command += [*serve_flags, "--device-memory-utilization", SHARE]
     limit_s = min(LIMIT_S, setting.clock.left_s())
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     if not answer.exists():

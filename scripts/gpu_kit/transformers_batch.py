@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 WARM_PROMPTS, WARM_TOKENS = 4, 4
+CPU_BLOCKS, CPU_PAGE, CPU_TOKENS = 64, 16, 64
 STD = 0.05  # of the weights: larger than usual, so that greedy streams vary
 
 
@@ -56,7 +57,11 @@ def _model(torch: Any, transformers: Any, directory: Path, device: str, dtype: A
 
 def _generate(model: Any, transformers: Any, prompts: list[list[int]], max_tokens: int) -> Any:
     settings = transformers.GenerationConfig(max_new_tokens=max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    return model.generate_batch(prompts, generation_config=settings, progress_bar=False)
+    sizes = {}
+    if model.device.type == "cpu":  # it would take most of the machine's memory for its cache
+        config = importlib.import_module("transformers.generation.configuration_utils").ContinuousBatchingConfig
+        sizes["continuous_batching_config"] = config(num_blocks=CPU_BLOCKS, page_size=CPU_PAGE, max_batch_tokens=CPU_TOKENS)
+    return model.generate_batch(prompts, generation_config=settings, progress_bar=False, **sizes)
 
 
 if __name__ == "__main__":
