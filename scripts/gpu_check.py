@@ -19,7 +19,7 @@ from gpu_kit.report import make_report, shown, write_report
 from gpu_kit.runner import Budget, Result, lacking, run_section
 from gpu_kit.sections import SECTIONS, TOTAL_S, Section, picked
 
-CPU_PATIENCE = 4.0  # times every budget with --allow-cpu
+CPU_PATIENCE = 10.0  # times every budget with --allow-cpu
 EXIT_FAILED, EXIT_NO_ACCELERATOR = 1, 3
 
 

@@ -71,9 +71,9 @@ def _theirs(setting: Setting, directory: Path, asked: list[list[int]], findings:
     question = setting.scratch / "batch_question.json"
     question.write_text(json.dumps({"prompts": asked, "max_tokens": setting.scale.batch_output}))
     command = [sys.executable, "-m", "gpu_kit.transformers_batch", str(directory), str(question)]
+    limit_s = THEIR_SHARE * setting.clock.left_s()
     with setting.log("transformers").open("wb") as log:
         try:
-            limit_s = THEIR_SHARE * setting.clock.left_s()
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, timeout=limit_s, check=False)
         except subprocess.TimeoutExpired:
             findings.left_out(part, f"not done after {limit_s:.0f} s")

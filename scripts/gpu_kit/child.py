@@ -19,7 +19,7 @@ from gpu_kit.setting import Setting
 from jdisagg.core.config import Config
 from jdisagg.serve.environment import prepare_jax
 
-EXIT_SKIPPED = 5
+EXIT_RAISED, EXIT_SKIPPED = 1, 5
 
 
 def main() -> int:
@@ -55,6 +55,6 @@ def _end(status: int) -> NoReturn:
 if __name__ == "__main__":
     try:
         _end(main())
-    except Exception:
+    except Exception:  # noqa: BLE001  # printed; then nobody waits for its threads
         traceback.print_exc()
-        _end(1)
+        _end(EXIT_RAISED)

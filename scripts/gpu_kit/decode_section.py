@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from gpu_kit.engine_steps import PAGE_SIZE, StepBench
 from gpu_kit.findings import Findings
 from gpu_kit.roofline import copy_bytes_per_s, spread
 from gpu_kit.setting import Setting
-from gpu_kit.step_bench import PAGE_SIZE, StepBench
 
 WANTED_SHARE = 0.75
 TARGET_BATCH, TARGET_CONTEXT = 32, 1024

@@ -44,7 +44,7 @@ def serve(pipe: Connection) -> None:
 class Peer:
     """Our end."""
 
-    def __init__(self, process: SpawnProcess, pipe: Connection) -> None:
+    def __init__(self, process: SpawnProcess, pipe: Any) -> None:
         self.process = process
         self._pipe = pipe
         self.address = str(self._answer(START_S))

@@ -37,9 +37,9 @@ def run(setting: Setting, findings: Findings) -> None:
 
 def _on_device(setting: Setting, findings: Findings) -> None:
     scale, mesh = setting.scale, make_mesh(jax.devices()[:1], 1)
-    sizes = {"num_layers": 2, "num_kv_heads": 2} if setting.small else {"num_layers": 32, "num_kv_heads": 8}
-    dtype = "float32" if setting.small else "bfloat16"
-    layout: KVLayout = choose_layout(KVSpec(**sizes, features=256, dtype=dtype), mesh, PAGE_SIZE)
+    layers, heads, dtype = (2, 2, "float32") if setting.small else (32, 8, "bfloat16")
+    spec = KVSpec(num_layers=layers, num_kv_heads=heads, features=256, dtype=dtype)
+    layout: KVLayout = choose_layout(spec, mesh, PAGE_SIZE)
     num_tokens, num_pages = scale.gathered_tokens, 4 * scale.gathered_tokens // PAGE_SIZE
     token = np.arange(num_tokens)
     order = 1 + np.random.default_rng(8).permutation(num_pages - 1)[: num_tokens // PAGE_SIZE]

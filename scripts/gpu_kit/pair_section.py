@@ -17,7 +17,7 @@ STRUCK_AFTER = 4  # the kill comes when one stream in so many has its first toke
 
 def run(setting: Setting, findings: Findings) -> None:
     """See Section."""
-    backend = setting.name.removeprefix("pair-")
+    backend = _backend(setting)
     flags = (*engine_flags(setting), "--kv-transfer-backend", backend)
     with servers(setting) as started:
         producer, address = started.launch("prefill", "--role", "prefill", *flags)
@@ -26,7 +26,8 @@ def run(setting: Setting, findings: Findings) -> None:
         findings.fact(P_warmup_s=prefill.ready.warmup_s, D_warmup_s=decode.ready.warmup_s)
         answers = kept_answers(setting)
         _first_tokens(setting, decode, answers, findings)
-        _undisturbed(setting, backend, prefill, decode, answers, findings)
+        _undisturbed(setting, decode, answers, findings)
+        findings.fact(P_prompt_tokens=int(prefill.counters()["jdisagg_prefill_tokens_total"]))
         check_compiles(prefill, findings, "P")
         findings.attempt("kill -9 of P", lambda: _struck(setting, prefill, decode, answers, findings))
         check_compiles(decode, findings, "D")
@@ -40,10 +41,8 @@ def _first_tokens(setting: Setting, decode: Server, answers: Answers | None, fin
         findings.row("TTFT", tokens=length, ms=ms, unified_ms=beside or "not run", more_ms=ms - beside if beside else "")
 
 
-def _undisturbed(
-    setting: Setting, backend: str, prefill: Server, decode: Server, answers: Answers | None, findings: Findings
-) -> None:
-    scale, asked = setting.scale, questions(setting.scale)
+def _undisturbed(setting: Setting, decode: Server, answers: Answers | None, findings: Findings) -> None:
+    scale, asked, backend = setting.scale, questions(setting.scale), _backend(setting)
     before = decode.counters()
     found = ask(decode.client, asked, scale.at_once)
     after = decode.counters()
@@ -62,8 +61,11 @@ def _undisturbed(
         streams=len(found),
         transferred_bytes=int(after["jdisagg_transfer_bytes_total"]),
         piece_gb_per_s=num_bytes / max(seconds, 1e-9) / 1e9,
-        P_prompt_tokens=int(prefill.counters()["jdisagg_prefill_tokens_total"]),
     )
+
+
+def _backend(setting: Setting) -> str:
+    return setting.name.removeprefix("pair-")
 
 
 def _struck(setting: Setting, prefill: Server, decode: Server, answers: Answers | None, findings: Findings) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 
+from gpu_kit.engine_steps import StepBench
 from gpu_kit.findings import Findings
 from gpu_kit.roofline import matmul_flop_per_s, spread
 from gpu_kit.setting import Setting
-from gpu_kit.step_bench import StepBench
 
 WANTED_SHARE = 0.5
 TARGET_TOKENS = 4096

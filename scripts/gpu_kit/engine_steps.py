@@ -119,7 +119,7 @@ class StepBench:
     def prompt(self, num_tokens: int) -> PrefillBatch:
         """One prompt from its first token, in slot 0, sampled at its end."""
         rng = np.random.default_rng(3)
-        return PrefillBatch(
+        arrays: dict[str, Any] = dict(
             token_ids=rng.integers(0, self.loaded.spec.vocab_size, num_tokens).astype(np.int32),
             positions=np.arange(num_tokens, dtype=np.int32),
             tile_slots=np.zeros(num_tokens // PREFILL_TILE, np.int32),
@@ -127,6 +127,7 @@ class StepBench:
             sample_slots=np.array([0], np.int32),
             targets=np.full(num_tokens, -1, np.int32),
         )
+        return PrefillBatch(**arrays)
 
     def set_lengths(self, batch: int, context: int, *, room: int = 0) -> None:
         """The first `batch` slots have `context` tokens, and `room` for more, on pages of their own in shuffled order."""
