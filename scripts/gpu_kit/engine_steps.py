@@ -119,14 +119,14 @@ class StepBench:
     def prompt(self, num_tokens: int) -> PrefillBatch:
         """One prompt from its first token, in slot 0, sampled at its end."""
         rng = np.random.default_rng(3)
-        arrays: dict[str, Any] = dict(
-            token_ids=rng.integers(0, self.loaded.spec.vocab_size, num_tokens).astype(np.int32),
-            positions=np.arange(num_tokens, dtype=np.int32),
-            tile_slots=np.zeros(num_tokens // PREFILL_TILE, np.int32),
-            sample_tokens=np.array([num_tokens - 1], np.int32),
-            sample_slots=np.array([0], np.int32),
-            targets=np.full(num_tokens, -1, np.int32),
-        )
+        arrays: dict[str, Any] = {
+            "token_ids": rng.integers(0, self.loaded.spec.vocab_size, num_tokens).astype(np.int32),
+            "positions": np.arange(num_tokens, dtype=np.int32),
+            "tile_slots": np.zeros(num_tokens // PREFILL_TILE, np.int32),
+            "sample_tokens": np.array([num_tokens - 1], np.int32),
+            "sample_slots": np.array([0], np.int32),
+            "targets": np.full(num_tokens, -1, np.int32),
+        }
         return PrefillBatch(**arrays)
 
     def set_lengths(self, batch: int, context: int, *, room: int = 0) -> None:
