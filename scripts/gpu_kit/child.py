@@ -1,4 +1,4 @@
-"""The process of one section: `python -m gpu_kit.child NAME --out DIR --scratch DIR --limit-s S [--small]`.
+"""The process of one section: `python -m gpu_kit.child NAME --module M --out DIR --scratch DIR --limit-s S [--small]`.
 
 What it finds goes to DIR/sections/NAME.json. Exit status 0, 1 when the section raised, 5 when it cannot run here.
 """
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from gpu_kit.findings import Clock, Findings, Skipped
-from gpu_kit.sections import BY_NAME
 from gpu_kit.setting import Setting
 from jdisagg.core.config import Config
 from jdisagg.serve.environment import prepare_jax
@@ -25,7 +24,8 @@ EXIT_RAISED, EXIT_SKIPPED = 1, 5
 def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("name", choices=sorted(BY_NAME))
+    parser.add_argument("name")
+    parser.add_argument("--module", required=True, help="has run(setting, findings)")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("--limit-s", type=float, required=True)
@@ -36,7 +36,7 @@ def main() -> int:
     setting = Setting(
         name=options.name, out=options.out, scratch=options.scratch, small=options.small, clock=Clock(options.limit_s)
     )
-    module = importlib.import_module(f"gpu_kit.{BY_NAME[options.name].module}")  # after the environment is ready
+    module = importlib.import_module(options.module)  # after the environment is ready
     try:
         module.run(setting, findings)
     except Skipped as reason:

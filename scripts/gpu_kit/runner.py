@@ -87,8 +87,8 @@ def run_section(section: Section, out: Path, scratch: Path, budget: Budget, *, s
 
 def _command(section: Section, out: Path, scratch: Path, limit_s: float, small: bool) -> list[str]:
     told_s = max(limit_s - SAVED_S, 1.0)
-    command = [sys.executable, "-m", "gpu_kit.child", section.name, "--out", str(out), "--scratch", str(scratch)]
-    return [*command, "--limit-s", f"{told_s:.1f}", *(["--small"] if small else [])]
+    command = [sys.executable, "-m", "gpu_kit.child", section.name, "--module", section.module, "--out", str(out)]
+    return [*command, "--scratch", str(scratch), "--limit-s", f"{told_s:.1f}", *(["--small"] if small else [])]
 
 
 def _run(command: list[str], log: Path, limit_s: float) -> int | None:
