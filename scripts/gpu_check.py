@@ -80,7 +80,7 @@ def described(section: Section) -> str:
 def print_missing(sections: list[Section]) -> None:
     """What to install, before any time is spent."""
     for name in dict.fromkeys(name for section in sections for name in lacking(section)):
-        without = ", ".join(section.name for section in sections if name in section.needs)
+        without = ", ".join(section.name for section in sections if name in lacking(section))
         print(f"not installed: {name}; skipped for it: {without}", flush=True)
 
 

@@ -18,6 +18,7 @@ from gpu_kit.setting import Setting
 from jdisagg.core.config import Config
 from jdisagg.serve.environment import prepare_jax
 
+MEMORY_SHARE = "0.92"  # of the device, that a process may grow to; without it three quarters
 EXIT_RAISED, EXIT_SKIPPED = 1, 5
 
 
@@ -32,6 +33,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     prepare_jax(Config(role="unified"), os.environ)  # as a worker has it: no preallocation, compiled programs are kept
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_SHARE)
     findings = Findings(options.out / "sections" / f"{options.name}.json")
     setting = Setting(
         name=options.name, out=options.out, scratch=options.scratch, small=options.small, clock=Clock(options.limit_s)

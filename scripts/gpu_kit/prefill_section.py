@@ -19,9 +19,9 @@ LEAST_S = 4.0
 def run(setting: Setting, findings: Findings) -> None:
     """See Section."""
     scale = setting.scale
+    rate = statistics.median(matmul_flop_per_s(scale.matmul_size, repeats=scale.repeats))
     bench = StepBench(setting, num_slots=1, max_model_len=max(scale.prefill_tokens))
     prompts = {num_tokens: bench.prompt(num_tokens) for num_tokens in scale.prefill_tokens}
-    rate = statistics.median(matmul_flop_per_s(scale.matmul_size, repeats=scale.repeats))
     executables = bench.compiled("prefill", prompts, COMPILE_SHARE * setting.clock.left_s())
     findings.fact(matmul_tflop_per_s=rate / 1e12)
     reached: float | None = None

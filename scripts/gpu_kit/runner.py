@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_kit.child import EXIT_SKIPPED
-from gpu_kit.sections import Section
+from gpu_kit.sections import DISTRIBUTIONS, Section
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAST_S = 5.0  # a section that gets less is not started
@@ -53,8 +53,8 @@ class Budget:
 
 
 def lacking(section: Section) -> list[str]:
-    """Python modules that the section needs and this machine lacks."""
-    return [name for name in section.needs if not _exists(name)]
+    """Packages that the section needs and this machine lacks, by the names that pip knows."""
+    return [DISTRIBUTIONS.get(name, name) for name in section.needs if not _exists(name)]
 
 
 def _exists(module: str) -> bool:

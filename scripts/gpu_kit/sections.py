@@ -12,6 +12,15 @@ SERVER_MODULES = (
 STEP_MODULES = ("jax", "flax", "safetensors", "orbax.checkpoint", "tensorstore")
 BATCH_MODULES = (*STEP_MODULES, "starlette", "httpx", "tokenizers", "jinja2", "prometheus_client", "tqdm")
 WIRE_MODULES = ("jax", "grpc", "google.protobuf", "grpc_status")
+DISTRIBUTIONS = {  # where a module and what brings it differ in name
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "grpc_status": "grpcio-status",
+    "google.protobuf": "protobuf",
+    "prometheus_client": "prometheus-client",
+    "orbax.checkpoint": "orbax-checkpoint",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
