@@ -19,6 +19,7 @@ from gpu_kit.sections import DISTRIBUTIONS, Section
 ROOT = Path(__file__).resolve().parents[2]
 LEAST_S = 5.0  # a section that gets less is not started
 SAVED_S = 3.0  # of a limit: the section is told less than it gets, so that it ends by itself
+MOST = 2.0  # budgets that one section may take: what hangs must not eat up what all others saved
 TAIL = 1500  # characters of a failed section's stderr
 
 
@@ -44,8 +45,9 @@ class Budget:
         self._saved_s = 0.0
 
     def limit_s(self, budget_s: float) -> float:
-        """What a section with this budget may take now."""
-        return min(self._patience * budget_s + self._saved_s, self._ends_s - time.monotonic())
+        """What a section with this budget may take now: it, and what was saved, but not beyond MOST of it."""
+        own_s = self._patience * budget_s
+        return min(own_s + self._saved_s, MOST * own_s, self._ends_s - time.monotonic())
 
     def spent(self, budget_s: float, seconds: float) -> None:
         """A section is over."""

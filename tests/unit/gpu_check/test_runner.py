@@ -104,6 +104,12 @@ def test_what_one_section_saves_later_ones_may_use() -> None:
     assert budget.limit_s(30.0) == 30.0
 
 
+def test_a_section_that_hangs_cannot_eat_up_what_all_others_saved() -> None:
+    budget = Budget(1000.0)
+    budget.spent(300.0, 10.0)
+    assert budget.limit_s(30.0) == 60.0
+
+
 def test_no_section_gets_more_than_is_left_of_all() -> None:
     assert Budget(5.0).limit_s(30.0) <= 5.0
 
