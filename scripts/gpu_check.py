@@ -1,141 +1,107 @@
-"""Checks on a real accelerator: devices, kernels against the CPU, one engine, and P and D as two processes on one device.
+"""Checks and measures on a real accelerator, in under 8 minutes and without a network.
 
-Usage: gpu_check.py --out DIR [--allow-cpu]. Writes DIR/gpu_check.json, DIR/gpu_check.md and the servers' logs. Each section
-passes, fails or is skipped with a reason; the exit status is 0 when none failed and an accelerator was there (or --allow-cpu).
+    gpu_check.py --out DIR [--sections a,b] [--allow-cpu] [--small]
+
+Every section is a process with a time limit of its own; `--list` says what they show. DIR gets gpu_check.json, gpu_check.md
+and the logs. Exit status: 0 when no section failed, 1 when one did, 3 on a machine without an accelerator (without
+--allow-cpu, which also makes everything small). What a section cannot import is named, and the others run.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import os
-import platform
-import subprocess
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from importlib import metadata
+import tempfile
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-BUDGET_S = 460.0
-SECTION_TIMEOUT_S = 220.0
-SERVER_MODULES = (
-    "grpc",
-    "grpc_health",
-    "grpc_reflection",
-    "starlette",
-    "uvicorn",
-    "uvloop",
-    "tokenizers",
-    "prometheus_client",
-    "jinja2",
-)
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "grpcio", "jax-cuda13-plugin", "jax-cuda12-plugin")
-SECTIONS = ("device", "kernels", "unified", "pair")
+from gpu_kit.report import make_report, shown, write_report
+from gpu_kit.runner import Budget, Result, lacking, run_section
+from gpu_kit.sections import SECTIONS, TOTAL_S, Section, picked
+
+CPU_PATIENCE = 10.0  # times every budget with --allow-cpu
+EXIT_FAILED, EXIT_NO_ACCELERATOR = 1, 3
 
 
-@dataclass
-class Section:
-    """One result."""
-
-    name: str
-    status: str  # pass | fail | skip
-    seconds: float = 0.0
-    detail: dict[str, Any] = field(default_factory=dict)
-
-
-def run_section(name: str, out: Path, left_s: float) -> Section:
-    """Run one section in a process of its own, so that a crash or a hang ends nothing else."""
-    began_s = time.monotonic()
-    command = [sys.executable, str(ROOT / "scripts" / "gpu_sections.py"), name, str(out)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=min(left_s, SECTION_TIMEOUT_S), check=False)
-    except subprocess.TimeoutExpired:
-        return Section(name, "fail", time.monotonic() - began_s, {"error": "out of time"})
-    seconds = round(time.monotonic() - began_s, 2)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode == 0 and lines:
-        found = json.loads(lines[-1])
-        return Section(name, "pass" if found.pop("ok") else "fail", seconds, found)
-    return Section(name, "fail", seconds, {"error": f"exit {done.returncode}: {done.stderr.strip()[-1500:]}"})
-
-
-def missing(modules: tuple[str, ...]) -> list[str]:
-    """Modules that cannot be imported here."""
-    return [module for module in modules if importlib.util.find_spec(module) is None]
-
-
-def version(package: str) -> str | None:
-    """Installed version, if any."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def commit() -> str:
-    """Commit of the working tree; "unknown" outside a repository."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False)
-    return done.stdout.strip() or "unknown"
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """The report as one table."""
-    lines = [
-        f"# GPU check, {report['device']}",
-        "",
-        f"commit {report['commit']}, Python {report['python']}, {report['packages']}",
-        "",
-    ]
-    lines += ["| section | result | seconds | detail |", "| --- | --- | --- | --- |"]
-    for section in report["sections"]:
-        detail = json.dumps(section["detail"]).replace("|", "/")
-        lines.append(f"| {section['name']} | {section['status']} | {section['seconds']:.1f} | {detail[:600]} |")
-    return "\n".join(lines) + "\n"
-
-
-def main(run: Callable[[str, Path, float], Section] = run_section) -> int:
+def main() -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for the reports")
-    parser.add_argument("--allow-cpu", action="store_true", help="a machine without an accelerator is no failure")
-    options = parser.parse_args()
+    options = parse()
+    sections = options.picked
+    if options.list:
+        print("\n".join(described(section) for section in SECTIONS))
+        return 0
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    began_s = time.monotonic()
-    sections: list[Section] = []
-    for name in SECTIONS:
-        lacking = missing(SERVER_MODULES) if name in ("unified", "pair") else []
-        left_s = BUDGET_S - (time.monotonic() - began_s)
-        if lacking:
-            sections.append(Section(name, "skip", 0.0, {"reason": f"not installed: {', '.join(lacking)}"}))
-        elif left_s < 10:
-            sections.append(Section(name, "skip", 0.0, {"reason": f"the budget of {BUDGET_S:.0f} s is spent"}))
-        else:
-            sections.append(run(name, out, left_s))
-        print(
-            f"{sections[-1].status:4}  {name}  {sections[-1].seconds:.1f} s  {json.dumps(sections[-1].detail)[:400]}",
-            flush=True,
-        )
-    report = {
-        "device": sections[0].detail.get("kind", "unknown"),
-        "platform": sections[0].detail.get("platform", "unknown"),
-        "commit": commit(),
-        "python": platform.python_version(),
-        "packages": {name: found for name in PACKAGES if (found := version(name))},
-        "sections": [asdict(section) for section in sections],
-    }
-    (out / "gpu_check.json").write_text(json.dumps(report, indent=1))
-    (out / "gpu_check.md").write_text(markdown(report))
-    if report["platform"] == "cpu" and not options.allow_cpu:
-        print("no accelerator here: nothing was shown about one (--allow-cpu accepts that)")
-        return 3
-    return 1 if any(section.status == "fail" for section in sections) else 0
+    print_missing(sections)
+    small = options.small or options.allow_cpu
+    patience = CPU_PATIENCE if options.allow_cpu else 1.0
+    budget, results = Budget(options.total_s or patience * TOTAL_S, patience=patience), []
+    with tempfile.TemporaryDirectory(prefix="gpu_check-") as scratch:
+        for section in sections:
+            print(f"{section.name} (budget {section.budget_s:.0f} s): {section.says}", flush=True)
+            results.append(run_section(section, out, Path(scratch), budget, small=small))
+            print_result(results[-1])
+            report = make_report(results, small=small)
+            write_report(report, out)  # after each: whatever ends this run, the report is there
+            if section.name == "device" and report["platform"] == "cpu" and not options.allow_cpu:
+                print("no accelerator here: nothing would be shown about one (--allow-cpu runs small sizes)")
+                return EXIT_NO_ACCELERATOR
+    print(f"{out / 'gpu_check.md'}, {out / 'gpu_check.json'}")
+    return EXIT_FAILED if any(result.status == "fail" for result in results) else 0
+
+
+def parse() -> argparse.Namespace:
+    """The command line; exits with a usage message when it makes no sense."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/gpu_check"), metavar="DIR", help="default out/gpu_check")
+    parser.add_argument("--sections", metavar="A,B", help="only these, and what they compare with")
+    parser.add_argument("--allow-cpu", action="store_true", help="a machine without an accelerator is no failure; small sizes")
+    parser.add_argument("--small", action="store_true", help="small sizes on an accelerator, too: does it work at all")
+    parser.add_argument("--total-s", type=float, metavar="S", help=f"of all sections (default {TOTAL_S:.0f})")
+    parser.add_argument("--list", action="store_true", help="say what the sections show and what they lack here, then end")
+    options = parser.parse_args()
+    if options.allow_cpu and not os.environ.get("JAX_PLATFORMS"):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    try:
+        options.picked = picked(options.sections)
+    except ValueError as error:
+        parser.error(f"--sections: {error}")
+    return options
+
+
+def described(section: Section) -> str:
+    """One line of --list."""
+    missing = lacking(section)
+    return f"{section.name:12} {section.budget_s:4.0f} s  {section.says}" + (
+        f"; NOT HERE: {', '.join(missing)}" if missing else ""
+    )
+
+
+def print_missing(sections: list[Section]) -> None:
+    """What to install, before any time is spent."""
+    for name in dict.fromkeys(name for section in sections for name in lacking(section)):
+        without = ", ".join(section.name for section in sections if name in lacking(section))
+        print(f"not installed: {name}; skipped for it: {without}", flush=True)
+
+
+def print_result(result: Result) -> None:
+    """A section's lines."""
+    found = result.found
+    print(f"  {result.status} in {result.seconds:.1f} s of {result.limit_s:.0f} s  {result.reason[-600:]}")
+    for check in found.get("checks", []):
+        if not check["holds"]:
+            print(f"  DOES NOT HOLD: {check['name']}: {check['detail']}")
+    for name, value in found.get("facts", {}).items():
+        print(f"  {name}: {shown(value)}")
+    for title, rows in found.get("tables", {}).items():
+        for row in rows:
+            print(f"  {title}: " + ", ".join(f"{name} {shown(value)}" for name, value in row.items()))
+    for part, why in found.get("left_out", {}).items():
+        print(f"  left out: {part}: {why}")
+    for target in found.get("targets", []):
+        got = target["why"] if target["got"] is None else f"{shown(target['got'])} {target['unit']}"
+        print(f"  target {target['name']}: {got}, wanted {target['wanted']}: {target['verdict']}")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -36,6 +37,8 @@ from jdisagg.transfer.drill import TransferDrill
 from jdisagg.transfer.grpc_backend import PieceStore
 from jdisagg.transfer.host_backend import HostPublisher, host_fetcher
 from jdisagg.transfer.target import PieceTarget
+
+log = logging.getLogger(__name__)
 
 OnCrash = Callable[[BaseException], None]
 
@@ -216,6 +219,9 @@ def _colocated(
 ) -> Deployment:
     devices = usable_devices(config)
     tp_p, tp_d = config.prefill_tp, config.decode_tp
+    if len(devices) == tp_p == tp_d == 1:
+        log.info("both engines on one device, %s: give each pool a size with --kv-cache-bytes or --num-pages", devices[0])
+        devices = [*devices, *devices]
     if len(devices) < tp_p + tp_d:
         raise ConfigError(
             f"--role colocated: got {len(devices)} devices, wanted {tp_p} for prefill and {tp_d} for decode; "

@@ -10,8 +10,9 @@ from pathlib import Path
 from time import monotonic
 
 import httpx
+from fleet_process import free_port
 
-from chaos_kit.member import Member, free_port
+from chaos_kit.member import Member
 from chaos_kit.proxy import Connection, Proxy
 
 WATCH_S = 0.05

@@ -7,14 +7,13 @@ import json
 import os
 import re
 import signal
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import httpx
-from fleet_process import FleetProcess
+from fleet_process import FleetProcess, free_port
 
 from chaos_kit.proxy import Proxy
 from jdisagg.serve.ready import Ready
@@ -22,13 +21,6 @@ from jdisagg.serve.ready import Ready
 READY_TIMEOUT_S = 180.0
 ASK_TIMEOUT_S = 5.0
 _SAMPLE = re.compile(r"^(jdisagg_[a-z_]+)(?:\{(.*)\})? (\S+)$", re.M)
-
-
-def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Member:

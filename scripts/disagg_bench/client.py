@@ -48,10 +48,12 @@ class TimedStream:
 class Client:
     """One connection to one worker; any number of threads may use it. Close it."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        """`timeout_s` is of one request."""
         self._channel = open_blocking_channel(address)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._address = address
+        self._timeout_s = timeout_s
         self._ids = itertools.count()
 
     def run(
@@ -60,16 +62,21 @@ class Client:
         max_tokens: int,
         *,
         seconds: float = inf,
+        temperature: float = 0.0,
+        seed: int = 0,
         on_first_token: Callable[[], None] = lambda: None,
     ) -> TimedStream:
-        """Greedy, to the end or until `seconds` after its first token. Raises RuntimeError when it fails."""
+        """Greedy unless there is a temperature, to the end or until `seconds` after its first token.
+
+        Raises RuntimeError when it fails.
+        """
         stream = TimedStream(request_id=f"bench-{next(self._ids)}", sent_s=time.monotonic())
         request = generation_pb2.GenerateRequest(
             request_id=stream.request_id,
             token_ids=generation_pb2.TokenIds(ids=prompt),
-            sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            sampling=common_pb2.SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, ignore_eos=True),
         )
-        call = self._stub.Generate(request, timeout=TIMEOUT_S)
+        call = self._stub.Generate(request, timeout=self._timeout_s)
         try:
             for response in call:
                 is_first = not stream.token_s

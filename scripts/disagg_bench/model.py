@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,10 +41,6 @@ class BenchModel:
 
     def write(self, directory: Path, max_model_len: int) -> None:
         """config.json, and the demo model's tokenizer, into `directory` (created)."""
-        directory.mkdir(parents=True, exist_ok=True)
-        demo = resolve_model("demo")
-        for name in _TOKENIZER_FILES:
-            shutil.copy(demo / name, directory / name)
         sizes = {
             "hidden_size": self.embed,
             "intermediate_size": self.embed * 11 // 4,
@@ -53,7 +50,17 @@ class BenchModel:
             "head_dim": HEAD_DIM,
             "max_position_embeddings": max_model_len,
         }
-        (directory / "config.json").write_text(json.dumps({**read_config(demo), **sizes}, indent=1))
+        write_model(directory, sizes)
+
+
+def write_model(directory: Path, sizes: Mapping[str, object]) -> Path:
+    """The demo model's config.json with other `sizes`, and its tokenizer, in `directory` (created and returned)."""
+    directory.mkdir(parents=True, exist_ok=True)
+    demo = resolve_model("demo")
+    for name in _TOKENIZER_FILES:
+        shutil.copy(demo / name, directory / name)
+    (directory / "config.json").write_text(json.dumps({**read_config(demo), **sizes}, indent=1))
+    return directory
 
 
 class Prompts:

@@ -121,3 +121,13 @@ def test_colocated_equals_unified(
     assert server.metric("jdisagg_transfer_bytes_total", backend="device_put") > 0
     assert_leaks_nothing(server, requests, server)
     assert_nothing_compiled_since_ready(server)
+
+
+def test_colocated_engines_may_share_one_device(
+    start: Start, exact_flags: tuple[str, ...], requests: list[Asked], reference: list[Got]
+) -> None:
+    flags = ("--role", "colocated", "--devices", "0", "--local-prefill", "never", *exact_flags)
+    server = start("colocated-shared", *flags).wait_ready()
+    assert_same(requests, reference, run_all(server.grpc, requests))
+    assert server.metric("jdisagg_prefill_tokens_total", role="decode") == 0
+    assert server.metric("jdisagg_transfer_bytes_total", backend="device_put") > 0

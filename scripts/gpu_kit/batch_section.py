@@ -1,0 +1,126 @@
+"""Section `batch`: tokens per second of jdisagg.batch beside transformers' continuous batching, on the same random weights."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+from disagg_bench.model import Prompts
+
+from gpu_kit.findings import Findings
+from gpu_kit.setting import Setting
+from gpu_kit.shapes import Shape
+from jdisagg.batch.journal import Journal
+from jdisagg.batch.local import open_local
+from jdisagg.batch.runner import Batch, run_batch
+from jdisagg.batch.sender import Sender, served_model
+from jdisagg.core.config import CacheConfig, Config, ModelConfig, SchedulerConfig
+
+WANTED_TIMES = 3.0
+TARGET = "tokens/s of jdisagg.batch over transformers' continuous batching"
+THEIR_MODULES = ("torch", "transformers", "accelerate")
+THEIR_SHARE = 0.5  # of the section's time
+PATIENCE_S = 30.0
+ONE_B = {  # layers of Llama 3.2 1B
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+}
+TINY = {**ONE_B, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+ONE_B_LAYERS, TINY_LAYERS = 16, 2
+
+
+def run(setting: Setting, findings: Findings) -> None:
+    """See Section. Both get the same prompts at once and answer greedily to the last token."""
+    scale = setting.scale
+    longest = scale.batch_prompt + scale.batch_output
+    shape = Shape(sizes=TINY if setting.small else ONE_B, num_layers=TINY_LAYERS if setting.small else ONE_B_LAYERS)
+    directory = shape.write(setting.scratch / "batch", longest)
+    prompts = Prompts(31)
+    asked = [prompts.next(scale.batch_prompt) for _ in range(scale.batch_requests)]
+    findings.fact(requests=len(asked), prompt_tokens=scale.batch_prompt, output_tokens=scale.batch_output)
+    theirs = _theirs(setting, directory, asked, findings)
+    answers: dict[str, Any] = {}
+    findings.attempt("jdisagg.batch", lambda: answers.update(asyncio.run(_ours(setting, directory, asked, theirs is None))))
+    if not answers:
+        findings.target(TARGET, None, WANTED_TIMES, "times", why="jdisagg.batch failed")
+        return
+    findings.fact(jdisagg_tokens_per_s=answers["tokens_per_s"])
+    findings.check("jdisagg.batch answered every line", answers["num_ok"] == len(asked), f"{answers['num_ok']} of {len(asked)}")
+    times = None if theirs is None else answers["tokens_per_s"] / theirs
+    why = "transformers' continuous batching did not run"
+    findings.target(TARGET, None if setting.small else times, WANTED_TIMES, "times", why="no accelerator" if theirs else why)
+
+
+def _theirs(setting: Setting, directory: Path, asked: list[list[int]], findings: Findings) -> float | None:
+    """Tokens per second; their process also makes the weights, in `directory`. None = left out, by name."""
+    part = "transformers' continuous batching"
+    if missing := [name for name in THEIR_MODULES[:2] if importlib.util.find_spec(name) is None]:
+        findings.left_out(part, f"not installed: {', '.join(missing)}")
+        return None
+    question = setting.scratch / "batch_question.json"
+    question.write_text(json.dumps({"prompts": asked, "max_tokens": setting.scale.batch_output}))
+    command = [sys.executable, "-m", "gpu_kit.transformers_batch", str(directory), str(question)]
+    limit_s = THEIR_SHARE * setting.clock.left_s()
+    with setting.log("transformers").open("wb") as log:
+        try:
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, timeout=limit_s, check=False)
+        except subprocess.TimeoutExpired:
+            findings.left_out(part, f"not done after {limit_s:.0f} s")
+            return None
+    lines = done.stdout.strip().splitlines()
+    if done.returncode != 0 or not lines:
+        findings.left_out(part, f"exit status {done.returncode}; see {setting.log('transformers').name}")
+        return None
+    found = json.loads(lines[-1])
+    findings.fact(transformers_tokens_per_s=found["tokens_per_s"], transformers_warm_up_s=found["warm_up_s"])
+    return float(found["tokens_per_s"])
+
+
+async def _ours(setting: Setting, directory: Path, asked: list[list[int]], dummy: bool) -> dict[str, Any]:
+    """The same file of requests through the same code as `python -m jdisagg.batch`, timed once the engine is ready."""
+    scale = setting.scale
+    source, output = setting.scratch / "batch.jsonl", setting.out / "batch_output.jsonl"
+    lines = [{"token_ids": ids, "max_tokens": scale.batch_output, "temperature": 0, "ignore_eos": True} for ids in asked]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    output.unlink(missing_ok=True)
+    batch = Batch(input=source, output=output, max_concurrency=len(asked))
+    timeout = httpx.Timeout(max(5.0, setting.clock.left_s()), connect=10.0)
+    async with open_local(_config(setting, directory, dummy), timeout) as client:
+        sender = Sender(client, patience_s=PATIENCE_S)
+        header = batch.header(await served_model(sender))
+        began_s = time.monotonic()
+        with Journal(batch.output, header) as journal:
+            await run_batch(batch, journal, sender, lambda _: None)
+        seconds = time.monotonic() - began_s
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    num_ok = sum(1 for answer in answers if answer.get("error") is None)
+    return {"tokens_per_s": num_ok * scale.batch_output / seconds, "num_ok": num_ok}
+
+
+def _config(setting: Setting, directory: Path, dummy: bool) -> Config:
+    scale, longest = setting.scale, setting.scale.batch_prompt + setting.scale.batch_output
+    pages = (len_pages := -(-longest // 16)) * scale.batch_requests + len_pages
+    return Config(
+        role="unified",
+        model=ModelConfig(
+            model=str(directory),
+            load_format="dummy" if dummy else "safetensors",
+            dtype="float32" if setting.small else "bfloat16",
+            max_model_len=longest,
+        ),
+        cache=CacheConfig(num_pages=pages),
+        scheduler=SchedulerConfig(
+            max_num_seqs=min(scale.batch_requests, 128), max_num_batched_tokens=64 if setting.small else 2048
+        ),
+    )

@@ -1,0 +1,47 @@
+"""Section `cpu-decode`: prompts computed on the accelerator, decoded in a CPU process; then the same by the CPU alone."""
+
+from __future__ import annotations
+
+from disagg_bench.model import Prompts
+
+from gpu_kit.findings import Findings
+from gpu_kit.questions import Question, ask
+from gpu_kit.servers import DEAD_AFTER_S, check_compiles, servers
+from gpu_kit.setting import Setting
+
+NUM_PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 48, 24
+FLAGS = (
+    *("--model", "demo", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8", "--num-pages", "256"),
+    *("--max-num-batched-tokens", "64", "--transfer-chunk-tokens", "32", "--kv-transfer-backend", "grpc"),
+    *("--no-enable-prefix-caching", "--dead-after-s", str(DEAD_AFTER_S)),
+)
+
+
+def run(setting: Setting, findings: Findings) -> None:
+    """See Section. Two platforms round differently: how far their tokens agree is told, not judged."""
+    prompts = Prompts(21)
+    asked = [
+        Question(prompt=tuple(prompts.next(PROMPT_TOKENS)), max_tokens=OUTPUT_TOKENS, temperature=0.0, seed=0)
+        for _ in range(NUM_PROMPTS)
+    ]
+    with servers(setting) as started:
+        producer, address = started.launch("prefill", "--role", "prefill", *FLAGS)
+        on_cpu = {"JAX_PLATFORMS": "cpu"}
+        consumer, _ = started.launch("decode", "--role", "decode", "--prefill", address, *FLAGS, env=on_cpu)
+        prefill, decode = started.wait(producer), started.wait(consumer)
+        together = ask(decode.client, asked, NUM_PROMPTS)
+        counted = decode.counters()
+        findings.check("KV crossed from one platform to the other", counted["jdisagg_transfer_bytes_total"] > 0)
+        findings.check("D computed no prompt", counted["jdisagg_prefill_tokens_total"] == 0)
+        started.end(prefill, findings, "P")
+        alone = ask(decode.client, asked, NUM_PROMPTS)
+        computed = decode.counters()["jdisagg_prefill_tokens_total"]
+        findings.check("without P, D computes the prompts", computed >= NUM_PROMPTS * PROMPT_TOKENS, f"{computed:g} tokens")
+        pairs = list(zip(together, alone, strict=True))
+        findings.fact(
+            streams=NUM_PROMPTS,
+            streams_equal_to_cpu_alone=sum(a.token_ids == b.token_ids for a, b in pairs),
+            first_tokens_equal=sum(a.token_ids[0] == b.token_ids[0] for a, b in pairs),
+        )
+        check_compiles(decode, findings, "D")
+        started.end(decode, findings, "D")

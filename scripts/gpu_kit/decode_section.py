@@ -1,0 +1,71 @@
+"""Section `decode`: one decode step of Llama 3 8B in bfloat16 against the time its bytes take at the measured copy rate."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from gpu_kit.engine_steps import PAGE_SIZE, StepBench
+from gpu_kit.findings import Findings
+from gpu_kit.roofline import copy_bytes_per_s, spread
+from gpu_kit.setting import Setting
+
+WANTED_SHARE = 0.75
+TARGET_BATCH, TARGET_CONTEXT = 32, 1024
+TARGET = f"decode step, batch {TARGET_BATCH}, context {TARGET_CONTEXT}: share of the measured memory roofline"
+COMPILE_SHARE = 0.7  # of the time there is
+LEAST_S = 4.0  # a measurement with less time left is not begun
+
+
+def run(setting: Setting, findings: Findings) -> None:
+    """See Section. KV is zeros, weights are random. The rate is measured first: later the cache has all the memory."""
+    scale = setting.scale
+    rate = statistics.median(copy_bytes_per_s(scale.copy_bytes, repeats=scale.repeats))
+    room = PAGE_SIZE * 8  # the steps of all measurements make sequences longer
+    bench = StepBench(setting, num_slots=max(scale.decode_batches), max_model_len=max(scale.decode_contexts) + room)
+    batches = {batch: bench.decode_rows(batch) for batch in scale.decode_batches}
+    executables = bench.compiled("decode", batches, COMPILE_SHARE * setting.clock.left_s())
+    findings.fact(
+        copy_gb_per_s=rate / 1e9,
+        weights_gb=bench.costs.read_bytes / 1e9,
+        kv_bytes_per_token=bench.costs.kv_bytes,
+        cache_tokens=bench.num_tokens,
+    )
+    reached: float | None = None
+    why = "no accelerator" if setting.small else "out of time"
+    for batch in scale.decode_batches:
+        if batch not in executables:
+            findings.left_out(f"batch {batch}", "not compiled in time")
+            continue
+        for wanted in scale.decode_contexts:
+            if setting.clock.left_s() < (0 if setting.small else LEAST_S):
+                findings.left_out(f"batch {batch}, context {wanted}", "out of time")
+                continue
+            share = _measure(setting, bench, executables[batch], batch, wanted, rate, findings)
+            if (batch, wanted) == (TARGET_BATCH, TARGET_CONTEXT):
+                reached = share
+    findings.target(TARGET, reached, WANTED_SHARE, "of it", why=why)
+
+
+def _measure(  # noqa: PLR0917
+    setting: Setting, bench: StepBench, executable: Any, batch: int, wanted: int, rate: float, findings: Findings
+) -> float:
+    """One row; the share of the roofline that was reached."""
+    scale = setting.scale
+    steps = (scale.repeats + 2) * scale.decode_steps
+    context = min(wanted, bench.num_tokens // batch - PAGE_SIZE - steps)
+    bench.set_lengths(batch, context, room=steps)
+    times = bench.seconds(executable, bench.decode_rows(batch), repeats=scale.repeats, steps=scale.decode_steps)
+    bound_s = bench.costs.decode_bytes(batch, context) / rate
+    seconds = statistics.median(times)
+    findings.row(
+        "decode step",
+        batch=batch,
+        context=context,
+        asked=wanted,
+        ms=spread(times, 1e3),
+        roofline_ms=1e3 * bound_s,
+        share=bound_s / seconds,
+        tokens_per_s=batch / seconds,
+    )
+    return bound_s / seconds

@@ -1,0 +1,193 @@
+"""Section `hazards`: what is known to corrupt or hang on a CPU, tried on this device, and that the wrappers hold.
+
+Nothing here kills this process: states that do are unreachable through `TransferServer`, and are left alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gpu_kit.findings import Findings, Skipped
+from gpu_kit.hazard_peer import HOST, Peer, peer, values
+from gpu_kit.setting import Setting
+from jdisagg.transfer.jax_server import TransferConnection, TransferServer, Unsupported
+from jdisagg.transfer.target import PieceError
+
+PULL_S = 10.0
+SHORT_S = 1.0  # a deadline that must fire
+LATE_S = 1.0  # after it
+COLD_S = 60.0
+SHAPE = (4, 32, 8, 128)
+
+
+def run(setting: Setting, findings: Findings) -> None:
+    """See Section."""
+    cold = _start_cold(setting)
+    for name, hazard in (("a gathered copy outlives its donated source", _donated), ("donation invalidates", _deleted)):
+        findings.attempt(name, partial(hazard, name, findings))
+    findings.attempt("an array that failed", partial(_error_array, findings))
+    findings.attempt("transfer server", partial(_transfers, findings))
+    findings.attempt("two cold compilations", partial(_same_bits, cold, findings))
+
+
+def _donated(name: str, findings: Findings) -> None:
+    cache = jnp.arange(2**20, dtype=jnp.float32)
+    wanted = np.arange(2**20, dtype=np.float32)[::4]
+    gathered = jax.jit(lambda x: x[::4] + 0)(cache)
+    step = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+    for _ in range(8):
+        cache = step(cache)
+    findings.check(name, np.array_equal(np.asarray(gathered), wanted))
+
+
+def _deleted(name: str, findings: Findings) -> None:
+    source = jnp.zeros((64, 64))
+    jax.block_until_ready(jax.jit(lambda x: x + 1, donate_argnums=0)(source))
+    findings.check(name, source.is_deleted())
+
+
+def _error_array(findings: Findings) -> None:
+    transfer = importlib.import_module("jax.experimental.transfer")
+    if not hasattr(transfer, "make_error_array"):
+        raise Skipped(f"jax {jax.__version__} makes no error arrays")
+    array = transfer.make_error_array(_spec((4,), "float32"), "injected")
+    findings.fact(error_array_says_ready=bool(array.is_ready()))
+    try:
+        jax.block_until_ready(array)
+    except RuntimeError:
+        findings.check("an error array raises when waited for", True)
+    else:
+        findings.check("an error array raises when waited for", False)
+
+
+def _transfers(findings: Findings) -> None:
+    try:
+        server = TransferServer(jax.devices(), HOST)
+    except Unsupported as reason:
+        raise Skipped(str(reason)) from reason
+    with peer() as other:
+        _intact(server, other, findings)
+        _unknown(server, other, findings)
+        _withdrawn(server, other, findings)
+        _like_sized(server, other, findings)
+        _killed(server, other, findings)
+
+
+def _intact(server: TransferServer, other: Peer, findings: Findings) -> None:
+    connection = server.connect(other.address)
+    for seed, dtype in enumerate(("float32", "bfloat16", "int8")):
+        shape = (*SHAPE[:1], SHAPE[1] + seed, *SHAPE[2:])
+        uuid = other.offer(seed, shape, dtype)
+        got = _pull(connection, uuid, _spec(shape, dtype))
+        findings.check(f"{dtype} arrives bit for bit", np.asarray(got).tobytes() == values(seed, shape, dtype).tobytes())
+
+
+def _unknown(server: TransferServer, other: Peer, findings: Findings) -> None:
+    connection = server.connect(other.address)
+    began_s = time.monotonic()
+    reason = _failure(connection, 12345, SHORT_S)
+    seconds = time.monotonic() - began_s
+    findings.check(
+        "an unknown key ends at our deadline", reason is not None and seconds < SHORT_S + LATE_S, f"{seconds:.2f} s: {reason}"
+    )
+    got = _pull(connection, other.offer(7, SHAPE, "float32"), _spec(SHAPE, "float32"))
+    findings.check("the next pull works", np.array_equal(np.asarray(got), values(7, SHAPE, "float32")))
+
+
+def _withdrawn(server: TransferServer, other: Peer, findings: Findings) -> None:
+    connection = server.connect(other.address)
+    uuid = other.offer(8, SHAPE, "float32")
+    other.withdraw(uuid)
+    began_s = time.monotonic()
+    reason = _failure(connection, uuid, PULL_S)
+    findings.fact(withdrawn_is_known_after_ms=1e3 * (time.monotonic() - began_s), withdrawn_says=str(reason)[:200])
+    findings.check("a withdrawn array fails the pull", reason is not None)
+
+
+def _like_sized(server: TransferServer, other: Peer, findings: Findings) -> None:
+    """Equal bytes, another dtype: on a CPU nobody notices, and that is why specs come from Hello."""
+    connection = server.connect(other.address)
+    uuid = other.offer(9, SHAPE, "float32")
+    try:
+        _pull(connection, uuid, _spec(SHAPE, "int32"))
+    except PieceError as error:
+        findings.fact(spec_of_equal_size_is_noticed=str(error)[:200])
+    else:
+        findings.fact(spec_of_equal_size_is_noticed=False)
+
+
+def _killed(server: TransferServer, other: Peer, findings: Findings) -> None:
+    """A pull that waits for a key that never comes, when the other process dies."""
+    connection = server.connect(other.address)
+    _pull(connection, other.offer(10, SHAPE, "float32"), _spec(SHAPE, "float32"))  # connected
+    pid, struck_s = other.process.pid, [0.0]
+    assert pid is not None
+
+    def strike() -> None:
+        struck_s[0] = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+
+    timer = threading.Timer(0.3, strike)
+    timer.start()
+    reason = _failure(connection, 54321, PULL_S)
+    seconds = time.monotonic() - struck_s[0]
+    timer.join()
+    findings.check(
+        "a pull ends when the other process is killed",
+        reason is not None and seconds < PULL_S,
+        f"{1e3 * seconds:.0f} ms: {reason}",
+    )
+
+
+def _start_cold(setting: Setting) -> list[subprocess.Popen[str]]:
+    """The exact step compiled by two processes that have no compiled programs to share."""
+    started = []
+    for number in range(2):
+        cache = tempfile.mkdtemp(dir=setting.scratch)
+        command = [sys.executable, "-m", "gpu_kit.cold_bits", *(["--small"] if setting.small else [])]
+        environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": cache}
+        with setting.log(f"cold{number}").open("wb") as log:
+            started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True))
+    return started
+
+
+def _same_bits(cold: list[subprocess.Popen[str]], findings: Findings) -> None:
+    """Where they differ, P and D are exact only with compiled programs they share (--compilation-cache-dir)."""
+    said = []
+    for process in cold:
+        try:
+            said.append(process.communicate(timeout=COLD_S)[0].strip())
+        finally:
+            process.kill()
+            process.wait()
+    findings.check("both computed", all(said), str(said))
+    findings.fact(exact_step_compiled_twice="equal bits" if len(set(said)) == 1 else f"DIFFERENT bits: {said}")
+
+
+def _spec(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+
+def _pull(connection: TransferConnection, uuid: int, spec: jax.ShapeDtypeStruct) -> jax.Array:
+    return connection.pull(uuid, [spec], time.monotonic() + PULL_S, lambda: False)[0]
+
+
+def _failure(connection: TransferConnection, uuid: int, within_s: float) -> PieceError | None:
+    try:
+        connection.pull(uuid, [_spec(SHAPE, "float32")], time.monotonic() + within_s, lambda: False)
+    except PieceError as error:
+        return error
+    return None

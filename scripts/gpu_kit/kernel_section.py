@@ -1,0 +1,110 @@
+"""Section `kernels`: every implementation that pallas_kernels offers here against NumPy float64, unused cells full of NaN."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gpu_kit import offers
+from gpu_kit.attention_case import CASES, LAYER, LAYERS, PAGE_SIZE, TOLERANCE, Arrays, Case
+from gpu_kit.findings import Findings, Skipped
+from gpu_kit.setting import Setting
+from jdisagg.kv.group import KVGroup
+from jdisagg.kv.layout import KVLayout, choose_layout
+from jdisagg.kv.spec import KVSpec
+from jdisagg.models.sharding import make_mesh
+
+HEADS, FEATURES, PAGES, TOKENS = 4, 256, 12, 40
+
+
+def run(setting: Setting, findings: Findings) -> None:
+    """See Section."""
+    platform = jax.devices()[0].platform
+    layout = _layout("float32")
+    names = offers.implementations(platform)
+    findings.fact(implementations=", ".join(names), axis_order="heads-major" if layout.heads_major else "tokens-major")
+    if platform == "gpu" and "gpu" not in names:
+        findings.left_out("kernels for this platform", "pallas_kernels offers none yet; ref serves it")
+    for name in names:
+        for case in CASES[:: 3 if setting.small else 1]:
+            if not setting.clock.left_s():
+                findings.left_out(f"{name}, {case.name}", "out of time")
+                continue
+            findings.attempt(f"{name}, {case.name}", partial(_attend, name, case, layout.heads_major, findings))
+        findings.attempt(f"{name}, KV write", partial(_write, name, layout.heads_major, findings))
+        if offers.transfers() is not None:
+            findings.attempt(f"{name}, page gather and scatter", partial(_pages, name, layout.heads_major, findings))
+    for dtype in ("float32", "bfloat16", "int8"):
+        findings.attempt(f"gather and scatter of tokens, {dtype}", partial(_tokens, dtype, findings))
+
+
+def _attend(name: str, case: Case, heads_major: bool, findings: Findings) -> None:
+    arrays = Arrays(case)
+    got = np.asarray(offers.attend(name, arrays, heads_major=heads_major), np.float64)
+    worst = float(np.abs(got - arrays.answer()).max())
+    allowed = TOLERANCE[case.kv_dtype]
+    findings.row("attention", implementation=name, case=case.name, worst=worst, allowed=allowed)
+    findings.check(f"{name}, {case.name}", worst <= allowed, f"worst difference {worst:.2g}, allowed {allowed:g}")
+
+
+def _write(name: str, heads_major: bool, findings: Findings) -> None:
+    rng = np.random.default_rng(5)
+    cells = rng.permutation((PAGES - 1) * PAGE_SIZE)[:TOKENS]
+    pages, offsets = (1 + cells // PAGE_SIZE).astype(np.int32), (cells % PAGE_SIZE).astype(np.int32)
+    rows = rng.normal(size=(TOKENS, HEADS, FEATURES)).astype(np.float32)
+    pool = np.full((LAYERS, PAGES, PAGE_SIZE, HEADS, FEATURES), np.nan, np.float32)
+    kv = offers.on_device(pool, heads_major=heads_major)
+    got = offers.write(name, kv, *map(jnp.asarray, (rows, pages, offsets)), heads_major=heads_major)
+    wanted = pool.copy()
+    wanted[LAYER, pages, offsets] = rows
+    _same(f"{name}, KV write", got.swapaxes(2, 3) if heads_major else got, wanted, findings)
+
+
+def _pages(name: str, heads_major: bool, findings: Findings) -> None:
+    transfer = offers.transfers()
+    rng = np.random.default_rng(6)
+    pool = rng.normal(size=(LAYERS, PAGES, PAGE_SIZE, HEADS, FEATURES)).astype(np.float32)
+    pages = (1 + rng.permutation(PAGES - 1)[:4]).astype(np.int32)
+    options = {"heads_major": heads_major, "implementation": name}
+    kv = offers.on_device(pool, heads_major=heads_major)
+    try:
+        rows = jax.jit(lambda kv: transfer.gather(kv, pages, **options))(kv)
+        empty = jnp.full_like(kv, jnp.nan)
+        back = jax.jit(lambda kv, rows: transfer.scatter(kv, rows, pages, 3, 40, **options))(empty, rows)
+    except ValueError as refusal:
+        raise Skipped(str(refusal)) from refusal
+    wanted = pool[:, pages].reshape(LAYERS, -1, HEADS, FEATURES)
+    _same(f"{name}, page gather", rows, wanted, findings)
+    cells = np.full(pool.shape, np.nan, np.float32)
+    for token in range(3, 40):
+        cells[:, pages[token // PAGE_SIZE], token % PAGE_SIZE] = wanted[:, token]
+    _same(f"{name}, page scatter", back.swapaxes(2, 3) if heads_major else back, cells, findings)
+
+
+def _tokens(dtype: str, findings: Findings) -> None:
+    """What exports and imports of the engine are: there and back through a second pool."""
+    mesh, layout, rng = make_mesh(jax.devices()[:1], 1), _layout(dtype), np.random.default_rng(7)
+    shapes = layout.abstract_rows(TOKENS)
+    rows = jax.tree.map(lambda x: jnp.asarray(rng.integers(-100, 100, x.shape), x.dtype), shapes)
+    where = rng.permutation((PAGES - 1) * PAGE_SIZE)[:TOKENS]
+    pages, offsets = (jnp.asarray(cells, jnp.int32) for cells in (1 + where // PAGE_SIZE, where % PAGE_SIZE))
+    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), layout.abstract(PAGES))
+    scatter = jax.jit(lambda kv, rows: layout.scatter_tokens(mesh, kv, rows, pages, offsets), donate_argnums=0)
+    gather = jax.jit(lambda kv: layout.gather_tokens(mesh, kv, pages, offsets))
+    back: KVGroup = gather(scatter(empty, rows))
+    for got, wanted in zip(back.arrays, rows.arrays, strict=True):
+        _same(f"gather and scatter of tokens, {wanted.dtype}", got, wanted, findings)
+
+
+def _layout(dtype: str) -> KVLayout:
+    spec = KVSpec(num_layers=LAYERS, num_kv_heads=HEADS, features=FEATURES, dtype=dtype)
+    return choose_layout(spec, make_mesh(jax.devices()[:1], 1), PAGE_SIZE)
+
+
+def _same(name: str, got: jax.Array, wanted: jax.Array | np.ndarray, findings: Findings) -> None:
+    """Bit for bit, NaN included."""
+    left, right = np.asarray(got), np.asarray(wanted)
+    findings.check(name, left.dtype == right.dtype and left.tobytes() == right.tobytes())

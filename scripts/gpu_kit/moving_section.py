@@ -1,0 +1,85 @@
+"""Section `moving`: KV of Llama 3 8B out of pages and back, and KV from process to process over every backend, in GB/s."""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from transfer_bench.consumer import connected
+from transfer_bench.parts import TOKEN_BYTES, Form
+
+from gpu_kit.findings import Findings
+from gpu_kit.roofline import copy_bytes_per_s, seconds_each, spread
+from gpu_kit.setting import Setting
+from jdisagg.kv.layout import KVLayout, choose_layout
+from jdisagg.kv.spec import KVSpec
+from jdisagg.models.sharding import make_mesh
+
+BACKENDS = ("grpc", "shm", "jax")
+WANTED_GB_PER_S = 5.0
+PAGE_SIZE = 16
+WARM_PIECES = 4
+
+
+def run(setting: Setting, findings: Findings) -> None:
+    """See Section."""
+    findings.attempt("gather and scatter", partial(_on_device, setting, findings))
+    rates: dict[str, float] = {}
+    for backend in BACKENDS:
+        findings.attempt(f"hand-off over {backend}", partial(_between, backend, setting, rates, findings))
+    why = "the backend failed" if "jax" not in rates else "no accelerator"
+    got = None if setting.small else rates.get("jax")
+    findings.target("hand-off between two processes over jax", got, WANTED_GB_PER_S, "GB/s", why=why)
+
+
+def _on_device(setting: Setting, findings: Findings) -> None:
+    scale, mesh = setting.scale, make_mesh(jax.devices()[:1], 1)
+    layers, heads, dtype = (2, 2, "float32") if setting.small else (32, 8, "bfloat16")
+    spec = KVSpec(num_layers=layers, num_kv_heads=heads, features=256, dtype=dtype)
+    layout: KVLayout = choose_layout(spec, mesh, PAGE_SIZE)
+    num_tokens, num_pages = scale.gathered_tokens, 4 * scale.gathered_tokens // PAGE_SIZE
+    token = np.arange(num_tokens)
+    order = 1 + np.random.default_rng(8).permutation(num_pages - 1)[: num_tokens // PAGE_SIZE]
+    pages, offsets = jnp.asarray(order[token // PAGE_SIZE], jnp.int32), jnp.asarray(token % PAGE_SIZE, jnp.int32)
+    kv = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), layout.abstract(num_pages))
+    gather = jax.jit(lambda kv: layout.gather_tokens(mesh, kv, pages, offsets))
+    scatter = jax.jit(lambda kv, rows: layout.scatter_tokens(mesh, kv, rows, pages, offsets), donate_argnums=0)
+    rows = gather(kv)
+    held = [kv]
+
+    def store() -> object:
+        held.append(scatter(held.pop(), rows))
+        return held[0]
+
+    copied = statistics.median(copy_bytes_per_s(scale.copy_bytes, repeats=scale.repeats))
+    num_bytes = 2 * num_tokens * layout.spec.bytes_per_token  # read and written
+    for name, act in (("gather", lambda: gather(held[0])), ("scatter", store)):
+        rate = [num_bytes / seconds for seconds in seconds_each(act, repeats=scale.repeats)]
+        share = statistics.median(rate) / copied
+        findings.row("out of pages and back", what=name, tokens=num_tokens, gb_per_s=spread(rate, 1e-9), share_of_copy=share)
+
+
+def _between(backend: str, setting: Setting, rates: dict[str, float], findings: Findings) -> None:
+    """From Open to the last piece confirmed on D's device, over a real hand-off stream."""
+    scale = setting.scale
+    count = scale.moved_bytes // scale.piece_bytes
+    form = Form(backend=backend, tokens=scale.piece_bytes // TOKEN_BYTES, checksums=True)
+    with connected(form) as consumer:
+        consumer.move(WARM_PIECES)
+        moved = [consumer.move(count) for _ in range(scale.repeats)]
+        first_ms = sorted(1e3 * consumer.first_chunk_s() for _ in range(10 * scale.repeats))
+    rate = [one.num_bytes / one.seconds for one in moved]
+    cpu = statistics.median((one.cpu_p_s + one.cpu_d_s) / one.num_bytes for one in moved)
+    rates[backend] = statistics.median(rate) / 1e9
+    findings.row(
+        "between two processes",
+        backend=backend,
+        mib=scale.moved_bytes // 2**20,
+        piece_mib=scale.piece_bytes // 2**20,
+        gb_per_s=spread(rate, 1e-9),
+        cpu_s_per_gb=1e9 * cpu,
+        open_to_announcement_ms=first_ms[len(first_ms) // 2],
+    )

@@ -1,0 +1,80 @@
+"""Sections `pair-*`: P and D as two processes on one device, and the death of P in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+
+from gpu_kit.findings import Findings
+from gpu_kit.questions import Answers, FirstTokens, ask, compare, first_token_ms, kept_answers, killed_questions, questions
+from gpu_kit.servers import Server, check_compiles, engine_flags, servers
+from gpu_kit.setting import Setting
+
+STRUCK_AFTER = 4  # the kill comes when one stream in so many has its first token
+
+
+def run(setting: Setting, findings: Findings) -> None:
+    """See Section."""
+    backend = _backend(setting)
+    flags = (*engine_flags(setting), "--kv-transfer-backend", backend)
+    with servers(setting) as started:
+        producer, address = started.launch("prefill", "--role", "prefill", *flags)
+        consumer, _ = started.launch("decode", "--role", "decode", "--prefill", address, *flags)
+        prefill, decode = started.wait(producer), started.wait(consumer)
+        findings.fact(P_warmup_s=prefill.ready.warmup_s, D_warmup_s=decode.ready.warmup_s)
+        answers = kept_answers(setting)
+        _first_tokens(setting, decode, answers, findings)
+        _undisturbed(setting, decode, answers, findings)
+        findings.fact(P_prompt_tokens=int(prefill.counters()["jdisagg_prefill_tokens_total"]))
+        check_compiles(prefill, findings, "P")
+        findings.attempt("kill -9 of P", lambda: _struck(setting, prefill, decode, answers, findings))
+        check_compiles(decode, findings, "D")
+        started.end(decode, findings, "D")
+
+
+def _first_tokens(setting: Setting, decode: Server, answers: Answers | None, findings: Findings) -> None:
+    for length, times in first_token_ms(decode.client, setting.scale).items():
+        beside = statistics.median(answers.first_ms[length]) if answers is not None else None
+        ms = statistics.median(times)
+        findings.row("TTFT", tokens=length, ms=ms, unified_ms=beside or "not run", more_ms=ms - beside if beside else "")
+
+
+def _undisturbed(setting: Setting, decode: Server, answers: Answers | None, findings: Findings) -> None:
+    scale, asked, backend = setting.scale, questions(setting.scale), _backend(setting)
+    found = ask(decode.client, asked, scale.at_once)
+    after = decode.counters()
+    if answers is None:
+        findings.left_out("equal streams", "unified left no answers")
+    else:
+        compare("every stream is unified's", found, answers.streams, findings)
+    moved = decode.bytes_by_backend()
+    findings.check(f"all KV came over {backend}", set(moved) == {backend}, str(moved))
+    computed = after["jdisagg_prefill_tokens_total"]
+    findings.check("D computed no prompt", computed == 0, f"{computed:g} tokens")
+    findings.check("nothing had to recover", after["jdisagg_recoveries_total"] == 0)
+    seconds, num_bytes = after["jdisagg_transfer_seconds_sum"], after["jdisagg_transfer_bytes_total"]
+    findings.fact(
+        streams=len(found), transferred_bytes=int(num_bytes), gb_per_s_of_a_fetch=num_bytes / max(seconds, 1e-9) / 1e9
+    )
+
+
+def _backend(setting: Setting) -> str:
+    return setting.name.removeprefix("pair-")
+
+
+def _struck(setting: Setting, prefill: Server, decode: Server, answers: Answers | None, findings: Findings) -> None:
+    asked = killed_questions(setting.scale)
+    begun = FirstTokens(max(1, len(asked) // STRUCK_AFTER))
+    with ThreadPoolExecutor(1) as thread:
+        streams = thread.submit(ask, decode.client, asked, len(asked), begun.count)
+        begun.reached.wait(setting.clock.left_s())
+        os.kill(prefill.pid, signal.SIGKILL)
+        found = streams.result()
+    counted = decode.counters()
+    gap_s = max(max((b - a for a, b in zip(s.token_s, s.token_s[1:], strict=False)), default=0.0) for s in found)
+    findings.fact(streams_under_way=len(found), recoveries=int(counted["jdisagg_recoveries_total"]), longest_gap_ms=1e3 * gap_s)
+    findings.check("the death of P was felt", counted["jdisagg_recoveries_total"] > 0)
+    if answers is not None:
+        compare("every stream goes on as if nothing had happened", found, answers.killed, findings)

@@ -1,0 +1,97 @@
+"""Where a section runs and how large it may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpu_kit.findings import Clock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Sizes of one run. Times are medians of `repeats` runs."""
+
+    repeats: int
+    num_streams: int  # exact ones, through every engine
+    num_killed: int  # streams under way when P dies
+    at_once: int
+    stream_tokens: int
+    prompt_tokens: tuple[int, int]  # of a stream, least and most
+    ttft_prompts: tuple[int, ...]  # tokens
+    copy_bytes: int
+    matmul_size: int
+    piece_bytes: int
+    moved_bytes: int  # between two processes
+    gathered_tokens: int
+    decode_batches: tuple[int, ...]  # the most telling first, time may run out
+    decode_contexts: tuple[int, ...]
+    decode_steps: int  # of one measurement
+    prefill_tokens: tuple[int, ...]
+    batch_requests: int
+    batch_prompt: int
+    batch_output: int
+
+
+FULL = Scale(
+    repeats=5,
+    num_streams=200,
+    num_killed=24,
+    at_once=32,
+    stream_tokens=24,
+    prompt_tokens=(16, 160),
+    ttft_prompts=(1024, 4096),
+    copy_bytes=2**31,
+    matmul_size=8192,
+    piece_bytes=16 * 2**20,
+    moved_bytes=2**30,
+    gathered_tokens=4096,
+    decode_batches=(32, 8, 128, 1),
+    decode_contexts=(1024, 8192),
+    decode_steps=10,
+    prefill_tokens=(4096, 512, 8192, 2048),
+    batch_requests=256,
+    batch_prompt=256,
+    batch_output=128,
+)
+SMALL = Scale(
+    repeats=2,
+    num_streams=24,
+    num_killed=8,
+    at_once=8,
+    stream_tokens=8,
+    prompt_tokens=(8, 40),
+    ttft_prompts=(64,),
+    copy_bytes=2**24,
+    matmul_size=256,
+    piece_bytes=2**20,
+    moved_bytes=2**22,
+    gathered_tokens=64,
+    decode_batches=(2, 1),
+    decode_contexts=(16, 48),
+    decode_steps=2,
+    prefill_tokens=(64, 32),
+    batch_requests=6,
+    batch_prompt=12,
+    batch_output=6,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One section's run. `scratch` is gone when gpu_check ends; `out` stays."""
+
+    name: str
+    out: Path
+    scratch: Path
+    small: bool
+    clock: Clock
+
+    @property
+    def scale(self) -> Scale:
+        """Its sizes."""
+        return SMALL if self.small else FULL
+
+    def log(self, name: str) -> Path:
+        """Where a process of this section logs to."""
+        return self.out / "logs" / f"{self.name}-{name}.log"

@@ -1,0 +1,55 @@
+"""Models with random weights in real shapes: layers of Llama 3 8B, as many as a check can afford; tiny ones for CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from disagg_bench.model import write_model
+
+EIGHT_B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,  # tied random weights just repeat the last token
+}
+EIGHT_B_LAYERS, EIGHT_B_VOCAB = 32, 128256
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+}
+SERVED_LAYERS, TINY_LAYERS = 4, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A config.json. `vocab_size` None = the demo tokenizer's, which a model needs that speaks text."""
+
+    sizes: Mapping[str, object]
+    num_layers: int
+    vocab_size: int | None = None
+
+    def write(self, directory: Path, max_model_len: int) -> Path:
+        """Into `directory`, with a tokenizer; returns it."""
+        sizes = {**self.sizes, "num_hidden_layers": self.num_layers, "max_position_embeddings": max_model_len}
+        return write_model(directory, sizes | ({"vocab_size": self.vocab_size} if self.vocab_size else {}))
+
+
+def served_shape(*, small: bool) -> Shape:
+    """What the engines serve: few layers, of real width."""
+    return Shape(sizes=TINY, num_layers=TINY_LAYERS) if small else Shape(sizes=EIGHT_B, num_layers=SERVED_LAYERS)
+
+
+def whole_shape(*, small: bool) -> Shape:
+    """What steps are measured on: Llama 3 8B."""
+    if small:
+        return Shape(sizes=TINY, num_layers=TINY_LAYERS)
+    return Shape(sizes=EIGHT_B, num_layers=EIGHT_B_LAYERS, vocab_size=EIGHT_B_VOCAB)

@@ -1,0 +1,69 @@
+"""gpu_check in small sizes on a CPU: every section runs, holds, and is reported; what fails or lacks something ends alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ALL = (
+    *("device", "kernels", "unified", "colocated", "pair-jax", "pair-grpc", "pair-shm", "cpu-decode", "hazards", "moving"),
+    *("decode", "prefill", "batch", "aot"),
+)
+LIMIT_S = 900.0  # it takes about 80 on two idle cores
+
+
+def run_check(out: Path, *flags: str, limit_s: float = LIMIT_S, **env: str) -> tuple[int, dict[str, dict[str, Any]], str]:
+    """Exit status, sections by name, output."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **env}
+    environment.pop("XLA_FLAGS", None)
+    command = [sys.executable, "scripts/gpu_check.py", "--out", str(out), *flags]
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    report = json.loads((out / "gpu_check.json").read_text())
+    return process.returncode, {section["name"]: section for section in report["sections"]}, output
+
+
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_every_section_runs_small_on_a_cpu(tmp_path: Path) -> None:
+    status, sections, output = run_check(tmp_path, "--allow-cpu")
+    assert status == 0, output
+    assert tuple(sections) == ALL
+    left_out = [name for name, section in sections.items() if section["status"] != "pass"]
+    assert left_out in ([], ["aot"]), output
+    for backend in ("jax", "grpc", "shm"):
+        held = {check["name"]: check for check in sections[f"pair-{backend}"]["found"]["checks"]}
+        assert held["every stream is unified's"]["detail"] == "24 of 24"
+        assert held[f"all KV came over {backend}"]["holds"]
+        assert held["every stream goes on as if nothing had happened"]["detail"] == "8 of 8"
+        assert sections[f"pair-{backend}"]["found"]["facts"]["recoveries"] > 0
+    rates = [row["backend"] for row in sections["moving"]["found"]["tables"]["between two processes"]]
+    assert rates == ["grpc", "shm", "jax"]
+    targets = [target for section in sections.values() for target in section["found"].get("targets", [])]
+    assert len(targets) >= 4
+    assert all(target["verdict"] == "not run" and target["why"] for target in targets)  # a CPU meets and misses nothing
+    page = (tmp_path / "gpu_check.md").read_text()
+    assert all(f"## {name}: " in page for name in ALL)
+    assert "| decode | decode step, batch 32, context 1024" in page
+
+
+@pytest.mark.timeout(60)
+def test_an_unknown_section_is_refused_with_the_names_there_are() -> None:
+    command = [sys.executable, "scripts/gpu_check.py", "--sections", "decoed"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 2
+    assert "decoed unknown, wanted some of device, kernels" in done.stderr

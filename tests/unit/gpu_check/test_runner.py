@@ -1,0 +1,124 @@
+"""Sections are processes: what hangs, raises or lacks something ends alone, and keeps what it had found."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from gpu_kit import runner
+from gpu_kit.runner import Budget, run_section
+from gpu_kit.sections import SECTIONS, TOTAL_S, Section, picked
+
+BODIES = {
+    "fine": "findings.fact(answer=42); findings.check('two is two', True)",
+    "wrong": "findings.check('one is two', False, 'it is not'); findings.fact(after=1)",
+    "raising": "findings.fact(before=1); raise RuntimeError('broken on purpose')",
+    "hanging": "findings.fact(before=1); time.sleep(600)",
+    "dying": "findings.fact(before=1); os.abort()",
+    "unable": "raise Skipped('nothing to look at')",
+    "parts": "findings.attempt('first', lambda: 1 / 0); findings.fact(second=2)",
+}
+HEAD = "import os, time\nfrom gpu_kit.findings import Skipped\n\n\ndef run(setting, findings):\n    "
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, body in BODIES.items():
+        (tmp_path / f"section_{name}.py").write_text(HEAD + body + "\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(runner, "LEAST_S", 0.5)
+
+
+def run(name: str, tmp_path: Path, *, budget_s: float = 50.0, needs: tuple[str, ...] = ()) -> runner.Result:
+    section = Section(name=name, module=f"section_{name}", says="", budget_s=budget_s, needs=needs)
+    return run_section(section, tmp_path / "out", tmp_path, Budget(100.0), small=True)
+
+
+def test_a_section_that_holds_passes_with_its_facts(tmp_path: Path) -> None:
+    result = run("fine", tmp_path)
+    assert (result.status, result.reason) == ("pass", "")
+    assert result.found["facts"] == {"answer": 42}
+
+
+def test_a_check_that_does_not_hold_fails_the_section_by_name(tmp_path: Path) -> None:
+    result = run("wrong", tmp_path)
+    assert (result.status, result.reason) == ("fail", "does not hold: one is two")
+    assert result.found["facts"] == {"after": 1}
+
+
+@pytest.mark.parametrize(("name", "said"), [("raising", "broken on purpose"), ("dying", "exit status -6")])
+def test_a_section_that_ends_badly_fails_and_keeps_what_it_found(tmp_path: Path, name: str, said: str) -> None:
+    result = run(name, tmp_path)
+    assert result.status == "fail"
+    assert said in result.reason
+    assert result.found["facts"] == {"before": 1}
+
+
+@pytest.mark.timeout(120)
+def test_a_section_that_hangs_is_killed_at_its_limit_and_keeps_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "SAVED_S", 0.0)
+    body = (tmp_path / "section_hanging.py").read_text()
+    marker = tmp_path / "pid"
+    (tmp_path / "section_hanging.py").write_text(
+        body.replace("time.sleep", f"open({str(marker)!r}, 'w').write(str(os.getpid())); time.sleep")
+    )
+    began_s = time.monotonic()
+    result = run("hanging", tmp_path, budget_s=12.0)
+    assert (result.status, result.found["facts"]) == ("fail", {"before": 1})
+    assert result.reason.startswith("out of time")
+    assert time.monotonic() - began_s < 30
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(marker.read_text()), 0)
+
+
+def test_a_part_that_raises_fails_the_section_but_not_the_next_part(tmp_path: Path) -> None:
+    result = run("parts", tmp_path)
+    assert result.status == "fail"
+    assert result.found["facts"] == {"second": 2}
+    assert "ZeroDivisionError" in result.found["checks"][0]["detail"]
+
+
+def test_a_section_that_cannot_run_here_is_skipped_with_its_reason(tmp_path: Path) -> None:
+    result = run("unable", tmp_path)
+    assert (result.status, result.reason) == ("skip", "nothing to look at")
+
+
+def test_what_is_not_installed_is_named_and_nothing_is_started(tmp_path: Path) -> None:
+    result = run("fine", tmp_path, needs=("json", "no_such_module", "no.such.package"))
+    assert (result.status, result.reason) == ("skip", "not installed: no_such_module, no.such.package")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_one_section_saves_later_ones_may_use() -> None:
+    budget = Budget(100.0)
+    assert budget.limit_s(30.0) == 30.0
+    budget.spent(30.0, 10.0)
+    assert budget.limit_s(30.0) == 50.0
+    budget.spent(30.0, 45.0)
+    assert budget.limit_s(30.0) == 35.0
+    budget.spent(30.0, 90.0)
+    assert budget.limit_s(30.0) == 30.0
+
+
+def test_a_section_that_hangs_cannot_eat_up_what_all_others_saved() -> None:
+    budget = Budget(1000.0)
+    budget.spent(300.0, 10.0)
+    assert budget.limit_s(30.0) == 60.0
+
+
+def test_no_section_gets_more_than_is_left_of_all() -> None:
+    assert Budget(5.0).limit_s(30.0) <= 5.0
+
+
+def test_budgets_fill_eight_minutes_and_no_more() -> None:
+    assert sum(section.budget_s for section in SECTIONS) == TOTAL_S <= 475.0
+
+
+def test_a_picked_section_brings_what_it_compares_with() -> None:
+    assert [section.name for section in picked("pair-shm,device")] == ["device", "unified", "pair-shm"]
+    with pytest.raises(ValueError, match="decoed unknown, wanted some of device"):
+        picked("decoed")
