@@ -27,8 +27,7 @@ from pallas_kernels.work import plan_work
 
 Shaped = jax.Array | jax.ShapeDtypeStruct  # whose shape and dtype alone are looked at
 REF_TILE = 16  # queries that share a gather of their pages
-VMEM_LIMIT_BYTES = 64 * 2**20  # what a core of the smallest chip has
-SMEM_LIMIT_BYTES = 512 * 2**10  # of page tables: half of the smallest scalar memory
+MOST_PAGES = 2**16  # entries of a page table: two tables are half of the smallest scalar memory
 _LANES = 128
 _SUBLANES = 8
 
@@ -127,9 +126,8 @@ def tpu_refuses(
     wanted = _LANES if kv.dtype == jnp.int8 else _SUBLANES * 4 // kv.dtype.itemsize
     if page_size % wanted:
         return f"pages of {page_size} tokens of {kv.dtype}, wanted a multiple of {wanted}: set --page-size"
-    table_bytes = page_tables.shape[0] * -(-page_tables.shape[1] // _LANES) * _LANES * 4
-    if table_bytes > SMEM_LIMIT_BYTES:
-        return f"page tables of {table_bytes} bytes, wanted at most {SMEM_LIMIT_BYTES}: use larger pages or fewer rows"
+    if page_tables.shape[1] > MOST_PAGES:
+        return f"page tables of {page_tables.shape[1]} entries, wanted at most {MOST_PAGES}: set --page-size"
     return None
 
 
@@ -210,7 +208,6 @@ def _attend_tpu(
         None if scales is None else scales.reshape(*kv.shape[:2], shape.num_groups, heads, page_size, 2).swapaxes(-1, -2),
         shape=shape,
         parts=parts,
-        vmem_limit_bytes=VMEM_LIMIT_BYTES,
         interpret=interpret,
     )
     joined = out.reshape(num_blocks, shape.num_groups, heads, tile, group, shape.value_dim).transpose(0, 3, 1, 2, 4, 5)

@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+_LANES = 128
+_WIDEST = 4  # bytes of an element
+_PRODUCTS = 4  # arrays of (query rows, key rows) that exist at a time
+_LEAST_VMEM_BYTES = 16 * 2**20
+_MOST_VMEM_BYTES = 64 * 2**20  # all that a core of the smallest chip has
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
@@ -38,6 +44,16 @@ class Shape:
     def key_block(self) -> int:
         """Tokens."""
         return self.block_pages * self.page_size
+
+    @property
+    def vmem_limit_bytes(self) -> int:
+        """What the kernel may take of a core's vector memory: twice what its buffers, sums and products need."""
+        rows = self.num_groups * self.query_rows
+        buffers = 2 * self.num_groups * self.key_rows * (self.features + 2 * self.quantised) * _WIDEST
+        queries = 2 * rows * (self.dim + self.value_dim) * _WIDEST
+        sums = rows * (2 * _LANES + self.value_dim) * _WIDEST
+        products = _PRODUCTS * self.query_rows * self.key_rows * _WIDEST
+        return min(max(2 * (buffers + queries + sums + products), _LEAST_VMEM_BYTES), _MOST_VMEM_BYTES)
 
     @property
     def value_dim(self) -> int:

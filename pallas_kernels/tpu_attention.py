@@ -12,7 +12,7 @@ by the probabilities, and the caller takes the upper half.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,8 +24,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.attention_shape import Shape
-from pallas_kernels.loops import arrive, loop
-from pallas_kernels.work import BLOCK, FIRST, HIGH, LOW, OFFSET, ROW, STOP, TURN, Work
+from pallas_kernels.loops import Arrive, arrive, loop
+from pallas_kernels.tpu_copies import Copies, Stream
+from pallas_kernels.work import BLOCK, FIRST, HIGH, LOW, OFFSET, STOP, Work
 
 _LOWEST = -1e30  # finite: exp(_LOWEST - _LOWEST) must be 1, not NaN
 _LANES = 128
@@ -50,7 +51,8 @@ class Parts:
 
     visible: Callable[[jax.Array, int | None], jax.Array] = _visible  # (query - key, window)
     clean: Callable[[jax.Array, jax.Array], jax.Array] = _clean  # (values, keys that any query sees)
-    arrive: Callable[[Callable[[], None], Callable[[], None]], None] = arrive  # (wait for a block, use it)
+    arrive: Arrive = arrive  # of a block of keys
+    table_arrives: Arrive = arrive
     entry: Callable[[jax.Array], jax.Array] = _entry  # index into a page table
 
 
@@ -64,7 +66,6 @@ def attend_blocks(  # noqa: PLR0917
     *,
     shape: Shape,
     parts: Parts,
-    vmem_limit_bytes: int,
     interpret: Any,
 ) -> jax.Array:
     """Sums of q [N, G, query_rows, dim] over cache [L, P, G, heads * S, F]; returns [N, G, query_rows, value_dim].
@@ -73,124 +74,98 @@ def attend_blocks(  # noqa: PLR0917
     then of values, tokens along lanes as scores have them. What belongs to no item is undefined.
     """
     block = (1, shape.num_groups, shape.query_rows)
-    in_specs = [
-        pl.BlockSpec((*block, shape.dim), lambda item, work, *_: (work[BLOCK, item], 0, 0, 0)),
-        pl.BlockSpec(memory_space=pl.ANY),
-    ]
+    tables = jnp.pad(page_tables, ((0, 0), (0, -page_tables.shape[1] % _LANES)))[:, None]
+    sources = [cache] if scales is None else [cache, scales]
+    buffers = [pltpu.VMEM((2, shape.block_pages, *source.shape[2:]), source.dtype) for source in sources]
     scratch: list[Any] = [
-        pltpu.VMEM((2, shape.block_pages, *cache.shape[2:]), cache.dtype),
+        pltpu.SMEM((2, *tables.shape[1:]), jnp.int32),
         pltpu.SemaphoreType.DMA((2,)),
         pltpu.VMEM((shape.num_groups, shape.query_rows, _LANES), jnp.float32),
         pltpu.VMEM((shape.num_groups, shape.query_rows, _LANES), jnp.float32),
         pltpu.VMEM((shape.num_groups, shape.query_rows, shape.value_dim), jnp.float32),
     ]
-    operands = [q, cache]
-    if scales is not None:
-        in_specs.append(pl.BlockSpec(memory_space=pl.ANY))
-        scratch += [pltpu.VMEM((2, shape.block_pages, *scales.shape[2:]), jnp.float32), pltpu.SemaphoreType.DMA((2,))]
-        operands.append(scales)
     return pl.pallas_call(
         partial(_kernel, shape=shape, parts=parts),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(work.num_items,),
-            in_specs=in_specs,
+            num_scalar_prefetch=3,
+            grid=(jnp.maximum(work.num_items, 1),),  # a grid of no steps is not something to rely on
+            in_specs=[
+                pl.BlockSpec((*block, shape.dim), lambda item, work, *_: (work[BLOCK, item], 0, 0, 0)),
+                *[pl.BlockSpec(memory_space=pl.ANY)] * (1 + len(sources)),
+            ],
             out_specs=pl.BlockSpec((*block, shape.value_dim), lambda item, work, *_: (work[BLOCK, item], 0, 0, 0)),
-            scratch_shapes=scratch,
+            scratch_shapes=scratch + [part for buffer in buffers for part in (buffer, pltpu.SemaphoreType.DMA((2,)))],
         ),
         out_shape=jax.ShapeDtypeStruct((*q.shape[:-1], shape.value_dim), q.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit_bytes),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=shape.vmem_limit_bytes),
         interpret=interpret,
         name="ragged_paged_decode" if shape.query_block == 1 else "ragged_paged_prefill",
-    )(work.packed, work.num_items.reshape(1), layer.reshape(1), page_tables, *operands)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pages:
-    """The copies of blocks of keys into two buffers."""
-
-    work: Any
-    layer: Any
-    tables: Any
-    cache: Any
-    buffers: Any
-    semaphores: Any
-    scales: Any
-    scale_buffers: Any
-    scale_semaphores: Any
-    shape: Shape
-    parts: Parts
-
-    def start(self, item: jax.Array, number: jax.Array, buffer: jax.Array) -> None:
-        """Begin to copy block `number` of an item."""
-        self._each_copy(item, number, buffer, lambda copy: copy.start())
-
-    def wait(self, item: jax.Array, number: jax.Array, buffer: jax.Array) -> None:
-        """Return when the block is in its buffer."""
-        self._each_copy(item, number, buffer, lambda copy: copy.wait())
-
-    def _each_copy(self, item: jax.Array, number: jax.Array, buffer: jax.Array, act: Callable[[Any], None]) -> None:
-        def of_page(page: jax.Array) -> None:
-            for copy in self._page(item, number, buffer, page):
-                act(copy)
-
-        loop(self.shape.block_pages, of_page)
-
-    def _page(self, item: jax.Array, number: jax.Array, buffer: jax.Array, page: jax.Array) -> list[Any]:
-        entry = self.parts.entry(number * self.shape.block_pages + page)
-        where = (self.layer[0], self.tables[self.work[ROW, item], entry])
-        moves = [(self.cache, self.buffers, self.semaphores)]
-        if self.scales is not None:
-            moves.append((self.scales, self.scale_buffers, self.scale_semaphores))
-        return [pltpu.make_async_copy(a.at[where], b.at[buffer, page], semaphores.at[buffer]) for a, b, semaphores in moves]
+    )(work.packed, work.num_items.reshape(1), layer.reshape(1), q, tables, *sources)
 
 
 def _kernel(  # noqa: PLR0917
     work: Any,
     num_items: Any,
     layer: Any,
-    tables: Any,
     q: Any,
+    tables: Any,
     cache: Any,
     *rest: Any,
     shape: Shape,
     parts: Parts,
 ) -> None:
-    """One item: refs in SMEM (work, num_items, layer, tables), VMEM (q, out, scratch) and HBM (cache, scales)."""
-    scales, rest = (rest[0], rest[1:]) if shape.quantised else (None, rest)
-    out, buffers, semaphores, largest, total, sums, *of_scales = rest
-    scale_buffers, scale_semaphores = of_scales or (None, None)
-    pages = _Pages(work, layer, tables, cache, buffers, semaphores, scales, scale_buffers, scale_semaphores, shape, parts)
+    """One item: refs in SMEM (work, num_items, layer), VMEM (q, out, scratch) and HBM (tables, cache, scales)."""
+    sources, rest = ((cache, rest[0]), rest[1:]) if shape.quantised else ((cache,), rest)
+    out, slots, slot_semaphores, largest, total, sums, *buffers = rest
+    streams = tuple(
+        Stream(pages=source, buffers=buffers[2 * index], semaphores=buffers[2 * index + 1])
+        for index, source in enumerate(sources)
+    )
+    copies = Copies(
+        work=work,
+        layer=layer,
+        tables=tables,
+        slots=slots,
+        slot_semaphores=slot_semaphores,
+        streams=streams,
+        block_pages=shape.block_pages,
+        entry=parts.entry,
+        table_arrives=parts.table_arrives,
+    )
     item = pl.program_id(0)
     first, stop, low, high = (work[field, item] for field in (FIRST, STOP, LOW, HIGH))
 
-    @pl.when(item == 0)
+    @pl.when((item == 0) & (num_items[0] > 0))
     def _() -> None:
-        pages.start(item, first, lax.rem(work[TURN, item], 2))
+        copies.start_table(item)
+        copies.start_item(item)
+
+    @pl.when(item + 1 < num_items[0])
+    def _() -> None:
+        copies.start_table(item + 1)
 
     largest[...] = jnp.full_like(largest, _LOWEST)
     total[...] = jnp.zeros_like(total)
     sums[...] = jnp.zeros_like(sums)
 
     def step(number: jax.Array, _: None) -> None:
-        buffer = lax.rem(work[TURN, item] + number - first, 2)
-        goes_on = number + 1 < stop
-        next_item = jnp.where(goes_on, item, item + 1)
-
-        @pl.when(next_item < num_items[0])
+        @pl.when(number + 1 < stop)
         def _() -> None:
-            pages.start(next_item, jnp.where(goes_on, number + 1, work[FIRST, item + 1]), 1 - buffer)
+            copies.start(item, number + 1)
+
+        @pl.when((number + 1 == stop) & (item + 1 < num_items[0]))
+        def _() -> None:
+            copies.start_item(item + 1)
 
         here = work[OFFSET, item] - number * shape.key_block  # of query 0, counted from the block's first key
+        buffer = copies.buffer(item, number)
 
         def use() -> None:
-            of_block = None if scale_buffers is None else scale_buffers.at[buffer]
-            online = partial(
-                _part, q, buffers.at[buffer], of_block, (here, low, high), (largest, total, sums), shape=shape, parts=parts
-            )
+            block, *scales = (stream.buffers.at[buffer] for stream in streams)
+            online = partial(_part, q, block, scales, (here, low, high), (largest, total, sums), shape=shape, parts=parts)
             loop(shape.num_groups, online, written_out=shape.query_rows <= _LATENCY_ROWS)
 
-        parts.arrive(lambda: pages.wait(item, number, buffer), use)
+        parts.arrive(lambda: copies.wait(item, number), use)
 
     lax.fori_loop(first, stop, step, None)
     query = _query_of_row(shape, shape.value_dim)
@@ -205,7 +180,7 @@ def _kernel(  # noqa: PLR0917
 def _part(  # noqa: PLR0917
     q: Any,
     buffer: Any,
-    scales: Any,
+    scales: Sequence[Any],
     where: tuple[jax.Array, jax.Array, jax.Array],
     state: tuple[Any, Any, Any],
     part: jax.Array,
@@ -227,8 +202,8 @@ def _part(  # noqa: PLR0917
     mask = parts.visible(here + query - token, shape.window) & (query >= low) & (query < high)
     if shape.heads > 1:
         mask &= key_head == lax.broadcasted_iota(jnp.int32, scores.shape, 0) // (shape.query_block * shape.group)
-    if scales is not None:
-        scores = scores * _by_lane(scales, part, 0, shape)
+    if scales:
+        scores = scores * _by_lane(scales[0], part, 0, shape)
     scores = jnp.where(mask, scores, _LOWEST)
 
     before = largest[part][:, :1]
@@ -238,8 +213,8 @@ def _part(  # noqa: PLR0917
     largest[part] = jnp.broadcast_to(now, largest.shape[1:])
     total[part] = total[part] * shrink + weights.sum(axis=-1, keepdims=True)
 
-    if scales is not None:
-        weights = jnp.where(mask, weights * _by_lane(scales, part, 1, shape), 0.0)
+    if scales:
+        weights = jnp.where(mask, weights * _by_lane(scales[0], part, 1, shape), 0.0)
     value_token, _ = _place(lax.broadcasted_iota(jnp.int32, values.shape, 0), shape)
     last, earliest = here + high - 1, here + low
     seen = (last >= value_token) if shape.window is None else (last >= value_token) & (earliest - value_token < shape.window)

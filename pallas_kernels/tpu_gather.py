@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.loops import arrive, loop
+from pallas_kernels.loops import Arrive, arrive, loop
 
 _STEP_BYTES = 2**18
 _MOST_PAGES = 16
@@ -35,7 +35,7 @@ def gather_pages(
     *,
     dtype: Any,
     interpret: Any,
-    arrive: Callable[[Callable[[], None], Callable[[], None]], None] = arrive,
+    arrive: Arrive = arrive,
 ) -> jax.Array:
     """dtype[L, N, K, S, F] of pages i32[N], which exist, of kv [L, P, K, S, F]."""
     (num_layers, _, *page), num_pages = kv.shape, pages.shape[0]
@@ -67,7 +67,7 @@ def _kernel(
     semaphores: Any,
     *,
     per_step: int,
-    arrive: Callable[[Callable[[], None], Callable[[], None]], None],
+    arrive: Arrive,
 ) -> None:
     """One step: refs in SMEM (pages), HBM (cache) and VMEM (out, buffers)."""
     num_steps = pl.num_programs(1)

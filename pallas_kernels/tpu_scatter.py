@@ -17,10 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.loops import arrive, loop
+from pallas_kernels.loops import Arrive, arrive, loop
 from pallas_kernels.tpu_gather import pages_per_step
-
-Arrive = Callable[[Callable[[], None], Callable[[], None]], None]
 
 
 def scatter_pages(

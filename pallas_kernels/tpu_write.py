@@ -38,13 +38,12 @@ def store_slabs(
     """`kv` [L, P, K, S, F] with rows [T, K, F] at (pages i32[T], offsets i32[T]) of one layer; in place when donated.
 
     Positions are distinct, except on pages whose content does not matter. `most_slabs` bounds how many slabs of `tokens` tokens
-    they touch: those beyond it are not written. A page that does not exist is left out.
+    they touch: those beyond it are not written. Pages from P on are left out.
     """
     page_size = kv.shape[3]
     per_page = page_size // tokens
     nowhere = kv.shape[1] * per_page
-    valid = (pages >= 0) & (pages < kv.shape[1])
-    slab = jnp.where(valid, pages * per_page + offsets // tokens, nowhere)
+    slab = jnp.where(pages < kv.shape[1], pages * per_page + offsets // tokens, nowhere)
     order = jnp.argsort(slab)
     ordered = slab[order]
     run = jnp.cumsum(jnp.concatenate([jnp.zeros(1, jnp.int32), (ordered[1:] != ordered[:-1]).astype(jnp.int32)]))
@@ -64,7 +63,7 @@ def store_slabs(
         _merge,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(num_runs,),
+            grid=(jnp.maximum(num_runs, 1),),  # of none, slab 0 keeps what it holds
             in_specs=[pl.BlockSpec((1, *block[2:]), lambda item, *_: (item, 0, 0, 0)), pl.BlockSpec(block, of_cache)],
             out_specs=pl.BlockSpec(block, of_cache),
         ),

@@ -36,6 +36,7 @@ def write(
     Raises ValueError for what `tpu` cannot do.
     """
     layer = jnp.asarray(layer, jnp.int32)
+    pages = jnp.where(pages < 0, kv.shape[1], pages)  # indices would count them from the end
     if implementation != "tpu":
         return ref.store(kv, layer, rows.astype(kv.dtype), pages, offsets, heads_major=heads_major)
     if reason := tpu_write_refuses(kv, heads_major=heads_major, interpreted=bool(interpret)):

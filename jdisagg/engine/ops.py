@@ -112,7 +112,7 @@ class RefOps:
 
 
 class TpuOps:
-    """The Pallas kernels; plain attention only where a step's page tables do not fit the chip's scalar memory."""
+    """The Pallas kernels, for decode and for prefill."""
 
     def __init__(self, layout: KVLayout, mesh: Mesh, *, table: BlockTable | None, interpret: Any = False) -> None:
         """Bind to `layout` on `mesh`, with measured block sizes where there are any; `interpret` is passed to Pallas."""
@@ -120,7 +120,6 @@ class TpuOps:
         self._mesh = mesh
         self._table = table
         self._interpret = interpret
-        self._plain = RefOps(layout, mesh)
 
     def write(self, kv: KVGroup, layer: int | jax.Array, k: jax.Array, v: jax.Array, batch: TokenBatch) -> KVGroup:
         """See RefOps. A tile's tokens follow each other and touch few slabs; padding, on the null page, touches one."""
@@ -135,10 +134,6 @@ class TpuOps:
     ) -> jax.Array:
         """See RefOps."""
         dtype = _product_dtype(q) if self._layout.spec.quantised else self._layout.dtype
-        if not self._interpret and tpu_refuses(
-            q, kv.data, batch.page_tables, dtype=dtype, heads_major=self._layout.heads_major
-        ):
-            return self._plain.attend(q, kv, layer, batch, scale=scale, window=window)
         options = {"implementation": "tpu", "dtype": dtype, "table": self._table, "interpret": self._interpret}
         return _attend_shards(self._layout, self._mesh, (q, kv, layer, batch), scale=scale, window=window, **options)
 

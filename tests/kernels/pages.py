@@ -54,7 +54,7 @@ class PagedRows:
         self.rows = Rows(starts, counts, np.array([tokens for _, tokens in rows], np.int32))
         query_dtype = np.float32 if self.quantised else dtype
         self.q = rng.normal(size=(int(starts[-1] + counts[-1]) + gap, s.heads, s.dim)).astype(query_dtype)
-        width = max(-(-tokens // s.page_size) for _, tokens in rows) + 1
+        width = max(-(-tokens // s.page_size) for _, tokens in rows)  # the longest row fills its table
         self.tables = np.zeros((len(rows), width), np.int32)
         junk = 77 if self.quantised else np.nan
         pool = np.full((NUM_LAYERS, s.num_pages, s.page_size, s.kv_heads, 2 * s.dim), junk).astype(dtype)

@@ -65,6 +65,16 @@ def test_write_stores_the_rows_and_nothing_else(dtype, implementation, interpret
     assert "race" not in capfd.readouterr().out.lower()
 
 
+def test_a_write_to_pages_that_do_not_exist_changes_nothing():
+    kv, rows = numbers((L, P, K, S, F), np.float32), numbers((3, K, F), np.float32)
+    pages, offsets = np.array([P, -1, 2**30], np.int32), np.zeros(3, np.int32)
+    for implementation, interpret in BOTH:
+        out = write(
+            jnp.asarray(kv), 1, rows, pages, offsets, heads_major=True, implementation=implementation, interpret=interpret
+        )
+        same(out, kv)
+
+
 @pytest.mark.parametrize(("stored", "dtype"), [(np.float32, DTYPES[1]), (DTYPES[1], None), (np.int8, None)])
 @pytest.mark.parametrize(
     ("implementation", "interpret", "heads_major"), [*[(*one, True) for one in BOTH], ("ref", False, False)]
@@ -88,8 +98,13 @@ def test_gather_of_integers_gives_what_they_mean(implementation, interpret):
     np.testing.assert_allclose(np.asarray(out), meant.swapaxes(2, 3)[:, pages].reshape(L, -1, K, F), rtol=1e-6)
 
 
-@pytest.mark.parametrize("span", [(0, 80), (5, 70), (16, 64), (20, 23), (31, 33), (9, 9)])
-@pytest.mark.parametrize(("stored", "dtype"), [(ml_dtypes.bfloat16, np.float32), (np.int8, np.int8)])
+@pytest.mark.parametrize(
+    ("span", "stored", "dtype"),
+    [
+        *[(span, ml_dtypes.bfloat16, np.float32) for span in ((0, 80), (5, 70), (16, 64), (20, 23), (9, 9))],
+        ((31, 33), np.int8, np.int8),
+    ],
+)
 @pytest.mark.parametrize(("implementation", "interpret"), BOTH)
 def test_scatter_stores_the_range_and_nothing_else(span, stored, dtype, implementation, interpret, capfd):  # noqa: PLR0917
     before, rows = pool(stored, True), numbers((L, 5 * S, K, F), dtype)
