@@ -37,7 +37,7 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
-KERNEL_CALLS = ("tpu_custom_call", "__gpu$xla.gpu.triton")
+KERNEL_CALLS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call_ffi")  # the last from jax 0.11 on
 CACHE_BYTES = 2**30
 NUM_LAYERS = 4
 _BIG = re.compile(r"= (\w+)\[([\d,]*)\][^ ]* (copy|copy-start|transpose|convert|reshape|all-gather)\(")
