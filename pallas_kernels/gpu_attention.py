@@ -66,9 +66,10 @@ def attend_gpu(
     when decoding, what belongs to a row but is not its first query."""
     _, num_pages, page_size, num_kv_heads, features = kv.shape
     num_queries, num_heads, dim = q.shape
+    queries = q.astype(dtype)
     rule = gpu_blocks_by_rule if table is None else table.gpu_blocks
     max_keys = page_tables.shape[1] * page_size
-    blocks = rule(kv=kv, q=q, decode=decode, num_rows=page_tables.shape[0], max_keys=max_keys)
+    blocks = rule(kv=kv, q=queries, decode=decode, num_rows=page_tables.shape[0], max_keys=max_keys)
     tile = 1 if decode else blocks.rows // (num_heads // num_kv_heads)
     if decode:
         work = _work_of_rows(rows, key_block=blocks.keys, window=window)
@@ -96,7 +97,7 @@ def attend_gpu(
         work.packed,
         page_tables,
         layer.reshape(1),
-        q.astype(dtype).reshape(num_queries * num_heads, dim),
+        queries.reshape(num_queries * num_heads, dim),
         kv.reshape(-1, features),
         None if scales is None else scales.reshape(-1, 2),
         shape=shape,

@@ -36,12 +36,16 @@ class GpuBlocks:
 
 
 def gpu_blocks_by_rule(*, kv: Any, q: Any, decode: bool, num_rows: int, max_keys: int) -> GpuBlocks:
-    """Blocks for q [T, H, D] and tokens-major kv [L, P, S, K, F] (abstract ones too), `num_rows` rows of `max_keys` tokens."""
+    """Blocks for q [T, H, D] and tokens-major kv [L, P, S, K, F] (abstract ones too), `num_rows` rows of `max_keys` tokens.
+
+    Products are made in the dtype of `q`.
+    """
     num_queries, num_heads, _ = q.shape
     num_kv_heads, features = kv.shape[3:]
     group = num_heads // num_kv_heads
-    exact = kv.dtype.itemsize == 4
-    width = kv.dtype.itemsize if decode else max(2, kv.dtype.itemsize)  # the matrix unit reads shared memory: integers widened
+    exact = q.dtype.itemsize == 4
+    # In prefill the matrix unit reads keys and values from shared memory, integers widened.
+    width = kv.dtype.itemsize if decode and not exact else q.dtype.itemsize
     keys = max(LEAST, min(_MOST_KEYS, power_of_two(_STAGE_BYTES // (features * width)), whole(max_keys)))
     if decode:
         programs, wanted, most = num_rows * num_kv_heads, _RESIDENT * _PROCESSORS, _MOST_SPLITS

@@ -151,11 +151,12 @@ def _kernel(
         return index, mask if shape.lanes == shape.dim else mask & lax.broadcast_in_dim(keep, full, (1,))
 
     index, mask = pairs(place, mine, feature, real)
-    queries = triton.load(q.at[index], mask=mask, other=0)
+    queries = triton.load(q.at[index], mask=mask, other=jnp.zeros((), q.dtype))
     position = offset + query
     most = offset + high  # keys [least, most) are seen by some query
     least = jnp.int32(0) if shape.window is None else jnp.maximum(offset + low - (shape.window - 1), 0)
     of_layer = layer[0] * shape.num_pages
+    nothing = jnp.zeros((), cache.dtype)  # a zero of another type would be converted after every copy
     # float32 operands would silently be rounded to 19 bits.
     precision = lax.Precision.HIGHEST if shape.compute_dtype == jnp.float32 else None
 
@@ -170,7 +171,7 @@ def _kernel(
         page = triton.load(tables.at[row, parts.entry(lax.div(key, shape.page_size))], mask=inside, other=0)
         at = ((of_layer + page) * shape.page_size + lax.rem(key, shape.page_size)) * shape.num_kv_heads + head
         (rows, features), mask = pairs(at, inside, feature, real)
-        keys = triton.load(cache.at[rows, features], mask=mask, other=0).astype(shape.compute_dtype)
+        keys = triton.load(cache.at[rows, features], mask=mask, other=nothing).astype(shape.compute_dtype)
         scores = dot(queries, keys, 1) * (shape.scale * _LOG2_E)
         if scales is not None:
             of_keys = triton.load(scales.at[at, jnp.zeros_like(at)], mask=inside, other=0.0)
@@ -183,7 +184,7 @@ def _kernel(
         total = total * shrink + jnp.sum(weights, axis=1)
         if scales is not None:
             weights = weights * triton.load(scales.at[at, jnp.ones_like(at)], mask=inside, other=0.0)[None, :]
-        values = triton.load(cache.at[rows, shape.dim + features], mask=mask, other=0).astype(shape.compute_dtype)
+        values = triton.load(cache.at[rows, shape.dim + features], mask=mask, other=nothing).astype(shape.compute_dtype)
         new = dot(weights.astype(shape.compute_dtype), values, 0)
         return new_largest, total, sums * shrink[:, None] + new
 

@@ -29,6 +29,7 @@ from pallas_kernels.tpu_copies import Copies, Stream
 from pallas_kernels.work import BLOCK, FIRST, HIGH, LOW, OFFSET, STOP, Work
 
 _LOWEST = -1e30  # finite: exp(_LOWEST - _LOWEST) must be 1, not NaN
+_NOWHERE = -(2**30)  # position of a query that sees nothing
 _LANES = 128
 _LATENCY_ROWS = 64  # parts with more rows keep a chip busy one by one, and would take long to compile side by side
 
@@ -168,7 +169,7 @@ def _kernel(  # noqa: PLR0917
         parts.arrive(lambda: copies.wait(item, number), use)
 
     lax.fori_loop(first, stop, step, None)
-    query = _query_of_row(shape, shape.value_dim)
+    query = jnp.broadcast_to(_query_of_row(shape)[0], (shape.query_rows, shape.value_dim))
     mine = (query >= low) & (query < high)
 
     def finish(part: jax.Array) -> None:
@@ -196,12 +197,12 @@ def _part(  # noqa: PLR0917
     keys, values = (rows, rows) if whole else (rows[:, : shape.dim], rows[:, shape.dim :])
 
     scores = _dot(q[0, part], keys, transposed=True, precision=precision) * shape.scale
-    lane = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    token, key_head = _place(lane, shape)
-    query = _query_of_row(shape, shape.key_rows)
-    mask = parts.visible(here + query - token, shape.window) & (query >= low) & (query < high)
+    token, key_head = _place(lax.broadcasted_iota(jnp.int32, (1, shape.key_rows), 1), shape)
+    query, query_head = _query_of_row(shape)
+    position = jnp.where((query >= low) & (query < high), here + query, _NOWHERE)
+    mask = parts.visible(position - token, shape.window)
     if shape.heads > 1:
-        mask &= key_head == lax.broadcasted_iota(jnp.int32, scores.shape, 0) // (shape.query_block * shape.group)
+        mask &= query_head == key_head
     if scales:
         scores = scores * _by_lane(scales[0], part, 0, shape)
     scores = jnp.where(mask, scores, _LOWEST)
@@ -215,7 +216,8 @@ def _part(  # noqa: PLR0917
 
     if scales:
         weights = jnp.where(mask, weights * _by_lane(scales[0], part, 1, shape), 0.0)
-    value_token, _ = _place(lax.broadcasted_iota(jnp.int32, values.shape, 0), shape)
+    value_token, _ = _place(lax.broadcasted_iota(jnp.int32, (shape.key_rows, 1), 0), shape)
+    value_token = jnp.broadcast_to(value_token, values.shape)
     last, earliest = here + high - 1, here + low
     seen = (last >= value_token) if shape.window is None else (last >= value_token) & (earliest - value_token < shape.window)
     new = _dot(weights.astype(shape.compute_dtype), parts.clean(values, seen), transposed=False, precision=precision)
@@ -235,10 +237,11 @@ def _place(row: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]:
     return row // per_page * shape.page_size + lax.rem(inside, shape.page_size), inside // shape.page_size
 
 
-def _query_of_row(shape: Shape, width: int) -> jax.Array:
-    """Query within the block, i32[query_rows, width]."""
-    row = lax.broadcasted_iota(jnp.int32, (shape.query_rows, width), 0)
-    return lax.rem(row, shape.query_block * shape.group) // shape.group
+def _query_of_row(shape: Shape) -> tuple[jax.Array, jax.Array]:
+    """(query within the block, head within the part) of a part's rows, i32[query_rows, 1]: divided once, not for every key."""
+    row = lax.broadcasted_iota(jnp.int32, (shape.query_rows, 1), 0)
+    per_head = shape.query_block * shape.group
+    return lax.rem(row, per_head) // shape.group, row // per_head
 
 
 def _dot(a: jax.Array, b: jax.Array, *, transposed: bool, precision: lax.Precision | None) -> jax.Array:

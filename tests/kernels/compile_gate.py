@@ -37,7 +37,7 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
-KERNEL_CALLS = ("tpu_custom_call", "__gpu$xla.gpu.triton")
+KERNEL_CALLS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call_ffi")  # the last from jax 0.11 on
 CACHE_BYTES = 2**30
 NUM_LAYERS = 4
 _BIG = re.compile(r"= (\w+)\[([\d,]*)\][^ ]* (copy|copy-start|transpose|convert|reshape|all-gather)\(")
@@ -206,7 +206,8 @@ def describe(case: Case) -> str:
     """The case in a few words."""
     heads = f"{case.kv_heads * case.group}/{case.kv_heads}"
     window = "" if case.window is None else f" window {case.window}"
-    return f"{case.kernel} D {case.dim} heads {heads} {case.dtype} S {case.page_size} T {case.queries}{window}"
+    context = "" if case.context == 8192 else f" context {case.context}"
+    return f"{case.kernel} D {case.dim} heads {heads} {case.dtype} S {case.page_size} T {case.queries}{window}{context}"
 
 
 def big_copies(text: str, least_bytes: int) -> Iterator[str]:
@@ -241,6 +242,7 @@ def _rest(dim: int) -> Iterator[Case]:
         {"kv_heads": 1, "group": 8},  # one local head
         {"kv_heads": 1, "group": 8, "page_size": 64},
         {"kv_heads": 16, "group": 1},
+        {"kv_heads": 4, "group": 7},  # not a power of two
         {"window": 1024},
         {"dtype": "float32"},
         {"dtype": "int8", "page_size": 128},
@@ -249,7 +251,7 @@ def _rest(dim: int) -> Iterator[Case]:
     for shape in attention_shapes:
         yield Case(kernel="decode", dim=dim, **shape)
         yield Case(kernel="prefill", dim=dim, queries=512, **shape)
-    yield Case(kernel="decode", dim=dim, rows=256, queries=256)  # the largest page tables there may be
+    yield Case(kernel="decode", dim=dim, rows=256, queries=256, context=2**17)
     yield Case(kernel="prefill", dim=dim, queries=2048, rows=64)
     yield Case(kernel="mixed", dim=dim, queries=512)
     yield Case(kernel="write", dim=dim, queries=2048, slabs=256)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 
-from tests.kernels.compile_gate import KERNELS, Case, compile_case
+from tests.kernels.compile_gate import KERNEL_CALLS, KERNELS, Case, compile_case
 
 TOPOLOGY = "h200:1"
 TARGET = Path(__file__).parents[2] / "jdisagg" / "aot" / "data" / "h200.txtpb"
@@ -79,6 +79,11 @@ def large_results(text: str, least_bytes: int) -> list[str]:
         if size >= least_bytes and name != "reshape":
             found.append(name)
     return found
+
+
+def kernel_calls(text: str) -> int:
+    """Calls of kernels in StableHLO."""
+    return sum(text.count(f"@{target}(") for target in KERNEL_CALLS)
 
 
 def cache_bytes(case: Case) -> int:

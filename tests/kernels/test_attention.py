@@ -26,7 +26,6 @@ SHAPES = {
 }
 CASES = [  # (kind, rows, shapes, dtype, window), of every kernel
     (Kind.MIXED, RAGGED, "gqa", np.float32, None),
-    (Kind.MIXED, RAGGED, "mqa", ml_dtypes.bfloat16, 5),
     (Kind.DECODE, DECODE, "gqa", np.int8, None),
     (Kind.DECODE, DECODE, "mha", np.float32, 1),
     (Kind.DECODE, DECODE, "mqa", ml_dtypes.bfloat16, 5),
@@ -89,6 +88,18 @@ def test_blocks_by_rule_are_large_and_serve_a_mixed_batch():
     paged = PagedRows([(1, 600), (40, 300), (3, 17), (1, 31)], shapes, ml_dtypes.bfloat16, gap=1)
     out, wanted = run(paged, blocks=None, implementation="tpu", interpret=pltpu.InterpretParams())
     np.testing.assert_allclose(out, wanted, atol=3e-2)
+
+
+def test_a_decoding_row_has_the_same_bits_beside_others_and_alone():
+    together = PagedRows(DECODE, SHAPES["gqa"], ml_dtypes.bfloat16)
+    alone = PagedRows(DECODE, SHAPES["gqa"], ml_dtypes.bfloat16)
+    alone.rows = Rows(alone.rows.starts, alone.rows.counts * (np.arange(len(DECODE)) == 3), alone.rows.lengths)
+    options = {"kind": Kind.DECODE, "implementation": "tpu", "interpret": pltpu.InterpretParams()}
+    at = together.rows.starts[3]
+    (both, _), (one, _) = run(together, **options), run(alone, **options)
+    assert both[at].std() > 0.1
+    np.testing.assert_array_equal(both[at], one[at])
+    assert not one[at - 1].any()
 
 
 def test_a_batch_without_any_row_is_all_zeros():

@@ -14,9 +14,10 @@ from pallas_kernels.gpu_attention import gpu_refuses
 from pallas_kernels.gpu_triton import GpuParts
 from pallas_kernels.rows import Kind, Rows
 from tests.kernels.pages import FixedGpuBlocks, PagedRows
-from tests.kernels.test_attention import CASES, DECODE, PREFILL, SHAPES, TOLERANCE, run
+from tests.kernels.test_attention import CASES, DECODE, PREFILL, RAGGED, SHAPES, TOLERANCE, run
 
 SOUND = GpuParts()
+WINDOWED = (Kind.MIXED, RAGGED, "mqa", ml_dtypes.bfloat16, 5)
 
 
 def attended(paged, splits=1, *, window=None, blocks=None, **options):
@@ -24,7 +25,7 @@ def attended(paged, splits=1, *, window=None, blocks=None, **options):
     return run(paged, window=window, **options)
 
 
-@pytest.mark.parametrize(("case", "splits"), list(zip(CASES, cycle((3, 1)), strict=False)))
+@pytest.mark.parametrize(("case", "splits"), list(zip([*CASES, WINDOWED], cycle((3, 1)), strict=False)))
 def test_the_gpu_kernel_equals_dense_attention_and_ignores_nan(case, splits):
     kind, rows, shapes, dtype, window = case
     paged = PagedRows(rows, SHAPES[shapes], dtype, heads_major=False, gap=1)
@@ -60,7 +61,7 @@ def test_a_batch_without_any_row_is_all_zeros(kind, splits):
 
 def test_page_tables_may_hold_rubbish_where_no_row_looks():
     paged = PagedRows([(1, 5), (1, 8)], SHAPES["gqa"], np.float32, heads_major=False)
-    paged.tables[:, 2:] = [[2**30], [-7]]
+    paged.tables = np.concatenate([paged.tables, np.array([[2**30], [-7]], np.int32)], axis=1)
     out, wanted = attended(paged, kind=Kind.DECODE)
     np.testing.assert_allclose(out, wanted, atol=2e-5)
 

@@ -16,9 +16,14 @@ ENTRY = {
 }  # fmt: skip
 
 
-def sizes(*, decode, dim=128, kv_heads=8, group=4, dtype="bfloat16", num_rows=32, num_queries=512, max_keys=8192):
+def sizes(
+    *, decode, dim=128, kv_heads=8, group=4, dtype="bfloat16", num_rows=32, num_queries=512, max_keys=8192, products=None
+):
     kv = jax.ShapeDtypeStruct((2, 64, 16, kv_heads, 2 * dim), jnp.dtype(dtype))
-    q = jax.ShapeDtypeStruct((num_rows if decode else num_queries, kv_heads * group, dim), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct(
+        (num_rows if decode else num_queries, kv_heads * group, dim),
+        products or (jnp.float32 if dtype == "float32" else jnp.bfloat16),
+    )
     return {"kv": kv, "q": q, "decode": decode, "num_rows": num_rows, "max_keys": max_keys}
 
 
@@ -41,6 +46,14 @@ def test_decode_has_four_programs_for_each_processor_unless_keys_run_out(num_row
     blocks = gpu_blocks_by_rule(**sizes(decode=True, num_rows=num_rows, kv_heads=kv_heads, max_keys=32768))
     assert num_rows * kv_heads * blocks.splits >= 4 * 132 or blocks.splits == 128
     assert num_rows * kv_heads * (blocks.splits - 1) < 4 * 132
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_float32_products_are_small_for_they_live_in_registers(dtype):
+    blocks = gpu_blocks_by_rule(**sizes(decode=False, dtype=dtype, products=jnp.float32))
+    assert blocks.rows == 32
+    assert blocks.keys == 32
+    assert (blocks.warps, blocks.stages) == (4, 1)
 
 
 def test_short_sequences_are_not_split_finer_than_blocks_of_keys():
