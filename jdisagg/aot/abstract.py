@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,7 +20,9 @@ from jdisagg.engine.ops import choose_ops
 from jdisagg.engine.sizing import EngineSizes
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout, choose_layout
+from jdisagg.kv.spec import ITEM_BYTES
 from jdisagg.models.abstract import abstract_params
+from jdisagg.models.declare import declarations
 from jdisagg.models.spec import ModelSpec
 
 
@@ -36,6 +39,12 @@ class ModelForm:
         """The same model, cut off after its first layers."""
         attention = replace(self.spec.attention, windows=self.spec.attention.windows[:num_layers])
         return replace(self, spec=replace(self.spec, num_layers=num_layers, attention=attention))
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Of all weights, each once."""
+        sizes = (math.prod(declared.shape) for declared in declarations(self.spec).values())
+        return sum(sizes) * ITEM_BYTES[self.dtype]
 
     def layout(self, mesh: Mesh, page_size: int) -> KVLayout:
         """How its KV lies on `mesh`. Raises ConfigError when heads cannot be split."""

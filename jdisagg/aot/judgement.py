@@ -28,7 +28,9 @@ def step_problems(budget: Budget, steps: Sequence[CompiledStep]) -> list[str]:
     """Steps that the compiler refuses, and steps that need more than the device has left."""
     found = [f"{step.name} ({step.shape}) does not compile: {step.error}" for step in steps if step.error is not None]
     wanted = needed_by(steps)
-    over = 0 if budget.limit_bytes is None else budget.weights_bytes + budget.pool_bytes + wanted - budget.limit_bytes
+    over = (
+        0 if budget.limit_bytes is None or not steps else budget.weights_bytes + budget.pool_bytes + wanted - budget.limit_bytes
+    )
     if over > 0:
         found.append(
             f"steps need {wanted / GIB:.2f} GiB beside weights and pool, {over / GIB:.2f} GiB more than the device has; lower "

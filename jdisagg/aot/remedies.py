@@ -52,7 +52,7 @@ def remedies(form: ModelForm, engine: PlannedEngine, config: Config, accelerator
 
 
 def _attempts(base: _Attempt) -> Iterator[tuple[str, _Attempt]]:
-    config, tp = base.config, base.engine.tp
+    config = base.config
     yield from _by_share(base)
     for tokens in _halves(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs):
         yield "tokens", _set(base, f"--max-num-batched-tokens {tokens}", "scheduler", max_num_batched_tokens=tokens)
@@ -70,14 +70,21 @@ def _attempts(base: _Attempt) -> Iterator[tuple[str, _Attempt]]:
     if base.form.kv_dtype != "int8":
         form = replace(base.form, kv_dtype="int8")
         yield "kv", replace(base, change="--kv-cache-dtype int8", form=form)
-    while tp <= _LARGEST_TP // 2:
+    for other in (base.accelerator, *(each for each in read_accelerators().values() if each.name != base.accelerator.name)):
+        for tp in _tps(base, other):
+            engine = replace(base.engine, tp=tp, devices=tuple(range(tp)))
+            size = "" if other is base.accelerator else f", {other.memory_gib:g} GiB each"
+            text = f"--tp {tp} ({tp} x {other.title}{size})"
+            yield f"on {other.name}", replace(base, change=text, engine=engine, accelerator=other)
+
+
+def _tps(base: _Attempt, accelerator: Accelerator) -> Iterator[int]:
+    """Numbers of devices whose memory holds at least the weights; none on CPU."""
+    limit, tp = accelerator.limit_bytes(), base.engine.tp * (2 if accelerator is base.accelerator else 1)
+    while limit is not None and tp <= _LARGEST_TP:
+        if base.form.num_weight_bytes < limit * tp:
+            yield tp
         tp *= 2
-        engine = replace(base.engine, tp=tp, devices=tuple(range(tp)))
-        yield "tp", replace(base, change=f"--tp {tp} ({tp} x {base.accelerator.title})", engine=engine)
-    for other in read_accelerators().values():
-        if other.memory_gib is not None and other.name != base.accelerator.name:
-            text = f"another device: {base.engine.tp} x {other.title} ({other.memory_gib:g} GiB each)"
-            yield other.name, replace(base, change=text, accelerator=other)
 
 
 def _by_share(base: _Attempt) -> Iterator[tuple[str, _Attempt]]:

@@ -20,7 +20,6 @@ from jdisagg.core.requests import Role
 from jdisagg.engine.build import make_runner
 from jdisagg.engine.executables import executables
 from jdisagg.engine.sizing import size_engine
-from jdisagg.engine.warmup import warm_up
 from jdisagg.models.resolve import read_model_config
 from jdisagg.models.spec import ModelSpec
 from tests.unit.aot.test_budget import MODELS
@@ -62,12 +61,6 @@ def test_an_abstract_engine_has_the_arrays_and_executables_of_the_real_one(tp: i
     assert [(each.name, each.shape) for each in engine.executables()] == wanted
 
 
-def test_what_is_warmed_is_what_is_listed() -> None:
-    runner = make_runner(*load(), CONFIG, Role.UNIFIED)
-    listed = [(each.name, each.shape) for each in executables(runner.shape, runner.device.shape)]
-    assert [(each.name, each.shape) for each in warm_up(runner)] == listed
-
-
 def test_every_executable_lowers_and_stays_in_place() -> None:
     loaded, mesh = load("float32", 2)
     form = ModelForm(spec=loaded.spec, dtype="float32", kv_dtype="float32", layer_loop=LayerLoop.UNROLLED)
@@ -81,13 +74,13 @@ def test_every_executable_lowers_and_stays_in_place() -> None:
 
 
 def test_a_deep_unrolled_model_is_extrapolated_and_says_so() -> None:
-    loaded, mesh = load("float32", 2, num_hidden_layers=12)
+    loaded, mesh = load("float32", 2, num_hidden_layers=9)
     form = ModelForm(spec=loaded.spec, dtype="float32", kv_dtype="float32", layer_loop=LayerLoop.UNROLLED)
     sizes = size_engine(loaded.spec, form.layout(mesh, 4), CONFIG, Role.UNIFIED, lambda: None)
     engine = AbstractEngine(form=form, mesh=mesh, page_size=4, sizes=sizes)
     (decode,) = [each for each in engine.executables() if each.name == "decode"]
     guessed, whole = compile_step(engine, decode), compile_step(engine, decode, all_layers=True)
-    assert (guessed.layers, whole.layers) == ((2, 3), (12,))
+    assert (guessed.layers, whole.layers) == ((2, 3), (9,))
     assert [(each.kind, each.count) for each in guessed.collectives] == [(each.kind, each.count) for each in whole.collectives]
     assert guessed.in_place
     assert (guessed.donated_bytes, guessed.cache_bytes) == (whole.donated_bytes, whole.cache_bytes)
@@ -101,6 +94,15 @@ def test_the_answer_is_a_table_and_json() -> None:
     assert "would fit: --tp 2 (2 x TPU v5e): " in text
     again = json.loads(json.dumps(asdict(report)))
     assert again["engines"][0]["budget"]["missing_bytes"] == report.engines[0].budget.missing_bytes
+
+
+def test_weights_alone_beyond_a_device_are_one_problem_with_larger_machines_to_choose_from() -> None:
+    (engine,) = said_of("llama3-70b", "v5e:1x1", Config(role="unified")).engines
+    assert len(engine.problems) == 1
+    changes = [remedy.change for remedy in engine.remedies]
+    assert changes[0].startswith("--tp 16 (16 x TPU v5e)")
+    assert any(change.startswith("--tp 2 (2 x NVIDIA H200, 139.8 GiB each)") for change in changes)
+    assert engine.times == ()
 
 
 def test_workers_that_share_a_device_must_fit_it_together() -> None:
