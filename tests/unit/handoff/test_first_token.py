@@ -9,8 +9,9 @@ import pytest
 from jdisagg.core.errors import HandoffLost, InvalidRequest, Overloaded, RequestError
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, TokenLogprob
 from jdisagg.handoff import actions as act
+from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.messages import Accepted, Done, HandoffId, Open, StreamEnded
-from tests.unit.handoff.rig import NEVER, decode_side, none_of, only, prefill_side, request
+from tests.unit.handoff.rig import BPT, NEVER, decode_side, none_of, only, prefill_side, request
 
 FULL = Output(
     request_id="r#1",
@@ -90,3 +91,16 @@ def test_an_error_in_the_place_of_a_token_is_taken_as_a_refusal(error: RequestEr
     rungs = [] if isinstance(error, Overloaded) else [act.Recovered("other_prefill", "r", "p", "accepted", "failed: no device")]
     assert notes == rungs
     assert side.tick(59.9) == [], "q has ten seconds to answer"
+
+
+def test_once_the_token_was_delivered_the_next_worker_is_asked_for_kv_alone() -> None:
+    side = DecodeSide(NEVER, chunk_bytes_per_token=BPT, backend="fake", head_shards=4)
+    sampling = replace(asked("r").sampling, stop_token_ids=(5,), logprobs=2, prompt_logprobs=1)
+    wanted = replace(asked("r"), sampling=sampling)
+    opening = only(act.OpenStream, side.start(wanted, 0, ("p", "q"), 0.0)).message
+    assert opening == Open(request=wanted, held_tokens=0, backend="fake", head_shards=4, max_piece_tokens=4)
+    side.on_message(HandoffId("r", 1), Accepted(cached_tokens=0), 0.0)
+    side.on_message(HandoffId("r", 1), done(HandoffId("r", 1), 42), 0.0)
+    again = only(act.OpenStream, side.on_message(HandoffId("r", 1), StreamEnded(reason="dead"), 0.0)).message
+    plain = replace(sampling, ignore_eos=True, stop_token_ids=(), logprobs=None, prompt_logprobs=None)
+    assert again == replace(opening, request=replace(wanted, sampling=plain))

@@ -8,8 +8,23 @@ import pytest
 
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost
 from jdisagg.handoff import actions as act
+from jdisagg.handoff.borrower import Borrowed, Borrower
 from jdisagg.handoff.lender import Lender
-from jdisagg.handoff.messages import Accepted, Ack, Agreed, Declined, Done, Grant, HandoffId, Open, Refused, Want
+from jdisagg.handoff.messages import (
+    Accepted,
+    Ack,
+    Agreed,
+    Declined,
+    Done,
+    Grant,
+    HandoffId,
+    Lending,
+    Open,
+    Refused,
+    Started,
+    StreamEnded,
+    Want,
+)
 from jdisagg.handoff.prefill_side import PrefillSide
 from tests.unit.handoff.rig import BPT, CONFIG, FIRST, NEVER, H, decode_side, none_of, only, prefill_side, ready, request
 
@@ -146,3 +161,55 @@ def test_two_streams_that_stand_still_are_lost_in_one_tick() -> None:
     assert [(note.request_id, note.cause) for note in notes] == [
         (name, "no piece for 20.2 s after the prompt was computed") for name in ("r", "other")
     ]
+
+
+def test_every_request_that_is_too_late_fails_in_one_tick() -> None:
+    side = decode_side(NEVER)
+    for name in ("r", "other"):
+        side.start(request(request_id=name), 0, ("p",), 0.0)
+    assert [action.request_id for action in side.tick(100.0) if isinstance(action, act.Fail)] == ["r", "other"]
+
+
+def test_a_fetch_that_is_tried_again_counts_as_progress() -> None:
+    side = decode_side(NEVER)
+    side.start(request(4), 0, ("p",), 0.0)
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    side.on_reserved("r", 0.0)
+    side.on_message(H, ready("a", 0, 4), 0.0)
+    side.on_message(H, Done(first=FIRST, num_chunks=1), 0.0)
+    side.on_failed(H, "a", "unknown_key", 15.0)  # published again: nothing is on its way until P says so
+    assert side.tick(34.9) == []
+    assert only(act.Recovered, side.tick(35.0)).rung == "reconnect"
+
+
+def test_at_p_a_start_is_told_to_its_own_stream_and_an_end_that_both_sides_saw_is_not_late() -> None:
+    side = prefill_side()
+    publishing(side, H, 0.0)
+    assert side.on_started("r#1") == [act.Reply(H, Started())]
+    side.release(H)
+    assert side.on_message(H, StreamEnded(reason="closed"), 0.0) == []
+    assert side.snapshot()["late"] == 0
+
+
+def test_a_second_open_is_refused_by_name() -> None:
+    side = prefill_side()
+    publishing(side, H, 0.0)
+    again = side.on_message(H, Open(request=request(), held_tokens=0, backend="fake"), 0.0)
+    assert refusals(again) == ["r: InvalidRequest: request r: Open twice on one stream"]
+
+
+def test_a_borrowing_counts_the_bytes_of_all_its_pieces_and_grants_no_more_than_them() -> None:
+    side = Borrower(CONFIG, bytes_per_token=BPT)
+    side.start(H, "r#1", Lending(address="d0:1", backend="grpc", dtype="float32"), (2, 11), 100.0)
+    side.on_reserved("r#1", 5.0)
+    for key, begin, end in (("a", 2, 6), ("b", 6, 10)):
+        side.on_message(H, ready(key, begin, end), 5.0)
+        assert only(act.Import, side.on_arrived(H, key, 5.0)).key == key
+    side.on_message(H, replace(ready("c", 10, 11), num_bytes=0), 5.0)
+    last = side.on_arrived(H, "c", 5.0)
+    assert only(Borrowed, last).num_bytes == 80
+    empty = Borrower(CONFIG, bytes_per_token=BPT)
+    empty.start(H, "r#1", Lending(address="d0:1", backend="grpc", dtype="float32"), (2, 11), 100.0)
+    empty.on_reserved("r#1", 5.0)
+    empty.on_message(H, replace(ready("a", 2, 6), num_bytes=0), 5.0)
+    assert empty.on_arrived(H, "a", 5.0) == [act.Import("r#1", H, "a"), act.Reply(H, Ack(key="a"))]

@@ -202,7 +202,8 @@ def test_without_any_rung_left_the_error_names_request_peer_stage_and_cause() ->
 
 
 def test_without_peers_the_next_rung_is_taken_at_once() -> None:
-    assert only(act.Recovered, decode_side().start(request(), 0, (), 0.0)).rung == "local_prefill"
+    alone = only(act.Recovered, decode_side().start(request(), 0, (), 0.0))
+    assert alone == act.Recovered("local_prefill", "r", "", "waiting", "no prefill worker is known to answer")
     side = decode_side(NEVER)
     error = only(act.Fail, side.start(request(), 0, (), 0.0)).error
     assert isinstance(error, Unavailable)

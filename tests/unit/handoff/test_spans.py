@@ -40,6 +40,7 @@ def test_spans_equal_a_set_of_positions(
 def test_empty_and_overlapping_ranges_are_our_bug() -> None:
     spans = Spans()
     spans.add(0, 4)
+    assert not spans.overlaps(2, 2)
     with pytest.raises(AssertionError, match="empty"):
         spans.add(4, 4)
     with pytest.raises(AssertionError, match="overlaps"):
