@@ -11,7 +11,7 @@ from gpu_kit.setting import Setting
 
 NUM_PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 48, 24
 FLAGS = (
-    *("--model", "demo", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8", "--num-pages", "256"),
+    *("--model", "demo", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "4", "--num-pages", "256"),
     *("--max-num-batched-tokens", "64", "--transfer-chunk-tokens", "32", "--kv-transfer-backend", "grpc"),
     *("--no-enable-prefix-caching", "--dead-after-s", str(DEAD_AFTER_S)),
 )

@@ -67,3 +67,11 @@ def test_an_unknown_section_is_refused_with_the_names_there_are() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 2
     assert "decoed unknown, wanted some of device, kernels" in done.stderr
+
+
+@pytest.mark.timeout(180)
+def test_without_an_accelerator_nothing_but_that_is_reported(tmp_path: Path) -> None:
+    status, sections, output = run_check(tmp_path, "--sections", "decode", limit_s=150)
+    assert status == 3, output
+    assert {name: section["status"] for name, section in sections.items()} == {"device": "skip"}
+    assert "no accelerator here" in output
