@@ -53,6 +53,7 @@ def test_every_section_runs_small_on_a_cpu(tmp_path: Path) -> None:
         assert sections[f"pair-{backend}"]["found"]["facts"]["recoveries"] > 0
     rates = [row["backend"] for row in sections["moving"]["found"]["tables"]["between two processes"]]
     assert rates == ["grpc", "shm", "jax"]
+    assert sections["batch"]["found"]["facts"]["answers_equal"] == 6  # transformers', in float32
     targets = [target for section in sections.values() for target in section["found"].get("targets", [])]
     assert len(targets) >= 4
     assert all(target["verdict"] == "not run" and target["why"] for target in targets)  # a CPU meets and misses nothing
