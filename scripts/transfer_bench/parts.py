@@ -15,7 +15,7 @@ from jdisagg.transfer.base import Fetcher, Post, Publisher
 from jdisagg.transfer.cut import Cutter, Joiner
 from jdisagg.transfer.grpc_backend import PieceStore
 from jdisagg.transfer.host_backend import HostFetcher, HostPublisher
-from jdisagg.transfer.jax_backend import JaxFetcher, JaxPublisher, warm_up_fetches
+from jdisagg.transfer.jax_backend import JaxFetcher, JaxPublisher
 from jdisagg.transfer.jax_server import TransferServer
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore
 from jdisagg.transfer.target import PieceTarget
@@ -82,8 +82,9 @@ def make_fetcher(form: Form, post: Post) -> Fetcher:
     if form.backend == "shm":
         return HostFetcher("shm", ShmSource(), target, post)
     joiner = Joiner([target.shape], [target.dtype], sharding, checksums=form.checksums)
-    warm_up_fetches(joiner, target)
-    return JaxFetcher(TransferServer(jax.devices(), HOST), joiner, target, post)
+    fetcher = JaxFetcher(TransferServer(jax.devices(), HOST), joiner, target, post)
+    fetcher.warm_up()
+    return fetcher
 
 
 def cpu_s() -> float:
