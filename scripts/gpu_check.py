@@ -54,7 +54,7 @@ def parse() -> argparse.Namespace:
     """The command line; exits with a usage message when it makes no sense."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/gpu_check"), metavar="DIR", help="default out/gpu_check")
-    parser.add_argument("--sections", metavar="A,B", help="only these, and what they compare with")
+    parser.add_argument("--sections", metavar="A,B", help="only these, what they compare with, and device")
     parser.add_argument("--allow-cpu", action="store_true", help="a machine without an accelerator is no failure; small sizes")
     parser.add_argument("--small", action="store_true", help="small sizes on an accelerator, too: does it work at all")
     parser.add_argument("--total-s", type=float, metavar="S", help=f"of all sections (default {TOTAL_S:.0f})")

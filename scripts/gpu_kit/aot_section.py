@@ -82,7 +82,7 @@ def run(setting: Setting, findings: Findings) -> None:
 
 
 def _ask(setting: Setting, topology: str, flags: tuple[str, ...]) -> Word:
-    answer = setting.out / "aot.json"
+    answer = setting.scratch / "aot.json"
     serve_flags = [flag for pair in zip(flags[::2], flags[1::2], strict=True) if pair[0] != "--load-format" for flag in pair]
     command = [sys.executable, "-m", "jdisagg.aot", "--topology", topology, "--no-compile", "--json", str(answer)]
     command += [*serve_flags, "--device-memory-utilization", SHARE]

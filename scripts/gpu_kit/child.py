@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     prepare_jax(Config(role="unified"), os.environ)  # as a worker has it: no preallocation, compiled programs are kept
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_SHARE)
     findings = Findings(options.out / "sections" / f"{options.name}.json")
     setting = Setting(

@@ -6,28 +6,29 @@ from disagg_bench.model import Prompts
 
 from gpu_kit.findings import Findings
 from gpu_kit.questions import Question, ask
-from gpu_kit.servers import DEAD_AFTER_S, check_compiles, servers
+from gpu_kit.servers import DEAD_AFTER_S, check_compiles, engine_flags, servers
 from gpu_kit.setting import Setting
 
 NUM_PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 48, 24
-FLAGS = (
-    *("--model", "demo", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8", "--num-pages", "256"),
-    *("--max-num-batched-tokens", "64", "--transfer-chunk-tokens", "32", "--kv-transfer-backend", "grpc"),
-    *("--no-enable-prefix-caching", "--dead-after-s", str(DEAD_AFTER_S)),
+COMMON = ("--kv-transfer-backend", "grpc", "--no-enable-prefix-caching")
+DEMO = (
+    *("--model", "demo", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "4", "--num-pages", "256"),
+    *("--max-num-batched-tokens", "64", "--transfer-chunk-tokens", "32", "--dead-after-s", str(DEAD_AFTER_S)),
 )
 
 
 def run(setting: Setting, findings: Findings) -> None:
     """See Section. Two platforms round differently: how far their tokens agree is told, not judged."""
+    flags = (*(engine_flags(setting) if setting.small else DEMO), *COMMON)
     prompts = Prompts(21)
     asked = [
         Question(prompt=tuple(prompts.next(PROMPT_TOKENS)), max_tokens=OUTPUT_TOKENS, temperature=0.0, seed=0)
         for _ in range(NUM_PROMPTS)
     ]
     with servers(setting) as started:
-        producer, address = started.launch("prefill", "--role", "prefill", *FLAGS)
+        producer, address = started.launch("prefill", "--role", "prefill", *flags)
         on_cpu = {"JAX_PLATFORMS": "cpu"}
-        consumer, _ = started.launch("decode", "--role", "decode", "--prefill", address, *FLAGS, env=on_cpu)
+        consumer, _ = started.launch("decode", "--role", "decode", "--prefill", address, *flags, env=on_cpu)
         prefill, decode = started.wait(producer), started.wait(consumer)
         together = ask(decode.client, asked, NUM_PROMPTS)
         counted = decode.counters()

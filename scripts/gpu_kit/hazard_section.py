@@ -18,6 +18,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fleet_process import free_port
 
 from gpu_kit.findings import Findings, Skipped
 from gpu_kit.hazard_peer import HOST, Peer, peer, values
@@ -27,7 +28,7 @@ from jdisagg.transfer.target import PieceError
 
 PULL_S = 10.0
 SHORT_S = 1.0  # a deadline that must fire
-LATE_S = 1.0  # after it
+LATE_S = 5.0  # after it, on a busy machine; the library alone would wait for ever
 COLD_S = 60.0
 SHAPE = (4, 32, 8, 128)
 
@@ -80,6 +81,7 @@ def _transfers(findings: Findings) -> None:
     with peer() as other:
         _intact(server, other, findings)
         _unknown(server, other, findings)
+        _refused(server, findings)
         _withdrawn(server, other, findings)
         _like_sized(server, other, findings)
         _killed(server, other, findings)
@@ -104,6 +106,15 @@ def _unknown(server: TransferServer, other: Peer, findings: Findings) -> None:
     )
     got = _pull(connection, other.offer(7, SHAPE, "float32"), _spec(SHAPE, "float32"))
     findings.check("the next pull works", np.array_equal(np.asarray(got), values(7, SHAPE, "float32")))
+
+
+def _refused(server: TransferServer, findings: Findings) -> None:
+    """A peer that is not there: the library would try for ever."""
+    began_s = time.monotonic()
+    reason = _failure(server.connect(f"{HOST}:{free_port()}"), 12345, SHORT_S)
+    seconds = time.monotonic() - began_s
+    is_soon = reason is not None and seconds < SHORT_S + LATE_S
+    findings.check("a peer that is not there is given up at our deadline", is_soon, f"{seconds:.2f} s: {reason}")
 
 
 def _withdrawn(server: TransferServer, other: Peer, findings: Findings) -> None:

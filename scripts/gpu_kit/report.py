@@ -54,7 +54,9 @@ def markdown(report: dict[str, Any]) -> str:
         f"{report['date']}, commit {report['commit']}, Python {report['python']}, {report['cores']} cores, {packages}; "
         f"{report['sizes']} sizes",
         "",
-        *_table(("section", "result", "s", "limit s", "what was wrong"), [_section_cells(s) for s in report["sections"]]),
+        *_table(
+            ("section", "result", "s", "CPU s", "limit s", "what was wrong"), [_section_cells(s) for s in report["sections"]]
+        ),
         "",
         "## Targets",
         "",
@@ -67,7 +69,8 @@ def markdown(report: dict[str, Any]) -> str:
 
 def _section_cells(section: dict[str, Any]) -> tuple[str, ...]:
     reason = section["reason"].replace("\n", " ")[-300:]
-    return section["name"], section["status"], f"{section['seconds']:.1f}", f"{section['limit_s']:.0f}", reason
+    figures = (f"{section['seconds']:.1f}", f"{section['cpu_s']:.1f}", f"{section['limit_s']:.0f}")
+    return section["name"], section["status"], *figures, reason
 
 
 def _target_cells(section: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ class Result:
     name: str
     status: str  # pass | fail | skip
     seconds: float = 0.0
+    cpu_s: float = 0.0  # of all its processes
     limit_s: float = 0.0
     reason: str = ""
     found: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +76,7 @@ def run_section(section: Section, out: Path, scratch: Path, budget: Budget, *, s
     limit_s = budget.limit_s(section.budget_s)
     if limit_s < LEAST_S:
         return Result(section.name, "skip", reason="the time of all sections together is spent")
-    began_s = time.monotonic()
+    began_s, cpu_before_s = time.monotonic(), _cpu_s()
     (out / "sections").mkdir(parents=True, exist_ok=True)
     (out / "logs").mkdir(parents=True, exist_ok=True)
     log, report = out / "logs" / f"{section.name}.log", out / "sections" / f"{section.name}.json"
@@ -84,7 +86,15 @@ def run_section(section: Section, out: Path, scratch: Path, budget: Budget, *, s
     budget.spent(section.budget_s, seconds)
     found = json.loads(report.read_text()) if report.exists() else {}
     verdict, reason = _judge(section.name, status, found, log)
-    return Result(section.name, verdict, round(seconds, 1), round(limit_s, 1), reason, found)
+    return Result(
+        name=section.name,
+        status=verdict,
+        seconds=round(seconds, 1),
+        cpu_s=round(_cpu_s() - cpu_before_s, 1),
+        limit_s=round(limit_s, 1),
+        reason=reason,
+        found=found,
+    )
 
 
 def _command(section: Section, out: Path, scratch: Path, limit_s: float, small: bool) -> list[str]:
@@ -109,6 +119,12 @@ def _run(command: list[str], log: Path, limit_s: float) -> int | None:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def _cpu_s() -> float:
+    """Of processes that were waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _judge(name: str, status: int | None, found: dict[str, Any], log: Path) -> tuple[str, str]:

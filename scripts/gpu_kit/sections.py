@@ -130,11 +130,14 @@ BY_NAME = {section.name: section for section in SECTIONS}
 
 
 def picked(names: str | None) -> list[Section]:
-    """The sections named by "a,b" (None: all), with those they compare with, in order. Raises ValueError for unknown names."""
+    """The sections named by "a,b" (None: all), in order, with those they compare with, and `device`, which says where we are.
+
+    Raises ValueError for unknown names.
+    """
     if names is None:
         return list(SECTIONS)
     wanted = {name.strip() for name in names.split(",") if name.strip()}
     if unknown := wanted - BY_NAME.keys():
         raise ValueError(f"{', '.join(sorted(unknown))} unknown, wanted some of {', '.join(BY_NAME)}")
-    wanted |= {BY_NAME[name].after for name in wanted} - {""}
+    wanted |= {BY_NAME[name].after for name in wanted} - {""} | {SECTIONS[0].name}
     return [section for section in SECTIONS if section.name in wanted]

@@ -17,7 +17,7 @@ from gpu_kit.shapes import served_shape
 from jdisagg.serve.ready import Ready
 
 SHARE = 0.4  # of the device's memory, for each of two processes on it
-COLOCATED_BYTES, COLOCATED_SMALL = "16GiB", "16MiB"  # two pools in one process cannot both take a share of what is free
+COLOCATED_BYTES = "16GiB"  # two pools in one process cannot both take a share of what is free
 DEAD_AFTER_S = 2.0
 STEP_TIMEOUT_S = 60.0
 
@@ -100,7 +100,7 @@ def engine_flags(setting: Setting, *, share: bool = True) -> tuple[str, ...]:
     """Equal for every engine whose streams are compared: the same model, the same executables."""
     scale, small = setting.scale, setting.small
     longest = max(*scale.ttft_prompts, 3 * scale.prompt_tokens[1]) + 64
-    pool = ("--kv-cache-bytes", COLOCATED_SMALL if small else COLOCATED_BYTES)
+    pool = () if small else ("--kv-cache-bytes", COLOCATED_BYTES)
     model = served_shape(small=small).write(setting.scratch / "served", longest)
     return (
         *("--model", str(model), "--load-format", "dummy", "--served-model-name", "check", "--numerics", "exact"),

@@ -70,8 +70,8 @@ SMALL = Scale(
     decode_batches=(2, 1),
     decode_contexts=(16, 48),
     decode_steps=2,
-    prefill_tokens=(64, 32),
-    batch_requests=6,
+    prefill_tokens=(32,),
+    batch_requests=4,
     batch_prompt=12,
     batch_output=6,
 )

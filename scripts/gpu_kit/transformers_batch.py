@@ -33,11 +33,13 @@ def main() -> int:
     began_s = time.monotonic()
     answers = _generate(model, transformers, prompts, max_tokens)
     seconds = time.monotonic() - began_s
-    num_tokens = sum(len(answer.generated_tokens) for answer in answers.values())
+    ids = [list(answer.generated_tokens) for answer in answers.values()]
+    num_tokens = sum(map(len, ids))
     if num_tokens != len(prompts) * max_tokens:
         print(f"{num_tokens} tokens, wanted {len(prompts) * max_tokens}", file=sys.stderr)
         return 1
-    print(json.dumps({"tokens_per_s": num_tokens / seconds, "warm_up_s": warm_up_s, "device": device}), flush=True)
+    found = {"tokens_per_s": num_tokens / seconds, "warm_up_s": warm_up_s, "device": device, "answers": ids}
+    print(json.dumps(found), flush=True)
     return 0
 
 

@@ -17,7 +17,7 @@ ALL = (
     *("device", "kernels", "unified", "colocated", "pair-jax", "pair-grpc", "pair-shm", "cpu-decode", "hazards", "moving"),
     *("decode", "prefill", "batch", "aot"),
 )
-LIMIT_S = 900.0  # it takes about 80 on two idle cores
+LIMIT_S = 900.0  # it takes about 100 CPU seconds with nothing compiled beforehand
 
 
 def run_check(out: Path, *flags: str, limit_s: float = LIMIT_S, **env: str) -> tuple[int, dict[str, dict[str, Any]], str]:
@@ -53,6 +53,7 @@ def test_every_section_runs_small_on_a_cpu(tmp_path: Path) -> None:
         assert sections[f"pair-{backend}"]["found"]["facts"]["recoveries"] > 0
     rates = [row["backend"] for row in sections["moving"]["found"]["tables"]["between two processes"]]
     assert rates == ["grpc", "shm", "jax"]
+    assert sections["batch"]["found"]["facts"]["answers_equal"] == 4  # transformers', in float32
     targets = [target for section in sections.values() for target in section["found"].get("targets", [])]
     assert len(targets) >= 4
     assert all(target["verdict"] == "not run" and target["why"] for target in targets)  # a CPU meets and misses nothing
@@ -67,3 +68,11 @@ def test_an_unknown_section_is_refused_with_the_names_there_are() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 2
     assert "decoed unknown, wanted some of device, kernels" in done.stderr
+
+
+@pytest.mark.timeout(180)
+def test_without_an_accelerator_nothing_but_that_is_reported(tmp_path: Path) -> None:
+    status, sections, output = run_check(tmp_path, "--sections", "decode", limit_s=150)
+    assert status == 3, output
+    assert {name: section["status"] for name, section in sections.items()} == {"device": "skip"}
+    assert "no accelerator here" in output

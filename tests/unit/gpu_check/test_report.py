@@ -32,7 +32,7 @@ def test_the_page_has_targets_tables_and_what_was_left_out(tmp_path: Path) -> No
     findings.row("steps", batch=1, ms=2.5)
     findings.row("steps", batch=8, ms=3.5, extra="a|b")
     findings.left_out("theirs", "not installed: torch")
-    result = Result("batch", "pass", 3.0, 40.0, "", found(tmp_path))
+    result = Result("batch", "pass", found=found(tmp_path))
     page = markdown(make_report([result], small=False))
     assert "| batch | speed | 1.5 times | at least 3 times | missed |" in page
     assert "| batch | rate | the backend failed | at least 5 GB/s | not run |" in page
