@@ -56,8 +56,7 @@ class DecodeSide:
         request_id = request.request_id
         assert request_id not in self._live, f"request {request_id} has a live hand-off already"
         assert 0 <= held_tokens <= len(request.token_ids), f"request {request_id}: held_tokens is {held_tokens}"
-        record = Inbound(request, held_tokens, Ladder(peers))
-        self._live[request_id] = record
+        record = self._live[request_id] = Inbound(request, held_tokens, Ladder(peers))
         peer = record.ladder.next_peer()
         return self._open(record, peer, now_s) if peer else self._last_rungs(record, "", "no prefill worker is known to answer")
 
