@@ -11,7 +11,7 @@ SERVER_MODULES = (
 )
 STEP_MODULES = ("jax", "flax", "safetensors", "orbax.checkpoint", "tensorstore")
 BATCH_MODULES = (*STEP_MODULES, "starlette", "httpx", "tokenizers", "jinja2", "prometheus_client", "tqdm")
-WIRE_MODULES = ("jax", "grpc", "google.protobuf", "grpc_status")
+WIRE_MODULES = ("jax", "grpc", "google.protobuf")
 DISTRIBUTIONS = {  # where a module and what brings it differ in name
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
