@@ -10,7 +10,7 @@ SERVER_MODULES = (
     *("tokenizers", "prometheus_client", "jinja2", "safetensors", "xxhash", "google.protobuf"),
 )
 STEP_MODULES = ("jax", "flax", "safetensors", "orbax.checkpoint", "tensorstore")
-BATCH_MODULES = (*STEP_MODULES, "starlette", "httpx", "tokenizers", "jinja2", "prometheus_client", "tqdm")
+BATCH_MODULES = (*STEP_MODULES, *SERVER_MODULES, "httpx", "tqdm")
 WIRE_MODULES = ("jax", "grpc", "google.protobuf")
 DISTRIBUTIONS = {  # where a module and what brings it differ in name
     "grpc": "grpcio",
