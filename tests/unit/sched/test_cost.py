@@ -20,7 +20,7 @@ from jdisagg.sched.queue import SequenceQueue
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.states import Status
-from tests.unit.sched.engine_fake import request
+from tests.unit.sched.engine_fake import FakeEngine, request
 
 RUNNING = 8
 FEW, MANY = 100, 5000
@@ -182,3 +182,20 @@ def test_removing_one_of_5000_from_a_queue_compares_a_logarithm_of_them() -> Non
         queue.remove(sequences[index])
         assert 0 < seen.count <= 2 * ceil(log2(MANY))
     assert len(queue) == MANY - 3
+
+
+def test_a_burst_on_one_prefix_costs_each_arrival_the_same() -> None:
+    """Requests with one system prompt wait for their peer; pinning it for each must not go through all the others."""
+    engine = FakeEngine(role=Role.DECODE, num_pages=200, max_model_len=64, max_queue_len=2 * MANY)
+    prompt = tuple(range(2, 42))
+    engine.add(request("first", prompt, 2))
+    engine.run()
+    costs = []
+    for number in range(MANY):
+        one = request(f"r{number}", prompt, 8)
+        if number in (FEW, MANY - 1):
+            costs.append(work_of(lambda asked=one: engine.scheduler.add(asked, 0.0, remote=True, is_open=False)))
+        else:
+            engine.scheduler.add(one, 0.0, remote=True, is_open=False)
+    assert costs[0] == costs[1]
+    assert engine.scheduler.held_tokens(f"r{MANY - 1}") == len(prompt)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from time import monotonic
-
 import pytest
 
 from jdisagg.core.errors import HandoffLost
@@ -398,16 +396,3 @@ def test_a_sequence_without_a_slot_blocks_no_fetch_behind_it() -> None:
     engine.run()
     assert engine.seen["waits"].tokens == expected((3, 4), 2)
     assert engine.seen["fetched"].tokens == expected(PROMPT, 2)
-
-
-def test_a_burst_on_one_prefix_costs_each_arrival_the_same() -> None:
-    """4,000 requests with one system prompt wait for their peer; pinning it for each must not go through all the others."""
-    engine = FakeEngine(role=Role.DECODE, num_pages=200, max_model_len=64)
-    prompt = tuple(range(2, 42))
-    engine.add(request("first", prompt, 2))
-    engine.run()
-    began_s = monotonic()
-    for number in range(4000):
-        engine.scheduler.add(request(f"r{number}", prompt, 8), 0.0, remote=True, is_open=False)
-    assert engine.scheduler.held_tokens("r3999") == len(prompt)
-    assert monotonic() - began_s < 3.0
