@@ -74,8 +74,13 @@ def _config(serve_flags: Sequence[str], tp: str | None) -> Config:
         flags = ["--role", "unified", *flags]
     if tp is not None:
         flags += ["--tensor-parallel-size", tp]
-    logging.getLogger("jdisagg.core.settings").setLevel(logging.ERROR)  # remarks on settings that say nothing to a role
-    return load_config(flags)
+    remarks = logging.getLogger("jdisagg.core.settings")  # on settings that say nothing to a role: files are for several
+    level = remarks.level
+    remarks.setLevel(logging.ERROR)
+    try:
+        return load_config(flags)
+    finally:
+        remarks.setLevel(level)
 
 
 def build_parser() -> argparse.ArgumentParser:
