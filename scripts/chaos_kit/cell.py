@@ -86,6 +86,8 @@ class CellRunner:
                 await act.strike(victim, blow)
                 act.let_go()
                 await act.until_ended()
+                if (stage, victim) == (Stage.DECODING, Victim.DECODE) and not act.subject.recoveries and number < TRIES:
+                    continue  # every token had left D before the blow fell
                 return await self._told(replace(cell, reached=True, tries=number, seen=seen.text()), act)
             finally:
                 act.let_go()

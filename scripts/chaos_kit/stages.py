@@ -16,7 +16,7 @@ from chaos_kit.fleet import FleetPlan
 from chaos_kit.lookout import View
 
 VOCAB = 1024
-SUBJECT_TOKENS, SUBJECT_OUTPUT = 320, 48
+SUBJECT_TOKENS, SUBJECT_OUTPUT = 320, 96
 DECODED = 4  # tokens: it really decodes
 _PAGES = 49  # 48 and the null page: a subject needs 24 to be let in
 SIZES = (
