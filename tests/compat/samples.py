@@ -15,6 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 from jdisagg.api.codec import decode_error, decode_output, decode_request, decode_sampling
 from jdisagg.api.fleet_codec import decode_load, decode_member
 from jdisagg.api.generation import read_generate
+from jdisagg.api.intake import TextRequest
 from jdisagg.api.peer_codec import decode_down, decode_identity, decode_up
 from jdisagg.core.requests import SamplingParams
 from jdisagg.v1 import common_pb2, fleet_pb2, generation_pb2, peer_pb2, worker_pb2
@@ -77,7 +78,11 @@ def samples(file: FileDescriptor) -> Iterator[tuple[str, Message]]:
 def plain(value: object) -> Any:
     """Dataclasses, errors and enums as JSON-able data."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        found = {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        if isinstance(value, TextRequest):  # flat, as on the wire and when first recorded
+            special = found.pop("special_tokens")
+            found |= {"add_special_tokens": special["add"], "skip_special_tokens": special["skip"]}
+        return found
     if isinstance(value, Exception):
         return {"error": type(value).__name__} | {name: plain(item) for name, item in vars(value).items()}
     if isinstance(value, Enum):
