@@ -20,7 +20,7 @@ SUBJECT_TOKENS, SUBJECT_OUTPUT = 320, 96
 DECODED = 4  # tokens: it really decodes
 _PAGES = 49  # 48 and the null page: a subject needs 24 to be let in
 SIZES = (
-    *("--max-model-len", "512", "--page-size", "16", "--max-num-batched-tokens", "32"),
+    *("--max-model-len", "768", "--page-size", "16", "--max-num-batched-tokens", "32"),
     *("--transfer-chunk-tokens", "32", "--lease-s", "4", "--max-num-seqs", "8"),
 )
 
@@ -88,7 +88,7 @@ def questions(count: int, length: int, max_tokens: int, *, seed: int) -> tuple[E
 
 SUBJECTS = questions(4, SUBJECT_TOKENS, SUBJECT_OUTPUT, seed=1)
 _PROMPTS = questions(6, 400, 1, seed=2)  # three for each P; they end there
-_MEMORY = questions(2, 340, 120, seed=3)  # one for each D: what is left of its pool is too little for a subject
+_MEMORY = questions(2, 340, 428, seed=3)  # one for each D, all of its pool in the end: too little is left for a subject
 _SLOTS = questions(4, 16, 150, seed=4)  # two for each D: all slots
 
 
