@@ -21,7 +21,7 @@ from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened, Reply
-from jdisagg.handoff.messages import ChunkReady, Declined, HandoffId, Open, Refused, Want
+from jdisagg.handoff.messages import ChunkReady, Declined, HandoffId, Refused, Want
 from jdisagg.handoff.prefill_side import PrefillSide
 from jdisagg.roles.inbox import Message
 from jdisagg.roles.kv_borrowing import KVBorrowing
@@ -58,7 +58,7 @@ class PrefillRole:
         self._handoffs = handoffs
         self._runner = runner
         self._publishers = publishers
-        self._head_shards: dict[HandoffId, int] = {}  # of the receivers of open hand-offs
+        self._receivers: dict[HandoffId, tuple[str, int]] = {}  # of open hand-offs: peer, parts it splits heads into
         self._metrics = metrics
         self._worker = worker
         self._slow_request_s = slow_request_s
@@ -80,8 +80,8 @@ class PrefillRole:
     def handle(self, message: Message, now_s: float) -> list[Output]:
         """A message of D, or of a transfer thread."""
         match message:
-            case PeerOpened(handoff=handoff, message=opening, reply=reply):
-                self._open(handoff, opening, reply, now_s)
+            case PeerOpened():
+                self._open(message, now_s)
             case PeerMessage(handoff=handoff, message=body):
                 if isinstance(body, Want) and body.backend:
                     self._publishers.prefer(handoff, body.backend)
@@ -102,7 +102,8 @@ class PrefillRole:
                 raise AssertionError(f"a prefill engine got {type(message).__name__}")
         return []
 
-    def _open(self, handoff: HandoffId, opening: Open, reply: Reply, now_s: float) -> None:
+    def _open(self, opened: PeerOpened, now_s: float) -> None:
+        handoff, opening, reply = opened.handoff, opened.message, opened.reply
         backends = opening.backends or ((opening.backend,) if opening.backend else ())
         if not self._publishers.open(handoff, backends):
             wanted, got = ", ".join(self._publishers.names), ", ".join(backends)
@@ -111,7 +112,7 @@ class PrefillRole:
             reply.close()
             return
         self._replies[handoff] = reply
-        self._head_shards[handoff] = opening.head_shards
+        self._receivers[handoff] = (opened.peer, opening.head_shards)
         self._execute(self._handoffs.open(handoff, opening, now_s), now_s)
 
     def _change_backend(self, failed: PublishFailed) -> None:
@@ -205,12 +206,14 @@ class PrefillRole:
                         reply.send(message)
                 case act.CloseReply(handoff=handoff):
                     self._publishers.forget(handoff)
-                    self._head_shards.pop(handoff, None)
+                    self._receivers.pop(handoff, None)
                     if reply := self._replies.pop(handoff, None):
                         reply.close()
                 case act.Export(handoff=handoff, engine_request_id=request_id, begin=begin, end=end, key=key):
                     piece = self._runner.export_tokens(self._scheduler.page_table(request_id), begin, end)
-                    self._publishers.publish(handoff, key, replace(piece, head_shards=self._head_shards[handoff]))
+                    receiver, head_shards = self._receivers[handoff]
+                    piece = replace(piece, receiver=receiver, head_shards=head_shards)
+                    self._publishers.publish(handoff, key, piece)
                 case act.Discard(key=key):
                     self._publishers.discard(key)
                 case act.ReleaseRequest(engine_request_id=request_id):

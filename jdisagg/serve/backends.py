@@ -28,7 +28,7 @@ from jdisagg.transfer.drill import TransferDrill
 from jdisagg.transfer.grpc_backend import PieceStore
 from jdisagg.transfer.host_backend import ByteSource, HostPublisher, host_fetcher
 from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher, joiner_of, warm_up_fetches
-from jdisagg.transfer.jax_server import NUM_ADDRESSES, TransferServer, Unsupported
+from jdisagg.transfer.jax_server import NUM_ADDRESSES, TransferServers, Unsupported
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore, same_host_token
 from jdisagg.transfer.target import PieceTarget
 
@@ -75,10 +75,10 @@ def prefill_backends(core: Core, host: str, drill: TransferDrill) -> PrefillBack
             elif name == "shm":
                 publisher = HostPublisher(name, ShmStore(), post, max_bytes=max_bytes, checksums=checksums)
             else:
-                server = TransferServer(jax.local_devices(), host)
+                servers = TransferServers(jax.local_devices(), host)
                 cutter = Cutter(core.runner.device.empty_piece().arrays, checksums=checksums)
                 num_executables += cutter.warm_up()
-                publisher = JaxPublisher(server, cutter, post, max_bytes=max_bytes)
+                publisher = JaxPublisher(servers, cutter, post, max_bytes=max_bytes)
         except (Unsupported, OSError) as error:
             _not_offered(name, error)
             continue
@@ -108,10 +108,10 @@ def decode_backends(
             elif name == "shm":
                 fetcher = drill.fetcher(_carrying(name, drill.byte_source(ShmSource()), target), post)
             else:
-                server = TransferServer(jax.local_devices(), host)
+                servers = TransferServers(jax.local_devices(), host)
                 joiner = joiner_of(target, target.dtype, checksums=config.checksums)
                 num_executables += warm_up_fetches(joiner, target)
-                fetcher = drill.fetcher(partial(jax_fetcher, server, joiner, target), post)
+                fetcher = drill.fetcher(partial(jax_fetcher, servers, joiner, target), post)
         except (Unsupported, OSError) as error:
             _not_offered(name, error)
             continue

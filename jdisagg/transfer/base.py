@@ -29,6 +29,7 @@ class Piece:
     scales: jax.Array | None = None  # float32[L, T_bucket, K, 2] of int8 data: one for keys, one for values
     group: int = 0
     head_shards: int = 1  # what the receiver's mesh splits the heads into; only backends that move device arrays ask
+    receiver: str = ""  # who will fetch it; a receiver that stands still must not hold up pieces of others
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:

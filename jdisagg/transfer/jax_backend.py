@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +26,13 @@ from jdisagg.kv.spec import QUANTISED, SCALES
 from jdisagg.transfer.base import Piece, Post, Published, PublishFailed
 from jdisagg.transfer.convert import NP_DTYPES
 from jdisagg.transfer.cut import HEADS, Cutter, Joiner, combine, sums_on_host
-from jdisagg.transfer.jax_server import TransferConnection, TransferServer
+from jdisagg.transfer.jax_server import TransferConnection, TransferServer, TransferServers, Unsupported
 from jdisagg.transfer.lanes import CLOSE_TIMEOUT_S, FetchJob, Lane, LaneFetcher
 from jdisagg.transfer.room import Room
 from jdisagg.transfer.target import PieceError, PieceTarget, announce, num_bytes_of
 
 log = logging.getLogger(__name__)
+IDLE_SERVER_S = 60.0  # a receiver's server ends after so long without a piece: workers that restart connect anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +67,13 @@ class JaxPublisher:
 
     name = "jax"
 
-    def __init__(self, server: TransferServer, cutter: Cutter, post: Post, *, max_bytes: int) -> None:
-        self._server = server
+    def __init__(self, servers: TransferServers, cutter: Cutter, post: Post, *, max_bytes: int) -> None:
+        self._servers = ServerPerReceiver(servers)
         self._cutter = cutter
         self._post = post
         self._room = Room(max_bytes)
         self._lane = Lane("jax-publish")
-        self._offered: dict[str, Sequence[jax.Array]] = {}  # written by the lane, popped by either
+        self._offered: dict[str, tuple[TransferServer, Sequence[jax.Array]]] = {}  # the lane's
 
     def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
         """Cut and offer the piece on the transfer thread; answers Published or PublishFailed, nothing once discarded."""
@@ -87,21 +89,24 @@ class JaxPublisher:
         try:
             num_parts = self._cutter.num_parts(piece.head_shards)
             parts, checksum = self._cutter.cut(piece.arrays, num_parts, piece.end - piece.begin)
-            uuid = self._server.offer(parts)
-        except (RuntimeError, ValueError) as error:
+            server = self._servers.of(piece.receiver, busy=[server for server, _ in self._offered.values()])
+            uuid = server.offer(parts)
+        except (RuntimeError, ValueError, Unsupported) as error:
             log.warning("jax: publishing piece [%d, %d) of %s: %s", piece.begin, piece.end, handoff, error)
             self._room.free(key)
             self._fail(handoff, key, piece, f"device: {error}")
             return
-        self._offered[key] = parts
+        self._offered[key] = (server, parts)
         if key not in self._room:
             self._withdraw(key)
             return
-        locator = Locator(self._server.address, uuid, num_parts, parts[0].shape[1])
+        locator = Locator(server.address, uuid, num_parts, parts[0].shape[1])
         self._post(Published(handoff=handoff, ready=announce(key, piece, checksum, backend=self.name, locator=str(locator))))
 
     def _withdraw(self, key: str) -> None:
-        self._server.withdraw(self._offered.pop(key, ()))
+        if offer := self._offered.pop(key, None):
+            server, parts = offer
+            server.withdraw(parts)
 
     def _fail(self, handoff: HandoffId, key: str, piece: Piece, reason: str) -> None:
         self._post(PublishFailed(handoff=handoff, key=key, begin=piece.begin, end=piece.end, reason=reason, backend=self.name))
@@ -120,21 +125,47 @@ class JaxPublisher:
         """Free everything and end the thread."""
         for key in self._room.keys:
             self.discard(key)
+        self._lane.submit(self._servers.clear)
         self._lane.stop()
         self._lane.join(CLOSE_TIMEOUT_S)
 
 
-def jax_fetcher(server: TransferServer, joiner: Joiner, target: PieceTarget, post: Post) -> LaneFetcher:
+class ServerPerReceiver:
+    """Who freezes in the middle of a transfer holds up nobody else."""
+
+    def __init__(self, servers: TransferServers) -> None:
+        self._all = servers
+        self._by_receiver: dict[str, TransferServer] = {}
+        self._used_s: dict[str, float] = {}
+
+    def of(self, receiver: str, *, busy: Sequence[TransferServer]) -> TransferServer:
+        """The receiver's, started if there is none. Those not in `busy` end when they were not used for a while."""
+        now_s = monotonic()
+        if receiver not in self._by_receiver:
+            for other in [name for name, used_s in self._used_s.items() if now_s - used_s > IDLE_SERVER_S]:
+                if self._by_receiver[other] not in busy:
+                    del self._by_receiver[other], self._used_s[other]
+            self._by_receiver[receiver] = self._all.start()
+        self._used_s[receiver] = now_s
+        return self._by_receiver[receiver]
+
+    def clear(self) -> None:
+        """End all."""
+        self._by_receiver.clear()
+        self._used_s.clear()
+
+
+def jax_fetcher(servers: TransferServers, joiner: Joiner, target: PieceTarget, post: Post) -> LaneFetcher:
     """D's half."""
-    pulls = _Pulls(server, joiner, target)
+    pulls = _Pulls(servers, joiner, target)
     return LaneFetcher("jax", pulls.obtain, post, on_end=pulls.disconnect)
 
 
 class _Pulls:
     """Pieces out of P's transfer server. A cancelled pull that is under way costs the connection to its peer."""
 
-    def __init__(self, server: TransferServer, joiner: Joiner, target: PieceTarget) -> None:
-        self._server = server
+    def __init__(self, servers: TransferServers, joiner: Joiner, target: PieceTarget) -> None:
+        self._servers = servers
         self._joiner = joiner
         self._target = target
         self._forms = {target.dtype: joiner}  # by dtype of arriving pieces
@@ -177,7 +208,7 @@ class _Pulls:
         if known is not None and known[0] == address:
             return known[1]
         self.disconnect(peer)
-        connection = self._server.connect(address)
+        connection = self._servers.connect(address)
         self._connections[peer] = (address, connection)
         return connection
 

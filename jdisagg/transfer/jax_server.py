@@ -7,6 +7,9 @@
     hangs      a uuid that was pulled before                       a connection pulls each one once
                an unknown uuid, a dead or frozen peer              `pull` has its own deadline, then breaks the connection
                arrays without elements                             refused here
+               a frozen peer in the middle of a transfer: a        every peer has a server of its own, on P one to offer on,
+               server's threads send to and receive from all       on D one for each connection
+               of its peers in turn, and wait
     leaks      whatever is never pulled                            `withdraw` frees the arrays, the entry expires by itself
 
 A withdrawn array answers a pull with an error at once. A broken connection never recovers: it is dropped, and the next pull
@@ -41,8 +44,28 @@ class Unsupported(Exception):
     """This jax, or this platform, has no transfer server; says why."""
 
 
+class TransferServers:
+    """Starts one server for every peer. Any thread."""
+
+    def __init__(self, devices: Sequence[Any], host: str) -> None:
+        """Start the first, which listens on free ports of `host`, an address that peers reach. Raises Unsupported."""
+        self._devices, self._host = devices, host
+        self._spare = [TransferServer(devices, host)]
+
+    def start(self) -> TransferServer:
+        """One that nobody else uses; it ends with the last reference to it. Raises Unsupported."""
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return TransferServer(self._devices, self._host)
+
+    def connect(self, address: str) -> TransferConnection:
+        """To another process's server; connects when first pulled from."""
+        return TransferConnection(self.start, address)
+
+
 class TransferServer:
-    """The process's server: P offers arrays, D connects to those of others. `offer`, `withdraw`: one thread."""
+    """P offers arrays to one peer, or D connects to one. `offer`, `withdraw`: one thread."""
 
     def __init__(self, devices: Sequence[Any], host: str) -> None:
         """Listen on free ports of `host`, an address that peers reach. Raises Unsupported."""
@@ -76,16 +99,18 @@ class TransferServer:
             if not array.is_deleted():
                 array.delete()
 
-    def connect(self, address: str) -> TransferConnection:
-        """To another process's server; connects when first pulled from."""
-        return TransferConnection(lambda: self._server.connect(address))
+    def connect(self, address: str) -> Any:
+        """jax's connection to another server."""
+        return self._server.connect(address)
 
 
 class TransferConnection:
-    """To one server, for one thread."""
+    """To one server, for one thread, over a server of its own."""
 
-    def __init__(self, connect: Callable[[], Any]) -> None:
-        self._connect = connect
+    def __init__(self, start: Callable[[], TransferServer], address: str) -> None:
+        self._start = start
+        self._address = address
+        self._server: TransferServer | None = None
         self._connection: Any = None
         self._pulled: deque[int] = deque(maxlen=_MAX_REMEMBERED)
 
@@ -101,14 +126,15 @@ class TransferConnection:
         self._pulled.append(uuid)
         try:
             if self._connection is None:
-                self._connection = self._connect()
+                self._server = self._start()
+                self._connection = self._server.connect(self._address)
             arrays = self._connection.pull(uuid, list(specs))
             self._wait(arrays, deadline_s, is_cancelled)
             return jax.block_until_ready(arrays)
         except PieceError:
             self.drop()
             raise
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, Unsupported) as error:
             if "deleted or donated" in str(error):  # withdrawn; the connection is as good as before
                 raise PieceError("unknown_key", f"withdrawn: {error}") from error
             self.drop()
@@ -127,8 +153,8 @@ class TransferConnection:
             nap_s = min(1.5 * nap_s, _LONGEST_NAP_S)
 
     def drop(self) -> None:
-        """Fail what is on its way and forget the connection."""
-        connection, self._connection = self._connection, None
+        """Fail what is on its way; forget the connection, and the server, whose thread may wait for bytes that never come."""
+        connection, self._connection, self._server = self._connection, None, None
         if connection is not None:
             with suppress(RuntimeError, AttributeError):  # broken already, or a jax that breaks it when it is collected
                 connection._poison_connection()

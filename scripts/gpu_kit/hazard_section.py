@@ -1,6 +1,6 @@
 """Section `hazards`: what is known to corrupt or hang on a CPU, tried on this device, and that the wrappers hold.
 
-Nothing here kills this process: states that do are unreachable through `TransferServer`, and are left alone.
+Nothing here kills this process: states that do are unreachable through `TransferServers`, and are left alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fleet_process import free_port
 from gpu_kit.findings import Findings, Skipped
 from gpu_kit.hazard_peer import HOST, Peer, peer, values
 from gpu_kit.setting import Setting
-from jdisagg.transfer.jax_server import TransferConnection, TransferServer, Unsupported
+from jdisagg.transfer.jax_server import TransferConnection, TransferServers, Unsupported
 from jdisagg.transfer.target import PieceError
 
 PULL_S = 10.0
@@ -75,20 +75,20 @@ def _error_array(findings: Findings) -> None:
 
 def _transfers(findings: Findings) -> None:
     try:
-        server = TransferServer(jax.devices(), HOST)
+        servers = TransferServers(jax.devices(), HOST)
     except Unsupported as reason:
         raise Skipped(str(reason)) from reason
     with peer() as other:
-        _intact(server, other, findings)
-        _unknown(server, other, findings)
-        _refused(server, findings)
-        _withdrawn(server, other, findings)
-        _like_sized(server, other, findings)
-        _killed(server, other, findings)
+        _intact(servers, other, findings)
+        _unknown(servers, other, findings)
+        _refused(servers, findings)
+        _withdrawn(servers, other, findings)
+        _like_sized(servers, other, findings)
+        _killed(servers, other, findings)
 
 
-def _intact(server: TransferServer, other: Peer, findings: Findings) -> None:
-    connection = server.connect(other.address)
+def _intact(servers: TransferServers, other: Peer, findings: Findings) -> None:
+    connection = servers.connect(other.address)
     for seed, dtype in enumerate(("float32", "bfloat16", "int8")):
         shape = (*SHAPE[:1], SHAPE[1] + seed, *SHAPE[2:])
         uuid = other.offer(seed, shape, dtype)
@@ -96,8 +96,8 @@ def _intact(server: TransferServer, other: Peer, findings: Findings) -> None:
         findings.check(f"{dtype} arrives bit for bit", np.asarray(got).tobytes() == values(seed, shape, dtype).tobytes())
 
 
-def _unknown(server: TransferServer, other: Peer, findings: Findings) -> None:
-    connection = server.connect(other.address)
+def _unknown(servers: TransferServers, other: Peer, findings: Findings) -> None:
+    connection = servers.connect(other.address)
     began_s = time.monotonic()
     reason = _failure(connection, 12345, SHORT_S)
     seconds = time.monotonic() - began_s
@@ -108,17 +108,17 @@ def _unknown(server: TransferServer, other: Peer, findings: Findings) -> None:
     findings.check("the next pull works", np.array_equal(np.asarray(got), values(7, SHAPE, "float32")))
 
 
-def _refused(server: TransferServer, findings: Findings) -> None:
+def _refused(servers: TransferServers, findings: Findings) -> None:
     """A peer that is not there: the library would try for ever."""
     began_s = time.monotonic()
-    reason = _failure(server.connect(f"{HOST}:{free_port()}"), 12345, SHORT_S)
+    reason = _failure(servers.connect(f"{HOST}:{free_port()}"), 12345, SHORT_S)
     seconds = time.monotonic() - began_s
     is_soon = reason is not None and seconds < SHORT_S + LATE_S
     findings.check("a peer that is not there is given up at our deadline", is_soon, f"{seconds:.2f} s: {reason}")
 
 
-def _withdrawn(server: TransferServer, other: Peer, findings: Findings) -> None:
-    connection = server.connect(other.address)
+def _withdrawn(servers: TransferServers, other: Peer, findings: Findings) -> None:
+    connection = servers.connect(other.address)
     uuid = other.offer(8, SHAPE, "float32")
     other.withdraw(uuid)
     began_s = time.monotonic()
@@ -127,9 +127,9 @@ def _withdrawn(server: TransferServer, other: Peer, findings: Findings) -> None:
     findings.check("a withdrawn array fails the pull", reason is not None)
 
 
-def _like_sized(server: TransferServer, other: Peer, findings: Findings) -> None:
+def _like_sized(servers: TransferServers, other: Peer, findings: Findings) -> None:
     """Equal bytes, another dtype: on a CPU nobody notices, and that is why specs come from Hello."""
-    connection = server.connect(other.address)
+    connection = servers.connect(other.address)
     uuid = other.offer(9, SHAPE, "float32")
     try:
         _pull(connection, uuid, _spec(SHAPE, "int32"))
@@ -139,9 +139,9 @@ def _like_sized(server: TransferServer, other: Peer, findings: Findings) -> None
         findings.fact(spec_of_equal_size_is_noticed=False)
 
 
-def _killed(server: TransferServer, other: Peer, findings: Findings) -> None:
+def _killed(servers: TransferServers, other: Peer, findings: Findings) -> None:
     """A pull that waits for a key that never comes, when the other process dies."""
-    connection = server.connect(other.address)
+    connection = servers.connect(other.address)
     _pull(connection, other.offer(10, SHAPE, "float32"), _spec(SHAPE, "float32"))  # connected
     pid, struck_s = other.process.pid, [0.0]
     assert pid is not None

@@ -16,7 +16,7 @@ from jdisagg.transfer.cut import Cutter, Joiner
 from jdisagg.transfer.grpc_backend import PieceStore
 from jdisagg.transfer.host_backend import HostPublisher, host_fetcher
 from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher, warm_up_fetches
-from jdisagg.transfer.jax_server import TransferServer
+from jdisagg.transfer.jax_server import TransferServers
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore
 from jdisagg.transfer.target import PieceTarget
 
@@ -63,7 +63,7 @@ def make_publisher(form: Form, post: Post) -> tuple[Publisher, PieceStore]:
         return HostPublisher("shm", ShmStore(), post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
     cutter = Cutter([device_piece(form.tokens, 0)], checksums=form.checksums)
     cutter.warm_up()
-    return JaxPublisher(TransferServer(jax.devices(), HOST), cutter, post, max_bytes=BUFFER_BYTES), store
+    return JaxPublisher(TransferServers(jax.devices(), HOST), cutter, post, max_bytes=BUFFER_BYTES), store
 
 
 def make_fetcher(form: Form, post: Post) -> Fetcher:
@@ -83,7 +83,7 @@ def make_fetcher(form: Form, post: Post) -> Fetcher:
         return host_fetcher("shm", ShmSource(), target, post)
     joiner = Joiner([target.shape], [target.dtype], sharding, checksums=form.checksums)
     warm_up_fetches(joiner, target)
-    return jax_fetcher(TransferServer(jax.devices(), HOST), joiner, target, post)
+    return jax_fetcher(TransferServers(jax.devices(), HOST), joiner, target, post)
 
 
 def cpu_s() -> float:

@@ -96,16 +96,16 @@ class TransferPair:
         """Give both a new half."""
         common = {"backend": self.backend, "features": features, "checksums": checksums}
         self._form = {"features": features, "dtype": dtype, "tp_d": tp_d}
-        self._produce = common | {"tp": tp_p, "dtype": dtype, "chunk": chunk}
+        self.produce = common | {"tp": tp_p, "dtype": dtype, "chunk": chunk}
         self._consume = common | {"tp": tp_d, "dtype": d_dtype or dtype, "chunk": d_chunk or chunk}
-        self.peer = self.producer.ask("produce", **self._produce)["peer"]
+        self.peer = self.producer.ask("produce", **self.produce)["peer"]
         self.consumer.ask("consume", **self._consume)
         return self
 
     def replace_producer(self) -> None:
         self.producer.kill()
         self.producer = Peer()
-        self.peer = self.producer.ask("produce", **self._produce)["peer"]
+        self.peer = self.producer.ask("produce", **self.produce)["peer"]
 
     def replace_consumer(self) -> None:
         self.consumer.kill()
@@ -116,8 +116,9 @@ class TransferPair:
         consumer.ask("consume", **self._consume)
         return consumer
 
-    def published(self, key: str, seed: int = 0, tokens: int = CHUNK) -> dict[str, Any]:
-        answer = self.producer.ask("publish", key=key, seed=seed, tokens=tokens, head_shards=self._form["tp_d"])
+    def published(self, key: str, seed: int = 0, tokens: int = CHUNK, *, receiver: str = "") -> dict[str, Any]:
+        form = {"seed": seed, "tokens": tokens, "head_shards": self._form["tp_d"]}
+        answer = self.producer.ask("publish", key=key, receiver=receiver, **form)
         assert "ready" in answer, answer
         return answer["ready"]
 

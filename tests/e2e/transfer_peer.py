@@ -34,7 +34,7 @@ from jdisagg.transfer.cut import Cutter, Joiner
 from jdisagg.transfer.grpc_backend import PieceStore
 from jdisagg.transfer.host_backend import HostPublisher, host_fetcher
 from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher
-from jdisagg.transfer.jax_server import TransferServer
+from jdisagg.transfer.jax_server import TransferServers
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore
 from jdisagg.transfer.target import PieceTarget
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
@@ -89,8 +89,8 @@ class Half:
     # --- making
 
     @functools.cached_property
-    def transfer(self) -> TransferServer:
-        return TransferServer(jax.devices(), "127.0.0.1")
+    def transfer(self) -> TransferServers:
+        return TransferServers(jax.devices(), "127.0.0.1")
 
     @functools.cache  # noqa: B019
     def cutter(self, tp: int, dtype: str, chunk: int, features: int, checksums: bool) -> Cutter:
@@ -159,13 +159,13 @@ class Half:
 
     # --- moving
 
-    def publish(self, key: str, seed: int, tokens: int, head_shards: int = 1) -> dict[str, Any]:
+    def publish(self, key: str, seed: int, tokens: int, head_shards: int = 1, receiver: str = "") -> dict[str, Any]:
         """Publish one piece and wait for the answer."""
         assert self.publisher is not None
         padded = np.full((LAYERS, self.form["chunk"], HEADS, self.form["features"]), np.nan, NP_DTYPES[self.form["dtype"]])
         padded[:, :tokens] = values(seed, tokens, self.form["features"], self.form["dtype"])
         data = jax.device_put(padded, sharding(self.form["tp"]))
-        piece = Piece(begin=0, end=tokens, data=data, head_shards=head_shards)
+        piece = Piece(begin=0, end=tokens, data=data, head_shards=head_shards, receiver=receiver)
         self.publisher.publish(HandoffId(key, 1), key, piece)
         event = self.events.get(timeout=20)
         if isinstance(event, Published):

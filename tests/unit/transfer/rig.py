@@ -27,7 +27,7 @@ from jdisagg.transfer.fake import FakeFetcher, FakeNetwork, FakePublisher
 from jdisagg.transfer.grpc_backend import PieceStore
 from jdisagg.transfer.host_backend import HostPublisher, host_fetcher
 from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher
-from jdisagg.transfer.jax_server import TransferServer
+from jdisagg.transfer.jax_server import TransferServers
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore
 from jdisagg.transfer.target import PieceTarget
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
@@ -78,9 +78,9 @@ def joiner(dtype: str, chunk_tokens: int, heads: int, checksums: bool = True) ->
 
 
 @functools.cache
-def transfer_servers() -> tuple[TransferServer, TransferServer]:
-    """P's and D's; a server lasts as long as its process."""
-    return TransferServer(jax.devices(), "127.0.0.1"), TransferServer(jax.devices(), "127.0.0.1")
+def transfer_servers() -> tuple[TransferServers, TransferServers]:
+    """P's and D's."""
+    return TransferServers(jax.devices(), "127.0.0.1"), TransferServers(jax.devices(), "127.0.0.1")
 
 
 class LocalSource:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 import time
+import weakref
 
 import jax
 import numpy as np
 import pytest
 
-from jdisagg.transfer import jax_server
-from jdisagg.transfer.jax_server import TransferConnection, TransferServer, Unsupported
+from jdisagg.transfer import jax_backend, jax_server
+from jdisagg.transfer.jax_server import TransferConnection, TransferServer, TransferServers, Unsupported
 from jdisagg.transfer.target import PieceError
 from tests.unit.transfer.rig import error_array, transfer_servers
 
@@ -30,13 +31,19 @@ def pull(connection: TransferConnection, uuid: int, within_s: float = 5.0) -> np
     return np.asarray(got)
 
 
+@pytest.fixture(scope="module")
+def ours() -> TransferServer:
+    return transfer_servers()[0].start()
+
+
 @pytest.fixture
-def connection() -> TransferConnection:
-    return transfer_servers()[1].connect(transfer_servers()[0].address)
+def connection(ours: TransferServer) -> TransferConnection:
+    return transfer_servers()[1].connect(ours.address)
 
 
-def test_what_is_offered_is_pulled_once_and_withdrawn_memory_is_gone(connection: TransferConnection) -> None:
-    ours = transfer_servers()[0]
+def test_what_is_offered_is_pulled_once_and_withdrawn_memory_is_gone(
+    ours: TransferServer, connection: TransferConnection
+) -> None:
     sent = [array(3.0)]
     uuid = ours.offer(sent)
     assert np.array_equal(pull(connection, uuid), np.full(64, 3.0, np.float32))
@@ -47,8 +54,9 @@ def test_what_is_offered_is_pulled_once_and_withdrawn_memory_is_gone(connection:
     assert sent[0].is_deleted()
 
 
-def test_a_withdrawn_offer_fails_at_once_and_leaves_the_connection_alone(connection: TransferConnection) -> None:
-    ours = transfer_servers()[0]
+def test_a_withdrawn_offer_fails_at_once_and_leaves_the_connection_alone(
+    ours: TransferServer, connection: TransferConnection
+) -> None:
     gone, kept = [array(1.0)], [array(2.0)]
     uuid, other = ours.offer(gone), ours.offer(kept)
     ours.withdraw(gone)
@@ -62,15 +70,17 @@ def test_a_withdrawn_offer_fails_at_once_and_leaves_the_connection_alone(connect
 
 
 @pytest.mark.covers("X14")
-def test_an_unknown_uuid_costs_its_deadline_and_the_next_pull_connects_anew(connection: TransferConnection) -> None:
+def test_an_unknown_uuid_costs_its_deadline_and_the_next_pull_connects_anew(
+    ours: TransferServer, connection: TransferConnection
+) -> None:
     began_s = time.monotonic()
     with pytest.raises(PieceError) as raised:
         pull(connection, 12345, within_s=0.3)
     assert raised.value.reason == "timeout"
     assert 0.2 < time.monotonic() - began_s < 2.0
     kept = [array(4.0)]
-    assert pull(connection, transfer_servers()[0].offer(kept))[0] == 4.0
-    transfer_servers()[0].withdraw(kept)
+    assert pull(connection, ours.offer(kept))[0] == 4.0
+    ours.withdraw(kept)
 
 
 def test_a_cancelled_pull_ends_soon(connection: TransferConnection) -> None:
@@ -89,8 +99,7 @@ def test_nobody_at_the_address_costs_the_deadline() -> None:
     assert raised.value.reason in ("timeout", "connection")
 
 
-def test_what_would_kill_or_hang_is_refused_before_the_server_sees_it() -> None:
-    ours = transfer_servers()[0]
+def test_what_would_kill_or_hang_is_refused_before_the_server_sees_it(ours: TransferServer) -> None:
     deleted = array(1.0)
     deleted.delete()
     with pytest.raises(AssertionError, match="deleted"):
@@ -103,9 +112,9 @@ def test_what_would_kill_or_hang_is_refused_before_the_server_sees_it() -> None:
         ours.offer([spread])
 
 
-def test_an_error_that_was_offered_reaches_the_puller_as_one(connection: TransferConnection) -> None:
+def test_an_error_that_was_offered_reaches_the_puller_as_one(ours: TransferServer, connection: TransferConnection) -> None:
     bad = [error_array()]
-    uuid = transfer_servers()[0].offer(bad)
+    uuid = ours.offer(bad)
     wanted = jax.ShapeDtypeStruct(bad[0].shape, bad[0].dtype, sharding=ONE(jax.devices()[5]))
     with pytest.raises(PieceError, match="injected"):
         connection.pull(uuid, [wanted], time.monotonic() + 5.0, lambda: False)
@@ -117,4 +126,20 @@ def test_a_jax_without_a_transfer_server_says_so(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(jax_server.importlib, "import_module", missing)
     with pytest.raises(Unsupported, match="no such module"):
-        TransferServer(jax.devices(), "127.0.0.1")
+        TransferServers(jax.devices(), "127.0.0.1")
+
+
+def test_every_receiver_has_a_server_until_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(jax_backend, "monotonic", lambda: now_s[0])
+    servers = jax_backend.ServerPerReceiver(TransferServers(jax.devices(), "127.0.0.1"))
+    first, busy = servers.of("d1", busy=[]), servers.of("d2", busy=[])
+    assert first.address != busy.address
+    assert servers.of("d1", busy=[]) is first
+    now_s[0] += jax_backend.IDLE_SERVER_S + 1
+    ended = weakref.ref(first)
+    del first
+    servers.of("d3", busy=[busy])
+    assert ended() is None
+    assert servers.of("d2", busy=[busy]) is busy
+    servers.clear()
