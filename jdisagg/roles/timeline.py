@@ -35,6 +35,12 @@ class Timeline:
         self._num_tokens += num_tokens
         self._metrics.generated_tokens.inc(num_tokens)
 
+    def delivered(self, output: Output, now_s: float) -> None:
+        """`output` is on its way to the client; a gap that a replay fills is one gap, as the client feels it."""
+        self.produced(len(output.token_ids), now_s)
+        if output.finish is not None:
+            self.finished(output, now_s)
+
     def finished(self, output: Output, now_s: float) -> None:
         """The last output is on its way."""
         if output.error is not None:

@@ -33,9 +33,10 @@ from jdisagg.core.errors import (
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role
 from jdisagg.roles.timeline import Timeline
+from jdisagg.router.blame import Lost
 from jdisagg.router.drill import with_late_outputs
 from jdisagg.router.fleet import Entry
-from jdisagg.router.flight import Flight, Lost
+from jdisagg.router.flight import Flight
 from jdisagg.router.homes import Homes
 from jdisagg.router.recovery import Recovery, ReplayConfig
 from jdisagg.router.workers import Workers
@@ -113,7 +114,7 @@ class FleetEngine:
             while not flight.finished:
                 output = await self._next(flight)
                 if output is not None:
-                    _observe(timeline, output)
+                    timeline.delivered(output, monotonic())
                     yield output
         except RequestError as error:
             flight.finished = True
@@ -289,12 +290,4 @@ class FleetEngine:
 
     def _on_back(self, entry: Entry) -> None:
         for flight in self._flights.values():
-            flight.clear(entry.key)
-
-
-def _observe(timeline: Timeline, output: Output) -> None:
-    """Mark what the client gets now; a gap that a replay fills is one gap, as the client feels it."""
-    now_s = monotonic()
-    timeline.produced(len(output.token_ids), now_s)
-    if output.finish is not None:
-        timeline.finished(output, now_s)
+            flight.blame.clear(entry.key)

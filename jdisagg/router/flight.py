@@ -4,32 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from dataclasses import dataclass
 
-from jdisagg.api.worker_client import CLOSED, SILENT, STALLED
-from jdisagg.core.errors import HandoffLost, Overloaded, RequestError
+from jdisagg.core.errors import Overloaded, RequestError
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
+from jdisagg.router.blame import Blame, Lost
 from jdisagg.router.fleet import Entry
-from jdisagg.router.workers import EVICTED
-
-SILENCE = 0.5  # deaths
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The attempt is over without an end. `death`: the worker went down, as opposed to giving the request back."""
-
-    error: RequestError
-    death: bool
-    worker: tuple[str, str] | None = None  # Entry.key of one that went down ..
-    reason: str = ""  # .. and how
-
-    @classmethod
-    def of(cls, entry: Entry, reason: str) -> Lost:
-        """What the requests on a lost worker are told."""
-        error = HandoffLost(f"worker {entry.member.worker} was lost: {reason}")
-        death = reason != CLOSED and not entry.member.draining
-        return cls(error, death, entry.key if death else None, reason)
 
 
 class Flight:
@@ -44,10 +23,9 @@ class Flight:
         self.fingerprint: str | None = None
         self.tried: frozenset[str] = frozenset()  # addresses that failed it
         self.deaths = 0
-        self._stalls = 0
-        self._blame: dict[tuple[str, str], float] = {}  # in deaths, by worker that may come back
+        self.blame = Blame()
         self.refusals = 0
-        self.retry_after_s: float | None = None  # the soonest that a full worker named
+        self._retry_after_s: float | None = None  # the soonest that a full worker named
         self.finished = False
         self._delivered: list[int] = []
         self._recoveries: tuple[str, ...] = ()  # of all attempts so far
@@ -79,24 +57,8 @@ class Flight:
 
     def refused(self, error: Overloaded) -> Overloaded:
         """A full worker gave it back: the error to end with, should all be full, names the soonest time of any of them."""
-        self.retry_after_s = min(error.retry_after_s, self.retry_after_s or error.retry_after_s)
-        return Overloaded(error.message, retry_after_s=self.retry_after_s)
-
-    @property
-    def blame(self) -> float:
-        """How far what befell its workers speaks against the request, in deaths."""
-        return self._stalls + sum(self._blame.values())
-
-    def suspect(self, lost: Lost) -> None:
-        """It was in flight there. Silence befalls several workers at once when a host or a network pauses: half a death."""
-        if lost.reason == STALLED:  # alive with an engine that stands still: it comes back and is none the better for it
-            self._stalls += 1
-        elif lost.worker is not None:
-            self._blame[lost.worker] = SILENCE if lost.reason in (SILENT, EVICTED) else 1.0
-
-    def clear(self, worker: tuple[str, str]) -> None:
-        """That process is back: it did not die of anything."""
-        self._blame.pop(worker, None)
+        self._retry_after_s = min(error.retry_after_s, self._retry_after_s or error.retry_after_s)
+        return Overloaded(error.message, retry_after_s=self._retry_after_s)
 
     def replay(self) -> None:
         """Begin the next attempt; what the old one still sends has an older number and is dropped."""

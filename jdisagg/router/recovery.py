@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from jdisagg.core.errors import HandoffLost, Overloaded, RequestError, Unavailable
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest
+from jdisagg.router.blame import Lost
 from jdisagg.router.budget import WINDOW_S, ReplayBudget
-from jdisagg.router.flight import Flight, Lost
+from jdisagg.router.flight import Flight
 from jdisagg.router.quarantine import Quarantine
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Recovery:
         level = logging.INFO if is_full else logging.WARNING
         told = (flight.request.request_id, stage, where, lost.error.message)
         flight.deaths += lost.death
-        flight.suspect(lost)
+        flight.blame.add(lost)
         flight.refusals += not lost.death
         try:
             self._check(flight, lost, alone=alone, num_live=num_live, now_s=now_s)
@@ -80,7 +81,7 @@ class Recovery:
     def _check(self, flight: Flight, lost: Lost, *, alone: bool, num_live: int, now_s: float) -> None:
         """Raises the error that ends the request."""
         request_id = flight.request.request_id
-        if flight.blame >= self._config.max_deaths:
+        if flight.blame.deaths >= self._config.max_deaths:
             self._quarantine.add(flight.request, now_s)
             raise HandoffLost(
                 f"request {request_id}: in flight when {flight.deaths} workers went down "

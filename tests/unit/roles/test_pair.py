@@ -212,6 +212,7 @@ class StrictPairMachine(PairMachine):
     local_prefill = False
 
 
+@pytest.mark.covers("I-2")
 @pytest.mark.covers("I-3", "I-4", "X26")
 @pytest.mark.parametrize("machine", [PairMachine, StrictPairMachine], ids=["on-failure", "never"])
 def test_every_history_ends_exact_and_quiescent(machine: type[PairMachine]) -> None:

@@ -21,6 +21,7 @@ MIN_RULES_PER_S = 40  # on a machine that does other things too
 
 
 @pytest.mark.timeout(60 + RULES / MIN_RULES_PER_S)
+@pytest.mark.covers("I-2")
 @pytest.mark.covers("H12", "X20", "H18")
 @pytest.mark.parametrize("machine", [WorkerMachine, PrefillMachine, DecodeMachine], ids=["unified", "prefill", "decode"])
 def test_every_history_keeps_the_invariants(machine: type[WorkerMachine]) -> None:

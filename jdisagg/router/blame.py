@@ -1,0 +1,53 @@
+"""How far what befell the workers of a request speaks against the request itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jdisagg.api.worker_client import CLOSED, SILENT, STALLED
+from jdisagg.core.errors import HandoffLost, RequestError
+from jdisagg.router.fleet import Entry
+from jdisagg.router.workers import EVICTED
+
+SILENCE = 0.5  # deaths
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The attempt is over without an end. `death`: the worker went down, as opposed to giving the request back."""
+
+    error: RequestError
+    death: bool
+    worker: tuple[str, str] | None = None  # Entry.key of one that went down ..
+    reason: str = ""  # .. and how
+
+    @classmethod
+    def of(cls, entry: Entry, reason: str) -> Lost:
+        """What the requests on a lost worker are told."""
+        error = HandoffLost(f"worker {entry.member.worker} was lost: {reason}")
+        death = reason != CLOSED and not entry.member.draining
+        return cls(error, death, entry.key if death else None, reason)
+
+
+class Blame:
+    """Of one request, in deaths."""
+
+    def __init__(self) -> None:
+        self._stalls = 0
+        self._by_worker: dict[tuple[str, str], float] = {}  # of those that may come back
+
+    @property
+    def deaths(self) -> float:
+        """All together."""
+        return self._stalls + sum(self._by_worker.values())
+
+    def add(self, lost: Lost) -> None:
+        """It was in flight there. Silence befalls several workers at once when a host or a network pauses: half a death."""
+        if lost.reason == STALLED:  # alive with an engine that stands still: it comes back and is none the better for it
+            self._stalls += 1
+        elif lost.worker is not None:
+            self._by_worker[lost.worker] = SILENCE if lost.reason in (SILENT, EVICTED) else 1.0
+
+    def clear(self, worker: tuple[str, str]) -> None:
+        """That process is back: it did not die of anything."""
+        self._by_worker.pop(worker, None)
