@@ -8,6 +8,8 @@ A group whose leader ends before that gets a new leader.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from jdisagg.core.requests import EngineRequest
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.states import Status
@@ -50,12 +52,27 @@ class ForkGroups:
 
     def donor(self, child: Sequence) -> Sequence | None:
         """A sibling in whose pages all of the prompt but its last token is written, or will be by a dispatched step."""
-        wanted = len(child.request.prompt_token_ids) - 1
-        for sibling in self._members[child.request.fork_group]:
-            has_prompt = sibling.status in (Status.RUNNING, Status.READY) and sibling.num_scheduled >= wanted
-            if has_prompt and _shares_prompt(sibling.request, child.request):
-                return sibling
-        return None
+        return _first_donor(child, self._with_pages(child.request.fork_group))
+
+    def donors(self, children: Iterable[Sequence]) -> dict[str, Sequence]:
+        """The donor of each that has one, by request id."""
+        found: dict[str, Sequence] = {}
+        with_pages: dict[str, list[Sequence]] = {}  # looked for once per group, however many of it wait
+        for child in children:
+            group = child.request.fork_group
+            if group not in with_pages:
+                with_pages[group] = self._with_pages(group)
+            if (donor := _first_donor(child, with_pages[group])) is not None:
+                found[child.request_id] = donor
+        return found
+
+    def _with_pages(self, group: str) -> list[Sequence]:
+        return [s for s in self._members[group] if s.status in (Status.RUNNING, Status.READY)]
+
+
+def _first_donor(child: Sequence, siblings: list[Sequence]) -> Sequence | None:
+    wanted = len(child.request.prompt_token_ids) - 1
+    return next((s for s in siblings if s.num_scheduled >= wanted and _shares_prompt(s.request, child.request)), None)
 
 
 def _shares_prompt(one: EngineRequest, other: EngineRequest) -> bool:

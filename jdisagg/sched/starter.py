@@ -32,8 +32,7 @@ class Starter:
     def donors(self) -> dict[str, Sequence]:
         """For each sequence that waits to fork, the sibling it can fork from: to be asked before a step is drafted, since
         pages are copied before the chunks of the same step are computed."""
-        found = ((s.request_id, self._table.groups.donor(s)) for s in self._table.queues[Status.FORKING])
-        return {request_id: donor for request_id, donor in found if donor is not None}
+        return self._table.groups.donors(self._table.queues[Status.FORKING])
 
     def start(self, draft: Draft, donors: dict[str, Sequence]) -> None:
         """Let in whoever can go. After a preemption nobody new may take what was just freed."""

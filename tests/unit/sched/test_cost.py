@@ -127,6 +127,24 @@ def test_the_work_of_a_decode_step_grows_in_proportion_to_who_runs() -> None:
     assert many.stats.preemptions == 0
 
 
+def while_choices_wait(n: int) -> list[Work]:
+    """Of the steps in which the first of `n` choices computes the prompt of all."""
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, reserved_decode_tokens=0, max_queue_len=2 * n),
+        role=Role.UNIFIED, max_model_len=512, page_size=4, num_pages=200, eos_token_ids=(),
+    )  # fmt: skip
+    for index in range(n):
+        scheduler.add(request(f"r/{index}", tuple(range(1, 121)), 8, fork_group="r"), 0.0)
+    done = works(scheduler, steps=12)
+    assert scheduler.counts()["forking"] == n - 1, "the prompt is not done yet"
+    return done
+
+
+def test_the_work_while_choices_wait_for_their_prompt_grows_in_proportion_to_them() -> None:
+    few, many = (sum(w.instructions + w.copied for w in while_choices_wait(n)) for n in (16, 128))
+    assert few < many <= 8 * few
+
+
 @pytest.mark.covers("X19")
 def test_cancelling_one_of_5000_waiting_is_the_work_of_cancelling_one_of_100() -> None:
     few, many = loaded(FEW), loaded(MANY)
