@@ -24,7 +24,7 @@ from transfer_bench.consumer import Moved, connected
 from transfer_bench.parts import TOKEN_BYTES, Form
 from transfer_bench.raw import RawTcp, memcpy
 
-BACKENDS = ("grpc", "shm", "jax")
+BACKENDS = ("grpc", "tcp", "shm", "jax")
 TOTALS = tuple(2**power for power in (16, 20, 24, 28, 30))
 ROUND_TRIPS = 200
 TARGET_SHARE = 0.8

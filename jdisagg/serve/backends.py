@@ -2,6 +2,7 @@
 
     auto    shm where peers are on this host, else grpc
     grpc    grpc alone
+    tcp     plain sockets on a port of P's own, falling back to grpc; both sides must ask for it
     shm     shm, falling back to grpc
     jax     JAX's transfer server, falling back to grpc; both sides must ask for it
 
@@ -31,10 +32,18 @@ from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher, joiner_of, w
 from jdisagg.transfer.jax_server import NUM_ADDRESSES, TransferServers, Unsupported
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore, same_host_token
 from jdisagg.transfer.target import PieceTarget
+from jdisagg.transfer.tcp_source import TcpSource
+from jdisagg.transfer.tcp_store import TcpStore
 
 log = logging.getLogger(__name__)
 
-_ORDER = {"auto": ("shm", "grpc"), "grpc": ("grpc",), "shm": ("shm", "grpc"), "jax": ("jax", "grpc")}
+_ORDER = {
+    "auto": ("shm", "grpc"),
+    "grpc": ("grpc",),
+    "tcp": ("tcp", "grpc"),
+    "shm": ("shm", "grpc"),
+    "jax": ("jax", "grpc"),
+}
 
 
 @dataclass(kw_only=True)
@@ -59,8 +68,8 @@ class DecodeBackends:
     num_executables: int = 0
 
 
-def prefill_backends(core: Core, host: str, drill: TransferDrill) -> PrefillBackends:
-    """Start P's halves; transfer servers listen on `host`."""
+def prefill_backends(core: Core, host: str, credentials: Credentials, drill: TransferDrill) -> PrefillBackends:
+    """Start P's halves; those that listen do so on free ports of `host`."""
     config, post = core.config.transfer, core.inbox.post
     max_bytes, checksums = config.transfer_buffer_bytes, config.checksums
     store = PieceStore()
@@ -74,6 +83,9 @@ def prefill_backends(core: Core, host: str, drill: TransferDrill) -> PrefillBack
                 publisher: Publisher = HostPublisher(name, store, post, max_bytes=max_bytes, checksums=checksums)
             elif name == "shm":
                 publisher = HostPublisher(name, ShmStore(), post, max_bytes=max_bytes, checksums=checksums)
+            elif name == "tcp":
+                _check_plain(credentials)
+                publisher = HostPublisher(name, TcpStore(host), post, max_bytes=max_bytes, checksums=checksums)
             else:
                 servers = TransferServers(jax.local_devices(), host)
                 cutter = Cutter(core.runner.device.empty_piece().arrays, checksums=checksums)
@@ -107,6 +119,12 @@ def decode_backends(
                 fetcher = drill.fetcher(_carrying(name, drill.byte_source(source), target), post)
             elif name == "shm":
                 fetcher = drill.fetcher(_carrying(name, drill.byte_source(ShmSource()), target), post)
+            elif name == "tcp":
+                _check_plain(credentials)
+                sockets = TcpSource()
+                closers.append(sockets.close)
+                droppers.append(sockets.drop)
+                fetcher = drill.fetcher(_carrying(name, drill.byte_source(sockets), target), post)
             else:
                 servers = TransferServers(jax.local_devices(), host)
                 joiner = joiner_of(target, target.dtype, checksums=config.checksums)
@@ -142,6 +160,11 @@ def _backend(name: str) -> Backend:
     if name == "jax":
         return Backend(name=name, version=jax.__version__, num_transport_addresses=NUM_ADDRESSES)
     return Backend(name=name, version=same_host_token() if name == "shm" else "")
+
+
+def _check_plain(credentials: Credentials) -> None:
+    if credentials.channel is not None or credentials.server is not None:
+        raise Unsupported("it sends KV as it is, and this worker encrypts")
 
 
 def _not_offered(name: str, error: Exception) -> None:

@@ -151,7 +151,7 @@ def build_deployment(
     deployment = Deployment(core, compiles)
     drill = TransferDrill(drill_of())
     if role is Role.PREFILL:
-        backends = prefill_backends(core, host, drill)
+        backends = prefill_backends(core, host, credentials, drill)
         side = prefill_side(core, backends.publishers, _grpc_borrowing(core, deployment, credentials))
         deployment.num_executables += backends.num_executables
         deployment.peer_server = PeerServer(

@@ -39,7 +39,7 @@ def check_worker(config: Config) -> None:
 
 def check_backend(config: Config) -> None:
     """Raise ConfigError for a transfer backend that the role does not have."""
-    wanted = {"colocated": ("auto", "device_put")}.get(config.role, ("auto", "grpc", "shm", "jax"))
+    wanted = {"colocated": ("auto", "device_put")}.get(config.role, ("auto", "grpc", "tcp", "shm", "jax"))
     got = config.transfer.kv_transfer_backend
     if config.role in ("prefill", "decode", "colocated") and got not in wanted:
         raise ConfigError(

@@ -185,7 +185,7 @@ class FaultyByteSource:
             raise KeyError(key)
         if fault is Fault.DELAY:
             sleep(self._delay_s)
-        data = b"".join(self._inner.read(peer, key, deadline_s))
+        data = b"".join(bytes(part) for part in self._inner.read(peer, key, deadline_s))
         if fault is Fault.CORRUPT:
             data = bytes([data[0] ^ 1]) + data[1:]
         if fault is Fault.SCRAMBLE:

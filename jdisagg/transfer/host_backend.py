@@ -1,4 +1,4 @@
-"""Pieces that travel as bytes through host memory: what the backends "grpc" and "shm" share.
+"""Pieces that travel as bytes through host memory: what the backends "grpc", "shm" and "tcp" share.
 
     P's engine   publish -> lane: device to host, trim, checksum -> ByteStore -> Published(key, locator)
     D's engine   fetch -> lane of the peer: ByteSource.read, verify, pad, device_put, confirm -> PieceArrived
@@ -44,8 +44,9 @@ class ByteStore(Protocol):
 class ByteSource(Protocol):
     """D's way to the bytes of a peer's pieces; called from transfer threads."""
 
-    def read(self, peer: str, key: str, deadline_s: float) -> Iterator[bytes]:
-        """Yield the bytes of the piece that `key` (or its locator) names, in order, ending before `deadline_s` (monotonic).
+    def read(self, peer: str, key: str, deadline_s: float) -> Iterator[bytes | memoryview]:
+        """Yield the bytes of the piece that `key` (or its locator) names, in order, ending before `deadline_s` (monotonic);
+        a part is the reader's until it asks for the next.
 
         Raises KeyError when the peer has no such piece, TimeoutError at the deadline, ConnectionError for everything else.
         """

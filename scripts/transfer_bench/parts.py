@@ -19,6 +19,8 @@ from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher, warm_up_fetc
 from jdisagg.transfer.jax_server import TransferServers
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore
 from jdisagg.transfer.target import PieceTarget
+from jdisagg.transfer.tcp_source import TcpSource
+from jdisagg.transfer.tcp_store import TcpStore
 
 HOST = "127.0.0.1"
 LAYERS, HEADS, FEATURES = 8, 8, 256  # 64 KiB a token in float32
@@ -61,6 +63,8 @@ def make_publisher(form: Form, post: Post) -> tuple[Publisher, PieceStore]:
         return HostPublisher("grpc", store, post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
     if form.backend == "shm":
         return HostPublisher("shm", ShmStore(), post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
+    if form.backend == "tcp":
+        return HostPublisher("tcp", TcpStore(HOST), post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
     cutter = Cutter([device_piece(form.tokens, 0)], checksums=form.checksums)
     cutter.warm_up()
     return JaxPublisher(TransferServers(jax.devices(), HOST), cutter, post, max_bytes=BUFFER_BYTES), store
@@ -81,6 +85,8 @@ def make_fetcher(form: Form, post: Post) -> Fetcher:
         return host_fetcher("grpc", GrpcByteSource(), target, post)
     if form.backend == "shm":
         return host_fetcher("shm", ShmSource(), target, post)
+    if form.backend == "tcp":
+        return host_fetcher("tcp", TcpSource(), target, post)
     joiner = Joiner([target.shape], [target.dtype], sharding, checksums=form.checksums)
     warm_up_fetches(joiner, target)
     return jax_fetcher(TransferServers(jax.devices(), HOST), joiner, target, post)

@@ -12,7 +12,7 @@ from tests.e2e.conftest import Pair, Start, starting
 from tests.e2e.processes import ServerProcess, wait_until
 from tests.e2e.test_failures import assert_exact, interrupt, long_requests, wait_all_free
 
-BACKENDS = ("grpc", "shm", "jax")
+BACKENDS = ("grpc", "tcp", "shm", "jax")
 MOVED = "jdisagg_transfer_bytes_total"
 
 
@@ -48,7 +48,7 @@ def test_streams_are_exact_and_their_kv_came_over_this_backend_alone(
 
 
 @pytest.mark.covers("X14")
-@pytest.mark.parametrize("killed", ["shm", "jax"])
+@pytest.mark.parametrize("killed", ["tcp", "shm", "jax"])
 def test_a_prefill_worker_killed_while_it_sends_is_survived_exactly(
     start: Start, killed: str, exact_flags: tuple[str, ...], unified: ServerProcess
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.transfer_pair import CHUNK, Peer, TransferPair
 
-BACKENDS = ("grpc", "shm", "jax")
+BACKENDS = ("grpc", "tcp", "shm", "jax")
 MIB = 2**20
 
 

@@ -37,6 +37,8 @@ from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher
 from jdisagg.transfer.jax_server import TransferServers
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore
 from jdisagg.transfer.target import PieceTarget
+from jdisagg.transfer.tcp_source import TcpSource
+from jdisagg.transfer.tcp_store import TcpStore
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 LAYERS, HEADS = 2, 8
@@ -81,7 +83,7 @@ class Half:
         self.publisher: Publisher | None = None
         self.fetcher: Fetcher | None = None
         self.store = PieceStore()
-        self.sources: list[GrpcByteSource] = []
+        self.sources: list[GrpcByteSource | TcpSource] = []
         self.form: dict[str, Any] = {}
         self._server: grpc.Server | None = None
         self.peer = f"process-{os.getpid()}"
@@ -115,6 +117,9 @@ class Half:
             self.publisher = JaxPublisher(self.transfer, cutter, post, max_bytes=BUFFER_BYTES)
         elif backend == "shm":
             self.publisher = HostPublisher(backend, ShmStore(), post, max_bytes=BUFFER_BYTES, checksums=checksums)
+        elif backend == "tcp":
+            store = TcpStore("127.0.0.1")
+            self.publisher = HostPublisher(backend, store, post, max_bytes=BUFFER_BYTES, checksums=checksums)
         else:
             self.store = PieceStore()
             self.publisher = HostPublisher(backend, self.store, post, max_bytes=BUFFER_BYTES, checksums=checksums)
@@ -138,7 +143,7 @@ class Half:
         elif backend == "shm":
             self.fetcher = host_fetcher(backend, ShmSource(), target, post)
         else:
-            self.sources = [GrpcByteSource()]
+            self.sources = [TcpSource() if backend == "tcp" else GrpcByteSource()]
             self.fetcher = host_fetcher(backend, self.sources[0], target, post)
         return {}
 

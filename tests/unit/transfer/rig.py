@@ -30,6 +30,8 @@ from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher
 from jdisagg.transfer.jax_server import TransferServers
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore
 from jdisagg.transfer.target import PieceTarget
+from jdisagg.transfer.tcp_source import TcpSource
+from jdisagg.transfer.tcp_store import TcpStore
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 LAYERS, CHUNK_TOKENS, HEADS, FEATURES = 2, 8, 4, 6
@@ -152,6 +154,11 @@ class Rig:
             case "shm":
                 self.publisher = HostPublisher("shm", ShmStore(), post, max_bytes=self.max_bytes)
                 self.fetcher = host_fetcher("shm", ShmSource(), target, post)
+            case "tcp":
+                self.publisher = HostPublisher("tcp", TcpStore("127.0.0.1"), post, max_bytes=self.max_bytes)
+                source = TcpSource()
+                self.cleanups.append(source.close)
+                self.fetcher = host_fetcher("tcp", source, target, post)
             case "jax":
                 ours, theirs = transfer_servers()
                 self.publisher = JaxPublisher(ours, cutter(self.p_dtype or dtype), post, max_bytes=self.max_bytes)
@@ -215,6 +222,6 @@ class Rig:
         assert self.publisher.num_buffered_bytes == 0
         ours = {
             thread for thread in set(threading.enumerate()) - self.threads_before
-            if thread.name.startswith(("grpc-", "shm-", "jax-", "device_put-"))
+            if thread.name.startswith(("grpc-", "tcp-", "shm-", "jax-", "device_put-"))
         }  # fmt: skip
         assert not ours, f"threads left: {ours}"

@@ -15,7 +15,7 @@ from jdisagg.handoff.messages import HandoffId
 from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, PublishFailed
 from tests.unit.transfer.rig import CHUNK_TOKENS, FEATURES, HEADS, LAYERS, H, Rig, error_array, piece, sharding, tokens
 
-KINDS = ["device_put", "grpc", "grpc-loopback", "shm", "jax", "fake"]
+KINDS = ["device_put", "grpc", "grpc-loopback", "tcp", "shm", "jax", "fake"]
 BYTE_KINDS = [kind for kind in KINDS if kind != "device_put"]
 
 

@@ -26,7 +26,7 @@ def test_room_is_bounded_and_takes_one_piece_that_is_too_large() -> None:
     assert "b" not in room
 
 
-@pytest.mark.parametrize("kind", ["grpc", "shm", "jax"])
+@pytest.mark.parametrize("kind", ["grpc", "tcp", "shm", "jax"])
 def test_a_full_publisher_fails_the_piece_at_once_and_takes_the_next_when_it_has_room(kind: str) -> None:
     rig = Rig(kind, max_bytes=1).start()
     rig.published("k", piece(tokens(5)))

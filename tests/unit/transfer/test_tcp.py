@@ -1,0 +1,211 @@
+"""Plain sockets: who may ask, what a broken or silent connection costs, and that nothing stays open."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.transfer import tcp_source, tcp_store
+from jdisagg.transfer.tcp_source import TcpSource
+from jdisagg.transfer.tcp_store import TcpStore
+from jdisagg.transfer.tcp_wire import REPLY, REQUEST, Locator
+
+HOST = "127.0.0.1"
+BIG = 16 * 2**20  # more than socket buffers hold
+
+
+@pytest.fixture
+def store() -> Iterator[TcpStore]:
+    made = TcpStore(HOST)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def source() -> Iterator[TcpSource]:
+    made = TcpSource()
+    yield made
+    made.close()
+
+
+def read(source: TcpSource, locator: str, *, peer: str = "p", within_s: float = 5.0) -> bytes:
+    return b"".join(bytes(part) for part in source.read(peer, locator, time.monotonic() + within_s))
+
+
+def ends(thread_name: str, within_s: float = 5.0) -> bool:
+    """Whether no thread of the name is left in time."""
+    until_s = time.monotonic() + within_s
+    while any(thread.name.startswith(thread_name) for thread in threading.enumerate()):
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_pieces_of_any_size_arrive_over_one_connection(store: TcpStore, source: TcpSource) -> None:
+    for size in (0, 1, 1000, tcp_source.PART_BYTES, tcp_source.PART_BYTES + 1, BIG):
+        data = os.urandom(size)
+        assert read(source, store.put(f"k{size}", data)) == data
+    assert sum(thread.name.startswith("tcp-serve") for thread in threading.enumerate()) == 1
+
+
+def test_reads_at_a_time_have_connections_of_their_own(store: TcpStore, source: TcpSource) -> None:
+    locators = [store.put(name, name.encode() * BIG) for name in "abc"]
+    readers = [source.read("p", locator, time.monotonic() + 5) for locator in locators]
+    parts = [bytes(next(reader)) for reader in readers]
+    assert [set(part) for part in parts] == [{ord("a")}, {ord("b")}, {ord("c")}]
+    assert [len(part) + sum(map(len, reader)) for part, reader in zip(parts, readers, strict=True)] == [BIG] * 3
+
+
+def test_a_discarded_or_unknown_piece_is_unknown_and_the_connection_goes_on(store: TcpStore, source: TcpSource) -> None:
+    gone, kept = store.put("gone", b"g"), store.put("kept", b"k")
+    store.discard("gone")
+    store.discard("never there")
+    with pytest.raises(KeyError, match="acknowledged"):
+        read(source, gone)
+    assert read(source, kept) == b"k"
+
+
+@pytest.mark.parametrize("text", ["", "key", "h:1 aa", "h:x aa 1", "h:1 zz 1", "h:1 aa -1", f"h:1 aa {2**64}", "h:1 aa 1 2"])
+def test_what_is_no_locator_is_unknown(source: TcpSource, text: str) -> None:
+    with pytest.raises(KeyError, match="wanted HOST:PORT secret number"):
+        read(source, text)
+
+
+def test_who_does_not_know_the_secret_is_hung_up_on(
+    store: TcpStore, source: TcpSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    locator = Locator.parse(store.put("k", b"data"))
+    with pytest.raises(ConnectionError, match="hung up"):
+        read(source, str(replace(locator, secret=b"0" * 16)))
+    assert "asked for a piece of somebody else" in caplog.text
+    with socket.create_connection((HOST, locator.port), timeout=5) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"[: REQUEST.size])
+        assert stranger.recv(100) == b""
+    assert read(source, str(locator)) == b"data"
+
+
+def test_a_connection_that_p_closed_meanwhile_is_replaced(
+    store: TcpStore, source: TcpSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_store, "IDLE_TIMEOUT_S", 0.05)
+    first, second = store.put("a", b"a"), store.put("b", b"b")
+    assert read(source, first) == b"a"
+    assert ends("tcp-serve")
+    assert read(source, second) == b"b"
+
+
+def test_a_peer_that_was_started_again_under_its_name_is_found_at_its_new_port(source: TcpSource) -> None:
+    for data in (b"before", b"after"):
+        store = TcpStore(HOST)
+        assert read(source, store.put("k", data)) == data
+        store.close()
+
+
+def test_nobody_there_is_a_broken_connection_at_once(store: TcpStore, source: TcpSource) -> None:
+    locator = store.put("k", b"data")
+    store.close()
+    with pytest.raises(ConnectionError, match="refused"):
+        read(source, locator)
+
+
+@pytest.mark.covers("X14")
+def test_a_silent_peer_costs_the_deadline_and_drop_ends_the_wait(source: TcpSource) -> None:
+    with socket.create_server((HOST, 0)) as silent:
+        locator = str(Locator(HOST, silent.getsockname()[1], b"s" * 16, 1))
+        began_s = time.monotonic()
+        with pytest.raises(TimeoutError):
+            read(source, locator, within_s=0.2)
+        assert time.monotonic() - began_s < 2.0
+        dropping = threading.Timer(0.2, source.drop, ["p"])
+        dropping.start()
+        with pytest.raises(ConnectionError):
+            read(source, locator, within_s=30.0)
+        assert time.monotonic() - began_s < 5.0
+        dropping.join()
+
+
+def test_a_peer_that_dies_in_the_middle_is_a_broken_connection(source: TcpSource) -> None:
+    def die(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(REQUEST.size)
+            connection.sendall(REPLY.pack(100) + b"half")
+
+    with socket.create_server((HOST, 0)) as server:
+        dying = threading.Thread(target=die, args=(server,))
+        dying.start()
+        with pytest.raises(ConnectionError, match="96 bytes before the end"):
+            read(source, str(Locator(HOST, server.getsockname()[1], b"s" * 16, 1)))
+        dying.join()
+
+
+def test_a_reader_that_stands_still_is_hung_up_on_and_holds_up_nobody(
+    store: TcpStore, source: TcpSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_store, "STALL_TIMEOUT_S", 0.2)
+    locator = Locator.parse(store.put("big", bytes(BIG)))
+    with socket.create_connection((HOST, locator.port), timeout=5) as stuck:
+        stuck.sendall(REQUEST.pack(locator.secret, locator.number))
+        assert read(source, store.put("k", b"data")) == b"data"
+        source.drop("p")  # its thread ends
+        assert ends("tcp-serve")
+
+
+def test_a_reader_that_stops_early_gives_its_connection_up(store: TcpStore, source: TcpSource) -> None:
+    reader = source.read("p", store.put("big", bytes(BIG)), time.monotonic() + 5)
+    next(reader)
+    reader.close()
+    assert ends("tcp-serve")
+    assert read(source, store.put("k", b"data")) == b"data"
+
+
+def test_beyond_so_many_connections_p_hangs_up_at_once(
+    store: TcpStore, source: TcpSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_store, "MAX_CONNECTIONS", 1)
+    locator = store.put("k", b"data")
+    assert read(source, locator, peer="first") == b"data"
+    with pytest.raises(ConnectionError):
+        read(source, locator, peer="second")
+    assert read(source, locator, peer="first") == b"data"
+
+
+def test_unused_connections_are_closed_when_another_is_made(
+    store: TcpStore, source: TcpSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_source, "IDLE_TIMEOUT_S", 0.0)
+    locator = store.put("k", b"data")
+    for peer in ("a", "b", "c"):
+        assert read(source, locator, peer=peer) == b"data"
+    until_s = time.monotonic() + 5
+    while sum(thread.name.startswith("tcp-serve") for thread in threading.enumerate()) > 1 and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert sum(thread.name.startswith("tcp-serve") for thread in threading.enumerate()) == 1
+
+
+def test_nothing_is_left_open(source: TcpSource) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    for _ in range(3):
+        store = TcpStore(HOST)
+        mine = TcpSource()
+        reader = mine.read("p", store.put("big", bytes(BIG)), time.monotonic() + 5)
+        next(reader)
+        assert read(mine, store.put("k", b"data")) == b"data"
+        store.close()
+        with pytest.raises(ConnectionError):
+            list(reader)
+        mine.close()
+        with pytest.raises(ConnectionError, match="closed"):
+            read(mine, "127.0.0.1:1 aa 1")
+        assert ends("tcp-")
+    assert descriptors() == before
