@@ -12,7 +12,8 @@ from jdisagg.handoff.credit import Credit
 from jdisagg.handoff.messages import ChunkReady, HandoffId, Want
 from jdisagg.handoff.spans import GroupSpans
 
-FETCH_TIMEOUT_S = 5.0  # one piece
+FETCH_TIMEOUT_S = 5.0  # one piece, or as long as it and those before it take on the slowest network:
+SLOWEST_BYTES_PER_S = 8 * 2**20
 FETCH_GRACE_S = 1.0  # a fetch that has not even reported its time-out by then is taken for lost
 
 
@@ -64,7 +65,9 @@ class InboundStream:
 
     def fetch(self, piece: IncomingPiece, deadline_s: float, now_s: float) -> Fetch:
         """Start (again) to fetch an announced piece, within the request's deadline."""
-        piece.fetch_deadline_s = min(now_s + FETCH_TIMEOUT_S, deadline_s)
+        queued_bytes = sum(other.ready.num_bytes for other in self.pieces.values())
+        timeout_s = max(FETCH_TIMEOUT_S, queued_bytes / SLOWEST_BYTES_PER_S)
+        piece.fetch_deadline_s = min(now_s + timeout_s, deadline_s)
         return Fetch(self.handoff, self.peer, piece.ready, piece.fetch_deadline_s)
 
     def overdue(self, now_s: float) -> list[str]:

@@ -90,6 +90,21 @@ def test_a_publication_that_comes_after_the_ack_of_its_piece_is_discarded_while_
     assert side.counts()["computing"] == 1
 
 
+def test_a_fetch_has_the_time_that_its_bytes_and_those_before_it_take_on_a_slow_network() -> None:
+    side = decode_side(NEVER)
+    side.start(request(8), 0, ("p",), 0.0)
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    side.on_reserved("r", 0.0)
+    big = 60 * 2**20
+    times_s = [
+        action.deadline_s
+        for key, begin in (("a", 0), ("b", 4))
+        for action in side.on_message(H, replace(ready(key, begin, begin + 4), num_bytes=big), 1.0)
+        if isinstance(action, act.Fetch)
+    ]
+    assert times_s == [1.0 + 7.5, 1.0 + 15.0]  # at 8 MiB a second
+
+
 def test_pieces_that_are_announced_before_there_are_pages_are_fetched_when_there_are() -> None:
     side = decode_side(NEVER)
     side.start(request(8), 0, ("p",), 0.0)
