@@ -69,7 +69,7 @@ class DecodeBackends:
 
 
 def prefill_backends(core: Core, host: str, credentials: Credentials, drill: TransferDrill) -> PrefillBackends:
-    """Start P's halves; those that listen do so on free ports of `host`."""
+    """Start P's halves; peers reach those that listen at `host`."""
     config, post = core.config.transfer, core.inbox.post
     max_bytes, checksums = config.transfer_buffer_bytes, config.checksums
     store = PieceStore()
@@ -85,7 +85,9 @@ def prefill_backends(core: Core, host: str, credentials: Credentials, drill: Tra
                 publisher = HostPublisher(name, ShmStore(), post, max_bytes=max_bytes, checksums=checksums)
             elif name == "tcp":
                 _check_plain(credentials)
-                publisher = HostPublisher(name, TcpStore(host), post, max_bytes=max_bytes, checksums=checksums)
+                publisher = HostPublisher(
+                    name, TcpStore(core.config.server.host, host), post, max_bytes=max_bytes, checksums=checksums
+                )
             else:
                 servers = TransferServers(jax.local_devices(), host)
                 cutter = Cutter(core.runner.device.empty_piece().arrays, checksums=checksums)

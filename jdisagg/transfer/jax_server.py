@@ -11,6 +11,8 @@
                server's threads send to and receive from all       on D one for each connection
                of its peers in turn, and wait
     leaks      whatever is never pulled                            `withdraw` frees the arrays, the entry expires by itself
+               a server that never reached its peer: its threads   a connection is tried before a server is started for it
+               a pull of an offer that has expired: two sockets    OFFER_S is longer than leases and fetches are
 
 A withdrawn array answers a pull with an error at once. A broken connection never recovers: it is dropped, and the next pull
 makes a new one.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import importlib
 import secrets
+import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -35,6 +38,7 @@ NUM_ADDRESSES = 2  # sockets for bytes; equal on all workers of a version
 TRANSFER_BYTES = 4 * 2**20  # of one copy on its way
 PARALLEL_COPIES = 8
 OFFER_S = 60.0  # an offer that is never pulled is forgotten then; its arrays are freed earlier, by `withdraw`
+CONNECT_TIMEOUT_S = 2.0
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.0001, 0.002
 _MAX_REMEMBERED = 4096
 _CANCEL_GRACE_S = 0.25  # a cancelled pull that ends by itself costs no connection
@@ -126,6 +130,7 @@ class TransferConnection:
         self._pulled.append(uuid)
         try:
             if self._connection is None:
+                _try(self._address, deadline_s)
                 self._server = self._start()
                 self._connection = self._server.connect(self._address)
             arrays = self._connection.pull(uuid, list(specs))
@@ -134,7 +139,7 @@ class TransferConnection:
         except PieceError:
             self.drop()
             raise
-        except (RuntimeError, ValueError, Unsupported) as error:
+        except (RuntimeError, ValueError, OSError, Unsupported) as error:
             if "deleted or donated" in str(error):  # withdrawn; the connection is as good as before
                 raise PieceError("unknown_key", f"withdrawn: {error}") from error
             self.drop()
@@ -158,3 +163,10 @@ class TransferConnection:
         if connection is not None:
             with suppress(RuntimeError, AttributeError):  # broken already, or a jax that breaks it when it is collected
                 connection._poison_connection()
+
+
+def _try(address: str, deadline_s: float) -> None:
+    """Raises OSError when nobody accepts a connection."""
+    host, _, port = address.rpartition(":")
+    timeout_s = max(0.001, min(CONNECT_TIMEOUT_S, deadline_s - monotonic()))
+    socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()

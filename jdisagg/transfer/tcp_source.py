@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from time import monotonic
 
-from jdisagg.transfer.tcp_wire import (
-    IDLE_TIMEOUT_S,
-    REPLY,
-    REQUEST,
-    UNKNOWN,
-    Locator,
-    hang_up,
-    receive_into,
-    set_options,
-)
+from jdisagg.transfer.tcp_wire import IDLE_TIMEOUT_S, REPLY, REQUEST, UNKNOWN, Locator, hang_up, left_s, receive_into
 
 PART_BYTES = 2**18  # stays in the cache until it is copied on
 CONNECT_TIMEOUT_S = 2.0
@@ -29,9 +20,17 @@ class _Line:
 
     address: tuple[str, int]
     socket: socket.socket
-    is_fresh: bool = True
-    kept_s: float = 0.0  # since when nobody uses it
     room: memoryview = field(default_factory=lambda: memoryview(bytearray(PART_BYTES)))
+    kept_s: float = 0.0  # since when nobody uses it
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """One read: its connection, once it has one; `dropped` when its peer has fallen silent meanwhile."""
+
+    peer: str
+    line: _Line | None = None
+    dropped: bool = False
 
 
 class TcpSource:
@@ -40,28 +39,29 @@ class TcpSource:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: dict[str, list[_Line]] = {}  # by peer
-        self._busy: dict[_Line, str] = {}  # peer
+        self._readings: set[_Reading] = set()
         self._closed = False
 
-    def read(self, peer: str, key: str, deadline_s: float) -> Iterator[memoryview]:
+    def read(self, peer: str, key: str, deadline_s: float) -> Generator[memoryview, None, None]:
         """Yield the bytes at the locator `key`, each part valid until the next; see ByteSource."""
         locator = Locator.parse(key)
-        line = None
+        reading = _Reading(peer)
+        with self._lock:
+            if self._closed:
+                raise ConnectionError("the source is closed")
+            self._readings.add(reading)
         try:
-            line, left = self._ask(peer, locator, deadline_s)
-            if left == UNKNOWN:
-                self._keep(peer, line)
-                line = None
-                raise KeyError(f"piece {locator.number} of {peer}: acknowledged, or its lease is over")
-            while left:
-                line.socket.settimeout(_left_s(deadline_s))
+            line, left = self._ask(reading, locator, deadline_s)
+            while left > 0:
+                line.socket.settimeout(left_s(deadline_s))
                 count = line.socket.recv_into(line.room[: min(left, PART_BYTES)])
                 if count == 0:
                     raise ConnectionError(f"{peer} hung up {left} bytes before the end")
                 yield line.room[:count]
                 left -= count
-            self._keep(peer, line)
-            line = None
+            self._keep(reading)
+            if left == UNKNOWN:
+                raise KeyError(f"piece {locator.number} of {peer}: acknowledged, or its lease is over")
         except TimeoutError as error:
             raise TimeoutError(f"piece {locator.number} of {peer}: {error}") from error
         except ConnectionError:
@@ -69,16 +69,19 @@ class TcpSource:
         except OSError as error:
             raise ConnectionError(f"piece {locator.number} of {peer}: {error}") from error
         finally:
-            if line is not None:
-                self._forget(line)
+            self._give_up(reading)
+            with self._lock:
+                self._readings.discard(reading)
 
     def drop(self, peer: str) -> None:
         """The peer has fallen silent: reads from it end with ConnectionError now, later ones connect anew. Any thread."""
         with self._lock:
             idle = self._idle.pop(peer, [])
-            busy = [line for line, other in self._busy.items() if other == peer]
-        for line in busy:  # its reader closes it
-            hang_up(line.socket)
+            for reading in self._readings:
+                if reading.peer == peer:
+                    reading.dropped = True
+                    if reading.line is not None:
+                        hang_up(reading.line.socket)  # its reader closes it
         for line in idle:
             line.socket.close()
 
@@ -86,85 +89,95 @@ class TcpSource:
         """Close every connection; reads in progress fail."""
         with self._lock:
             self._closed = True
-            peers = {*self._busy.values(), *self._idle}
+            peers = {*self._idle, *(reading.peer for reading in self._readings)}
         for peer in peers:
             self.drop(peer)
 
     # --- connections
 
-    def _ask(self, peer: str, locator: Locator, deadline_s: float) -> tuple[_Line, int]:
+    def _ask(self, reading: _Reading, locator: Locator, deadline_s: float) -> tuple[_Line, int]:
         """A connection on which the piece's bytes come, and how many. A kept one that P has closed is replaced."""
         while True:
-            line = self._take(peer, locator, deadline_s)
-            reply = bytearray(REPLY.size)
+            line = self._take_kept(reading, locator)
+            is_fresh = line is None
+            if line is None:
+                line = self._enter(reading, _connect(locator, deadline_s))
+            reply, error = bytearray(REPLY.size), ConnectionError(f"{reading.peer} hung up")
             try:
-                line.socket.settimeout(_left_s(deadline_s))
+                line.socket.settimeout(left_s(deadline_s))
                 line.socket.sendall(REQUEST.pack(locator.secret, locator.number))
-                if receive_into(line.socket, memoryview(reply)) == REPLY.size:
-                    return line, REPLY.unpack(reply)[0]
-                error = ConnectionError(f"{peer} hung up")
+                if receive_into(line.socket, memoryview(reply), deadline_s) == REPLY.size:
+                    (num_bytes,) = REPLY.unpack(reply)
+                    if num_bytes >= UNKNOWN:
+                        return line, num_bytes
+                    error, is_fresh = ConnectionError(f"{reading.peer} speaks another protocol"), True
             except TimeoutError:
-                self._forget(line)
                 raise
             except OSError as broken:
-                error = ConnectionError(f"{peer}: {broken}")
-            self._forget(line)
-            if line.is_fresh:
+                error = ConnectionError(f"{reading.peer}: {broken}")
+            self._give_up(reading)
+            if is_fresh or reading.dropped:
                 raise error
 
-    def _take(self, peer: str, locator: Locator, deadline_s: float) -> _Line:
-        address = (locator.host.strip("[]"), locator.port)
+    def _take_kept(self, reading: _Reading, locator: Locator) -> _Line | None:
         with self._lock:
-            if self._closed:
-                raise ConnectionError("the source is closed")
-            kept = self._idle.get(peer, [])
+            kept = self._idle.get(reading.peer, [])
             while kept:
                 line = kept.pop()
-                if line.address == address:
-                    line.is_fresh = False
-                    self._busy[line] = peer
+                if line.address == (locator.host, locator.port):
+                    reading.line = line
                     return line
                 line.socket.close()  # the peer was started again
-            self._close_unused(monotonic() - IDLE_TIMEOUT_S)
-        timeout_s = min(CONNECT_TIMEOUT_S, _left_s(deadline_s))
+            for peer, lines in list(self._idle.items()):
+                for line in [line for line in lines if line.kept_s < monotonic() - IDLE_TIMEOUT_S]:
+                    lines.remove(line)
+                    line.socket.close()
+                if not lines:
+                    del self._idle[peer]
+        return None
+
+    def _enter(self, reading: _Reading, line: _Line) -> _Line:
+        """A new connection is the reading's from now on."""
+        with self._lock:
+            if not (self._closed or reading.dropped):
+                reading.line = line
+                return line
+        line.socket.close()
+        raise ConnectionError("the source is closed" if self._closed else f"{reading.peer} fell silent")
+
+    def _keep(self, reading: _Reading) -> None:
+        """The read is over and nothing is left on its connection."""
+        with self._lock:
+            if reading.line is not None and not (self._closed or reading.dropped):
+                reading.line.kept_s = monotonic()
+                self._idle.setdefault(reading.peer, []).append(reading.line)
+                reading.line = None
+
+    def _give_up(self, reading: _Reading) -> None:
+        with self._lock:
+            line, reading.line = reading.line, None
+        if line is not None:
+            line.socket.close()
+
+
+def _connect(locator: Locator, deadline_s: float) -> _Line:
+    """Raises TimeoutError at the deadline, ConnectionError when nobody accepts."""
+    failure: Exception = ConnectionError("no address")
+    try:
+        found = socket.getaddrinfo(locator.host, locator.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConnectionError(f"{locator.host}: {error}") from error
+    for family, kind, protocol, _, address in found:
+        connection = socket.socket(family, kind, protocol)
         try:
-            connection = socket.create_connection(address, timeout=timeout_s)
-        except TimeoutError as error:
-            raise ConnectionError(f"{locator.host}:{locator.port} does not accept within {timeout_s:.1f} s") from error
-        set_options(connection)
-        line = _Line(address, connection)
-        with self._lock:
-            if self._closed:
-                connection.close()
-                raise ConnectionError("the source is closed")
-            self._busy[line] = peer
-        return line
-
-    def _keep(self, peer: str, line: _Line) -> None:
-        with self._lock:
-            was_busy = self._busy.pop(line, None) is not None
-            if was_busy and not self._closed:
-                line.kept_s = monotonic()
-                self._idle.setdefault(peer, []).append(line)
-                return
-        line.socket.close()
-
-    def _close_unused(self, before_s: float) -> None:
-        for peer, lines in list(self._idle.items()):
-            for line in [line for line in lines if line.kept_s < before_s]:
-                lines.remove(line)
-                line.socket.close()
-            if not lines:
-                del self._idle[peer]
-
-    def _forget(self, line: _Line) -> None:
-        with self._lock:
-            self._busy.pop(line, None)
-        line.socket.close()
-
-
-def _left_s(deadline_s: float) -> float:
-    left_s = deadline_s - monotonic()
-    if left_s <= 0:
-        raise TimeoutError("the deadline passed")
-    return left_s
+            connection.settimeout(min(CONNECT_TIMEOUT_S, left_s(deadline_s)))
+            connection.connect(address)
+            if connection.getsockname() == connection.getpeername():
+                raise ConnectionRefusedError("reached nobody but itself")
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return _Line((locator.host, locator.port), connection)
+        except OSError as error:
+            connection.close()
+            failure = error
+    left_s(deadline_s)
+    raise ConnectionError(f"{locator.host}:{locator.port}: {failure}") from failure

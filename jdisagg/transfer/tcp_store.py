@@ -11,7 +11,7 @@ import socket
 import threading
 from contextlib import suppress
 from hmac import compare_digest
-from time import sleep
+from time import monotonic, sleep
 
 from jdisagg.transfer.tcp_wire import (
     IDLE_TIMEOUT_S,
@@ -21,31 +21,34 @@ from jdisagg.transfer.tcp_wire import (
     UNKNOWN,
     Locator,
     hang_up,
+    left_s,
     receive_into,
-    set_options,
 )
 
 log = logging.getLogger(__name__)
 
 SEND_BYTES = 2**22  # between two looks at the clock
-STALL_TIMEOUT_S = 10.0  # for a D that takes nothing
+REQUEST_TIMEOUT_S = 5.0  # D asks as soon as it is connected
+STALL_TIMEOUT_S = 10.0  # for a D that takes nothing; and it has to take, all in all ..
+LEAST_BYTES_PER_S = 2**20
 MAX_CONNECTIONS = 256
 CLOSE_TIMEOUT_S = 2.0
-PAUSE_S = 0.1  # when no descriptor is left
+PAUSE_S = 0.1  # when no descriptor or thread is left
 
 
 class TcpStore:
     """A ByteStore that serves its pieces on a port of its own."""
 
-    def __init__(self, host: str) -> None:
-        """Listen on a free port of `host`, an address that peers reach. Raises OSError."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
-        self._host, self._port = host, int(self._listener.getsockname()[1])
+    def __init__(self, bind_host: str, advertised_host: str = "") -> None:
+        """Listen on a free port of `bind_host`; peers reach it as `advertised_host` ("" = the same). Raises OSError."""
+        bind_host = bind_host.strip("[]")
+        family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
+        self._listener = socket.create_server((bind_host, 0), family=family)
+        self._host, self._port = (advertised_host or bind_host).strip("[]"), int(self._listener.getsockname()[1])
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._numbers = itertools.count(1)
-        self._by_key: dict[str, int] = {}  # from put to discard, as are the pieces
         self._pieces: dict[int, bytes | memoryview] = {}
+        self._by_key: dict[str, int] = {}
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="tcp-accept", daemon=True)
@@ -53,8 +56,9 @@ class TcpStore:
 
     def put(self, key: str, data: bytes | memoryview) -> str:
         """Serve the bytes; returns where they are."""
-        number = self._by_key[key] = next(self._numbers)
+        number = next(self._numbers)
         self._pieces[number] = data
+        self._by_key[key] = number  # last: who finds the key frees the bytes, too
         return str(Locator(self._host, self._port, self._secret, number))
 
     def discard(self, key: str) -> None:
@@ -71,52 +75,70 @@ class TcpStore:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
+        self._thread.join(CLOSE_TIMEOUT_S)
         connections = dict(self._connections)
         for connection in connections:
             hang_up(connection)
-        for thread in (self._thread, *connections.values()):
+        for thread in connections.values():
             thread.join(CLOSE_TIMEOUT_S)
+
+    # --- threads
 
     def _accept(self) -> None:
         while not self._closed:
             try:
                 connection, (peer, *_) = self._listener.accept()
-            except OSError:  # closed, or no descriptors are left: try again
-                if not self._closed:
+            except OSError as error:
+                if not self._closed:  # no descriptor is left: perhaps soon
+                    log.warning("tcp: %s", error)
                     sleep(PAUSE_S)
                 continue
             if self._closed or len(self._connections) >= MAX_CONNECTIONS:
-                hang_up(connection)
                 connection.close()
                 continue
             thread = threading.Thread(target=self._serve, args=(connection, peer), name=f"tcp-serve-{peer}", daemon=True)
             self._connections[connection] = thread
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                log.warning("tcp: %s; hung up on %s", error, peer)
+                del self._connections[connection]
+                connection.close()
+                sleep(PAUSE_S)
 
     def _serve(self, connection: socket.socket, peer: str) -> None:
         try:
             with connection:
-                set_options(connection)
-                while self._answer(connection, peer):
-                    pass
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                wait_s = REQUEST_TIMEOUT_S
+                while self._answer(connection, peer, wait_s):
+                    wait_s = IDLE_TIMEOUT_S
         except OSError as error:  # it went away, or stood still
             log.debug("tcp: connection from %s: %s", peer, error)
         finally:
             self._connections.pop(connection, None)
 
-    def _answer(self, connection: socket.socket, peer: str) -> bool:
-        connection.settimeout(IDLE_TIMEOUT_S)
-        request = bytearray(REQUEST.size)
-        if receive_into(connection, memoryview(request)) < REQUEST.size:
+    def _answer(self, connection: socket.socket, peer: str, wait_s: float) -> bool:
+        """One request, the first byte of which may take `wait_s`; False to hang up."""
+        room = memoryview(bytearray(REQUEST.size))
+        if not receive_into(connection, room[:1], monotonic() + wait_s):
             return False
-        secret, number = REQUEST.unpack(request)
+        if receive_into(connection, room[1:], monotonic() + REQUEST_TIMEOUT_S) < REQUEST.size - 1:
+            return False
+        secret, number = REQUEST.unpack(room)
         if not compare_digest(secret, self._secret):
             log.warning("tcp: %s asked for a piece of somebody else; hung up", peer)
             return False
         data = self._pieces.get(number)
         connection.settimeout(STALL_TIMEOUT_S)
         connection.sendall(REPLY.pack(UNKNOWN if data is None else len(data)))
-        view = memoryview(data or b"")
-        while view:
-            view = view[connection.send(view[:SEND_BYTES]) :]
+        if data is not None:
+            _send(connection, memoryview(data))
         return not self._closed
+
+
+def _send(connection: socket.socket, data: memoryview) -> None:
+    deadline_s = monotonic() + STALL_TIMEOUT_S + len(data) / LEAST_BYTES_PER_S
+    while data:
+        connection.settimeout(min(STALL_TIMEOUT_S, left_s(deadline_s)))
+        data = data[connection.send(data[:SEND_BYTES]) :]

@@ -14,11 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from struct import Struct
 from struct import error as StructError
+from time import monotonic
 
 REQUEST, REPLY = Struct("!16sQ"), Struct("!q")
 UNKNOWN = -1
 SECRET_BYTES = 16
-SOCKET_BUFFER_BYTES = 2**20
 IDLE_TIMEOUT_S = 120.0  # P hangs up, and D closes its end when it next connects to somebody
 
 
@@ -26,7 +26,7 @@ IDLE_TIMEOUT_S = 120.0  # P hangs up, and D closes its end when it next connects
 class Locator:
     """Where a piece is."""
 
-    host: str
+    host: str  # without brackets
     port: int
     secret: bytes
     number: int
@@ -44,22 +44,29 @@ class Locator:
             REQUEST.pack(locator.secret, locator.number)
         except (ValueError, StructError) as error:
             raise KeyError(f"piece {text!r}: wanted HOST:PORT secret number") from error
+        if not 0 < locator.port < 2**16 or len(locator.secret) != SECRET_BYTES:
+            raise KeyError(f"piece {text!r}: wanted a port and {SECRET_BYTES} bytes of secret")
         return locator
 
 
-def receive_into(connection: socket.socket, room: memoryview) -> int:
-    """Fill `room`; fewer bytes only when the other side hung up."""
+def left_s(deadline_s: float) -> float:
+    """Until then; raises TimeoutError when it has passed."""
+    seconds = deadline_s - monotonic()
+    if seconds <= 0:
+        raise TimeoutError("the deadline passed")
+    return seconds
+
+
+def receive_into(connection: socket.socket, room: memoryview, deadline_s: float) -> int:
+    """Fill `room`; fewer bytes only when the other side hung up. Raises TimeoutError."""
     filled = 0
-    while filled < len(room) and (count := connection.recv_into(room[filled:])):
+    while filled < len(room):
+        connection.settimeout(left_s(deadline_s))
+        count = connection.recv_into(room[filled:])
+        if count == 0:
+            break
         filled += count
     return filled
-
-
-def set_options(connection: socket.socket) -> None:
-    """Of either end."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
 
 
 def hang_up(connection: socket.socket) -> None:

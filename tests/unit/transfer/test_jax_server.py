@@ -99,6 +99,20 @@ def test_nobody_at_the_address_costs_the_deadline() -> None:
     assert raised.value.reason in ("timeout", "connection")
 
 
+def test_a_server_is_started_only_for_a_peer_that_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """jaxlib never ends one whose connection was never made: threads and ports would be left for every pull from a dead P."""
+    servers = TransferServers(jax.devices(), "127.0.0.1")
+    servers._spare.clear()
+    monkeypatch.setattr(jax_server, "TransferServer", None)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        connection = servers.connect(f"127.0.0.1:{probe.getsockname()[1]}")
+    began_s = time.monotonic()
+    with pytest.raises(PieceError, match="refused"):
+        pull(connection, 1, within_s=5.0)
+    assert time.monotonic() - began_s < 1.0
+
+
 def test_what_would_kill_or_hang_is_refused_before_the_server_sees_it(ours: TransferServer) -> None:
     deleted = array(1.0)
     deleted.delete()
