@@ -18,9 +18,10 @@ from chaos_kit.lookout import View
 VOCAB = 1024
 SUBJECT_TOKENS, SUBJECT_OUTPUT = 320, 96
 DECODED = 4  # tokens: it really decodes
+MAX_MODEL_LEN = 768  # all pages of a D
 _PAGES = 49  # 48 and the null page: a subject needs 24 to be let in
 SIZES = (
-    *("--max-model-len", "768", "--page-size", "16", "--max-num-batched-tokens", "32"),
+    *("--max-model-len", str(MAX_MODEL_LEN), "--page-size", "16", "--max-num-batched-tokens", "32"),
     *("--transfer-chunk-tokens", "32", "--lease-s", "4", "--max-num-seqs", "8"),
 )
 

@@ -8,7 +8,7 @@ from chaos_kit.catalogue import Entry
 from chaos_kit.cell import Cell, Ending
 from chaos_kit.drill_report import cell_line, cell_table
 from chaos_kit.gaps import percentile
-from chaos_kit.stages import SCENES, SUBJECT_OUTPUT, SUBJECT_TOKENS, Stage, everything_asked
+from chaos_kit.stages import MAX_MODEL_LEN, SCENES, SUBJECT_OUTPUT, SUBJECT_TOKENS, Stage, everything_asked
 from chaos_kit.stream import LOST, Stream
 
 RIGHT = [5, 7, 9, 11, 13]
@@ -97,5 +97,5 @@ def test_every_state_has_a_scene_and_every_question_another_prompt() -> None:
     assert set(SCENES) == set(Stage)
     asked = everything_asked()
     assert len({entry.prompt for entry in asked}) == len(asked)
-    assert all(len(entry.prompt) + entry.max_tokens <= 512 for entry in asked)
+    assert all(len(entry.prompt) + entry.max_tokens <= MAX_MODEL_LEN for entry in asked)
     assert SUBJECT_TOKENS + SUBJECT_OUTPUT <= 512
