@@ -21,7 +21,7 @@ SMALL = (
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", max_model_len=768)
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", max_model_len=512)
 
 
 Start = Callable[..., ServerProcess]

@@ -15,9 +15,11 @@ from chaos_kit.cell import Cell, CellRunner
 from chaos_kit.drill_report import cell_table
 from chaos_kit.gaps import GapDrill, Trouble
 from chaos_kit.gaps import everything_asked as load_asked
-from chaos_kit.stages import Stage, drill_plan
+from chaos_kit.stages import MAX_MODEL_LEN, Stage, drill_plan
 from chaos_kit.stages import everything_asked as table_asked
 from drills import TABLE_SLOTS, ready_fleet
+
+from tests.e2e.tiny_model import make_tiny_model
 
 CELLS = (
     (Stage.TRANSFERRING, Victim.PREFILL, Blow.STOP),
@@ -45,8 +47,9 @@ async def drilled(model: Path, directory: Path) -> tuple[list[Cell], GapDrill]:
 
 @pytest.mark.covers("X22")
 @pytest.mark.timeout(LIMIT_S + 30)
-def test_whoever_dies_in_whatever_state_the_stream_is_exact_and_nothing_is_left(tmp_path: Path, tiny_model: Path) -> None:
-    cells, drill = asyncio.run(asyncio.wait_for(drilled(tiny_model, tmp_path), LIMIT_S))
+def test_whoever_dies_in_whatever_state_the_stream_is_exact_and_nothing_is_left(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "tiny", max_model_len=MAX_MODEL_LEN)
+    cells, drill = asyncio.run(asyncio.wait_for(drilled(model, tmp_path), LIMIT_S))
     print(f"\n{cell_table(cells)}")
     for cell in cells:
         assert cell.ok, cell
