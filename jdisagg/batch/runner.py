@@ -51,7 +51,7 @@ async def run_batch(batch: Batch, journal: Journal, sender: Sender, on_progress:
     Raises Unavailable when the server stays away; the journal then holds everything that was answered.
     """
     pending = (line for line in read_lines(batch.input, seed=batch.seed) if line.number not in journal)
-    answers: asyncio.Queue[Finished | None] = asyncio.Queue(maxsize=4 * batch.max_concurrency)
+    answers: asyncio.Queue[Finished | None] = asyncio.Queue(maxsize=batch.max_concurrency)
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(_write(answers, journal, on_progress))

@@ -117,7 +117,8 @@ def test_kill_at_any_moment_then_the_output_of_an_undisturbed_run(tmp_path: Path
         assert kills >= 3
         assert stormy.read_bytes() == calm.read_bytes()
         assert len(server.asked) == 149
-        assert server.asked.total() <= 149 + 4 * kills  # only what was under way is asked again
+        lost = 4 + 4 + 5  # on their way, waiting for the disk, being written: all that a kill costs, on the slowest disk
+        assert server.asked.total() <= 149 + lost * kills
     assert sorted(path.name for path in tmp_path.iterdir()) == ["calm.jsonl", "in.jsonl", "stormy.jsonl"]
 
 
