@@ -12,7 +12,7 @@ from gpu_kit.questions import Answers, FirstTokens, ask, compare, first_token_ms
 from gpu_kit.servers import Server, check_compiles, engine_flags, servers
 from gpu_kit.setting import Setting
 
-STRUCK_AFTER = 4  # the kill comes when one stream in so many has its first token
+STRUCK_AFTER = 8  # the kill comes when one stream in so many has its first token
 
 
 def run(setting: Setting, findings: Findings) -> None:

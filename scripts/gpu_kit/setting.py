@@ -14,7 +14,7 @@ class Scale:
 
     repeats: int
     num_streams: int  # exact ones, through every engine
-    num_killed: int  # streams under way when P dies
+    num_killed: int  # streams asked for when P dies: many times what it computes while the blow is on its way
     at_once: int
     stream_tokens: int
     prompt_tokens: tuple[int, int]  # of a stream, least and most
@@ -36,7 +36,7 @@ class Scale:
 FULL = Scale(
     repeats=5,
     num_streams=200,
-    num_killed=24,
+    num_killed=96,
     at_once=32,
     stream_tokens=24,
     prompt_tokens=(16, 160),
@@ -57,7 +57,7 @@ FULL = Scale(
 SMALL = Scale(
     repeats=2,
     num_streams=24,
-    num_killed=8,
+    num_killed=48,
     at_once=8,
     stream_tokens=8,
     prompt_tokens=(8, 40),

@@ -49,7 +49,7 @@ def test_every_section_runs_small_on_a_cpu(tmp_path: Path) -> None:
         held = {check["name"]: check for check in sections[f"pair-{backend}"]["found"]["checks"]}
         assert held["every stream is unified's"]["detail"] == "24 of 24"
         assert held[f"all KV came over {backend}"]["holds"]
-        assert held["every stream goes on as if nothing had happened"]["detail"] == "8 of 8"
+        assert held["every stream goes on as if nothing had happened"]["detail"] == "48 of 48"
         assert sections[f"pair-{backend}"]["found"]["facts"]["recoveries"] > 0
     rates = [row["backend"] for row in sections["moving"]["found"]["tables"]["between two processes"]]
     assert rates == ["grpc", "shm", "jax"]
