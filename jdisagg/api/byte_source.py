@@ -13,25 +13,27 @@ from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 
 class GrpcByteSource:
-    """`read` may be called from any thread."""
+    """`read_into` may be called from any thread."""
 
     def __init__(self, credentials: Credentials = INSECURE) -> None:
         self._credentials = credentials
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
 
-    def read(self, peer: str, key: str, deadline_s: float) -> Iterator[bytes]:
-        """Yield the piece's bytes in order, ending before `deadline_s` (monotonic).
-
-        Raises KeyError when the peer has no such piece, TimeoutError at the deadline, ConnectionError for everything else.
-        """
-        channel = self._channel(peer)
+    def read_into(self, peer: str, key: str, room: memoryview, deadline_s: float) -> Iterator[int]:
+        """Fill `room` with the piece's bytes; see `ByteSource`."""
+        channel, filled = self._channel(peer), 0
         call = peer_pb2_grpc.PeerServiceStub(channel).Fetch(
             peer_pb2.FetchRequest(key=key), timeout=max(0.0, deadline_s - monotonic())
         )
         try:
             for part in call:
-                yield part.data
+                end = filled + len(part.data)
+                if end > len(room):
+                    raise ValueError(f"piece {key} of {peer} is longer than {len(room)} bytes")
+                room[filled:end] = part.data
+                yield end - filled
+                filled = end
         except grpc.RpcError as error:
             code = call.code()
             text = f"piece {key} of {peer}: {code.name}: {call.details()}"

@@ -178,21 +178,18 @@ class FaultyByteSource:
         self._plan = iter(plan)
         self._delay_s = delay_s
 
-    def read(self, peer: str, key: str, deadline_s: float) -> Iterator[bytes]:
+    def read_into(self, peer: str, key: str, room: memoryview, deadline_s: float) -> Iterator[int]:
         """As the real one, with the plan's next fault."""
         fault = next(self._plan, None)
         if fault is Fault.DROP:
             raise KeyError(key)
         if fault is Fault.DELAY:
             sleep(self._delay_s)
-        data = b"".join(bytes(part) for part in self._inner.read(peer, key, deadline_s))
+        size = sum(self._inner.read_into(peer, key, room, deadline_s))
         if fault is Fault.CORRUPT:
-            data = bytes([data[0] ^ 1]) + data[1:]
+            room[0] ^= 1
         if fault is Fault.SCRAMBLE:
-            half = len(data) // 2
-            data = data[:half] + data[half:].translate(_SIGNS_FLIPPED)
-        if fault in (Fault.TRUNCATE, Fault.DISCONNECT):
-            data = data[: len(data) // 2]
-        yield data
+            room[size // 2 : size] = bytes(room[size // 2 : size]).translate(_SIGNS_FLIPPED)
+        yield size // 2 if fault in (Fault.TRUNCATE, Fault.DISCONNECT) else size
         if fault is Fault.DISCONNECT:
             raise ConnectionError(f"piece {key} of {peer}: the connection broke")

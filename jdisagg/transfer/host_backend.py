@@ -1,7 +1,7 @@
 """Pieces that travel as bytes through host memory: what the backends "grpc", "shm" and "tcp" share.
 
     P's engine   publish -> lane: device to host, trim, checksum -> ByteStore -> Published(key, locator)
-    D's engine   fetch -> lane of the peer: ByteSource.read, verify, pad, device_put, confirm -> PieceArrived
+    D's engine   fetch -> lane of the peer: ByteSource.read_into, verify, pad, device_put, confirm -> PieceArrived
 
 A backend is a store on P and a source on D that reads what the store holds; the locator is their secret.
 """
@@ -12,17 +12,16 @@ import logging
 from collections.abc import Iterator
 from typing import Protocol
 
-import numpy as np
+import xxhash
 
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.transfer.base import Piece, Post, Published, PublishFailed
+from jdisagg.transfer.buffers import Buffers
 from jdisagg.transfer.lanes import CLOSE_TIMEOUT_S, FetchJob, Lane, LaneFetcher
 from jdisagg.transfer.room import Room
-from jdisagg.transfer.target import PieceError, PieceTarget, announce, checksum_of, num_bytes_of, pack
+from jdisagg.transfer.target import PieceError, PieceTarget, announce, checksum_from, checksum_of, num_bytes_of, pack
 
 log = logging.getLogger(__name__)
-
-ALIGN_BYTES = 64
 
 
 class ByteStore(Protocol):
@@ -44,11 +43,12 @@ class ByteStore(Protocol):
 class ByteSource(Protocol):
     """D's way to the bytes of a peer's pieces; called from transfer threads."""
 
-    def read(self, peer: str, key: str, deadline_s: float) -> Iterator[bytes | memoryview]:
-        """Yield the bytes of the piece that `key` (or its locator) names, in order, ending before `deadline_s` (monotonic);
-        a part is the reader's until it asks for the next.
+    def read_into(self, peer: str, key: str, room: memoryview, deadline_s: float) -> Iterator[int]:
+        """Fill `room` from its start with the piece that `key` (or its locator) names, ending before `deadline_s` (monotonic);
+        yields how many bytes were added, part by part, while they are still in the processor's cache.
 
-        Raises KeyError when the peer has no such piece, TimeoutError at the deadline, ConnectionError for everything else.
+        Raises KeyError when the peer has no such piece, ValueError when it is longer than `room`, TimeoutError at the deadline,
+        ConnectionError for everything else.
         """
         ...
 
@@ -122,33 +122,30 @@ class _Reads:
     def __init__(self, source: ByteSource, target: PieceTarget) -> None:
         self._source = source
         self._target = target
+        self._buffers = Buffers()
 
     def obtain(self, job: FetchJob) -> Piece:
         self._target.check(job.ready)
-        return self._target.arrived(job.ready, self._target.unpack(self._read(job), job.ready))
+        data, checksum = self._read(job)
+        return self._target.arrived(job.ready, self._target.unpack(data, job.ready, checksum))
 
-    def _read(self, job: FetchJob) -> memoryview:
-        ready = job.ready
-        data, filled = _aligned(ready.num_bytes), 0
+    def _read(self, job: FetchJob) -> tuple[memoryview, int]:
+        """What arrived, and its checksum if one was announced."""
+        ready, hasher, filled = job.ready, xxhash.xxh3_64(), 0
+        room = self._buffers.take(ready.num_bytes)
         try:
-            for part in self._source.read(job.peer, ready.locator or ready.key, job.deadline_s):
+            for count in self._source.read_into(job.peer, ready.locator or ready.key, room, job.deadline_s):
                 if job.cancelled:
                     raise PieceError("connection", "cancelled")
-                if filled + len(part) > ready.num_bytes:
-                    raise PieceError("truncated", f"got more than the announced {ready.num_bytes} bytes")
-                data[filled : filled + len(part)] = part
-                filled += len(part)
+                if ready.checksum:
+                    hasher.update(room[filled : filled + count])
+                filled += count
         except KeyError as error:
             raise PieceError("unknown_key", str(error)) from error
+        except ValueError as error:
+            raise PieceError("truncated", str(error)) from error
         except TimeoutError as error:
             raise PieceError("timeout", str(error)) from error
         except ConnectionError as error:
             raise PieceError("connection", str(error)) from error
-        return data[:filled]
-
-
-def _aligned(num_bytes: int) -> memoryview:
-    """A fresh buffer for one piece, aligned so that XLA:CPU takes it as it is instead of copying it."""
-    room = np.empty(num_bytes + ALIGN_BYTES, np.uint8)
-    begin = -room.ctypes.data % ALIGN_BYTES
-    return room[begin : begin + num_bytes].data
+        return room[:filled], checksum_from(hasher) if ready.checksum else 0

@@ -23,7 +23,7 @@ from time import monotonic
 
 HEADER_BYTES = 24
 ALIGN_BYTES = 64
-PART_BYTES = 2**18  # stays in the cache until it is copied on
+PART_BYTES = 2**18  # stays in the cache until the reader has seen it
 KEEP_BYTES = 64 * 2**20  # of an empty arena: pages that are there already cost a fifth of new ones to write
 
 
@@ -127,8 +127,8 @@ class ShmStore:
 class ShmSource:
     """A ByteSource that reads another process's Arena. Holds nothing between reads."""
 
-    def read(self, peer: str, key: str, deadline_s: float) -> Iterator[bytes]:
-        """Yield the bytes at the locator `key`; see ByteSource."""
+    def read_into(self, peer: str, key: str, room: memoryview, deadline_s: float) -> Iterator[int]:
+        """Fill `room` with the bytes at the locator `key`; see ByteSource."""
         gone = f"piece {key!r} of {peer}: acknowledged, or its lease or its process is over"
         try:
             pid, number, inode, begin = (int(word) for word in key.split(" ")[:4])
@@ -144,7 +144,9 @@ class ShmSource:
         try:
             if os.fstat(descriptor).st_ino != inode:
                 raise KeyError(gone)
-            yield from _read_slot(descriptor, begin, nonce, deadline_s, gone)
+            yield from _read_slot(descriptor, Slot(begin, begin + HEADER_BYTES + len(room), nonce), room, deadline_s)
+        except KeyError as error:
+            raise KeyError(gone) from error
         except OSError as error:
             if isinstance(error, TimeoutError | ConnectionError):
                 raise
@@ -157,18 +159,22 @@ class ShmSource:
         """Nothing to close."""
 
 
-def _read_slot(descriptor: int, begin: int, nonce: bytes, deadline_s: float, gone: str) -> Iterator[bytes]:
-    header = os.pread(descriptor, HEADER_BYTES, begin)
-    if header[:16] != nonce:
-        raise KeyError(gone)
-    at, left = begin + HEADER_BYTES, int.from_bytes(header[16:], "little")
-    while left:
+def _read_slot(descriptor: int, slot: Slot, room: memoryview, deadline_s: float) -> Iterator[int]:
+    """Raises KeyError when something else is there."""
+    header = os.pread(descriptor, HEADER_BYTES, slot.begin)
+    if header[:16] != slot.nonce:
+        raise KeyError
+    filled, size = 0, int.from_bytes(header[16:], "little")
+    if size > len(room):
+        raise ValueError(f"the piece has {size} bytes, not {len(room)}")
+    while filled < size:
         if monotonic() >= deadline_s:
-            raise TimeoutError(f"{left} bytes were not read yet")
-        part = os.pread(descriptor, min(left, PART_BYTES), at)
-        if not part:
+            raise TimeoutError(f"{size - filled} bytes were not read yet")
+        part = room[filled : min(size, filled + PART_BYTES)]
+        count = os.preadv(descriptor, [part], slot.begin + HEADER_BYTES + filled)
+        if not count:
             break
-        at, left = at + len(part), left - len(part)
-        yield part
-    if os.pread(descriptor, len(nonce), begin) != nonce:
-        raise KeyError(gone)
+        filled += count
+        yield count
+    if os.pread(descriptor, len(slot.nonce), slot.begin) != slot.nonce:
+        raise KeyError

@@ -78,15 +78,16 @@ class PieceTarget:
         """Whether the piece's arrays need no more than to be placed."""
         return tuple(piece.data.shape) == self.shape and str(piece.data.dtype) == self.dtype
 
-    def unpack(self, data: bytes | bytearray | memoryview, ready: ChunkReady) -> KVGroup:
+    def unpack(self, data: bytes | bytearray | memoryview, ready: ChunkReady, checksum: int = 0) -> KVGroup:
         """Checked bytes -> target.dtype[L, chunk_tokens, K, F] (and scales) in buffers nobody else holds; padding is 0.
+        `checksum` is theirs, 0 = to be computed.
 
         Raises PieceError("truncated" | "checksum").
         """
         if len(data) != ready.num_bytes:
             raise PieceError("truncated", f"got {len(data)} bytes, wanted {ready.num_bytes}")
-        if ready.checksum and checksum_of(data) != ready.checksum:
-            raise PieceError("checksum", f"xxh3-64 is {checksum_of(data):016x}, wanted {ready.checksum:016x}")
+        if ready.checksum and (found := checksum or checksum_of(data)) != ready.checksum:
+            raise PieceError("checksum", f"xxh3-64 is {found:016x}, wanted {ready.checksum:016x}")
         return jax.tree.map(self._padded, convert(_rows(data, ready), self.dtype))
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
@@ -141,6 +142,11 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 def checksum_of(data: bytes | bytearray | memoryview) -> int:
     """xxh3-64, with 0 (= none) moved out of the way."""
     return xxhash.xxh3_64_intdigest(data) or 1
+
+
+def checksum_from(hasher: xxhash.xxh3_64) -> int:
+    """`checksum_of` all that `hasher` was given."""
+    return hasher.intdigest() or 1
 
 
 def announce(key: str, piece: Piece, checksum: int, *, backend: str = "", locator: str = "") -> ChunkReady:

@@ -5,22 +5,21 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 
 from jdisagg.transfer.tcp_wire import IDLE_TIMEOUT_S, REPLY, REQUEST, UNKNOWN, Locator, hang_up, left_s, receive_into
 
-PART_BYTES = 2**18  # stays in the cache until it is copied on
+PART_BYTES = 2**18  # stays in the cache until the reader has seen it
 CONNECT_TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """D's end of a connection, and where its bytes are received."""
+    """D's end of a connection."""
 
     address: tuple[str, int]
     socket: socket.socket
-    room: memoryview = field(default_factory=lambda: memoryview(bytearray(PART_BYTES)))
     kept_s: float = 0.0  # since when nobody uses it
 
 
@@ -34,7 +33,8 @@ class _Reading:
 
 
 class TcpSource:
-    """A ByteSource over connections that are kept, one for each read at a time. `read` may be called from any thread."""
+    """A ByteSource over connections that are kept, one for each read at a time. `read_into` may be called from any
+    thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,8 +42,8 @@ class TcpSource:
         self._readings: set[_Reading] = set()
         self._closed = False
 
-    def read(self, peer: str, key: str, deadline_s: float) -> Generator[memoryview, None, None]:
-        """Yield the bytes at the locator `key`, each part valid until the next; see ByteSource."""
+    def read_into(self, peer: str, key: str, room: memoryview, deadline_s: float) -> Generator[int, None, None]:
+        """Fill `room` with the bytes at the locator `key`; see ByteSource."""
         locator = Locator.parse(key)
         reading = _Reading(peer)
         with self._lock:
@@ -51,16 +51,19 @@ class TcpSource:
                 raise ConnectionError("the source is closed")
             self._readings.add(reading)
         try:
-            line, left = self._ask(reading, locator, deadline_s)
-            while left > 0:
+            line, size = self._ask(reading, locator, deadline_s)
+            if size > len(room):
+                raise ValueError(f"piece {locator.number} of {peer} has {size} bytes, not {len(room)}")
+            filled = 0
+            while filled < size:
                 line.socket.settimeout(left_s(deadline_s))
-                count = line.socket.recv_into(line.room[: min(left, PART_BYTES)])
+                count = line.socket.recv_into(room[filled : min(size, filled + PART_BYTES)])
                 if count == 0:
-                    raise ConnectionError(f"{peer} hung up {left} bytes before the end")
-                yield line.room[:count]
-                left -= count
+                    raise ConnectionError(f"{peer} hung up {size - filled} bytes before the end")
+                filled += count
+                yield count
             self._keep(reading)
-            if left == UNKNOWN:
+            if size == UNKNOWN:
                 raise KeyError(f"piece {locator.number} of {peer}: acknowledged, or its lease is over")
         except TimeoutError as error:
             raise TimeoutError(f"piece {locator.number} of {peer}: {error}") from error

@@ -9,6 +9,7 @@ import pytest
 
 from jdisagg.transfer import shm_backend
 from jdisagg.transfer.shm_backend import Arena, ShmSource, ShmStore, same_host_token
+from tests.unit.reading import read_whole
 
 
 def stored(store: ShmStore, key: str, data: bytes) -> str:
@@ -16,7 +17,7 @@ def stored(store: ShmStore, key: str, data: bytes) -> str:
 
 
 def read(locator: str) -> bytes:
-    return b"".join(ShmSource().read("peer", locator, time.monotonic() + 5))
+    return read_whole(ShmSource(), "peer", locator, time.monotonic() + 5)
 
 
 def test_bytes_come_back_and_room_is_used_again() -> None:
@@ -37,8 +38,9 @@ def test_bytes_come_back_and_room_is_used_again() -> None:
 def test_a_piece_overwritten_while_it_is_read_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shm_backend, "PART_BYTES", 16)
     store = ShmStore()
-    parts = ShmSource().read("peer", stored(store, "a", b"a" * 64), time.monotonic() + 5)
-    assert next(parts) == b"a" * 16
+    room = memoryview(bytearray(64))
+    parts = ShmSource().read_into("peer", stored(store, "a", b"a" * 64), room, time.monotonic() + 5)
+    assert room[: next(parts)] == b"a" * 16
     store.discard("a")
     stored(store, "b", b"b" * 64)
     with pytest.raises(KeyError):
@@ -49,7 +51,7 @@ def test_a_piece_overwritten_while_it_is_read_is_unknown(monkeypatch: pytest.Mon
 def test_a_read_ends_at_its_deadline() -> None:
     store = ShmStore()
     with pytest.raises(TimeoutError):
-        list(ShmSource().read("peer", stored(store, "a", b"a"), time.monotonic() - 1))
+        read_whole(ShmSource(), "peer", stored(store, "a", b"a"), time.monotonic() - 1)
     store.close()
 
 

@@ -15,6 +15,7 @@ from jdisagg.transfer import tcp_source, tcp_store
 from jdisagg.transfer.tcp_source import TcpSource
 from jdisagg.transfer.tcp_store import TcpStore
 from jdisagg.transfer.tcp_wire import REPLY, REQUEST, Locator
+from tests.unit.reading import read_whole
 
 HOST = "127.0.0.1"
 BIG = 16 * 2**20  # more than socket buffers hold
@@ -36,7 +37,7 @@ def source() -> Iterator[TcpSource]:
 
 
 def read(source: TcpSource, locator: str, *, peer: str = "p", within_s: float = 5.0) -> bytes:
-    return b"".join(bytes(part) for part in source.read(peer, locator, time.monotonic() + within_s))
+    return read_whole(source, peer, locator, time.monotonic() + within_s)
 
 
 def ends(thread_name: str, within_s: float = 5.0) -> bool:
@@ -58,10 +59,13 @@ def test_pieces_of_any_size_arrive_over_one_connection(store: TcpStore, source: 
 
 def test_reads_at_a_time_have_connections_of_their_own(store: TcpStore, source: TcpSource) -> None:
     locators = [store.put(name, name.encode() * BIG) for name in "abc"]
-    readers = [source.read("p", locator, time.monotonic() + 5) for locator in locators]
-    parts = [bytes(next(reader)) for reader in readers]
-    assert [set(part) for part in parts] == [{ord("a")}, {ord("b")}, {ord("c")}]
-    assert [len(part) + sum(map(len, reader)) for part, reader in zip(parts, readers, strict=True)] == [BIG] * 3
+    rooms = [memoryview(bytearray(BIG)) for _ in locators]
+    readers = [
+        source.read_into("p", locator, room, time.monotonic() + 5) for locator, room in zip(locators, rooms, strict=True)
+    ]
+    first = [next(reader) for reader in readers]
+    assert [count + sum(reader) for count, reader in zip(first, readers, strict=True)] == [BIG] * 3
+    assert [room == name * BIG for name, room in zip((b"a", b"b", b"c"), rooms, strict=True)] == [True] * 3
 
 
 def test_a_discarded_or_unknown_piece_is_unknown_and_the_connection_goes_on(store: TcpStore, source: TcpSource) -> None:
@@ -260,7 +264,7 @@ def test_a_reader_that_stands_still_is_hung_up_on_and_holds_up_nobody(
 
 
 def test_a_reader_that_stops_early_gives_its_connection_up(store: TcpStore, source: TcpSource) -> None:
-    reader = source.read("p", store.put("big", bytes(BIG)), time.monotonic() + 5)
+    reader = source.read_into("p", store.put("big", bytes(BIG)), memoryview(bytearray(BIG)), time.monotonic() + 5)
     next(reader)
     reader.close()
     assert ends("tcp-serve")
@@ -299,7 +303,7 @@ def test_nothing_is_left_open(source: TcpSource) -> None:
     for _ in range(3):
         store = TcpStore(HOST)
         mine = TcpSource()
-        reader = mine.read("p", store.put("big", bytes(BIG)), time.monotonic() + 5)
+        reader = mine.read_into("p", store.put("big", bytes(BIG)), memoryview(bytearray(BIG)), time.monotonic() + 5)
         next(reader)
         assert read(mine, store.put("k", b"data")) == b"data"
         store.close()

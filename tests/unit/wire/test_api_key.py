@@ -43,6 +43,7 @@ from jdisagg.v1 import (
     worker_pb2_grpc,
 )
 from tests.unit.api_edge.fakes import FakeEngine
+from tests.unit.reading import read_whole
 from tests.unit.router.fakes import ArithmeticEngine, expected
 from tests.unit.text.tiny_tokenizer import train_byte_level
 from tests.unit.wire.rig import FAST, identity, request, run_quiet, until
@@ -229,14 +230,14 @@ def test_a_fleet_that_shares_the_key_works_and_a_stranger_to_it_is_told_why(
                 there.posted[0].reply.send(Accepted(cached_tokens=0))
                 await until(lambda: len(events) == 2)
                 assert [event.message for event in events] == [Agreed(backends=("grpc",)), Accepted(cached_tokens=0)]
-                assert b"".join(await asyncio.to_thread(lambda: list(source.read(there.address, "k", 1e9)))) == b"bytes"
+                assert await asyncio.to_thread(read_whole, source, there.address, "k", 1e9) == b"bytes"
             else:
                 await until(lambda: any("refuses this worker" in record.message for record in caplog.records))
                 await until(lambda: events)
                 assert isinstance(events[0].message, StreamEnded)
                 assert "missing or wrong API key" in str(events[0].message.error)
                 with pytest.raises(ConnectionError, match="UNAUTHENTICATED: missing or wrong API key"):
-                    await asyncio.to_thread(lambda: list(source.read(there.address, "k", 1e9)))
+                    await asyncio.to_thread(read_whole, source, there.address, "k", 1e9)
                 await asyncio.sleep(0.6)  # it goes on asking, and says so once
                 assert sum("refuses this worker" in record.message for record in caplog.records) == 1
                 assert not there.posted

@@ -25,6 +25,7 @@ from jdisagg.handoff.messages import Accepted, Ack, Agreed, ChunkReady, Done, Gr
 from jdisagg.handoff.prefill_side import PrefillSide
 from jdisagg.kv.spec import KVSpec
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
+from tests.unit.reading import read_whole
 from tests.unit.wire.rig import FAST, identity, request, run_quiet, start_server, until
 
 
@@ -450,7 +451,7 @@ def test_fetch_streams_the_bytes_and_unknown_keys_answer_at_once():
         source = GrpcByteSource()
 
         def read(key: str, peer: str = address, left_s: float = 5.0) -> bytes:
-            return b"".join(source.read(peer, key, monotonic() + left_s))
+            return read_whole(source, peer, key, monotonic() + left_s)
 
         assert await asyncio.to_thread(read, "k") == p.pieces["k"]
         assert await asyncio.to_thread(read, "empty") == b""

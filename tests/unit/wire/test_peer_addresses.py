@@ -14,6 +14,7 @@ from jdisagg.api.byte_source import GrpcByteSource
 from jdisagg.core.errors import Unavailable
 from jdisagg.handoff.messages import Accepted, HandoffId, StreamEnded
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
+from tests.unit.reading import read_whole
 from tests.unit.wire.rig import identity, run_quiet, start_server, until
 from tests.unit.wire.test_peer import Decode, Prefill, opening
 
@@ -40,7 +41,7 @@ def test_every_hand_off_and_every_fetch_reaches_the_worker_it_names():
         for number, handoff in enumerate(handoffs):
             assert d.messages(handoff) == [Accepted(cached_tokens=number % NUM_WORKERS)]
         for index in (2, 0, 1, 0):
-            read = await asyncio.to_thread(lambda i=index: b"".join(source.read(addresses[i], "same key", monotonic() + 5)))
+            read = await asyncio.to_thread(read_whole, source, addresses[index], "same key", monotonic() + 5)
             assert read == f"bytes of worker {index}".encode()
         source.close()
         await d.client.aclose()

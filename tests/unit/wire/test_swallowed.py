@@ -12,6 +12,7 @@ from jdisagg.api.byte_source import GrpcByteSource
 from jdisagg.api.peer_client import GrpcPeerClient
 from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.messages import Accepted, HandoffId, StreamEnded
+from tests.unit.reading import read_whole
 from tests.unit.wire.rig import FAST, identity, run_quiet, until
 from tests.unit.wire.test_peer import Prefill, opening
 
@@ -30,7 +31,7 @@ def test_a_read_ends_when_its_peer_falls_silent_and_the_next_one_takes_a_new_con
         client = GrpcPeerClient(identity(epoch="d"), loop=loop, post=events.append, config=FAST, on_down=source.drop)
 
         def read() -> bytes:
-            return b"".join(source.read(address, "k", monotonic() + LONG_S))
+            return read_whole(source, address, "k", monotonic() + LONG_S)
 
         assert await asyncio.to_thread(read) == b"bytes"
         client.open(address, H, opening())
@@ -61,7 +62,7 @@ def test_a_connection_that_let_a_read_run_out_of_time_is_not_used_again() -> Non
         proxy.target_port = int((await p.start()).rpartition(":")[2])
 
         def read(left_s: float) -> bytes:
-            return b"".join(source.read(f"127.0.0.1:{proxy.port}", "k", monotonic() + left_s))
+            return read_whole(source, f"127.0.0.1:{proxy.port}", "k", monotonic() + left_s)
 
         assert await asyncio.to_thread(read, LONG_S) == b"bytes"
         proxy.set_weather(Weather.BLACK_HOLE)

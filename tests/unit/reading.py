@@ -1,0 +1,13 @@
+"""Reading a piece's bytes as a fetcher does."""
+
+from __future__ import annotations
+
+from jdisagg.transfer.host_backend import ByteSource
+
+ROOM_BYTES = 2**24
+
+
+def read_whole(source: ByteSource, peer: str, key: str, deadline_s: float, *, room_bytes: int = ROOM_BYTES) -> bytes:
+    """All of it; it may have `room_bytes`."""
+    room = memoryview(bytearray(room_bytes))
+    return bytes(room[: sum(source.read_into(peer, key, room, deadline_s))])
