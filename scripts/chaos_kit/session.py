@@ -44,6 +44,7 @@ class Options:
     transformers: int = 0  # entries that transformers judges, too
     at_once: int = 12
     injections: frozenset[str] = frozenset()
+    intensity: float = 1.0  # of the faults that workers make
 
 
 class Session:
@@ -121,7 +122,7 @@ class Session:
     def _drills(self) -> tuple[str, str]:
         """What the environment asks of workers and of routers. A safeguard that is off gets enough to let through."""
         faults, injections = self.options.faults, self.options.injections
-        worker = {kind: rate for kind, rate in IN_WORKERS.items() if kind in faults}
+        worker = {kind: min(1.0, rate * self.options.intensity) for kind, rate in IN_WORKERS.items() if kind in faults}
         router = {kind: rate for kind, rate in IN_ROUTERS.items() if kind in faults}
         if "checksums-off" in injections:
             worker["scramble"] = SCRAMBLED_SHARE
