@@ -6,7 +6,8 @@
     shm     shm, falling back to grpc
     jax     JAX's transfer server, falling back to grpc; both sides must ask for it
 
-D's order of preference decides. A backend that cannot start here is not offered, and the log says why.
+D's order of preference decides. A backend that cannot start here is not offered, and the log says why. A new one is a row in
+_KINDS and, where it is to be tried, a name in _ORDER.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import jax
 
@@ -27,7 +29,7 @@ from jdisagg.transfer.choice import FetcherSet, PublisherSet
 from jdisagg.transfer.cut import Cutter, head_shards
 from jdisagg.transfer.drill import TransferDrill
 from jdisagg.transfer.grpc_backend import PieceStore
-from jdisagg.transfer.host_backend import ByteSource, HostPublisher, host_fetcher
+from jdisagg.transfer.host_backend import ByteSource, ByteStore, HostPublisher, host_fetcher
 from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher, joiner_of, warm_up_fetches
 from jdisagg.transfer.jax_server import NUM_ADDRESSES, TransferServers, Unsupported
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore, same_host_token
@@ -36,6 +38,7 @@ from jdisagg.transfer.tcp_source import TcpSource
 from jdisagg.transfer.tcp_store import TcpStore
 
 log = logging.getLogger(__name__)
+Half = TypeVar("Half", Publisher, Fetcher)
 
 _ORDER = {
     "auto": ("shm", "grpc"),
@@ -50,124 +53,145 @@ _ORDER = {
 class PrefillBackends:
     """P's halves, and what Hello says of them."""
 
+    core: Core
+    host: str  # where peers reach those that listen
+    credentials: Credentials
+    drill: TransferDrill
+    store: PieceStore = field(default_factory=PieceStore)  # what PeerService.Fetch reads
     offered: list[Backend] = field(default_factory=list)
-    publishers: PublisherSet
-    store: PieceStore  # what PeerService.Fetch reads
     num_executables: int = 0
+    publishers: PublisherSet = field(init=False)
+
+    def carrying(self, name: str, store: ByteStore) -> Publisher:
+        """A publisher of bytes."""
+        config = self.core.config.transfer
+        max_bytes, checksums = config.transfer_buffer_bytes, config.checksums
+        return HostPublisher(name, store, self.core.inbox.post, max_bytes=max_bytes, checksums=checksums)
 
 
 @dataclass(kw_only=True)
 class DecodeBackends:
     """D's halves, what Hello says of them, and what has to be closed, in order."""
 
-    offered: list[Backend]
-    fetcher: FetcherSet
-    head_shards: int
-    closers: list[Callable[[], None]]
-    on_down: Callable[[str], None]  # a peer's connection was given up
+    core: Core
+    target: PieceTarget
+    host: str
+    credentials: Credentials
+    drill: TransferDrill
+    offered: list[Backend] = field(default_factory=list)
+    closers: list[Callable[[], None]] = field(default_factory=list)
+    droppers: list[Callable[[str], None]] = field(default_factory=list)
     num_executables: int = 0
+    fetcher: FetcherSet = field(init=False)
+
+    @property
+    def head_shards(self) -> int:
+        """In how many parts D holds the heads of a piece."""
+        return head_shards(self.target.sharding, self.target.shape)
+
+    def on_down(self, peer: str) -> None:
+        """A peer's connection was given up."""
+        for drop in self.droppers:
+            drop(peer)
+
+    def carrying(self, name: str, source: ByteSource) -> Callable[[Post], Fetcher]:
+        """A fetcher of bytes."""
+        return partial(host_fetcher, name, self.drill.byte_source(source), self.target)
+
+    def connected(self, source: GrpcByteSource | TcpSource) -> ByteSource:
+        """One with connections: a read from a dead peer ends with them."""
+        self.closers.append(source.close)
+        self.droppers.append(source.drop)
+        return source
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """One backend: its halves, and what Hello says. All may raise Unsupported and OSError."""
+
+    publisher: Callable[[PrefillBackends], Publisher]
+    fetcher: Callable[[DecodeBackends], Callable[[Post], Fetcher]]
+    hello: Callable[[], Backend]
+
+
+def _publish_tcp(halves: PrefillBackends) -> Publisher:
+    _check_plain(halves.credentials)
+    return halves.carrying("tcp", TcpStore(halves.core.config.server.host, halves.host))
+
+
+def _fetch_tcp(halves: DecodeBackends) -> Callable[[Post], Fetcher]:
+    _check_plain(halves.credentials)
+    return halves.carrying("tcp", halves.connected(TcpSource()))
+
+
+def _publish_jax(halves: PrefillBackends) -> Publisher:
+    core, config = halves.core, halves.core.config.transfer
+    servers = TransferServers(jax.local_devices(), halves.host)
+    cutter = Cutter(core.runner.device.empty_piece().arrays, checksums=config.checksums)
+    halves.num_executables += cutter.warm_up()
+    return JaxPublisher(servers, cutter, core.inbox.post, max_bytes=config.transfer_buffer_bytes)
+
+
+def _fetch_jax(halves: DecodeBackends) -> Callable[[Post], Fetcher]:
+    target = halves.target
+    servers = TransferServers(jax.local_devices(), halves.host)
+    joiner = joiner_of(target, target.dtype, checksums=halves.core.config.transfer.checksums)
+    halves.num_executables += warm_up_fetches(joiner, target)
+    return partial(jax_fetcher, servers, joiner, target)
+
+
+_KINDS = {
+    "grpc": _Kind(
+        publisher=lambda halves: halves.carrying("grpc", halves.store),
+        fetcher=lambda halves: halves.carrying("grpc", halves.connected(GrpcByteSource(halves.credentials))),
+        hello=lambda: Backend(name="grpc"),
+    ),
+    "shm": _Kind(
+        publisher=lambda halves: halves.carrying("shm", ShmStore()),
+        fetcher=lambda halves: halves.carrying("shm", ShmSource()),
+        hello=lambda: Backend(name="shm", version=same_host_token()),  # pairs within a host
+    ),
+    "tcp": _Kind(publisher=_publish_tcp, fetcher=_fetch_tcp, hello=lambda: Backend(name="tcp")),
+    "jax": _Kind(
+        publisher=_publish_jax,
+        fetcher=_fetch_jax,
+        hello=lambda: Backend(name="jax", version=jax.__version__, num_transport_addresses=NUM_ADDRESSES),
+    ),
+}
 
 
 def prefill_backends(core: Core, host: str, credentials: Credentials, drill: TransferDrill) -> PrefillBackends:
     """Start P's halves; peers reach those that listen at `host`."""
-    config, post = core.config.transfer, core.inbox.post
-    max_bytes, checksums = config.transfer_buffer_bytes, config.checksums
-    store = PieceStore()
-    offered: list[Backend] = []
-    publishers: list[Publisher] = []
-    num_executables = 0
-    for name in _ORDER[config.kv_transfer_backend]:
-        try:
-            backend = _backend(name)
-            if name == "grpc":
-                publisher: Publisher = HostPublisher(name, store, post, max_bytes=max_bytes, checksums=checksums)
-            elif name == "shm":
-                publisher = HostPublisher(name, ShmStore(), post, max_bytes=max_bytes, checksums=checksums)
-            elif name == "tcp":
-                _check_plain(credentials)
-                publisher = HostPublisher(
-                    name, TcpStore(core.config.server.host, host), post, max_bytes=max_bytes, checksums=checksums
-                )
-            else:
-                servers = TransferServers(jax.local_devices(), host)
-                cutter = Cutter(core.runner.device.empty_piece().arrays, checksums=checksums)
-                num_executables += cutter.warm_up()
-                publisher = JaxPublisher(servers, cutter, post, max_bytes=max_bytes)
-        except (Unsupported, OSError) as error:
-            _not_offered(name, error)
-            continue
-        offered.append(backend)
-        publishers.append(drill.publisher(publisher))
-    return PrefillBackends(offered=offered, publishers=PublisherSet(publishers), store=store, num_executables=num_executables)
+    halves = PrefillBackends(core=core, host=host, credentials=credentials, drill=drill)
+    publishers = _started(halves, lambda kind: drill.publisher(kind.publisher(halves)))
+    halves.publishers = PublisherSet(publishers)
+    return halves
 
 
 def decode_backends(
     core: Core, target: PieceTarget, host: str, credentials: Credentials, drill: TransferDrill
 ) -> DecodeBackends:
     """Start D's halves for pieces that become like `target`."""
-    config, post = core.config.transfer, core.inbox.post
-    offered: list[Backend] = []
-    fetchers: list[Fetcher] = []
-    closers: list[Callable[[], None]] = []
-    droppers: list[Callable[[str], None]] = []
-    num_executables = 0
-    for name in _ORDER[config.kv_transfer_backend]:
+    halves, post = DecodeBackends(core=core, target=target, host=host, credentials=credentials, drill=drill), core.inbox.post
+    halves.fetcher = FetcherSet(_started(halves, lambda kind: drill.fetcher(kind.fetcher(halves), post)), post)
+    halves.closers.append(halves.fetcher.close)
+    return halves
+
+
+def _started(halves: PrefillBackends | DecodeBackends, start: Callable[[_Kind], Half]) -> list[Half]:
+    """What can be started here, in order of preference; Hello will offer it."""
+    started: list[Half] = []
+    for name in _ORDER[halves.core.config.transfer.kv_transfer_backend]:
         try:
-            backend = _backend(name)
-            if name == "grpc":
-                source = GrpcByteSource(credentials)
-                closers.append(source.close)  # a fetch from a dead peer ends with its channel
-                droppers.append(source.drop)
-                fetcher = drill.fetcher(_carrying(name, drill.byte_source(source), target), post)
-            elif name == "shm":
-                fetcher = drill.fetcher(_carrying(name, drill.byte_source(ShmSource()), target), post)
-            elif name == "tcp":
-                _check_plain(credentials)
-                sockets = TcpSource()
-                closers.append(sockets.close)
-                droppers.append(sockets.drop)
-                fetcher = drill.fetcher(_carrying(name, drill.byte_source(sockets), target), post)
-            else:
-                servers = TransferServers(jax.local_devices(), host)
-                joiner = joiner_of(target, target.dtype, checksums=config.checksums)
-                num_executables += warm_up_fetches(joiner, target)
-                fetcher = drill.fetcher(partial(jax_fetcher, servers, joiner, target), post)
+            backend = _KINDS[name].hello()
+            started.append(start(_KINDS[name]))
         except (Unsupported, OSError) as error:
-            _not_offered(name, error)
+            log.warning("transfer backend %s is not offered: %s", name, error)
             continue
-        offered.append(backend)
-        fetchers.append(fetcher)
-    chosen = FetcherSet(fetchers, post)
-
-    def on_down(peer: str) -> None:
-        for drop in droppers:
-            drop(peer)
-
-    return DecodeBackends(
-        offered=offered,
-        fetcher=chosen,
-        head_shards=head_shards(target.sharding, target.shape),
-        closers=[*closers, chosen.close],
-        on_down=on_down,
-        num_executables=num_executables,
-    )
-
-
-def _carrying(name: str, source: ByteSource, target: PieceTarget) -> Callable[[Post], Fetcher]:
-    return partial(host_fetcher, name, source, target)
-
-
-def _backend(name: str) -> Backend:
-    """What Hello says: jax pairs with the same version alone, shm with processes of the same host alone."""
-    if name == "jax":
-        return Backend(name=name, version=jax.__version__, num_transport_addresses=NUM_ADDRESSES)
-    return Backend(name=name, version=same_host_token() if name == "shm" else "")
+        halves.offered.append(backend)
+    return started
 
 
 def _check_plain(credentials: Credentials) -> None:
     if credentials.channel is not None or credentials.server is not None:
         raise Unsupported("it sends KV as it is, and this worker encrypts")
-
-
-def _not_offered(name: str, error: Exception) -> None:
-    log.warning("transfer backend %s is not offered: %s", name, error)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from time import monotonic
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +25,12 @@ from jdisagg.kv.spec import QUANTISED, SCALES
 from jdisagg.transfer.base import Piece, Post, Published, PublishFailed
 from jdisagg.transfer.convert import NP_DTYPES
 from jdisagg.transfer.cut import HEADS, Cutter, Joiner, combine, sums_on_host
-from jdisagg.transfer.jax_server import TransferConnection, TransferServer, TransferServers, Unsupported
+from jdisagg.transfer.jax_server import ServerPerReceiver, TransferConnection, TransferServer, TransferServers, Unsupported
 from jdisagg.transfer.lanes import CLOSE_TIMEOUT_S, FetchJob, Lane, LaneFetcher
 from jdisagg.transfer.room import Room
 from jdisagg.transfer.target import PieceError, PieceTarget, announce, num_bytes_of
 
 log = logging.getLogger(__name__)
-IDLE_SERVER_S = 60.0  # a receiver's server ends after so long without a piece: workers that restart connect anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,31 +126,6 @@ class JaxPublisher:
         self._lane.submit(self._servers.clear)
         self._lane.stop()
         self._lane.join(CLOSE_TIMEOUT_S)
-
-
-class ServerPerReceiver:
-    """Who freezes in the middle of a transfer holds up nobody else."""
-
-    def __init__(self, servers: TransferServers) -> None:
-        self._all = servers
-        self._by_receiver: dict[str, TransferServer] = {}
-        self._used_s: dict[str, float] = {}
-
-    def of(self, receiver: str, *, busy: Sequence[TransferServer]) -> TransferServer:
-        """The receiver's, started if there is none. Those not in `busy` end when they were not used for a while."""
-        now_s = monotonic()
-        if receiver not in self._by_receiver:
-            for other in [name for name, used_s in self._used_s.items() if now_s - used_s > IDLE_SERVER_S]:
-                if self._by_receiver[other] not in busy:
-                    del self._by_receiver[other], self._used_s[other]
-            self._by_receiver[receiver] = self._all.start()
-        self._used_s[receiver] = now_s
-        return self._by_receiver[receiver]
-
-    def clear(self) -> None:
-        """End all."""
-        self._by_receiver.clear()
-        self._used_s.clear()
 
 
 def jax_fetcher(servers: TransferServers, joiner: Joiner, target: PieceTarget, post: Post) -> LaneFetcher:

@@ -39,6 +39,7 @@ TRANSFER_BYTES = 4 * 2**20  # of one copy on its way
 PARALLEL_COPIES = 8
 OFFER_S = 60.0  # an offer that is never pulled is forgotten then; its arrays are freed earlier, by `withdraw`
 CONNECT_TIMEOUT_S = 2.0
+IDLE_SERVER_S = 60.0  # a receiver's server ends after so long without a piece: workers that restart connect anew
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.0001, 0.002
 _MAX_REMEMBERED = 4096
 _CANCEL_GRACE_S = 0.25  # a cancelled pull that ends by itself costs no connection
@@ -66,6 +67,31 @@ class TransferServers:
     def connect(self, address: str) -> TransferConnection:
         """To another process's server; connects when first pulled from."""
         return TransferConnection(self.start, address)
+
+
+class ServerPerReceiver:
+    """Who freezes in the middle of a transfer holds up nobody else."""
+
+    def __init__(self, servers: TransferServers) -> None:
+        self._all = servers
+        self._by_receiver: dict[str, TransferServer] = {}
+        self._used_s: dict[str, float] = {}
+
+    def of(self, receiver: str, *, busy: Sequence[TransferServer]) -> TransferServer:
+        """The receiver's, started if there is none. Those not in `busy` end when they were not used for a while."""
+        now_s = monotonic()
+        if receiver not in self._by_receiver:
+            for other in [name for name, used_s in self._used_s.items() if now_s - used_s > IDLE_SERVER_S]:
+                if self._by_receiver[other] not in busy:
+                    del self._by_receiver[other], self._used_s[other]
+            self._by_receiver[receiver] = self._all.start()
+        self._used_s[receiver] = now_s
+        return self._by_receiver[receiver]
+
+    def clear(self) -> None:
+        """End all."""
+        self._by_receiver.clear()
+        self._used_s.clear()
 
 
 class TransferServer:

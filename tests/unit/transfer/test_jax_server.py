@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jdisagg.transfer import jax_backend, jax_server
+from jdisagg.transfer import jax_server
 from jdisagg.transfer.jax_server import TransferConnection, TransferServer, TransferServers, Unsupported
 from jdisagg.transfer.target import PieceError
 from tests.unit.transfer.rig import error_array, transfer_servers
@@ -145,12 +145,12 @@ def test_a_jax_without_a_transfer_server_says_so(monkeypatch: pytest.MonkeyPatch
 
 def test_every_receiver_has_a_server_until_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
-    monkeypatch.setattr(jax_backend, "monotonic", lambda: now_s[0])
-    servers = jax_backend.ServerPerReceiver(TransferServers(jax.devices(), "127.0.0.1"))
+    monkeypatch.setattr(jax_server, "monotonic", lambda: now_s[0])
+    servers = jax_server.ServerPerReceiver(TransferServers(jax.devices(), "127.0.0.1"))
     first, busy = servers.of("d1", busy=[]), servers.of("d2", busy=[])
     assert first.address != busy.address
     assert servers.of("d1", busy=[]) is first
-    now_s[0] += jax_backend.IDLE_SERVER_S + 1
+    now_s[0] += jax_server.IDLE_SERVER_S + 1
     ended = weakref.ref(first)
     del first
     servers.of("d3", busy=[busy])
