@@ -104,7 +104,7 @@ def attend_gpu(
         parts=parts,
         interpret=interpret,
     )
-    return out[0].reshape(q.shape) if shape.splits == 1 else _joined(out, work, shape, q)
+    return out[0].reshape(q.shape) if shape.splits == 1 else _joined(out, q)
 
 
 def _work_of_rows(rows: Rows, *, key_block: int, window: int | None) -> Work:
@@ -125,15 +125,10 @@ def _work_of_rows(rows: Rows, *, key_block: int, window: int | None) -> Work:
     )
 
 
-def _joined(parts: tuple[jax.Array, ...], work: Work, shape: GpuShape, q: jax.Array) -> jax.Array:
+def _joined(parts: tuple[jax.Array, ...], q: jax.Array) -> jax.Array:
     """[T, H, D] of the sums of all splits; one without keys has total 0 and does not count."""
-    sums, largest, total = parts
-    weights = jnp.exp2(largest - largest.max(axis=1, keepdims=True))
-    total = (total * weights).sum(axis=1)
-    out = (sums * weights[..., None]).sum(axis=1) / jnp.where(total > 0, total, 1.0)[..., None]  # [W, K, rows, lanes]
-    out = out[:, :, : shape.tile * shape.group, : shape.dim]
-    out = out.reshape(-1, shape.num_kv_heads, shape.tile, shape.group, shape.dim).transpose(0, 2, 1, 3, 4)
-    query = jnp.arange(shape.tile)[None, :]
-    mine = (query >= work.low[:, None]) & (query < work.high[:, None])
-    index = jnp.where(mine, work.block[:, None] * shape.tile + query, q.shape[0]).reshape(-1)
-    return jnp.zeros_like(q).at[index].set(out.reshape(-1, *q.shape[1:]).astype(q.dtype), mode="drop")
+    sums, largest, total = (part.reshape(-1, *q.shape[:2], *part.shape[1:]) for part in parts)  # [splits, T, H] and D
+    weights = jnp.exp2(largest - largest.max(axis=0, keepdims=True))
+    total = (total * weights).sum(axis=0)
+    out = (sums * weights[..., None]).sum(axis=0) / jnp.where(total > 0, total, 1.0)[..., None]
+    return out.astype(q.dtype)

@@ -96,22 +96,14 @@ def attend_items(  # noqa: PLR0917
     """Attention of q [T * H, D] over rows of cache [L * P * S * K, F], by the packed work list i32[8, W + 1].
 
     layer is i32[1]; page_tables i32[B, M], every entry a page that exists; scales f32[L * P * S * K, 2], of keys and values.
-    Returns (out [T * H, D],) with one split; else (sums f32[W, splits, K, rows, lanes], largest scores and totals
-    f32[W, splits, K, rows], to the base 2). Rows of `out` that belong to no item are undefined.
+    Returns (out [T * H, D],) with one split; else (sums f32[splits * T * H, D], largest scores and totals
+    f32[splits * T * H], to the base 2). What belongs to no item is undefined.
     """
     if shape.splits == 1:
         out_shape: list[Any] = [jax.ShapeDtypeStruct(q.shape, shape.out_dtype)]
-        out_specs = [pl.BlockSpec(memory_space=pl.ANY)]
     else:
-        each = (shape.num_items, shape.splits, shape.num_kv_heads, shape.rows)
-        out_shape = [jax.ShapeDtypeStruct((*each, shape.lanes), jnp.float32), *[jax.ShapeDtypeStruct(each, jnp.float32)] * 2]
-        last = shape.num_items - 1
-        out_specs = [
-            pl.BlockSpec(
-                (None, None, None, shape.rows, shape.lanes), lambda head, split, item: (last - item, split, head, 0, 0)
-            ),
-            *[pl.BlockSpec((None, None, None, shape.rows), lambda head, split, item: (last - item, split, head, 0))] * 2,
-        ]
+        each = shape.splits * q.shape[0]
+        out_shape = [jax.ShapeDtypeStruct((each, shape.dim), jnp.float32), *[jax.ShapeDtypeStruct((each,), jnp.float32)] * 2]
     operands = [work, page_tables, layer, q, cache, *([] if scales is None else [scales])]
     kernel = partial(_kernel, shape=shape, parts=parts, quantised=scales is not None)
     return tuple(
@@ -119,7 +111,7 @@ def attend_items(  # noqa: PLR0917
             kernel,
             grid=(shape.num_kv_heads, shape.splits, shape.num_items),  # the first runs fastest: a token's heads lie together
             in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(operands),
-            out_specs=out_specs,
+            out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(out_shape),
             out_shape=out_shape,
             compiler_params=triton.CompilerParams(num_warps=shape.warps, num_stages=shape.stages),
             interpret=interpret,
@@ -196,10 +188,11 @@ def _kernel(
         jnp.zeros((shape.rows, shape.lanes), jnp.float32),
     )
     largest, total, sums = lax.fori_loop(begin, parts.end(jnp.minimum(begin + each, stop)), step, start)
-    if shape.splits > 1:
-        for ref, value in zip(outs, (sums, largest, total), strict=True):
-            ref[...] = value
-        return
-    result = sums / jnp.where(total > 0, total, 1.0)[:, None]
+    if shape.splits == 1:
+        sums = (sums / jnp.where(total > 0, total, 1.0)[:, None]).astype(shape.out_dtype)
+    else:
+        place = jnp.where(mine, pl.program_id(1) * q.shape[0] + place, shape.splits * q.shape[0])
+        triton.store(outs[1].at[place], largest, mask=mine)
+        triton.store(outs[2].at[place], total, mask=mine)
     index, mask = pairs(place, mine, feature, real)
-    triton.store(outs[0].at[index], result.astype(shape.out_dtype), mask=mask)
+    triton.store(outs[0].at[index], sums, mask=mask)
