@@ -20,6 +20,7 @@ from jdisagg.aot.topology import Topology, parse_topology
 from jdisagg.core.config import CacheConfig, Config, LayerLoop, ModelConfig, Numerics, SchedulerConfig
 from jdisagg.core.requests import Role
 from jdisagg.engine.sizing import size_engine
+from jdisagg.kv.spec import QUANTISED
 from jdisagg.models.sharding import make_mesh
 from jdisagg.models.spec import ModelSpec
 
@@ -30,6 +31,7 @@ ALL_STEPS = ("prefill", "decode", "exact", "export", "import")
 CACHE_BYTES = 512 * MIB  # on each device
 MOST_TEMP = 0.05  # of the cache
 _PAGE_SIZE = 16
+_TPU_INT8_PAGE_SIZE = 128  # the scales of a page fill the lanes; smaller ones are left to plain XLA
 # 208 tokens: no activation has the shape of a weight
 _SCHEDULER = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=208)
 
@@ -43,6 +45,12 @@ class Case:
     head_dim: int
     kv_dtype: str = "bfloat16"
     steps: tuple[str, ...] = ("prefill", "decode")
+
+    @property
+    def page_size(self) -> int:
+        """As one would serve it with, in tokens."""
+        on_tpu = parse_topology(self.topology).accelerator.platform == "tpu"
+        return _TPU_INT8_PAGE_SIZE if on_tpu and self.kv_dtype == QUANTISED else _PAGE_SIZE
 
 
 FEW = (
@@ -125,16 +133,16 @@ def gate_engine(case: Case, *, exact: bool = False) -> AbstractEngine:
     """An engine whose cache on each device is just large enough to be taken seriously."""
     mesh = make_mesh(abstract_devices(parse_topology(case.topology), case.tp), case.tp)
     form = ModelForm(spec=_spec(case.head_dim), dtype="bfloat16", kv_dtype=case.kv_dtype, layer_loop=LayerLoop.UNROLLED)
-    layout = form.layout(mesh, _PAGE_SIZE)
+    layout = form.layout(mesh, case.page_size)
     pages = -(-CACHE_BYTES * case.tp // layout.bytes_per_page)
     config = Config(
         role="unified",
         model=ModelConfig(numerics=Numerics.EXACT if exact else Numerics.FAST),
-        cache=CacheConfig(page_size=_PAGE_SIZE, num_pages=pages),
+        cache=CacheConfig(page_size=case.page_size, num_pages=pages),
         scheduler=_SCHEDULER,
     )
     sizes = size_engine(form.spec, layout, config, Role.UNIFIED, lambda: None)
-    return AbstractEngine(form=form, mesh=mesh, page_size=_PAGE_SIZE, sizes=sizes)
+    return AbstractEngine(form=form, mesh=mesh, page_size=case.page_size, sizes=sizes)
 
 
 def render_gates(gates: Sequence[Gate]) -> str:
