@@ -85,7 +85,8 @@ class LocalEngine:
             return queue.get_nowait()
         timeout_s = max(0.0, request.deadline_s - monotonic()) + DEADLINE_GRACE_S
         try:
-            return await asyncio.wait_for(queue.get(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await queue.get()
         except TimeoutError:
             raise DeadlineExceeded(f"request {request.request_id}: no answer from the engine within its deadline") from None
 
@@ -110,7 +111,8 @@ class LocalEngine:
         """Run `function` on the engine thread between two ticks. Raises Unavailable when the engine does not turn over."""
         future = self._thread.loop.inbox.call(function)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.wrap_future(future)
         except TimeoutError:
             raise Unavailable(f"the engine thread has not answered within {timeout_s:g} s; see /health") from None
 

@@ -94,7 +94,8 @@ class Workers:
     async def changed(self, timeout_s: float) -> None:
         """Wait for a worker to appear, at most `timeout_s`."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
     def snapshot(self) -> list[dict[str, Any]]:
         """Members as JSON-able data."""

@@ -86,7 +86,8 @@ class Child:
         """SIGTERM, then SIGKILL when it has not ended after `grace_s`; returns its exit status."""
         self._signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(self._process.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._process.wait()
         except TimeoutError:
             log.error("%s: did not end within %.1f s of SIGTERM; killing it", self.name, grace_s)
             self._signal(signal.SIGKILL)

@@ -117,7 +117,8 @@ class Supervisor:
     async def _pause(self, delay_s: float) -> None:
         """Wait for the delay or for `stop`, whichever is first."""
         try:
-            await asyncio.wait_for(self._stopping.wait(), delay_s)
+            async with asyncio.timeout(delay_s):
+                await self._stopping.wait()
         except TimeoutError:
             return
 

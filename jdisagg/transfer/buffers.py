@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
-ALIGN_BYTES = 64  # XLA:CPU takes such memory as it is instead of copying it
+ALIGN_BYTES = 64  # XLA:CPU takes such memory as it is; a copy waits for a turn that never comes while its one core decodes
 LEAST_BYTES = 2**20  # what is smaller comes from the C library, which uses its memory again itself
 KEEP_BYTES = 2**27  # idle
 WASTE = 2  # a block is at most so many times larger than asked for
@@ -58,6 +59,20 @@ class Buffers:
                 self._idle.popleft()
             except IndexError:
                 return
+
+
+def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An aligned array, its content undefined."""
+    return _aligned(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """`array` itself, or a copy where it is not contiguous or not aligned."""
+    if array.flags.c_contiguous and array.ctypes.data % ALIGN_BYTES == 0:
+        return array
+    copy = aligned_empty(array.shape, array.dtype)
+    copy[...] = array
+    return copy
 
 
 def _aligned(num_bytes: int) -> np.ndarray:

@@ -18,6 +18,7 @@ from jdisagg.handoff.messages import ChunkReady
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.spec import QUANTISED, SCALE_BYTES, SCALES, KVSpec
 from jdisagg.transfer.base import Piece
+from jdisagg.transfer.buffers import aligned, aligned_empty
 from jdisagg.transfer.convert import NP_DTYPES, convert
 
 
@@ -93,16 +94,22 @@ class PieceTarget:
     def _padded(self, rows: np.ndarray) -> np.ndarray:
         if rows.shape[1] == self.chunk_tokens:
             return rows
-        padded = np.zeros((*self.shape[:-1], rows.shape[-1]), rows.dtype)
+        padded = aligned_empty((*self.shape[:-1], rows.shape[-1]), rows.dtype)
         padded[:, : rows.shape[1]] = rows
+        padded[:, rows.shape[1] :] = 0
         return padded
 
     def place(self, rows: KVGroup) -> KVGroup:
         """Copy onto D's devices and wait until it is there; raises PieceError("device"). For transfer threads only."""
         try:
-            return jax.block_until_ready(jax.device_put(rows, self.sharding, may_alias=False))
+            return jax.block_until_ready(jax.tree.map(self._put, rows))
         except (RuntimeError, ValueError) as error:  # an error array must never reach the pool: its scatter destroys it
             raise PieceError("device", str(error)) from error
+
+    def _put(self, rows: jax.Array | np.ndarray) -> jax.Array:
+        if isinstance(rows, jax.Array):
+            return jax.device_put(rows, self.sharding, may_alias=False)
+        return jax.make_array_from_callback(rows.shape, self.sharding, lambda shard: aligned(rows[shard]))
 
     def arrived(self, ready: ChunkReady, rows: KVGroup) -> Piece:
         """The piece as D's engine takes it: `rows` are on D's devices."""

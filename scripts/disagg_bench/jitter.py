@@ -91,7 +91,11 @@ def _spell(workers: Workers, kind: str, steady: Steady, prompts: list[list[int]]
     thread.join()
     if beside.error is not None:
         raise RuntimeError(f"the prompts beside the stream ({kind})") from beside.error
-    return Spell(kind=kind, gaps_s=gaps(stream.token_s)[_SKIPPED:], beside=beside.done, num_bytes=grown)
+    gaps_s = gaps(stream.token_s)
+    if len(gaps_s) <= _SKIPPED:
+        waits = ", ".join(f"{1e3 * gap_s:.0f}" for gap_s in gaps_s)
+        raise RuntimeError(f"{stream.request_id} ({kind}) stood still: {waits} ms between its tokens")
+    return Spell(kind=kind, gaps_s=gaps_s[_SKIPPED:], beside=beside.done, num_bytes=grown)
 
 
 def summary(spells: Sequence[Spell], num_tokens: int) -> dict[str, Any]:
