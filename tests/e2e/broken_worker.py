@@ -26,7 +26,7 @@ def _refuse(error: Exception):
 def run(config: Config) -> int:
     match os.environ[BROKEN]:
         case "fetch:shm":
-            shm_backend.ShmSource.read = _refuse(ConnectionError("permission denied"))
+            shm_backend.ShmSource.read_into = _refuse(ConnectionError("permission denied"))
         case "publish:shm":
             shm_backend.Arena.put = _refuse(OSError("no space left on device"))
         case "fetch:jax":
