@@ -86,7 +86,7 @@ def test_a_step_over_a_cache_in_the_wrong_axis_order_does_not_pass() -> None:
 
 
 @needs_libtpu
-@pytest.mark.xfail(reason="attention over int8 copies all scales in every round of its loop, on TPU")
+@pytest.mark.xfail(reason="a step over int8 copies all scales, on TPU")
 @pytest.mark.timeout(TIMEOUT_S + 60)
 def test_a_decode_step_over_int8_kv_copies_no_scales() -> None:
     done = run_python("-c", INT8)
