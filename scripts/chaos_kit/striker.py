@@ -22,7 +22,7 @@ from chaos_kit.sockets import owner_of
 from chaos_kit.traffic import Traffic
 
 AIM_S = 6.0  # wait for a transfer to strike
-SHARE = 0.9  # of the requests, over which the script is spread: strikes that wait let more of them start
+AHEAD, AHEAD_AIMING = 2, 4  # strikes by which the traffic may be ahead of the script, and while one waits for a transfer
 WHOLE_S = 90.0
 SHORT_S, LONG_S = 0.5, 2.0  # below and above the silence that makes a peer dead
 HOLE_S = 2.5
@@ -57,7 +57,7 @@ class Striker:
         self._traffic = traffic
         self._rng = random.Random(f"strikes {seed}")
         self._script = self._write(tuple(kind for kind in SCRIPTED if kind in kinds), rounds)
-        self._step = SHARE * requests / (len(self._script) + 1)
+        self._step = requests / (len(self._script) + AHEAD_AIMING)
         self._aiming = False
         self._turns = Counter({kind: self._rng.randrange(2) for kind in SCRIPTED})
         self._hit: frozenset[int] = frozenset()  # visits that were in flight at the last strike on D
@@ -69,10 +69,10 @@ class Striker:
         return script
 
     def allowed(self) -> int:
-        """Requests that may have been started: the traffic must not be over before the faults are, nor stop while one waits
-        for a transfer."""
-        free = self._aiming or len(self.strikes) == len(self._script)
-        return 2**31 if free else int((len(self.strikes) + 2) * self._step) + 8
+        """Requests that may have been started: the traffic must not be over before the faults are."""
+        ahead = AHEAD_AIMING if self._aiming else AHEAD
+        done = len(self.strikes) == len(self._script)
+        return 2**31 if done else int((len(self.strikes) + ahead) * self._step) + 8
 
     async def run(self) -> None:
         """The whole script."""
