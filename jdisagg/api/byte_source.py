@@ -30,7 +30,7 @@ class GrpcByteSource:
             for part in call:
                 end = filled + len(part.data)
                 if end > len(room):
-                    raise ValueError(f"piece {key} of {peer} is longer than {len(room)} bytes")
+                    raise BufferError(f"piece {key} of {peer} is longer than {len(room)} bytes")
                 room[filled:end] = part.data
                 yield end - filled
                 filled = end

@@ -47,8 +47,8 @@ class ByteSource(Protocol):
         """Fill `room` from its start with the piece that `key` (or its locator) names, ending before `deadline_s` (monotonic);
         yields how many bytes were added, part by part, while they are still in the processor's cache.
 
-        Raises KeyError when the peer has no such piece, ValueError when it is longer than `room`, TimeoutError at the deadline,
-        ConnectionError for everything else.
+        Raises KeyError when the peer has no such piece, BufferError when it is longer than `room`, TimeoutError at the
+        deadline, ConnectionError for everything else.
         """
         ...
 
@@ -142,7 +142,7 @@ class _Reads:
                 filled += count
         except KeyError as error:
             raise PieceError("unknown_key", str(error)) from error
-        except ValueError as error:
+        except BufferError as error:
             raise PieceError("truncated", str(error)) from error
         except TimeoutError as error:
             raise PieceError("timeout", str(error)) from error

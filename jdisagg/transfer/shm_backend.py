@@ -166,7 +166,7 @@ def _read_slot(descriptor: int, slot: Slot, room: memoryview, deadline_s: float)
         raise KeyError
     filled, size = 0, int.from_bytes(header[16:], "little")
     if size > len(room):
-        raise ValueError(f"the piece has {size} bytes, not {len(room)}")
+        raise BufferError(f"the piece has {size} bytes, not {len(room)}")
     while filled < size:
         if monotonic() >= deadline_s:
             raise TimeoutError(f"{size - filled} bytes were not read yet")

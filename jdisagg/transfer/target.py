@@ -100,7 +100,7 @@ class PieceTarget:
         return padded
 
     def place(self, rows: KVGroup) -> KVGroup:
-        """Copy onto D's devices and wait until it is there; raises PieceError("device"). For transfer threads only."""
+        """Put it onto D's devices and wait until it is there; raises PieceError("device"). For transfer threads only."""
         try:
             return jax.block_until_ready(jax.tree.map(self._put, rows))
         except (RuntimeError, ValueError) as error:  # an error array must never reach the pool: its scatter destroys it

@@ -53,7 +53,7 @@ class TcpSource:
         try:
             line, size = self._ask(reading, locator, deadline_s)
             if size > len(room):
-                raise ValueError(f"piece {locator.number} of {peer} has {size} bytes, not {len(room)}")
+                raise BufferError(f"piece {locator.number} of {peer} has {size} bytes, not {len(room)}")
             filled = 0
             while filled < size:
                 line.socket.settimeout(left_s(deadline_s))

@@ -96,7 +96,7 @@ class LocalSource:
         if data is None:
             raise KeyError(key)
         if len(data) > len(room):
-            raise ValueError("too long")
+            raise BufferError("too long")
         for begin in range(0, len(data), 100):
             part = data[begin : begin + 100]
             room[begin : begin + len(part)] = part

@@ -55,6 +55,13 @@ def test_a_read_ends_at_its_deadline() -> None:
     store.close()
 
 
+def test_a_piece_longer_than_its_room_is_refused() -> None:
+    store = ShmStore()
+    with pytest.raises(BufferError, match="has 64 bytes, not 63"):
+        read_whole(ShmSource(), "peer", stored(store, "a", b"a" * 64), time.monotonic() + 5, room_bytes=63)
+    store.close()
+
+
 @pytest.mark.parametrize("locator", ["", "x", "1 2 3", "999999999 3 1 0 00", "k"])
 def test_a_locator_of_nothing_is_unknown(locator: str) -> None:
     with pytest.raises(KeyError):

@@ -263,6 +263,12 @@ def test_a_reader_that_stands_still_is_hung_up_on_and_holds_up_nobody(
         assert ends("tcp-serve")
 
 
+def test_a_piece_longer_than_its_room_is_refused_and_the_next_one_is_read(store: TcpStore, source: TcpSource) -> None:
+    with pytest.raises(BufferError, match="has 64 bytes, not 63"):
+        read_whole(source, "p", store.put("long", b"a" * 64), time.monotonic() + 5, room_bytes=63)
+    assert read(source, store.put("k", b"data")) == b"data"
+
+
 def test_a_reader_that_stops_early_gives_its_connection_up(store: TcpStore, source: TcpSource) -> None:
     reader = source.read_into("p", store.put("big", bytes(BIG)), memoryview(bytearray(BIG)), time.monotonic() + 5)
     next(reader)
