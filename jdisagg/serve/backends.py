@@ -25,6 +25,7 @@ from jdisagg.api.channels import Credentials
 from jdisagg.handoff.identity import Backend
 from jdisagg.serve.engines import Core
 from jdisagg.transfer.base import Fetcher, Post, Publisher
+from jdisagg.transfer.buffers import Buffers
 from jdisagg.transfer.choice import FetcherSet, PublisherSet
 from jdisagg.transfer.cut import Cutter, head_shards
 from jdisagg.transfer.drill import TransferDrill
@@ -81,6 +82,7 @@ class DecodeBackends:
     offered: list[Backend] = field(default_factory=list)
     closers: list[Callable[[], None]] = field(default_factory=list)
     droppers: list[Callable[[str], None]] = field(default_factory=list)
+    buffers: Buffers = field(default_factory=Buffers)
     num_executables: int = 0
     fetcher: FetcherSet = field(init=False)
 
@@ -96,7 +98,7 @@ class DecodeBackends:
 
     def carrying(self, name: str, source: ByteSource) -> Callable[[Post], Fetcher]:
         """A fetcher of bytes."""
-        return partial(host_fetcher, name, self.drill.byte_source(source), self.target)
+        return partial(host_fetcher, name, self.drill.byte_source(source), self.target, buffers=self.buffers)
 
     def connected(self, source: GrpcByteSource | TcpSource) -> ByteSource:
         """One with connections: a read from a dead peer ends with them."""

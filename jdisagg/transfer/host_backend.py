@@ -111,18 +111,19 @@ class HostPublisher:
         self._store.close()
 
 
-def host_fetcher(name: str, source: ByteSource, target: PieceTarget, post: Post) -> LaneFetcher:
-    """D's half. Before closing it, close a source whose reads may be waiting on a dead peer."""
-    return LaneFetcher(name, _Reads(source, target).obtain, post)
+def host_fetcher(name: str, source: ByteSource, target: PieceTarget, post: Post, buffers: Buffers | None = None) -> LaneFetcher:
+    """D's half. Before closing it, close a source whose reads may be waiting on a dead peer. Pieces land in `buffers`, which
+    several may share."""
+    return LaneFetcher(name, _Reads(source, target, buffers or Buffers()).obtain, post)
 
 
 class _Reads:
     """Pieces out of a ByteSource. A cancelled read stops at its next part."""
 
-    def __init__(self, source: ByteSource, target: PieceTarget) -> None:
+    def __init__(self, source: ByteSource, target: PieceTarget, buffers: Buffers) -> None:
         self._source = source
         self._target = target
-        self._buffers = Buffers()
+        self._buffers = buffers
 
     def obtain(self, job: FetchJob) -> Piece:
         self._target.check(job.ready)

@@ -30,11 +30,13 @@ from jdisagg.api.byte_source import GrpcByteSource
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.transfer import jax_server
 from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed, Published, Publisher, TransferEvent
+from jdisagg.transfer.buffers import Buffers
 from jdisagg.transfer.cut import Cutter, Joiner
 from jdisagg.transfer.grpc_backend import PieceStore
 from jdisagg.transfer.host_backend import HostPublisher, host_fetcher
 from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher
 from jdisagg.transfer.jax_server import TransferServers
+from jdisagg.transfer.lanes import LaneFetcher
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore
 from jdisagg.transfer.target import PieceTarget
 from jdisagg.transfer.tcp_source import TcpSource
@@ -82,6 +84,7 @@ class Half:
         self.events: queue.SimpleQueue[TransferEvent] = queue.SimpleQueue()
         self.publisher: Publisher | None = None
         self.fetcher: Fetcher | None = None
+        self.buffers = Buffers()
         self.store = PieceStore()
         self.sources: list[GrpcByteSource | TcpSource] = []
         self.form: dict[str, Any] = {}
@@ -141,10 +144,10 @@ class Half:
         if backend == "jax":
             self.fetcher = jax_fetcher(self.transfer, self.joiner(tp, dtype, chunk, features, checksums), target, post)
         elif backend == "shm":
-            self.fetcher = host_fetcher(backend, ShmSource(), target, post)
+            self.fetcher = host_fetcher(backend, ShmSource(), target, post, self.buffers)
         else:
             self.sources = [TcpSource() if backend == "tcp" else GrpcByteSource()]
-            self.fetcher = host_fetcher(backend, self.sources[0], target, post)
+            self.fetcher = host_fetcher(backend, self.sources[0], target, post, self.buffers)
         return {}
 
     def close(self) -> dict[str, Any]:
@@ -228,6 +231,14 @@ class Half:
             self.events.get()
         return {}
 
+    def settle(self) -> dict[str, Any]:
+        """Wait for every fetch, then drop what was posted."""
+        assert isinstance(self.fetcher, LaneFetcher)
+        end_s = time.monotonic() + 10.0
+        while self.fetcher.num_jobs and time.monotonic() < end_s:
+            time.sleep(0.01)
+        return self.drain() | {"jobs": self.fetcher.num_jobs}
+
     def churn(self, count: int, tokens: int, first: int = 0) -> dict[str, Any]:
         """Publish and abandon `count` pieces; every other one before it was ready."""
         assert self.publisher is not None
@@ -252,8 +263,9 @@ class Half:
         return {"digest": digest(values(seed, tokens, features, dtype))}
 
     def look(self) -> dict[str, Any]:
-        """What the process holds of the system, once what the allocator keeps for later is given back."""
+        """What the process holds of the system, once what is kept for later is given back."""
         gc.collect()
+        self.buffers.trim()
         ctypes.CDLL(None).malloc_trim(0)
         status = Path("/proc/self/status").read_text()
         resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
