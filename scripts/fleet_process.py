@@ -22,7 +22,11 @@ STOP_TIMEOUT_S = 45.0
 
 
 class FleetProcess:
-    """The process, in a session of its own; it ends when this one does, however that ends. Logs go to `log`."""
+    """The process, in a group of its own; it ends when this one does, however that ends. Logs go to `log`.
+
+    No session of its own: Linux shares the cores between sessions first (sched_autogroup), and where there are fewer cores than
+    processes a thread that could run has been seen waiting for 0.9 s.
+    """
 
     def __init__(self, *flags: str, log: Path, env: Mapping[str, str] | None = None) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +39,7 @@ class FleetProcess:
                 stderr=stderr,
                 cwd=ROOT,
                 env={**os.environ, **(env or {}), PARENT_VARIABLE: str(os.getpid())},
-                start_new_session=True,
+                process_group=0,
             )
 
     def wait_ready(self, timeout_s: float, on_wait: Callable[[float], None] = lambda _: None) -> Ready:

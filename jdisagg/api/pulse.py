@@ -1,7 +1,8 @@
 """Heartbeats out and silence in, for one stream.
 
-Silence is counted at wake-ups of our own, each for at most two of its intervals: a process that was stopped, or whose loop was
-starved for a while, finds its unread messages before it has counted enough to declare the other side dead.
+Silence is counted from the last message on, at wake-ups of our own, each for at most two of its intervals; and one that comes
+later than that does not decide. So a process that was stopped, or whose loop was starved for a while, reads its messages before
+it declares the other side dead.
 """
 
 from __future__ import annotations
@@ -10,34 +11,41 @@ import asyncio
 from collections.abc import Callable
 from time import monotonic
 
-WAKE_UPS_PER_BEAT = 4  # silence is noticed at most this fraction of a beat late: 62 ms at 250 ms
-
+WAKE_UPS_PER_BEAT = 4
 MOST_COUNTED = 2  # intervals that one wake-up counts for, however late it comes
 
 
 class Pulse:
-    """Beats every `heartbeat_s` while `run` runs; ends when nothing was heard for about `dead_after_s`."""
+    """Beats every `heartbeat_s` while `run` runs; ends when nothing was heard for `dead_after_s`."""
 
     def __init__(self, *, heartbeat_s: float, dead_after_s: float) -> None:
         self._wake_s = heartbeat_s / WAKE_UPS_PER_BEAT
-        self._limit_s = dead_after_s + self._wake_s  # the first wake-up may follow a message at once
+        self._limit_s = dead_after_s
         self._silent_s = 0.0
+        self._counted_s = 0.0  # until when; monotonic
 
     def heard(self) -> None:
         """Something came from the other side."""
-        self._silent_s = 0.0
+        self._silent_s, self._counted_s = 0.0, monotonic()
 
     async def run(self, beat: Callable[[], None]) -> None:
         """Call `beat` every interval; returns once the other side has been silent for too long."""
-        wake_ups, last_s = 0, monotonic()
+        wake_ups, was_late, self._counted_s = 0, False, monotonic()
         while self._silent_s < self._limit_s:
-            await asyncio.sleep(self._wake_s)
-            now_s = monotonic()
-            self._silent_s += min(now_s - last_s, MOST_COUNTED * self._wake_s)
-            last_s = now_s
+            await asyncio.sleep(min(self._wake_s, self._limit_s - self._silent_s))
+            was_late = self._count(may_decide=was_late)
             wake_ups += 1
             if wake_ups % WAKE_UPS_PER_BEAT == 0:
                 beat()
+
+    def _count(self, may_decide: bool) -> bool:
+        """Count what passed; whether it was more than counts. Two such wake-ups in a row may decide: the loop is just slow."""
+        now_s, most_s = monotonic(), MOST_COUNTED * self._wake_s
+        passed_s, self._counted_s = now_s - self._counted_s, now_s
+        self._silent_s += min(passed_s, most_s)
+        if passed_s > most_s and not may_decide:
+            self._silent_s = min(self._silent_s, self._limit_s - self._wake_s)
+        return passed_s > most_s
 
 
 async def cancel_and_wait(*tasks: asyncio.Task[None]) -> None:

@@ -44,14 +44,13 @@ class Child:
 
     @classmethod
     async def start(cls, spec: ChildSpec, previous: Ready | None) -> Child:
-        """Start the process, in a session of its own (a Ctrl-C in the terminal reaches the supervisor alone)."""
+        """Start the process; see `environment.die_with_parent` for how it lives with us."""
         process = await asyncio.create_subprocess_exec(
             *spec.command(previous),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, **spec.environ, PARENT_VARIABLE: str(os.getpid())},
-            start_new_session=True,
             limit=_LINE_LIMIT_BYTES,
         )
         log.info("%s: started as pid %d", spec.name, process.pid)

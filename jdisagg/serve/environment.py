@@ -66,13 +66,16 @@ def prepare_jax(config: Config, environ: MutableMapping[str, str]) -> None:
 
 
 def die_with_parent(environ: Mapping[str, str]) -> None:
-    """When started by a supervisor, end at once if it goes away, however it dies.
+    """When started by a supervisor, end at once if it goes away, however it dies; a Ctrl-C in the terminal reaches it alone.
 
-    On Linux the kernel kills this process; everywhere a thread also watches stdin, whose write end only the supervisor holds.
+    It stays in its session: Linux shares cores between sessions first, and starves threads where cores are short. On Linux the
+    kernel kills this process; everywhere a thread also watches stdin, whose write end only the supervisor holds.
     """
     if PARENT_VARIABLE not in environ:
         return
     parent = int(environ[PARENT_VARIABLE])
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above

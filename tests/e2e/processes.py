@@ -48,7 +48,7 @@ class ServerProcess:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env=environment,
-                start_new_session=True,
+                process_group=0,
             )
         self.ready: dict[str, Any] = {}
         self._log_size_at_ready = 0

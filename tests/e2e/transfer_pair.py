@@ -30,7 +30,7 @@ class Peer:
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[2],
             env={**os.environ, **ALLOCATOR},
-            start_new_session=True,
+            process_group=0,
         )
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)

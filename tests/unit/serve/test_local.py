@@ -107,6 +107,13 @@ def test_sigterm_ends_router_then_decode_then_prefill_and_exits_zero(fleet) -> N
     assert [fields[2] for fields in stopped] == ["router", "decode", "prefill"]
 
 
+def test_children_have_their_share_of_the_cores_but_no_part_in_a_ctrl_c(fleet) -> None:
+    one = fleet()
+    pids = [worker["pid"] for worker in one.ready()["workers"]]
+    assert {os.getsid(pid) for pid in pids} == {os.getsid(one.process.pid)}, "sessions are scheduled one against the other"
+    assert [os.getpgid(pid) for pid in pids] == pids
+
+
 @pytest.mark.parametrize("role", ["decode", "router"])
 def test_a_killed_child_is_started_again_with_the_same_flags(fleet, role: str) -> None:
     one = fleet()
