@@ -9,7 +9,8 @@ from time import monotonic
 import grpc
 
 from jdisagg.api.channels import INSECURE, Credentials, open_blocking_channel
-from jdisagg.v1 import peer_pb2, peer_pb2_grpc
+from jdisagg.api.piece_wire import FETCH, decode_part
+from jdisagg.v1 import peer_pb2
 
 
 class GrpcByteSource:
@@ -23,15 +24,16 @@ class GrpcByteSource:
     def read_into(self, peer: str, key: str, room: memoryview, deadline_s: float) -> Iterator[int]:
         """Fill `room` with the piece's bytes; see `ByteSource`."""
         channel, filled = self._channel(peer), 0
-        call = peer_pb2_grpc.PeerServiceStub(channel).Fetch(
-            peer_pb2.FetchRequest(key=key), timeout=max(0.0, deadline_s - monotonic())
+        fetch = channel.unary_stream(
+            FETCH, request_serializer=peer_pb2.FetchRequest.SerializeToString, response_deserializer=decode_part
         )
+        call = fetch(peer_pb2.FetchRequest(key=key), timeout=max(0.0, deadline_s - monotonic()))
         try:
             for part in call:
-                end = filled + len(part.data)
+                end = filled + len(part)
                 if end > len(room):
                     raise BufferError(f"piece {key} of {peer} is longer than {len(room)} bytes")
-                room[filled:end] = part.data
+                room[filled:end] = part
                 yield end - filled
                 filled = end
         except grpc.RpcError as error:

@@ -20,20 +20,20 @@ import grpc.aio
 
 from jdisagg.api.codec import abort
 from jdisagg.api.peer_codec import UP_HEARTBEAT, decode_down, decode_identity, encode_identity, encode_up
-from jdisagg.api.piece_server import PieceBytes, parts_of
+from jdisagg.api.piece_server import PieceBytes, PieceServer
 from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.identity import Identity, Incompatible, agree
 from jdisagg.handoff.messages import Agreed, HandoffId, Open, PrefillToDecode, StreamEnded
-from jdisagg.v1 import peer_pb2, peer_pb2_grpc
+from jdisagg.v1 import peer_pb2
 
 LEASE_NEWS = 0.25  # of a lease: how often the engine hears that a silent D is alive
 
 
-class PeerServer(peer_pb2_grpc.PeerServiceServicer):
-    """PeerService of one prefill worker. Add it to a grpc.aio server with `add_PeerServiceServicer_to_server`."""
+class PeerServer(PieceServer):
+    """PeerService of one prefill worker. Add it to a grpc.aio server with `add_peer_service`."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class PeerServer(peer_pb2_grpc.PeerServiceServicer):
         config: TransferConfig,
     ) -> None:
         """`post` must be thread-safe and not block; `pieces` is None when the grpc backend is not served."""
+        super().__init__(pieces)
         self._identity = identity
         self._post = post
-        self._pieces = pieces
         self._config = config
         self._serials = itertools.count(1)
         self._num_streams = 0
@@ -135,13 +135,6 @@ class PeerServer(peer_pb2_grpc.PeerServiceServicer):
             elif now_s - told_s >= self._config.lease_s * LEASE_NEWS:
                 told_s = now_s
                 self._post(PeerAlive(handoff))
-
-    async def Fetch(
-        self, request: peer_pb2.FetchRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[peer_pb2.FetchResponse]:
-        """The bytes of one piece in parts of at most 1 MiB."""
-        async for part in parts_of(self._pieces, request.key, context):
-            yield part
 
 
 class _StreamReply:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
+from jdisagg.api.piece_wire import FETCH, encode_part
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 FETCH_PART_BYTES = 2**20
@@ -21,27 +22,28 @@ class PieceBytes(Protocol):
         ...
 
 
-async def parts_of(
-    pieces: PieceBytes | None, key: str, context: grpc.aio.ServicerContext
-) -> AsyncIterator[peer_pb2.FetchResponse]:
-    """The bytes of one piece in parts of at most 1 MiB; ends the RPC with NOT_FOUND when there is none."""
-    found = None if pieces is None else pieces.get(key)
-    if found is None:
-        await context.abort(grpc.StatusCode.NOT_FOUND, f"no piece {key!r} here: acknowledged, or its lease is over")
-    view = memoryview(found).cast("B")
-    for begin in range(0, len(view), FETCH_PART_BYTES):
-        yield peer_pb2.FetchResponse(data=bytes(view[begin : begin + FETCH_PART_BYTES]))
-
-
 class PieceServer(peer_pb2_grpc.PeerServiceServicer):
-    """Fetch alone; the other methods of PeerService are UNIMPLEMENTED here."""
+    """Fetch alone; the other methods of PeerService are UNIMPLEMENTED here. Add it to a server with `add_peer_service`."""
 
-    def __init__(self, pieces: PieceBytes) -> None:
+    def __init__(self, pieces: PieceBytes | None) -> None:
+        """`pieces` is None when the grpc backend is not served."""
         self._pieces = pieces
 
-    async def Fetch(
-        self, request: peer_pb2.FetchRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[peer_pb2.FetchResponse]:
-        """The bytes of one piece."""
-        async for part in parts_of(self._pieces, request.key, context):
-            yield part
+    async def Fetch(self, request: peer_pb2.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        """The bytes of one piece in FetchResponses, as they travel, of at most 1 MiB; NOT_FOUND when there is none."""
+        found = None if self._pieces is None else self._pieces.get(request.key)
+        if found is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no piece {request.key!r} here: acknowledged, or its lease is over")
+        view = memoryview(found).cast("B")
+        for begin in range(0, len(view), FETCH_PART_BYTES):
+            yield encode_part(view[begin : begin + FETCH_PART_BYTES])
+
+
+def add_peer_service(service: PieceServer, server: grpc.aio.Server) -> None:
+    """PeerService of `service`, its Fetch past protobuf. gRPC asks registered handlers, the last of a name, then the
+    others in order."""
+    *_, name, method = FETCH.split("/")
+    fetch = grpc.unary_stream_rpc_method_handler(service.Fetch, request_deserializer=peer_pb2.FetchRequest.FromString)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {method: fetch}),))
+    peer_pb2_grpc.add_PeerServiceServicer_to_server(service, server)
+    server.add_registered_method_handlers(name, {method: fetch})

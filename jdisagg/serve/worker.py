@@ -25,6 +25,7 @@ from jdisagg.api.http.app import make_app
 from jdisagg.api.http.server import HttpServer, listen
 from jdisagg.api.kv_events import KVEventsService
 from jdisagg.api.local_engine import LocalEngine
+from jdisagg.api.piece_server import add_peer_service
 from jdisagg.api.worker_service import WorkerService
 from jdisagg.core.config import Config
 from jdisagg.core.drill import HOOKS_VARIABLE
@@ -39,7 +40,7 @@ from jdisagg.serve.engines import exit_on_crash
 from jdisagg.serve.process import Process, run_process
 from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.text_edge import TextModel, make_edge, read_text_model
-from jdisagg.v1 import admin_pb2_grpc, generation_pb2_grpc, kv_events_pb2_grpc, peer_pb2_grpc, worker_pb2_grpc
+from jdisagg.v1 import admin_pb2_grpc, generation_pb2_grpc, kv_events_pb2_grpc, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -143,7 +144,7 @@ class _Edges:
             worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self._engine, config.transfer), server)
         if deployment.peer_server is not None:
             names.append("PeerService")
-            peer_pb2_grpc.add_PeerServiceServicer_to_server(deployment.peer_server, server)
+            add_peer_service(deployment.peer_server, server)
         admin = AdminService(drain=self.drain, stats=self.state, reset_prefix_cache=self._reset_prefix_cache)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         self._kv_events = KVEventsService(deployment.kv_rings, metrics)

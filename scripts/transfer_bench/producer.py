@@ -14,11 +14,11 @@ import jax
 
 from jdisagg.api.channels import bind, make_server
 from jdisagg.api.peer_server import PeerServer
+from jdisagg.api.piece_server import add_peer_service
 from jdisagg.core.config import TransferConfig
 from jdisagg.handoff.events import PeerMessage, PeerOpened
 from jdisagg.handoff.messages import Ack, StreamEnded
 from jdisagg.transfer.base import Piece, Published, Publisher, PublishFailed
-from jdisagg.v1 import peer_pb2_grpc
 from transfer_bench.parts import HOST, Form, cpu_s, device_piece, identity, make_publisher
 
 WINDOW = 4  # pieces published and not acknowledged, as in the hand-off
@@ -76,7 +76,7 @@ def produce(form: Form, pipe: Connection) -> None:
     async def serve() -> tuple[grpc.aio.Server, str]:
         server = make_server()
         service = PeerServer(identity("P", form.backend), post=inbox.put, pieces=store, config=TransferConfig())
-        peer_pb2_grpc.add_PeerServiceServicer_to_server(service, server)
+        add_peer_service(service, server)
         address = bind(server, HOST)
         await server.start()
         return server, address

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jdisagg.api.peer_client import GrpcPeerClient
 from jdisagg.api.peer_codec import UpStream, decode_down, encode_down, encode_identity, encode_up
 from jdisagg.api.peer_server import PeerServer
+from jdisagg.api.piece_server import add_peer_service
 from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.requests import Output
 from jdisagg.handoff import actions as act
@@ -193,7 +194,7 @@ def test_hello_settles_the_newest_protocol_both_know_or_names_it(ours, theirs, a
     async def body() -> None:
         mine = identity(min_protocol=ours[0], max_protocol=ours[1])
         service = PeerServer(mine, post=lambda event: None, pieces=None, config=FAST)
-        server, address = await start_server(lambda s: peer_pb2_grpc.add_PeerServiceServicer_to_server(service, s))
+        server, address = await start_server(lambda s: add_peer_service(service, s))
         asked = peer_pb2.HelloRequest(
             identity=encode_identity(identity(min_protocol=theirs[0], max_protocol=theirs[1], epoch="d"))
         )

@@ -22,6 +22,7 @@ from jdisagg.api.generation import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.peer_client import GrpcPeerClient
 from jdisagg.api.peer_server import PeerServer
+from jdisagg.api.piece_server import add_peer_service
 from jdisagg.api.token_engine import Health
 from jdisagg.api.worker_service import WorkerService
 from jdisagg.core.fleet import Load, Member
@@ -38,7 +39,6 @@ from jdisagg.v1 import (
     generation_pb2,
     generation_pb2_grpc,
     peer_pb2,
-    peer_pb2_grpc,
     worker_pb2,
     worker_pb2_grpc,
 )
@@ -82,7 +82,7 @@ class Everything:
             edge = Edge(FakeEngine(tokenizer, "hello"), tokenizer, default_deadline_s=10.0)
             generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
         peers = PeerServer(identity(), post=self.posted.append, pieces=self.pieces, config=FAST)
-        peer_pb2_grpc.add_PeerServiceServicer_to_server(peers, server)
+        add_peer_service(peers, server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self.arithmetic, FAST), server)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(self.fleet.workers, FAST), server)
         admin = AdminService(drain=self._drain, stats=self._stats, reset_prefix_cache=self._reset)

@@ -16,6 +16,7 @@ from jdisagg.api.codec import encode_request
 from jdisagg.api.peer_client import GrpcPeerClient
 from jdisagg.api.peer_codec import decode_down
 from jdisagg.api.peer_server import PeerServer
+from jdisagg.api.piece_server import add_peer_service
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.requests import Output
 from jdisagg.handoff.actions import Export
@@ -38,9 +39,7 @@ class Prefill:
         self.service = PeerServer(who, post=self.events.append, pieces=self.pieces, config=config)
 
     async def start(self, port: int = 0) -> str:
-        self.server, address = await start_server(
-            lambda server: peer_pb2_grpc.add_PeerServiceServicer_to_server(self.service, server), port
-        )
+        self.server, address = await start_server(lambda server: add_peer_service(self.service, server), port)
         return address
 
     def opened(self) -> list[PeerOpened]:
