@@ -46,4 +46,5 @@ def add_peer_service(service: PieceServer, server: grpc.aio.Server) -> None:
     fetch = grpc.unary_stream_rpc_method_handler(service.Fetch, request_deserializer=peer_pb2.FetchRequest.FromString)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {method: fetch}),))
     peer_pb2_grpc.add_PeerServiceServicer_to_server(service, server)
-    server.add_registered_method_handlers(name, {method: fetch})
+    if (register := getattr(server, "add_registered_method_handlers", None)) is not None:
+        register(name, {method: fetch})
