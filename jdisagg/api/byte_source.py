@@ -20,14 +20,18 @@ class GrpcByteSource:
         self._credentials = credentials
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
+        self._closed = False
 
     def read_into(self, peer: str, key: str, room: memoryview, deadline_s: float) -> Iterator[int]:
         """Fill `room` with the piece's bytes; see `ByteSource`."""
         channel, filled = self._channel(peer), 0
-        fetch = channel.unary_stream(
-            FETCH, request_serializer=peer_pb2.FetchRequest.SerializeToString, response_deserializer=decode_part
-        )
-        call = fetch(peer_pb2.FetchRequest(key=key), timeout=max(0.0, deadline_s - monotonic()))
+        try:
+            fetch = channel.unary_stream(
+                FETCH, request_serializer=peer_pb2.FetchRequest.SerializeToString, response_deserializer=decode_part
+            )
+            call = fetch(peer_pb2.FetchRequest(key=key), timeout=max(0.0, deadline_s - monotonic()))
+        except ValueError as error:  # dropped in this moment
+            raise ConnectionError(f"piece {key} of {peer}: {error}") from error
         try:
             for part in call:
                 end = filled + len(part)
@@ -37,16 +41,24 @@ class GrpcByteSource:
                 yield end - filled
                 filled = end
         except grpc.RpcError as error:
-            code = call.code()
-            text = f"piece {key} of {peer}: {code.name}: {call.details()}"
-            if code is grpc.StatusCode.NOT_FOUND:
-                raise KeyError(text) from error
-            self._drop(peer, channel)
-            if code is grpc.StatusCode.DEADLINE_EXCEEDED:  # perhaps nothing passes on this connection any more
-                raise TimeoutError(text) from error
-            raise ConnectionError(text) from error
+            error.__traceback__ = None  # it is the call itself: they would hold each other, and `room`, until collected
+            failed = True
+        else:
+            failed = False
         finally:
             call.cancel()  # a reader that stops early must not leave the stream running
+        if failed:
+            raise self._failure(peer, key, channel, call)
+
+    def _failure(self, peer: str, key: str, channel: grpc.Channel, call: grpc.Call) -> Exception:
+        """What the end of a call means."""
+        code = call.code()
+        text = f"piece {key} of {peer}: {code.name}: {call.details()}"
+        if code is grpc.StatusCode.NOT_FOUND:
+            return KeyError(text)
+        self._drop(peer, channel)
+        # a deadline: perhaps nothing passes on this connection any more
+        return TimeoutError(text) if code is grpc.StatusCode.DEADLINE_EXCEEDED else ConnectionError(text)
 
     def drop(self, peer: str) -> None:
         """The peer has fallen silent: reads from it end with ConnectionError now, later ones connect anew. Any thread."""
@@ -58,12 +70,15 @@ class GrpcByteSource:
     def close(self) -> None:
         """Close every channel; reads in progress fail."""
         with self._lock:
+            self._closed = True
             channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             channel.close()
 
     def _channel(self, peer: str) -> grpc.Channel:
         with self._lock:
+            if self._closed:
+                raise ConnectionError("the source is closed")
             if peer not in self._channels:
                 self._channels[peer] = open_blocking_channel(peer, self._credentials)
             return self._channels[peer]

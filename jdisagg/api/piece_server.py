@@ -12,6 +12,7 @@ from jdisagg.api.piece_wire import FETCH, encode_part
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 FETCH_PART_BYTES = 2**20
+_KEY_SHOWN = 200  # characters
 
 
 class PieceBytes(Protocol):
@@ -33,7 +34,8 @@ class PieceServer(peer_pb2_grpc.PeerServiceServicer):
         """The bytes of one piece in FetchResponses, as they travel, of at most 1 MiB; NOT_FOUND when there is none."""
         found = None if self._pieces is None else self._pieces.get(request.key)
         if found is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no piece {request.key!r} here: acknowledged, or its lease is over")
+            name = request.key[:_KEY_SHOWN]  # a status is small
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no piece {name!r} here: acknowledged, or its lease is over")
         view = memoryview(found).cast("B")
         for begin in range(0, len(view), FETCH_PART_BYTES):
             yield encode_part(view[begin : begin + FETCH_PART_BYTES])

@@ -16,7 +16,8 @@ MOST_COUNTED = 2  # intervals that one wake-up counts for, however late it comes
 
 
 class Pulse:
-    """Beats every `heartbeat_s` while `run` runs; ends when nothing was heard for `dead_after_s`."""
+    """Beats every `heartbeat_s` while `run` runs; ends when nothing was heard for `dead_after_s`, later on a loop so slow that
+    it misses its own wake-ups."""
 
     def __init__(self, *, heartbeat_s: float, dead_after_s: float) -> None:
         self._wake_s = heartbeat_s / WAKE_UPS_PER_BEAT
@@ -29,13 +30,14 @@ class Pulse:
         self._silent_s, self._counted_s = 0.0, monotonic()
 
     async def run(self, beat: Callable[[], None]) -> None:
-        """Call `beat` every interval; returns once the other side has been silent for too long."""
-        wake_ups, was_late, self._counted_s = 0, False, monotonic()
+        """Call `beat` every interval, by the clock; returns once the other side has been silent for too long."""
+        was_late, self._counted_s = False, monotonic()
+        beaten_s = self._counted_s
         while self._silent_s < self._limit_s:
             await asyncio.sleep(min(self._wake_s, self._limit_s - self._silent_s))
-            was_late = self._count(may_decide=was_late)
-            wake_ups += 1
-            if wake_ups % WAKE_UPS_PER_BEAT == 0:
+            was_late, now_s = self._count(may_decide=was_late), self._counted_s
+            if now_s - beaten_s >= (WAKE_UPS_PER_BEAT - 0.5) * self._wake_s:
+                beaten_s = now_s
                 beat()
 
     def _count(self, may_decide: bool) -> bool:

@@ -78,8 +78,10 @@ class HostPublisher:
         try:
             data = pack(piece)
             locator = self._store.put(key, data)
-        except (RuntimeError, ValueError, MemoryError, OSError) as error:
-            log.warning("%s: publishing piece [%d, %d) of %s: %s", self.name, piece.begin, piece.end, handoff, error)
+        except Exception as error:  # whatever it is, it concerns this piece; the lane serves the next one
+            level = logging.WARNING if isinstance(error, RuntimeError | MemoryError | OSError) else logging.ERROR
+            told = (self.name, piece.begin, piece.end, handoff, error)
+            log.log(level, "%s: publishing piece [%d, %d) of %s: %r", *told, exc_info=level > logging.WARNING)
             self.discard(key)
             self._fail(handoff, key, piece, f"device: {error}")
             return

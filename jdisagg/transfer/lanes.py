@@ -48,6 +48,7 @@ class Lane:
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
             job()
+            del job  # and what it holds: the next one may be long in coming
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +96,11 @@ class LaneFetcher:
         now_s = monotonic()
         if peer not in self._lanes:
             self._end_idle_lanes(now_s)
-            self._lanes[peer] = Lane(f"{self.name}-fetch-{peer}")
+            try:
+                self._lanes[peer] = Lane(f"{self.name}-fetch-{peer}")
+            except RuntimeError as error:  # no thread is left
+                self._post(PieceFailed(handoff=handoff, ready=ready, reason="connection", detail=str(error)))
+                return
         self._used_s[peer] = now_s
         job_id, job = next(self._ids), FetchJob(handoff, peer, ready, deadline_s)
         self._jobs[job_id] = job

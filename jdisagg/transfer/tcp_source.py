@@ -105,7 +105,7 @@ class TcpSource:
             is_fresh = line is None
             if line is None:
                 line = self._enter(reading, _connect(locator, deadline_s))
-            reply, error = bytearray(REPLY.size), ConnectionError(f"{reading.peer} hung up")
+            reply, why = bytearray(REPLY.size), "hung up"  # no exception: it would hold this frame, which would hold it
             try:
                 line.socket.settimeout(left_s(deadline_s))
                 line.socket.sendall(REQUEST.pack(locator.secret, locator.number))
@@ -113,14 +113,14 @@ class TcpSource:
                     (num_bytes,) = REPLY.unpack(reply)
                     if num_bytes >= UNKNOWN:
                         return line, num_bytes
-                    error, is_fresh = ConnectionError(f"{reading.peer} speaks another protocol"), True
+                    why, is_fresh = "speaks another protocol", True
             except TimeoutError:
                 raise
             except OSError as broken:
-                error = ConnectionError(f"{reading.peer}: {broken}")
+                why = f"does not answer: {broken}"
             self._give_up(reading)
             if is_fresh or reading.dropped:
-                raise error
+                raise ConnectionError(f"{reading.peer} {why}")
 
     def _take_kept(self, reading: _Reading, locator: Locator) -> _Line | None:
         with self._lock:
@@ -165,13 +165,17 @@ class TcpSource:
 
 def _connect(locator: Locator, deadline_s: float) -> _Line:
     """Raises TimeoutError at the deadline, ConnectionError when nobody accepts."""
-    failure: Exception = ConnectionError("no address")
+    why = "no address"
     try:
         found = socket.getaddrinfo(locator.host, locator.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ConnectionError(f"{locator.host}: {error}") from error
     for family, kind, protocol, _, address in found:
-        connection = socket.socket(family, kind, protocol)
+        try:
+            connection = socket.socket(family, kind, protocol)
+        except OSError as error:  # a kernel without this family
+            why = str(error)
+            continue
         try:
             connection.settimeout(min(CONNECT_TIMEOUT_S, left_s(deadline_s)))
             connection.connect(address)
@@ -181,6 +185,6 @@ def _connect(locator: Locator, deadline_s: float) -> _Line:
             return _Line((locator.host, locator.port), connection)
         except OSError as error:
             connection.close()
-            failure = error
+            why = str(error)
     left_s(deadline_s)
-    raise ConnectionError(f"{locator.host}:{locator.port}: {failure}") from failure
+    raise ConnectionError(f"{locator.host}:{locator.port}: {why}")

@@ -43,7 +43,8 @@ class TcpStore:
         """Listen on a free port of `bind_host`; peers reach it as `advertised_host` ("" = the same). Raises OSError."""
         bind_host = bind_host.strip("[]")
         family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
-        self._listener = socket.create_server((bind_host, 0), family=family)
+        both = bind_host == "::" and socket.has_dualstack_ipv6()  # as gRPC does
+        self._listener = socket.create_server((bind_host, 0), family=family, dualstack_ipv6=both)
         self._host, self._port = (advertised_host or bind_host).strip("[]"), int(self._listener.getsockname()[1])
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._numbers = itertools.count(1)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
+import jax
+import numpy as np
 import pytest
 
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.transfer import lanes
-from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, TransferEvent
+from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, Published, PublishFailed, TransferEvent
+from jdisagg.transfer.grpc_backend import PieceStore
+from jdisagg.transfer.host_backend import HostPublisher
 from jdisagg.transfer.lanes import FetchJob, Lane, LaneFetcher
 from jdisagg.transfer.target import PieceError
 
@@ -141,3 +147,59 @@ def test_a_fetch_that_is_over_before_it_was_noted_down_stays_over(monkeypatch: p
     assert fetches.num_jobs == 0
     fetches.close()
     assert [type(event) for event in posted] == kind
+
+
+@pytest.mark.timeout(10)
+def test_what_a_job_held_is_free_while_the_lane_waits_for_the_next() -> None:
+    lane, ran, piece = Lane("test"), threading.Event(), np.zeros(4)
+    held = weakref.ref(piece)
+    lane.submit(lambda piece=piece: ran.set())
+    del piece
+    assert ran.wait(5.0)
+    until_s = time.monotonic() + 5.0
+    while held() is not None and time.monotonic() < until_s:
+        time.sleep(0.005)
+    assert held() is None
+    lane.stop()
+
+
+def test_a_lane_that_cannot_start_fails_its_fetch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    posted = queue.SimpleQueue[TransferEvent]()
+    fetches = LaneFetcher("test", lambda job: NOTHING, posted.put)
+
+    def no_thread(name: str) -> Lane:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lanes, "Lane", no_thread)
+        fetches.fetch(HandoffId("a", 0), "p:1", READY, float("inf"))
+    failed = posted.get(timeout=5.0)
+    assert isinstance(failed, PieceFailed)
+    assert (failed.reason, failed.detail) == ("connection", "can't start new thread")
+    fetches.fetch(HandoffId("b", 0), "p:1", READY, float("inf"))
+    assert posted.get(timeout=5.0).handoff == HandoffId("b", 0)
+    fetches.close()
+
+
+class FailsOnce(PieceStore):
+    """A store with a bug."""
+
+    def put(self, key: str, data: bytes | memoryview) -> str:
+        if key == "first":
+            raise TypeError("a bug")
+        return super().put(key, data)
+
+
+def test_whatever_publishing_a_piece_raises_fails_it_alone(caplog: pytest.LogCaptureFixture) -> None:
+    posted = queue.SimpleQueue[TransferEvent]()
+    publisher = HostPublisher("grpc", FailsOnce(), posted.put, max_bytes=2**20)
+    for key in ("first", "second"):
+        data = jax.numpy.zeros((1, 1, 1, 1))
+        publisher.publish(HandoffId(key, 0), key, Piece(begin=0, end=1, data=data))
+    failed, published = posted.get(timeout=5.0), posted.get(timeout=5.0)
+    assert isinstance(failed, PublishFailed)
+    assert "a bug" in failed.reason
+    assert isinstance(published, Published)
+    assert publisher.num_buffered_bytes == 4
+    assert "Traceback" in caplog.text
+    publisher.close()

@@ -320,3 +320,31 @@ def test_nothing_is_left_open(source: TcpSource) -> None:
             read(mine, f"127.0.0.1:1 {SECRET} 1")
         assert ends("tcp-")
     assert descriptors() == before
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no socket serves IPv4 and IPv6 here")
+def test_every_address_is_both_kinds_of_address(source: TcpSource) -> None:
+    store = TcpStore("::", HOST)
+    try:
+        assert read(source, store.put("k", b"data")) == b"data"
+    finally:
+        store.close()
+
+
+def test_an_address_of_a_family_that_is_not_there_is_passed_over(
+    source: TcpSource, store: TcpStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locator = Locator.parse(store.put("k", b"data"))
+    found = socket.getaddrinfo(HOST, locator.port, type=socket.SOCK_STREAM)
+    missing = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", locator.port, 0, 0))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [missing, *found])
+    make = socket.socket
+
+    def without_ipv6(family: int = -1, *rest: int, **named: int) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(97, "Address family not supported by protocol")
+        return make(family, *rest, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tcp_source.socket, "socket", without_ipv6)
+        assert read(source, str(locator)) == b"data"

@@ -456,6 +456,8 @@ def test_fetch_streams_the_bytes_and_unknown_keys_answer_at_once():
         assert await asyncio.to_thread(read, "empty") == b""
         with pytest.raises(KeyError, match="nope"):
             await asyncio.to_thread(read, "nope")
+        with pytest.raises(KeyError):
+            await asyncio.to_thread(read, "\1" * 20_000)  # longer than a status may be
         with pytest.raises(TimeoutError):
             await asyncio.to_thread(read, "k", address, -1.0)
         await p.server.stop(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -22,8 +23,10 @@ class Clock:
         self.now_s += seconds + self._late_s(self.now_s)
 
 
-def silence(monkeypatch: pytest.MonkeyPatch, late_s: Callable[[float], float], heard_at_s: float = -1.0) -> tuple[float, int]:
-    """When silence is noticed, and the beats sent until then; something is heard once, at `heard_at_s`."""
+def silence(
+    monkeypatch: pytest.MonkeyPatch, late_s: Callable[[float], float], heard_at_s: float = -1.0
+) -> tuple[float, list[float]]:
+    """When silence is noticed, and the beats until then; something is heard once, at `heard_at_s`."""
     clock = Clock(late_s)
     one = Pulse(heartbeat_s=0.25, dead_after_s=1.0)
     beats: list[float] = []
@@ -38,14 +41,14 @@ def silence(monkeypatch: pytest.MonkeyPatch, late_s: Callable[[float], float], h
     with monkeypatch.context() as patched:
         patched.setattr(pulse.asyncio, "sleep", sleep)
         asyncio.run(one.run(lambda: beats.append(clock.now_s)))
-    return clock.now_s, len(beats)
+    return clock.now_s, beats
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.01, 0.03, 0.06])
 def test_silence_is_noticed_on_time_by_a_loop_that_is(monkeypatch: pytest.MonkeyPatch, late_s: float) -> None:
     at_s, beats = silence(monkeypatch, lambda _: late_s)
     assert 1.0 <= at_s <= 1.0 + 1e-6 + 2 * late_s
-    assert beats >= 2
+    assert len(beats) >= 2
 
 
 def test_silence_is_noticed_by_a_loop_that_is_always_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,3 +73,16 @@ def test_a_process_that_was_stopped_reads_its_messages_before_it_blames_the_othe
     at_s, _ = silence(monkeypatch, late_s)
     assert at_s > 30.0 + stopped_at_s + 0.06, "it waited for another wake-up, by which messages have been read"
     assert at_s <= 31.2
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.02, 0.1, 0.2, 0.4])
+def test_a_late_loop_beats_at_most_one_turn_late(monkeypatch: pytest.MonkeyPatch, late_s: float) -> None:
+    at_s, beats = silence(monkeypatch, lambda _: late_s)
+    gaps = [later - earlier for earlier, later in itertools.pairwise([0.0, *beats, at_s])]
+    assert max(gaps) <= 0.25 + 0.0625 + late_s
+
+
+def test_after_a_stop_the_next_beat_comes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stops = [0.7]
+    _, beats = silence(monkeypatch, lambda now_s: stops.pop() if stops and now_s > 0.2 else 0.0)
+    assert beats[0] <= 0.25 + 0.7 + 1e-6
