@@ -40,18 +40,16 @@ def store_slabs(
     Positions are distinct, except on pages whose content does not matter. `most_slabs` bounds how many slabs of `tokens` tokens
     they touch: those beyond it are not written. Pages from P on are left out.
     """
-    page_size = kv.shape[3]
-    per_page = page_size // tokens
-    nowhere = kv.shape[1] * per_page
-    slab = jnp.where(pages < kv.shape[1], pages * per_page + offsets // tokens, nowhere)
-    order = jnp.argsort(slab)
-    ordered = slab[order]
-    run = jnp.cumsum(jnp.concatenate([jnp.zeros(1, jnp.int32), (ordered[1:] != ordered[:-1]).astype(jnp.int32)]))
-    run = jnp.where(ordered == nowhere, most_slabs, run)
-    slabs = jnp.zeros(most_slabs, jnp.int32).at[run].set(ordered, mode="drop")
-    source = jnp.full((most_slabs, tokens), -1, jnp.int32).at[run, offsets[order] % tokens].set(order, mode="drop")
+    per_page = kv.shape[3] // tokens
+    in_slabs = pages * per_page + offsets // tokens
+    slabs, source, num_runs = runs_of(
+        jnp.where(pages < kv.shape[1], in_slabs, kv.shape[1] * per_page),
+        offsets % tokens,
+        kv.shape[1] * per_page,
+        tokens,
+        most_slabs,
+    )
     bits = jnp.sum((source >= 0).astype(jnp.uint32) << jnp.arange(tokens, dtype=jnp.uint32)[None, :], axis=1).astype(jnp.int32)
-    num_runs = jnp.minimum(jnp.max(jnp.where(ordered == nowhere, -1, run), initial=-1) + 1, most_slabs)
     new = rows.astype(kv.dtype)[jnp.maximum(source, 0)].swapaxes(1, 2)  # [R, K, s, F]
     block = (1, 1, kv.shape[2], tokens, kv.shape[4])
 
@@ -73,6 +71,21 @@ def store_slabs(
         interpret=interpret,
         name="kv_write",
     )(slabs, bits, layer.reshape(1), new, kv)
+
+
+def runs_of(
+    slab: jax.Array, offsets: jax.Array, nowhere: int, tokens: int, most: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens by slab i32[T]: the slabs touched, i32[most]; which token is new at each of their places, i32[most, tokens] or -1;
+    how many slabs they are. Numbers from `nowhere` on are left out."""
+    slab = jnp.minimum(slab, nowhere)
+    order = jnp.argsort(slab)
+    ordered = slab[order]
+    run = jnp.cumsum(jnp.concatenate([jnp.zeros(1, jnp.int32), (ordered[1:] != ordered[:-1]).astype(jnp.int32)]))
+    run = jnp.where(ordered == nowhere, most, run)
+    slabs = jnp.zeros(most, jnp.int32).at[run].set(ordered, mode="drop")
+    source = jnp.full((most, tokens), -1, jnp.int32).at[run, offsets[order]].set(order, mode="drop")
+    return slabs, source, jnp.minimum(jnp.max(jnp.where(ordered == nowhere, -1, run), initial=-1) + 1, most)
 
 
 def _merge(  # noqa: PLR0917

@@ -29,6 +29,7 @@ TPS = (1, 4, 8)
 HEAD_DIMS = (64, 128)
 ALL_STEPS = ("prefill", "decode", "exact", "export", "import")
 CACHE_BYTES = 512 * MIB  # on each device
+_TPU_INT8_CACHE_BYTES = 6144 * MIB  # its scales, a 33rd of it, shall not fit into VMEM, where XLA would take them
 MOST_TEMP = 0.05  # of the cache
 _PAGE_SIZE = 16
 _TPU_INT8_PAGE_SIZE = 128  # the scales of a page fill the lanes; smaller ones are left to plain XLA
@@ -49,8 +50,16 @@ class Case:
     @property
     def page_size(self) -> int:
         """As one would serve it with, in tokens."""
-        on_tpu = parse_topology(self.topology).accelerator.platform == "tpu"
-        return _TPU_INT8_PAGE_SIZE if on_tpu and self.kv_dtype == QUANTISED else _PAGE_SIZE
+        return _TPU_INT8_PAGE_SIZE if self._int8_on_tpu else _PAGE_SIZE
+
+    @property
+    def cache_bytes(self) -> int:
+        """On each device."""
+        return _TPU_INT8_CACHE_BYTES if self._int8_on_tpu else CACHE_BYTES
+
+    @property
+    def _int8_on_tpu(self) -> bool:
+        return self.kv_dtype == QUANTISED and parse_topology(self.topology).accelerator.platform == "tpu"
 
 
 FEW = (
@@ -58,6 +67,7 @@ FEW = (
     Case(topology="v5p:2x2x2", tp=4, head_dim=64),
     Case(topology="v6e:2x4", tp=8, head_dim=128, steps=("prefill", "decode", "export", "import")),
     Case(topology="tpu7x:2x2x1", tp=4, head_dim=128),
+    Case(topology="v6e:2x4", tp=4, head_dim=128, kv_dtype=QUANTISED, steps=("prefill", "decode", "export", "import")),
 )
 
 
@@ -134,7 +144,7 @@ def gate_engine(case: Case, *, exact: bool = False) -> AbstractEngine:
     mesh = make_mesh(abstract_devices(parse_topology(case.topology), case.tp), case.tp)
     form = ModelForm(spec=_spec(case.head_dim), dtype="bfloat16", kv_dtype=case.kv_dtype, layer_loop=LayerLoop.UNROLLED)
     layout = form.layout(mesh, case.page_size)
-    pages = -(-CACHE_BYTES * case.tp // layout.bytes_per_page)
+    pages = -(-case.cache_bytes * case.tp // layout.bytes_per_page)
     config = Config(
         role="unified",
         model=ModelConfig(numerics=Numerics.EXACT if exact else Numerics.FAST),

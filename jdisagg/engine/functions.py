@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdisagg.engine import state as slots
 from jdisagg.engine.model import StepModel
+from jdisagg.engine.moves import scatter_tokens
 from jdisagg.engine.steps import StepFunctions
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout
@@ -32,7 +33,7 @@ def jit_functions(model: StepModel, layout: KVLayout, mesh: Mesh) -> dict[str, A
         return layout.gather_tokens(mesh, cache, where[0], where[1])
 
     def scatter(cache: KVGroup, piece: KVGroup, where: jax.Array) -> KVGroup:
-        return layout.scatter_tokens(mesh, cache, piece, where[0], where[1])
+        return scatter_tokens(layout, mesh, cache, piece, where)
 
     return {
         "prefill": step(steps.prefill),

@@ -24,6 +24,7 @@ from pallas_kernels.gpu_attention import GpuTable, gpu_refuses
 from pallas_kernels.gpu_blocks import gpu_tuned
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.rows import Kind
+from pallas_kernels.tpu_scales import store_scales
 from pallas_kernels.tpu_write import slab_tokens
 from pallas_kernels.write import write
 
@@ -126,7 +127,7 @@ class TpuOps:
         num_tiles = batch.page_tables.shape[0]
         tile, slab = batch.positions.shape[0] // num_tiles, slab_tokens(self._layout.storage_dtype)
         most = num_tiles * ((tile - 1 + slab - 1) // slab + 1) + 1
-        store = partial(_store_tpu, most_slabs=most, interpret=self._interpret)
+        store = partial(store_tpu, most_slabs=most, interpret=self._interpret)
         return _write_shards(self._layout, self._mesh, store, (kv, layer, k, v), batch)
 
     def attend(
@@ -213,11 +214,23 @@ def _write(  # noqa: PLR0917
     return jax.tree.map(lambda array, new: store(array, layer, new, pages, offsets), kv, rows)
 
 
-def _store_tpu(array: jax.Array, *new: Any, heads_major: bool, **options: Any) -> jax.Array:
-    """`write` by kernel; scales, whose rows are two numbers, by XLA."""
+def store_tpu(
+    array: jax.Array,
+    layer: jax.Array,
+    rows: jax.Array,
+    pages: jax.Array,
+    offsets: jax.Array,
+    *,
+    most_slabs: int,
+    heads_major: bool,
+    interpret: Any,
+) -> jax.Array:
+    """Rows [T, K, F] of data or of scales by kernel; `most_slabs` bounds the slabs of both."""
     if array.shape[-1] == SCALES:
-        return ref.store(array, *new, heads_major=heads_major)
-    return write(array, *new, heads_major=heads_major, implementation="tpu", **options)
+        most = min(most_slabs, rows.shape[0])
+        return store_scales(array, layer, rows, pages, offsets, most_pages=most, interpret=interpret)
+    options = {"most_slabs": most_slabs, "heads_major": heads_major, "interpret": interpret}
+    return write(array, layer, rows, pages, offsets, implementation="tpu", **options)
 
 
 def _attend(q: jax.Array, kv: KVGroup, *where: jax.Array, **options: Any) -> jax.Array:

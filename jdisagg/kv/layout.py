@@ -24,7 +24,7 @@ from jdisagg.kv.spec import SCALES, KVSpec
 
 TP_AXIS = "tp"
 _ALL = PartitionSpec()
-_HEADS_OF_PIECE = PartitionSpec(None, None, TP_AXIS)  # [L, T, K, F]
+HEADS_OF_PIECE = PartitionSpec(None, None, TP_AXIS)  # [L, T, K, F]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,14 +96,14 @@ class KVLayout:
     def gather_tokens(self, mesh: Mesh, kv: KVGroup, pages: jax.Array, offsets: jax.Array) -> KVGroup:
         """KV [L, T, K, F] of the tokens at (pages i32[T], offsets i32[T]); a replicated head is read once."""
         kernel = jax.shard_map(
-            self._gather, mesh=mesh, in_specs=(self.partition, _ALL, _ALL), out_specs=_HEADS_OF_PIECE, check_vma=False
+            self._gather, mesh=mesh, in_specs=(self.partition, _ALL, _ALL), out_specs=HEADS_OF_PIECE, check_vma=False
         )
         once = jax.tree.map(lambda array: kernel(array, pages, offsets)[:, :, :: self.num_replicas], kv)
         return KVGroup(_cast_bits(once.data, self.dtype), once.scales)
 
     def scatter_tokens(self, mesh: Mesh, kv: KVGroup, rows: KVGroup, pages: jax.Array, offsets: jax.Array) -> KVGroup:
         """Store KV rows [L, T, K, F] at (pages i32[T], offsets i32[T]); the inverse of `gather_tokens`."""
-        specs = (self.partition, _HEADS_OF_PIECE, _ALL, _ALL)
+        specs = (self.partition, HEADS_OF_PIECE, _ALL, _ALL)
         kernel = jax.shard_map(self._scatter, mesh=mesh, in_specs=specs, out_specs=self.partition, check_vma=False)
 
         def store(array: jax.Array, new: jax.Array) -> jax.Array:

@@ -25,6 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from pallas_kernels.attention import attend
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.rows import Kind, Rows
+from pallas_kernels.tpu_scales import store_scales
 from pallas_kernels.transfer import gather, scatter
 from pallas_kernels.write import write
 
@@ -115,7 +116,7 @@ def attention(case: Case, spec: Callable[..., Any]) -> tuple[Callable[..., Any],
 
 
 def writing(case: Case, spec: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """New rows, float32 on their way; int8 ones come with scales, which XLA writes."""
+    """New rows, float32 on their way; int8 ones come with scales, which have a kernel on TPU."""
     dtype = jnp.dtype(case.dtype)
     index = spec((case.queries,), jnp.int32)
     rows = [spec((case.queries, case.kv_heads, 2 * case.dim), jnp.int8 if dtype == jnp.int8 else jnp.float32)]
@@ -125,7 +126,11 @@ def writing(case: Case, spec: Callable[..., Any]) -> tuple[Callable[..., Any], t
     def step(cache: list[Any], rows: list[Any], layer: Any, pages: Any, offsets: Any) -> Any:
         options = {"heads_major": case.heads_major, "most_slabs": case.slabs}
         out = [write(cache[0], layer, rows[0], pages, offsets, implementation=case.implementation, **options)]
-        return [*out, *(write(a, layer, b, pages, offsets, **options) for a, b in zip(cache[1:], rows[1:], strict=True))]
+        if case.implementation == "tpu":
+            store = partial(store_scales, most_pages=case.slabs or case.queries)
+        else:
+            store = partial(write, **options)
+        return [*out, *(store(a, layer, b, pages, offsets) for a, b in zip(cache[1:], rows[1:], strict=True))]
 
     return step, (cache_of(case, spec), rows, spec((), jnp.int32), index, index)
 

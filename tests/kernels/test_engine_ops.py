@@ -1,6 +1,7 @@
 """The engine's TPU and GPU ops, interpreted, do what its plain ops do: prompts in tiles, decode rows, shards, int8."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from jdisagg.engine.moves import scatter_by_kernel
 from jdisagg.engine.ops import GpuOps, RefOps, TpuOps, choose_ops, gpu_layout_refuses, kernels_of, tpu_layout_refuses
+from jdisagg.engine.token_index import token_index
 from jdisagg.kv.layout import choose_layout
 from jdisagg.kv.pool import KVPool
 from jdisagg.kv.spec import KVSpec
@@ -159,3 +162,36 @@ def test_other_platforms_get_plain_ops():
     mesh = make_mesh(jax.devices("cpu"), 1)
     layout = choose_layout(KVSpec(num_layers=2, num_kv_heads=8, features=256, dtype="float32"), mesh, 16)
     assert isinstance(choose_ops(layout, mesh), RefOps)
+
+
+@pytest.mark.parametrize(("tp", "dtype"), [(1, "int8"), (4, "int8"), (1, "float32")])
+@pytest.mark.parametrize("begin", [0, 5, 31])
+def test_pieces_are_stored_by_kernel_where_the_plain_scatter_puts_them(tp, dtype, begin):
+    mesh, width = make_mesh(jax.devices("cpu"), tp), 48
+    layout = choose_layout(KVSpec(num_layers=3, num_kv_heads=K, features=2 * D, dtype=dtype), mesh, 32)
+    rng = np.random.default_rng(begin)
+
+    def filled(like):
+        values = rng.normal(size=like.shape) * 50
+        return jnp.asarray(values.astype(like.dtype))
+
+    cache, rows = (jax.tree.map(filled, shapes) for shapes in (layout.abstract(7), layout.abstract_rows(width)))
+    where = token_index((4, 2, 6), begin, begin + 41, page_size=32, width=width)
+    plain = layout.scatter_tokens(mesh, cache, rows, where[0], where[1])
+    kernel = partial(scatter_by_kernel, layout, mesh, interpret=pltpu.InterpretParams())
+    stored = jax.jit(kernel)(cache, rows, jnp.asarray(where))
+    for before, a, b in zip(cache.arrays, plain.arrays, stored.arrays, strict=True):
+        assert not np.array_equal(before, a)
+        assert np.array_equal(np.asarray(a)[:, 1:], np.asarray(b)[:, 1:])
+
+
+def test_whole_pages_anywhere_are_stored_by_kernel():
+    mesh = make_mesh(jax.devices("cpu"), 1)
+    layout = choose_layout(KVSpec(num_layers=2, num_kv_heads=K, features=2 * D, dtype="int8"), mesh, 32)
+    rows = jax.tree.map(lambda like: jnp.ones(like.shape, like.dtype), layout.abstract_rows(128))
+    where = np.stack([np.repeat([5, 1, 3, 0], 32), np.tile(np.arange(32), 4)]).astype(np.int32)
+    cache = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), layout.abstract(7))
+    stored = jax.jit(partial(scatter_by_kernel, layout, mesh, interpret=pltpu.InterpretParams()))(cache, rows, where)
+    for array in stored.arrays:
+        pages = np.moveaxis(np.asarray(array), 1, 0)
+        assert [bool(page.all()) for page in pages][1:] == [True, False, True, False, True, False]

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu_gather import gather_pages
+from pallas_kernels.tpu_scales import store_scales
 from pallas_kernels.tpu_scatter import scatter_pages
 from pallas_kernels.transfer import gather, scatter
 from pallas_kernels.write import write
@@ -63,6 +64,25 @@ def test_write_stores_the_rows_and_nothing_else(dtype, implementation, interpret
             wanted[1, page, offset] = row.astype(dtype)
     same(out[:, 1:], wanted[:, 1:])
     assert "race" not in capfd.readouterr().out.lower()
+
+
+def test_scales_are_stored_and_nothing_else(capfd):
+    chunk = [(3, offset) for offset in range(5, 16)] + [(7, offset) for offset in range(8)]
+    places = [(9, 15), *chunk, (0, 0), (2, 0), (0, 0), (P, 3), (0, 1)]
+    RNG.shuffle(places)
+    pages, offsets = np.array(places, np.int32).T
+    rows, before = (RNG.uniform(0.0, 0.02, (*shape, 2)).astype(np.float32) for shape in ((len(places), K), (L, P, K, S)))
+    rows[0], before[1, 3, 0, 2] = np.nan, np.nan  # of a token that is broken: it must stay so
+    run = jax.jit(partial(store_scales, most_pages=8, interpret=STRICT), donate_argnums=0)
+    out = tokens_major(run(jnp.asarray(before), 1, rows, pages, offsets), True)
+    wanted = tokens_major(before, True).copy()
+    for row, page, offset in zip(rows, pages, offsets, strict=True):
+        if page < P:
+            wanted[1, page, offset] = row
+    np.testing.assert_array_equal(out[:, 1:], wanted[:, 1:])
+    assert "race" not in capfd.readouterr().out.lower()
+    nowhere = store_scales(jnp.asarray(before), 1, rows[:2], jnp.full(2, P), offsets[:2], most_pages=2, interpret=STRICT)
+    np.testing.assert_array_equal(np.asarray(nowhere), before)
 
 
 def test_a_write_to_pages_that_do_not_exist_changes_nothing():
