@@ -58,6 +58,8 @@ class GrpcPeerClient:
         self._streams: dict[HandoffId, PeerStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failures: dict[str, str] = {}  # peer -> why it cannot be used; "" = it can
+        self._backends: dict[str, tuple[str, ...]] = {}  # last agreed on, by peer
+        self._refusing: set[str] = set()  # of those, the ones that are there and do not pair with us
         self._closed = False
 
     # --- any thread
@@ -169,9 +171,12 @@ class GrpcPeerClient:
                 refused = Unavailable(f"prefill peer {stream.peer}: {error}")
                 return StreamEnded(reason="hello", error=refused)
             except HelloFailed as error:
-                self._failed(link, error.error.message)
+                self._failed(link, error.error.message, refused=error.reason == "hello")
                 return StreamEnded(reason=error.reason, error=error.error)
             self._answered(stream.peer)
+            if self._backends.get(stream.peer) != backends:
+                self._backends[stream.peer] = backends
+                log.info("prefill peer %s: KV comes over %s", stream.peer, ", else ".join(backends))
             if stream.closed:
                 break
             with link.in_use():
@@ -191,13 +196,14 @@ class GrpcPeerClient:
             link = self._links[peer] = PeerLink(peer, self._identity, self._credentials)
         return link
 
-    def _failed(self, link: PeerLink, why: str) -> None:
+    def _failed(self, link: PeerLink, why: str, *, refused: bool = False) -> None:
         """Forget the connection: the next stream makes a new one. Streams still on it live or die by their own heartbeats."""
         if self._links.get(link.peer) is link:
             del self._links[link.peer]
-            if not self._failures.get(link.peer):
-                log.warning("prefill peer %s is down: %s", link.peer, why)
+            if not self._failures.get(link.peer) or refused != (link.peer in self._refusing):
+                log.warning("prefill peer %s %s: %s", link.peer, "does not pair with us" if refused else "is down", why)
             self._failures[link.peer] = why
+            (self._refusing.add if refused else self._refusing.discard)(link.peer)
             self._retiring.add(link)
             self._on_down(link.peer)
             self._start(self._retire(link))
@@ -218,5 +224,5 @@ class GrpcPeerClient:
                 await link.refresh()
                 self._answered(peer)
             except HelloFailed as error:
-                self._failed(link, error.error.message)
+                self._failed(link, error.error.message, refused=error.reason == "hello")
             await asyncio.sleep(PROBE_INTERVAL_S)

@@ -85,7 +85,7 @@ class TransferConfig:
     """The P/D hand-off."""
 
     prefill: tuple[str, ...] = ()  # static peers of a decode worker, HOST:PORT
-    kv_transfer_backend: str = "auto"  # auto | grpc | tcp | shm | jax | device_put | fake
+    kv_transfer_backend: str = "auto"  # auto | grpc | tcp | shm | jax | device_put (colocated)
     transfer_buffer_bytes: int = 256 * 2**20
     transfer_chunk_tokens: int = 256  # tokens of one piece
     local_prefill: LocalPrefill = LocalPrefill.ON_FAILURE

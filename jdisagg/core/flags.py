@@ -112,7 +112,7 @@ _TRANSFER = (
         "transfer",
         "kv_transfer_backend",
         "what moves KV; auto = shm between processes of one host, else grpc, which every choice falls back to",
-        choices=("auto", "grpc", "tcp", "shm", "jax", "device_put", "fake"),
+        choices=("auto", "grpc", "tcp", "shm", "jax", "device_put"),
     ),
     Flag("transfer", "transfer_buffer_bytes", "bytes in flight per worker", minimum=1, syntax="bytes"),
     Flag("transfer", "transfer_chunk_tokens", "tokens of one KV piece", minimum=1),

@@ -19,6 +19,8 @@ _HOST_BUCKETS_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01),
     *(0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
 )
+_RUNGS = ("refetch", "other_backend", "reconnect", "other_prefill", "local_prefill")
+_RUNGS_OF_ROUTERS = ("replay",)
 # fed by a process without an engine, too; the others would be 0 there for ever
 _WITHOUT_ENGINE = frozenset(
     """
@@ -94,6 +96,8 @@ class Metrics:
         )
         self.borrowings = self._counter("borrowings", "KV asked back from a receiver, by how it ended.", "outcome")
         self.recoveries = self._counter("recoveries", "Steps taken to survive failures, by rung.", "rung")
+        for rung in _RUNGS if self._engine else _RUNGS_OF_ROUTERS:  # an alert on an increase must see the first
+            self.recoveries.labels(rung=rung)
         self.replays_refused = self._counter("replays_refused", "Requests that failed as the replay budget was spent.")
         self.prefix_cache_query_tokens = self._counter("prefix_cache_query_tokens", "Prompt tokens looked up in the cache.")
         self.forks = self._counter("forks", "Choices that took the KV of a sibling's prompt.")

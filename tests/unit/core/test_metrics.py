@@ -40,6 +40,14 @@ def test_observations_show_in_the_text(metrics: Metrics) -> None:
     assert 'jdisagg_requests{state="running"} 3.0' in text
 
 
+def test_every_rung_is_there_before_it_is_taken(metrics: Metrics) -> None:
+    for rung in ("refetch", "other_backend", "reconnect", "other_prefill", "local_prefill"):
+        assert f'jdisagg_recoveries_total{{rung="{rung}"}} 0.0' in metrics.text()
+    router = Metrics(engine=False).text()
+    assert 'jdisagg_recoveries_total{rung="replay"} 0.0' in router
+    assert "refetch" not in router
+
+
 def test_names_follow_the_conventions_of_the_linter(metrics: Metrics) -> None:
     for family in text_string_to_metric_families(metrics.text()):
         assert re.fullmatch(r"jdisagg_[a-z][a-z0-9_]*", family.name), family.name

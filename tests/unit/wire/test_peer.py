@@ -401,6 +401,42 @@ def test_hello_refuses_an_unlike_peer_and_names_the_field(changes, field):
     run_quiet(body())
 
 
+def test_the_log_says_when_a_peer_that_was_down_is_there_and_does_not_pair(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    async def body() -> None:
+        monkeypatch.setattr("jdisagg.api.peer_client.PROBE_INTERVAL_S", 0.05)
+        p, d = Prefill(identity()), Decode(identity(fingerprint="another"))
+        address = await p.start()
+        await p.server.stop(0)
+        d.client.watch((address,))
+        await until(lambda: "is down" in caplog.text)
+        await p.start(port=int(address.rpartition(":")[2]))
+        await until(lambda: "does not pair with us" in caplog.text)
+        await asyncio.sleep(0.2)
+        await p.server.stop(0)
+        await until(lambda: caplog.text.count("is down") == 2)
+        assert caplog.text.count("does not pair with us") == 1
+        await d.client.aclose()
+
+    run_quiet(body())
+
+
+def test_the_log_says_once_over_what_kv_comes(caplog: pytest.LogCaptureFixture):
+    async def body() -> None:
+        caplog.set_level("INFO")
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        for handoff in (H1, H2):
+            d.client.open(address, handoff, opening())
+        await until(lambda: len(p.opened()) == 2)
+        assert caplog.text.count(f"prefill peer {address}: KV comes over grpc") == 1
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
 def test_page_size_and_dtype_may_differ_and_watched_peers_become_usable():
     async def body() -> None:
         theirs = CacheGroup(spec=dataclasses.replace(SPEC, dtype="bfloat16"), page_size=64)
