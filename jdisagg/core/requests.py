@@ -95,7 +95,9 @@ class TokenLogprob:
 class Provenance:
     """Where a request's prompt KV came from: shown by quickstart, `x-jdisagg-*` headers and gRPC usage."""
 
-    prefill_worker: str = ""  # "pid 123 @ 127.0.0.1:9000": the last that brought KV; empty when computed here
+    prefill_worker: str = (
+        ""  # "pid 123 @ 127.0.0.1:9000": the last that brought KV (its address if it died); empty when none did
+    )
     decode_worker: str = ""
     prefilled_tokens: int = 0  # computed for this request, prefix hits left out
     transferred_tokens: int = 0

@@ -95,7 +95,7 @@ class ComputeLocally:
 
     request_id: str
     held_tokens: int
-    recoveries: tuple[str, ...]  # rungs taken so far, this one included
+    provenance: Provenance  # of what has arrived, and the rungs taken so far, this one included
 
 
 @dataclass(frozen=True, slots=True)

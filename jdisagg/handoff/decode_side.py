@@ -173,8 +173,7 @@ class DecodeSide:
             return self._late()
         ready = record.stream.settle(key)
         record.stream.progress_s = now_s
-        record.transferred_tokens += ready.end - ready.begin
-        record.transferred_bytes += ready.num_bytes
+        record.take(ready)
         actions: list[DecodeAction] = [act.Import(handoff.request_id, handoff, key), act.Send(handoff, msg.Ack(key=key))]
         return actions + record.grant() + self._complete(record)
 
@@ -266,7 +265,7 @@ class DecodeSide:
         if self._config.local_prefill is not LocalPrefill.NEVER:
             note = record.note("local_prefill", peer, cause)
             del self._live[request_id]
-            return [note, act.ComputeLocally(request_id, record.held_tokens, tuple(record.recoveries))]
+            return [note, act.ComputeLocally(request_id, record.held_tokens, record.arrived())]
         return self._fail(record, record.lost(peer, cause))
 
     def _fail(self, record: Inbound, error: RequestError) -> list[DecodeAction]:

@@ -59,6 +59,7 @@ class Inbound:
     recoveries: list[str] = field(default_factory=list)
     transferred_tokens: int = 0
     transferred_bytes: int = 0
+    brought_by: str = ""  # the peer that brought the last of them
     borrowed_tokens: int = 0  # that P fetched from here, over all streams
     borrowed_bytes: int = 0
 
@@ -140,6 +141,24 @@ class Inbound:
             known,
             prefill_worker=known.prefill_worker or self.stream.peer,
             prefilled_tokens=known.prefilled_tokens or self.num_tokens - self.stream.cached_tokens,
+            transferred_tokens=self.transferred_tokens,
+            transferred_bytes=self.transferred_bytes,
+            borrowed_tokens=self.borrowed_tokens,
+            borrowed_bytes=self.borrowed_bytes,
+            recoveries=tuple(self.recoveries),
+        )
+
+    def take(self, ready: ChunkReady) -> None:
+        """A piece has arrived."""
+        assert self.stream is not None
+        self.transferred_tokens += ready.end - ready.begin
+        self.transferred_bytes += ready.num_bytes
+        self.brought_by = self.stream.peer
+
+    def arrived(self) -> Provenance:
+        """What was brought before nobody was left to ask; the rest is computed here."""
+        return Provenance(
+            prefill_worker=self.brought_by,
             transferred_tokens=self.transferred_tokens,
             transferred_bytes=self.transferred_bytes,
             borrowed_tokens=self.borrowed_tokens,

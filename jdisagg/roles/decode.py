@@ -69,6 +69,7 @@ class DecodeRole:
         self._provenance = ProvenanceBook(page_size)
         self._self_tests: set[str] = set()
         self._early: list[Output] = []
+        self._num_alone = 0  # prompts computed here since a prefill worker last served, as none was known to answer
 
     # --- requests
 
@@ -204,15 +205,18 @@ class DecodeRole:
     ) -> list[Output]:
         match action:
             case act.FirstToken(request_id=request_id, output=output):
+                if self._num_alone:
+                    log.info("a prefill worker serves again; %d prompts were computed here meanwhile", self._num_alone)
+                    self._num_alone = 0
                 self._overlap.computed(request_id, now_s)
                 return [self._scheduler.remote_first_token(request_id, output, now_s)]
             case act.KVComplete(request_id=request_id, provenance=provenance):
-                self._provenance.fetched(request_id, provenance)
+                self._provenance.arrived(request_id, provenance)
                 self._scheduler.kv_arrived(request_id, now_s)
                 if stream := self._streams.get(request_id):
                     stream.timeline.record.kv_arrived(now_s)
-            case act.ComputeLocally(request_id=request_id, held_tokens=held_tokens, recoveries=recoveries):
-                self._provenance.computed_here(request_id, recoveries)
+            case act.ComputeLocally(request_id=request_id, held_tokens=held_tokens, provenance=provenance):
+                self._provenance.arrived(request_id, provenance)
                 self._scheduler.compute_locally(request_id, held_tokens)
             case act.Fail(request_id=request_id, error=error):
                 failed = self._scheduler.fail(request_id, error)
@@ -221,7 +225,10 @@ class DecodeRole:
 
     def _count_recovery(self, action: act.Recovered) -> None:
         self._metrics.recoveries.labels(rung=action.rung).inc()
-        if not action.peer:  # no stream was opened; that the peers are down is logged once, where it is found out
+        if not action.peer:  # no stream was opened: said once, not for every request
+            if not self._num_alone:
+                log.warning("request %s: %s; prompts are computed here until one does", action.request_id, action.cause)
+            self._num_alone += 1
             return
         where = f", prefill peer {action.peer}" if action.peer and action.peer not in action.cause else ""
         log.warning(

@@ -15,14 +15,10 @@ class ProvenanceBook:
         self._page_size = page_size
         self._of: dict[str, Provenance] = {}
 
-    def fetched(self, request_id: str, provenance: Provenance) -> None:
-        """The KV was transferred, as far as it was not here."""
+    def arrived(self, request_id: str, provenance: Provenance) -> None:
+        """What was transferred, as far as it was not here; all of it, or until nobody was left to ask."""
         pages = -(-provenance.transferred_tokens // self._page_size)
         self._of[request_id] = replace(provenance, transferred_pages=pages)
-
-    def computed_here(self, request_id: str, recoveries: tuple[str, ...]) -> None:
-        """Nobody else computes it (any more): what was tried is all that is told."""
-        self._of[request_id] = Provenance(recoveries=recoveries)
 
     def forget(self, request_id: str) -> None:
         """The request is over; idempotent."""

@@ -59,3 +59,20 @@ def test_of_two_workers_the_one_that_brought_the_last_of_it_is_named(second: Pro
     assert (got.transferred_tokens, got.transferred_bytes) == (10, 100), "of both"
     assert (got.borrowed_tokens, got.borrowed_bytes) == ((5, 50) if second is not None else (3, 30)), "by both"
     assert got.recoveries == ("other_prefill",)
+
+
+def test_what_a_dead_worker_brought_is_told_although_the_rest_is_computed_here() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "p"), 0.0)
+    first = HandoffId("r", 1)
+    side.on_message(first, Accepted(cached_tokens=0), 0.0)
+    side.on_reserved("r", 0.0)
+    side.on_message(first, ready("a", 0, 4), 0.0)
+    side.on_arrived(first, "a", 0.1, 0.0)
+    side.on_message(first, StreamEnded(reason="dead"), 0.0)
+    side.tick(1.0)
+    local = only(act.ComputeLocally, side.on_message(HandoffId("r", 2), StreamEnded(reason="unreachable"), 1.0))
+    assert local.held_tokens == 4
+    assert local.provenance == Provenance(
+        prefill_worker="p", transferred_tokens=4, transferred_bytes=40, recoveries=("reconnect", "local_prefill")
+    )

@@ -15,7 +15,7 @@ from jdisagg.core.errors import (
     RequestError,
     Unavailable,
 )
-from jdisagg.core.requests import FinishReason, Output
+from jdisagg.core.requests import FinishReason, Output, Provenance
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.messages import Accepted, Agreed, ChunkReady, Done, Grant, HandoffId, Refused, StreamEnded, Want
@@ -181,7 +181,7 @@ def test_the_only_worker_is_asked_once_more_after_a_pause_then_the_prompt_is_com
     actions = side.on_message(H2, StreamEnded(reason="unreachable"), 1.2)
     local = only(act.ComputeLocally, actions)
     assert (local.request_id, local.held_tokens) == ("r", 3)
-    assert local.recoveries == ("reconnect", "local_prefill")
+    assert local.provenance == Provenance(recoveries=("reconnect", "local_prefill"))
     assert side.is_idle
 
 

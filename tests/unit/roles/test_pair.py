@@ -112,6 +112,26 @@ def test_without_any_working_peer_the_prompt_is_computed_here() -> None:
     assert provenance.recoveries == ("other_prefill", "local_prefill")
 
 
+def test_the_log_says_once_that_nobody_prefills_and_when_somebody_does_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    world = World(local_prefill=True)
+    world.wire.down = {"p0", "p1"}
+    for name in ("a", "b", "c"):
+        world.submit(request(name, PROMPT, 3))
+        world.settle()
+    said = "no prefill worker is known to answer; prompts are computed here until one does"
+    assert caplog.text.count(said) == 1
+    world.wire.down = set()
+    for name in ("d", "e"):
+        world.submit(request(name, (*PROMPT, ord(name)), 3))
+        world.settle()
+    assert caplog.text.count("a prefill worker serves again; 3 prompts were computed here meanwhile") == 1
+    world.wire.down = {"p0", "p1"}
+    world.submit(request("f", (*PROMPT, 5), 3))
+    world.settle()
+    assert caplog.text.count(said) == 2
+
+
 def test_peers_known_to_be_down_are_not_asked() -> None:
     world = World(local_prefill=True)
     world.wire.down = {"p0", "p1"}
