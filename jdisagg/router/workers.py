@@ -24,6 +24,7 @@ from jdisagg.core.config import TransferConfig
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.router.fleet import Entry, Fleet
+from jdisagg.router.pairing import PairingWatch
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +138,7 @@ class Workers:
         self._changed = asyncio.Event()
 
     async def _sweep_forever(self) -> None:
+        pairing = PairingWatch()
         while True:
             asleep_s = monotonic()
             await asyncio.sleep(self._config.heartbeat_s)
@@ -144,6 +146,8 @@ class Workers:
             for entry in self.fleet.evict(monotonic()):
                 self._lose(entry, EVICTED)
             self._connect_missing()
+            if (why := pairing.look(self.fleet.members(), monotonic())) is not None:
+                log.warning("%s", why)
 
     def _connect_missing(self) -> None:
         now_s = monotonic()

@@ -1,0 +1,49 @@
+"""Notices prefill and decode workers that are there together and cannot pair: such a fleet serves slowly, and nothing fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jdisagg.core.fleet import Member
+from jdisagg.core.requests import Role
+
+SETTLE_S = 10.0  # restarts and upgrades pass through such states
+_SHOWN = 12  # characters of a fingerprint
+
+
+class PairingWatch:
+    """Asked now and then; answers once for each set of workers that stays so."""
+
+    def __init__(self) -> None:
+        self._lonely: frozenset[tuple[str, str]] = frozenset()  # (address, epoch)
+        self._since_s = 0.0
+        self._said: frozenset[tuple[str, str]] = frozenset()
+
+    def look(self, members: Sequence[Member], now_s: float) -> str | None:
+        """What to tell the operator, or None."""
+        there = [member for member in members if not member.draining]
+        ps, ds = ([m for m in there if m.role is role] for role in (Role.PREFILL, Role.DECODE))
+        ps, ds = _without_partner(ps, ds), _without_partner(ds, ps)
+        lonely = frozenset((m.address, m.epoch) for m in (*ps, *ds)) if ps and ds else frozenset()
+        if lonely != self._lonely:
+            self._lonely, self._since_s = lonely, now_s
+        if not lonely:
+            self._said = lonely
+            return None
+        if lonely == self._said or now_s - self._since_s < SETTLE_S:
+            return None
+        self._said = lonely
+        return (
+            f"prefill {_names(ps)} and decode {_names(ds)} do not pair: weights, model configuration and --numerics must be "
+            "the same on both; decode workers compute their prompts themselves"
+        )
+
+
+def _without_partner(mine: Sequence[Member], theirs: Sequence[Member]) -> list[Member]:
+    partners = {member.fingerprint for member in theirs}
+    return [member for member in mine if member.fingerprint not in partners]
+
+
+def _names(members: Sequence[Member]) -> str:
+    named = ", ".join(f"{member.worker} (fingerprint {member.fingerprint[:_SHOWN]})" for member in members)
+    return f"worker{'s' if len(members) > 1 else ''} {named}"

@@ -1,0 +1,53 @@
+"""A fleet whose prefill and decode workers cannot pair is told of once, and not while it only restarts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jdisagg.core.fleet import Member
+from jdisagg.core.requests import Role
+from jdisagg.router.pairing import SETTLE_S, PairingWatch
+
+P = Member(
+    role=Role.PREFILL,
+    address="h:1",
+    worker="pid 1 @ h:1",
+    epoch="a",
+    fingerprint="f" * 64,
+    model="m",
+    max_model_len=9,
+    vocab_size=9,
+)
+D = replace(P, role=Role.DECODE, address="h:2", worker="pid 2 @ h:2", fingerprint="e" * 64)
+PAIRED = replace(D, fingerprint=P.fingerprint)
+
+
+def test_workers_that_stay_apart_are_named_once() -> None:
+    watch = PairingWatch()
+    assert watch.look((P, D), 0.0) is None, "it may be a restart"
+    said = watch.look((P, D), SETTLE_S)
+    assert said is not None
+    assert "pid 1 @ h:1 (fingerprint ffffffffffff)" in said
+    assert "pid 2 @ h:2 (fingerprint eeeeeeeeeeee)" in said
+    assert watch.look((P, D), 5 * SETTLE_S) is None
+
+
+def test_another_set_is_named_again_and_so_is_the_same_one_after_it_paired() -> None:
+    watch, other = PairingWatch(), replace(P, epoch="b")
+    assert watch.look((P, D), 0.0) is watch.look((P, PAIRED), 1.0) is None
+    assert watch.look((P, D), 2.0) is None
+    assert watch.look((P, D), SETTLE_S + 1.9) is None
+    assert watch.look((P, D), SETTLE_S + 2.0)
+    assert watch.look((other, D), 20.0) is None
+    assert watch.look((other, D), 20.0 + SETTLE_S)
+    assert watch.look((other, PAIRED), 40.0) is None
+    assert watch.look((other, D), 41.0) is None
+    assert watch.look((other, D), 41.0 + SETTLE_S)
+
+
+def test_a_fleet_with_one_kind_alone_half_upgraded_or_leaving_is_fine() -> None:
+    watch, unified = PairingWatch(), replace(D, role=Role.UNIFIED)
+    fine = ((P,), (D,), (P, PAIRED, D), (P, unified), (replace(P, draining=True), D), (P, replace(D, draining=True)))
+    for members in fine:
+        for now_s in (0.0, SETTLE_S, 2 * SETTLE_S):
+            assert watch.look(members, now_s) is None, members
