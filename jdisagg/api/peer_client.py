@@ -12,9 +12,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 from jdisagg.api.channels import INSECURE, Credentials
+from jdisagg.api.peer_book import PeerBook
 from jdisagg.api.peer_link import HelloFailed, PeerLink
 from jdisagg.api.peer_stream import PeerStream
 from jdisagg.core.config import TransferConfig
@@ -57,9 +59,7 @@ class GrpcPeerClient:
         self._retiring: set[PeerLink] = set()  # given up for new streams, closed with their last one
         self._streams: dict[HandoffId, PeerStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._failures: dict[str, str] = {}  # peer -> why it cannot be used; "" = it can
-        self._backends: dict[str, tuple[str, ...]] = {}  # last agreed on, by peer
-        self._refusing: set[str] = set()  # of those, the ones that are there and do not pair with us
+        self._book = PeerBook()
         self._closed = False
 
     # --- any thread
@@ -84,15 +84,15 @@ class GrpcPeerClient:
 
     def is_down(self, peer: str) -> bool:
         """Whether a watched peer did not answer last time. Others are found out by asking."""
-        return peer in self._watched and self._failures.get(peer, "") != ""
+        return peer in self._watched and bool(self._book.why(peer))
 
     def usable(self, peer: str) -> bool:
         """Whether the last thing heard of the peer was good. False for a peer never spoken to."""
-        return self._failures.get(peer) == ""
+        return self._book.why(peer) == ""
 
     def failures(self) -> dict[str, str]:
         """Peers spoken to, and why each cannot be used; "" = it can. For /ready and debug state."""
-        return dict(self._failures)
+        return self._book.whys()
 
     # --- the loop
 
@@ -130,6 +130,9 @@ class GrpcPeerClient:
         if self._closed:
             return
         assert handoff not in self._streams, f"{handoff} is open already"
+        now_s = monotonic()
+        self._book.use(peer, now_s)
+        self._forget_unused(now_s)
         stream = PeerStream(peer, message, self._config)
         self._streams[handoff] = stream
         self._start(self._run(handoff, stream))
@@ -173,10 +176,8 @@ class GrpcPeerClient:
             except HelloFailed as error:
                 self._failed(link, error.error.message, refused=error.reason == "hello")
                 return StreamEnded(reason=error.reason, error=error.error)
-            self._answered(stream.peer)
-            if self._backends.get(stream.peer) != backends:
-                self._backends[stream.peer] = backends
-                log.info("prefill peer %s: KV comes over %s", stream.peer, ", else ".join(backends))
+            self._book.answered(stream.peer)
+            self._book.agreed(stream.peer, backends)
             if stream.closed:
                 break
             with link.in_use():
@@ -200,18 +201,22 @@ class GrpcPeerClient:
         """Forget the connection: the next stream makes a new one. Streams still on it live or die by their own heartbeats."""
         if self._links.get(link.peer) is link:
             del self._links[link.peer]
-            if not self._failures.get(link.peer) or refused != (link.peer in self._refusing):
-                log.warning("prefill peer %s %s: %s", link.peer, "does not pair with us" if refused else "is down", why)
-            self._failures[link.peer] = why
-            (self._refusing.add if refused else self._refusing.discard)(link.peer)
-            self._retiring.add(link)
-            self._on_down(link.peer)
-            self._start(self._retire(link))
+            self._book.failed(link.peer, why, refuses=refused)
+            self._give_up(link)
 
-    def _answered(self, peer: str) -> None:
-        if self._failures.get(peer):
-            log.info("prefill peer %s answers again", peer)
-        self._failures[peer] = ""
+    def _give_up(self, link: PeerLink) -> None:
+        self._retiring.add(link)
+        self._on_down(link.peer)
+        self._start(self._retire(link))
+
+    def _forget_unused(self, now_s: float) -> None:
+        """Peers that nobody offers any more, most of them dead: their connections and what was known of them go."""
+        busy = {stream.peer for stream in self._streams.values()} | self._watched
+        for peer in self._book.unused(now_s):
+            if peer not in busy:
+                self._book.forget(peer)
+                if (link := self._links.pop(peer, None)) is not None:
+                    self._give_up(link)
 
     async def _retire(self, link: PeerLink) -> None:
         await link.retire()
@@ -222,7 +227,7 @@ class GrpcPeerClient:
             link = self._link(peer)
             try:
                 await link.refresh()
-                self._answered(peer)
+                self._book.answered(peer)
             except HelloFailed as error:
                 self._failed(link, error.error.message, refused=error.reason == "hello")
             await asyncio.sleep(PROBE_INTERVAL_S)

@@ -422,6 +422,36 @@ def test_the_log_says_when_a_peer_that_was_down_is_there_and_does_not_pair(
     run_quiet(body())
 
 
+def test_peers_that_nobody_asks_any_more_are_forgotten_with_their_connections(monkeypatch: pytest.MonkeyPatch):
+    async def body() -> None:
+        monkeypatch.setattr("jdisagg.api.peer_book.FORGET_S", 0.2)
+        down: list[str] = []
+        watched, old, new, d = Prefill(identity()), Prefill(identity()), Prefill(identity()), Decode()
+        d.client._on_down = down.append
+        addresses = [await p.start() for p in (watched, old, new)]
+        d.client.watch((addresses[0],))
+        d.client.open(addresses[1], H1, opening())
+        await until(old.opened)
+        await asyncio.sleep(0.3)
+        d.client.open(addresses[2], H2, opening())
+        await until(new.opened)
+        assert set(d.client.failures()) == set(addresses), "a hand-off is open there"
+        d.client.close(H1)
+        await until(lambda: d.client.num_streams == 1)
+        d.client.open(addresses[2], HandoffId("r", 3), opening())
+        await until(lambda: len(new.opened()) == 2)
+        assert set(d.client.failures()) == {addresses[0], addresses[2]}
+        assert down == [addresses[1]]
+        await until(lambda: not d.client._retiring)
+        d.client.open(addresses[1], HandoffId("r", 4), opening())
+        await until(lambda: len(old.opened()) == 2)
+        await d.client.aclose()
+        for p in (watched, old, new):
+            await p.server.stop(0)
+
+    run_quiet(body())
+
+
 def test_the_log_says_once_over_what_kv_comes(caplog: pytest.LogCaptureFixture):
     async def body() -> None:
         caplog.set_level("INFO")

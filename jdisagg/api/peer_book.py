@@ -1,0 +1,69 @@
+"""What a decode worker knows of its prefill peers, and the lines in its log when that changes. Written on the loop."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+FORGET_S = 60.0  # without a hand-off: workers that restart come back under new addresses
+
+
+@dataclass(slots=True)
+class _Peer:
+    used_s: float = 0.0
+    why: str | None = None  # it cannot be used; "" = it can, None = never spoken to
+    refuses: bool = False  # it is there, and does not pair with us
+    backends: tuple[str, ...] = ()  # last agreed on
+
+
+class PeerBook:
+    """By address."""
+
+    def __init__(self) -> None:
+        self._peers: dict[str, _Peer] = {}
+
+    def use(self, peer: str, now_s: float) -> None:
+        """A hand-off goes there."""
+        self._of(peer).used_s = now_s
+
+    def failed(self, peer: str, why: str, *, refuses: bool = False) -> None:
+        """It cannot be used. Said when it is news."""
+        known = self._of(peer)
+        if not known.why or refuses != known.refuses:
+            log.warning("prefill peer %s %s: %s", peer, "does not pair with us" if refuses else "is down", why)
+        known.why, known.refuses = why, refuses
+
+    def answered(self, peer: str) -> None:
+        """It can be used."""
+        known = self._of(peer)
+        if known.why:
+            log.info("prefill peer %s answers again", peer)
+        known.why = ""
+
+    def agreed(self, peer: str, backends: tuple[str, ...]) -> None:
+        """What KV comes over, in order of preference."""
+        known = self._of(peer)
+        if known.backends != backends:
+            known.backends = backends
+            log.info("prefill peer %s: KV comes over %s", peer, ", else ".join(backends))
+
+    def why(self, peer: str) -> str | None:
+        """Why it cannot be used; "" = it can, None = nobody knows. Any thread."""
+        known = self._peers.get(peer)
+        return None if known is None else known.why
+
+    def whys(self) -> dict[str, str]:
+        """Of all that were spoken to. Any thread."""
+        return {peer: known.why for peer, known in list(self._peers.items()) if known.why is not None}
+
+    def unused(self, now_s: float) -> list[str]:
+        """Peers without a new hand-off for a while."""
+        return [peer for peer, known in self._peers.items() if now_s - known.used_s > FORGET_S]
+
+    def forget(self, peer: str) -> None:
+        """As if it had never been there."""
+        self._peers.pop(peer, None)
+
+    def _of(self, peer: str) -> _Peer:
+        return self._peers.setdefault(peer, _Peer())
