@@ -138,14 +138,9 @@ class Inbound:
         assert self.stream is not None, f"request {self.request.request_id}: complete without a stream"
         known = self.computed or Provenance()
         return replace(
-            known,
+            self.arrived(),
             prefill_worker=known.prefill_worker or self.stream.peer,
             prefilled_tokens=known.prefilled_tokens or self.num_tokens - self.stream.cached_tokens,
-            transferred_tokens=self.transferred_tokens,
-            transferred_bytes=self.transferred_bytes,
-            borrowed_tokens=self.borrowed_tokens,
-            borrowed_bytes=self.borrowed_bytes,
-            recoveries=tuple(self.recoveries),
         )
 
     def take(self, ready: ChunkReady) -> None:
