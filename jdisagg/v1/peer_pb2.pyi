@@ -36,17 +36,27 @@ class Rank(_message.Message):
     def __init__(self, endpoint: _Optional[str] = ..., head_begin: _Optional[int] = ..., head_end: _Optional[int] = ...) -> None: ...
 
 class TransferBackend(_message.Message):
-    __slots__ = ("name", "version", "num_transport_addresses")
+    __slots__ = ("name", "version", "num_transport_addresses", "endpoint")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_TRANSPORT_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     num_transport_addresses: int
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., num_transport_addresses: _Optional[int] = ...) -> None: ...
+    endpoint: str
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., num_transport_addresses: _Optional[int] = ..., endpoint: _Optional[str] = ...) -> None: ...
+
+class FingerprintPart(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class Identity(_message.Message):
-    __slots__ = ("min_protocol", "max_protocol", "build", "fingerprint", "worker", "epoch", "groups", "ranks", "backends")
+    __slots__ = ("min_protocol", "max_protocol", "build", "fingerprint", "worker", "epoch", "groups", "ranks", "backends", "fingerprint_parts")
     MIN_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     MAX_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     BUILD_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +66,7 @@ class Identity(_message.Message):
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     BACKENDS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_PARTS_FIELD_NUMBER: _ClassVar[int]
     min_protocol: int
     max_protocol: int
     build: str
@@ -65,7 +76,8 @@ class Identity(_message.Message):
     groups: _containers.RepeatedCompositeFieldContainer[CacheGroup]
     ranks: _containers.RepeatedCompositeFieldContainer[Rank]
     backends: _containers.RepeatedCompositeFieldContainer[TransferBackend]
-    def __init__(self, min_protocol: _Optional[int] = ..., max_protocol: _Optional[int] = ..., build: _Optional[str] = ..., fingerprint: _Optional[str] = ..., worker: _Optional[str] = ..., epoch: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[CacheGroup, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., backends: _Optional[_Iterable[_Union[TransferBackend, _Mapping]]] = ...) -> None: ...
+    fingerprint_parts: _containers.RepeatedCompositeFieldContainer[FingerprintPart]
+    def __init__(self, min_protocol: _Optional[int] = ..., max_protocol: _Optional[int] = ..., build: _Optional[str] = ..., fingerprint: _Optional[str] = ..., worker: _Optional[str] = ..., epoch: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[CacheGroup, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., backends: _Optional[_Iterable[_Union[TransferBackend, _Mapping]]] = ..., fingerprint_parts: _Optional[_Iterable[_Union[FingerprintPart, _Mapping]]] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
     __slots__ = ("identity",)
