@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jdisagg.api.peer_codec import decode_parts, encode_parts
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import Role
@@ -35,7 +36,12 @@ def encode_member(member: Member) -> fleet_pb2.Member:
     return fleet_pb2.Member(
         role=member.role.value,
         address=member.address,
-        identity=peer_pb2.Identity(fingerprint=member.fingerprint, worker=member.worker, epoch=member.epoch),
+        identity=peer_pb2.Identity(
+            fingerprint=member.fingerprint,
+            fingerprint_parts=encode_parts(member.fingerprint_parts),
+            worker=member.worker,
+            epoch=member.epoch,
+        ),
         model=member.model,
         max_model_len=member.max_model_len,
         vocab_size=member.vocab_size,
@@ -61,6 +67,7 @@ def decode_member(message: fleet_pb2.Member) -> Member:
         worker=message.identity.worker,
         epoch=message.identity.epoch,
         fingerprint=message.identity.fingerprint,
+        fingerprint_parts=decode_parts(message.identity),
         model=message.model,
         max_model_len=message.max_model_len,
         vocab_size=message.vocab_size,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from jdisagg.api.codec import decode_error, decode_output, decode_request, encode_error, encode_output, encode_request
 from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.fingerprint import Parts
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity, Rank
 from jdisagg.handoff.messages import (
     Accepted,
@@ -250,7 +251,18 @@ def encode_identity(identity: Identity) -> peer_pb2.Identity:
         groups=groups,
         ranks=ranks,
         backends=backends,
+        fingerprint_parts=encode_parts(identity.fingerprint_parts),
     )
+
+
+def encode_parts(parts: Parts) -> list[peer_pb2.FingerprintPart]:
+    """One by one."""
+    return [peer_pb2.FingerprintPart(name=name, value=value) for name, value in parts]
+
+
+def decode_parts(message: peer_pb2.Identity) -> Parts:
+    """Empty from a worker that does not say."""
+    return tuple((part.name, part.value) for part in message.fingerprint_parts)
 
 
 def decode_identity(message: peer_pb2.Identity) -> Identity:
@@ -281,4 +293,5 @@ def decode_identity(message: peer_pb2.Identity) -> Identity:
         backends=tuple(
             Backend(name=b.name, version=b.version, num_transport_addresses=b.num_transport_addresses) for b in message.backends
         ),
+        fingerprint_parts=decode_parts(message),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jdisagg.core.fingerprint import Parts
 from jdisagg.core.requests import Role
 
 
@@ -27,6 +28,7 @@ class Member:
     worker: str  # "pid 123 @ 127.0.0.1:9000"
     epoch: str
     fingerprint: str  # weights + config + numerics; requests never cross it
+    fingerprint_parts: Parts = ()
     model: str  # served name
     max_model_len: int  # tokens
     vocab_size: int

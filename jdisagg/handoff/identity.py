@@ -6,8 +6,10 @@ may not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jdisagg.core.fingerprint import Parts, difference
 from jdisagg.kv.spec import KVSpec
 
 PROTOCOL = 1
@@ -44,6 +46,7 @@ class Identity:
     """What a worker says of itself. `epoch` changes at every start of its process."""
 
     fingerprint: str  # weights + config + numerics
+    fingerprint_parts: Parts = ()
     worker: str  # "pid 123 @ 127.0.0.1:9000"
     epoch: str
     groups: tuple[CacheGroup, ...]
@@ -68,10 +71,11 @@ class Agreement:
 
 
 class Incompatible(Exception):
-    """Two workers cannot pair; names the field, what was wanted and what came."""
+    """Two workers cannot pair; names the field, what was wanted and what came, and other fields that differ as well."""
 
-    def __init__(self, field: str, wanted: object, got: object) -> None:
-        super().__init__(f"{field}: wanted {wanted}, got {got}; pair workers that agree on it")
+    def __init__(self, field: str, wanted: object, got: object, *, also: Sequence[str] = ()) -> None:
+        others = f" (also: {', '.join(also)})" if also else ""
+        super().__init__(f"{field}: wanted {wanted}, got {got}{others}; pair workers that agree on it")
         self.field = field
 
 
@@ -82,6 +86,8 @@ def agree(producer: Identity, consumer: Identity) -> Agreement:
         wanted = f"[{producer.min_protocol}, {producer.max_protocol}]"
         raise Incompatible("protocol", wanted, f"[{consumer.min_protocol}, {consumer.max_protocol}]")
     if producer.fingerprint != consumer.fingerprint:
+        if (differs := difference(producer.fingerprint_parts, consumer.fingerprint_parts)) is not None:
+            raise Incompatible(differs.name, differs.wanted, differs.got, also=differs.also)
         raise Incompatible("fingerprint", producer.fingerprint, consumer.fingerprint)
     if len(producer.groups) != len(consumer.groups):
         raise Incompatible("groups", len(producer.groups), len(consumer.groups))

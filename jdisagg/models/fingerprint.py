@@ -6,6 +6,8 @@ sharding, file format or platform, and no weight is read twice from disk.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import jax
@@ -15,25 +17,60 @@ import xxhash
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jdisagg.core.fingerprint import Parts
 from jdisagg.models.declare import declarations
 from jdisagg.models.hashing import element_index, mix
 from jdisagg.models.spec import ModelSpec
 
+_WEIGHTS = {"embed_tokens": "weights.embed", "layers": "weights.layers"}  # by the first part of a path; the rest is the head
+_SHOWN = 40  # characters of a value; a longer one ends in its hash
 
-def fingerprint(spec: ModelSpec, params: dict[str, Any], *, numerics: str) -> str:
-    """32 hex digits over unstacked parameters as they lie in memory (their dtype counts)."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """`parts` say which of the things that `digest` was made of differ when it does."""
+
+    digest: str  # 32 hex digits
+    parts: Parts
+
+
+def fingerprint(spec: ModelSpec, params: dict[str, Any], *, numerics: str) -> Fingerprint:
+    """Of unstacked parameters as they lie in memory (their dtype counts)."""
     digest = xxhash.xxh3_128()
     digest.update(repr((spec, numerics)).encode())
     checksum = jax.jit(_checksums, static_argnums=1)
     sums: dict[str, jax.Array] = {}
+    groups: dict[str, str] = {}
+    dtypes: set[str] = set()
     for path, declared in declarations(spec).items():
         leaf: Any = params
         for part in path:
             leaf = leaf[part]
-        sums[f"{declared.name} {leaf.dtype} {leaf.shape}"] = checksum(leaf, leaf.sharding)
+        name = f"{declared.name} {leaf.dtype} {leaf.shape}"
+        sums[name] = checksum(leaf, leaf.sharding)
+        groups[name] = _WEIGHTS.get(str(path[0]), "weights.head")
+        dtypes.add(str(leaf.dtype))
+    weights = {group: xxhash.xxh3_64() for group in (*_WEIGHTS.values(), "weights.head")}
     for name, value in sorted(jax.device_get(sums).items()):
-        digest.update(f"{name} {np.sum(value, axis=0, dtype=np.uint32).tolist()}".encode())
-    return digest.hexdigest()
+        line = f"{name} {np.sum(value, axis=0, dtype=np.uint32).tolist()}".encode()
+        digest.update(line)
+        weights[groups[name]].update(line)
+    parts = (
+        *_fields("model", spec),
+        ("numerics", numerics),
+        ("dtype", ", ".join(sorted(dtypes))),
+        *((group, part.hexdigest()) for group, part in weights.items()),
+    )
+    return Fingerprint(digest=digest.hexdigest(), parts=parts)
+
+
+def _fields(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if is_dataclass(value):
+        for field in fields(value):
+            yield from _fields(f"{name}.{field.name}", getattr(value, field.name))
+        return
+    text = str(value)
+    yield name, text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... {xxhash.xxh3_64_hexdigest(text.encode())}"
 
 
 def _checksums(x: jax.Array, sharding: NamedSharding) -> jax.Array:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jdisagg.core.config import LayerLoop, ModelConfig
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.fingerprint import Parts
 from jdisagg.models.fingerprint import fingerprint
 from jdisagg.models.form import choose_dtypes, choose_layer_loop
 from jdisagg.models.init import random_params
@@ -31,6 +32,7 @@ class LoadedModel:
     params: dict[str, Any]  # see `declare.build`; layers stacked when `layer_loop` is SCAN
     layer_loop: LayerLoop  # UNROLLED or SCAN
     fingerprint: str  # equal on two workers that may pair
+    fingerprint_parts: Parts = ()
     eos_token_ids: tuple[int, ...]
     generation_defaults: Mapping[str, float]  # sampling parameters for requests that name none
     directory: Path
@@ -54,7 +56,8 @@ def load_model(config: ModelConfig, mesh: Mesh, *, seed: int) -> LoadedModel:
         spec=spec,
         params=stack_layers(params) if layer_loop is LayerLoop.SCAN else params,
         layer_loop=layer_loop,
-        fingerprint=identity,
+        fingerprint=identity.digest,
+        fingerprint_parts=identity.parts,
         eos_token_ids=eos_token_ids(directory),
         generation_defaults=generation_defaults(directory),
         directory=directory,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jdisagg.core.fingerprint import Difference, difference
 from jdisagg.core.fleet import Member
 from jdisagg.core.requests import Role
 
@@ -34,14 +35,26 @@ class PairingWatch:
             return None
         self._said = lonely
         return (
-            f"prefill {_names(ps)} and decode {_names(ds)} do not pair: weights, model configuration and --numerics must be "
-            "the same on both; decode workers compute their prompts themselves"
+            f"prefill {_names(ps)} and decode {_names(ds)} do not pair: {_differing(ps, ds)} must be the same on both; "
+            "decode workers compute their prompts themselves"
         )
 
 
 def _without_partner(mine: Sequence[Member], theirs: Sequence[Member]) -> list[Member]:
     partners = {member.fingerprint for member in theirs}
     return [member for member in mine if member.fingerprint not in partners]
+
+
+def _differing(ps: Sequence[Member], ds: Sequence[Member]) -> str:
+    """What tells every P from every D, each difference once; all it can be when none of them says."""
+    found = (difference(p.fingerprint_parts, d.fingerprint_parts) for p in ps for d in ds)
+    told = dict.fromkeys(_told(one) for one in found if one is not None)
+    return "; ".join(told) or "weights, model configuration and --numerics"
+
+
+def _told(found: Difference) -> str:
+    also = f"; also {', '.join(found.also)}" if found.also else ""
+    return f"{found.name} (prefill {found.wanted}, decode {found.got}{also})"
 
 
 def _names(members: Sequence[Member]) -> str:

@@ -80,6 +80,7 @@ class Core:
         """What Hello says of this engine; `backends` in order of preference."""
         return Identity(
             fingerprint=self.loaded.fingerprint,
+            fingerprint_parts=self.loaded.fingerprint_parts,
             worker=self.worker,
             epoch=self.epoch,
             groups=(CacheGroup(spec=self.kv_spec, page_size=self.config.cache.page_size),),

@@ -170,6 +170,7 @@ class _Edges:
             worker=self._deployment.worker,
             epoch=self._deployment.epoch,
             fingerprint=card.fingerprint,
+            fingerprint_parts=self._deployment.loaded.fingerprint_parts,
             model=card.name,
             max_model_len=card.max_model_len,
             vocab_size=card.vocab_size,

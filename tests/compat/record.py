@@ -1,14 +1,17 @@
 """Records what is not recorded yet: `python -m tests.compat.record`.
 
 v1/FILE.json holds, for each message of FILE.proto: its bytes (hexadecimal), its fields, and what the core made of them. An
-entry that exists is history and stays as it is, also when its message has got more fields. `recorded.binpb`, the schema, is
+entry that exists is history and stays as it is; a message that has got more fields, its own or of a message in it, is recorded
+again beside it, as NAME.2 and so on. `recorded.binpb`, the schema, is
 written anew: commit it only when it grew. `first.binpb` is the schema of the first v1 and never changes.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor import FileDescriptor
@@ -29,6 +32,17 @@ def path_of(file: FileDescriptor) -> Path:
     return V1 / f"{Path(file.name).stem}.json"
 
 
+def unrecorded(name: str, message: Message, records: Mapping[str, Any]) -> str | None:
+    """The free key under which to record `message`, or None: it is recorded as it is today."""
+    key, number = name, 1
+    while key in records:
+        if records[key]["fields"] == fields(message):
+            return None
+        number += 1
+        key = f"{name}.{number}"
+    return key
+
+
 def main() -> None:
     """Write what is missing, and say what that was."""
     schema = descriptor_pb2.FileDescriptorSet()
@@ -36,10 +50,10 @@ def main() -> None:
         path = path_of(file)
         records = json.loads(path.read_text()) if path.exists() else {}
         for name, message in samples(file):
-            if name not in records:
+            if (key := unrecorded(name, message, records)) is not None:
                 wire = message.SerializeToString(deterministic=True).hex()
-                records[name] = {"wire": wire, "fields": fields(message), "core": core(name, message)}
-                print(f"recorded {name}")
+                records[key] = {"wire": wire, "fields": fields(message), "core": core(name, message)}
+                print(f"recorded {key}")
         path.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
         file.CopyToProto(schema.file.add())
     RECORDED.write_bytes(schema.SerializeToString(deterministic=True))

@@ -139,7 +139,7 @@ def test_other_weights_are_refused_by_name_and_bystanders_go_on(
     other = make_tiny_model(tmp_path / "other", seed=1)
     flags = ("--role", "decode", "--prefill", pair.prefill.grpc, "--local-prefill", "never")
     stranger = start("stranger", *flags, *exact_flags, "--model", str(other)).wait_ready()
-    wait_until(lambda: "fingerprint" in stranger.get("/ready")[1], 10, "/ready names the fingerprint")
+    wait_until(lambda: "weights.embed: wanted" in stranger.get("/ready")[1], 10, "/ready names the weights")
     status, text = stranger.get("/ready")
     assert status == 503
     table.add("other weights: GET /ready", status, 0.0, json.loads(text)["reason"])
@@ -149,12 +149,22 @@ def test_other_weights_are_refused_by_name_and_bystanders_go_on(
     took_s = time.monotonic() - began_s
     assert refused.error is not None
     table.add("other weights: a request", refused.error.code().name, took_s, refused.error.details() or "")
-    assert "fingerprint" in (refused.error.details() or "")
+    assert "(also: weights.layers, weights.head)" in (refused.error.details() or "")
     assert refused.error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED)
     assert took_s < 5
     (got,) = run_all(pair.decode.grpc, [GOOD])
     assert got.essence() == wanted.essence()
     assert stranger.get("/health")[0] == 200
+
+
+def test_a_router_tells_what_differs_between_workers_that_stay_apart(start: Start, exact_flags: tuple[str, ...]) -> None:
+    router = start("router", "--role", "router", *exact_flags[:2]).wait_ready()
+    joins = ("--router", router.grpc, *exact_flags)
+    workers = [start("p", "--role", "prefill", *joins), start("d", "--role", "decode", *joins, "--numerics", "fast")]
+    for worker in workers:
+        worker.wait_ready()
+    told = "do not pair: numerics (prefill exact, decode fast) must be the same on both"
+    wait_until(lambda: told in router.log_since_ready(), 20, "the router's warning", router.log_since_ready)
 
 
 def test_other_page_size_and_tensor_parallelism_are_converted(start: Start, pair: Pair, exact_flags: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from jdisagg.core.fingerprint import Parts
 from jdisagg.handoff.identity import Agreement, Backend, CacheGroup, Identity, Incompatible, agree
 from jdisagg.kv.spec import KVSpec
 
@@ -64,6 +65,45 @@ def test_what_cannot_be_converted_is_refused_by_name(changes: dict[str, object],
         agree(worker(), worker(**changes))
     assert raised.value.field == field
     assert str(raised.value) == f"{field}: wanted {wanted}, got {got}; pair workers that agree on it"
+
+
+PARTS = (("model.rope.theta", "1e4"), ("numerics", "exact"), ("weights.layers", "aa"))
+
+
+def made_of(**changes: str) -> Parts:
+    return tuple((name, changes.get(name.rpartition(".")[2], value)) for name, value in PARTS)
+
+
+@pytest.mark.parametrize(
+    ("got", "message"),
+    [
+        (made_of(numerics="fast"), "numerics: wanted exact, got fast"),
+        (made_of(theta="1e6"), "model.rope.theta: wanted 1e4, got 1e6"),
+        (made_of(numerics="fast", layers="bb"), "numerics: wanted exact, got fast (also: weights.layers)"),
+        (
+            made_of(theta="1e6", numerics="fast", layers="bb"),
+            "model.rope.theta: wanted 1e4, got 1e6 (also: numerics, weights.layers)",
+        ),
+        (PARTS[::-1], "fingerprint: wanted w, got other"),
+        (PARTS[:2], "weights.layers: wanted aa, got (none)"),
+        ((*PARTS, ("model.new", "3")), "model.new: wanted (none), got 3"),
+        ((), "fingerprint: wanted w, got other"),
+    ],
+)
+def test_unlike_fingerprints_are_refused_by_the_part_that_differs(got: Parts, message: str) -> None:
+    with pytest.raises(Incompatible) as raised:
+        agree(worker(fingerprint_parts=PARTS), worker(fingerprint="other", fingerprint_parts=got))
+    assert raised.value.field == message.partition(":")[0]
+    assert str(raised.value) == f"{message}; pair workers that agree on it"
+
+
+def test_a_producer_that_does_not_say_what_its_fingerprint_is_made_of_names_the_fingerprint() -> None:
+    with pytest.raises(Incompatible, match="fingerprint: wanted w, got other;"):
+        agree(worker(), worker(fingerprint="other", fingerprint_parts=PARTS))
+
+
+def test_parts_only_tell_and_equal_fingerprints_pair() -> None:
+    assert agree(worker(fingerprint_parts=PARTS), worker(fingerprint_parts=made_of(numerics="fast"))).protocol == 1
 
 
 def test_what_is_converted_and_what_only_tells_may_differ() -> None:

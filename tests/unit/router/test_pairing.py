@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from jdisagg.core.fleet import Member
 from jdisagg.core.requests import Role
 from jdisagg.router.pairing import SETTLE_S, PairingWatch
@@ -29,7 +31,41 @@ def test_workers_that_stay_apart_are_named_once() -> None:
     assert said is not None
     assert "pid 1 @ h:1 (fingerprint ffffffffffff)" in said
     assert "pid 2 @ h:2 (fingerprint eeeeeeeeeeee)" in said
+    assert "do not pair: weights, model configuration and --numerics must be the same on both" in said
     assert watch.look((P, D), 5 * SETTLE_S) is None
+
+
+def made_of(member: Member, numerics: str, weights: str) -> Member:
+    parts = (("numerics", numerics), ("weights.layers", weights))
+    return replace(member, address=f"h:{numerics}{weights}", fingerprint=numerics + weights, fingerprint_parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("members", "differing"),
+    [
+        ((made_of(P, "exact", "aa"), made_of(D, "fast", "aa")), "numerics (prefill exact, decode fast)"),
+        (
+            (made_of(P, "exact", "aa"), made_of(D, "fast", "bb")),
+            "numerics (prefill exact, decode fast; also weights.layers)",
+        ),
+        (  # one kind of difference is told once, however many workers show it
+            (made_of(P, "exact", "aa"), replace(made_of(P, "exact", "aa"), epoch="b"), made_of(D, "exact", "bb")),
+            "weights.layers (prefill aa, decode bb)",
+        ),
+        (
+            (made_of(P, "exact", "aa"), made_of(P, "fast", "bb"), made_of(D, "exact", "bb")),
+            "weights.layers (prefill aa, decode bb); numerics (prefill fast, decode exact)",
+        ),
+        ((P, made_of(P, "exact", "aa"), made_of(D, "fast", "aa")), "numerics (prefill exact, decode fast)"),
+        ((P, made_of(D, "fast", "aa")), "weights, model configuration and --numerics"),
+    ],
+)
+def test_what_differs_between_workers_that_stay_apart_is_told(members: tuple[Member, ...], differing: str) -> None:
+    watch = PairingWatch()
+    watch.look(members, 0.0)
+    said = watch.look(members, SETTLE_S)
+    assert said is not None
+    assert f" do not pair: {differing} must be the same on both; " in said
 
 
 def test_another_set_is_named_again_and_so_is_the_same_one_after_it_paired() -> None:

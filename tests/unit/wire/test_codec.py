@@ -228,6 +228,7 @@ def test_identity_round_trip():
     spec = KVSpec(num_layers=2, num_kv_heads=4, features=64, dtype="bfloat16", kind="window", window=128)
     identity = Identity(
         fingerprint="f",
+        fingerprint_parts=(("model.num_layers", "2"), ("numerics", "exact")),
         worker="pid 1 @ a:1",
         epoch="e",
         groups=(CacheGroup(spec=spec, page_size=16),),
@@ -248,6 +249,7 @@ def test_member_round_trip_and_refusals():
         worker="pid 2 @ h:1",
         epoch="e",
         fingerprint="f",
+        fingerprint_parts=(("model.num_layers", "2"), ("numerics", "exact")),
         model="demo",
         max_model_len=512,
         vocab_size=4096,

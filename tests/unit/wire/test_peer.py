@@ -373,6 +373,10 @@ SPEC = KVSpec(num_layers=2, num_kv_heads=2, features=8, dtype="float32")
     ("changes", "field"),
     [
         ({"fingerprint": "weights-2"}, "fingerprint: wanted weights-1, got weights-2"),
+        (
+            {"fingerprint": "weights-2", "fingerprint_parts": (("numerics", "fast"),)},
+            "numerics: wanted exact, got fast",
+        ),
         ({"min_protocol": 7, "max_protocol": 9}, r"protocol: wanted \[1, 1\], got \[7, 9\]"),
         ({"groups": ()}, "groups: wanted 1, got 0"),
         (
@@ -384,7 +388,7 @@ SPEC = KVSpec(num_layers=2, num_kv_heads=2, features=8, dtype="float32")
 )
 def test_hello_refuses_an_unlike_peer_and_names_the_field(changes, field):
     async def body() -> None:
-        p, d = Prefill(identity()), Decode(identity(**changes))
+        p, d = Prefill(identity(fingerprint_parts=(("numerics", "exact"),))), Decode(identity(**changes))
         address = await p.start()
         d.client.open(address, H1, opening())
         await until(lambda: d.ends(H1))
