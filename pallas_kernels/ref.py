@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-BLOCK_TOKENS = 128  # multiple of every usual page size, so that equal blocks are summed whatever the page size
+BLOCK_TOKENS = 128  # pages are cut or joined to it, so that equal blocks are summed whatever the page size
+CACHED_BYTES = 2**22  # what a block gathers, at most: a CPU's cache then still has it when it is multiplied; but
+LEAST_BLOCK_TOKENS = 32  # are worth a turn of the loop
 _LOWEST = -1e30  # finite: exp(_LOWEST - _LOWEST) must be 1, not NaN
 
 
@@ -78,9 +80,12 @@ def attend(
     num_heads, dim = q.shape[1:]
     num_kv_heads, page_size = (kv.shape[2], kv.shape[3]) if heads_major else (kv.shape[3], kv.shape[2])
     group = num_heads // num_kv_heads
-    block_pages = min(max(1, block_tokens // page_size), page_tables.shape[1])
-    block = block_pages * page_size
-    tables = jnp.pad(page_tables, ((0, 0), (0, -page_tables.shape[1] % block_pages)))
+    block_tokens = _cached_tokens(block_tokens, num_tiles * num_kv_heads * kv.shape[-1] * jnp.dtype(dtype).itemsize)
+    parts = page_size // block_tokens if page_size % block_tokens == 0 else 1  # of a page that is longer than a block
+    tables = (page_tables[:, :, None] * parts + jnp.arange(parts)[None, None, :]).reshape(num_tiles, -1)
+    block_pages = max(1, min(block_tokens * parts // page_size, tables.shape[1]))
+    block = block_pages * page_size // parts
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % block_pages)))
     at = positions.reshape(num_tiles, tile)
     grouped = q.reshape(num_tiles, tile, num_kv_heads, group, dim)
     queries = grouped.transpose(0, 2, 1, 3, 4).reshape(num_tiles, num_kv_heads, tile * group, dim).astype(dtype)
@@ -91,14 +96,15 @@ def attend(
     def step(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         largest, total, sums = carry
         pages = lax.dynamic_slice_in_dim(tables, index * block_pages, block_pages, axis=1)
-        both = _read_as(_gather(kv, layer, pages, heads_major=heads_major), dtype)
+        both = _read_as(_gather(kv, layer, pages, parts, heads_major=heads_major), dtype)
         keys, values = both[..., :dim], both[..., dim:]
         seen = _visible(at, index * block + jnp.arange(block), window)  # bool[N, t, block]
         rows = jnp.broadcast_to(seen[:, :, None], (num_tiles, tile, group, block)).reshape(num_tiles, 1, tile * group, block)
         scores = dot("nkqd,nkjd->nkqj", queries, keys) * scale
         of_values = None
         if scales is not None:
-            of_keys, of_values = jnp.moveaxis(_gather(scales, layer, pages, heads_major=heads_major), -1, 0)[:, :, :, None]
+            of_both = _gather(scales, layer, pages, parts, heads_major=heads_major)
+            of_keys, of_values = jnp.moveaxis(of_both, -1, 0)[:, :, :, None]
             scores = scores * of_keys
         scores = jnp.where(rows, scores, _LOWEST)
         new_largest = jnp.maximum(largest, scores.max(axis=-1))
@@ -117,26 +123,33 @@ def attend(
     return out.reshape(q.shape).astype(q.dtype)
 
 
+def _cached_tokens(most: int, token_bytes: int) -> int:
+    """The stride: `most` tokens, or the half, or the half of that .. ; all tiles together gather `token_bytes` for a token."""
+    while most * token_bytes > CACHED_BYTES and most >= 2 * LEAST_BLOCK_TOKENS:
+        most //= 2
+    return most
+
+
 def _visible(at: jax.Array, keys: jax.Array, window: int | None) -> jax.Array:
     """bool[N, t, J]: may the query at `at` i32[N, t] see the key at `keys` i32[J]?"""
     distance = at[:, :, None] - keys[None, None, :]
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
-def _gather(kv: jax.Array, layer: int | jax.Array, pages: jax.Array, *, heads_major: bool) -> jax.Array:
-    """Rows [N, K, B * S, F] of pages i32[N, B], as they are stored."""
+def _gather(kv: jax.Array, layer: int | jax.Array, pages: jax.Array, parts: int, *, heads_major: bool) -> jax.Array:
+    """Rows [N, K, B * S / parts, F], as they are stored, of i32[N, B]: pages * parts + which of the page's equal parts."""
     num_layers, num_pages = kv.shape[:2]
     num_tiles, num_blocks = pages.shape
-    index = layer * num_pages + pages
     if heads_major:  # one contiguous [S, F] slice per head and page: no transpose afterwards
         heads, size, features = kv.shape[2:]
-        flat = kv.reshape(num_layers * num_pages * heads, size, features)
-        rows = flat.at[index[:, None, :] * heads + jnp.arange(heads)[None, :, None]].get(mode="clip")
+        flat = kv.reshape(num_layers * num_pages * heads * parts, size // parts, features)
+        first = (layer * num_pages + pages // parts) * heads * parts + pages % parts
+        rows = flat.at[first[:, None, :] + jnp.arange(heads)[None, :, None] * parts].get(mode="clip")
     else:
         size, heads, features = kv.shape[2:]
-        flat = kv.reshape(num_layers * num_pages, size, heads, features)
-        rows = flat.at[index].get(mode="clip").transpose(0, 3, 1, 2, 4)
-    return rows.reshape(num_tiles, heads, num_blocks * size, features)
+        flat = kv.reshape(num_layers * num_pages * parts, size // parts, heads, features)
+        rows = flat.at[layer * num_pages * parts + pages].get(mode="clip").transpose(0, 3, 1, 2, 4)
+    return rows.reshape(num_tiles, heads, num_blocks * (size // parts), features)
 
 
 def _read_as(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -57,7 +57,7 @@ class Paged:
 @pytest.mark.parametrize("heads_major", [True, False])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(("tile", "dtype"), [(1, np.float32), (4, np.float32), (4, ml_dtypes.bfloat16)])
-@pytest.mark.parametrize("block_tokens", [8, 128])
+@pytest.mark.parametrize("block_tokens", [2, 8, 128])  # of pages of 4
 def test_attention_equals_dense_attention_and_ignores_nan(heads_major, window, tile, dtype, block_tokens):
     lengths = [17, 3, 9]
     paged = Paged(lengths, heads_major=heads_major, dtype=dtype)
@@ -77,6 +77,33 @@ def test_attention_equals_dense_attention_and_ignores_nan(heads_major, window, t
         keys, values = paged.rows[number][..., :D], paged.rows[number][..., D:]
         wanted = oracle(wanted_q[number, :real], keys, values, positions[number, :real], scale=0.3, window=window)
         np.testing.assert_allclose(out[number, :real], wanted, atol=2e-5 if dtype == np.float32 else 3e-2)
+
+
+@pytest.mark.kernels
+def test_a_block_of_many_tiles_is_shorter_so_that_it_stays_in_the_cache():
+    tile_bytes = 4 * 128 * 4  # of a token: kv heads, features, float32
+    blocks = [ref._cached_tokens(128, num_tiles * tile_bytes) for num_tiles in (1, 16, 17, 32, 33, 64, 500)]
+    assert blocks == [128, 128, 64, 64, 32, 32, 32]
+    assert ref._cached_tokens(8, 2**30) == 8
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("heads_major", [True, False])
+def test_attention_sums_the_same_bits_whatever_the_page_size(heads_major):
+    rng = np.random.default_rng(4)
+    rows, q = rng.normal(size=(64, K, 2 * D)).astype(np.float32), rng.normal(size=(1, H, D)).astype(np.float32)
+    results = []
+    for size in (2, 4, 8, 16, 64):
+        pages = rng.permutation(64 // size) + 1
+        pool = np.full((1, 1 + len(pages), size, K, 2 * D), np.nan, np.float32)
+        pool[0, pages] = rows.reshape(len(pages), size, K, 2 * D)
+        pool = pool.swapaxes(2, 3) if heads_major else pool
+        kernel = jax.jit(
+            partial(ref.attend, scale=0.3, window=None, heads_major=heads_major, dtype=jnp.float32, block_tokens=8)
+        )
+        results.append(kernel(q, pool, np.int32(0), pages[None].astype(np.int32), np.array([50], np.int32)))
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
 
 
 @pytest.mark.kernels
@@ -117,12 +144,15 @@ class Quantised(Paged):
 @pytest.mark.parametrize("heads_major", [True, False])
 @pytest.mark.parametrize(("window", "tile"), [(None, 1), (5, 4)])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_attention_over_int8_equals_dense_attention_over_what_it_means(heads_major, window, tile, dtype):
+@pytest.mark.parametrize("block_tokens", [2, 8])
+def test_attention_over_int8_equals_dense_attention_over_what_it_means(heads_major, window, tile, dtype, block_tokens):
     lengths = [17, 4, 9]
     paged = Quantised(lengths, heads_major=heads_major)
     q = np.random.default_rng(1).normal(size=(len(lengths), tile, H, D)).astype(dtype)
     positions = np.stack([np.arange(length - tile, length) for length in lengths]).astype(np.int32)
-    kernel = jax.jit(partial(ref.attend, scale=0.3, window=window, heads_major=heads_major, dtype=dtype, block_tokens=8))
+    kernel = jax.jit(
+        partial(ref.attend, scale=0.3, window=window, heads_major=heads_major, dtype=dtype, block_tokens=block_tokens)
+    )
     flat = q.reshape(-1, H, D)
     out = kernel(flat, paged.kv, np.int32(1), paged.tables, positions.reshape(-1), scales=paged.scales)
     out = np.asarray(out, np.float64).reshape(q.shape)
