@@ -41,7 +41,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--numerics", default="exact", choices=("exact", "fast"))
     parser.add_argument("--local-prefill", default="on-failure")
     parser.add_argument(
-        "--kv-transfer-backend", default="grpc", help="auto: shared memory here, which passes no forwarder, then grpc"
+        "--kv-transfer-backend", default="grpc", help="auto: shared memory here, then tcp, which pass no forwarder, then grpc"
     )
     parser.add_argument("--faults", default=",".join(ALL), help="comma-separated; default: all of %(default)s")
     parser.add_argument("--intensity", type=float, default=1.0, help="times as many of the faults that workers make")

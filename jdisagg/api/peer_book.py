@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from jdisagg.api.peer_ports import Reached
+
 log = logging.getLogger(__name__)
 FORGET_S = 60.0  # without a hand-off: workers that restart come back under new addresses
 
@@ -15,6 +17,7 @@ class _Peer:
     why: str | None = None  # it cannot be used; "" = it can, None = never spoken to
     refuses: bool = False  # it is there, and does not pair with us
     backends: tuple[str, ...] = ()  # last agreed on
+    unreachable: frozenset[str] = frozenset()  # endpoints, then
 
 
 class PeerBook:
@@ -41,12 +44,17 @@ class PeerBook:
             log.info("prefill peer %s answers again", peer)
         known.why = ""
 
-    def agreed(self, peer: str, backends: tuple[str, ...]) -> None:
-        """What KV comes over, in order of preference."""
-        known = self._of(peer)
-        if known.backends != backends:
-            known.backends = backends
-            log.info("prefill peer %s: KV comes over %s", peer, ", else ".join(backends))
+    def agreed(self, peer: str, reached: Reached) -> None:
+        """What KV comes over, in order of preference, and what it does not come over. Said when it is news."""
+        known, over = self._of(peer), ", else ".join(reached.backends)
+        news = [port for port in reached.unreachable if port.endpoint not in known.unreachable]
+        for port in news:
+            at = f"backend {port.backend} is not reachable at {port.endpoint}"
+            log.warning("prefill peer %s: %s (%s); KV comes over %s", peer, at, port.why, over)
+        if known.backends != reached.backends and not news:
+            log.info("prefill peer %s: KV comes over %s", peer, over)
+        known.backends = reached.backends
+        known.unreachable = frozenset(port.endpoint for port in reached.unreachable)
 
     def why(self, peer: str) -> str | None:
         """Why it cannot be used; "" = it can, None = nobody knows. Any thread."""

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -22,7 +23,7 @@ from jdisagg.api.peer_stream import PeerStream
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
 from jdisagg.handoff.events import FromPrefill
-from jdisagg.handoff.identity import Identity, Incompatible, agree
+from jdisagg.handoff.identity import Identity, Incompatible
 from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, Open, StreamEnded
 
 log = logging.getLogger(__name__)
@@ -167,21 +168,22 @@ class GrpcPeerClient:
         ended = StreamEnded(reason="closed")
         for second in (False, True):
             link = self._link(stream.peer)
-            try:
-                theirs = await (link.refresh() if second else link.hello())
-                backends = agree(theirs, self._identity).backends
-            except Incompatible as error:  # P thought otherwise: it is older or newer than this
-                refused = Unavailable(f"prefill peer {stream.peer}: {error}")
-                return StreamEnded(reason="hello", error=refused)
-            except HelloFailed as error:
-                self._failed(link, error.error.message, refused=error.reason == "hello")
-                return StreamEnded(reason=error.reason, error=error.error)
-            self._book.answered(stream.peer)
-            self._book.agreed(stream.peer, backends)
-            if stream.closed:
-                break
             with link.in_use():
-                ended = await stream.run(link, theirs.epoch, backends, lambda message: self._deliver(handoff, stream, message))
+                try:
+                    theirs = await (link.refresh() if second else link.hello())
+                    reached = await link.reach(theirs)
+                except Incompatible as error:  # P thought otherwise: it is older or newer than this
+                    refused = Unavailable(f"prefill peer {stream.peer}: {error}")
+                    return StreamEnded(reason="hello", error=refused)
+                except HelloFailed as error:
+                    self._failed(link, error.error.message, refused=error.reason == "hello")
+                    return StreamEnded(reason=error.reason, error=error.error)
+                self._book.answered(stream.peer)
+                self._book.agreed(stream.peer, reached)
+                if stream.closed:
+                    break
+                deliver = partial(self._deliver, handoff, stream)
+                ended = await stream.run(link, theirs.epoch, reached.backends, deliver)
             if ended.reason in ("dead", "heartbeat"):
                 self._failed(link, ended.error.message if ended.error else ended.reason)
             if stream.answered or ended.reason not in ("dead", "epoch"):
@@ -225,9 +227,11 @@ class GrpcPeerClient:
     async def _probe_forever(self, peer: str) -> None:
         while True:
             link = self._link(peer)
-            try:
-                await link.refresh()
-                self._book.answered(peer)
-            except HelloFailed as error:
-                self._failed(link, error.error.message, refused=error.reason == "hello")
+            with link.in_use(), suppress(Incompatible):
+                try:
+                    theirs = await link.refresh()
+                    self._book.answered(peer)
+                    await link.reach(theirs)  # so that it is known before the first request
+                except HelloFailed as error:
+                    self._failed(link, error.error.message, refused=error.reason == "hello")
             await asyncio.sleep(PROBE_INTERVAL_S)

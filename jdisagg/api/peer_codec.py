@@ -238,7 +238,9 @@ def encode_identity(identity: Identity) -> peer_pb2.Identity:
     ]
     ranks = [peer_pb2.Rank(endpoint=r.endpoint, head_begin=r.head_begin, head_end=r.head_end) for r in identity.ranks]
     backends = [
-        peer_pb2.TransferBackend(name=b.name, version=b.version, num_transport_addresses=b.num_transport_addresses)
+        peer_pb2.TransferBackend(
+            name=b.name, version=b.version, num_transport_addresses=b.num_transport_addresses, endpoint=b.endpoint or ""
+        )
         for b in identity.backends
     ]
     return peer_pb2.Identity(
@@ -291,7 +293,10 @@ def decode_identity(message: peer_pb2.Identity) -> Identity:
         groups=groups,
         ranks=tuple(Rank(endpoint=r.endpoint, head_begin=r.head_begin, head_end=r.head_end) for r in message.ranks),
         backends=tuple(
-            Backend(name=b.name, version=b.version, num_transport_addresses=b.num_transport_addresses) for b in message.backends
+            Backend(
+                name=b.name, version=b.version, num_transport_addresses=b.num_transport_addresses, endpoint=b.endpoint or None
+            )
+            for b in message.backends
         ),
         fingerprint_parts=decode_parts(message),
     )

@@ -1,4 +1,4 @@
-"""D's connection to one P: channel, Hello once per epoch, and whether it is usable."""
+"""D's connection to one P: channel, Hello once per epoch, what KV can come over, and whether it is usable."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import grpc.aio
 
 from jdisagg.api.channels import Credentials, open_channel
 from jdisagg.api.peer_codec import decode_identity, encode_identity
+from jdisagg.api.peer_ports import PeerPorts, Reached
 from jdisagg.core.errors import Unavailable
-from jdisagg.handoff.identity import Identity
+from jdisagg.handoff.identity import Identity, agree
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 HELLO_TIMEOUT_S = 1.0
@@ -36,13 +37,14 @@ class PeerLink:
         self._channel = open_channel(peer, credentials)
         self._stub = peer_pb2_grpc.PeerServiceStub(self._channel)
         self._hello: asyncio.Task[Identity] | None = None
+        self._ports = PeerPorts()
         self._num_streams = 0
         self._unused = asyncio.Event()
         self._unused.set()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """A stream lives on the channel: `retire` waits for it."""
+        """A stream lives on the channel, or is about to: `retire` waits for it."""
         self._num_streams += 1
         self._unused.clear()
         try:
@@ -74,6 +76,10 @@ class PeerLink:
             self._hello = asyncio.create_task(self._say_hello())
         return await asyncio.shield(self._hello)
 
+    async def reach(self, theirs: Identity) -> Reached:
+        """What KV can come over from the worker that said this; waits at most `PATIENCE_S` to know. Raises Incompatible."""
+        return await self._ports.reach(theirs, agree(theirs, self._identity).backends)
+
     def prefill(self, timeout_s: float) -> grpc.aio.StreamStreamCall:
         """Start a hand-off stream."""
         return self._stub.Prefill(timeout=timeout_s)
@@ -83,6 +89,7 @@ class PeerLink:
         if self._hello is not None:
             self._hello.cancel()
             await asyncio.gather(self._hello, return_exceptions=True)
+        await self._ports.close()
         await self._channel.close()
 
     async def _say_hello(self) -> Identity:

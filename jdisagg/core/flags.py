@@ -111,7 +111,7 @@ _TRANSFER = (
     Flag(
         "transfer",
         "kv_transfer_backend",
-        "what moves KV; auto = shm between processes of one host, else grpc, which every choice falls back to",
+        "what moves KV; auto = shm on one host, else tcp (unless encrypting), else grpc, which every choice falls back to",
         choices=("auto", "grpc", "tcp", "shm", "jax", "device_put"),
     ),
     Flag("transfer", "transfer_buffer_bytes", "bytes in flight per worker", minimum=1, syntax="bytes"),

@@ -39,6 +39,7 @@ class Backend:
     name: str
     version: str = ""
     num_transport_addresses: int = 0
+    endpoint: str | None = None  # HOST:PORT of its own, where D has to reach it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

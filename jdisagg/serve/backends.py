@@ -1,27 +1,27 @@
 """The transfer backends of a worker: which it offers in Hello, and their halves, from `--kv-transfer-backend`.
 
-    auto    shm where peers are on this host, else grpc
+    auto    shm where peers are on this host, else tcp where D reaches P's port, else grpc
     grpc    grpc alone
-    tcp     plain sockets on a port of P's own, falling back to grpc; both sides must ask for it
+    tcp     plain sockets on a port of P's own, falling back to grpc; `auto` without shm
     shm     shm, falling back to grpc
     jax     JAX's transfer server, falling back to grpc; both sides must ask for it
 
-D's order of preference decides. A backend that cannot start here is not offered, and the log says why. A new one is a row in
-_KINDS and, where it is to be tried, a name in _ORDER.
+D's order of preference decides. A backend that cannot start here is not offered, and the log says why; `auto` leaves tcp out
+without a word where connections are encrypted. A new one is a row in _KINDS and, where it is to be tried, a name in _ORDER.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
 import jax
 
 from jdisagg.api.byte_source import GrpcByteSource
-from jdisagg.api.channels import Credentials
+from jdisagg.api.channels import Credentials, join_address
 from jdisagg.handoff.identity import Backend
 from jdisagg.serve.engines import Core
 from jdisagg.transfer.base import Fetcher, Post, Publisher
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 Half = TypeVar("Half", Publisher, Fetcher)
 
 _ORDER = {
-    "auto": ("shm", "grpc"),
+    "auto": ("shm", "tcp", "grpc"),
     "grpc": ("grpc",),
     "tcp": ("tcp", "grpc"),
     "shm": ("shm", "grpc"),
@@ -60,6 +60,7 @@ class PrefillBackends:
     drill: TransferDrill
     store: PieceStore = field(default_factory=PieceStore)  # what PeerService.Fetch reads
     offered: list[Backend] = field(default_factory=list)
+    endpoints: dict[str, str] = field(default_factory=dict)  # of backends with a port of their own
     num_executables: int = 0
     publishers: PublisherSet = field(init=False)
 
@@ -118,7 +119,9 @@ class _Kind:
 
 def _publish_tcp(halves: PrefillBackends) -> Publisher:
     _check_plain(halves.credentials)
-    return halves.carrying("tcp", TcpStore(halves.core.config.server.host, halves.host))
+    store = TcpStore(halves.core.config.server.host, halves.host)
+    halves.endpoints["tcp"] = join_address(*store.address)
+    return halves.carrying("tcp", store)
 
 
 def _fetch_tcp(halves: DecodeBackends) -> Callable[[Post], Fetcher]:
@@ -166,6 +169,7 @@ def prefill_backends(core: Core, host: str, credentials: Credentials, drill: Tra
     """Start P's halves; peers reach those that listen at `host`."""
     halves = PrefillBackends(core=core, host=host, credentials=credentials, drill=drill)
     publishers = _started(halves, lambda kind: drill.publisher(kind.publisher(halves)))
+    halves.offered = [replace(offer, endpoint=halves.endpoints.get(offer.name)) for offer in halves.offered]
     halves.publishers = PublisherSet(publishers)
     return halves
 
@@ -183,7 +187,7 @@ def decode_backends(
 def _started(halves: PrefillBackends | DecodeBackends, start: Callable[[_Kind], Half]) -> list[Half]:
     """What can be started here, in order of preference; Hello will offer it."""
     started: list[Half] = []
-    for name in _ORDER[halves.core.config.transfer.kv_transfer_backend]:
+    for name in _wanted(halves.core.config.transfer.kv_transfer_backend, halves.credentials):
         try:
             backend = _KINDS[name].hello()
             started.append(start(_KINDS[name]))
@@ -194,6 +198,17 @@ def _started(halves: PrefillBackends | DecodeBackends, start: Callable[[_Kind], 
     return started
 
 
+def _wanted(choice: str, credentials: Credentials) -> tuple[str, ...]:
+    """Backends to start, in order of preference."""
+    if choice == "auto" and _encrypts(credentials):
+        return tuple(name for name in _ORDER[choice] if name != "tcp")
+    return _ORDER[choice]
+
+
 def _check_plain(credentials: Credentials) -> None:
-    if credentials.channel is not None or credentials.server is not None:
+    if _encrypts(credentials):
         raise Unsupported("it sends KV as it is, and this worker encrypts")
+
+
+def _encrypts(credentials: Credentials) -> bool:
+    return credentials.channel is not None or credentials.server is not None

@@ -8,6 +8,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from time import monotonic
 
+from jdisagg.transfer.names import Address, Names
 from jdisagg.transfer.tcp_wire import IDLE_TIMEOUT_S, REPLY, REQUEST, UNKNOWN, Locator, hang_up, left_s, receive_into
 
 PART_BYTES = 2**18  # stays in the cache until the reader has seen it
@@ -40,6 +41,7 @@ class TcpSource:
         self._lock = threading.Lock()
         self._idle: dict[str, list[_Line]] = {}  # by peer
         self._readings: set[_Reading] = set()
+        self._names = Names()
         self._closed = False
 
     def read_into(self, peer: str, key: str, room: memoryview, deadline_s: float) -> Generator[int, None, None]:
@@ -104,7 +106,8 @@ class TcpSource:
             line = self._take_kept(reading, locator)
             is_fresh = line is None
             if line is None:
-                line = self._enter(reading, _connect(locator, deadline_s))
+                found = self._names.addresses(locator.host, deadline_s)
+                line = self._enter(reading, _connect(locator, found, deadline_s))
             reply, why = bytearray(REPLY.size), "hung up"  # no exception: it would hold this frame, which would hold it
             try:
                 line.socket.settimeout(left_s(deadline_s))
@@ -163,22 +166,18 @@ class TcpSource:
             line.socket.close()
 
 
-def _connect(locator: Locator, deadline_s: float) -> _Line:
-    """Raises TimeoutError at the deadline, ConnectionError when nobody accepts."""
+def _connect(locator: Locator, found: list[Address], deadline_s: float) -> _Line:
+    """Raises TimeoutError at the deadline, ConnectionError when nobody accepts at any of the addresses."""
     why = "no address"
-    try:
-        found = socket.getaddrinfo(locator.host, locator.port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise ConnectionError(f"{locator.host}: {error}") from error
-    for family, kind, protocol, _, address in found:
+    for address in found:
         try:
-            connection = socket.socket(family, kind, protocol)
+            connection = socket.socket(address.family, socket.SOCK_STREAM)
         except OSError as error:  # a kernel without this family
             why = str(error)
             continue
         try:
             connection.settimeout(min(CONNECT_TIMEOUT_S, left_s(deadline_s)))
-            connection.connect(address)
+            connection.connect(address.at(locator.port).sockaddr)
             if connection.getsockname() == connection.getpeername():
                 raise ConnectionRefusedError("reached nobody but itself")
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,5 +1,8 @@
 """P's half of backend "tcp": a port on which published pieces are served, and a thread for every connection, so that a D that
 stands still holds up nobody else.
+
+Who has not shown the secret yet is a stranger: when the port is full, the one that has been here longest makes room, so that
+strangers cannot keep a D out.
 """
 
 from __future__ import annotations
@@ -28,11 +31,12 @@ from jdisagg.transfer.tcp_wire import (
 log = logging.getLogger(__name__)
 
 SEND_BYTES = 2**22  # between two looks at the clock
-REQUEST_TIMEOUT_S = 5.0  # D asks as soon as it is connected
+REQUEST_TIMEOUT_S = 2.0  # D asks as soon as it is connected
 STALL_TIMEOUT_S = 10.0  # for a D that takes nothing; and it has to take, all in all ..
 LEAST_BYTES_PER_S = 2**20
 MAX_CONNECTIONS = 256
 CLOSE_TIMEOUT_S = 2.0
+DISPLACE_TIMEOUT_S = 1.0  # its thread is blocked in recv and ends at once
 PAUSE_S = 0.1  # when no descriptor or thread is left
 
 
@@ -51,9 +55,16 @@ class TcpStore:
         self._pieces: dict[int, bytes | memoryview] = {}
         self._by_key: dict[str, int] = {}
         self._connections: dict[socket.socket, threading.Thread] = {}
+        self._strangers: dict[socket.socket, None] = {}  # of these, oldest first
+        self._lock = threading.Lock()  # of these two
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="tcp-accept", daemon=True)
         self._thread.start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where peers reach it."""
+        return self._host, self._port
 
     def put(self, key: str, data: bytes | memoryview) -> str:
         """Serve the bytes; returns where they are."""
@@ -77,7 +88,8 @@ class TcpStore:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
         self._thread.join(CLOSE_TIMEOUT_S)
-        connections = dict(self._connections)
+        with self._lock:
+            connections = dict(self._connections)
         for connection in connections:
             hang_up(connection)
         for thread in connections.values():
@@ -94,18 +106,34 @@ class TcpStore:
                     log.warning("tcp: %s", error)
                     sleep(PAUSE_S)
                 continue
-            if self._closed or len(self._connections) >= MAX_CONNECTIONS:
+            if self._closed or not self._has_room():
                 connection.close()
                 continue
             thread = threading.Thread(target=self._serve, args=(connection, peer), name=f"tcp-serve-{peer}", daemon=True)
-            self._connections[connection] = thread
+            with self._lock:
+                self._connections[connection] = thread
+                self._strangers[connection] = None
             try:
                 thread.start()
             except RuntimeError as error:
                 log.warning("tcp: %s; hung up on %s", error, peer)
-                del self._connections[connection]
+                self._forget(connection)
                 connection.close()
                 sleep(PAUSE_S)
+
+    def _has_room(self) -> bool:
+        """For one more connection, perhaps where a stranger was."""
+        with self._lock:
+            if len(self._connections) < MAX_CONNECTIONS:
+                return True
+            oldest = next(iter(self._strangers), None)
+            if oldest is None:
+                return False
+            del self._strangers[oldest]
+            thread = self._connections[oldest]
+        hang_up(oldest)
+        thread.join(DISPLACE_TIMEOUT_S)
+        return True
 
     def _serve(self, connection: socket.socket, peer: str) -> None:
         try:
@@ -117,7 +145,12 @@ class TcpStore:
         except OSError as error:  # it went away, or stood still
             log.debug("tcp: connection from %s: %s", peer, error)
         finally:
+            self._forget(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
             self._connections.pop(connection, None)
+            self._strangers.pop(connection, None)
 
     def _answer(self, connection: socket.socket, peer: str, wait_s: float) -> bool:
         """One request, the first byte of which may take `wait_s`; False to hang up."""
@@ -130,6 +163,8 @@ class TcpStore:
         if not compare_digest(secret, self._secret):
             log.warning("tcp: %s asked for a piece of somebody else; hung up", peer)
             return False
+        with self._lock:
+            self._strangers.pop(connection, None)
         data = self._pieces.get(number)
         connection.settimeout(STALL_TIMEOUT_S)
         connection.sendall(REPLY.pack(UNKNOWN if data is None else len(data)))

@@ -1,4 +1,5 @@
-"""`jdisagg.serve.worker` with the backend of JDISAGG_BROKEN_BACKEND (`fetch:NAME` or `publish:NAME`) broken.
+"""`jdisagg.serve.worker` with the backend of JDISAGG_BROKEN_BACKEND (`fetch:NAME` or `publish:NAME`) broken, or as on a host of
+its own (`other host`), with a port that nobody reaches (`other host, closed`).
 
 What breaks is what would: shared memory that may not be opened or that is full, a transfer server that nobody reaches or
 that refuses arrays.
@@ -9,8 +10,8 @@ from __future__ import annotations
 import os
 
 from jdisagg.core.config import Config
-from jdisagg.serve import worker
-from jdisagg.transfer import jax_server, shm_backend
+from jdisagg.serve import backends, worker
+from jdisagg.transfer import jax_server, shm_backend, tcp_store
 from jdisagg.transfer.target import PieceError
 
 BROKEN = "JDISAGG_BROKEN_BACKEND"
@@ -33,4 +34,9 @@ def run(config: Config) -> int:
             jax_server.TransferConnection.pull = _refuse(PieceError("connection", "nobody there"))
         case "publish:jax":
             jax_server.TransferServer.offer = _refuse(RuntimeError("the transfer server is gone"))
+        case "other host":
+            backends.same_host_token = lambda: str(os.getpid())
+        case "other host, closed":
+            backends.same_host_token = lambda: str(os.getpid())
+            tcp_store.TcpStore.address = ("127.0.0.1", 1)
     return worker.run(config)

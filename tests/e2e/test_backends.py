@@ -96,3 +96,26 @@ def test_a_backend_that_fails_is_left_for_grpc_on_the_same_worker_and_nothing_is
     for server in (prefill, decode):
         wait_all_free(server)
     wait_until(lambda: prefill.metric("jdisagg_published_bytes") == 0, 5, "nothing is published any more")
+
+
+@pytest.mark.covers("P09")
+@pytest.mark.parametrize(("where", "backend"), [("other host", "tcp"), ("other host, closed", "grpc")])
+def test_auto_is_tcp_between_hosts_and_grpc_where_its_port_is_not_reachable(
+    start: Start, where: str, backend: str, exact_flags: tuple[str, ...], unified: ServerProcess
+) -> None:
+    flags = ("--no-enable-prefix-caching", *exact_flags)
+    options = {"env": {"JDISAGG_BROKEN_BACKEND": where}, "module": "tests.e2e.broken_serve"}
+    prefill = start("prefill", "--role", "prefill", *flags, **options).wait_ready()
+    mine = ("--prefill", prefill.grpc, "--local-prefill", "never")
+    decode = start("decode", "--role", "decode", *mine, *flags, **options).wait_ready()
+    requests = long_requests(4, seed=44, max_tokens=12)
+    assert_exact(run_all(decode.grpc, requests), run_all(unified.grpc, requests))
+    assert decode.metric(MOVED) == decode.metric(MOVED, backend=backend) > 0
+    assert decode.metric("jdisagg_recoveries_total") == 0
+    log = decode.log.read_text()
+    refused = "backend tcp is not reachable at 127.0.0.1:1 (Connection refused); KV comes over grpc"
+    assert log.count(refused) == (backend == "grpc")
+    assert log.count("KV comes over") == 1
+    assert " tcp" not in prefill.log.read_text()
+    for server in (prefill, decode):
+        wait_all_free(server)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -286,6 +287,69 @@ def test_beyond_so_many_connections_p_hangs_up_at_once(
     with pytest.raises(ConnectionError):
         read(source, locator, peer="second")
     assert read(source, locator, peer="first") == b"data"
+
+
+def is_open(connection: socket.socket, within_s: float = 0.3) -> bool:
+    """Whether P holds on to it for the time."""
+    connection.settimeout(within_s)
+    try:
+        return connection.recv(1) != b""
+    except TimeoutError:
+        return True
+
+
+def test_on_a_full_port_the_oldest_stranger_makes_room_and_who_showed_the_secret_never(
+    store: TcpStore, source: TcpSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_store, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(tcp_store, "REQUEST_TIMEOUT_S", 30.0)
+    locator = Locator.parse(store.put("k", b"data"))
+    assert read(source, str(locator), peer="first") == b"data"
+    with (
+        socket.create_connection((HOST, locator.port), timeout=5) as older,
+        socket.create_connection((HOST, locator.port), timeout=5) as newer,
+    ):
+        newer.sendall(b"x")  # without a word, or in the middle of the secret
+        assert read(source, str(locator), peer="second") == b"data"
+        assert not is_open(older, within_s=5.0)
+        assert is_open(newer)
+        assert read(source, str(locator), peer="third") == b"data"
+        assert not is_open(newer, within_s=5.0)
+    with pytest.raises(ConnectionError):
+        read(source, str(locator), peer="fourth")
+    kept = threading.active_count()
+    assert [read(source, str(locator), peer=peer) for peer in ("first", "second", "third")] == [b"data"] * 3
+    assert threading.active_count() == kept, "their connections were there all the time"
+
+
+def test_a_connection_that_asks_for_nothing_leaves_no_word_in_the_log(
+    store: TcpStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    for _ in range(3):
+        socket.create_connection(store.address, timeout=5).close()
+    assert ends("tcp-serve")
+    assert caplog.messages == []
+
+
+def test_a_resolver_that_does_not_answer_costs_the_deadline_and_no_more(
+    source: TcpSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, look_up = threading.Event(), socket.getaddrinfo
+
+    def slow(host: str, *rest: Any, flags: int = 0, **named: Any) -> Any:
+        if not flags & socket.AI_NUMERICHOST:
+            answers.wait(20.0)
+        return look_up(host, *rest, flags=flags, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "getaddrinfo", slow)
+        began_s = time.monotonic()
+        with pytest.raises(TimeoutError, match="resolver"):
+            read(source, f"localhost:1 {SECRET} 1", within_s=0.2)
+        assert time.monotonic() - began_s < 2.0
+        answers.set()
+        assert ends("resolve-")
 
 
 def test_unused_connections_are_closed_when_another_is_made(

@@ -232,7 +232,7 @@ def test_identity_round_trip():
         worker="pid 1 @ a:1",
         epoch="e",
         groups=(CacheGroup(spec=spec, page_size=16),),
-        backends=(Backend(name="jax", version="0.10", num_transport_addresses=4), Backend(name="grpc")),
+        backends=(Backend(name="jax", version="0.10", num_transport_addresses=4), Backend(name="tcp", endpoint="[::1]:80")),
         ranks=(Rank(endpoint="a:1", head_begin=0, head_end=4),),
         build="b",
         min_protocol=1,

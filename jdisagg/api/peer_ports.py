@@ -1,0 +1,131 @@
+"""Whether D reaches the ports that a P's transfer backends have of their own: proven before KV depends on it.
+
+A firewall that drops packets would cost every piece a connection's whole time-out. Here it costs one connection per pairing,
+made beside the hand-offs and closed at once, while KV comes over the other backends; it is tried again now and then, since one
+lost packet looks like a firewall.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+
+from jdisagg.handoff.identity import Identity
+from jdisagg.transfer.names import Address, Names
+
+PROOF_TIMEOUT_S = 1.0
+PATIENCE_S = 0.1  # hand-offs wait so long for a proof of the backend they would begin with
+AGAIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """A backend that KV cannot come over now."""
+
+    backend: str
+    endpoint: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Backends that KV can come over, in order of preference, and those that were tried in vain."""
+
+    backends: tuple[str, ...]
+    unreachable: tuple[Unreachable, ...] = ()
+
+
+class PeerPorts:
+    """Those of one P. Used on one event loop."""
+
+    def __init__(self) -> None:
+        self._proofs: dict[str, _Proof] = {}  # by endpoint
+        self._epoch: str | None = None  # of the process they are of
+        self._names = Names()
+
+    async def reach(self, theirs: Identity, agreed: tuple[str, ...]) -> Reached:
+        """What of `agreed` can be used now. Nothing begins over a port that is not proven; as a fallback it is believed until
+        the proof has failed."""
+        if theirs.epoch != self._epoch:
+            self._epoch = theirs.epoch
+            self._end()
+        ports = {b.name: self._proof(b.endpoint) for b in theirs.backends if b.endpoint is not None and b.name in agreed}
+        if (first := ports.get(agreed[0])) is not None:
+            await first.tried()
+        unproven = {name for name, proof in ports.items() if proof.why is not None or (proof is first and not proof.is_reached)}
+        usable = tuple(name for name in agreed if name not in unproven)
+        failed = [Unreachable(name, proof.endpoint, proof.why) for name, proof in ports.items() if proof.why is not None]
+        return Reached(usable or agreed, tuple(failed))
+
+    async def close(self) -> None:
+        """Stop trying."""
+        await asyncio.gather(*self._end(), return_exceptions=True)
+
+    def _proof(self, endpoint: str) -> _Proof:
+        if endpoint not in self._proofs:
+            self._proofs[endpoint] = _Proof(endpoint, self._names)
+        return self._proofs[endpoint]
+
+    def _end(self) -> list[asyncio.Task[None]]:
+        tasks = [proof.task for proof in self._proofs.values()]
+        self._proofs = {}
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+
+class _Proof:
+    """Connections to one port until one succeeds."""
+
+    def __init__(self, endpoint: str, names: Names) -> None:
+        self.endpoint = endpoint
+        self.is_reached = False
+        self.why: str | None = None  # the last attempt failed
+        self._names = names
+        self._tried = asyncio.Event()
+        self._patient_until_s = asyncio.get_running_loop().time() + PATIENCE_S
+        self.task = asyncio.create_task(self._run())
+
+    async def tried(self) -> None:
+        """Until something is known, or the time for that is over."""
+        if not self._tried.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._patient_until_s):
+                    await self._tried.wait()
+
+    async def _run(self) -> None:
+        while not self.is_reached:
+            self.why = await self._attempt()
+            self.is_reached = self.why is None
+            self._tried.set()
+            if not self.is_reached:
+                await asyncio.sleep(AGAIN_S)
+
+    async def _attempt(self) -> str | None:
+        """Why it failed, None when it did not."""
+        host, _, port = self.endpoint.rpartition(":")
+        try:
+            async with asyncio.timeout(PROOF_TIMEOUT_S):
+                found = await asyncio.wrap_future(self._names.look_up(host.strip("[]")))
+                return await _connect([address.at(int(port)) for address in found])
+        except TimeoutError:
+            return f"no answer within {PROOF_TIMEOUT_S:g} s"
+        except (OSError, ValueError, OverflowError) as error:  # what P says need not be an address
+            return str(error)
+
+
+async def _connect(addresses: list[Address]) -> str | None:
+    """Why none of them accepts, None when one does."""
+    why = "no address"
+    for address in addresses:
+        try:
+            with socket.socket(address.family, socket.SOCK_STREAM) as probe:
+                probe.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(probe, address.sockaddr)
+                return None
+        except OSError as error:
+            why = os.strerror(error.errno) if error.errno else str(error)  # asyncio's own words repeat the address
+    return why

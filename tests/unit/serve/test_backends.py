@@ -1,0 +1,119 @@
+"""What a worker offers for each `--kv-transfer-backend`, what it says when it cannot, and where its ports are."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import jax
+import pytest
+
+from jdisagg.api.channels import INSECURE, Credentials
+from jdisagg.core.config import Config, ServerConfig, TransferConfig
+from jdisagg.core.drill import Drill
+from jdisagg.handoff.identity import Backend
+from jdisagg.serve import backends
+from jdisagg.serve.backends import DecodeBackends, PrefillBackends, decode_backends, prefill_backends
+from jdisagg.transfer.drill import TransferDrill
+from jdisagg.transfer.target import PieceTarget
+
+DRILL = TransferDrill(Drill())
+ENCRYPTING = (
+    Credentials(channel=grpc.ssl_channel_credentials()),
+    Credentials(server=grpc.ssl_server_credentials([(b"key", b"certificate")])),
+)
+
+
+class Worker:
+    """Builds backends as `build_deployment` does, and closes them."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+
+    def prefill(
+        self, choice: str, *, credentials: Credentials = INSECURE, bind: str = "127.0.0.1", host: str = ""
+    ) -> PrefillBackends:
+        halves = prefill_backends(core(choice, bind), host or bind, credentials, DRILL)
+        self._stack.callback(halves.publishers.close)
+        return halves
+
+    def decode(self, choice: str, *, credentials: Credentials = INSECURE) -> DecodeBackends:
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        target = PieceTarget(
+            sharding=sharding, dtype="float32", chunk_tokens=8, num_layers=1, num_kv_heads=1, features=4
+        )  # fmt: skip
+        halves = decode_backends(core(choice), target, "127.0.0.1", credentials, DRILL)
+        for close in halves.closers:
+            self._stack.callback(close)
+        return halves
+
+
+def core(choice: str, bind: str = "127.0.0.1") -> Any:
+    """As much of a Core as backends look at."""
+    config = Config(transfer=TransferConfig(kv_transfer_backend=choice), server=ServerConfig(host=bind))
+    return SimpleNamespace(config=config, inbox=SimpleNamespace(post=queue.SimpleQueue().put))
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with ExitStack() as stack:
+        yield Worker(stack)
+
+
+def names(offered: list[Backend]) -> tuple[str, ...]:
+    return tuple(backend.name for backend in offered)
+
+
+ORDERS = {"auto": ("shm", "tcp", "grpc"), "grpc": ("grpc",), "tcp": ("tcp", "grpc"), "shm": ("shm", "grpc")}
+
+
+@pytest.mark.parametrize("choice", ORDERS)
+def test_both_sides_offer_what_is_asked_for_in_order(worker: Worker, choice: str, caplog: pytest.LogCaptureFixture) -> None:
+    p, d = worker.prefill(choice), worker.decode(choice)
+    assert (names(p.offered), names(d.offered)) == (ORDERS[choice], ORDERS[choice])
+    assert p.publishers.names == ORDERS[choice]
+    assert d.fetcher.name == ORDERS[choice][0]
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("bind", "host", "at"),
+    [("127.0.0.1", "127.0.0.1", "127.0.0.1"), ("127.0.0.1", "node-7", "node-7"), ("[::1]", "[::1]", "[::1]")],
+)
+def test_p_alone_says_where_its_port_is_and_only_tcp_has_one(worker: Worker, bind: str, host: str, at: str) -> None:
+    of_p = {backend.name: backend.endpoint for backend in worker.prefill("auto", bind=bind, host=host).offered}
+    said, _, port = str(of_p.pop("tcp")).rpartition(":")
+    assert said == at
+    socket.create_connection((bind.strip("[]"), int(port)), timeout=5).close()
+    assert set(of_p.values()) == {None}
+    assert {backend.endpoint for backend in worker.decode("auto").offered} == {None}
+
+
+@pytest.mark.parametrize("credentials", ENCRYPTING, ids=["channel", "server"])
+def test_a_worker_that_encrypts_has_no_tcp_and_says_so_when_it_was_asked_for(
+    worker: Worker, credentials: Credentials, caplog: pytest.LogCaptureFixture
+) -> None:
+    for halves in (worker.prefill("auto", credentials=credentials), worker.decode("auto", credentials=credentials)):
+        assert names(halves.offered) == ("shm", "grpc")
+    assert caplog.messages == []
+    for halves in (worker.prefill("tcp", credentials=credentials), worker.decode("tcp", credentials=credentials)):
+        assert names(halves.offered) == ("grpc",)
+    line = "transfer backend tcp is not offered: it sends KV as it is, and this worker encrypts"
+    assert caplog.messages == [line, line]
+
+
+@pytest.mark.parametrize(("choice", "left"), [("auto", ("shm", "grpc")), ("tcp", ("grpc",))])
+def test_a_port_that_cannot_be_bound_is_said_and_done_without(
+    worker: Worker, choice: str, left: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(99, "Cannot assign requested address")
+
+    monkeypatch.setattr(backends, "TcpStore", refuse)
+    assert names(worker.prefill(choice).offered) == left
+    assert caplog.messages == ["transfer backend tcp is not offered: [Errno 99] Cannot assign requested address"]

@@ -1,0 +1,108 @@
+"""Hosts to addresses: numeric ones at once, names within the caller's time and with one thread each."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from jdisagg.transfer import names
+from jdisagg.transfer.names import Names
+
+
+class Resolver:
+    """In the place of getaddrinfo: holds names until `answers`; knows "there" alone."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.answers = threading.Event()
+
+    def __call__(self, host: str, _port: None, *, type: int, flags: int) -> list[tuple[Any, ...]]:
+        if flags & socket.AI_NUMERICHOST:
+            if host != "127.0.0.1":
+                raise socket.gaierror("no number")
+        else:
+            self.asked.append(host)
+            assert self.answers.wait(20.0)
+            if host != "there":
+                raise socket.gaierror(f"nobody knows {host}")
+        return [(socket.AF_INET, type, 6, "", ("127.0.0.1", 0)), (socket.AF_INET6, type, 6, "", ("::1", 0, 0, 3))]
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
+    made = Resolver()
+    monkeypatch.setattr(socket, "getaddrinfo", made)
+    yield made
+    made.answers.set()
+    until_s = time.monotonic() + 5
+    while resolving():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def resolving() -> int:
+    return sum(thread.name.startswith("resolve-") for thread in threading.enumerate())
+
+
+def addresses(known: Names, host: str, within_s: float = 5.0) -> list[tuple[Any, ...]]:
+    return [address.at(80).sockaddr for address in known.addresses(host, time.monotonic() + within_s)]
+
+
+THERE = [("127.0.0.1", 80), ("::1", 80, 0, 3)]
+
+
+def test_a_number_needs_no_resolver_and_no_thread(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names.threading, "Thread", None)
+    assert addresses(Names(), "127.0.0.1") == THERE
+    assert resolver.asked == []
+
+
+def test_a_silent_resolver_costs_the_deadline_and_one_thread_for_all_who_ask(resolver: Resolver) -> None:
+    known = Names()
+    for _ in range(3):
+        with pytest.raises(TimeoutError, match="there: no answer"):
+            addresses(known, "there", within_s=0.05)
+    assert (resolver.asked, resolving()) == (["there"], 1)
+    resolver.answers.set()
+    assert addresses(known, "there") == THERE
+    assert resolver.asked == ["there"]
+
+
+def test_an_answer_is_remembered_for_a_while(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver.answers.set()
+    known = Names()
+    for _ in range(2):
+        assert addresses(known, "there") == THERE
+    assert resolver.asked == ["there"]
+    monkeypatch.setattr(names, "REMEMBER_S", 0.0)
+    assert addresses(known, "there") == THERE
+    assert resolver.asked == ["there", "there"]
+
+
+def test_a_name_that_nobody_knows_is_a_broken_connection_and_asked_for_again(resolver: Resolver) -> None:
+    resolver.answers.set()
+    known = Names()
+    for _ in range(2):
+        with pytest.raises(ConnectionError, match="nobody knows gone"):
+            addresses(known, "gone")
+    assert resolver.asked == ["gone", "gone"]
+
+
+def test_a_thread_that_cannot_start_is_a_broken_connection_this_once(
+    resolver: Resolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    resolver.answers.set()
+    known = Names()
+    with monkeypatch.context() as patched:
+        patched.setattr(names.threading.Thread, "start", refuse)
+        with pytest.raises(ConnectionError, match="new thread"):
+            addresses(known, "there")
+    assert addresses(known, "there") == THERE
