@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 BLOCK_TOKENS = 128  # pages are cut or joined to it, so that equal blocks are summed whatever the page size
-CACHED_BYTES = 2**22  # what a block gathers, at most: a CPU's cache then still has it when it is multiplied; but
+CACHED_BYTES = 2**21  # what a block gathers, at most: a CPU's cache then still has it when it is multiplied; but
 LEAST_BLOCK_TOKENS = 32  # are worth a turn of the loop
 _LOWEST = -1e30  # finite: exp(_LOWEST - _LOWEST) must be 1, not NaN
 
