@@ -27,6 +27,7 @@ from jdisagg.roles.side import Side
 from jdisagg.roles.stages import Stage, StageClock
 from jdisagg.roles.streams import Streams
 from jdisagg.roles.timeline import Timeline
+from jdisagg.sched import log_codec
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
 
@@ -221,7 +222,7 @@ class EngineLoop:
             "requests": {name: stream.timeline.record.snapshot() for name, stream in self._streams.items()},
             "scheduler": self._scheduler.snapshot(),
             "handoff": self._side.snapshot(),
-            "in_flight": repr(plan) if plan else None,
+            "in_flight": log_codec.encode(plan) if plan else None,
         }
 
 

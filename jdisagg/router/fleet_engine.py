@@ -150,7 +150,7 @@ class FleetEngine:
                 "attempt": flight.attempt,
                 "worker": flight.entry.member.address if flight.entry else None,
                 "delivered": flight.num_delivered,
-                "deaths": flight.deaths,
+                "deaths": flight.setbacks.deaths,
             }
             for flight in self._flights.values()
         ]
@@ -198,7 +198,7 @@ class FleetEngine:
         """A worker for the attempt, with the weights that answered this request or one of its siblings so far."""
         group = flight.request.fork_group
         fingerprint = flight.fingerprint or self._homes.spoken_fingerprint(group)
-        return self.workers.fleet.choose(fingerprint, now_s, but_not=flight.tried, home=self._homes.of(group))
+        return self.workers.fleet.choose(fingerprint, now_s, but_not=flight.setbacks.tried, home=self._homes.of(group))
 
     def _submit(self, flight: Flight, entry: Entry) -> None:
         flight.entry = entry
@@ -226,6 +226,7 @@ class FleetEngine:
                 event = Lost(Unavailable("other choices of this request are answered by other weights"), death=False)
             else:
                 self._leave_prefill(flight, event)
+                self._recovery.heard(flight, event, monotonic())
                 return flight.accept(event)
         try:
             return await self._recover(flight, event)
@@ -239,11 +240,11 @@ class FleetEngine:
         self._leave(flight)
         if (complete := flight.complete()) is not None:
             return complete
-        flight.tried |= {failed.address}
+        flight.setbacks.tried |= {failed.address}
         alone = self._is_tried_everywhere(flight, now_s)
         pause_s = self._recovery.next_attempt(flight, lost, worker=failed.worker, alone=alone, num_live=num_live, now_s=now_s)
         if alone:
-            flight.tried = frozenset({failed.address})  # begin another round
+            flight.setbacks.tried = frozenset({failed.address})  # begin another round
         await asyncio.sleep(pause_s)
         await self._place(flight)
         return None
@@ -256,8 +257,8 @@ class FleetEngine:
     def _is_tried_everywhere(self, flight: Flight, now_s: float) -> bool:
         fingerprint = None if flight.is_untouched else flight.fingerprint
         fingerprint = fingerprint or self._homes.spoken_fingerprint(flight.request.fork_group)
-        best = self.workers.fleet.choose(fingerprint, now_s, but_not=flight.tried)
-        return best is None or best.member.address in flight.tried
+        best = self.workers.fleet.choose(fingerprint, now_s, but_not=flight.setbacks.tried)
+        return best is None or best.member.address in flight.setbacks.tried
 
     def _leave(self, flight: Flight) -> None:
         """The flight's one release path: off its worker, off every count. Idempotent."""
@@ -290,4 +291,4 @@ class FleetEngine:
 
     def _on_back(self, entry: Entry) -> None:
         for flight in self._flights.values():
-            flight.blame.clear(entry.key)
+            flight.setbacks.blame.clear(entry.key)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
-from jdisagg.core.errors import Overloaded, RequestError
+from jdisagg.core.errors import RequestError
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
-from jdisagg.router.blame import Blame, Lost
+from jdisagg.router.blame import Lost
 from jdisagg.router.fleet import Entry
+from jdisagg.router.setbacks import Setbacks
 
 
 class Flight:
@@ -21,11 +22,7 @@ class Flight:
         self.entry: Entry | None = None  # the worker it runs on
         self.prefill: Entry | None = None  # the P named first, until the first token
         self.fingerprint: str | None = None
-        self.tried: frozenset[str] = frozenset()  # addresses that failed it
-        self.deaths = 0
-        self.blame = Blame()
-        self.refusals = 0
-        self._retry_after_s: float | None = None  # the soonest that a full worker named
+        self.setbacks = Setbacks()
         self.finished = False
         self._delivered: list[int] = []
         self._recoveries: tuple[str, ...] = ()  # of all attempts so far
@@ -54,11 +51,6 @@ class Flight:
             generated_token_ids=self.request.generated_token_ids + tuple(self._delivered),
             prefill_peers=prefill_peers,
         )
-
-    def refused(self, error: Overloaded) -> Overloaded:
-        """A full worker gave it back: the error to end with, should all be full, names the soonest time of any of them."""
-        self._retry_after_s = min(error.retry_after_s, self._retry_after_s or error.retry_after_s)
-        return Overloaded(error.message, retry_after_s=self._retry_after_s)
 
     def replay(self) -> None:
         """Begin the next attempt; what the old one still sends has an older number and is dropped."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jdisagg.core.errors import HandoffLost, Overloaded, RequestError, Unavailable
 from jdisagg.core.metrics import Metrics
-from jdisagg.core.requests import EngineRequest
+from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.router.blame import Lost
 from jdisagg.router.budget import WINDOW_S, ReplayBudget
 from jdisagg.router.flight import Flight
@@ -62,9 +62,10 @@ class Recovery:
         is_full = isinstance(lost.error, Overloaded)
         level = logging.INFO if is_full else logging.WARNING
         told = (flight.request.request_id, stage, where, lost.error.message)
-        flight.deaths += lost.death
-        flight.blame.add(lost)
-        flight.refusals += not lost.death
+        flight.setbacks.begin(now_s)
+        flight.setbacks.deaths += lost.death
+        flight.setbacks.blame.add(lost)
+        flight.setbacks.refusals += not lost.death
         try:
             self._check(flight, lost, alone=alone, num_live=num_live, now_s=now_s)
         except RequestError:
@@ -76,19 +77,28 @@ class Recovery:
             self._metrics.recoveries.labels(rung="replay").inc()
         log.log(level, "request %s: recovering by replay; stage %s%s: %s; attempt %d", *told, flight.attempt + 1)
         flight.replay()
-        return 0.0 if lost.death or not alone else min(FIRST_PAUSE_S * 2**flight.refusals, LONGEST_PAUSE_S)
+        return 0.0 if lost.death or not alone else min(FIRST_PAUSE_S * 2**flight.setbacks.refusals, LONGEST_PAUSE_S)
+
+    def heard(self, flight: Flight, output: Output, now_s: float) -> None:
+        """A worker sent `output`: says what a recovery that is now over has cost."""
+        if not (output.token_ids or output.finish):
+            return
+        waited_s = flight.setbacks.overcome(now_s)
+        if waited_s is not None and output.error is None and flight.entry is not None:
+            told = (flight.request.request_id, waited_s, flight.attempt, flight.entry.member.worker)
+            log.info("request %s: goes on %.2f s after it was lost; attempt %d, worker %s", *told)
 
     def _check(self, flight: Flight, lost: Lost, *, alone: bool, num_live: int, now_s: float) -> None:
         """Raises the error that ends the request."""
         request_id = flight.request.request_id
-        if flight.blame.deaths >= self._config.max_deaths:
+        if flight.setbacks.blame.deaths >= self._config.max_deaths:
             self._quarantine.add(flight.request, now_s)
             raise HandoffLost(
-                f"request {request_id}: in flight when {flight.deaths} workers went down "
+                f"request {request_id}: in flight when {flight.setbacks.deaths} workers went down "
                 f"(last: {lost.error.message}); not tried again"
             )
-        error = flight.refused(lost.error) if isinstance(lost.error, Overloaded) else lost.error
-        if flight.refusals > self._config.max_refusals or (alone and isinstance(error, Overloaded)):
+        error = flight.setbacks.refused(lost.error) if isinstance(lost.error, Overloaded) else lost.error
+        if flight.setbacks.refusals > self._config.max_refusals or (alone and isinstance(error, Overloaded)):
             raise error
         refused = not lost.death and flight.is_untouched and isinstance(error, Overloaded | Unavailable)
         if refused or self._budget.take(num_live, now_s):

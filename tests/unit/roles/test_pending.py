@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from jdisagg.core.requests import Output, Role
 from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.inbox import Cancel, Submit
+from jdisagg.sched import log_codec
+from jdisagg.sched.plan import Plan
 from tests.unit.roles.engine import Engine
 from tests.unit.roles.world import World
 from tests.unit.sched.engine_fake import expected, request
@@ -59,7 +62,7 @@ def test_live_requests_are_listed_until_they_end_and_each_end_frees_what_it_held
     assert not world.engine.scheduler.is_idle()
     assert busy["streams"] == ["short", "long", "unwanted"]
     assert set(sequences(busy)) == {"short", "long", "unwanted"}
-    assert busy["in_flight"] is not None
+    assert isinstance(log_codec.decode(json.loads(json.dumps(busy["in_flight"]))), Plan)
 
     while not any(output.finish for output in world.outputs["short"]):
         one_less = world.tick()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
+import re
 from dataclasses import replace
 from time import monotonic
 
@@ -97,7 +99,9 @@ def test_choices_of_one_request_go_to_one_worker_and_others_to_the_less_busy():
 
 
 @pytest.mark.parametrize("kill", ["die", "freeze"])
-def test_a_stream_goes_on_exactly_when_its_worker_dies_or_stalls(kill):
+def test_a_stream_goes_on_exactly_when_its_worker_dies_or_stalls(kill, caplog):
+    caplog.set_level(logging.INFO, logger="jdisagg")
+
     async def body() -> None:
         router = await Router().start()
         d1, d2 = await fleet(FakeWorker((router.address,)), FakeWorker((router.address,)), router=router)
@@ -122,6 +126,11 @@ def test_a_stream_goes_on_exactly_when_its_worker_dies_or_stalls(kill):
         assert provenance is not None
         assert provenance.recoveries == ("replay", "refetch")
         assert router.replays() == 1
+        (told,) = (record.getMessage() for record in caplog.records if "goes on" in record.getMessage())
+        said = re.fullmatch(r"request r1: goes on (\d\.\d\d) s after it was lost; attempt 1, worker (.+)", told)
+        assert said
+        assert float(said[1]) < 1.2
+        assert said[2] == f"fake @ {heir.address}"
         text = router.metrics.text().splitlines()
         assert "jdisagg_time_to_first_token_seconds_count 1.0" in text
         assert "jdisagg_inter_token_latency_seconds_count 39.0" in text  # the gap of the replay included
