@@ -1,4 +1,4 @@
-"""Between the protos of PeerService and `jdisagg.handoff`: identities and the messages of a hand-off stream.
+"""Between the protos of PeerService and `jdisagg.handoff`: the messages of a hand-off stream. Hello: `identity_codec`.
 
 An event this version does not know decodes to None, like a heartbeat: it shows life and changes nothing.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from jdisagg.api.codec import decode_error, decode_output, decode_request, encode_error, encode_output, encode_request
 from jdisagg.core.errors import InvalidRequest
-from jdisagg.core.fingerprint import Parts
-from jdisagg.handoff.identity import Backend, CacheGroup, Identity, Rank
 from jdisagg.handoff.messages import (
     Accepted,
     Ack,
@@ -23,7 +21,6 @@ from jdisagg.handoff.messages import (
     Started,
     Want,
 )
-from jdisagg.kv.spec import KVSpec
 from jdisagg.v1 import peer_pb2
 
 DOWN_HEARTBEAT = peer_pb2.PrefillRequest(heartbeat=peer_pb2.PrefillRequest.Heartbeat())
@@ -219,84 +216,4 @@ def _decode_want(message: peer_pb2.Want) -> Want:
         group=message.group,
         backend=message.backend,
         piece_tokens=message.piece_tokens,
-    )
-
-
-def encode_identity(identity: Identity) -> peer_pb2.Identity:
-    """Field by field."""
-    groups = [
-        peer_pb2.CacheGroup(
-            num_layers=group.spec.num_layers,
-            num_kv_heads=group.spec.num_kv_heads,
-            features=group.spec.features,
-            dtype=group.spec.dtype,
-            kind=group.spec.kind,
-            window=group.spec.window or 0,
-            page_size=group.page_size,
-        )
-        for group in identity.groups
-    ]
-    ranks = [peer_pb2.Rank(endpoint=r.endpoint, head_begin=r.head_begin, head_end=r.head_end) for r in identity.ranks]
-    backends = [
-        peer_pb2.TransferBackend(
-            name=b.name, version=b.version, num_transport_addresses=b.num_transport_addresses, endpoint=b.endpoint or ""
-        )
-        for b in identity.backends
-    ]
-    return peer_pb2.Identity(
-        min_protocol=identity.min_protocol,
-        max_protocol=identity.max_protocol,
-        build=identity.build,
-        fingerprint=identity.fingerprint,
-        worker=identity.worker,
-        epoch=identity.epoch,
-        groups=groups,
-        ranks=ranks,
-        backends=backends,
-        fingerprint_parts=encode_parts(identity.fingerprint_parts),
-    )
-
-
-def encode_parts(parts: Parts) -> list[peer_pb2.FingerprintPart]:
-    """One by one."""
-    return [peer_pb2.FingerprintPart(name=name, value=value) for name, value in parts]
-
-
-def decode_parts(message: peer_pb2.Identity) -> Parts:
-    """Empty from a worker that does not say."""
-    return tuple((part.name, part.value) for part in message.fingerprint_parts)
-
-
-def decode_identity(message: peer_pb2.Identity) -> Identity:
-    """An empty `kind` means "full", window 0 means none."""
-    groups = tuple(
-        CacheGroup(
-            spec=KVSpec(
-                num_layers=group.num_layers,
-                num_kv_heads=group.num_kv_heads,
-                features=group.features,
-                dtype=group.dtype,
-                kind=group.kind or "full",
-                window=group.window or None,
-            ),
-            page_size=group.page_size,
-        )
-        for group in message.groups
-    )
-    return Identity(
-        min_protocol=message.min_protocol,
-        max_protocol=message.max_protocol,
-        build=message.build,
-        fingerprint=message.fingerprint,
-        worker=message.worker,
-        epoch=message.epoch,
-        groups=groups,
-        ranks=tuple(Rank(endpoint=r.endpoint, head_begin=r.head_begin, head_end=r.head_end) for r in message.ranks),
-        backends=tuple(
-            Backend(
-                name=b.name, version=b.version, num_transport_addresses=b.num_transport_addresses, endpoint=b.endpoint or None
-            )
-            for b in message.backends
-        ),
-        fingerprint_parts=decode_parts(message),
     )

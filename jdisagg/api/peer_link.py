@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from jdisagg.api.channels import Credentials, open_channel
-from jdisagg.api.peer_codec import decode_identity, encode_identity
+from jdisagg.api.identity_codec import decode_identity, encode_identity
 from jdisagg.api.peer_ports import PeerPorts, Reached
 from jdisagg.core.errors import Unavailable
 from jdisagg.handoff.identity import Identity, agree

@@ -19,7 +19,8 @@ import grpc
 import grpc.aio
 
 from jdisagg.api.codec import abort
-from jdisagg.api.peer_codec import UP_HEARTBEAT, decode_down, decode_identity, encode_identity, encode_up
+from jdisagg.api.identity_codec import decode_identity, encode_identity
+from jdisagg.api.peer_codec import UP_HEARTBEAT, decode_down, encode_up
 from jdisagg.api.piece_server import PieceBytes, PieceServer
 from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig

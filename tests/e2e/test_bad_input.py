@@ -165,6 +165,7 @@ def test_a_router_tells_what_differs_between_workers_that_stay_apart(start: Star
         worker.wait_ready()
     told = "do not pair: numerics (prefill exact, decode fast) must be the same on both"
     wait_until(lambda: told in router.log_since_ready(), 20, "the router's warning", router.log_since_ready)
+    assert "weights" not in router.log_since_ready()  # they are the same
 
 
 def test_other_page_size_and_tensor_parallelism_are_converted(start: Start, pair: Pair, exact_flags: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.api import codec, fleet_codec, peer_codec
+from jdisagg.api import codec, fleet_codec, identity_codec, peer_codec
 from jdisagg.core import errors
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, Role, SamplingParams, TokenLogprob
@@ -238,8 +238,8 @@ def test_identity_round_trip():
         min_protocol=1,
         max_protocol=3,
     )
-    wire = peer_pb2.Identity.FromString(peer_codec.encode_identity(identity).SerializeToString())
-    assert peer_codec.decode_identity(wire) == identity
+    wire = peer_pb2.Identity.FromString(identity_codec.encode_identity(identity).SerializeToString())
+    assert identity_codec.decode_identity(wire) == identity
 
 
 def test_member_round_trip_and_refusals():

@@ -1,0 +1,88 @@
+"""Between the protos of Hello and registration and `jdisagg.handoff.identity`."""
+
+from __future__ import annotations
+
+from jdisagg.core.fingerprint import Parts
+from jdisagg.handoff.identity import Backend, CacheGroup, Identity, Rank
+from jdisagg.kv.spec import KVSpec
+from jdisagg.v1 import peer_pb2
+
+
+def encode_identity(identity: Identity) -> peer_pb2.Identity:
+    """Field by field."""
+    groups = [
+        peer_pb2.CacheGroup(
+            num_layers=group.spec.num_layers,
+            num_kv_heads=group.spec.num_kv_heads,
+            features=group.spec.features,
+            dtype=group.spec.dtype,
+            kind=group.spec.kind,
+            window=group.spec.window or 0,
+            page_size=group.page_size,
+        )
+        for group in identity.groups
+    ]
+    ranks = [peer_pb2.Rank(endpoint=r.endpoint, head_begin=r.head_begin, head_end=r.head_end) for r in identity.ranks]
+    backends = [
+        peer_pb2.TransferBackend(
+            name=b.name, version=b.version, num_transport_addresses=b.num_transport_addresses, endpoint=b.endpoint or ""
+        )
+        for b in identity.backends
+    ]
+    return peer_pb2.Identity(
+        min_protocol=identity.min_protocol,
+        max_protocol=identity.max_protocol,
+        build=identity.build,
+        fingerprint=identity.fingerprint,
+        worker=identity.worker,
+        epoch=identity.epoch,
+        groups=groups,
+        ranks=ranks,
+        backends=backends,
+        fingerprint_parts=encode_parts(identity.fingerprint_parts),
+    )
+
+
+def encode_parts(parts: Parts) -> list[peer_pb2.FingerprintPart]:
+    """One by one."""
+    return [peer_pb2.FingerprintPart(name=name, value=value) for name, value in parts]
+
+
+def decode_parts(message: peer_pb2.Identity) -> Parts:
+    """Empty from a worker that does not say."""
+    return tuple((part.name, part.value) for part in message.fingerprint_parts)
+
+
+def decode_identity(message: peer_pb2.Identity) -> Identity:
+    """An empty `kind` means "full", window 0 means none."""
+    groups = tuple(
+        CacheGroup(
+            spec=KVSpec(
+                num_layers=group.num_layers,
+                num_kv_heads=group.num_kv_heads,
+                features=group.features,
+                dtype=group.dtype,
+                kind=group.kind or "full",
+                window=group.window or None,
+            ),
+            page_size=group.page_size,
+        )
+        for group in message.groups
+    )
+    return Identity(
+        min_protocol=message.min_protocol,
+        max_protocol=message.max_protocol,
+        build=message.build,
+        fingerprint=message.fingerprint,
+        worker=message.worker,
+        epoch=message.epoch,
+        groups=groups,
+        ranks=tuple(Rank(endpoint=r.endpoint, head_begin=r.head_begin, head_end=r.head_end) for r in message.ranks),
+        backends=tuple(
+            Backend(
+                name=b.name, version=b.version, num_transport_addresses=b.num_transport_addresses, endpoint=b.endpoint or None
+            )
+            for b in message.backends
+        ),
+        fingerprint_parts=decode_parts(message),
+    )
