@@ -176,7 +176,7 @@ class GrpcPeerClient:
                     refused = Unavailable(f"prefill peer {stream.peer}: {error}")
                     return StreamEnded(reason="hello", error=refused)
                 except HelloFailed as error:
-                    self._failed(link, error.error.message, refused=error.reason == "hello")
+                    self._failed(link, error.error.message, refuses=error.reason == "hello")
                     return StreamEnded(reason=error.reason, error=error.error)
                 self._book.answered(stream.peer)
                 self._book.agreed(stream.peer, reached)
@@ -199,11 +199,11 @@ class GrpcPeerClient:
             link = self._links[peer] = PeerLink(peer, self._identity, self._credentials)
         return link
 
-    def _failed(self, link: PeerLink, why: str, *, refused: bool = False) -> None:
+    def _failed(self, link: PeerLink, why: str, *, refuses: bool = False) -> None:
         """Forget the connection: the next stream makes a new one. Streams still on it live or die by their own heartbeats."""
         if self._links.get(link.peer) is link:
             del self._links[link.peer]
-            self._book.failed(link.peer, why, refuses=refused)
+            self._book.failed(link.peer, why, refuses=refuses)
             self._give_up(link)
 
     def _give_up(self, link: PeerLink) -> None:
@@ -233,5 +233,5 @@ class GrpcPeerClient:
                     self._book.answered(peer)
                     await link.reach(theirs)  # so that it is known before the first request
                 except HelloFailed as error:
-                    self._failed(link, error.error.message, refused=error.reason == "hello")
+                    self._failed(link, error.error.message, refuses=error.reason == "hello")
             await asyncio.sleep(PROBE_INTERVAL_S)

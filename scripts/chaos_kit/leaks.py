@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import httpx
 
@@ -117,21 +118,22 @@ def _fitted_growth(samples: Sequence[tuple[float, int]]) -> float:
     return slope * (samples[-1][0] - samples[0][0])
 
 
+def live_requests(state: dict[str, Any]) -> dict[str, Any]:
+    """Whatever /debug/state shows of requests that are not over; empty values are left out."""
+    parts = {name: state.get(name) for name in ("streams", "requests", "flights")}
+    parts["sequences"] = (state.get("scheduler") or {}).get("sequences")
+    handoff = state.get("handoff") or {}
+    parts |= {f"handoff {name}": handoff.get(name) for name in ("handoffs", "replies", "requests")}
+    return {name: part for name, part in parts.items() if part}
+
+
 async def left_over(member: Member) -> list[str]:
     """What a process still holds for somebody; empty when it is at rest."""
     metrics, state = await member.metrics(), await member.state()
     found = [f"{name} = {metrics[name]:g}" for name in GAUGES if metrics.get(name)]
     handoff = state.get("handoff") or {}
-    parts = {
-        "sequences": (state.get("scheduler") or {}).get("sequences"),
-        "handoffs": handoff.get("handoffs"),
-        "replies": handoff.get("replies"),
-        "handoff requests": handoff.get("requests"),
-        "published_bytes": handoff.get("published_bytes"),
-        "buffered_bytes": handoff.get("buffered_bytes"),
-    }
-    parts |= {name: state.get(name) for name in ("streams", "requests", "flights")}
-    return found + [f"{name}: {str(part)[:200]}" for name, part in parts.items() if part]
+    held = {name: handoff[name] for name in ("published_bytes", "buffered_bytes") if handoff.get(name)}
+    return found + [f"{name}: {str(part)[:200]}" for name, part in (live_requests(state) | held).items()]
 
 
 async def at_rest(fleet: Fleet) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import httpx
+from chaos_kit.leaks import live_requests
 
 from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.e2e.client import OPTIONS
@@ -90,11 +91,7 @@ WAYS: tuple[Way, ...] = (cancels, aborts, disconnects, leaves_http)
 
 
 def working_for(server: ServerProcess) -> list[str]:
-    state = server.state()
-    parts = {name: state.get(name) for name in ("streams", "requests", "flights")}
-    parts["sequences"] = (state.get("scheduler") or {}).get("sequences")
-    parts["handoffs"] = (state.get("handoff") or {}).get("handoffs")
-    return [f"{server.flags[1]}: {name}: {str(part)[:300]}" for name, part in parts.items() if part]
+    return [f"{server.flags[1]}: {name}: {str(part)[:300]}" for name, part in live_requests(server.state()).items()]
 
 
 def test_no_worker_goes_on_for_a_client_that_left(start: Start, exact_flags: tuple[str, ...], tmp_path: Path) -> None:
