@@ -19,7 +19,8 @@ from chaos_kit.outcome import Fate, Outcome, Tokens, Visit
 UNIFIED_PAGES = 300
 AT_ONCE = 6
 LIMIT_S = 120.0  # of one answer
-NEAR_TIE = 1e-3  # logits closer than this may fall either way in another implementation
+NEAR_TIE = 1e-3  # logits closer than this may fall either way in another implementation; or than the rounding of 16 bits:
+NEAR_TIES = {"bfloat16": 0.1, "float16": 0.01}
 
 
 class One:
@@ -65,10 +66,13 @@ async def unified_answers(
             member.process.close()
 
 
-def transformers_disagree(model: Path, catalogue: Sequence[Entry], answers: Sequence[Tokens], count: int) -> list[str] | None:
-    """What transformers answers otherwise, among the first `count` plain entries; None when torch is not installed."""
+def transformers_disagree(
+    plan: FleetPlan, catalogue: Sequence[Entry], answers: Sequence[Tokens], count: int
+) -> list[str] | None:
+    """What transformers in float32 answers otherwise, among the first `count` plain entries; None without torch."""
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
         return None
     plain = [number for number, entry in enumerate(catalogue) if entry.plain][:count]
     torch_reference = importlib.import_module("chaos_kit.torch_reference")
-    return torch_reference.disagreements(model, {n: (catalogue[n], answers[n][0]) for n in plain}, NEAR_TIE)
+    near_tie = NEAR_TIES.get(plan.dtype, NEAR_TIE)
+    return torch_reference.disagreements(Path(plan.model), {n: (catalogue[n], answers[n][0]) for n in plain}, near_tie)

@@ -73,15 +73,15 @@ class Session:
             f"{len(self._answers)} answers by unified, {len(tokens)} different tokens, after {monotonic() - began_s:.0f} s"
         )
         if self.options.transformers:
-            self._judge_answers(Path(plan.model))
+            self._judge_answers(plan)
         await self.fleet.start()
         self._say(f"fleet of {', '.join(member.name for member in self.fleet.members)} after {monotonic() - began_s:.0f} s")
         await self._measure()
         await self._arm()
         self._say(f"drill begins after {monotonic() - began_s:.0f} s")
 
-    def _judge_answers(self, model: Path) -> None:
-        wrong = transformers_disagree(model, self._catalogue, self._answers, self.options.transformers)
+    def _judge_answers(self, plan: FleetPlan) -> None:
+        wrong = transformers_disagree(plan, self._catalogue, self._answers, self.options.transformers)
         if wrong is None:
             self._say("transformers: not installed, SKIPPED")
         elif wrong:
