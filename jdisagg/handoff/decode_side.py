@@ -7,7 +7,7 @@
     on_failed    fetch again, then another backend or the range published again, then give the stream up
     tick         deadlines and stalls;  release: the one way out for cancel, retraction and finish
 
-When a stream is lost the ladder decides: another P (from where the KV in place ends), a pause, a prefill here, or failure.
+When a stream is lost `Recovery` decides: another P (from where the KV in place ends), a pause, a prefill here, or failure.
 Each request ends in exactly one of KVComplete, FirstToken with finish, ComputeLocally, Fail, or a call of `release`.
 """
 
@@ -23,12 +23,11 @@ from jdisagg.core.requests import EngineRequest
 from jdisagg.handoff import actions as act
 from jdisagg.handoff import messages as msg
 from jdisagg.handoff.actions import DecodeAction
-from jdisagg.handoff.credit import Credit, window_bytes_of
 from jdisagg.handoff.inbound import Inbound, InboundStage
 from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import MAX_REFETCHES, Ladder, is_final
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
-from jdisagg.handoff.spans import GroupSpans
+from jdisagg.handoff.recovery import Recovery
 
 ANSWER_TIMEOUT_S = 10.0  # from Open to Accepted or Refused
 
@@ -41,12 +40,15 @@ class DecodeSide:
     ) -> None:
         """`backend`: used where the two sides do not settle another; `head_shards`: parts in which pieces lie on this mesh."""
         self._config = config
-        self._window_bytes = window_bytes_of(config, chunk_bytes_per_token)
-        self._backend = backend
-        self._num_groups = num_groups
-        self._head_shards = head_shards
         self._live: dict[str, Inbound] = {}
-        self._serial = 0
+        self._recovery = Recovery(
+            config,
+            chunk_bytes_per_token=chunk_bytes_per_token,
+            backend=backend,
+            num_groups=num_groups,
+            head_shards=head_shards,
+            forget=self._live.__delitem__,
+        )
         self._num_late = 0
 
     # --- requests
@@ -57,8 +59,7 @@ class DecodeSide:
         assert request_id not in self._live, f"request {request_id} has a live hand-off already"
         assert 0 <= held_tokens <= len(request.token_ids), f"request {request_id}: held_tokens is {held_tokens}"
         record = self._live[request_id] = Inbound(request, held_tokens, Ladder(peers))
-        peer = record.ladder.next_peer()
-        return self._open(record, peer, now_s) if peer else self._last_rungs(record, "", "no prefill worker is known to answer")
+        return self._recovery.begin(record, now_s)
 
     def on_reserved(self, request_id: str, now_s: float) -> list[DecodeAction]:
         """The request has pages for all its tokens."""
@@ -108,13 +109,13 @@ class DecodeSide:
             case msg.StreamEnded():
                 return self._on_ended(record, message, now_s)
             case _:
-                return self._lose(record, f"protocol: {type(message).__name__} at stage {stage.value}", now_s)
+                return self._recovery.lose(record, f"protocol: {type(message).__name__} at stage {stage.value}", now_s)
 
     def _on_chunk(self, record: Inbound, stream: InboundStream, ready: msg.ChunkReady, now_s: float) -> list[DecodeAction]:
         if ready.key in stream.pieces:
             return self._late()
         if complaint := record.complaint(ready, self._config.transfer_chunk_tokens):
-            return self._lose(record, f"protocol: {complaint}", now_s)
+            return self._recovery.lose(record, f"protocol: {complaint}", now_s)
         if record.stage is InboundStage.ACCEPTED:
             record.move(InboundStage.TRANSFERRING)
         stream.is_parked = False
@@ -127,7 +128,7 @@ class DecodeSide:
         if first.error is not None:
             return self._on_error(record, first.error, f"failed: {first.error}", now_s)
         if record.first is None and first.finish is None and not (first.token_ids and record.needs_kv):
-            return self._lose(record, "protocol: Done without a token, or without finish on the last one", now_s)
+            return self._recovery.lose(record, "protocol: Done without a token, or without finish on the last one", now_s)
         record.move(InboundStage.COMPUTED)
         record.computed_by(first.provenance)
         if record.first is not None:
@@ -142,27 +143,21 @@ class DecodeSide:
         if record.stage is InboundStage.COMPUTED and record.covered:
             return []  # P owes nothing more, only pages are missing here
         if message.reason == "deadline":
-            return self._fail(record, record.too_late())
+            return self._recovery.fail(record, record.too_late())
         cause = message.reason if message.error is None else f"{message.reason}: {message.error}"
         return self._on_error(record, message.error, cause, now_s)
 
     def _on_refused(self, record: Inbound, error: RequestError, now_s: float) -> list[DecodeAction]:
         if isinstance(error, Unavailable) and self._config.local_prefill is LocalPrefill.NEVER:
-            return self._pass_over(record, now_s)  # it drains: wait for another one in its place, rather than fail
+            return self._recovery.pass_over(record, now_s)  # it drains: wait for another one in its place, rather than fail
         return self._on_error(record, error, f"refused: {error}", now_s)
 
     def _on_error(self, record: Inbound, error: RequestError | None, cause: str, now_s: float) -> list[DecodeAction]:
         if error is not None and is_final(error):
-            return self._fail(record, error)
-        return self._pass_over(record, now_s) if isinstance(error, Overloaded) else self._lose(record, cause, now_s)
-
-    def _pass_over(self, record: Inbound, now_s: float) -> list[DecodeAction]:
-        """The peer answers and takes nothing now: ask another, or the same after a pause."""
-        assert record.stream is not None
-        record.ladder.busy(record.stream.peer)
-        actions = record.hang_up()
-        peer = record.ladder.next_peer()
-        return actions + (self._open(record, peer, now_s) if peer else record.wait(now_s))
+            return self._recovery.fail(record, error)
+        if isinstance(error, Overloaded):
+            return self._recovery.pass_over(record, now_s)
+        return self._recovery.lose(record, cause, now_s)
 
     # --- pieces
 
@@ -193,7 +188,7 @@ class DecodeSide:
             note = record.note("other_backend", stream.peer, f"{cause}; going on over {other}")
             return [note, *stream.change_backend(ready.backend, other, reason), *record.grant()]
         if num_refetches >= MAX_REFETCHES:
-            return self._lose(record, cause, now_s)
+            return self._recovery.lose(record, cause, now_s)
         stream.progress_s = now_s
         stream.refetches[span] = num_refetches + 1
         actions: list[DecodeAction] = [record.note("refetch", stream.peer, cause)]
@@ -215,12 +210,10 @@ class DecodeSide:
         actions: list[DecodeAction] = []
         for record in list(self._live.values()):
             if now_s >= record.request.deadline_s:
-                actions += self._fail(record, record.too_late())
+                actions += self._recovery.fail(record, record.too_late())
             elif record.stage is InboundStage.WAITING:
                 if now_s >= record.retry_at_s:
-                    peer = record.ladder.next_peer() or record.ladder.after_pause()
-                    assert peer is not None, f"request {record.request.request_id} waits for nobody"
-                    actions += self._open(record, peer, now_s)
+                    actions += self._recovery.resume(record, now_s)
             elif record.stream is not None:
                 actions += self._tick_stream(record, record.stream, now_s)
         return actions
@@ -228,49 +221,14 @@ class DecodeSide:
     def _tick_stream(self, record: Inbound, stream: InboundStream, now_s: float) -> list[DecodeAction]:
         silent_s = now_s - stream.progress_s
         if record.stage is InboundStage.OPENING and silent_s >= ANSWER_TIMEOUT_S:
-            return self._lose(record, f"no answer for {ANSWER_TIMEOUT_S:g} s", now_s)
+            return self._recovery.lose(record, f"no answer for {ANSWER_TIMEOUT_S:g} s", now_s)
         actions: list[DecodeAction] = []
         for key in stream.overdue(now_s):
             actions += self.on_failed(stream.handoff, key, "timeout", now_s)
         missing = record.stage is InboundStage.COMPUTED and record.reserved and record.stream is stream
         if missing and not stream.pieces and not stream.is_parked and silent_s >= 2 * self._config.lease_s:
-            actions += self._lose(record, f"no piece for {silent_s:.1f} s after the prompt was computed", now_s)
+            actions += self._recovery.lose(record, f"no piece for {silent_s:.1f} s after the prompt was computed", now_s)
         return actions
-
-    # --- the ladder
-
-    def _open(self, record: Inbound, peer: str, now_s: float) -> list[DecodeAction]:
-        self._serial += 1
-        handoff = HandoffId(record.request.request_id, self._serial)
-        record.move(InboundStage.OPENING)
-        spans, credit = (GroupSpans(self._num_groups), GroupSpans(self._num_groups)), Credit(self._window_bytes)
-        record.stream = InboundStream(handoff, peer, now_s, *spans, credit, backends=(self._backend,))
-        message = record.opening(self._backend, self._head_shards, self._config.transfer_chunk_tokens)
-        return [act.OpenStream(handoff, peer, message), *record.grant()]
-
-    def _lose(self, record: Inbound, cause: str, now_s: float) -> list[DecodeAction]:
-        """The stream failed: the next rung."""
-        assert record.stream is not None
-        lost = record.stream.peer
-        actions = record.hang_up()
-        record.ladder.failed(lost)
-        if peer := record.ladder.next_peer():
-            return [*actions, record.note("other_prefill", lost, cause), *self._open(record, peer, now_s)]
-        if record.ladder.after_pause() is not None:
-            return [*actions, record.note("reconnect", lost, cause), *record.wait(now_s)]
-        return actions + self._last_rungs(record, lost, cause)
-
-    def _last_rungs(self, record: Inbound, peer: str, cause: str) -> list[DecodeAction]:
-        request_id = record.request.request_id
-        if self._config.local_prefill is not LocalPrefill.NEVER:
-            note = record.note("local_prefill", peer, cause)
-            del self._live[request_id]
-            return [note, act.ComputeLocally(request_id, record.held_tokens, record.arrived())]
-        return self._fail(record, record.lost(peer, cause))
-
-    def _fail(self, record: Inbound, error: RequestError) -> list[DecodeAction]:
-        request_id = record.request.request_id
-        return [*self.release(request_id), act.Fail(request_id, error)]
 
     def _late(self) -> list[DecodeAction]:
         self._num_late += 1

@@ -1,0 +1,100 @@
+"""Which stream a hand-off gets next, and when there is none left to try.
+
+    begin       the first stream; resume: the next one, after a pause
+    lose        the stream failed: another P, a pause, a prefill here, or failure
+    pass_over   P answers and has no room: another P, or the same after a pause
+    fail        the request cannot be served
+
+A new stream asks for what is missing beyond the KV in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jdisagg.core.config import LocalPrefill, TransferConfig
+from jdisagg.core.errors import RequestError
+from jdisagg.handoff import actions as act
+from jdisagg.handoff.actions import DecodeAction
+from jdisagg.handoff.credit import Credit, window_bytes_of
+from jdisagg.handoff.inbound import Inbound, InboundStage
+from jdisagg.handoff.inbound_stream import InboundStream
+from jdisagg.handoff.messages import HandoffId
+from jdisagg.handoff.spans import GroupSpans
+
+
+class Recovery:
+    """Opens and replaces the streams of all hand-offs of one decode worker; `forget` is told whose hand-off it ended."""
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        *,
+        chunk_bytes_per_token: int,
+        backend: str,
+        num_groups: int,
+        head_shards: int,
+        forget: Callable[[str], None],
+    ) -> None:
+        """As DecodeSide."""
+        self._config = config
+        self._window_bytes = window_bytes_of(config, chunk_bytes_per_token)
+        self._backend = backend
+        self._num_groups = num_groups
+        self._head_shards = head_shards
+        self._forget = forget
+        self._serial = 0
+
+    def begin(self, record: Inbound, now_s: float) -> list[DecodeAction]:
+        """The first stream."""
+        peer = record.ladder.next_peer()
+        return self._open(record, peer, now_s) if peer else self._last_rungs(record, "", "no prefill worker is known to answer")
+
+    def resume(self, record: Inbound, now_s: float) -> list[DecodeAction]:
+        """The pause is over."""
+        peer = record.ladder.next_peer() or record.ladder.after_pause()
+        assert peer is not None, f"request {record.request.request_id} waits for nobody"
+        return self._open(record, peer, now_s)
+
+    def lose(self, record: Inbound, cause: str, now_s: float) -> list[DecodeAction]:
+        """The stream failed: the next rung."""
+        assert record.stream is not None
+        lost = record.stream.peer
+        actions = record.hang_up()
+        record.ladder.failed(lost)
+        if peer := record.ladder.next_peer():
+            return [*actions, record.note("other_prefill", lost, cause), *self._open(record, peer, now_s)]
+        if record.ladder.after_pause() is not None:
+            return [*actions, record.note("reconnect", lost, cause), *record.wait(now_s)]
+        return actions + self._last_rungs(record, lost, cause)
+
+    def pass_over(self, record: Inbound, now_s: float) -> list[DecodeAction]:
+        """The peer answers and takes nothing now: ask another, or the same after a pause."""
+        assert record.stream is not None
+        record.ladder.busy(record.stream.peer)
+        actions = record.hang_up()
+        peer = record.ladder.next_peer()
+        return actions + (self._open(record, peer, now_s) if peer else record.wait(now_s))
+
+    def fail(self, record: Inbound, error: RequestError) -> list[DecodeAction]:
+        """End the hand-off, and its request with `error`."""
+        request_id = record.request.request_id
+        self._forget(request_id)
+        return [*record.hang_up(), act.Fail(request_id, error)]
+
+    def _open(self, record: Inbound, peer: str, now_s: float) -> list[DecodeAction]:
+        self._serial += 1
+        handoff = HandoffId(record.request.request_id, self._serial)
+        record.move(InboundStage.OPENING)
+        spans, credit = (GroupSpans(self._num_groups), GroupSpans(self._num_groups)), Credit(self._window_bytes)
+        record.stream = InboundStream(handoff, peer, now_s, *spans, credit, backends=(self._backend,))
+        message = record.opening(self._backend, self._head_shards, self._config.transfer_chunk_tokens)
+        return [act.OpenStream(handoff, peer, message), *record.grant()]
+
+    def _last_rungs(self, record: Inbound, peer: str, cause: str) -> list[DecodeAction]:
+        request_id = record.request.request_id
+        if self._config.local_prefill is not LocalPrefill.NEVER:
+            note = record.note("local_prefill", peer, cause)
+            self._forget(request_id)
+            return [note, act.ComputeLocally(request_id, record.held_tokens, record.arrived())]
+        return self.fail(record, record.lost(peer, cause))
