@@ -27,7 +27,7 @@ from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.identity import Identity, Incompatible, agree
-from jdisagg.handoff.messages import Agreed, HandoffId, Open, PrefillToDecode, StreamEnded
+from jdisagg.handoff.messages import HandoffId, MadeAtDecode, Open, PrefillToDecode, StreamEnded
 from jdisagg.v1 import peer_pb2
 
 LEASE_NEWS = 0.25  # of a lease: how often the engine hears that a silent D is alive
@@ -150,7 +150,7 @@ class _StreamReply:
         """Any thread; dropped when the stream is gone."""
         if isinstance(message, StreamEnded):
             self.close()
-        elif not isinstance(message, Agreed):
+        elif not isinstance(message, MadeAtDecode):
             self._put(encode_up(message))
 
     def close(self) -> None:

@@ -13,10 +13,22 @@ import grpc.aio
 from jdisagg.api.codec import error_from_rpc
 from jdisagg.api.peer_codec import DOWN_HEARTBEAT, UpStream, encode_down
 from jdisagg.api.peer_link import PeerLink
-from jdisagg.api.pulse import Pulse, cancel_and_wait
+from jdisagg.api.pulse import QUIET_SHARE, Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import RequestError, Unavailable
-from jdisagg.handoff.messages import Ack, Agreed, ChunkReady, Declined, Grant, Open, PrefillToDecode, StreamEnded, Want
+from jdisagg.handoff.messages import (
+    Ack,
+    Agreed,
+    Awake,
+    ChunkReady,
+    Declined,
+    Grant,
+    Open,
+    PrefillToDecode,
+    Quiet,
+    StreamEnded,
+    Want,
+)
 from jdisagg.v1 import peer_pb2
 
 DEADLINE_GRACE_S = 2.0  # the engine ends a hand-off at its deadline; the RPC's own limit comes later
@@ -64,7 +76,11 @@ class PeerStream:
         deliver(Agreed(backends=backends))
         for wire in (encode_down(opening, epoch=epoch, now_s=monotonic()), *self._sent):
             queue.put_nowait(wire)
-        pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=self._config.dead_after_s)
+
+        def note_quiet(is_quiet: bool) -> None:
+            deliver(Quiet(self._config.dead_after_s * QUIET_SHARE) if is_quiet else Awake())
+
+        pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=self._config.dead_after_s, on_quiet=note_quiet)
         call = link.prefill(max(0.0, self._opening.request.deadline_s - monotonic()) + DEADLINE_GRACE_S)
         read = asyncio.create_task(self._read(call, pulse, deliver))
         write = asyncio.create_task(_write(call, queue))

@@ -2,7 +2,7 @@
 
 Silence is counted from the last message on, at wake-ups of our own, each for at most two of its intervals; and one that comes
 later than that does not decide. So a process that was stopped, or whose loop was starved for a while, reads its messages before
-it declares the other side dead.
+it declares the other side dead, or quiet: silent for so long that it is worth while to ask somebody else as well.
 """
 
 from __future__ import annotations
@@ -13,21 +13,30 @@ from time import monotonic
 
 WAKE_UPS_PER_BEAT = 4
 MOST_COUNTED = 2  # intervals that one wake-up counts for, however late it comes
+QUIET_SHARE = 0.6  # of `dead_after_s`: with the defaults two heartbeats were missed
+
+
+def _nobody_cares(is_quiet: bool) -> None:
+    """Nothing is done before the other side is dead."""
 
 
 class Pulse:
     """Beats every `heartbeat_s` while `run` runs; ends when nothing was heard for `dead_after_s`, later on a loop so slow that
     it misses its own wake-ups."""
 
-    def __init__(self, *, heartbeat_s: float, dead_after_s: float) -> None:
+    def __init__(self, *, heartbeat_s: float, dead_after_s: float, on_quiet: Callable[[bool], None] = _nobody_cares) -> None:
+        """`on_quiet` hears True after QUIET_SHARE of `dead_after_s` in silence, and False when something comes after that."""
         self._wake_s = heartbeat_s / WAKE_UPS_PER_BEAT
         self._limit_s = dead_after_s
+        self._on_quiet = on_quiet
         self._silent_s = 0.0
         self._counted_s = 0.0  # until when; monotonic
+        self.is_quiet = False
 
     def heard(self) -> None:
         """Something came from the other side."""
         self._silent_s, self._counted_s = 0.0, monotonic()
+        self._tell(False)
 
     async def run(self, beat: Callable[[], None]) -> None:
         """Call `beat` every interval, by the clock; returns once the other side has been silent for too long."""
@@ -47,7 +56,14 @@ class Pulse:
         self._silent_s += min(passed_s, most_s)
         if passed_s > most_s and not may_decide:
             self._silent_s = min(self._silent_s, self._limit_s - self._wake_s)
+        elif self._silent_s >= QUIET_SHARE * self._limit_s:
+            self._tell(True)
         return passed_s > most_s
+
+    def _tell(self, is_quiet: bool) -> None:
+        if is_quiet is not self.is_quiet:
+            self.is_quiet = is_quiet
+            self._on_quiet(is_quiet)
 
 
 async def cancel_and_wait(*tasks: asyncio.Task[None]) -> None:

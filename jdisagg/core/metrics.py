@@ -96,6 +96,7 @@ class Metrics:
         )
         self.borrowings = self._counter("borrowings", "KV asked back from a receiver, by how it ended.", "outcome")
         self.recoveries = self._counter("recoveries", "Steps taken to survive failures, by rung.", "rung")
+        self.prefill_hedges = self._counter("prefill_hedges", "Prompts for which a second P was asked, by outcome.", "outcome")
         for rung in _RUNGS if self._engine else _RUNGS_OF_ROUTERS:  # an alert on an increase must see the first
             self.recoveries.labels(rung=rung)
         self.replays_refused = self._counter("replays_refused", "Requests that failed as the replay budget was spent.")

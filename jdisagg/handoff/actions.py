@@ -117,6 +117,16 @@ class Recovered:
     cause: str
 
 
+@dataclass(frozen=True, slots=True)
+class Hedged:
+    """A hedge is over: what became of asking `other` while `peer` was quiet. For the metric and the log."""
+
+    outcome: str  # "moved": `other` began first | "returned": `peer` was heard again | "refused": `other` could not help
+    request_id: str
+    peer: str
+    other: str
+
+
 DecodeAction = (
     OpenStream
     | Send
@@ -130,6 +140,7 @@ DecodeAction = (
     | ComputeLocally
     | Fail
     | Recovered
+    | Hedged
 )
 
 # --- prefill side

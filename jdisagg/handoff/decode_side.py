@@ -23,13 +23,20 @@ from jdisagg.core.requests import EngineRequest
 from jdisagg.handoff import actions as act
 from jdisagg.handoff import messages as msg
 from jdisagg.handoff.actions import DecodeAction
-from jdisagg.handoff.inbound import Inbound, InboundStage
+from jdisagg.handoff.inbound import Doubted, Inbound, InboundStage
 from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import MAX_REFETCHES, Ladder, is_final
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
 from jdisagg.handoff.recovery import Recovery
 
 ANSWER_TIMEOUT_S = 10.0  # from Open to Accepted or Refused
+
+
+def _shows_work(message: PrefillToDecode) -> bool:
+    """Whether P has begun to compute, or has done so."""
+    if isinstance(message, msg.Done):
+        return message.first.error is None
+    return isinstance(message, msg.Started | msg.ChunkReady)
 
 
 class DecodeSide:
@@ -66,12 +73,11 @@ class DecodeSide:
         record = self._live.get(request_id)
         if record is None or record.reserved:
             return []
-        record.reserved, stream = True, record.stream
-        if stream is None:
+        record.reserved = True
+        if record.stream is None:
             return []
-        stream.progress_s = now_s
-        fetches = [stream.fetch(piece, record.request.deadline_s, now_s) for piece in stream.pieces.values()]
-        return record.grant() + fetches + self._complete(record)
+        record.stream.progress_s = now_s
+        return record.ask(now_s) + self._complete(record)
 
     def release(self, request_id: str) -> list[DecodeAction]:
         """End the hand-off, whatever its stage; unknown ids are ignored."""
@@ -82,26 +88,52 @@ class DecodeSide:
 
     def on_message(self, handoff: HandoffId, message: PrefillToDecode, now_s: float) -> list[DecodeAction]:
         """A message of the stream `handoff`; one of an older stream or an ended hand-off changes nothing."""
+        record = self._live.get(handoff.request_id)
+        if record is not None and record.doubted is not None and record.doubted.stream.handoff == handoff:
+            return self._on_doubted(record, record.doubted, message, now_s)
         record = self._find(handoff)
         if record is None or record.stream is None:
-            return [] if isinstance(message, msg.StreamEnded) else self._late()
+            return [] if isinstance(message, msg.StreamEnded | msg.Quiet | msg.Awake) else self._late()
+        if isinstance(message, msg.Quiet):
+            return self._recovery.doubt(record, message.seconds, now_s)
         record.stream.progress_s = now_s
+        if record.doubted is not None and _shows_work(message):
+            moved = self._recovery.move(record, f"nothing heard for {record.doubted.silent_s:g} s")
+            return moved + self._on_stream(record, record.stream, message, now_s)
+        return self._on_stream(record, record.stream, message, now_s)
+
+    def _on_doubted(self, record: Inbound, doubted: Doubted, message: PrefillToDecode, now_s: float) -> list[DecodeAction]:
+        """The quiet one says something after all, or its stream is over."""
+        match message:
+            case msg.StreamEnded(reason=reason, error=error):
+                return self._recovery.move(record, reason if error is None else f"{reason}: {error}")
+            case msg.Awake():
+                return self._recovery.trust(record, now_s)
+            case msg.Quiet():
+                return []
+            case _:
+                return self._recovery.trust(record, now_s) + self._on_stream(record, doubted.stream, message, now_s)
+
+    def _on_stream(self, record: Inbound, stream: InboundStream, message: PrefillToDecode, now_s: float) -> list[DecodeAction]:
         stage = record.stage
         match message:
+            case msg.Awake():
+                return []
             case msg.Agreed(backends=backends) if stage is InboundStage.OPENING:
-                record.stream.backends = backends
+                stream.backends = backends
                 return []
             case msg.Accepted(cached_tokens=cached_tokens) if stage is InboundStage.OPENING:
                 record.move(InboundStage.ACCEPTED)
-                record.stream.cached_tokens = cached_tokens
+                stream.cached_tokens = cached_tokens
                 return []
             case msg.Started() if stage is not InboundStage.OPENING:
-                return [act.PeerReady(handoff.request_id)]
+                stream.has_started = True
+                return [act.PeerReady(record.request.request_id)]
             case msg.Parked() if stage is InboundStage.COMPUTED:
-                record.stream.is_parked = True
+                stream.is_parked = True
                 return []
             case msg.ChunkReady() if stage is not InboundStage.OPENING:
-                return self._on_chunk(record, record.stream, message, now_s)
+                return self._on_chunk(record, stream, message, now_s)
             case msg.Done() if stage in (InboundStage.ACCEPTED, InboundStage.TRANSFERRING):
                 return self._on_done(record, message, now_s)
             case msg.Refused(error=error):

@@ -43,6 +43,15 @@ _NEXT = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Doubted:
+    """A stream set aside while another peer is asked as well: where it was, and for how long nothing had come."""
+
+    stream: InboundStream
+    stage: InboundStage
+    silent_s: float
+
+
 @dataclass(slots=True)
 class Inbound:
     """One request whose KV comes from elsewhere."""
@@ -52,6 +61,7 @@ class Inbound:
     ladder: Ladder
     stage: InboundStage = InboundStage.WAITING
     stream: InboundStream | None = None
+    doubted: Doubted | None = None  # `stream` is then the hedge, and has brought nothing yet
     reserved: bool = False
     retry_at_s: float = 0.0
     first: Output | None = None  # as it was delivered
@@ -80,18 +90,46 @@ class Inbound:
             return []
         return self.stream.grant()
 
+    def ask(self, now_s: float) -> list[DecodeAction]:
+        """Credit, and fetches of everything announced, once there are pages."""
+        if self.stream is None or not self.reserved:
+            return []
+        fetches = [self.stream.fetch(piece, self.request.deadline_s, now_s) for piece in self.stream.pieces.values()]
+        return [*self.grant(), *fetches]
+
     def hang_up(self) -> list[DecodeAction]:
-        """Drop the stream; what it brought without a gap stays."""
+        """Drop the stream and a doubted one; what they brought without a gap stays."""
+        actions = self._keep_and_drop()
+        if self.doubted is not None:
+            self.go_back()
+            actions += self._keep_and_drop()
+        return actions
+
+    def set_aside(self, silent_s: float) -> None:
+        """Doubt the stream, not drop it; what it brought without a gap counts for the next one."""
+        assert self.stream is not None
+        self.doubted = Doubted(self.stream, self.stage, silent_s)
+        self.held_tokens = self.stream.imported.reach(self.held_tokens)
+        self.stream = None
+
+    def go_back(self) -> Doubted:
+        """The doubted stream is the one again, where it was."""
+        assert self.doubted is not None
+        doubted, self.doubted = self.doubted, None
+        self.stream, self.stage = doubted.stream, doubted.stage
+        return doubted
+
+    def _keep_and_drop(self) -> list[DecodeAction]:
         stream, self.stream = self.stream, None
         if stream is None:
             return []
         self.held_tokens = stream.imported.reach(self.held_tokens)
         return [CancelFetch(stream.handoff), CloseStream(stream.handoff)]
 
-    def note(self, rung: str, peer: str, cause: str) -> Recovered:
-        """A rung of the ladder is taken because of `peer`."""
+    def note(self, rung: str, peer: str, cause: str, stage: InboundStage | None = None) -> Recovered:
+        """A rung of the ladder is taken because of `peer`, whose stream was at `stage`, or is at this one's."""
         self.recoveries.append(rung)
-        return Recovered(rung, self.request.request_id, peer, self.stage.value, cause)
+        return Recovered(rung, self.request.request_id, peer, (stage or self.stage).value, cause)
 
     @property
     def num_tokens(self) -> int:
@@ -202,6 +240,7 @@ class Inbound:
             "stage": self.stage.value,
             "reserved": self.reserved,
             "peer": stream.peer if stream else "",
+            "doubted_peer": self.doubted.stream.peer if self.doubted else "",
             "backends": list(stream.backends) if stream else [],
             "broken_backends": sorted(stream.broken) if stream else [],
             "serial": stream.handoff.serial if stream else 0,

@@ -41,6 +41,7 @@ class InboundStream:
     refetches: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (group, begin, end) -> times
     settled_bytes: int = 0  # announced pieces that D has imported or given up
     cached_tokens: int = 0  # prompt tokens P had in its prefix cache
+    has_started: bool = False  # P computes the prompt, or has
     is_parked: bool = False  # P computes the prompt again, when memory allows: no piece is due yet
 
     def announce(self, ready: ChunkReady) -> IncomingPiece:

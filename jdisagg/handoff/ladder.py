@@ -36,9 +36,10 @@ class Ladder:
         """`peer` has no room now."""
         self._busy.add(peer)
 
-    def next_peer(self) -> str | None:
-        """The first peer that has neither failed nor said it is full."""
-        return next((peer for peer in self.peers if peer not in self._num_failures and peer not in self._busy), None)
+    def next_peer(self, but: str = "") -> str | None:
+        """The first peer that has neither failed nor said it is full; not `but`."""
+        shunned = {but, *self._num_failures, *self._busy}
+        return next((peer for peer in self.peers if peer not in shunned), None)
 
     def after_pause(self) -> str | None:
         """The peer to ask again after `pause`: a full one, or the only one that failed once; None = no hope left."""

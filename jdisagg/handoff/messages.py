@@ -176,6 +176,18 @@ class Agreed:
     backends: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """At D: nothing, not even a heartbeat, came from P for `seconds`; too short to call it dead."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Awake:
+    """At D, after Quiet: P is heard again."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamEnded:
     """The stream is gone: closed by the other side, timed out, or its process died. `reason` is for logs and metrics."""
@@ -185,4 +197,5 @@ class StreamEnded:
 
 
 DecodeToPrefill = Open | Grant | Ack | Want | ChunkReady | Declined | StreamEnded
-PrefillToDecode = Agreed | Accepted | Started | Parked | ChunkReady | Done | Refused | Want | Grant | Ack | StreamEnded
+MadeAtDecode = Agreed | Quiet | Awake  # what D's end of the stream says, not P
+PrefillToDecode = Accepted | Started | Parked | ChunkReady | Done | Refused | Want | Grant | Ack | MadeAtDecode | StreamEnded

@@ -6,6 +6,14 @@
     fail        the request cannot be served
 
 A new stream asks for what is missing beyond the KV in place.
+
+A P that is quiet, but not yet dead, is doubted: its stream is set aside and another P is asked (a hedge). Who acts first has
+the request: the quiet one by saying anything, the other one by beginning to compute. So a prompt moves at once to a P that
+has time for it, waits in no second queue, and is computed twice for no longer than one of them takes to begin.
+
+    doubt       ask another P as well
+    trust       the quiet one is heard again: back to it
+    move        the other one has begun, or the quiet one is dead
 """
 
 from __future__ import annotations
@@ -17,7 +25,7 @@ from jdisagg.core.errors import RequestError
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.actions import DecodeAction
 from jdisagg.handoff.credit import Credit, window_bytes_of
-from jdisagg.handoff.inbound import Inbound, InboundStage
+from jdisagg.handoff.inbound import Doubted, Inbound, InboundStage
 from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.handoff.spans import GroupSpans
@@ -60,6 +68,9 @@ class Recovery:
         """The stream failed: the next rung."""
         assert record.stream is not None
         lost = record.stream.peer
+        if record.doubted is not None:
+            record.ladder.failed(lost)
+            return self._hedge_again(record, record.doubted, now_s)
         actions = record.hang_up()
         record.ladder.failed(lost)
         if peer := record.ladder.next_peer():
@@ -72,9 +83,55 @@ class Recovery:
         """The peer answers and takes nothing now: ask another, or the same after a pause."""
         assert record.stream is not None
         record.ladder.busy(record.stream.peer)
+        if record.doubted is not None:
+            return self._hedge_again(record, record.doubted, now_s)
         actions = record.hang_up()
         peer = record.ladder.next_peer()
         return actions + (self._open(record, peer, now_s) if peer else record.wait(now_s))
+
+    # --- hedges
+
+    def doubt(self, record: Inbound, silent_s: float, now_s: float) -> list[DecodeAction]:
+        """Ask another P while this one is quiet; nothing happens where there is none or nothing is owed."""
+        stream = record.stream
+        if stream is None or record.doubted is not None or (record.stage is InboundStage.COMPUTED and record.covered):
+            return []
+        if (peer := record.ladder.next_peer(but=stream.peer)) is None:
+            return []
+        record.set_aside(silent_s)
+        return [act.CancelFetch(stream.handoff), *self._open(record, peer, now_s)]
+
+    def trust(self, record: Inbound, now_s: float, outcome: str = "returned") -> list[DecodeAction]:
+        """The doubted stream is gone on with, from where it was; the hedge is dropped."""
+        hedge, stream = record.stream, record.go_back().stream
+        assert hedge is not None
+        stream.progress_s = now_s
+        request_id = record.request.request_id
+        ended = act.Hedged(outcome, request_id, stream.peer, hedge.peer)
+        actions = [act.CancelFetch(hedge.handoff), act.CloseStream(hedge.handoff), ended]
+        if stream.has_started:
+            actions.append(act.PeerReady(request_id))
+        return [*actions, *record.ask(now_s)]
+
+    def move(self, record: Inbound, cause: str) -> list[DecodeAction]:
+        """The doubted stream is given up for the hedge."""
+        doubted, record.doubted = record.doubted, None
+        assert doubted is not None
+        assert record.stream is not None
+        quiet = doubted.stream
+        record.ladder.failed(quiet.peer)
+        note = record.note("other_prefill", quiet.peer, cause, doubted.stage)
+        ended = act.Hedged("moved", record.request.request_id, quiet.peer, record.stream.peer)
+        return [act.CloseStream(quiet.handoff), note, ended]
+
+    def _hedge_again(self, record: Inbound, doubted: Doubted, now_s: float) -> list[DecodeAction]:
+        """The hedge cannot help: the next one, or none."""
+        hedge = record.stream
+        assert hedge is not None
+        peer = record.ladder.next_peer(but=doubted.stream.peer)
+        if peer is None:
+            return self.trust(record, now_s, "refused")
+        return [act.CancelFetch(hedge.handoff), act.CloseStream(hedge.handoff), *self._open(record, peer, now_s)]
 
     def fail(self, record: Inbound, error: RequestError) -> list[DecodeAction]:
         """End the hand-off, and its request with `error`."""

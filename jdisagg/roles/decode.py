@@ -196,6 +196,9 @@ class DecodeRole:
                 self._runner.import_tokens(self._scheduler.page_table(request_id), self._arrived.pop((handoff, key)))
             case act.Recovered():
                 self._count_recovery(action)
+            case act.Hedged(outcome=outcome, request_id=request_id, peer=peer, other=other):
+                self._metrics.prefill_hedges.labels(outcome=outcome).inc()
+                log.info("request %s: prefill peer %s was quiet, %s was asked: %s", request_id, peer, other, outcome)
             case act.FirstToken() | act.KVComplete() | act.ComputeLocally() | act.Fail():
                 return self._tell_scheduler(action, now_s)
         return []

@@ -235,3 +235,22 @@ def test_two_static_prefill_workers_one_dead(start: Start, exact_flags: tuple[st
     assert decode.metric("jdisagg_peers", state="usable") == 1
     assert decode.metric("jdisagg_recoveries_total") == 0  # known to be down: nobody had to find out
     assert decode.log.read_text().count(f"prefill peer {nobody} is down") == 1
+
+
+def test_a_prompt_moves_to_another_prefill_worker_while_the_first_is_quiet(
+    start: Start, exact_flags: tuple[str, ...], unified: ServerProcess
+) -> None:
+    """The first is frozen, and would be dead after five seconds only."""
+    prefill = [start("prefill", "--role", "prefill", *exact_flags).wait_ready() for _ in range(2)]
+    flags = ("--prefill", ",".join(worker.grpc for worker in prefill), "--local-prefill", "never", "--dead-after-s", "5")
+    decode = start("decode", "--role", "decode", *flags, *exact_flags).wait_ready()
+    requests = long_requests(2, seed=900, max_tokens=8)
+    wanted = run_all(unified.grpc, requests)
+    assert_exact(run_all(decode.grpc, requests), wanted)
+    prefill[0].signal(signal.SIGSTOP)
+    try:
+        assert_exact(run_all(decode.grpc, requests[:1]), wanted[:1])
+        assert decode.metric("jdisagg_prefill_hedges_total", outcome="moved") == 1
+        assert decode.metric("jdisagg_recoveries_total", rung="other_prefill") == 1
+    finally:
+        prefill[0].signal(signal.SIGCONT)

@@ -49,7 +49,7 @@ class HandoffMachine(RuleBasedStateMachine):
             self.world.release(data.draw(st.sampled_from(list(self.world.clients))))
 
     def _stream(self, data: st.DataObject, *, up: bool) -> Stream | None:
-        busy = [stream for stream in self.world.streams.values() if (stream.up if up else stream.down)]
+        busy = [s for s in self.world.streams.values() if (s.up and not s.hushed if up else s.down)]
         return data.draw(st.sampled_from(busy)) if busy else None
 
     @rule(data=st.data(), lose=st.integers(0, 7))
@@ -70,6 +70,15 @@ class HandoffMachine(RuleBasedStateMachine):
     def kill(self, data: st.DataObject) -> None:
         if self.world.streams:
             self.world.kill(data.draw(st.sampled_from(list(self.world.streams.values()))))
+
+    @rule(data=st.data())
+    def hush_or_wake(self, data: st.DataObject) -> None:
+        if streams := [s for s in self.world.streams.values() if s.open_at_decode]:
+            stream = data.draw(st.sampled_from(streams))
+            if stream.hushed:
+                self.world.wake(stream)
+            else:
+                self.world.hush(stream)
 
     @rule(peer=st.sampled_from(PEERS))
     def restart(self, peer: str) -> None:

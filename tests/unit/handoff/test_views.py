@@ -12,8 +12,8 @@ def test_a_hand_off_is_shown_at_d_with_its_stream_and_without() -> None:
     side = decode_side(NEVER)
     side.start(request(), 2, ("p",), 0.0)
     fresh = {
-        "stage": "opening", "reserved": False, "peer": "p", "backends": ["fake"], "broken_backends": [], "serial": 1,
-        "held_tokens": 2, "num_tokens": 10, "pieces_on_the_way": 0, "recoveries": [],
+        "stage": "opening", "reserved": False, "peer": "p", "doubted_peer": "", "backends": ["fake"], "broken_backends": [],
+        "serial": 1, "held_tokens": 2, "num_tokens": 10, "pieces_on_the_way": 0, "recoveries": [],
     }  # fmt: skip
     assert side.snapshot() == {"handoffs": {"r": fresh}, "late": 0}
     side.on_message(H, Agreed(backends=("fake", "spare")), 0.0)

@@ -21,6 +21,7 @@ from jdisagg.handoff.lender import Lender, LenderAction
 from jdisagg.handoff.messages import (
     Ack,
     Agreed,
+    Awake,
     ChunkReady,
     Declined,
     DecodeToPrefill,
@@ -29,6 +30,7 @@ from jdisagg.handoff.messages import (
     Lending,
     Open,
     PrefillToDecode,
+    Quiet,
     StreamEnded,
     Want,
 )
@@ -50,6 +52,7 @@ class Stream:
     backend: str = BACKENDS[0]  # what P publishes over
     open_at_decode: bool = True
     open_at_prefill: bool = True
+    hushed: bool = False  # nothing that P says comes through, and D has noticed
 
 
 @dataclass
@@ -194,7 +197,9 @@ class World:
         assert key == self.arriving, "only the piece that just arrived"
         assert client.reserved, "pages first"
         assert not client.ends, "nothing is scattered after the end"
-        assert handoff.serial == client.serial, "only of the newest stream"
+        shown = self.decode.snapshot()["handoffs"].get(request_id)
+        assert shown is None or shown["serial"] == handoff.serial, "only of the stream the hand-off goes by"
+        assert self.streams[handoff].open_at_decode
         begin, end = self.prefillers[self.streams[handoff].peer].ranges[key]
         positions = set(range(begin, end))
         mine = client.imported.setdefault(handoff, set())
@@ -420,22 +425,37 @@ class World:
 
     def kill(self, stream: Stream) -> None:
         """The connection breaks: messages under way are lost, both ends hear of it."""
+        stream.hushed = False
         for messages, is_open in ((stream.down, stream.open_at_prefill), (stream.up, stream.open_at_decode)):
             messages.clear()
             if is_open:
                 messages.append(StreamEnded(reason="dead"))
+
+    def hush(self, stream: Stream) -> None:
+        """D notices that nothing comes any more."""
+        stream.hushed = True
+        self.run_decode(self.decode.on_message(stream.handoff, Quiet(0.6), self.now_s))
+
+    def wake(self, stream: Stream) -> None:
+        """It comes after all, the oldest first."""
+        stream.hushed = False
+        stream.up.appendleft(Awake())
 
     def restart(self, peer: str) -> None:
         """A prefill worker dies and comes back empty."""
         self.prefillers[peer] = self._prefiller(peer)
         for stream in self.streams.values():
             if stream.peer == peer:
-                stream.open_at_prefill = False
+                stream.open_at_prefill = stream.hushed = False
                 stream.down.clear()
                 stream.up.append(StreamEnded(reason="dead"))
 
     def tick(self, seconds: float) -> None:
         self.now_s += seconds
+        if seconds >= 1.0:  # who was quiet for so long is dead
+            for stream in [stream for stream in self.streams.values() if stream.hushed]:
+                stream.hushed = False
+                stream.up = deque([StreamEnded(reason="heartbeat")])
         self.run_lender(self.lender.tick(self.now_s))
         self.run_decode(self.decode.tick(self.now_s))
         for peer in PEERS:
@@ -449,7 +469,7 @@ class World:
             for stream in list(self.streams.values()):
                 while stream.down:
                     busy, _ = True, self.deliver_down(stream)
-                while stream.up:
+                while stream.up and not stream.hushed:
                     busy, _ = True, self.deliver_up(stream)
             while self.lending:
                 busy, _ = True, self.publish_lent("ok")

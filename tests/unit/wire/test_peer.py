@@ -22,7 +22,22 @@ from jdisagg.core.requests import Output
 from jdisagg.handoff.actions import Export
 from jdisagg.handoff.events import FromPrefill, PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity
-from jdisagg.handoff.messages import Accepted, Ack, Agreed, ChunkReady, Done, Grant, HandoffId, Open, Started, StreamEnded, Want
+from jdisagg.handoff.messages import (
+    Accepted,
+    Ack,
+    Agreed,
+    Awake,
+    ChunkReady,
+    Done,
+    Grant,
+    HandoffId,
+    MadeAtDecode,
+    Open,
+    Quiet,
+    Started,
+    StreamEnded,
+    Want,
+)
 from jdisagg.handoff.prefill_side import PrefillSide
 from jdisagg.kv.spec import KVSpec
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
@@ -64,7 +79,12 @@ class Decode:
     def messages(self, handoff: HandoffId) -> list[object]:
         """What P said, and the end."""
         mine = [event.message for event in self.events if event.handoff == handoff]
-        return [message for message in mine if not isinstance(message, Agreed)]
+        return [message for message in mine if not isinstance(message, MadeAtDecode)]
+
+    def pulse(self, handoff: HandoffId) -> list[type]:
+        """What was noticed of P's heartbeats, and the end."""
+        mine = [event.message for event in self.events if event.handoff == handoff]
+        return [type(message) for message in mine if isinstance(message, Quiet | Awake | StreamEnded)]
 
     def ends(self, handoff: HandoffId) -> list[str]:
         return [message.reason for message in self.messages(handoff) if isinstance(message, StreamEnded)]
@@ -312,6 +332,7 @@ def test_silence_of_either_side_is_seen_by_the_other():
         took_s = await until(lambda: d.ends(H1))
         assert 0.5 * FAST.dead_after_s < took_s < 4 * FAST.dead_after_s
         assert d.ends(H1) == ["heartbeat"]
+        assert d.pulse(H1) == [Quiet, StreamEnded], "first it is quiet, then dead"
         await until(p.ends)
         await p.server.stop(0)
         q, e = Prefill(identity()), Decode(config=frozen)
@@ -323,6 +344,23 @@ def test_silence_of_either_side_is_seen_by_the_other():
         for client in (d.client, e.client):
             await client.aclose()
         await q.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_a_quiet_prefill_worker_is_heard_again_with_its_next_message():
+    async def body() -> None:
+        frozen = TransferConfig(heartbeat_s=5.0, dead_after_s=30.0)
+        p, d = Prefill(identity(), frozen), Decode(config=TransferConfig(heartbeat_s=0.1, dead_after_s=5.0))
+        d.client.open(await p.start(), H1, opening())
+        await until(lambda: d.pulse(H1), limit_s=10.0)
+        p.opened()[0].reply.send(Accepted(cached_tokens=0))
+        await until(lambda: d.messages(H1))
+        assert d.pulse(H1) == [Quiet, Awake]
+        order = [event.message for event in d.events if not isinstance(event.message, Agreed)]
+        assert order == [Quiet(3.0), Awake(), Accepted(cached_tokens=0)]
+        await d.client.aclose()
+        await p.server.stop(0)
 
     run_quiet(body())
 

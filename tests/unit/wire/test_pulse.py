@@ -24,11 +24,15 @@ class Clock:
 
 
 def silence(
-    monkeypatch: pytest.MonkeyPatch, late_s: Callable[[float], float], heard_at_s: float = -1.0
+    monkeypatch: pytest.MonkeyPatch,
+    late_s: Callable[[float], float],
+    heard_at_s: float = -1.0,
+    quiet: list[tuple[float, bool]] | None = None,
 ) -> tuple[float, list[float]]:
-    """When silence is noticed, and the beats until then; something is heard once, at `heard_at_s`."""
-    clock = Clock(late_s)
-    one = Pulse(heartbeat_s=0.25, dead_after_s=1.0)
+    """When silence is noticed, and the beats until then; something is heard once, at `heard_at_s`. Into `quiet`: when it was
+    said that the other side is quiet, and that it is not."""
+    clock, noted = Clock(late_s), [] if quiet is None else quiet
+    one = Pulse(heartbeat_s=0.25, dead_after_s=1.0, on_quiet=lambda is_quiet: noted.append((clock.now_s, is_quiet)))
     beats: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -86,3 +90,16 @@ def test_after_a_stop_the_next_beat_comes_at_once(monkeypatch: pytest.MonkeyPatc
     stops = [0.7]
     _, beats = silence(monkeypatch, lambda now_s: stops.pop() if stops and now_s > 0.2 else 0.0)
     assert beats[0] <= 0.25 + 0.7 + 1e-6
+
+
+def test_quiet_is_said_once_before_dead_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet: list[tuple[float, bool]] = []
+    silence(monkeypatch, lambda _: 0.0, heard_at_s=0.9, quiet=quiet)
+    assert quiet == [(0.625, True), (0.9375, False), (0.9375 + 0.625, True)]
+
+
+def test_a_process_that_was_stopped_calls_nobody_quiet_before_it_reads_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet: list[tuple[float, bool]] = []
+    stops = [30.0]
+    silence(monkeypatch, lambda now_s: stops.pop() if stops and now_s > 0.5 else 0.0, heard_at_s=30.6, quiet=quiet)
+    assert quiet[0][0] > 31.0

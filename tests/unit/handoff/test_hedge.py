@@ -1,0 +1,240 @@
+"""A P that falls quiet is doubted: another one is asked, and whoever acts first has the request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from jdisagg.core.errors import InvalidRequest, Overloaded
+from jdisagg.handoff import actions as act
+from jdisagg.handoff.decode_side import DecodeSide
+from jdisagg.handoff.messages import (
+    Accepted,
+    Awake,
+    Done,
+    Grant,
+    HandoffId,
+    PrefillToDecode,
+    Quiet,
+    Refused,
+    Started,
+    StreamEnded,
+)
+from tests.unit.handoff.rig import CONFIG, FIRST, H, decode_side, none_of, only, ready, request
+
+H2, H3 = HandoffId("r", 2), HandoffId("r", 3)
+QUIET = Quiet(0.6)
+SILENCE = StreamEnded(reason="heartbeat")
+
+
+def say(side: DecodeSide, handoff: HandoffId, *messages: PrefillToDecode, now_s: float = 1.0) -> list[act.DecodeAction]:
+    """What follows from the last of them."""
+    actions: list[act.DecodeAction] = []
+    for message in messages:
+        actions = side.on_message(handoff, message, now_s)
+    return actions
+
+
+def transferring(*peers: str) -> DecodeSide:
+    """[0, 4) is in place, [4, 8) is being fetched, [8, 10) is not announced."""
+    side = decode_side()
+    side.start(request(), 0, peers or ("p", "q"), 0.0)
+    say(side, H, Accepted(cached_tokens=0), Started())
+    side.on_reserved("r", 0.0)
+    say(side, H, ready("a", 0, 4), ready("b", 4, 8))
+    side.on_arrived(H, "a", 0.1, 0.0)
+    return side
+
+
+def hedged(*peers: str) -> DecodeSide:
+    side = transferring(*peers)
+    say(side, H, QUIET)
+    return side
+
+
+def closed(actions: Sequence[act.DecodeAction]) -> list[HandoffId]:
+    return [action.handoff for action in actions if isinstance(action, act.CloseStream)]
+
+
+def outcome(actions: Sequence[act.DecodeAction]) -> tuple[str, str, str]:
+    ended = only(act.Hedged, actions)
+    return ended.outcome, ended.peer, ended.other
+
+
+def test_while_a_peer_is_quiet_the_next_one_is_asked_for_what_is_missing() -> None:
+    side = transferring()
+    asked = say(side, H, QUIET)
+    opened = only(act.OpenStream, asked)
+    assert (opened.handoff, opened.peer, opened.message.held_tokens) == (H2, "q", 4)
+    assert act.CancelFetch(H) in asked
+    assert act.Send(H2, Grant(credit_bytes=160)) in asked, "it has pages"
+    assert not closed(asked), "the quiet one may come back"
+    assert none_of(act.Recovered, asked), "nothing is lost yet"
+    shown = side.snapshot()["handoffs"]["r"]
+    assert (shown["peer"], shown["doubted_peer"], shown["stage"]) == ("q", "p", "opening")
+
+
+@pytest.mark.covers("C08")
+@pytest.mark.parametrize("first_sign", [Started(), ready("x", 4, 8)])
+def test_the_other_one_has_the_request_once_it_computes(first_sign: PrefillToDecode) -> None:
+    side = hedged()
+    assert none_of(act.CloseStream, say(side, H2, Accepted(cached_tokens=0))), "it stands in a queue there"
+    moved = say(side, H2, first_sign)
+    assert closed(moved) == [H]
+    assert outcome(moved) == ("moved", "p", "q")
+    recovered = only(act.Recovered, moved)
+    assert (recovered.rung, recovered.peer, recovered.stage) == ("other_prefill", "p", "transferring")
+    assert recovered.cause == "nothing heard for 0.6 s"
+    assert say(side, H, Awake()) == [], "too late"
+    assert say(side, H, ready("c", 8, 10)) == []
+
+
+def test_who_was_quiet_for_too_long_is_not_asked_again() -> None:
+    side = hedged()
+    say(side, H2, Accepted(cached_tokens=0), Started())
+    assert only(act.ComputeLocally, say(side, H2, StreamEnded(reason="dead"))).held_tokens == 4
+
+
+def test_its_first_token_is_a_sign_too_and_its_error_is_none() -> None:
+    one = hedged()
+    say(one, H2, Accepted(cached_tokens=0))
+    assert outcome(say(one, H2, Done(first=FIRST, num_chunks=2)))[0] == "moved"
+    other = hedged()
+    say(other, H2, Accepted(cached_tokens=0))
+    failed = Done(first=type(FIRST)(request_id="r#2", error=Overloaded("full")), num_chunks=0)
+    assert outcome(say(other, H2, failed)) == ("refused", "p", "q")
+
+
+def test_a_quiet_one_that_speaks_first_goes_on_where_it_was() -> None:
+    side = hedged()
+    say(side, H2, Accepted(cached_tokens=0))
+    back = say(side, H, Awake(), now_s=2.0)
+    assert closed(back) == [H2]
+    assert outcome(back) == ("returned", "p", "q")
+    assert act.PeerReady("r") in back, "it computes: pages may be reserved"
+    assert only(act.Fetch, back).ready.key == "b", "what was on the way is fetched again"
+    assert none_of(act.Recovered, back)
+    assert say(side, H2, Started()) == [], "the hedge is gone"
+    say(side, H, ready("c", 8, 10), Done(first=FIRST, num_chunks=3))
+    side.on_arrived(H, "b", 0.1, 2.0)
+    done = only(act.KVComplete, side.on_arrived(H, "c", 0.1, 2.0))
+    assert done.provenance.recoveries == ()
+    assert done.provenance.prefill_worker == "p"
+    assert side.is_idle
+
+
+def test_a_message_of_the_quiet_one_is_as_good_as_a_heartbeat() -> None:
+    side = hedged()
+    actions = say(side, H, ready("c", 8, 10))
+    assert outcome(actions)[0] == "returned"
+    assert [action.ready.key for action in actions if isinstance(action, act.Fetch)] == ["b", "c"]
+
+
+def test_one_that_had_not_begun_reserves_no_pages_when_it_comes_back() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    say(side, H, Accepted(cached_tokens=0), QUIET)
+    back = say(side, H, Awake())
+    assert none_of(act.PeerReady, back)
+    assert none_of(act.Fetch, back)
+    assert side.counts()["accepted"] == 1
+
+
+def test_one_that_comes_back_has_its_time_to_answer_anew() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    say(side, H, QUIET)
+    say(side, H, Awake(), now_s=9.0)
+    assert side.tick(11.0) == []
+    assert only(act.Recovered, side.tick(19.0)).cause == "no answer for 10 s"
+
+
+def test_pages_that_came_while_it_was_quiet_are_granted_when_it_is_back() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    say(side, H, Accepted(cached_tokens=0), Started(), QUIET)
+    side.on_reserved("r", 1.0)
+    assert act.Send(H, Grant(credit_bytes=160)) in say(side, H, Awake())
+
+
+@pytest.mark.covers("C08")
+def test_a_quiet_one_that_dies_leaves_the_request_to_the_other() -> None:
+    side = hedged()
+    moved = say(side, H, SILENCE)
+    assert outcome(moved) == ("moved", "p", "q")
+    assert only(act.Recovered, moved).cause == "heartbeat"
+    assert none_of(act.OpenStream, moved), "it was asked already"
+    say(side, H2, Accepted(cached_tokens=0), Started(), ready("x", 4, 8), ready("y", 8, 10), Done(first=FIRST, num_chunks=2))
+    side.on_arrived(H2, "x", 0.1, 2.0)
+    assert only(act.KVComplete, side.on_arrived(H2, "y", 0.1, 2.0)).provenance.recoveries == ("other_prefill",)
+
+
+def test_one_without_room_or_hope_leaves_the_request_with_the_quiet_one() -> None:
+    for answer in (Refused(error=Overloaded("full")), StreamEnded(reason="unreachable")):
+        side = hedged()
+        back = say(side, H2, answer)
+        assert outcome(back) == ("refused", "p", "q")
+        assert side.snapshot()["handoffs"]["r"]["doubted_peer"] == ""
+        assert none_of(act.OpenStream, say(side, H, QUIET)), "nobody else is left to ask"
+        assert say(side, H, SILENCE), "what was to come without a hedge comes"
+
+
+def test_the_next_of_several_is_asked_when_one_has_no_room() -> None:
+    side = hedged("p", "q", "s")
+    asked = say(side, H2, Refused(error=Overloaded("full")))
+    assert (only(act.OpenStream, asked).peer, closed(asked)) == ("s", [H2])
+    assert none_of(act.Hedged, asked), "it is not over"
+    assert outcome(say(side, H3, Accepted(cached_tokens=0), Started())) == ("moved", "p", "s")
+
+
+def test_when_both_are_lost_what_arrived_is_kept_and_the_rest_computed_here() -> None:
+    side = hedged()
+    say(side, H2, StreamEnded(reason="dead"))
+    lost = say(side, H, SILENCE)
+    local = only(act.ComputeLocally, lost)
+    assert local.held_tokens == 4
+    assert local.provenance.recoveries == ("local_prefill",)
+    assert side.is_idle
+
+
+def test_the_only_peer_and_one_that_owes_nothing_are_not_hedged() -> None:
+    assert hedged("p").snapshot()["handoffs"]["r"]["doubted_peer"] == ""
+    side = decode_side()
+    side.start(request(), 10, ("p", "q"), 0.0)  # all is here already, only pages are missing
+    say(side, H, Accepted(cached_tokens=0), Done(first=FIRST, num_chunks=0))
+    assert say(side, H, QUIET) == []
+
+
+def test_a_first_token_is_delivered_once_whoever_computes_the_rest() -> None:
+    side = transferring()
+    assert only(act.FirstToken, say(side, H, Done(first=FIRST, num_chunks=3))).output.token_ids == (42,)
+    opened = only(act.OpenStream, say(side, H, QUIET))
+    assert opened.message.request.sampling.ignore_eos, "the other must not end where the first did"
+    say(side, H2, Accepted(cached_tokens=0), Started(), ready("x", 4, 8), ready("y", 8, 10))
+    assert none_of(act.FirstToken, say(side, H2, Done(first=FIRST, num_chunks=2)))
+
+
+@pytest.mark.covers("C10")
+def test_every_end_closes_both_streams() -> None:
+    assert closed(hedged().release("r")) == [H2, H]
+    late = hedged()
+    assert closed(late.tick(101.0)) == [H2, H]
+    assert late.is_idle
+    bad = hedged()
+    failed = say(bad, H2, Refused(error=InvalidRequest("no")))
+    assert closed(failed) == [H2, H]
+    assert only(act.Fail, failed).request_id == "r"
+
+
+def test_pieces_of_the_doubted_stream_come_too_late_and_are_counted() -> None:
+    side = hedged()
+    assert side.on_arrived(H, "b", 0.1, 1.0) == []
+    assert side.on_failed(H, "b", "connection", 1.0) == []
+    assert side.snapshot()["late"] == 2
+
+
+def test_a_hedge_that_does_not_answer_is_dropped_like_any_stream() -> None:
+    side = hedged()
+    assert outcome(side.tick(1.0 + 10.0))[0] == "refused"
+    assert CONFIG.dead_after_s < 10.0, "the quiet one was dead long before that"
