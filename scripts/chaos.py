@@ -77,6 +77,7 @@ async def run(arguments: argparse.Namespace, directory: Path) -> list[Verdict]:
         transfer_backend=arguments.kv_transfer_backend,
         checksums="checksums-off" not in arguments.inject,
         seed=arguments.seed[0],
+        frees_at_once=True,
     )
     options = Options(
         plan=plan,
