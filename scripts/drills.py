@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,13 @@ GAP_SLOTS, GAP_PAGES = 16, 400  # a survivor takes every stream
 PARTS = ("table", "gaps")
 
 
+def apart() -> str:
+    """Half of the cores for prefill, half for decode: on machines of their own they take nothing from each other either."""
+    cores = sorted(map(str, os.sched_getaffinity(0)), key=int)
+    half = len(cores) // 2
+    return f"{','.join(cores[:half])}:{','.join(cores[half:])}" if half else ""
+
+
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -51,6 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--blows", default=_names(Blow), help="default: %(default)s")
     parser.add_argument("--troubles", default=_names(Trouble), help="under load; default: %(default)s")
     parser.add_argument("--roles", default="P,D", help="under load; default: %(default)s")
+    parser.add_argument("--cores", default=apart(), help="under load: of the P and of the D, '' for any; default: %(default)s")
     parser.add_argument("--json", type=Path, help="write everything here")
     parser.add_argument("--directory", type=Path, help="of the logs; default: a new temporary one")
     return parser.parse_args()
@@ -105,7 +114,7 @@ async def under_load(
     arguments: argparse.Namespace, directory: Path, http: httpx.AsyncClient, keep: Callable[[GapDrill], None]
 ) -> GapDrill:
     """All troubles in turn, `--times` rounds, the load undisturbed in each round too; `keep` gets the figures so far."""
-    plan = drill_plan(arguments.model, slots=GAP_SLOTS, pages=GAP_PAGES)
+    plan = drill_plan(arguments.model, slots=GAP_SLOTS, pages=GAP_PAGES, cores=arguments.cores)
     fleet, answers = await ready_fleet(plan, gaps.everything_asked(), directory, http)
     try:
         drill = GapDrill(fleet, answers)

@@ -64,10 +64,11 @@ class Scene:
         return f"{len(self.others)} others ahead" if self.others else self.hold.value
 
 
-def drill_plan(model: str, *, slots: int, pages: int = _PAGES) -> FleetPlan:
-    """A fleet with room for little."""
+def drill_plan(model: str, *, slots: int, pages: int = _PAGES, cores: str = "") -> FleetPlan:
+    """A fleet with room for little; `cores`, as "0:1", are those of the prefill and of the decode workers."""
     room = ("--max-num-seqs", str(slots), "--num-pages", str(pages))
-    return FleetPlan(model=model, sizes=SIZES, decode_flags=room)
+    of_prefill, of_decode = (("--cpu-affinity", part) if part else () for part in cores.partition(":")[::2])
+    return FleetPlan(model=model, sizes=SIZES, prefill_flags=of_prefill, decode_flags=(*room, *of_decode))
 
 
 def questions(count: int, length: int, max_tokens: int, *, seed: int) -> tuple[Entry, ...]:
