@@ -24,7 +24,7 @@ from jdisagg.api.peer_codec import UP_HEARTBEAT, decode_down, encode_up
 from jdisagg.api.piece_server import PieceBytes, PieceServer
 from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
-from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.errors import InvalidRequest, Unavailable
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.identity import Identity, Incompatible, agree
 from jdisagg.handoff.messages import HandoffId, MadeAtDecode, Open, PrefillToDecode, StreamEnded
@@ -92,7 +92,9 @@ class PeerServer(PieceServer):
         try:
             async with asyncio.timeout(self._config.dead_after_s):
                 first = await anext(requests)
-        except (TimeoutError, StopAsyncIteration):
+        except TimeoutError:  # it is on its way, or D stands still: not the request's fault, and D has other rungs
+            await abort(context, Unavailable(f"prefill stream: no `open` came within {self._config.dead_after_s:g} s"))
+        except StopAsyncIteration:
             first = peer_pb2.PrefillRequest()
         try:
             opened = decode_down(first, monotonic())

@@ -8,9 +8,10 @@ import socket
 import threading
 from time import monotonic
 
+import grpc
 import pytest
 
-from jdisagg.api import channels
+from jdisagg.api import channels, peer_stream
 from jdisagg.api.byte_source import GrpcByteSource
 from jdisagg.api.codec import encode_request
 from jdisagg.api.peer_client import GrpcPeerClient
@@ -520,6 +521,32 @@ def test_page_size_and_dtype_may_differ_and_watched_peers_become_usable():
         await p.server.stop(0)
         await until(lambda: not d.client.usable(address))
         await d.client.aclose()
+
+    run_quiet(body())
+
+
+def test_an_open_that_does_not_come_in_time_is_sent_again_and_no_fault_of_the_request(monkeypatch: pytest.MonkeyPatch):
+    """The connection stalls behind the stream's head."""
+    write, stalled = peer_stream._write, []
+
+    async def stall_once(call, queue):
+        if not stalled:
+            stalled.append(call)
+            await asyncio.sleep(4 * FAST.dead_after_s)
+        await write(call, queue)
+
+    monkeypatch.setattr(peer_stream, "_write", stall_once)
+
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode(config=TransferConfig(heartbeat_s=0.1, dead_after_s=5.0))
+        d.client.open(await p.start(), H1, opening())
+        await until(p.opened, limit_s=10.0)
+        assert stalled[0].done()
+        assert await stalled[0].code() is grpc.StatusCode.UNAVAILABLE
+        assert await stalled[0].details() == "prefill stream: no `open` came within 0.5 s"
+        assert d.ends(H1) == [], "the hand-off goes on with the second stream"
+        await d.client.aclose()
+        await p.server.stop(0)
 
     run_quiet(body())
 
