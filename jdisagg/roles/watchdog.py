@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic
 
 from jdisagg.roles.engine_thread import EngineThread
@@ -15,6 +16,8 @@ from jdisagg.roles.engine_thread import EngineThread
 log = logging.getLogger(__name__)
 
 EXIT_STEP_TIMEOUT = 70
+MOST_COUNTED = 2  # intervals that one look counts for, however late it comes
+STOOD_STILL_S = 5.0  # between two looks: said in the log
 
 
 class Watchdog:
@@ -39,14 +42,37 @@ class Watchdog:
         self._thread.join(2.0)
 
     def _run(self) -> None:
-        while not self._stop.wait(min(0.25, self._step_timeout_s / 4)):
-            for engine in self._engines:
-                running_s = engine.step_running_s(monotonic())
+        interval_s = min(0.25, self._step_timeout_s / 4)
+        watched, looked_s = [_Watched(engine) for engine in self._engines], monotonic()
+        while not self._stop.wait(interval_s):
+            passed_s, looked_s = monotonic() - looked_s, monotonic()
+            if passed_s > STOOD_STILL_S:
+                log.warning("this process stood still for %.1f s (stopped, or its machine was): counts for no step", passed_s)
+            for one in watched:
+                running_s = one.running_s(min(passed_s, MOST_COUNTED * interval_s))
                 if running_s > self._step_timeout_s:
                     log.critical(
                         "a step has been running for %.1f s (--step-timeout-s %.1f): exiting", running_s, self._step_timeout_s
                     )
-                    log.critical("plan on the device: %s", engine.loop.in_flight_text())
+                    log.critical("plan on the device: %s", one.engine.loop.in_flight_text())
                     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
                     self._on_timeout(EXIT_STEP_TIMEOUT)
                     return
+
+
+@dataclass(slots=True)
+class _Watched:
+    """An engine, and for how long this thread has seen its tick run: a clock that goes on while the process is stopped would
+    blame the tick for it."""
+
+    engine: EngineThread
+    tick: int = -1
+    seen_s: float = 0.0
+
+    def running_s(self, passed_s: float) -> float:
+        """After another `passed_s`; never more than the clock says."""
+        by_clock_s = self.engine.step_running_s(monotonic())
+        if self.engine.ticks != self.tick:
+            self.tick, self.seen_s = self.engine.ticks, 0.0
+        self.seen_s += passed_s
+        return min(self.seen_s, by_clock_s)

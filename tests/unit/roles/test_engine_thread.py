@@ -10,6 +10,8 @@ import pytest
 
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.requests import FinishReason, Output, Role
+from jdisagg.roles import engine_thread
+from jdisagg.roles import watchdog as watchdog_module
 from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.inbox import Submit
@@ -101,3 +103,36 @@ def test_a_step_that_hangs_ends_the_process(running: Running, monkeypatch: pytes
     assert exits == [EXIT_STEP_TIMEOUT]
     release.set()
     watchdog.stop()
+
+
+def test_a_process_that_was_stopped_blames_no_step(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Everybody's clock went on by a minute while nothing ran, first in an idle tick, then within a step."""
+    stood_s, released = [0.0], threading.Event()
+    for module in (watchdog_module, engine_thread):
+        monkeypatch.setattr(module, "monotonic", lambda: time.monotonic() + stood_s[0])
+    running = Running()
+    monkeypatch.setattr(running.engine.runner, "collect", _waiting(running.engine.runner.collect, released))
+    exits: list[int] = []
+    watchdog = Watchdog([running.thread], 0.5, on_timeout=exits.append)
+    watchdog.start()
+    try:
+        stood_s[0] = 60.0
+        time.sleep(0.3)
+        running.submit("a")
+        until(lambda: running.thread.step_running_s(time.monotonic() + 60.0) > 0.1, "the step runs")
+        stood_s[0] = 120.0
+        time.sleep(0.2)
+        assert exits == []
+        assert caplog.text.count("this process stood still for 60.") == 2
+        until(lambda: exits, "the step hangs all the same")
+    finally:
+        released.set()
+        watchdog.stop()
+
+
+def _waiting(collect: Callable[..., object], released: threading.Event) -> Callable[..., object]:
+    def waiting(*arguments: object) -> object:
+        released.wait(10)
+        return collect(*arguments)
+
+    return waiting
