@@ -83,6 +83,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     server = load_config(["--config", str(CONFIG)]).server
     ports = ["--port", str(free(server.port)), "--grpc-port", str(free(server.grpc_port))]
+    print(f"starting router, prefill and decode worker; a first start compiles for minutes, see {LOG}", flush=True)
     fleet = FleetProcess("--config", str(CONFIG), *ports, log=LOG)
     try:
         ready = fleet.wait_ready(READY_TIMEOUT_S, waiting)

@@ -76,7 +76,7 @@ class FleetClient:
                     log.error("router %s refuses this worker: %s", router, error.details())
                 elif self._registered[router] and not draining:
                     level = logging.INFO if router in self._leaving else logging.WARNING
-                    log.log(level, "router %s is gone (%s); trying again until it is back", router, error.code().name)
+                    log.log(level, "router %s does not answer (%s); registering again until it does", router, error.code().name)
                 self._registered[router] = False
             finally:
                 await channel.close()

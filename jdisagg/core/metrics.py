@@ -20,6 +20,7 @@ _HOST_BUCKETS_S = (
     *(0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
 )
 _RUNGS = ("refetch", "other_backend", "reconnect", "other_prefill", "local_prefill")
+_HEDGE_OUTCOMES = ("moved", "returned", "refused")
 _RUNGS_OF_ROUTERS = ("replay",)
 # fed by a process without an engine, too; the others would be 0 there for ever
 _WITHOUT_ENGINE = frozenset(
@@ -97,6 +98,8 @@ class Metrics:
         self.borrowings = self._counter("borrowings", "KV asked back from a receiver, by how it ended.", "outcome")
         self.recoveries = self._counter("recoveries", "Steps taken to survive failures, by rung.", "rung")
         self.prefill_hedges = self._counter("prefill_hedges", "Prompts for which a second P was asked, by outcome.", "outcome")
+        for outcome in _HEDGE_OUTCOMES:
+            self.prefill_hedges.labels(outcome=outcome)
         for rung in _RUNGS if self._engine else _RUNGS_OF_ROUTERS:  # an alert on an increase must see the first
             self.recoveries.labels(rung=rung)
         self.replays_refused = self._counter("replays_refused", "Requests that failed as the replay budget was spent.")

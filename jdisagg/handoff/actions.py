@@ -121,7 +121,7 @@ class Recovered:
 class Hedged:
     """A hedge is over: what became of asking `other` while `peer` was quiet. For the metric and the log."""
 
-    outcome: str  # "moved": `other` began first | "returned": `peer` was heard again | "refused": `other` could not help
+    outcome: str  # "moved" to `other` | "returned": `peer` was heard again | "refused": `other` could not help
     request_id: str
     peer: str
     other: str

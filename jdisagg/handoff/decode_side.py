@@ -32,11 +32,11 @@ from jdisagg.handoff.recovery import Recovery
 ANSWER_TIMEOUT_S = 10.0  # from Open to Accepted or Refused
 
 
-def _shows_work(message: PrefillToDecode) -> bool:
-    """Whether P has begun to compute, or has done so."""
+def _is_ahead(message: PrefillToDecode, doubted: Doubted) -> bool:
+    """Whether what the other P says puts it ahead of the one that is quiet."""
     if isinstance(message, msg.Done):
         return message.first.error is None
-    return isinstance(message, msg.Started | msg.ChunkReady)
+    return isinstance(message, msg.ChunkReady) or (isinstance(message, msg.Started) and not doubted.has_shown_work)
 
 
 class DecodeSide:
@@ -88,37 +88,37 @@ class DecodeSide:
 
     def on_message(self, handoff: HandoffId, message: PrefillToDecode, now_s: float) -> list[DecodeAction]:
         """A message of the stream `handoff`; one of an older stream or an ended hand-off changes nothing."""
-        record = self._live.get(handoff.request_id)
-        if record is not None and record.doubted is not None and record.doubted.stream.handoff == handoff:
-            return self._on_doubted(record, record.doubted, message, now_s)
         record = self._find(handoff)
-        if record is None or record.stream is None:
+        stream = None if record is None else record.stream_of(handoff)
+        if record is None or stream is None:
             return [] if isinstance(message, msg.StreamEnded | msg.Quiet | msg.Awake) else self._late()
+        if stream is not record.stream:
+            return self._on_doubted(record, stream, message, now_s)
+        stream.is_quiet = isinstance(message, msg.Quiet)
         if isinstance(message, msg.Quiet):
             return self._recovery.doubt(record, message.seconds, now_s)
-        record.stream.progress_s = now_s
-        if record.doubted is not None and _shows_work(message):
-            moved = self._recovery.move(record, f"nothing heard for {record.doubted.silent_s:g} s")
-            return moved + self._on_stream(record, record.stream, message, now_s)
-        return self._on_stream(record, record.stream, message, now_s)
+        if isinstance(message, msg.Awake):
+            return []  # a heartbeat is no progress
+        stream.progress_s = now_s
+        ahead = record.doubted is not None and _is_ahead(message, record.doubted)
+        moved = self._recovery.move(record, now_s) if ahead else []
+        return moved + self._on_stream(record, stream, message, now_s)
 
-    def _on_doubted(self, record: Inbound, doubted: Doubted, message: PrefillToDecode, now_s: float) -> list[DecodeAction]:
+    def _on_doubted(self, record: Inbound, stream: InboundStream, message: PrefillToDecode, now_s: float) -> list[DecodeAction]:
         """The quiet one says something after all, or its stream is over."""
         match message:
             case msg.StreamEnded(reason=reason, error=error):
-                return self._recovery.move(record, reason if error is None else f"{reason}: {error}")
+                return self._recovery.move(record, now_s, reason if error is None else f"{reason}: {error}")
             case msg.Awake():
                 return self._recovery.trust(record, now_s)
             case msg.Quiet():
                 return []
             case _:
-                return self._recovery.trust(record, now_s) + self._on_stream(record, doubted.stream, message, now_s)
+                return self._recovery.trust(record, now_s) + self._on_stream(record, stream, message, now_s)
 
     def _on_stream(self, record: Inbound, stream: InboundStream, message: PrefillToDecode, now_s: float) -> list[DecodeAction]:
         stage = record.stage
         match message:
-            case msg.Awake():
-                return []
             case msg.Agreed(backends=backends) if stage is InboundStage.OPENING:
                 stream.backends = backends
                 return []
@@ -196,20 +196,29 @@ class DecodeSide:
     def on_arrived(self, handoff: HandoffId, key: str, seconds: float, now_s: float) -> list[DecodeAction]:
         """The piece is whole and on the device after `seconds`; late and duplicate ones give no Import and must be dropped."""
         record = self._find(handoff)
-        if record is None or record.stream is None or key not in record.stream.pieces:
+        stream = None if record is None else record.stream_of(handoff)
+        if record is None or stream is None or key not in stream.pieces:
             return self._late()
-        ready = record.stream.settle(key)
-        record.stream.progress_s = now_s
-        record.take(ready)
+        ready = stream.settle(key)
+        stream.progress_s = now_s
+        record.take(ready, stream.peer)
         actions: list[DecodeAction] = [act.Import(handoff.request_id, handoff, key), act.Send(handoff, msg.Ack(key=key))]
+        if stream is not record.stream:
+            return actions + (
+                self._recovery.trust(record, now_s) + self._complete(record) if record.is_covered_by_doubted else []
+            )
         return actions + record.grant() + self._complete(record)
 
     def on_failed(self, handoff: HandoffId, key: str, reason: str, now_s: float) -> list[DecodeAction]:
         """The piece did not arrive: the same key once more, then another backend or a new key from P, then another stream."""
         record = self._find(handoff)
-        if record is None or record.stream is None or key not in record.stream.pieces:
+        stream = None if record is None else record.stream_of(handoff)
+        if record is None or stream is None or key not in stream.pieces:
             return self._late()
-        stream, piece = record.stream, record.stream.pieces[key]
+        piece = stream.pieces[key]
+        if stream is not record.stream:
+            piece.fetch_deadline_s = None  # once more, should P come back
+            return []
         ready = piece.ready
         span = (ready.group, ready.begin, ready.end)
         num_refetches = stream.refetches.get(span, 0)
@@ -268,7 +277,7 @@ class DecodeSide:
 
     def _find(self, handoff: HandoffId) -> Inbound | None:
         record = self._live.get(handoff.request_id)
-        return record if record is not None and record.stream is not None and record.stream.handoff == handoff else None
+        return record if record is not None and record.stream_of(handoff) is not None else None
 
     # --- views
 

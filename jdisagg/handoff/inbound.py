@@ -19,7 +19,7 @@ from jdisagg.core.requests import EngineRequest, Output, Provenance
 from jdisagg.handoff.actions import CancelFetch, CloseStream, DecodeAction, Recovered
 from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import Ladder
-from jdisagg.handoff.messages import ChunkReady, Open
+from jdisagg.handoff.messages import ChunkReady, HandoffId, Open
 
 
 class InboundStage(Enum):
@@ -45,11 +45,18 @@ _NEXT = {
 
 @dataclass(frozen=True, slots=True)
 class Doubted:
-    """A stream set aside while another peer is asked as well: where it was, and for how long nothing had come."""
+    """A stream set aside while another peer is asked as well: where it was, and since when. What is being fetched for it may
+    still arrive, and counts."""
 
     stream: InboundStream
     stage: InboundStage
-    silent_s: float
+    silent_s: float  # nothing had come for so long
+    since_s: float
+
+    @property
+    def has_shown_work(self) -> bool:
+        """Its peer has computed some or all of the prompt."""
+        return self.stage in (InboundStage.TRANSFERRING, InboundStage.COMPUTED)
 
 
 @dataclass(slots=True)
@@ -90,12 +97,18 @@ class Inbound:
             return []
         return self.stream.grant()
 
+    def stream_of(self, handoff: HandoffId) -> InboundStream | None:
+        """The stream, if it is this one's: the current or the doubted one."""
+        streams = (self.stream, None if self.doubted is None else self.doubted.stream)
+        return next((stream for stream in streams if stream is not None and stream.handoff == handoff), None)
+
     def ask(self, now_s: float) -> list[DecodeAction]:
-        """Credit, and fetches of everything announced, once there are pages."""
-        if self.stream is None or not self.reserved:
+        """Credit, and fetches of what is announced and not being fetched, once there are pages."""
+        stream = self.stream
+        if stream is None or not self.reserved:
             return []
-        fetches = [self.stream.fetch(piece, self.request.deadline_s, now_s) for piece in self.stream.pieces.values()]
-        return [*self.grant(), *fetches]
+        waiting = [piece for piece in stream.pieces.values() if piece.fetch_deadline_s is None]
+        return [*self.grant(), *(stream.fetch(piece, self.request.deadline_s, now_s) for piece in waiting)]
 
     def hang_up(self) -> list[DecodeAction]:
         """Drop the stream and a doubted one; what they brought without a gap stays."""
@@ -105,10 +118,10 @@ class Inbound:
             actions += self._keep_and_drop()
         return actions
 
-    def set_aside(self, silent_s: float) -> None:
+    def set_aside(self, silent_s: float, now_s: float) -> None:
         """Doubt the stream, not drop it; what it brought without a gap counts for the next one."""
         assert self.stream is not None
-        self.doubted = Doubted(self.stream, self.stage, silent_s)
+        self.doubted = Doubted(self.stream, self.stage, silent_s, now_s)
         self.held_tokens = self.stream.imported.reach(self.held_tokens)
         self.stream = None
 
@@ -181,12 +194,19 @@ class Inbound:
             prefilled_tokens=known.prefilled_tokens or self.num_tokens - self.stream.cached_tokens,
         )
 
-    def take(self, ready: ChunkReady) -> None:
-        """A piece has arrived."""
-        assert self.stream is not None
+    def take(self, ready: ChunkReady, peer: str) -> None:
+        """A piece has arrived from `peer`."""
         self.transferred_tokens += ready.end - ready.begin
         self.transferred_bytes += ready.num_bytes
-        self.brought_by = self.stream.peer
+        self.brought_by = peer
+
+    @property
+    def is_covered_by_doubted(self) -> bool:
+        """Whether the doubted stream has brought all that it was to bring, the first token included."""
+        doubted = self.doubted
+        if doubted is None or doubted.stage is not InboundStage.COMPUTED or not self.reserved:
+            return False
+        return doubted.stream.imported.reach(self.held_tokens) >= self.num_tokens
 
     def arrived(self) -> Provenance:
         """What was brought before nobody was left to ask; the rest is computed here."""

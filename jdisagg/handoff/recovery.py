@@ -8,12 +8,13 @@
 A new stream asks for what is missing beyond the KV in place.
 
 A P that is quiet, but not yet dead, is doubted: its stream is set aside and another P is asked (a hedge). Who acts first has
-the request: the quiet one by saying anything, the other one by beginning to compute. So a prompt moves at once to a P that
-has time for it, waits in no second queue, and is computed twice for no longer than one of them takes to begin.
+the request: the quiet one by saying anything, or when all of its KV arrives; the other one by beginning to compute, or, if
+the quiet one had something to show already, by having something, too. So a prompt moves at once to a P that has time for it,
+and waits in no second queue.
 
     doubt       ask another P as well
     trust       the quiet one is heard again: back to it
-    move        the other one has begun, or the quiet one is dead
+    move        the other one has it, or the quiet one is dead
 """
 
 from __future__ import annotations
@@ -98,14 +99,15 @@ class Recovery:
             return []
         if (peer := record.ladder.next_peer(but=stream.peer)) is None:
             return []
-        record.set_aside(silent_s)
-        return [act.CancelFetch(stream.handoff), *self._open(record, peer, now_s)]
+        record.set_aside(silent_s, now_s)
+        return self._open(record, peer, now_s)
 
     def trust(self, record: Inbound, now_s: float, outcome: str = "returned") -> list[DecodeAction]:
         """The doubted stream is gone on with, from where it was; the hedge is dropped."""
-        hedge, stream = record.stream, record.go_back().stream
+        hedge, doubted = record.stream, record.go_back()
         assert hedge is not None
-        stream.progress_s = now_s
+        stream = doubted.stream
+        stream.progress_s += now_s - doubted.since_s  # nobody asked it for anything meanwhile
         request_id = record.request.request_id
         ended = act.Hedged(outcome, request_id, stream.peer, hedge.peer)
         actions = [act.CancelFetch(hedge.handoff), act.CloseStream(hedge.handoff), ended]
@@ -113,16 +115,21 @@ class Recovery:
             actions.append(act.PeerReady(request_id))
         return [*actions, *record.ask(now_s)]
 
-    def move(self, record: Inbound, cause: str) -> list[DecodeAction]:
-        """The doubted stream is given up for the hedge."""
-        doubted, record.doubted = record.doubted, None
+    def move(self, record: Inbound, now_s: float, end: str = "") -> list[DecodeAction]:
+        """The doubted stream is given up for the hedge; `end`: why it ended, else it may be asked again, should all fail."""
+        doubted, hedge, record.doubted = record.doubted, record.stream, None
         assert doubted is not None
-        assert record.stream is not None
+        assert hedge is not None
         quiet = doubted.stream
-        record.ladder.failed(quiet.peer)
-        note = record.note("other_prefill", quiet.peer, cause, doubted.stage)
-        ended = act.Hedged("moved", record.request.request_id, quiet.peer, record.stream.peer)
-        return [act.CloseStream(quiet.handoff), note, ended]
+        (record.ladder.failed if end else record.ladder.busy)(quiet.peer)
+        cause = f"{end or f'nothing heard for {doubted.silent_s:g} s'}; {hedge.peer} was asked meanwhile"
+        actions = [
+            act.CancelFetch(quiet.handoff),
+            act.CloseStream(quiet.handoff),
+            record.note("other_prefill", quiet.peer, cause, doubted.stage),
+            act.Hedged("moved", record.request.request_id, quiet.peer, hedge.peer),
+        ]
+        return actions + (self.doubt(record, doubted.silent_s, now_s) if hedge.is_quiet else [])
 
     def _hedge_again(self, record: Inbound, doubted: Doubted, now_s: float) -> list[DecodeAction]:
         """The hedge cannot help: the next one, or none."""

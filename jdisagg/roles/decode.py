@@ -198,7 +198,9 @@ class DecodeRole:
                 self._count_recovery(action)
             case act.Hedged(outcome=outcome, request_id=request_id, peer=peer, other=other):
                 self._metrics.prefill_hedges.labels(outcome=outcome).inc()
-                log.info("request %s: prefill peer %s was quiet, %s was asked: %s", request_id, peer, other, outcome)
+                goes_on = other if outcome == "moved" else peer
+                told = (request_id, peer, other, outcome, goes_on)
+                log.debug("request %s: prefill peer %s was quiet, %s was asked: %s, goes on at %s", *told)
             case act.FirstToken() | act.KVComplete() | act.ComputeLocally() | act.Fail():
                 return self._tell_scheduler(action, now_s)
         return []
@@ -230,7 +232,9 @@ class DecodeRole:
         self._metrics.recoveries.labels(rung=action.rung).inc()
         if not action.peer:  # no stream was opened: said once, not for every request
             if not self._num_alone:
-                log.warning("request %s: %s; prompts are computed here until one does", action.request_id, action.cause)
+                known = "; ".join(sorted({why for why in self._peers.failures().values() if why}))
+                told = (action.request_id, action.cause, f" ({known})" if known else "")
+                log.warning("request %s: %s%s; prompts are computed here until one does", *told)
             self._num_alone += 1
             return
         where = f", prefill peer {action.peer}" if action.peer and action.peer not in action.cause else ""

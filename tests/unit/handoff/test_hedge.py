@@ -67,7 +67,7 @@ def test_while_a_peer_is_quiet_the_next_one_is_asked_for_what_is_missing() -> No
     asked = say(side, H, QUIET)
     opened = only(act.OpenStream, asked)
     assert (opened.handoff, opened.peer, opened.message.held_tokens) == (H2, "q", 4)
-    assert act.CancelFetch(H) in asked
+    assert none_of(act.CancelFetch, asked), "what is on its way may arrive"
     assert act.Send(H2, Grant(credit_bytes=160)) in asked, "it has pages"
     assert not closed(asked), "the quiet one may come back"
     assert none_of(act.Recovered, asked), "nothing is lost yet"
@@ -76,24 +76,46 @@ def test_while_a_peer_is_quiet_the_next_one_is_asked_for_what_is_missing() -> No
 
 
 @pytest.mark.covers("C08")
-@pytest.mark.parametrize("first_sign", [Started(), ready("x", 4, 8)])
-def test_the_other_one_has_the_request_once_it_computes(first_sign: PrefillToDecode) -> None:
+def test_the_other_one_has_the_request_once_it_has_something_to_show() -> None:
     side = hedged()
     assert none_of(act.CloseStream, say(side, H2, Accepted(cached_tokens=0))), "it stands in a queue there"
-    moved = say(side, H2, first_sign)
+    assert none_of(act.CloseStream, say(side, H2, Started())), "the quiet one is further"
+    moved = say(side, H2, ready("x", 4, 8))
     assert closed(moved) == [H]
+    assert act.CancelFetch(H) in moved
     assert outcome(moved) == ("moved", "p", "q")
     recovered = only(act.Recovered, moved)
     assert (recovered.rung, recovered.peer, recovered.stage) == ("other_prefill", "p", "transferring")
-    assert recovered.cause == "nothing heard for 0.6 s"
+    assert recovered.cause == "nothing heard for 0.6 s; q was asked meanwhile"
     assert say(side, H, Awake()) == [], "too late"
     assert say(side, H, ready("c", 8, 10)) == []
 
 
-def test_who_was_quiet_for_too_long_is_not_asked_again() -> None:
+@pytest.mark.covers("C08")
+@pytest.mark.parametrize("said", [(), (Accepted(cached_tokens=0), Started())])
+def test_of_two_that_have_nothing_to_show_the_first_to_compute_has_the_request(said: tuple[PrefillToDecode, ...]) -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    say(side, H, *said, QUIET)
+    assert outcome(say(side, H2, Accepted(cached_tokens=0), Started())) == ("moved", "p", "q")
+
+
+def test_who_was_only_quiet_is_asked_again_when_the_other_fails_and_who_died_is_not() -> None:
     side = hedged()
-    say(side, H2, Accepted(cached_tokens=0), Started())
+    say(side, H2, Accepted(cached_tokens=0), Started(), ready("x", 4, 8))
+    lost = say(side, H2, StreamEnded(reason="dead"))
+    assert only(act.Recovered, lost).rung == "reconnect"
+    assert only(act.OpenStream, side.tick(2.0)).peer == "p"
+    side = hedged()
+    say(side, H, SILENCE)
     assert only(act.ComputeLocally, say(side, H2, StreamEnded(reason="dead"))).held_tokens == 4
+
+
+def test_a_hedge_that_is_quiet_itself_is_doubted_when_its_turn_comes() -> None:
+    side = hedged("p", "q", "s")
+    assert say(side, H2, QUIET) == [], "two are asked already"
+    assert only(act.OpenStream, say(side, H, SILENCE)).peer == "s"
+    assert side.snapshot()["handoffs"]["r"]["doubted_peer"] == "q"
 
 
 def test_its_first_token_is_a_sign_too_and_its_error_is_none() -> None:
@@ -113,7 +135,7 @@ def test_a_quiet_one_that_speaks_first_goes_on_where_it_was() -> None:
     assert closed(back) == [H2]
     assert outcome(back) == ("returned", "p", "q")
     assert act.PeerReady("r") in back, "it computes: pages may be reserved"
-    assert only(act.Fetch, back).ready.key == "b", "what was on the way is fetched again"
+    assert none_of(act.Fetch, back), "what is on its way is not fetched twice"
     assert none_of(act.Recovered, back)
     assert say(side, H2, Started()) == [], "the hedge is gone"
     say(side, H, ready("c", 8, 10), Done(first=FIRST, num_chunks=3))
@@ -128,7 +150,28 @@ def test_a_message_of_the_quiet_one_is_as_good_as_a_heartbeat() -> None:
     side = hedged()
     actions = say(side, H, ready("c", 8, 10))
     assert outcome(actions)[0] == "returned"
-    assert [action.ready.key for action in actions if isinstance(action, act.Fetch)] == ["b", "c"]
+    assert only(act.Fetch, actions).ready.key == "c"
+
+
+def test_what_arrives_of_a_doubted_stream_counts_and_all_of_it_ends_the_hedge() -> None:
+    side = transferring()
+    say(side, H, ready("c", 8, 10), Done(first=FIRST, num_chunks=3), QUIET)
+    say(side, H2, Accepted(cached_tokens=0), Started())
+    arrived = side.on_arrived(H, "b", 0.1, 1.0)
+    assert only(act.Import, arrived).handoff == H
+    assert none_of(act.CloseStream, arrived), "some is missing"
+    complete = side.on_arrived(H, "c", 0.1, 1.0)
+    assert closed(complete) == [H2, H]
+    assert outcome(complete) == ("returned", "p", "q")
+    assert only(act.KVComplete, complete).provenance.recoveries == ()
+    assert side.is_idle
+
+
+def test_a_fetch_that_fails_while_its_peer_is_doubted_is_tried_again_when_it_is_back() -> None:
+    side = hedged()
+    assert side.on_failed(H, "b", "connection", 1.0) == []
+    assert only(act.Fetch, say(side, H, Awake())).ready.key == "b"
+    assert only(act.Recovered, side.on_failed(H, "b", "connection", 2.0)).rung == "refetch", "it has all its tries"
 
 
 def test_one_that_had_not_begun_reserves_no_pages_when_it_comes_back() -> None:
@@ -163,7 +206,7 @@ def test_a_quiet_one_that_dies_leaves_the_request_to_the_other() -> None:
     side = hedged()
     moved = say(side, H, SILENCE)
     assert outcome(moved) == ("moved", "p", "q")
-    assert only(act.Recovered, moved).cause == "heartbeat"
+    assert only(act.Recovered, moved).cause == "heartbeat; q was asked meanwhile"
     assert none_of(act.OpenStream, moved), "it was asked already"
     say(side, H2, Accepted(cached_tokens=0), Started(), ready("x", 4, 8), ready("y", 8, 10), Done(first=FIRST, num_chunks=2))
     side.on_arrived(H2, "x", 0.1, 2.0)
@@ -185,7 +228,7 @@ def test_the_next_of_several_is_asked_when_one_has_no_room() -> None:
     asked = say(side, H2, Refused(error=Overloaded("full")))
     assert (only(act.OpenStream, asked).peer, closed(asked)) == ("s", [H2])
     assert none_of(act.Hedged, asked), "it is not over"
-    assert outcome(say(side, H3, Accepted(cached_tokens=0), Started())) == ("moved", "p", "s")
+    assert outcome(say(side, H3, Accepted(cached_tokens=0), ready("x", 4, 8))) == ("moved", "p", "s")
 
 
 def test_when_both_are_lost_what_arrived_is_kept_and_the_rest_computed_here() -> None:
@@ -227,11 +270,25 @@ def test_every_end_closes_both_streams() -> None:
     assert only(act.Fail, failed).request_id == "r"
 
 
-def test_pieces_of_the_doubted_stream_come_too_late_and_are_counted() -> None:
+def test_pieces_of_a_stream_that_was_given_up_come_too_late() -> None:
     side = hedged()
+    say(side, H2, Accepted(cached_tokens=0), Started(), ready("x", 4, 8))
     assert side.on_arrived(H, "b", 0.1, 1.0) == []
     assert side.on_failed(H, "b", "connection", 1.0) == []
     assert side.snapshot()["late"] == 2
+
+
+def test_a_peer_that_flaps_is_given_up_in_time_all_the_same() -> None:
+    """Heartbeats are no progress: only the time in doubt is added."""
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    now_s = 0.0
+    while not (lost := side.tick(now_s)):
+        say(side, HandoffId("r", 1), QUIET, now_s=now_s + 0.6)
+        say(side, HandoffId("r", 1), Awake(), now_s=now_s + 0.7)
+        now_s += 1.0
+        assert now_s < 15.0
+    assert only(act.Recovered, lost).cause == "no answer for 10 s"
 
 
 def test_a_hedge_that_does_not_answer_is_dropped_like_any_stream() -> None:

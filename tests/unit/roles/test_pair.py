@@ -119,7 +119,7 @@ def test_the_log_says_once_that_nobody_prefills_and_when_somebody_does_again(cap
     for name in ("a", "b", "c"):
         world.submit(request(name, PROMPT, 3))
         world.settle()
-    said = "no prefill worker is known to answer; prompts are computed here until one does"
+    said = "no prefill worker is known to answer (down); prompts are computed here until one does"
     assert caplog.text.count(said) == 1
     world.wire.down = set()
     for name in ("d", "e"):

@@ -408,7 +408,7 @@ def test_a_router_that_goes_is_one_short_line_and_none_while_the_worker_drains(d
         await until(lambda: not worker.registration.registered()[router.address])
         lines = [record.getMessage() for record in caplog.records if record.name == "jdisagg.api.fleet_client"]
         codes = ("UNAVAILABLE", "CANCELLED")  # between two heartbeats, or in the middle of one
-        gone = [[f"router {router.address} is gone ({code}); trying again until it is back"] for code in codes]
+        gone = [[f"router {router.address} does not answer ({code}); registering again until it does"] for code in codes]
         assert lines in ([[]] if draining else gone)
         await worker.die()
 
@@ -430,13 +430,13 @@ def test_a_router_that_says_goodbye_is_no_outage_and_the_next_one_at_its_address
         await router.service.everybody_told()
         await router.stop()
         await until(lambda: not worker.registration.registered()[address])
-        assert levels(caplog, "jdisagg.api.fleet_client", f"router {address} is gone") == ["INFO"]
+        assert levels(caplog, "jdisagg.api.fleet_client", f"router {address} does not answer") == ["INFO"]
         again = await Router().start(int(address.rpartition(":")[2]))
         await until(lambda: again.linked() == 1)
         caplog.clear()
         await again.stop()
         await until(lambda: not worker.registration.registered()[address])
-        assert levels(caplog, "jdisagg.api.fleet_client", f"router {address} is gone") == ["WARNING"]
+        assert levels(caplog, "jdisagg.api.fleet_client", f"router {address} does not answer") == ["WARNING"]
         await worker.die()
 
     run_quiet(body())
