@@ -162,8 +162,12 @@ class Lender:
         return self._exports.buffered_bytes
 
     def snapshot(self) -> dict[str, Any]:
-        """Loans as JSON-able data."""
+        """Loans by request and stream, as JSON-able data."""
         return {
-            loan.engine_request_id: {"wanted": [loan.begin, loan.end], "cut_tokens": loan.cut, "pieces": len(loan.pieces)}
-            for loan in self._loans.values()
+            f"{handoff.request_id}#{handoff.serial}": {
+                "wanted": [loan.begin, loan.end],
+                "cut_tokens": loan.cut,
+                "pieces": len(loan.pieces),
+            }
+            for handoff, loan in self._loans.items()
         }

@@ -79,9 +79,9 @@ def test_what_is_borrowed_and_what_is_lent_is_shown_by_request() -> None:
     lender.open(H, 11)
     assert lender.snapshot() == {}
     lender.on_message(H, Want(begin=2, end=11, reason="held"), 1.0)
-    assert lender.snapshot() == {"r": {"wanted": [2, 11], "cut_tokens": 2, "pieces": 0}}
+    assert lender.snapshot() == {"r#1": {"wanted": [2, 11], "cut_tokens": 2, "pieces": 0}}
     lender.on_message(H, Grant(credit_bytes=80), 1.0)
-    assert lender.snapshot() == {"r": {"wanted": [2, 11], "cut_tokens": 10, "pieces": 2}}
+    assert lender.snapshot() == {"r#1": {"wanted": [2, 11], "cut_tokens": 10, "pieces": 2}}
 
 
 def test_counts_at_d_follow_the_stages() -> None:
