@@ -105,12 +105,13 @@ def test_a_step_that_hangs_ends_the_process(running: Running, monkeypatch: pytes
     watchdog.stop()
 
 
-def test_a_process_that_was_stopped_blames_no_step(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_that_was_stopped_blames_no_step(
+    running: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Everybody's clock went on by a minute while nothing ran, first in an idle tick, then within a step."""
     stood_s, released = [0.0], threading.Event()
     for module in (watchdog_module, engine_thread):
         monkeypatch.setattr(module, "monotonic", lambda: time.monotonic() + stood_s[0])
-    running = Running()
     monkeypatch.setattr(running.engine.runner, "collect", _waiting(running.engine.runner.collect, released))
     exits: list[int] = []
     watchdog = Watchdog([running.thread], 0.5, on_timeout=exits.append)
