@@ -27,10 +27,12 @@ from jdisagg.serve.engines import Core
 from jdisagg.transfer.base import Fetcher, Post, Publisher
 from jdisagg.transfer.buffers import Buffers
 from jdisagg.transfer.choice import FetcherSet, PublisherSet
-from jdisagg.transfer.cut import Cutter, head_shards
+from jdisagg.transfer.cut import Cutter
 from jdisagg.transfer.drill import TransferDrill
 from jdisagg.transfer.grpc_backend import PieceStore
+from jdisagg.transfer.head_mesh import head_shards
 from jdisagg.transfer.host_backend import ByteSource, ByteStore, HostPublisher, host_fetcher
+from jdisagg.transfer.jax_backend import VERSION as JAX_VERSION
 from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher, joiner_of, warm_up_fetches
 from jdisagg.transfer.jax_server import NUM_ADDRESSES, TransferServers, Unsupported
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore, same_host_token
@@ -140,7 +142,7 @@ def _publish_jax(halves: PrefillBackends) -> Publisher:
 def _fetch_jax(halves: DecodeBackends) -> Callable[[Post], Fetcher]:
     target = halves.target
     servers = TransferServers(jax.local_devices(), halves.host)
-    joiner = joiner_of(target, target.dtype, checksums=halves.core.config.transfer.checksums)
+    joiner = joiner_of(target, target.dtype)
     halves.num_executables += warm_up_fetches(joiner, target)
     return partial(jax_fetcher, servers, joiner, target)
 
@@ -160,7 +162,7 @@ _KINDS = {
     "jax": _Kind(
         publisher=_publish_jax,
         fetcher=_fetch_jax,
-        hello=lambda: Backend(name="jax", version=jax.__version__, num_transport_addresses=NUM_ADDRESSES),
+        hello=lambda: Backend(name="jax", version=JAX_VERSION, num_transport_addresses=NUM_ADDRESSES),
     ),
 }
 

@@ -3,10 +3,11 @@
     P's engine   publish -> lane: cut for D's mesh, checksum, confirm, offer under a uuid -> Published(locator)
     D's engine   fetch -> lane of the peer: pull every part onto its device, confirm, join, verify, confirm -> PieceArrived
 
-A locator is "HOST:PORT uuid parts tokens": P offers `parts` arrays of each of the piece's arrays, cut along heads and padded
-to `tokens`. D makes the pull's specs from the announcement, after comparing that with what it can import; what arrives is
-as long as they say, or the pull fails. Pieces in a form that nothing was compiled for (another dtype or chunk size) pass
-through D's host memory.
+A locator is "HOST:PORT uuid parts tokens sums": P offers `parts` arrays of each of the piece's arrays, cut along heads and
+padded to `tokens`; `sums` is the kind of checksum. D makes the pull's specs from the announcement, after comparing that with
+what it can import; what arrives is as long as they say, or the pull fails. Pieces in a form that nothing was compiled for
+(another dtype or chunk size) pass through D's host memory. Between meshes that hold heads alike a full piece is copied
+nowhere: what the gather made is offered, and what arrives is imported.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from jdisagg.kv.group import KVGroup
 from jdisagg.kv.spec import QUANTISED, SCALES
 from jdisagg.transfer.base import Piece, Post, Published, PublishFailed
 from jdisagg.transfer.convert import NP_DTYPES
-from jdisagg.transfer.cut import HEADS, Cutter, Joiner, combine, sums_on_host
+from jdisagg.transfer.cut import Cutter, Joiner
+from jdisagg.transfer.head_mesh import HEADS
 from jdisagg.transfer.jax_server import ServerPerReceiver, TransferConnection, TransferServer, TransferServers, Unsupported
 from jdisagg.transfer.lanes import CLOSE_TIMEOUT_S, FetchJob, Lane, LaneFetcher
 from jdisagg.transfer.room import Room
+from jdisagg.transfer.sums import SumKind, sum_on_host
 from jdisagg.transfer.target import PieceError, PieceTarget, announce, num_bytes_of
 
 log = logging.getLogger(__name__)
+VERSION = f"{jax.__version__}, format 2"  # unlike ones do not pair over this backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +45,19 @@ class Locator:
     uuid: int
     num_parts: int
     num_tokens: int
+    sum_kind: SumKind
 
     def __str__(self) -> str:
-        return f"{self.address} {self.uuid:x} {self.num_parts} {self.num_tokens}"
+        return f"{self.address} {self.uuid:x} {self.num_parts} {self.num_tokens} {self.sum_kind}"
 
     @classmethod
     def of(cls, ready: ChunkReady, target: PieceTarget) -> Locator:
         """Raises PieceError("device") when the text is none, or does not go with the announcement."""
         try:
-            address, uuid, parts, tokens = ready.locator.split(" ")
-            locator = cls(address, int(uuid, 16), int(parts), int(tokens))
+            address, uuid, parts, tokens, kind = ready.locator.split(" ")
+            locator = cls(address, int(uuid, 16), int(parts), int(tokens), SumKind(kind))
         except ValueError as error:
-            raise PieceError("device", f"locator is {ready.locator!r}, wanted HOST:PORT uuid parts tokens") from error
+            raise PieceError("device", f"locator is {ready.locator!r}, wanted HOST:PORT uuid parts tokens sums") from error
         if locator.num_parts < 1 or target.num_kv_heads % locator.num_parts:
             raise PieceError("device", f"{target.num_kv_heads} heads in {locator.num_parts} parts, wanted a divisor")
         if not ready.end - ready.begin <= locator.num_tokens <= 16 * target.chunk_tokens:
@@ -74,7 +79,8 @@ class JaxPublisher:
         self._offered: dict[str, tuple[TransferServer, Sequence[jax.Array]]] = {}  # the lane's
 
     def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
-        """Cut and offer the piece on the transfer thread; answers Published or PublishFailed, nothing once discarded."""
+        """Cut and offer the piece, whose arrays are the publisher's from now on, on the transfer thread; answers Published or
+        PublishFailed, nothing once discarded."""
         assert piece.begin < piece.end, f"piece [{piece.begin}, {piece.end}) of {handoff} is empty"
         if not self._room.take(key, num_bytes_of(piece)):
             self._fail(handoff, key, piece, "buffer_full")
@@ -98,7 +104,7 @@ class JaxPublisher:
         if key not in self._room:
             self._withdraw(key)
             return
-        locator = Locator(server.address, uuid, num_parts, parts[0].shape[1])
+        locator = Locator(server.address, uuid, num_parts, parts[0].shape[1], self._cutter.sum_kind)
         self._post(Published(handoff=handoff, ready=announce(key, piece, checksum, backend=self.name, locator=str(locator))))
 
     def _withdraw(self, key: str) -> None:
@@ -155,23 +161,24 @@ class _Pulls:
             rows = self._joined(parts, locator, ready) if known else self._through_host(parts, locator, ready)
         except RuntimeError as error:
             raise PieceError("device", str(error)) from error
-        return self._target.arrived(ready, rows)
+        return self._target.arrived(ready, rows, alias=True)
 
     def _specs(self, dtype: str, locator: Locator) -> list[jax.ShapeDtypeStruct]:
         if dtype not in self._forms:
-            self._forms[dtype] = joiner_of(self._target, dtype, checksums=False)
+            self._forms[dtype] = joiner_of(self._target, dtype)
         return self._forms[dtype].specs(locator.num_parts, locator.num_tokens)
 
     def _joined(self, parts: list[jax.Array], locator: Locator, ready: ChunkReady) -> KVGroup:
-        arrays, checksum = self._joiner.join(parts, locator.num_parts)
+        kind = locator.sum_kind if ready.checksum else SumKind.NONE
+        arrays, checksum = self._joiner.join(parts, locator.num_parts, kind)
         _verify(checksum, ready)
         return KVGroup(*arrays)
 
     def _through_host(self, parts: list[jax.Array], locator: Locator, ready: ChunkReady) -> KVGroup:
-        per_array = locator.num_parts
-        slices = [[np.asarray(part) for part in parts[i : i + per_array]] for i in range(0, len(parts), per_array)]
+        per_array, on_host = locator.num_parts, [np.asarray(part) for part in parts]
         if ready.checksum:
-            _verify(combine(sums_on_host(slices)), ready)
+            _verify(sum_on_host(on_host, locator.sum_kind), ready)
+        slices = [on_host[begin : begin + per_array] for begin in range(0, len(parts), per_array)]
         num_tokens = ready.end - ready.begin
         data = b"".join(np.concatenate(of_array, axis=HEADS)[:, :num_tokens].tobytes() for of_array in slices)
         return self._target.unpack(data, replace(ready, checksum=0))
@@ -192,23 +199,23 @@ class _Pulls:
             known[1].drop()
 
 
-def joiner_of(target: PieceTarget, dtype: str, *, checksums: bool) -> Joiner:
+def joiner_of(target: PieceTarget, dtype: str) -> Joiner:
     """For pieces of `dtype` that lie on D as `target` says; int8 comes with its scales."""
     shapes, dtypes = [target.shape], [NP_DTYPES[dtype]]
     if dtype == QUANTISED:
         shapes.append((*target.shape[:3], SCALES))
         dtypes.append(np.dtype(np.float32))
-    return Joiner(shapes, dtypes, target.sharding, checksums=checksums)
+    return Joiner(shapes, dtypes, target.sharding)
 
 
 def warm_up_fetches(joiner: Joiner, target: PieceTarget) -> int:
     """Compile what joins and places pieces, before READY; returns how many functions."""
     num_functions, num_parts = joiner.warm_up(), joiner.mesh.num_shards
     parts = [jnp.zeros(spec.shape, spec.dtype, device=spec.sharding) for spec in joiner.specs(num_parts, target.chunk_tokens)]
-    target.place(KVGroup(*joiner.join(parts, num_parts)[0]))
+    target.place(KVGroup(*joiner.join(parts, num_parts, SumKind.NONE)[0]), alias=True)
     return num_functions
 
 
 def _verify(checksum: int, ready: ChunkReady) -> None:
     if ready.checksum and checksum != ready.checksum:
-        raise PieceError("checksum", f"sum of bits is {checksum:016x}, wanted {ready.checksum:016x}")
+        raise PieceError("checksum", f"it is {checksum:016x}, wanted {ready.checksum:016x}")

@@ -40,7 +40,7 @@ PARALLEL_COPIES = 8
 OFFER_S = 60.0  # an offer that is never pulled is forgotten then; its arrays are freed earlier, by `withdraw`
 CONNECT_TIMEOUT_S = 2.0
 IDLE_SERVER_S = 60.0  # a receiver's server ends after so long without a piece: workers that restart connect anew
-_FIRST_NAP_S, _LONGEST_NAP_S = 0.0001, 0.002
+_FIRST_NAP_S, _LONGEST_NAP_S = 0.0001, 0.0005
 _MAX_REMEMBERED = 4096
 _CANCEL_GRACE_S = 0.25  # a cancelled pull that ends by itself costs no connection
 

@@ -9,6 +9,7 @@ backends carry bytes, or a piece's `arrays`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
@@ -99,21 +100,22 @@ class PieceTarget:
         padded[:, rows.shape[1] :] = 0
         return padded
 
-    def place(self, rows: KVGroup) -> KVGroup:
-        """Put it onto D's devices and wait until it is there; raises PieceError("device"). For transfer threads only."""
+    def place(self, rows: KVGroup, *, alias: bool = False) -> KVGroup:
+        """Put it onto D's devices and wait until it is there; raises PieceError("device"). For transfer threads only.
+        `alias`: nobody else has these arrays, so that they stay where they are if that is right."""
         try:
-            return jax.block_until_ready(jax.tree.map(self._put, rows))
+            return jax.block_until_ready(jax.tree.map(partial(self._put, alias=alias), rows))
         except (RuntimeError, ValueError) as error:  # an error array must never reach the pool: its scatter destroys it
             raise PieceError("device", str(error)) from error
 
-    def _put(self, rows: jax.Array | np.ndarray) -> jax.Array:
+    def _put(self, rows: jax.Array | np.ndarray, *, alias: bool) -> jax.Array:
         if isinstance(rows, jax.Array):
-            return jax.device_put(rows, self.sharding, may_alias=False)
+            return jax.device_put(rows, self.sharding, may_alias=alias)
         return jax.make_array_from_callback(rows.shape, self.sharding, lambda shard: aligned(rows[shard]))
 
-    def arrived(self, ready: ChunkReady, rows: KVGroup) -> Piece:
-        """The piece as D's engine takes it: `rows` are on D's devices."""
-        placed = self.place(rows)
+    def arrived(self, ready: ChunkReady, rows: KVGroup, *, alias: bool = False) -> Piece:
+        """The piece as D's engine takes it: `rows` are on D's devices, see `place`."""
+        placed = self.place(rows, alias=alias)
         return Piece(begin=ready.begin, end=ready.end, data=placed.data, scales=placed.scales, group=ready.group)
 
 

@@ -20,7 +20,7 @@ from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.messages import Ack, ChunkReady, HandoffId, Open, StreamEnded
 from jdisagg.transfer.base import PieceArrived, PieceFailed
 from transfer_bench.parts import Form, cpu_s, identity, make_fetcher
-from transfer_bench.producer import produce
+from transfer_bench.producer import CPU, produce
 
 START_S = 60.0
 STEP_S = 60.0
@@ -59,7 +59,8 @@ class Consumer:
 
     def move(self, num_pieces: int) -> Moved:
         """Fetch so many pieces over one stream; from Open to the last piece confirmed on the device."""
-        before_p_s, before_d_s, began_s = self._cpu_of_producer(), cpu_s(), perf_counter()
+        self._ask(num_pieces)
+        before_p_s, before_d_s, began_s = self._ask(CPU), cpu_s(), perf_counter()
         handoff, left = self._open(num_pieces), num_pieces
         while left:
             match self._inbox.get(timeout=STEP_S):
@@ -71,12 +72,13 @@ class Consumer:
                 case PieceFailed(reason=reason, detail=detail) | FromPrefill(message=StreamEnded(reason=reason, error=detail)):
                     raise RuntimeError(f"{self._form.backend}: {reason} {detail}")
         seconds, cpu_d_s = perf_counter() - began_s, cpu_s() - before_d_s
-        cpu_p_s = self._cpu_of_producer() - before_p_s
+        cpu_p_s = self._ask(CPU) - before_p_s
         self._peers.close(handoff)
         return Moved(num_pieces * self._form.piece_bytes, seconds, cpu_p_s, cpu_d_s)
 
     def first_chunk_s(self) -> float:
         """From Open to the announcement of a piece that P has at hand."""
+        self._ask(1)
         began_s = perf_counter()
         handoff = self._open(1)
         while True:
@@ -89,8 +91,8 @@ class Consumer:
                 case FromPrefill(message=StreamEnded(reason=reason)):
                     raise RuntimeError(f"{self._form.backend}: the stream ended: {reason}")
 
-    def _cpu_of_producer(self) -> float:
-        self._pipe.send("cpu")
+    def _ask(self, what: int | str) -> float:
+        self._pipe.send(what)
         return float(self._pipe.recv())
 
     async def aclose(self) -> None:

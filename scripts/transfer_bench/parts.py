@@ -87,7 +87,7 @@ def make_fetcher(form: Form, post: Post) -> Fetcher:
         return host_fetcher("shm", ShmSource(), target, post)
     if form.backend == "tcp":
         return host_fetcher("tcp", TcpSource(), target, post)
-    joiner = Joiner([target.shape], [target.dtype], sharding, checksums=form.checksums)
+    joiner = Joiner([target.shape], [target.dtype], sharding)
     warm_up_fetches(joiner, target)
     return jax_fetcher(TransferServers(jax.devices(), HOST), joiner, target, post)
 

@@ -22,15 +22,18 @@ from jdisagg.transfer.base import Piece, Published, Publisher, PublishFailed
 from transfer_bench.parts import HOST, Form, cpu_s, device_piece, identity, make_publisher
 
 WINDOW = 4  # pieces published and not acknowledged, as in the hand-off
-NUM_SOURCES = 4
+GATHER_S = 10.0
+CPU = "cpu"  # the question for CPU seconds
 
 
 class Engine:
     """Answers one stream at a time. `Open.held_tokens` is the number of pieces."""
 
-    def __init__(self, form: Form, sources: list[jax.Array], publisher: Publisher, inbox: queue.SimpleQueue[Any]) -> None:
+    def __init__(
+        self, form: Form, gathered: queue.SimpleQueue[jax.Array], publisher: Publisher, inbox: queue.SimpleQueue[Any]
+    ) -> None:
         self._form = form
-        self._sources = sources
+        self._gathered = gathered
         self._publisher = publisher
         self._inbox = inbox
         self._opened: PeerOpened | None = None
@@ -59,16 +62,18 @@ class Engine:
     def _publish(self) -> None:
         assert self._opened is not None
         if (number := next(self._keys, None)) is not None:
-            piece = Piece(begin=0, end=self._form.tokens, data=self._sources[number % NUM_SOURCES])
+            piece = Piece(begin=0, end=self._form.tokens, data=self._gathered.get(timeout=GATHER_S))
             self._publisher.publish(self._opened.handoff, f"{self._opened.handoff.serial}-{number}", piece)
 
 
 def produce(form: Form, pipe: Connection) -> None:
-    """The process's main: says its address, then answers every message with its CPU seconds; None ends it."""
+    """The process's main: says its address; then a number has it make so many pieces, each in memory of its own as a gather
+    does it, CPU is answered with its CPU seconds, None ends it."""
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     publisher, store = make_publisher(form, inbox.put)
-    sources = [device_piece(form.tokens, seed) for seed in range(NUM_SOURCES)]
-    engine = threading.Thread(target=Engine(form, sources, publisher, inbox).run, daemon=True)
+    gathered: queue.SimpleQueue[jax.Array] = queue.SimpleQueue()
+    original = device_piece(form.tokens, 0)
+    engine = threading.Thread(target=Engine(form, gathered, publisher, inbox).run, daemon=True)
     engine.start()
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
@@ -83,7 +88,10 @@ def produce(form: Form, pipe: Connection) -> None:
 
     server, address = asyncio.run_coroutine_threadsafe(serve(), loop).result(20)  # a server that nobody holds ends
     pipe.send(address)
-    while pipe.recv() is not None:
+    while (asked := pipe.recv()) is not None:
+        if asked != CPU:
+            for _ in range(asked):
+                gathered.put(jax.block_until_ready(original.copy()))
         pipe.send(cpu_s())
     inbox.put(None)
     asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(20)

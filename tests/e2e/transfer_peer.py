@@ -103,8 +103,8 @@ class Half:
         return Cutter([example], checksums=checksums)
 
     @functools.cache  # noqa: B019
-    def joiner(self, tp: int, dtype: str, chunk: int, features: int, checksums: bool) -> Joiner:
-        made = Joiner([(LAYERS, chunk, HEADS, features)], [NP_DTYPES[dtype]], sharding(tp), checksums=checksums)
+    def joiner(self, tp: int, dtype: str, chunk: int, features: int) -> Joiner:
+        made = Joiner([(LAYERS, chunk, HEADS, features)], [NP_DTYPES[dtype]], sharding(tp))
         made.warm_up()
         return made
 
@@ -132,9 +132,7 @@ class Half:
             self._server.start()
         return {"peer": self.peer}
 
-    def consume(
-        self, *, backend: str, tp: int, dtype: str, chunk: int, features: int, checksums: bool = True
-    ) -> dict[str, Any]:
+    def consume(self, *, backend: str, tp: int, dtype: str, chunk: int, features: int) -> dict[str, Any]:
         """Become a consumer with this backend."""
         self.close()
         target = PieceTarget(
@@ -142,7 +140,7 @@ class Half:
         )
         post = self.events.put
         if backend == "jax":
-            self.fetcher = jax_fetcher(self.transfer, self.joiner(tp, dtype, chunk, features, checksums), target, post)
+            self.fetcher = jax_fetcher(self.transfer, self.joiner(tp, dtype, chunk, features), target, post)
         elif backend == "shm":
             self.fetcher = host_fetcher(backend, ShmSource(), target, post, self.buffers)
         else:

@@ -72,9 +72,9 @@ def cutter(dtype: str, checksums: bool = True) -> Cutter:
 
 
 @functools.cache
-def joiner(dtype: str, chunk_tokens: int, heads: int, checksums: bool = True) -> Joiner:
+def joiner(dtype: str, chunk_tokens: int, heads: int) -> Joiner:
     """Of the decode mesh."""
-    made = Joiner([(LAYERS, chunk_tokens, heads, FEATURES)], [NP_DTYPES[dtype]], sharding(4, 4), checksums=checksums)
+    made = Joiner([(LAYERS, chunk_tokens, heads, FEATURES)], [NP_DTYPES[dtype]], sharding(4, 4))
     made.warm_up()
     return made
 

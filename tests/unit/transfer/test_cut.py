@@ -6,7 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from jdisagg.transfer.cut import Cutter, Joiner, combine, possible_parts, sums_on_host, token_buckets
+from jdisagg.kv.group import KVGroup
+from jdisagg.transfer.cut import Cutter, Joiner, possible_parts, token_buckets
+from jdisagg.transfer.head_mesh import HeadMesh
+from jdisagg.transfer.sums import PartSums, SumKind, sum_on_host
+from jdisagg.transfer.target import PieceTarget
 from tests.unit.transfer.rig import NP_DTYPES, sharding
 
 L, T, K, F = 2, 32, 8, 4
@@ -35,7 +39,7 @@ def test_a_piece_with_scales_is_whole_again_on_every_mesh_and_the_checksums_agre
     data, scales = rows(1, dtype="bfloat16"), rows(2, features=2)
     placed = [jax.device_put(array, sharding(0, tp_p)) for array in (data, scales)]
     cutter = Cutter(placed, checksums=True)
-    joiner = Joiner([data.shape, scales.shape], [data.dtype, scales.dtype], sharding(0, tp_d), checksums=True)
+    joiner = Joiner([data.shape, scales.shape], [data.dtype, scales.dtype], sharding(0, tp_d))
     num_parts = cutter.num_parts(tp_d)
     assert num_parts == max(tp_p, tp_d)
     parts, sent = cutter.cut(placed, num_parts, 7)
@@ -43,35 +47,82 @@ def test_a_piece_with_scales_is_whole_again_on_every_mesh_and_the_checksums_agre
     there = [
         jax.device_put(np.asarray(part), spec.sharding) for part, spec in zip(parts, joiner.specs(num_parts, 8), strict=True)
     ]
-    joined, received = joiner.join(there, num_parts)
+    joined, received = joiner.join(there, num_parts, cutter.sum_kind)
     assert sent == received != 0
     for was, now in zip((data, scales), joined, strict=True):
         assert np.asarray(now)[:, :7].tobytes() == was[:, :7].tobytes()
         assert not np.asarray(now)[:, 7:].view(np.uint8).any(), "what lies behind the tokens is another request's"
 
 
-def test_the_checksum_on_the_host_is_the_one_of_the_device() -> None:
+def parts_of(tp: int, arrays: list[np.ndarray], num_parts: int) -> list[list[jax.Array]]:
+    parts, _ = cut_on(tp, arrays, num_parts)
+    return [parts[begin : begin + num_parts] for begin in range(0, len(parts), num_parts)]
+
+
+def on_accelerator(tp: int) -> PartSums:
+    """As it is where the parts' memory is not the host's."""
+    sums = PartSums(HeadMesh(sharding(0, tp), (L, T, K, F)))
+    assert sums.native is SumKind.HOST
+    sums.native = SumKind.DEVICE
+    return sums
+
+
+def checksum(kind: SumKind, array: np.ndarray, num_parts: int = 1) -> int:
+    return on_accelerator(1).of(parts_of(1, [array], num_parts), kind)
+
+
+@pytest.mark.parametrize("kind", list(SumKind))
+def test_a_checksum_of_either_kind_is_the_same_on_either_platform_and_mesh(kind: SumKind) -> None:
     for dtype in NP_DTYPES:
-        parts, checksum = cut_on(2, [rows(3, dtype=dtype)], 4)
-        assert combine(sums_on_host([[np.asarray(part) for part in parts]])) == checksum
+        arrays = [rows(3, dtype=dtype), rows(5, features=2)]
+        parts = parts_of(2, arrays, 4)
+        found = {
+            on_accelerator(2).of(parts, kind),
+            PartSums(HeadMesh(sharding(0, 2), (L, T, K, F))).of(parts, kind),
+            PartSums(HeadMesh(sharding(0, 4), (L, T, K, F))).of(parts_of(4, arrays, 4), kind),
+        }
+        if kind is SumKind.NONE:
+            assert found == {0}
+        else:
+            assert found == {sum_on_host([np.asarray(part) for of_array in parts for part in of_array], kind)} != {0}
 
 
+@pytest.mark.parametrize("kind", [SumKind.HOST, SumKind.DEVICE])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_flipped_bit_and_every_swap_changes_the_checksum(dtype: str) -> None:
-    _, was = cut_on(1, [rows(4, dtype=dtype)], 1)
+def test_every_flipped_bit_and_every_swap_changes_the_checksum(dtype: str, kind: SumKind) -> None:
     base = rows(4, dtype=dtype)
+    was = checksum(kind, base)
     for bit in range(8 * base.dtype.itemsize):
         spoilt = base.copy()
         flat = spoilt.reshape(-1).view(np.uint8)
         flat[(37 * bit) // 8 * 8 + bit // 8] ^= np.uint8(1 << bit % 8)
-        assert cut_on(1, [spoilt], 1)[1] != was
+        assert checksum(kind, spoilt) != was
     swapped = base.copy()
     swapped[0, [0, 1]] = swapped[0, [1, 0]]
-    assert cut_on(1, [swapped], 1)[1] != was
+    assert checksum(kind, swapped) != was
     heads = base.copy()
     heads[:, :, [0, 1]] = heads[:, :, [1, 0]]
-    assert cut_on(1, [heads], 8)[1] != cut_on(1, [base], 8)[1], "parts of the same bytes in another order"
-    assert cut_on(1, [np.zeros_like(base)], 1)[1] != 0
+    assert checksum(kind, heads, 8) != checksum(kind, base, 8), "parts of the same bytes in another order"
+    assert checksum(kind, np.zeros_like(base)) != 0
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_full_piece_between_like_meshes_is_copied_nowhere(tp: int) -> None:
+    placed = [jax.device_put(rows(1), sharding(0, tp))]
+    parts, _ = Cutter(placed, checksums=True).cut(placed, tp, T)
+    assert [part.unsafe_buffer_pointer() for part in parts] == [
+        shard.data.unsafe_buffer_pointer() for shard in placed[0].addressable_shards
+    ]
+    joiner = Joiner([(L, T, K, F)], [np.float32], sharding(0, tp))
+    joined, _ = joiner.join(parts, tp, SumKind.HOST)
+    target = PieceTarget(sharding=sharding(0, tp), dtype="float32", chunk_tokens=T, num_layers=L, num_kv_heads=K, features=F)
+    arrived = target.place(KVGroup(*joined), alias=True)
+    assert arrived.data.sharding == target.sharding
+    assert [shard.data.unsafe_buffer_pointer() for shard in arrived.data.addressable_shards] == [
+        part.unsafe_buffer_pointer() for part in parts
+    ]
+    copied = target.place(KVGroup(*joined))
+    assert copied.data.addressable_shards[0].data.unsafe_buffer_pointer() != parts[0].unsafe_buffer_pointer()
 
 
 def test_without_checksums_there_is_none() -> None:
@@ -88,7 +139,7 @@ def test_a_piece_on_other_devices_is_refused() -> None:
 def test_nothing_compiles_after_the_warm_up() -> None:
     example = [jax.device_put(rows(), sharding(0, 2))]
     cutter = Cutter(example, checksums=True)
-    joiner = Joiner([(L, T, K, F)], [np.float32], sharding(4, 4), checksums=True)
+    joiner = Joiner([(L, T, K, F)], [np.float32], sharding(4, 4))
     assert cutter.warm_up() == 3 * len(possible_parts(2, K))
     assert joiner.warm_up() == 3 * len(possible_parts(4, K))
     compiled = cutter._cut._cache_size(), joiner._join._cache_size()
@@ -100,5 +151,5 @@ def test_nothing_compiles_after_the_warm_up() -> None:
                     jax.device_put(np.asarray(p), s.sharding)
                     for p, s in zip(parts, joiner.specs(4, parts[0].shape[1]), strict=True)
                 ]
-                joiner.join(there, 4)
+                joiner.join(there, 4, SumKind.HOST)
     assert (cutter._cut._cache_size(), joiner._join._cache_size()) == compiled
