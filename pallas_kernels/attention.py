@@ -197,10 +197,10 @@ def _attend_tpu(
     tables = jnp.pad(page_tables, ((0, 0), (0, -page_tables.shape[1] % blocks.pages)))
     work = plan_work(rows, num_queries=num_queries, query_block=tile, key_block=shape.key_block, window=window)
     num_blocks = -(-num_queries // tile)
-    padded = jnp.pad(q.astype(dtype), ((0, num_blocks * tile - num_queries), (0, 0), (0, shape.dim - dim)))
-    split = padded.reshape(num_blocks, tile, shape.num_groups, heads, group, shape.dim).transpose(0, 2, 3, 1, 4, 5)
+    padded = jnp.pad(q.astype(dtype), ((0, num_blocks * tile - num_queries), (0, 0), (0, 0)))
+    split = padded.reshape(num_blocks, tile, num_heads, dim).swapaxes(1, 2)
     out = attend_blocks(
-        split.reshape(num_blocks, shape.num_groups, shape.query_rows, shape.dim),
+        split.reshape(num_blocks, shape.num_groups, shape.query_rows, dim),
         kv.reshape(num_layers, num_pages, shape.num_groups, heads * page_size, features),
         layer,
         tables,
@@ -210,10 +210,8 @@ def _attend_tpu(
         parts=parts,
         interpret=interpret,
     )
-    joined = out.reshape(num_blocks, shape.num_groups, heads, tile, group, shape.value_dim).transpose(0, 3, 1, 2, 4, 5)
-    return joined.reshape(num_blocks * tile, num_heads, shape.value_dim)[:num_queries, :, shape.value_dim - dim :].astype(
-        q.dtype
-    )
+    values = out[..., shape.value_dim - dim :].reshape(num_blocks, num_heads, tile, dim).swapaxes(1, 2)
+    return values.reshape(num_blocks * tile, num_heads, dim)[:num_queries].astype(q.dtype)
 
 
 def _only(rows: Rows, chosen: jax.Array) -> Rows:

@@ -32,7 +32,7 @@ class Shape:
 
     @property
     def query_rows(self) -> int:
-        """(head, query, query head of the group) rows of a part."""
+        """(head, query head of the group, query) rows of a part: heads and queries of a block change places, no more."""
         return self.heads * self.query_block * self.group
 
     @property

@@ -6,7 +6,7 @@ The cache is seen as [L, P, G, K/G * S, F]: per page G parts, each a matrix of (
 meet all its rows in one product, and rows of other heads are masked: a part is one head unless a single query would leave most
 of a register empty, as in decoding. Copies never pause between items: whose turn a buffer is goes on from one to the next.
 
-Features in halves that are not whole registers (D = 64) are never cut: q is padded with zeros to F, whole rows are multiplied
+Features in halves that are not whole registers (D = 64) are never cut: q is widened with zeros to F, whole rows are multiplied
 by the probabilities, and the caller takes the upper half.
 """
 
@@ -69,7 +69,7 @@ def attend_blocks(  # noqa: PLR0917
     parts: Parts,
     interpret: Any,
 ) -> jax.Array:
-    """Sums of q [N, G, query_rows, dim] over cache [L, P, G, heads * S, F]; returns [N, G, query_rows, value_dim].
+    """Sums of q [N, G, query_rows, D] over cache [L, P, G, heads * S, F]; returns [N, G, query_rows, value_dim].
 
     page_tables i32[B, M], M whole blocks of keys, every entry a page that exists. scales f32[L, P, G, heads, 2, S]: of keys,
     then of values, tokens along lanes as scores have them. What belongs to no item is undefined.
@@ -91,7 +91,7 @@ def attend_blocks(  # noqa: PLR0917
             num_scalar_prefetch=3,
             grid=(jnp.maximum(work.num_items, 1),),  # a grid of no steps is not something to rely on
             in_specs=[
-                pl.BlockSpec((*block, shape.dim), lambda item, work, *_: (work[BLOCK, item], 0, 0, 0)),
+                pl.BlockSpec((*block, q.shape[-1]), lambda item, work, *_: (work[BLOCK, item], 0, 0, 0)),
                 *[pl.BlockSpec(memory_space=pl.ANY)] * (1 + len(sources)),
             ],
             out_specs=pl.BlockSpec((*block, shape.value_dim), lambda item, work, *_: (work[BLOCK, item], 0, 0, 0)),
@@ -196,7 +196,7 @@ def _part(  # noqa: PLR0917
     whole = shape.dim == shape.features
     keys, values = (rows, rows) if whole else (rows[:, : shape.dim], rows[:, shape.dim :])
 
-    scores = _dot(q[0, part], keys, transposed=True, precision=precision) * shape.scale
+    scores = _dot(_widened(q[0, part], shape.dim), keys, transposed=True, precision=precision) * shape.scale
     token, key_head = _place(lax.broadcasted_iota(jnp.int32, (1, shape.key_rows), 1), shape)
     query, query_head = _query_of_row(shape)
     position = jnp.where((query >= low) & (query < high), here + query, _NOWHERE)
@@ -224,6 +224,12 @@ def _part(  # noqa: PLR0917
     sums[part] = sums[part] * shrink + new
 
 
+def _widened(rows: jax.Array, features: int) -> jax.Array:
+    """[rows, features], zeros to the right: here, since in HBM it would be an array more of the step's queries."""
+    missing = features - rows.shape[1]
+    return jnp.concatenate([rows, jnp.zeros((rows.shape[0], missing), rows.dtype)], axis=1) if missing else rows
+
+
 def _by_lane(scales: Any, part: jax.Array, half: int, shape: Shape) -> jax.Array:
     """f32[1, key_rows] of a block's scales [pages, G, heads, 2, S]."""
     rows = [scales[page, part, head, half : half + 1] for page in range(shape.block_pages) for head in range(shape.heads)]
@@ -241,7 +247,7 @@ def _query_of_row(shape: Shape) -> tuple[jax.Array, jax.Array]:
     """(query within the block, head within the part) of a part's rows, i32[query_rows, 1]: divided once, not for every key."""
     row = lax.broadcasted_iota(jnp.int32, (shape.query_rows, 1), 0)
     per_head = shape.query_block * shape.group
-    return lax.rem(row, per_head) // shape.group, row // per_head
+    return lax.rem(row, shape.query_block), row // per_head
 
 
 def _dot(a: jax.Array, b: jax.Array, *, transposed: bool, precision: lax.Precision | None) -> jax.Array:
