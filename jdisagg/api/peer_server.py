@@ -82,6 +82,8 @@ class PeerServer(PieceServer):
         self._post(PeerOpened(handoff, opened, context.peer(), reply))
         try:
             reason = await self._converse(handoff, request_iterator, context, reply)
+            if reply.is_stuck:  # a status cannot follow a message that D does not take: the call is dropped, as if cancelled
+                raise asyncio.CancelledError
         finally:
             self._num_streams -= 1
             reply.abandon()
@@ -147,6 +149,7 @@ class _StreamReply:
         self._loop = loop
         self._queue: asyncio.Queue[peer_pb2.PrefillResponse | None] = asyncio.Queue()
         self._gone = False
+        self.is_stuck = False  # a message is on its way; when the stream is over: for good
 
     def send(self, message: PrefillToDecode) -> None:
         """Any thread; dropped when the stream is gone."""
@@ -171,7 +174,9 @@ class _StreamReply:
     async def pump(self, context: grpc.aio.ServicerContext) -> None:
         """Loop only: write until closed."""
         while (message := await self._queue.get()) is not None:
+            self.is_stuck = True
             await context.write(message)
+            self.is_stuck = False
 
     def _put(self, message: peer_pb2.PrefillResponse | None) -> None:
         if not self._gone:

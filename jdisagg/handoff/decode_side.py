@@ -88,10 +88,9 @@ class DecodeSide:
 
     def on_message(self, handoff: HandoffId, message: PrefillToDecode, now_s: float) -> list[DecodeAction]:
         """A message of the stream `handoff`; one of an older stream or an ended hand-off changes nothing."""
-        record = self._find(handoff)
-        stream = None if record is None else record.stream_of(handoff)
-        if record is None or stream is None:
+        if (found := self._find(handoff)) is None:
             return [] if isinstance(message, msg.StreamEnded | msg.Quiet | msg.Awake) else self._late()
+        record, stream = found
         if stream is not record.stream:
             return self._on_doubted(record, stream, message, now_s)
         stream.is_quiet = isinstance(message, msg.Quiet)
@@ -195,10 +194,9 @@ class DecodeSide:
 
     def on_arrived(self, handoff: HandoffId, key: str, seconds: float, now_s: float) -> list[DecodeAction]:
         """The piece is whole and on the device after `seconds`; late and duplicate ones give no Import and must be dropped."""
-        record = self._find(handoff)
-        stream = None if record is None else record.stream_of(handoff)
-        if record is None or stream is None or key not in stream.pieces:
+        if (found := self._find(handoff, key)) is None:
             return self._late()
+        record, stream = found
         ready = stream.settle(key)
         stream.progress_s = now_s
         record.take(ready, stream.peer)
@@ -211,10 +209,9 @@ class DecodeSide:
 
     def on_failed(self, handoff: HandoffId, key: str, reason: str, now_s: float) -> list[DecodeAction]:
         """The piece did not arrive: the same key once more, then another backend or a new key from P, then another stream."""
-        record = self._find(handoff)
-        stream = None if record is None else record.stream_of(handoff)
-        if record is None or stream is None or key not in stream.pieces:
+        if (found := self._find(handoff, key)) is None:
             return self._late()
+        record, stream = found
         piece = stream.pieces[key]
         if stream is not record.stream:
             piece.fetch_deadline_s = None  # once more, should P come back
@@ -275,9 +272,13 @@ class DecodeSide:
         self._num_late += 1
         return []
 
-    def _find(self, handoff: HandoffId) -> Inbound | None:
+    def _find(self, handoff: HandoffId, key: str | None = None) -> tuple[Inbound, InboundStream] | None:
+        """The live stream, if the piece `key` is under way on it, and whose it is."""
         record = self._live.get(handoff.request_id)
-        return record if record is not None and record.stream_of(handoff) is not None else None
+        stream = None if record is None else record.stream_of(handoff)
+        if record is None or stream is None or (key is not None and key not in stream.pieces):
+            return None
+        return record, stream
 
     # --- views
 

@@ -102,8 +102,11 @@ class Recovery:
         record.set_aside(silent_s, now_s)
         return self._open(record, peer, now_s)
 
-    def trust(self, record: Inbound, now_s: float, outcome: str = "returned") -> list[DecodeAction]:
+    def trust(self, record: Inbound, now_s: float) -> list[DecodeAction]:
         """The doubted stream is gone on with, from where it was; the hedge is dropped."""
+        return self._go_back(record, "returned", now_s)
+
+    def _go_back(self, record: Inbound, outcome: str, now_s: float) -> list[DecodeAction]:
         hedge, doubted = record.stream, record.go_back()
         assert hedge is not None
         stream = doubted.stream
@@ -137,7 +140,7 @@ class Recovery:
         assert hedge is not None
         peer = record.ladder.next_peer(but=doubted.stream.peer)
         if peer is None:
-            return self.trust(record, now_s, "refused")
+            return self._go_back(record, "refused", now_s)
         return [act.CancelFetch(hedge.handoff), act.CloseStream(hedge.handoff), *self._open(record, peer, now_s)]
 
     def fail(self, record: Inbound, error: RequestError) -> list[DecodeAction]:

@@ -13,6 +13,7 @@ from jdisagg.transfer.tcp_wire import IDLE_TIMEOUT_S, REPLY, REQUEST, UNKNOWN, L
 
 PART_BYTES = 2**18  # stays in the cache until the reader has seen it
 CONNECT_TIMEOUT_S = 2.0
+STALL_TIMEOUT_S = 2.0  # without a byte: P serves every connection on a thread of its own, so nothing is worth waiting for
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +59,7 @@ class TcpSource:
                 raise BufferError(f"piece {locator.number} of {peer} has {size} bytes, not {len(room)}")
             filled = 0
             while filled < size:
-                line.socket.settimeout(left_s(deadline_s))
+                line.socket.settimeout(min(STALL_TIMEOUT_S, left_s(deadline_s)))
                 count = line.socket.recv_into(room[filled : min(size, filled + PART_BYTES)])
                 if count == 0:
                     raise ConnectionError(f"{peer} hung up {size - filled} bytes before the end")
@@ -101,7 +102,7 @@ class TcpSource:
     # --- connections
 
     def _ask(self, reading: _Reading, locator: Locator, deadline_s: float) -> tuple[_Line, int]:
-        """A connection on which the piece's bytes come, and how many. A kept one that P has closed is replaced."""
+        """A connection on which the piece's bytes come, and how many. A kept one on which P does not answer is replaced."""
         while True:
             line = self._take_kept(reading, locator)
             is_fresh = line is None
@@ -109,16 +110,19 @@ class TcpSource:
                 found = self._names.addresses(locator.host, deadline_s)
                 line = self._enter(reading, _connect(locator, found, deadline_s))
             reply, why = bytearray(REPLY.size), "hung up"  # no exception: it would hold this frame, which would hold it
+            answer_by_s = min(deadline_s, monotonic() + STALL_TIMEOUT_S)
             try:
-                line.socket.settimeout(left_s(deadline_s))
+                line.socket.settimeout(left_s(answer_by_s))
                 line.socket.sendall(REQUEST.pack(locator.secret, locator.number))
-                if receive_into(line.socket, memoryview(reply), deadline_s) == REPLY.size:
+                if receive_into(line.socket, memoryview(reply), answer_by_s) == REPLY.size:
                     (num_bytes,) = REPLY.unpack(reply)
                     if num_bytes >= UNKNOWN:
                         return line, num_bytes
                     why, is_fresh = "speaks another protocol", True
             except TimeoutError:
-                raise
+                if is_fresh or answer_by_s == deadline_s:
+                    raise
+                why = "does not answer"
             except OSError as broken:
                 why = f"does not answer: {broken}"
             self._give_up(reading)

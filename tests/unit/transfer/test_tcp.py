@@ -150,6 +150,47 @@ def serve_once(server: socket.socket) -> None:
             pass
 
 
+@pytest.mark.parametrize("sent", [b"", REPLY.pack(100), REPLY.pack(100) + b"half"])
+def test_a_peer_from_which_nothing_more_comes_is_not_waited_for_until_the_deadline(
+    source: TcpSource, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(tcp_source, "STALL_TIMEOUT_S", 0.2)
+
+    def stall(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(REQUEST.size)
+            connection.sendall(sent)
+            while connection.recv(100):
+                pass
+
+    with socket.create_server((HOST, 0)) as server:
+        stalling = threading.Thread(target=stall, args=(server,))
+        stalling.start()
+        began_s = time.monotonic()
+        with pytest.raises(TimeoutError):
+            read(source, str(Locator(HOST, server.getsockname()[1], b"s" * 16, 1)), within_s=30.0)
+        assert time.monotonic() - began_s < 5.0
+        stalling.join()
+
+
+def test_a_kept_connection_on_which_nothing_comes_is_replaced(
+    store: TcpStore, source: TcpSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands between may have forgotten it."""
+    monkeypatch.setattr(tcp_source, "STALL_TIMEOUT_S", 0.2)
+    first, second = store.put("a", b"a"), store.put("b", b"b")
+    assert read(source, first) == b"a"
+    (kept,) = source._idle["p"]
+    forgotten, other_end = socket.socketpair()
+    kept.socket.close()
+    kept.socket = forgotten
+    assert read(source, second) == b"b"
+    assert other_end.recv(100), "it was asked there first"
+    assert other_end.recv(100) == b"", "and hung up on"
+    other_end.close()
+
+
 def test_drop_ends_a_read_that_waits_on_a_kept_connection(source: TcpSource) -> None:
     """It must not connect again to a peer that stands still, whose kernel accepts."""
     with socket.create_server((HOST, 0)) as silent:

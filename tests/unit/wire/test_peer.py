@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import socket
 import threading
 from time import monotonic
@@ -14,8 +15,9 @@ import pytest
 from jdisagg.api import channels, peer_stream
 from jdisagg.api.byte_source import GrpcByteSource
 from jdisagg.api.codec import encode_request
+from jdisagg.api.identity_codec import encode_identity
 from jdisagg.api.peer_client import GrpcPeerClient
-from jdisagg.api.peer_codec import decode_down
+from jdisagg.api.peer_codec import decode_down, encode_down
 from jdisagg.api.peer_server import PeerServer
 from jdisagg.api.piece_server import add_peer_service
 from jdisagg.core.config import TransferConfig
@@ -369,6 +371,30 @@ def test_a_quiet_prefill_worker_is_heard_again_with_its_next_message():
 SHM, OTHER_SHM = Backend(name="shm", version="this host"), Backend(name="shm", version="another host")
 JAX = Backend(name="jax", version="0.10.2", num_transport_addresses=2)
 GRPC = Backend(name="grpc")
+
+
+def test_a_decode_worker_that_takes_nothing_any_more_is_no_fault_of_the_server(caplog: pytest.LogCaptureFixture):
+    async def body() -> None:
+        p = Prefill(identity())
+        address = await p.start()
+        async with channels.open_channel(address) as channel:
+            hello = peer_pb2.HelloRequest(identity=encode_identity(identity(epoch="d")))
+            stub = peer_pb2_grpc.PeerServiceStub(channel)
+            answer = await stub.Hello(hello)
+            call = stub.Prefill()
+            await call.write(encode_down(opening(), epoch=answer.identity.epoch, now_s=monotonic()))
+            await until(p.opened)
+            p.opened()[0].reply.send(dataclasses.replace(CHUNK, locator="x" * 2**26))  # more than gRPC's window takes
+            await until(p.ends)
+            await asyncio.sleep(0.2)
+            assert p.ends() == ["heartbeat"]
+            assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+            with pytest.raises((grpc.RpcError, asyncio.CancelledError)):
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+        await p.server.stop(0)
+
+    run_quiet(body())
 
 
 @pytest.mark.covers("P09")
