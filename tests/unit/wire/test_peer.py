@@ -97,6 +97,11 @@ def opening(request_id: str = "r") -> Open:
     return Open(request=request(request_id), held_tokens=1, backend="grpc")
 
 
+async def read_to_the_end(call: grpc.aio.StreamStreamCall) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
 CHUNK = ChunkReady(key="k", begin=1, end=3, shape=(2, 2, 2, 8), dtype="float32", num_bytes=256, checksum=2**64 - 1)
 H1 = HandoffId("r", 1)
 H2 = HandoffId("r", 2)
@@ -390,8 +395,7 @@ def test_a_decode_worker_that_takes_nothing_any_more_is_no_fault_of_the_server(c
             assert p.ends() == ["heartbeat"]
             assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
             with pytest.raises((grpc.RpcError, asyncio.CancelledError)):
-                while await call.read() is not grpc.aio.EOF:
-                    pass
+                await read_to_the_end(call)
         await p.server.stop(0)
 
     run_quiet(body())
