@@ -31,6 +31,7 @@ from jdisagg.handoff.messages import HandoffId, MadeAtDecode, Open, PrefillToDec
 from jdisagg.v1 import peer_pb2
 
 LEASE_NEWS = 0.25  # of a lease: how often the engine hears that a silent D is alive
+LAST_WRITE_S = 15.0  # gRPC finds out in this time that a connection is dead
 
 
 class PeerServer(PieceServer):
@@ -80,14 +81,19 @@ class PeerServer(PieceServer):
         self._num_streams += 1
         reason = "dead"  # what a cancelled handler means: the connection is gone
         self._post(PeerOpened(handoff, opened, context.peer(), reply))
+        write = asyncio.create_task(reply.pump(context))
         try:
-            reason = await self._converse(handoff, request_iterator, context, reply)
-            if reply.is_stuck:  # a status cannot follow a message that D does not take: the call is dropped, as if cancelled
+            try:
+                reason = await self._converse(handoff, request_iterator, reply, write)
+            finally:
+                self._num_streams -= 1
+                reply.abandon()
+                self._post(PeerMessage(handoff, StreamEnded(reason=reason)))
+            await asyncio.wait({write}, timeout=LAST_WRITE_S)  # a status cannot overtake a message that D does not take
+            if not write.done():
                 raise asyncio.CancelledError
         finally:
-            self._num_streams -= 1
-            reply.abandon()
-            self._post(PeerMessage(handoff, StreamEnded(reason=reason)))
+            await cancel_and_wait(write)
 
     async def _read_open(self, requests: AsyncIterator[peer_pb2.PrefillRequest], context: grpc.aio.ServicerContext) -> Open:
         """The stream's first message; ends the RPC when it is not a good Open for this process."""
@@ -113,18 +119,17 @@ class PeerServer(PieceServer):
         self,
         handoff: HandoffId,
         requests: AsyncIterator[peer_pb2.PrefillRequest],
-        context: grpc.aio.ServicerContext,
         reply: _StreamReply,
+        write: asyncio.Task[None],
     ) -> str:
         """Carry messages both ways until one side ends; returns why."""
         pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=self._config.dead_after_s)
         read = asyncio.create_task(self._read(handoff, requests, pulse))
-        write = asyncio.create_task(reply.pump(context))
         beat = asyncio.create_task(pulse.run(reply.beat))
         try:
             done, _ = await asyncio.wait({read, write, beat}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await cancel_and_wait(read, write, beat)
+            await cancel_and_wait(read, beat)
         if read in done or write in done:
             return "closed" if all(task.exception() is None for task in done) else "dead"
         return "heartbeat"
@@ -149,7 +154,6 @@ class _StreamReply:
         self._loop = loop
         self._queue: asyncio.Queue[peer_pb2.PrefillResponse | None] = asyncio.Queue()
         self._gone = False
-        self.is_stuck = False  # a message is on its way; when the stream is over: for good
 
     def send(self, message: PrefillToDecode) -> None:
         """Any thread; dropped when the stream is gone."""
@@ -168,15 +172,16 @@ class _StreamReply:
             self._queue.put_nowait(UP_HEARTBEAT)
 
     def abandon(self) -> None:
-        """Loop only: drop everything from now on."""
+        """Loop only: drop everything but what is on its way; `pump` ends with that."""
         self._gone = True
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put_nowait(None)
 
     async def pump(self, context: grpc.aio.ServicerContext) -> None:
         """Loop only: write until closed."""
         while (message := await self._queue.get()) is not None:
-            self.is_stuck = True
             await context.write(message)
-            self.is_stuck = False
 
     def _put(self, message: peer_pb2.PrefillResponse | None) -> None:
         if not self._gone:
