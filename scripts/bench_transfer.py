@@ -4,7 +4,8 @@
 
 1. Totals of 64 KiB to 1 GiB in pieces of --piece-mib, four pieces published ahead, over a real hand-off stream: from Open to
    the last piece confirmed on D's device. Beside them, in the same run and in turns, a plain TCP socket (received into fresh
-   buffers) and a copy within one process. CPU seconds are those of both processes, all threads.
+   buffers), a copy within one process, and what the libraries below grpc and jax give with nothing of ours around them (bare).
+   CPU seconds are those of both processes, all threads.
 2. The control path: Open to the announcement of a 64 KiB piece that P has at hand. 3. Checksums on against off.
 """
 
@@ -20,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from transfer_bench.bare import BareGrpc, BareJax
 from transfer_bench.consumer import Moved, connected
 from transfer_bench.parts import TOKEN_BYTES, Form
 from transfer_bench.raw import RawTcp, memcpy
 
 BACKENDS = ("grpc", "tcp", "shm", "jax")
+BARE = {"grpc": BareGrpc, "jax": BareJax}
 TOTALS = tuple(2**power for power in (16, 20, 24, 28, 30))
 ROUND_TRIPS = 200
 TARGET_SHARE = 0.8
@@ -77,6 +80,12 @@ def bench_total(total: int, piece_bytes: int, runs: int, backends: list[str], ro
             for _ in range(runs):
                 moved[name].append(consumer.move(count))
                 moved["TCP"].append(tcp.move(count))
+    for library in (name for name in BARE if name in backends):
+        bare = BARE[library](size)
+        bare.move(max(1, min(count, 16)))
+        moved[f"bare {library}"] = [bare.move(count) for _ in range(runs)]
+        moved["TCP"] += [tcp.move(count) for _ in range(runs)]
+        bare.close()
     tcp.close()
     base = moved["TCP"]
     for name, measured in moved.items():
