@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from time import perf_counter
@@ -25,7 +26,7 @@ _SERVICE, _METHOD = "bench.Bare", "Read"
 START_S = 60.0
 
 
-class _Bare:
+class _Bare(ABC):
     """A producer in a process of its own, which is asked for its CPU seconds with None and for anything else by `_obtain`."""
 
     def __init__(self, piece_bytes: int, produce: Callable[[int, Connection], None]) -> None:
@@ -42,8 +43,8 @@ class _Bare:
         self._pipe.send(what)
         return self._pipe.recv()
 
-    def _obtain(self, num_pieces: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _obtain(self, num_pieces: int) -> None: ...
 
     def move(self, num_pieces: int) -> Moved:
         """Get so many pieces."""
