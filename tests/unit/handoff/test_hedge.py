@@ -54,11 +54,15 @@ def hedged(*peers: str) -> DecodeSide:
 
 
 def closed(actions: Sequence[act.DecodeAction]) -> list[HandoffId]:
-    return [action.handoff for action in actions if isinstance(action, act.CloseStream)]
+    """Streams that end, whose fetches end with them."""
+    handoffs = [action.handoff for action in actions if isinstance(action, act.CloseStream)]
+    assert [action.handoff for action in actions if isinstance(action, act.CancelFetch)] == handoffs
+    return handoffs
 
 
 def outcome(actions: Sequence[act.DecodeAction]) -> tuple[str, str, str]:
     ended = only(act.Hedged, actions)
+    assert ended.request_id == "r"
     return ended.outcome, ended.peer, ended.other
 
 
@@ -82,7 +86,6 @@ def test_the_other_one_has_the_request_once_it_has_something_to_show() -> None:
     assert none_of(act.CloseStream, say(side, H2, Started())), "the quiet one is further"
     moved = say(side, H2, ready("x", 4, 8))
     assert closed(moved) == [H]
-    assert act.CancelFetch(H) in moved
     assert outcome(moved) == ("moved", "p", "q")
     recovered = only(act.Recovered, moved)
     assert (recovered.rung, recovered.peer, recovered.stage) == ("other_prefill", "p", "transferring")
@@ -114,8 +117,20 @@ def test_who_was_only_quiet_is_asked_again_when_the_other_fails_and_who_died_is_
 def test_a_hedge_that_is_quiet_itself_is_doubted_when_its_turn_comes() -> None:
     side = hedged("p", "q", "s")
     assert say(side, H2, QUIET) == [], "two are asked already"
-    assert only(act.OpenStream, say(side, H, SILENCE)).peer == "s"
+    assert say(side, H, QUIET) == [], "which is known"
+    assert only(act.OpenStream, say(side, H, SILENCE, now_s=50.0)).peer == "s"
     assert side.snapshot()["handoffs"]["r"]["doubted_peer"] == "q"
+    assert side.tick(59.0) == [], "the third has its time to answer"
+    say(side, H3, Accepted(cached_tokens=0), now_s=59.0)
+    moved = say(side, H3, ready("x", 4, 8), now_s=59.0)
+    assert only(act.Recovered, moved).cause == "nothing heard for 0.6 s; s was asked meanwhile"
+
+
+def test_a_hedge_that_is_heard_needs_no_third() -> None:
+    side = hedged("p", "q", "s")
+    assert outcome(say(side, H, StreamEnded(reason="dead", error=Overloaded("lost"))))[0] == "moved"
+    assert side.snapshot()["handoffs"]["r"]["doubted_peer"] == ""
+    assert side.tick(2.0) == []
 
 
 def test_its_first_token_is_a_sign_too_and_its_error_is_none() -> None:
@@ -184,13 +199,23 @@ def test_one_that_had_not_begun_reserves_no_pages_when_it_comes_back() -> None:
     assert side.counts()["accepted"] == 1
 
 
-def test_one_that_comes_back_has_its_time_to_answer_anew() -> None:
+def test_nothing_is_fetched_of_one_that_comes_back_before_there_are_pages() -> None:
     side = decode_side()
     side.start(request(), 0, ("p", "q"), 0.0)
-    say(side, H, QUIET)
-    say(side, H, Awake(), now_s=9.0)
-    assert side.tick(11.0) == []
-    assert only(act.Recovered, side.tick(19.0)).cause == "no answer for 10 s"
+    say(side, H, Accepted(cached_tokens=0), Started(), ready("a", 0, 4), QUIET)
+    back = say(side, H, Awake())
+    assert outcome(back)[0] == "returned"
+    assert none_of(act.Fetch, back)
+    assert only(act.Fetch, side.on_reserved("r", 1.0)).ready.key == "a"
+
+
+def test_one_that_comes_back_has_its_time_to_answer_anew() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 20.0)
+    say(side, H, QUIET, now_s=21.0)
+    say(side, H, Awake(), now_s=29.0)
+    assert side.tick(37.9) == [], "8 s were nobody's"
+    assert only(act.Recovered, side.tick(38.1)).cause == "no answer for 10 s"
 
 
 def test_pages_that_came_while_it_was_quiet_are_granted_when_it_is_back() -> None:
@@ -207,6 +232,8 @@ def test_a_quiet_one_that_dies_leaves_the_request_to_the_other() -> None:
     moved = say(side, H, SILENCE)
     assert outcome(moved) == ("moved", "p", "q")
     assert only(act.Recovered, moved).cause == "heartbeat; q was asked meanwhile"
+    told = say(hedged(), H, StreamEnded(reason="dead", error=Overloaded("it stops")))
+    assert only(act.Recovered, told).cause == "dead: it stops; q was asked meanwhile"
     assert none_of(act.OpenStream, moved), "it was asked already"
     say(side, H2, Accepted(cached_tokens=0), Started(), ready("x", 4, 8), ready("y", 8, 10), Done(first=FIRST, num_chunks=2))
     side.on_arrived(H2, "x", 0.1, 2.0)
@@ -227,6 +254,7 @@ def test_the_next_of_several_is_asked_when_one_has_no_room() -> None:
     side = hedged("p", "q", "s")
     asked = say(side, H2, Refused(error=Overloaded("full")))
     assert (only(act.OpenStream, asked).peer, closed(asked)) == ("s", [H2])
+    assert side.tick(10.9) == [], "it has its time to answer"
     assert none_of(act.Hedged, asked), "it is not over"
     assert outcome(say(side, H3, Accepted(cached_tokens=0), ready("x", 4, 8))) == ("moved", "p", "s")
 

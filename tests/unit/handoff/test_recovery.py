@@ -486,3 +486,12 @@ def test_the_same_request_twice_is_our_bug() -> None:
     side.start(request(), 0, ("p",), 0.0)
     with pytest.raises(AssertionError, match="live hand-off"):
         side.start(request(), 0, ("p",), 0.0)
+
+
+def test_all_whose_pause_is_over_at_once_go_on_at_once() -> None:
+    side = decode_side()
+    for serial, request_id in enumerate("rs", 1):
+        side.start(request(request_id=request_id), 0, ("p",), 0.0)
+        side.on_message(HandoffId(request_id, serial), Refused(error=Overloaded("full")), 0.0)
+    opened = [action.handoff.request_id for action in side.tick(1.0) if isinstance(action, act.OpenStream)]
+    assert opened == ["r", "s"]
