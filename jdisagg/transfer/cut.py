@@ -55,7 +55,8 @@ class Cutter:
         """Compile and run everything; returns how many functions."""
         wanted = [(n, t) for n in possible_parts(self.mesh.num_shards, self._num_heads) for t in self._buckets]
         for num_parts, num_tokens in wanted:
-            self.cut(self._example, num_parts, min(num_tokens, max(1, self._chunk_tokens - 1)))  # a full one is not cut
+            self._cut_parts(self._whole(self._example), num_parts, num_tokens, num_tokens)
+            self.cut(self._example, num_parts, num_tokens)
         return len(wanted)
 
     def num_parts(self, receiver_shards: int) -> int:
@@ -66,16 +67,21 @@ class Cutter:
     def cut(self, arrays: Sequence[jax.Array], num_parts: int, num_tokens: int) -> tuple[list[jax.Array], int]:
         """Parts in order of (array, head), at least `num_tokens` long, and their checksum. Waits for the device. Parts of a
         full piece may be its own memory."""
-        local = [self.mesh.whole(self.mesh.local(array)) for array in arrays]
-        per_shard = num_parts // self.mesh.num_shards
-        if per_shard == 1 and num_tokens == self._chunk_tokens:
-            slices = [(array,) for array in local]
+        whole = self._whole(arrays)
+        if num_parts == self.mesh.num_shards and num_tokens == self._chunk_tokens:
+            slices = [(array,) for array in whole]
         else:
             bucket = next(bucket for bucket in self._buckets if bucket >= num_tokens)
-            slices = self._cut(np.int32(num_tokens), *local, num_parts=per_shard, num_tokens=bucket)
+            slices = self._cut_parts(whole, num_parts, num_tokens, bucket)
         parts = [self.mesh.parts(of_array) for of_array in slices]
         jax.block_until_ready(parts)
         return [part for of_array in parts for part in of_array], self._sums.of(parts, self.sum_kind)
+
+    def _whole(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        return [self.mesh.whole(self.mesh.local(array)) for array in arrays]
+
+    def _cut_parts(self, whole: Sequence[jax.Array], num_parts: int, num_tokens: int, bucket: int) -> Any:
+        return self._cut(np.int32(num_tokens), *whole, num_parts=num_parts // self.mesh.num_shards, num_tokens=bucket)
 
 
 class Joiner:

@@ -95,8 +95,11 @@ class JaxPublisher:
             parts, checksum = self._cutter.cut(piece.arrays, num_parts, piece.end - piece.begin)
             server = self._servers.of(piece.receiver, busy=[server for server, _ in self._offered.values()])
             uuid = server.offer(parts)
-        except (RuntimeError, ValueError, Unsupported) as error:
-            log.warning("jax: publishing piece [%d, %d) of %s: %s", piece.begin, piece.end, handoff, error)
+        except Exception as error:  # whatever it is, it concerns this piece; the lane serves the next one
+            expected = isinstance(error, RuntimeError | ValueError | Unsupported)
+            told = (piece.begin, piece.end, handoff, error)
+            level = logging.WARNING if expected else logging.ERROR
+            log.log(level, "jax: publishing piece [%d, %d) of %s: %r", *told, exc_info=not expected)
             self._room.free(key)
             self._fail(handoff, key, piece, f"device: {error}")
             return

@@ -123,6 +123,7 @@ class TcpSource:
                 if is_fresh or answer_by_s == deadline_s:
                     raise
                 why = "does not answer"
+                self._forget(reading.peer)  # so may the others
             except OSError as broken:
                 why = f"does not answer: {broken}"
             self._give_up(reading)
@@ -154,6 +155,13 @@ class TcpSource:
                 return line
         line.socket.close()
         raise ConnectionError("the source is closed" if self._closed else f"{reading.peer} fell silent")
+
+    def _forget(self, peer: str) -> None:
+        """Close the peer's kept connections."""
+        with self._lock:
+            idle = self._idle.pop(peer, [])
+        for line in idle:
+            line.socket.close()
 
     def _keep(self, reading: _Reading) -> None:
         """The read is over and nothing is left on its connection."""

@@ -94,9 +94,9 @@ class TransferPair:
         d_chunk: int = 0, features: int = FEATURES, checksums: bool = True,
     ) -> TransferPair:  # fmt: skip
         """Give both a new half."""
-        common = {"backend": self.backend, "features": features, "checksums": checksums}
+        common = {"backend": self.backend, "features": features}
         self._form = {"features": features, "dtype": dtype, "tp_d": tp_d}
-        self.produce = common | {"tp": tp_p, "dtype": dtype, "chunk": chunk}
+        self.produce = common | {"tp": tp_p, "dtype": dtype, "chunk": chunk, "checksums": checksums}
         self._consume = common | {"tp": tp_d, "dtype": d_dtype or dtype, "chunk": d_chunk or chunk}
         self.peer = self.producer.ask("produce", **self.produce)["peer"]
         self.consumer.ask("consume", **self._consume)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jdisagg.handoff.messages import HandoffId
-from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, PublishFailed
+from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, Published, PublishFailed
 from tests.unit.transfer.rig import CHUNK_TOKENS, FEATURES, HEADS, LAYERS, H, Rig, error_array, piece, sharding, tokens
 
 KINDS = ["device_put", "grpc", "grpc-loopback", "tcp", "shm", "jax", "fake"]
@@ -149,6 +149,19 @@ def test_a_fetch_past_its_deadline_fails_as_timeout(rig: Rig) -> None:
     event = rig.event()
     assert isinstance(event, PieceFailed)
     assert event.reason == "timeout"
+
+
+def test_a_piece_that_is_longer_than_its_array_fails_alone(rig: Rig) -> None:
+    bad = replace(piece(tokens(CHUNK_TOKENS)), begin=0, end=CHUNK_TOKENS + 1)
+    rig.publisher.publish(H, "bad", bad)
+    event = rig.event()
+    if not isinstance(event, PublishFailed):
+        assert isinstance(event, Published)
+        rig.failed(event.ready)
+    rig.publisher.discard("bad")
+    assert rig.publisher.num_buffered_bytes == 0
+    sent = tokens(5)
+    assert np.array_equal(np.asarray(rig.arrived(rig.published("good", piece(sent))).piece.data)[:, :5], sent)
 
 
 @pytest.mark.covers("C08", "X07", "X05")

@@ -136,15 +136,17 @@ def test_a_piece_on_other_devices_is_refused() -> None:
         cutter.cut([jax.device_put(rows(), sharding(4, 2))], 2, T)
 
 
-def test_nothing_compiles_after_the_warm_up() -> None:
-    example = [jax.device_put(rows(), sharding(0, 2))]
+@pytest.mark.parametrize("chunk_tokens", [1, 2, T])
+def test_nothing_compiles_after_the_warm_up(chunk_tokens: int) -> None:
+    example = [jax.device_put(rows()[:, :chunk_tokens], sharding(0, 2))]
     cutter = Cutter(example, checksums=True)
-    joiner = Joiner([(L, T, K, F)], [np.float32], sharding(4, 4))
-    assert cutter.warm_up() == 3 * len(possible_parts(2, K))
-    assert joiner.warm_up() == 3 * len(possible_parts(4, K))
+    joiner = Joiner([(L, chunk_tokens, K, F)], [np.float32], sharding(4, 4))
+    num_buckets = len(token_buckets(chunk_tokens))
+    assert cutter.warm_up() == num_buckets * len(possible_parts(2, K))
+    assert joiner.warm_up() == num_buckets * len(possible_parts(4, K))
     compiled = cutter._cut._cache_size(), joiner._join._cache_size()
     for receiver in (1, 2, 3, 4, 8):
-        for num_tokens in (1, 2, 9, T):
+        for num_tokens in {1, min(2, chunk_tokens), min(9, chunk_tokens), chunk_tokens}:
             parts, _ = cutter.cut(example, cutter.num_parts(receiver), num_tokens)
             if receiver == 4:
                 there = [

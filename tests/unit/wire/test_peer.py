@@ -351,6 +351,33 @@ def test_silence_of_either_side_is_seen_by_the_other():
     run_quiet(body())
 
 
+@pytest.mark.parametrize("size", [10, 2**20])
+def test_a_stream_that_decode_ends_while_prefill_writes_ends_for_both(size: int, caplog: pytest.LogCaptureFixture):
+    async def body() -> None:
+        p = Prefill(identity())
+        address = await p.start()
+        async with channels.open_channel(address) as channel:
+            stub = peer_pb2_grpc.PeerServiceStub(channel)
+            hello = await stub.Hello(peer_pb2.HelloRequest(identity=encode_identity(identity(epoch="d"))))
+            for serial in range(20):
+                call = stub.Prefill()
+                await call.write(encode_down(opening(f"r{serial}"), epoch=hello.identity.epoch, now_s=monotonic()))
+                await until(lambda n=serial: len(p.opened()) == n + 1)
+                for _ in range(20):
+                    p.opened()[-1].reply.send(dataclasses.replace(CHUNK, locator="x" * size))
+                await asyncio.sleep(serial * 0.001)
+                await call.done_writing()
+                async with asyncio.timeout(FAST.dead_after_s):
+                    while await call.read() is not grpc.aio.EOF:
+                        pass
+                    assert await call.code() is grpc.StatusCode.OK
+        assert p.ends() == ["closed"] * 20
+        await p.server.stop(0)
+        assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+    run_quiet(body())
+
+
 @pytest.mark.parametrize("wakes", [True, False])
 def test_a_decode_worker_that_takes_nothing_any_more_is_no_error_of_the_server(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, wakes: bool
