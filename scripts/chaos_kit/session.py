@@ -31,6 +31,7 @@ PROGRESS_S = 10.0
 SCRAMBLED_SHARE = 0.1  # of the pieces, where nobody looks at checksums
 VOCAB, MAX_MODEL_LEN = 1024, 256
 _DRILLED = re.compile(r"injected fault: (\w+)")
+_TRACEBACK_SHOWN = 400  # characters
 INJECTIONS = ("checksums-off", "leases-off", "attempts-ignored")
 
 
@@ -140,7 +141,7 @@ class Session:
         kinds = tuple(kind for kind in SCRIPTED if kind in self.options.faults)
         striker = Striker(self.fleet, traffic, kinds, rounds=rounds, requests=requests, seed=seed)
         forwarded_before = self._forwarded_bytes()
-        drilled_before, deaths_before = self._drilled(), len(self.fleet.ends.found)
+        drilled_before, deaths_before, tracebacks_before = self._drilled(), len(self.fleet.ends.found), self._tracebacks()
         visits = [
             visit if visit.fate.value in self.options.faults else _staying(visit)
             for visit in make_visits(requests, self._catalogue, seed=seed)
@@ -161,6 +162,7 @@ class Session:
         verdict.deaths = [
             f"{name}, exit status {status}: {tail}" for name, status, tail in self.fleet.ends.found[deaths_before:]
         ]
+        verdict.tracebacks = sorted(self._tracebacks() - tracebacks_before)
         verdict.recoveries = watch.total("jdisagg_recoveries_total")
         verdict.transfer_failures = watch.total("jdisagg_transfer_failures_total")
         verdict.forwarded_bytes = self._forwarded_bytes() - forwarded_before
@@ -194,6 +196,11 @@ class Session:
 
     def _drilled(self) -> Counter[str]:
         return Counter(kind for member in self.fleet.members for kind in _DRILLED.findall(member.logs()))
+
+    def _tracebacks(self) -> set[str]:
+        """Lines of the logs; a log has a line for each."""
+        lines = ((member.name, line) for member in self.fleet.members for line in member.logs().splitlines())
+        return {f"{name}: {line[:_TRACEBACK_SHOWN]}" for name, line in lines if "Traceback (" in line}
 
     async def _tell(self, traffic: Traffic, striker: Striker) -> None:
         while True:

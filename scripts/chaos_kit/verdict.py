@@ -26,6 +26,7 @@ class Verdict:
     verified_bytes: float = 0.0  # of KV, as the D counted them
     leaks: list[str] = field(default_factory=list)
     deaths: list[str] = field(default_factory=list)  # of processes nobody struck
+    tracebacks: list[str] = field(default_factory=list)  # in logs: whatever is done to a worker, it knows what that is
     problems: list[str] = field(default_factory=list)
 
     def complaints(self) -> list[str]:
@@ -33,6 +34,7 @@ class Verdict:
         tally, found = self.tally, self.tally.complaints()
         found += [f"leak: {leak}" for leak in self.leaks]
         found += [f"died by itself: {death}" for death in self.deaths]
+        found += [f"traceback in a log: {line}" for line in self.tracebacks]
         found += self.problems
         if not tally.enough:
             found.append(f"{tally.success:.2%} ended well, wanted {LEAST_SUCCESS:.1%}: {dict(tally.failures)}")
@@ -76,7 +78,7 @@ class Verdict:
         lines.append(f"  bytes: {moved}")
         lines += [f"  e.g. {example}" for example in tally.examples[:8]]
         complaints = self.complaints()
-        lines.append("  RED:" if complaints else "  GREEN: nothing wrong, lost, duplicated, hung, leaked or dead")
+        lines.append("  RED:" if complaints else "  GREEN: nothing wrong, lost, duplicated, hung, leaked or dead, no traceback")
         return "\n".join(lines + [f"    {complaint}" for complaint in complaints])
 
 

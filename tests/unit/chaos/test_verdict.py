@@ -38,7 +38,12 @@ def test_one_wrong_token_one_hang_one_leak_or_one_death_is_too_much() -> None:
     assert judged(outcome(0, hung=True, error="HANG")).complaints() == ["1 hung"]
     verdict = judged(outcome(0))
     verdict.leaks, verdict.deaths = ["P1: 5 pages"], ["D1, exit status 70"]
-    assert verdict.complaints() == ["leak: P1: 5 pages", "died by itself: D1, exit status 70"]
+    verdict.tracebacks = ["P1: 12:00 E Traceback (most recent call last)"]
+    assert verdict.complaints() == [
+        "leak: P1: 5 pages",
+        "died by itself: D1, exit status 70",
+        "traceback in a log: P1: 12:00 E Traceback (most recent call last)",
+    ]
     assert "RED" in verdict.text()
     told = verdict.as_json()
     assert told["complaints"] == verdict.complaints()
