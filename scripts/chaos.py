@@ -4,8 +4,9 @@
     chaos.py --requests 10000 --json out/chaos.json  the long run
     chaos.py --inject checksums-off                  must end red: shows that the harness can see
 
-Exit status 0: no token was wrong, lost or duplicated, nothing hung, leaked, died by itself or left a traceback in a log, and 99.5 % of the
-requests that clients did not give up, or more, ended well (in a short run: all but one). Logs of all processes are in --directory.
+Exit status 0: no token was wrong, lost or duplicated, nothing hung, leaked, died by itself or left a traceback in a log, and of
+the requests that clients did not give up 99.5 % ended well (in a short run: all but one). Logs of all processes are in
+--directory.
 """
 
 from __future__ import annotations
