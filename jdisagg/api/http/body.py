@@ -1,4 +1,5 @@
-"""A JSON request body, read field by field. Types are checked here, ranges at intake. Unknown fields are ignored.
+"""A JSON request body, read field by field. Types are checked here, ranges at intake. Unknown fields are ignored, but for those
+that are nearly a known one.
 
 null means absent, as at OpenAI.
 """
@@ -9,6 +10,7 @@ import asyncio
 import json
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -17,6 +19,7 @@ from jdisagg.api.intake import Prompt
 from jdisagg.core.errors import Cancelled, InvalidRequest
 
 MAX_BODY_BYTES = 32 * 2**20
+_NEAR = 0.85  # max_token is that near to max_tokens, logprobs is not to top_logprobs
 BODY_TIMEOUT_S = 60.0  # from the end of the headers to the end of the body
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -26,10 +29,18 @@ class Body:
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self._fields = fields
+        self._known: set[str] = set()  # what was asked for
 
     def get(self, name: str) -> Any:
         """The raw value; None when absent."""
+        self._known.add(name)
         return self._fields.get(name)
+
+    def refuse_misspelt(self) -> None:
+        """When everything was read: raises InvalidRequest for a field that nobody asked for and that looks like one."""
+        for name in self._fields.keys() - self._known:
+            if near := get_close_matches(name, self._known, n=1, cutoff=_NEAR):
+                raise InvalidRequest(f"{name}: is no field of this request; did you mean {near[0]}?", field=name)
 
     def number(self, name: str) -> float | None:
         """A JSON number."""

@@ -50,7 +50,7 @@ def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, t
     refuse_unsupported(body)
     n, max_tokens = body.integer("n"), body.integer("max_completion_tokens")
     max_tokens = body.integer("max_tokens") if max_tokens is None else max_tokens
-    return TextRequest(
+    request = TextRequest(
         request_id=request_id,
         prompts=(render_prompt(body, edge.tokenizer.chat),),
         model=body.text("model") or "",
@@ -64,6 +64,8 @@ def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, t
         cache_salt=body.text("cache_salt") or "",
         traceparent=traceparent,
     )
+    body.refuse_misspelt()
+    return request
 
 
 def _read_top_logprobs(body: Body) -> int | None:

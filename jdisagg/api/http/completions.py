@@ -59,7 +59,7 @@ def read_completion(body: Body, defaults: SamplingParams, request_id: str, *, tr
     sampling = read_sampling(body, defaults, logprobs=logprobs)
     if echo and logprobs is not None and sampling.prompt_logprobs is None:
         sampling = replace(sampling, prompt_logprobs=logprobs)
-    return TextRequest(
+    request = TextRequest(
         request_id=request_id,
         prompts=body.prompts("prompt"),
         model=body.text("model") or "",
@@ -75,6 +75,8 @@ def read_completion(body: Body, defaults: SamplingParams, request_id: str, *, tr
         cache_salt=body.text("cache_salt") or "",
         traceparent=traceparent,
     )
+    body.refuse_misspelt()
+    return request
 
 
 class _Answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,8 +117,9 @@ def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
     try:
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error  # a resolver's errors are negative
         raise ConfigError(
-            f"--port: cannot listen on {host} port {port}: {error.strerror or error}; choose another port, or 0 for a free one",
+            f"--port: cannot listen on {host} port {port}: {why}; choose another port, or 0 for a free one",
             field="port",
         ) from error
     listener.setblocking(False)

@@ -15,6 +15,12 @@ from tests.unit.api_edge.fakes import FakeEngine, run, serving
 
 GOOD = {"model": "tiny", "prompt": "the"}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+IGNORED = """
+    user store metadata service_tier parallel_tool_calls reasoning_effort modalities prediction audio functions function_call
+    truncate_prompt_tokens spaces_between_special_tokens include_stop_str_in_output length_penalty early_stopping detokenize
+    use_beam_search documents chat_template add_generation_prompt continue_final_message mm_processor_kwargs bad_words verbosity
+    top_logprobs max_new_tokens
+""".split()
 COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ""} | {"add_special_tokens": False}, "prompt"),
     ({"prompt": []}, "prompt"),
@@ -66,6 +72,9 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"guided_regex": "a+"}, "guided_regex"),
     ({"priority": 2**40}, "priority"),
+    ({"max_token": 4}, "max_token"),
+    ({"temprature": 0}, "temprature"),
+    ({"stop_tokens_ids": [5]}, "stop_tokens_ids"),
 ]
 CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
@@ -74,6 +83,7 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
     ({"max_completion_tokens": 0}, "max_tokens"),
+    ({"max_completion_token": 4}, "max_completion_token"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tool_choice"),
@@ -133,6 +143,21 @@ def test_null_means_absent(tokenizer: Tokenizer, fields: dict[str, Any]) -> None
             answer = await http.post("/v1/completions", json=GOOD | fields)
             assert answer.json()["choices"][0]["text"] == "fox"
             assert served.engine.requests[0].sampling.top_k is None
+
+    run(check())
+
+
+def test_a_misspelt_field_is_told_from_one_that_others_know(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            misspelt = await http.post("/v1/completions", json=GOOD | {"max_token": 4})
+            said = "max_token: is no field of this request; did you mean max_tokens?"
+            assert misspelt.json()["error"]["message"] == said
+            for path, fields in (("/v1/completions", GOOD), ("/v1/chat/completions", CHAT)):
+                for name in IGNORED:
+                    if (path, name) != ("/v1/chat/completions", "top_logprobs"):
+                        answer = await http.post(path, json=fields | {name: None})
+                        assert answer.status_code == 200, (name, answer.text)
 
     run(check())
 
