@@ -89,7 +89,7 @@ class PeerServer(PieceServer):
                 self._num_streams -= 1
                 reply.abandon()
                 self._post(PeerMessage(handoff, StreamEnded(reason=reason)))
-            await asyncio.wait({write}, timeout=LAST_WRITE_S)  # a status cannot overtake a message that D does not take
+            await asyncio.wait({write}, timeout=LAST_WRITE_S)  # gRPC accepts no status while the first message is on its way
             if not write.done():
                 raise asyncio.CancelledError
         finally:

@@ -31,7 +31,7 @@ class Pulse:
         self._on_quiet = on_quiet
         self._silent_s = 0.0
         self._counted_s = 0.0  # until when; monotonic
-        self.is_quiet = False
+        self._is_quiet = False
 
     def heard(self) -> None:
         """Something came from the other side."""
@@ -61,8 +61,8 @@ class Pulse:
         return passed_s > most_s
 
     def _tell(self, is_quiet: bool) -> None:
-        if is_quiet is not self.is_quiet:
-            self.is_quiet = is_quiet
+        if is_quiet is not self._is_quiet:
+            self._is_quiet = is_quiet
             self._on_quiet(is_quiet)
 
 
