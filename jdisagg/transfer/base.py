@@ -87,7 +87,8 @@ class Publisher(Protocol):
     name: str
 
     def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
-        """Make `piece` fetchable under `key`; answers with Published or PublishFailed."""
+        """Make `piece`, whose arrays are the publisher's from now on, fetchable under `key`; answers with Published or
+        PublishFailed."""
         ...
 
     def discard(self, key: str) -> None:

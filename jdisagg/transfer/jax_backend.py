@@ -79,8 +79,7 @@ class JaxPublisher:
         self._offered: dict[str, tuple[TransferServer, Sequence[jax.Array]]] = {}  # the lane's
 
     def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
-        """Cut and offer the piece, whose arrays are the publisher's from now on, on the transfer thread; answers Published or
-        PublishFailed, nothing once discarded."""
+        """Cut and offer the piece on the transfer thread; answers Published or PublishFailed, nothing once discarded."""
         assert piece.begin < piece.end, f"piece [{piece.begin}, {piece.end}) of {handoff} is empty"
         if not self._room.take(key, num_bytes_of(piece)):
             self._fail(handoff, key, piece, "buffer_full")

@@ -97,6 +97,16 @@ def opening(request_id: str = "r") -> Open:
     return Open(request=request(request_id), held_tokens=1, backend="grpc")
 
 
+async def opened_by_hand(stub: peer_pb2_grpc.PeerServiceAsyncStub, p: Prefill, request_id: str) -> grpc.aio.StreamStreamCall:
+    """A stream of a D that sends no heartbeats and reads when the test does."""
+    before = len(p.opened())
+    hello = await stub.Hello(peer_pb2.HelloRequest(identity=encode_identity(identity(epoch="d"))))
+    call = stub.Prefill()
+    await call.write(encode_down(opening(request_id), epoch=hello.identity.epoch, now_s=monotonic()))
+    await until(lambda: len(p.opened()) > before)
+    return call
+
+
 CHUNK = ChunkReady(key="k", begin=1, end=3, shape=(2, 2, 2, 8), dtype="float32", num_bytes=256, checksum=2**64 - 1)
 H1 = HandoffId("r", 1)
 H2 = HandoffId("r", 2)
@@ -358,11 +368,8 @@ def test_a_stream_that_decode_ends_while_prefill_writes_ends_for_both(size: int,
         address = await p.start()
         async with channels.open_channel(address) as channel:
             stub = peer_pb2_grpc.PeerServiceStub(channel)
-            hello = await stub.Hello(peer_pb2.HelloRequest(identity=encode_identity(identity(epoch="d"))))
             for serial in range(20):
-                call = stub.Prefill()
-                await call.write(encode_down(opening(f"r{serial}"), epoch=hello.identity.epoch, now_s=monotonic()))
-                await until(lambda n=serial: len(p.opened()) == n + 1)
+                call = await opened_by_hand(stub, p, f"r{serial}")
                 for _ in range(20):
                     p.opened()[-1].reply.send(dataclasses.replace(CHUNK, locator="x" * size))
                 await asyncio.sleep(serial * 0.001)
@@ -389,10 +396,7 @@ def test_a_decode_worker_that_takes_nothing_any_more_is_no_error_of_the_server(
         address = await p.start()
         async with channels.open_channel(address) as channel:
             stub = peer_pb2_grpc.PeerServiceStub(channel)
-            hello = await stub.Hello(peer_pb2.HelloRequest(identity=encode_identity(identity(epoch="d"))))
-            call = stub.Prefill()
-            await call.write(encode_down(opening(), epoch=hello.identity.epoch, now_s=monotonic()))
-            await until(p.opened)
+            call = await opened_by_hand(stub, p, "r")
             p.opened()[0].reply.send(dataclasses.replace(CHUNK, locator="x" * 2**26))  # more than gRPC's window takes
             await until(p.ends)
             assert p.ends() == ["heartbeat"], "the engine does not wait"
