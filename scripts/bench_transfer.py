@@ -26,6 +26,8 @@ from transfer_bench.consumer import Moved, connected
 from transfer_bench.parts import TOKEN_BYTES, Form
 from transfer_bench.raw import RawTcp, memcpy
 
+from jdisagg.serve.environment import keep_freed_memory
+
 BACKENDS = ("grpc", "tcp", "shm", "jax")
 BARE = {"grpc": BareGrpc, "jax": BareJax}
 TOTALS = tuple(2**power for power in (16, 20, 24, 28, 30))
@@ -48,6 +50,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one run, 16 MiB at most: does it work at all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there as well")
     options = parser.parse_args()
+    keep_freed_memory(os.environ)  # as a worker does; the plain socket's receiver has it as well
     runs, totals = (1, TOTALS[:3]) if options.quick else (options.runs, TOTALS)
     report: dict[str, Any] = {"machine": machine(), "piece_bytes": options.piece_mib * 2**20, "runs": runs, "rows": []}
     print(f"{report['machine']}\npieces of {options.piece_mib} MiB, {runs} runs: median [lowest to highest]\n")

@@ -25,7 +25,7 @@ from jdisagg.batch.sender import Sender, served_model
 from jdisagg.core.errors import ConfigError, JdisaggError
 from jdisagg.core.logs import setup_logs
 from jdisagg.core.settings import API_KEY_VARIABLE, load_config
-from jdisagg.serve.environment import prepare_jax
+from jdisagg.serve.environment import keep_freed_memory, prepare_jax
 
 EXIT_DONE, EXIT_STOPPED, EXIT_BAD_COMMAND = 0, 1, 2
 _LOCAL_MODULE = "jdisagg.batch.local"  # imports jax: resolved once the environment is ready, and never for --server
@@ -73,6 +73,7 @@ def _open_client(command: Command) -> AbstractAsyncContextManager[httpx.AsyncCli
         return httpx.AsyncClient(base_url=command.server, timeout=timeout, headers=headers, limits=limits)
     role = "colocated" if command.disagg else "unified"
     config = load_config(["--role", role, *command.serve_flags])
+    keep_freed_memory(os.environ)
     prepare_jax(config, os.environ)
     return importlib.import_module(_LOCAL_MODULE).open_local(config, timeout)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.logs import setup_logs
 from jdisagg.core.settings import load_config, to_toml
-from jdisagg.serve.environment import die_with_parent, pin_to_cores, prepare_jax
+from jdisagg.serve.environment import die_with_parent, keep_freed_memory, pin_to_cores, prepare_jax
 from jdisagg.serve.preflight import check_worker
 
 EXIT_BAD_CONFIG = 2
@@ -35,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
         pin_to_cores(config.device)
         if config.role not in _MODULES:
             check_worker(config)
+            keep_freed_memory(os.environ)
             prepare_jax(config, os.environ)
         return importlib.import_module(_MODULES.get(config.role, _WORKER_MODULE)).run(config)
     except ConfigError as error:

@@ -16,7 +16,10 @@ from jdisagg.core.values import parse_ranges
 
 PARENT_VARIABLE = "JDISAGG_PARENT_PID"  # set by a supervisor that holds the write end of our stdin
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+ALLOCATOR_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+KEPT_BYTES = 2**30
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def pin_to_cores(device: DeviceConfig) -> None:
@@ -63,6 +66,18 @@ def prepare_jax(config: Config, environ: MutableMapping[str, str]) -> None:
         environ["JAX_COMPILATION_CACHE_DIR"] = str(_usable_cache_dir(chosen))
     environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def keep_freed_memory(environ: Mapping[str, str]) -> bool:
+    """Have glibc use again what was freed, up to KEPT_BYTES, also in large blocks; returns whether it does.
+
+    By itself it maps and unmaps every block of 32 MiB and more, and the kernel clears it page by page, which takes as long as
+    receiving a piece into it. Whoever chose otherwise in the environment is left alone; other C libraries have no such setting.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or any(name in environ for name in ALLOCATOR_VARIABLES):
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES) and mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES))
 
 
 def die_with_parent(environ: Mapping[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from jdisagg.api.piece_server import add_peer_service
 from jdisagg.core.config import TransferConfig
 from jdisagg.handoff.events import PeerMessage, PeerOpened
 from jdisagg.handoff.messages import Ack, StreamEnded
+from jdisagg.serve.environment import keep_freed_memory
 from jdisagg.transfer.base import Piece, Published, Publisher, PublishFailed
 from transfer_bench.parts import HOST, Form, cpu_s, device_piece, identity, make_publisher
 
@@ -69,6 +71,7 @@ class Engine:
 def produce(form: Form, pipe: Connection) -> None:
     """The process's main: says its address; then a number has it make so many pieces, each in memory of its own as a gather
     does it, CPU is answered with its CPU seconds, None ends it."""
+    keep_freed_memory(os.environ)  # as a worker does
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     publisher, store = make_publisher(form, inbox.put)
     gathered: queue.SimpleQueue[jax.Array] = queue.SimpleQueue()

@@ -1,5 +1,8 @@
 """What is settled before jax is imported."""
 
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +67,30 @@ def test_an_unusable_cache_directory_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--compilation-cache-dir: .* is not writable .* name another directory, or 'off'"):
         prepare_jax(config(cache=str(tmp_path / "file" / "dir")), {})
+
+
+TAKE_TWICE = """
+import ctypes, resource, sys
+from jdisagg.serve.environment import keep_freed_memory
+print(keep_freed_memory(dict.fromkeys(sys.argv[1:], "1")))
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(64 * 2**20)
+    ctypes.memset(block, 1, 64 * 2**20)
+    libc.free(block)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
+@pytest.mark.parametrize(("chosen", "kept"), [((), True), (("MALLOC_TRIM_THRESHOLD_",), False), (("GLIBC_TUNABLES",), False)])
+def test_a_large_block_is_cleared_by_the_kernel_once_unless_the_user_chose_otherwise(
+    chosen: tuple[str, ...], kept: bool
+) -> None:
+    command = [sys.executable, "-c", TAKE_TWICE, *chosen]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    said, faults = done.stdout.split()
+    assert said == str(kept)
+    assert (int(faults) < 16) == kept
