@@ -31,9 +31,9 @@ from jdisagg.transfer.cut import Cutter
 from jdisagg.transfer.drill import TransferDrill
 from jdisagg.transfer.grpc_backend import PieceStore
 from jdisagg.transfer.head_mesh import head_shards
-from jdisagg.transfer.host_backend import ByteSource, ByteStore, HostPublisher, host_fetcher
+from jdisagg.transfer.host_backend import ByteSource, ByteStore, host_fetcher, host_publisher
 from jdisagg.transfer.jax_backend import VERSION as JAX_VERSION
-from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher, joiner_of, warm_up_fetches
+from jdisagg.transfer.jax_backend import jax_fetcher, jax_publisher, joiner_of, warm_up_fetches
 from jdisagg.transfer.jax_server import NUM_ADDRESSES, TransferServers, Unsupported
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore, same_host_token
 from jdisagg.transfer.target import PieceTarget
@@ -70,7 +70,7 @@ class PrefillBackends:
         """A publisher of bytes."""
         config = self.core.config.transfer
         max_bytes, checksums = config.transfer_buffer_bytes, config.checksums
-        return HostPublisher(name, store, self.core.inbox.post, max_bytes=max_bytes, checksums=checksums)
+        return host_publisher(name, store, self.core.inbox.post, max_bytes=max_bytes, checksums=checksums)
 
 
 @dataclass(kw_only=True)
@@ -136,7 +136,7 @@ def _publish_jax(halves: PrefillBackends) -> Publisher:
     servers = TransferServers(jax.local_devices(), halves.host)
     cutter = Cutter(core.runner.device.empty_piece().arrays, checksums=config.checksums)
     halves.num_executables += cutter.warm_up()
-    return JaxPublisher(servers, cutter, core.inbox.post, max_bytes=config.transfer_buffer_bytes)
+    return jax_publisher(servers, cutter, core.inbox.post, max_bytes=config.transfer_buffer_bytes)
 
 
 def _fetch_jax(halves: DecodeBackends) -> Callable[[Post], Fetcher]:

@@ -35,7 +35,7 @@ from jdisagg.transfer.choice import PublisherSet
 from jdisagg.transfer.device_put import DevicePutPublisher, Exchange, device_put_fetcher
 from jdisagg.transfer.drill import TransferDrill
 from jdisagg.transfer.grpc_backend import PieceStore
-from jdisagg.transfer.host_backend import HostPublisher, host_fetcher
+from jdisagg.transfer.host_backend import host_fetcher, host_publisher
 from jdisagg.transfer.target import PieceTarget
 
 log = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ def _grpc_lending(core: Core, deployment: Deployment, address: str) -> KVLending
     """D's gRPC server offers what is lent."""
     pieces, config = PieceStore(), core.config.transfer
     max_bytes = config.transfer_buffer_bytes
-    publisher = HostPublisher("grpc", pieces, core.inbox.post, max_bytes=max_bytes, checksums=config.checksums)
+    publisher = host_publisher("grpc", pieces, core.inbox.post, max_bytes=max_bytes, checksums=config.checksums)
     deployment.peer_server = PieceServer(pieces)
     deployment.closers.append(publisher.close)
     return lending(core, publisher, address)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PieceStore:
-    """Bytes of published pieces by key. Shared by three threads without a lock: each operation is one dict operation."""
+    """Bytes of published pieces by key. Shared by two threads without a lock: each operation is one dict operation."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, bytes | memoryview] = {}  # from put to discard

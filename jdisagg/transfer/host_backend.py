@@ -8,24 +8,21 @@ A backend is a store on P and a source on D that reads what the store holds; the
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Protocol
 
 import xxhash
 
-from jdisagg.handoff.messages import HandoffId
-from jdisagg.transfer.base import Piece, Post, Published, PublishFailed
+from jdisagg.handoff.messages import ChunkReady
+from jdisagg.transfer.base import Piece, Post
 from jdisagg.transfer.buffers import Buffers
-from jdisagg.transfer.lanes import CLOSE_TIMEOUT_S, FetchJob, Lane, LaneFetcher
-from jdisagg.transfer.room import Room
-from jdisagg.transfer.target import PieceError, PieceTarget, announce, checksum_from, checksum_of, num_bytes_of, pack
-
-log = logging.getLogger(__name__)
+from jdisagg.transfer.lanes import FetchJob, LaneFetcher
+from jdisagg.transfer.publisher import LanePublisher
+from jdisagg.transfer.target import PieceError, PieceTarget, announce, checksum_from, checksum_of, pack
 
 
 class ByteStore(Protocol):
-    """P's bytes by key. `put` is called from the publisher's thread, `discard` from both, `close` when that thread is over."""
+    """P's bytes by key; all three are called from the publisher's thread."""
 
     def put(self, key: str, data: memoryview) -> str:
         """Store the bytes; returns what the source needs beside the key, "" = nothing. Raises OSError and MemoryError."""
@@ -53,63 +50,29 @@ class ByteSource(Protocol):
         ...
 
 
-class HostPublisher:
-    """P's half. Holds at most `max_bytes`, or a single larger piece; `checksums=False` saves the hash on trusted networks."""
+def host_publisher(name: str, store: ByteStore, post: Post, *, max_bytes: int, checksums: bool = True) -> LanePublisher:
+    """P's half; `checksums=False` saves the hash on trusted networks."""
+    return LanePublisher(name, _Copies(name, store, checksums=checksums), post, max_bytes=max_bytes)
 
-    def __init__(self, name: str, store: ByteStore, post: Post, *, max_bytes: int, checksums: bool = True) -> None:
-        self.name = name
+
+class _Copies:
+    """Pieces as bytes of host memory, in a ByteStore."""
+
+    def __init__(self, name: str, store: ByteStore, *, checksums: bool) -> None:
+        self._name = name
         self._store = store
-        self._room = Room(max_bytes)
-        self._post = post
         self._checksums = checksums
-        self._lane = Lane(f"{name}-publish")
 
-    def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
-        """Copy the piece to the host on the transfer thread; answers Published or PublishFailed, nothing once discarded."""
-        assert piece.begin < piece.end, f"piece [{piece.begin}, {piece.end}) of {handoff} is empty"
-        if not self._room.take(key, num_bytes_of(piece)):
-            self._fail(handoff, key, piece, "buffer_full")
-            return
-        self._lane.submit(lambda: self._copy(handoff, key, piece))
-
-    def _copy(self, handoff: HandoffId, key: str, piece: Piece) -> None:
-        if key not in self._room:
-            return
-        try:
-            data = pack(piece)
-            locator = self._store.put(key, data)
-        except Exception as error:  # whatever it is, it concerns this piece; the lane serves the next one
-            level = logging.WARNING if isinstance(error, RuntimeError | MemoryError | OSError) else logging.ERROR
-            told = (self.name, piece.begin, piece.end, handoff, error)
-            log.log(level, "%s: publishing piece [%d, %d) of %s: %r", *told, exc_info=level > logging.WARNING)
-            self.discard(key)
-            self._fail(handoff, key, piece, f"device: {error}")
-            return
-        if key not in self._room:
-            self._store.discard(key)
-            return
+    def put(self, key: str, piece: Piece) -> ChunkReady:
+        data = pack(piece)
+        locator = self._store.put(key, data)
         checksum = checksum_of(data) if self._checksums else 0
-        self._post(Published(handoff=handoff, ready=announce(key, piece, checksum, backend=self.name, locator=locator)))
-
-    def _fail(self, handoff: HandoffId, key: str, piece: Piece, reason: str) -> None:
-        self._post(PublishFailed(handoff=handoff, key=key, begin=piece.begin, end=piece.end, reason=reason, backend=self.name))
+        return announce(key, piece, checksum, backend=self._name, locator=locator)
 
     def discard(self, key: str) -> None:
-        """Free the bytes."""
-        self._room.free(key)
         self._store.discard(key)
 
-    @property
-    def num_buffered_bytes(self) -> int:
-        """Bytes held for pieces that are published or being published."""
-        return self._room.num_bytes
-
     def close(self) -> None:
-        """Free everything and end the thread."""
-        for key in self._room.keys:
-            self.discard(key)
-        self._lane.stop()
-        self._lane.join(CLOSE_TIMEOUT_S)
         self._store.close()
 
 

@@ -12,7 +12,6 @@ nowhere: what the gather made is offered, and what arrives is imported.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,20 +19,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.handoff.messages import ChunkReady
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.spec import QUANTISED, SCALES
-from jdisagg.transfer.base import Piece, Post, Published, PublishFailed
+from jdisagg.transfer.base import Piece, Post
 from jdisagg.transfer.convert import NP_DTYPES
 from jdisagg.transfer.cut import Cutter, Joiner
 from jdisagg.transfer.head_mesh import HEADS
-from jdisagg.transfer.jax_server import ServerPerReceiver, TransferConnection, TransferServer, TransferServers, Unsupported
-from jdisagg.transfer.lanes import CLOSE_TIMEOUT_S, FetchJob, Lane, LaneFetcher
-from jdisagg.transfer.room import Room
+from jdisagg.transfer.jax_server import ServerPerReceiver, TransferConnection, TransferServer, TransferServers
+from jdisagg.transfer.lanes import FetchJob, LaneFetcher
+from jdisagg.transfer.publisher import LanePublisher
 from jdisagg.transfer.sums import SumKind, sum_on_host
-from jdisagg.transfer.target import PieceError, PieceTarget, announce, num_bytes_of
+from jdisagg.transfer.target import PieceError, PieceTarget, announce
 
-log = logging.getLogger(__name__)
+NAME = "jax"
 VERSION = f"{jax.__version__}, format 2"  # unlike ones do not pair over this backend
 
 
@@ -65,81 +64,41 @@ class Locator:
         return locator
 
 
-class JaxPublisher:
-    """P's half. Offers at most `max_bytes`, or a single larger piece."""
+def jax_publisher(servers: TransferServers, cutter: Cutter, post: Post, *, max_bytes: int) -> LanePublisher:
+    """P's half."""
+    return LanePublisher(NAME, _Cuts(servers, cutter), post, max_bytes=max_bytes)
 
-    name = "jax"
 
-    def __init__(self, servers: TransferServers, cutter: Cutter, post: Post, *, max_bytes: int) -> None:
+class _Cuts:
+    """Pieces cut for D's mesh, on the transfer server of who receives them."""
+
+    def __init__(self, servers: TransferServers, cutter: Cutter) -> None:
         self._servers = ServerPerReceiver(servers)
         self._cutter = cutter
-        self._post = post
-        self._room = Room(max_bytes)
-        self._lane = Lane("jax-publish")
-        self._offered: dict[str, tuple[TransferServer, Sequence[jax.Array]]] = {}  # the lane's
+        self._offered: dict[str, tuple[TransferServer, Sequence[jax.Array]]] = {}  # from put to discard
 
-    def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
-        """Cut and offer the piece on the transfer thread; answers Published or PublishFailed, nothing once discarded."""
-        assert piece.begin < piece.end, f"piece [{piece.begin}, {piece.end}) of {handoff} is empty"
-        if not self._room.take(key, num_bytes_of(piece)):
-            self._fail(handoff, key, piece, "buffer_full")
-            return
-        self._lane.submit(lambda: self._offer(handoff, key, piece))
-
-    def _offer(self, handoff: HandoffId, key: str, piece: Piece) -> None:
-        if key not in self._room:
-            return
-        try:
-            num_parts = self._cutter.num_parts(piece.head_shards)
-            parts, checksum = self._cutter.cut(piece.arrays, num_parts, piece.end - piece.begin)
-            server = self._servers.of(piece.receiver, busy=[server for server, _ in self._offered.values()])
-            uuid = server.offer(parts)
-        except Exception as error:  # whatever it is, it concerns this piece; the lane serves the next one
-            expected = isinstance(error, RuntimeError | ValueError | Unsupported)
-            told = (piece.begin, piece.end, handoff, error)
-            level = logging.WARNING if expected else logging.ERROR
-            log.log(level, "jax: publishing piece [%d, %d) of %s: %r", *told, exc_info=not expected)
-            self._room.free(key)
-            self._fail(handoff, key, piece, f"device: {error}")
-            return
+    def put(self, key: str, piece: Piece) -> ChunkReady:
+        num_parts = self._cutter.num_parts(piece.head_shards)
+        parts, checksum = self._cutter.cut(piece.arrays, num_parts, piece.end - piece.begin)
+        server = self._servers.of(piece.receiver, busy=[server for server, _ in self._offered.values()])
+        uuid = server.offer(parts)
         self._offered[key] = (server, parts)
-        if key not in self._room:
-            self._withdraw(key)
-            return
         locator = Locator(server.address, uuid, num_parts, parts[0].shape[1], self._cutter.sum_kind)
-        self._post(Published(handoff=handoff, ready=announce(key, piece, checksum, backend=self.name, locator=str(locator))))
+        return announce(key, piece, checksum, backend=NAME, locator=str(locator))
 
-    def _withdraw(self, key: str) -> None:
+    def discard(self, key: str) -> None:
         if offer := self._offered.pop(key, None):
             server, parts = offer
             server.withdraw(parts)
 
-    def _fail(self, handoff: HandoffId, key: str, piece: Piece, reason: str) -> None:
-        self._post(PublishFailed(handoff=handoff, key=key, begin=piece.begin, end=piece.end, reason=reason, backend=self.name))
-
-    def discard(self, key: str) -> None:
-        """Free the arrays, behind whatever the transfer thread is doing."""
-        if self._room.free(key):
-            self._lane.submit(lambda: self._withdraw(key))
-
-    @property
-    def num_buffered_bytes(self) -> int:
-        """Bytes held for pieces that are published or being published."""
-        return self._room.num_bytes
-
     def close(self) -> None:
-        """Free everything and end the thread."""
-        for key in self._room.keys:
-            self.discard(key)
-        self._lane.submit(self._servers.clear)
-        self._lane.stop()
-        self._lane.join(CLOSE_TIMEOUT_S)
+        self._servers.clear()
 
 
 def jax_fetcher(servers: TransferServers, joiner: Joiner, target: PieceTarget, post: Post) -> LaneFetcher:
     """D's half."""
     pulls = _Pulls(servers, joiner, target)
-    return LaneFetcher("jax", pulls.obtain, post, on_end=pulls.disconnect)
+    return LaneFetcher(NAME, pulls.obtain, post, on_end=pulls.disconnect)
 
 
 class _Pulls:

@@ -45,7 +45,7 @@ _MAX_REMEMBERED = 4096
 _CANCEL_GRACE_S = 0.25  # a cancelled pull that ends by itself costs no connection
 
 
-class Unsupported(Exception):
+class Unsupported(RuntimeError):
     """This jax, or this platform, has no transfer server; says why."""
 
 
@@ -165,7 +165,7 @@ class TransferConnection:
         except PieceError:
             self.drop()
             raise
-        except (RuntimeError, ValueError, OSError, Unsupported) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             if "deleted or donated" in str(error):  # withdrawn; the connection is as good as before
                 raise PieceError("unknown_key", f"withdrawn: {error}") from error
             self.drop()

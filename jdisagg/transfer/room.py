@@ -1,8 +1,7 @@
 """How many bytes a publisher may hold, and for which pieces.
 
-Written by the engine thread (and by the transfer thread for a piece that failed), read by both, without a lock: every
-operation is one dict operation. Whoever makes bytes for a key looks whether the key still has room *after* it stored them: a
-piece that was discarded meanwhile leaves nothing behind, since one of the two frees it.
+Written by the engine thread, and by the transfer thread for a piece that failed; read by both, without a lock: every
+operation is one dict operation.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import secrets
 from bisect import insort
-from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,17 +46,15 @@ class Slot:
 
 
 class Arena:
-    """Room in one anonymous file. `put` is for one thread; `free` may be called from another."""
+    """Room in one anonymous file. For one thread."""
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.memfd_create("jdisagg-pieces", os.MFD_CLOEXEC), "r+b", buffering=0)
         self.where = f"{os.getpid()} {self._file.fileno()} {os.fstat(self._file.fileno()).st_ino}"
         self._used: list[tuple[int, int]] = []  # sorted
-        self._freed: deque[Slot] = deque()
 
     def put(self, data: bytes | memoryview) -> Slot:
         """Store `data`. Raises OSError when the system has no memory for it."""
-        self._collect()
         begin = self._find(-(-(HEADER_BYTES + len(data)) // ALIGN_BYTES) * ALIGN_BYTES)
         slot = Slot(begin, begin + HEADER_BYTES + len(data), secrets.token_bytes(16))
         insort(self._used, (slot.begin, slot.end))
@@ -70,9 +67,11 @@ class Arena:
         return slot
 
     def free(self, slot: Slot) -> None:
-        """From now on nobody reads the slot; its room is used again later."""
+        """From now on nobody reads the slot; its room is used again. When nothing is left, most of the file's memory goes."""
         os.pwrite(self._file.fileno(), bytes(HEADER_BYTES), slot.begin)
-        self._freed.append(slot)
+        self._used.remove((slot.begin, slot.end))
+        if not self._used and os.fstat(self._file.fileno()).st_size > KEEP_BYTES:
+            os.ftruncate(self._file.fileno(), KEEP_BYTES)
 
     def close(self) -> None:
         """Give the memory back; idempotent. What is called later raises ValueError."""
@@ -85,13 +84,6 @@ class Arena:
                 break
             begin = -(-used_end // ALIGN_BYTES) * ALIGN_BYTES
         return begin
-
-    def _collect(self) -> None:
-        while self._freed:
-            slot = self._freed.popleft()
-            self._used.remove((slot.begin, slot.end))
-        if not self._used and os.fstat(self._file.fileno()).st_size > KEEP_BYTES:
-            os.ftruncate(self._file.fileno(), KEEP_BYTES)
 
     def _write(self, offset: int, data: bytes | memoryview) -> None:
         view = memoryview(data)
@@ -114,7 +106,7 @@ class ShmStore:
 
     def discard(self, key: str) -> None:
         """Free the piece; unknown keys are ignored."""
-        slot = self._slots.pop(key, None)  # one of two threads gets it
+        slot = self._slots.pop(key, None)
         if slot is not None:
             self._arena.free(slot)
 

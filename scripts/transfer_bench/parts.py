@@ -14,8 +14,8 @@ from jdisagg.kv.spec import KVSpec
 from jdisagg.transfer.base import Fetcher, Post, Publisher
 from jdisagg.transfer.cut import Cutter, Joiner
 from jdisagg.transfer.grpc_backend import PieceStore
-from jdisagg.transfer.host_backend import HostPublisher, host_fetcher
-from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher, warm_up_fetches
+from jdisagg.transfer.host_backend import host_fetcher, host_publisher
+from jdisagg.transfer.jax_backend import jax_fetcher, jax_publisher, warm_up_fetches
 from jdisagg.transfer.jax_server import TransferServers
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore
 from jdisagg.transfer.target import PieceTarget
@@ -60,14 +60,14 @@ def make_publisher(form: Form, post: Post) -> tuple[Publisher, PieceStore]:
     """P's half, and what PeerService.Fetch reads."""
     store = PieceStore()
     if form.backend == "grpc":
-        return HostPublisher("grpc", store, post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
+        return host_publisher("grpc", store, post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
     if form.backend == "shm":
-        return HostPublisher("shm", ShmStore(), post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
+        return host_publisher("shm", ShmStore(), post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
     if form.backend == "tcp":
-        return HostPublisher("tcp", TcpStore(HOST), post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
+        return host_publisher("tcp", TcpStore(HOST), post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
     cutter = Cutter([device_piece(form.tokens, 0)], checksums=form.checksums)
     cutter.warm_up()
-    return JaxPublisher(TransferServers(jax.devices(), HOST), cutter, post, max_bytes=BUFFER_BYTES), store
+    return jax_publisher(TransferServers(jax.devices(), HOST), cutter, post, max_bytes=BUFFER_BYTES), store
 
 
 def make_fetcher(form: Form, post: Post) -> Fetcher:

@@ -33,8 +33,8 @@ from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed, Pub
 from jdisagg.transfer.buffers import Buffers
 from jdisagg.transfer.cut import Cutter, Joiner
 from jdisagg.transfer.grpc_backend import PieceStore
-from jdisagg.transfer.host_backend import HostPublisher, host_fetcher
-from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher
+from jdisagg.transfer.host_backend import host_fetcher, host_publisher
+from jdisagg.transfer.jax_backend import jax_fetcher, jax_publisher
 from jdisagg.transfer.jax_server import TransferServers
 from jdisagg.transfer.lanes import LaneFetcher
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore
@@ -117,15 +117,15 @@ class Half:
         post = self.events.put
         if backend == "jax":
             cutter = self.cutter(tp, dtype, chunk, features, checksums)
-            self.publisher = JaxPublisher(self.transfer, cutter, post, max_bytes=BUFFER_BYTES)
+            self.publisher = jax_publisher(self.transfer, cutter, post, max_bytes=BUFFER_BYTES)
         elif backend == "shm":
-            self.publisher = HostPublisher(backend, ShmStore(), post, max_bytes=BUFFER_BYTES, checksums=checksums)
+            self.publisher = host_publisher(backend, ShmStore(), post, max_bytes=BUFFER_BYTES, checksums=checksums)
         elif backend == "tcp":
             store = TcpStore("127.0.0.1")
-            self.publisher = HostPublisher(backend, store, post, max_bytes=BUFFER_BYTES, checksums=checksums)
+            self.publisher = host_publisher(backend, store, post, max_bytes=BUFFER_BYTES, checksums=checksums)
         else:
             self.store = PieceStore()
-            self.publisher = HostPublisher(backend, self.store, post, max_bytes=BUFFER_BYTES, checksums=checksums)
+            self.publisher = host_publisher(backend, self.store, post, max_bytes=BUFFER_BYTES, checksums=checksums)
             self._server = grpc.server(futures.ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
             peer_pb2_grpc.add_PeerServiceServicer_to_server(Fetches(self.store), self._server)
             self.peer = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"

@@ -25,8 +25,8 @@ from jdisagg.transfer.cut import Cutter, Joiner
 from jdisagg.transfer.device_put import DevicePutPublisher, Exchange, device_put_fetcher
 from jdisagg.transfer.fake import FakeFetcher, FakeNetwork, FakePublisher
 from jdisagg.transfer.grpc_backend import PieceStore
-from jdisagg.transfer.host_backend import HostPublisher, host_fetcher
-from jdisagg.transfer.jax_backend import JaxPublisher, jax_fetcher
+from jdisagg.transfer.host_backend import host_fetcher, host_publisher
+from jdisagg.transfer.jax_backend import jax_fetcher, jax_publisher
 from jdisagg.transfer.jax_server import TransferServers
 from jdisagg.transfer.shm_backend import ShmSource, ShmStore
 from jdisagg.transfer.target import PieceTarget
@@ -150,22 +150,22 @@ class Rig:
                 example = KVGroup(piece(tokens(CHUNK_TOKENS)).data)
                 self.fetcher = device_put_fetcher(self.exchange, target, post, example)
             case "grpc":
-                self.publisher = HostPublisher("grpc", self.store, post, max_bytes=self.max_bytes)
+                self.publisher = host_publisher("grpc", self.store, post, max_bytes=self.max_bytes)
                 self.fetcher = host_fetcher("grpc", LocalSource(self.store), target, post)
             case "grpc-loopback":
-                self.publisher = HostPublisher("grpc", self.store, post, max_bytes=self.max_bytes)
+                self.publisher = host_publisher("grpc", self.store, post, max_bytes=self.max_bytes)
                 self.fetcher = host_fetcher("grpc", self._serve(), target, post)
             case "shm":
-                self.publisher = HostPublisher("shm", ShmStore(), post, max_bytes=self.max_bytes)
+                self.publisher = host_publisher("shm", ShmStore(), post, max_bytes=self.max_bytes)
                 self.fetcher = host_fetcher("shm", ShmSource(), target, post)
             case "tcp":
-                self.publisher = HostPublisher("tcp", TcpStore("127.0.0.1"), post, max_bytes=self.max_bytes)
+                self.publisher = host_publisher("tcp", TcpStore("127.0.0.1"), post, max_bytes=self.max_bytes)
                 source = TcpSource()
                 self.cleanups.append(source.close)
                 self.fetcher = host_fetcher("tcp", source, target, post)
             case "jax":
                 ours, theirs = transfer_servers()
-                self.publisher = JaxPublisher(ours, cutter(self.p_dtype or dtype), post, max_bytes=self.max_bytes)
+                self.publisher = jax_publisher(ours, cutter(self.p_dtype or dtype), post, max_bytes=self.max_bytes)
                 self.fetcher = jax_fetcher(theirs, joiner(dtype, chunk_tokens, heads), target, post)
         return self
 

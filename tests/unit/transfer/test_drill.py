@@ -11,7 +11,7 @@ from jdisagg.handoff.messages import Accepted, ChunkReady, Done, HandoffId
 from jdisagg.transfer.base import PieceFailed
 from jdisagg.transfer.drill import KeepingPublisher, TransferDrill
 from jdisagg.transfer.faulty import FaultyByteSource
-from jdisagg.transfer.host_backend import HostPublisher, host_fetcher
+from jdisagg.transfer.host_backend import host_fetcher, host_publisher
 from jdisagg.transfer.lanes import LaneFetcher
 from tests.unit.transfer.rig import MAX_BYTES, LocalSource, Rig, piece, tokens
 from tests.unit.transfer.test_faulty import TARGET
@@ -36,7 +36,7 @@ def test_every_second_read_is_scrambled_and_noticed_by_its_checksum() -> None:
     rig, drill = Rig("grpc"), TransferDrill(Drill(rates={"scramble": 0.5}))
     source = drill.byte_source(LocalSource(rig.store))
     assert isinstance(source, FaultyByteSource)
-    rig.publisher = HostPublisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES)
+    rig.publisher = host_publisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES)
     rig.fetcher = host_fetcher("grpc", source, TARGET, rig.events.put)
     ready = rig.published("k", piece(tokens(5)))
     events = []
@@ -50,7 +50,7 @@ def test_every_second_read_is_scrambled_and_noticed_by_its_checksum() -> None:
 
 def test_without_checksums_a_scrambled_piece_is_taken_for_a_good_one() -> None:
     rig, drill = Rig("grpc"), TransferDrill(Drill(rates={"scramble": 1.0}))
-    rig.publisher = HostPublisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES, checksums=False)
+    rig.publisher = host_publisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES, checksums=False)
     rig.fetcher = host_fetcher("grpc", drill.byte_source(LocalSource(rig.store)), TARGET, rig.events.put)
     sent = tokens(5)
     got = np.asarray(rig.arrived(rig.published("k", piece(sent))).piece.data)[:, :5]
@@ -62,7 +62,7 @@ def test_without_checksums_a_scrambled_piece_is_taken_for_a_good_one() -> None:
 def test_a_publisher_that_ignores_leases_keeps_everything() -> None:
     rig, drill = Rig("grpc").start(), TransferDrill(Drill(rates={"leases_ignored": 1.0}))
     rig.publisher.close()
-    rig.publisher = drill.publisher(HostPublisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES))
+    rig.publisher = drill.publisher(host_publisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES))
     assert isinstance(rig.publisher, KeepingPublisher)
     ready = rig.published("k", piece(tokens(5)))
     rig.publisher.discard("k")

@@ -13,7 +13,7 @@ from jdisagg.handoff.messages import HandoffId
 from jdisagg.transfer.base import PieceArrived, PieceFailed, Published, PublishFailed
 from jdisagg.transfer.fake import FakeFetcher, FakePublisher
 from jdisagg.transfer.faulty import Fault, FaultyByteSource, FaultyFetcher, FaultyPublisher
-from jdisagg.transfer.host_backend import HostPublisher, host_fetcher
+from jdisagg.transfer.host_backend import host_fetcher, host_publisher
 from jdisagg.transfer.target import PieceTarget
 from tests.unit.transfer.rig import (
     CHUNK_TOKENS,
@@ -117,7 +117,7 @@ def test_a_faulty_publisher_fails_holds_and_repeats(rig: Rig) -> None:
 )
 def test_spoiled_bytes_are_noticed_by_the_grpc_fetcher(fault: Fault, reason: str) -> None:
     rig = Rig("grpc")
-    rig.publisher = HostPublisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES)
+    rig.publisher = host_publisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES)
     rig.fetcher = host_fetcher("grpc", FaultyByteSource(LocalSource(rig.store), [fault]), TARGET, rig.events.put)
     sent = tokens(5)
     ready = rig.published("k", piece(sent))
@@ -140,7 +140,7 @@ def test_a_wrong_announcement_is_not_believed() -> None:
 def test_without_checksums_the_announcement_says_none() -> None:
     rig = Rig("grpc").start()
     rig.publisher.close()
-    rig.publisher = HostPublisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES, checksums=False)
+    rig.publisher = host_publisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES, checksums=False)
     ready = rig.published("k", piece(tokens(5)))
     assert ready.checksum == 0
     rig.arrived(ready)
@@ -149,7 +149,7 @@ def test_without_checksums_the_announcement_says_none() -> None:
 
 def test_a_stalled_peer_does_not_hold_up_another() -> None:
     rig = Rig("grpc")
-    rig.publisher = HostPublisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES)
+    rig.publisher = host_publisher("grpc", rig.store, rig.events.put, max_bytes=MAX_BYTES)
     source = FaultyByteSource(LocalSource(rig.store), [Fault.DELAY], delay_s=1.0)
     rig.fetcher = host_fetcher("grpc", source, TARGET, rig.events.put)
     ready = rig.published("k", piece(tokens(5)))

@@ -9,15 +9,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
-import jax
 import numpy as np
 import pytest
 
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.transfer import lanes
-from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, Published, PublishFailed, TransferEvent
-from jdisagg.transfer.grpc_backend import PieceStore
-from jdisagg.transfer.host_backend import HostPublisher
+from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, TransferEvent
 from jdisagg.transfer.lanes import FetchJob, Lane, LaneFetcher
 from jdisagg.transfer.target import PieceError
 
@@ -179,27 +176,3 @@ def test_a_lane_that_cannot_start_fails_its_fetch_alone(monkeypatch: pytest.Monk
     fetches.fetch(HandoffId("b", 0), "p:1", READY, float("inf"))
     assert posted.get(timeout=5.0).handoff == HandoffId("b", 0)
     fetches.close()
-
-
-class FailsOnce(PieceStore):
-    """A store with a bug."""
-
-    def put(self, key: str, data: bytes | memoryview) -> str:
-        if key == "first":
-            raise TypeError("a bug")
-        return super().put(key, data)
-
-
-def test_whatever_publishing_a_piece_raises_fails_it_alone(caplog: pytest.LogCaptureFixture) -> None:
-    posted = queue.SimpleQueue[TransferEvent]()
-    publisher = HostPublisher("grpc", FailsOnce(), posted.put, max_bytes=2**20)
-    for key in ("first", "second"):
-        data = jax.numpy.zeros((1, 1, 1, 1))
-        publisher.publish(HandoffId(key, 0), key, Piece(begin=0, end=1, data=data))
-    failed, published = posted.get(timeout=5.0), posted.get(timeout=5.0)
-    assert isinstance(failed, PublishFailed)
-    assert "a bug" in failed.reason
-    assert isinstance(published, Published)
-    assert publisher.num_buffered_bytes == 4
-    assert "Traceback" in caplog.text
-    publisher.close()

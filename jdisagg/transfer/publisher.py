@@ -1,0 +1,95 @@
+"""P's half of every backend that moves data: what is published waits in a thread of its own to become an offer.
+
+    engine thread    publish -> room taken -> | lane: put -> Published, or PublishFailed and the room back
+                     discard -> room back  -> | lane: discard
+
+A backend is what `put` makes of a piece. The lane runs both in the order in which they were asked for, so that nothing is
+stored for a piece after it was discarded.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.transfer.base import Piece, Post, Published, PublishFailed
+from jdisagg.transfer.lanes import CLOSE_TIMEOUT_S, Lane
+from jdisagg.transfer.room import Room
+from jdisagg.transfer.target import num_bytes_of
+
+log = logging.getLogger(__name__)
+_EXPECTED = (RuntimeError, ValueError, MemoryError, OSError)  # of a device, an allocator, a socket; others are bugs
+
+
+class Offers(Protocol):
+    """Pieces where D can get them; `put` and `discard` run on the publisher's lane, `close` when that is over."""
+
+    def put(self, key: str, piece: Piece) -> ChunkReady:
+        """Wait for the device and make the piece fetchable; returns its announcement. Whatever it raises fails this piece."""
+        ...
+
+    def discard(self, key: str) -> None:
+        """Free the piece; unknown keys are ignored."""
+        ...
+
+    def close(self) -> None:
+        """Free everything."""
+        ...
+
+
+class LanePublisher:
+    """A backend's Publisher. Holds at most `max_bytes`, or a single larger piece."""
+
+    def __init__(self, name: str, offers: Offers, post: Post, *, max_bytes: int) -> None:
+        """`name`: the backend's."""
+        self.name = name
+        self._offers = offers
+        self._post = post
+        self._room = Room(max_bytes)
+        self._lane = Lane(f"{name}-publish")
+
+    def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
+        """Make the piece fetchable on the transfer thread; answers Published or PublishFailed, nothing once discarded."""
+        assert piece.begin < piece.end, f"piece [{piece.begin}, {piece.end}) of {handoff} is empty"
+        if not self._room.take(key, num_bytes_of(piece)):
+            self._fail(handoff, key, piece, "buffer_full")
+            return
+        self._lane.submit(lambda: self._put(handoff, key, piece))
+
+    def _put(self, handoff: HandoffId, key: str, piece: Piece) -> None:
+        if key not in self._room:
+            return
+        try:
+            ready = self._offers.put(key, piece)
+        except Exception as error:  # whatever it is, it concerns this piece; the lane serves the next one
+            level = logging.WARNING if isinstance(error, _EXPECTED) else logging.ERROR
+            told = (self.name, piece.begin, piece.end, handoff, error)
+            log.log(level, "%s: publishing piece [%d, %d) of %s: %r", *told, exc_info=level > logging.WARNING)
+            self._offers.discard(key)
+            self._room.free(key)
+            self._fail(handoff, key, piece, f"device: {error}")
+            return
+        if key in self._room:
+            self._post(Published(handoff=handoff, ready=ready))
+
+    def _fail(self, handoff: HandoffId, key: str, piece: Piece, reason: str) -> None:
+        self._post(PublishFailed(handoff=handoff, key=key, begin=piece.begin, end=piece.end, reason=reason, backend=self.name))
+
+    def discard(self, key: str) -> None:
+        """Free the piece, behind whatever the transfer thread is doing."""
+        if self._room.free(key):
+            self._lane.submit(lambda: self._offers.discard(key))
+
+    @property
+    def num_buffered_bytes(self) -> int:
+        """Bytes held for pieces that are published or being published."""
+        return self._room.num_bytes
+
+    def close(self) -> None:
+        """Free everything and end the thread."""
+        for key in self._room.keys:
+            self.discard(key)
+        self._lane.submit(self._offers.close)
+        self._lane.stop()
+        self._lane.join(CLOSE_TIMEOUT_S)
