@@ -22,6 +22,10 @@ RPC_TIMEOUT_S = 1.0
 RETRY_S = 0.25
 
 
+def _nobody_listens(router: str, peers: tuple[str, ...]) -> None:
+    """Only decode workers use prefill workers."""
+
+
 class FleetClient:
     """Keeps one worker registered with every router given. Lives on one event loop."""
 
@@ -31,11 +35,14 @@ class FleetClient:
         routers: tuple[str, ...],
         *,
         state: Callable[[], tuple[Load, bool]],
+        on_prefill: Callable[[str, tuple[str, ...]], None] = _nobody_listens,
         credentials: Credentials = INSECURE,
     ) -> None:
-        """`state` gives load and whether the worker drains; it is asked at every heartbeat and must not block."""
+        """`state` gives load and whether the worker drains; it is asked at every heartbeat and must not block. `on_prefill`
+        hears after each which prefill workers that router has for this worker."""
         self._member = member
         self._state = state
+        self._on_prefill = on_prefill
         self._credentials = credentials
         self._registered: dict[str, bool] = dict.fromkeys(routers, False)
         self._leaving: set[str] = set()  # routers that said goodbye: their end is no outage
@@ -109,4 +116,6 @@ class FleetClient:
             raise
         if answer.leaving:
             self._leaving.add(router)
+        if answer.HasField("prefill"):
+            self._on_prefill(router, tuple(answer.prefill.addresses))
         return True

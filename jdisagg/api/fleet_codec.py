@@ -48,6 +48,7 @@ def encode_member(member: Member) -> fleet_pb2.Member:
         eos_token_ids=member.eos_token_ids,
         load=encode_load(member.load),
         draining=member.draining,
+        needs_prefill=member.needs_prefill,
     )
 
 
@@ -74,4 +75,5 @@ def decode_member(message: fleet_pb2.Member) -> Member:
         eos_token_ids=tuple(message.eos_token_ids),
         load=decode_load(message.load),
         draining=message.draining,
+        needs_prefill=message.needs_prefill,
     )

@@ -31,6 +31,10 @@ class Registry(Protocol):
         """False when that process is not known here: it must register again."""
         ...
 
+    def prefill_for(self, address: str) -> tuple[str, ...] | None:
+        """Prefill workers for the decode worker there, least busy first; None for other workers."""
+        ...
+
     def members(self) -> list[Member]:
         """Everybody alive."""
         ...
@@ -75,7 +79,9 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, f"{request.address} is not registered here; register again")
         if self._leaving:
             self._told.add(request.address)
-        return fleet_pb2.HeartbeatResponse(leaving=self._leaving)
+        peers = self._registry.prefill_for(request.address)
+        prefill = None if peers is None else fleet_pb2.PrefillWorkers(addresses=peers)
+        return fleet_pb2.HeartbeatResponse(leaving=self._leaving, prefill=prefill)
 
     async def List(self, request: fleet_pb2.ListRequest, context: grpc.aio.ServicerContext) -> fleet_pb2.ListResponse:
         """The fleet."""

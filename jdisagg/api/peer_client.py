@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from time import monotonic
@@ -102,6 +102,10 @@ class GrpcPeerClient:
         """Open streams."""
         return len(self._streams)
 
+    def keep_only(self, peers: set[str]) -> None:
+        """These are all prefill workers there are: what has no stream and is none of them has left."""
+        self._forget([peer for peer in self._book.whys() if peer not in peers])
+
     async def aclose(self) -> None:
         """End every stream, close every channel, stop every task. Posts nothing more."""
         self._closed = True
@@ -133,7 +137,7 @@ class GrpcPeerClient:
         assert handoff not in self._streams, f"{handoff} is open already"
         now_s = monotonic()
         self._book.use(peer, now_s)
-        self._forget_unused(now_s)
+        self._forget(self._book.unused(now_s))
         stream = PeerStream(peer, message, self._config)
         self._streams[handoff] = stream
         self._start(self._run(handoff, stream))
@@ -211,10 +215,10 @@ class GrpcPeerClient:
         self._on_down(link.peer)
         self._start(self._retire(link))
 
-    def _forget_unused(self, now_s: float) -> None:
-        """Peers that nobody offers any more, most of them dead: their connections and what was known of them go."""
+    def _forget(self, peers: Iterable[str]) -> None:
+        """Nobody offers these any more, most of them are dead: their connections and what was known of them go."""
         busy = {stream.peer for stream in self._streams.values()} | self._watched
-        for peer in self._book.unused(now_s):
+        for peer in peers:
             if peer not in busy:
                 self._book.forget(peer)
                 if (link := self._links.pop(peer, None)) is not None:

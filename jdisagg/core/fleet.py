@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from jdisagg.core.fingerprint import Parts
 from jdisagg.core.requests import Role
 
+MAX_PREFILL_PEERS = 4  # that one request may try
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
@@ -35,6 +37,7 @@ class Member:
     eos_token_ids: tuple[int, ...] = ()
     load: Load = field(default_factory=Load)
     draining: bool = False
+    needs_prefill: bool = False  # a decode worker that never computes prompts and has no prefill worker of its own
 
     @property
     def decodes(self) -> bool:

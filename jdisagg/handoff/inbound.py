@@ -247,7 +247,8 @@ class Inbound:
         """The error of a request for which every rung failed, the last one at `peer`."""
         request_id, advice = self.request.request_id, "--local-prefill never forbids computing it here"
         if not self.ladder.peers:
-            return Unavailable(f"request {request_id}: {cause}, and {advice}; name a worker with --prefill")
+            advice = f"{advice}; name one with --prefill, or have one register with this worker's --router"
+            return Unavailable(f"request {request_id}: {cause}, and {advice}")
         last = "" if peer in cause else f" with {peer}"
         others = ", ".join(other for other in self.ladder.peers if other != peer)
         tried = f"; {others} tried before" if others else ""

@@ -49,11 +49,11 @@ class DecodeRole:
         fetcher: Fetcher,
         streams: Streams,
         metrics: Metrics,
-        static_peers: Callable[[], tuple[str, ...]],
+        known_peers: Callable[[], tuple[str, ...]],
         page_size: int,
         lending: KVLending | None = None,
     ) -> None:
-        """`lending` None: prefill workers are not offered the KV that is here."""
+        """`known_peers`: for requests that name none. `lending` None: prefill workers are not offered the KV that is here."""
         self._config = config
         self._scheduler = scheduler
         self._handoffs = handoffs
@@ -62,7 +62,7 @@ class DecodeRole:
         self._fetcher = fetcher
         self._streams = streams
         self._metrics = metrics
-        self._static_peers = static_peers
+        self._known_peers = known_peers
         self._lending = lending
         self._overlap = TransferOverlap(metrics)
         self._arrived: dict[tuple[HandoffId, str], Piece] = {}  # confirmed pieces until their Import action, same tick
@@ -92,7 +92,7 @@ class DecodeRole:
         return policy is LocalPrefill.BELOW_TOKENS and short
 
     def _peer_list(self, request: EngineRequest) -> tuple[str, ...]:
-        peers = request.prefill_peers or self._static_peers()
+        peers = request.prefill_peers or self._known_peers()
         answering = tuple(peer for peer in peers if not self._peers.is_down(peer))
         never = self._config.local_prefill is LocalPrefill.NEVER
         return answering or (peers if never else ())  # with nothing to fall back on, asking is better than failing

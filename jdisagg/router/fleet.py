@@ -10,11 +10,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from jdisagg.core.fleet import Load, Member
+from jdisagg.core.fleet import MAX_PREFILL_PEERS, Load, Member
 from jdisagg.core.requests import Role
 
 SUSPECT_S = 5.0  # how long a failure counts against a worker
-MAX_PREFILL_PEERS = 4  # length of the list a request carries
 
 
 @dataclass(slots=True)
@@ -92,6 +91,9 @@ class Fleet:
     ) -> Entry | None:
         """The worker for the next request of that fingerprint (None = any); addresses in `but_not` only as a last resort, and
         the one at `home` before others, and one that has prefill workers of its weights before less busy ones."""
+        prefilled = {
+            e.member.fingerprint for e in self._entries.values() if e.member.role is Role.PREFILL and not e.member.draining
+        }
         usable = [
             entry
             for entry in self._entries.values()
@@ -99,13 +101,10 @@ class Fleet:
             and entry.linked
             and not entry.member.draining
             and (fingerprint is None or entry.member.fingerprint == fingerprint)
+            and (not entry.member.needs_prefill or entry.member.fingerprint in prefilled)
         ]
         if not usable:
             return None
-
-        prefilled = {
-            e.member.fingerprint for e in self._entries.values() if e.member.role is Role.PREFILL and not e.member.draining
-        }
 
         def rank(entry: Entry) -> tuple[object, ...]:
             address = entry.member.address
@@ -114,15 +113,33 @@ class Fleet:
 
         return min(usable, key=rank)
 
+    def lacks(self, fingerprint: str | None) -> str:
+        """What there is none of, while `choose` finds nobody of that fingerprint (None = any)."""
+        there = [entry.member for entry in self._entries.values() if entry.linked and not entry.member.draining]
+        waiting = [member.worker for member in there if member.needs_prefill and fingerprint in (None, member.fingerprint)]
+        if alone := ", ".join(waiting):
+            return f"no prefill worker that pairs with {alone} (--local-prefill never)"
+        return "no decode or unified worker is connected"
+
     def prefill_peers(self, fingerprint: str) -> list[Entry]:
-        """Prefill workers of that fingerprint, least busy first."""
+        """Prefill workers of that fingerprint, least busy first, for one request."""
+        return self._prefill_of(fingerprint)[:MAX_PREFILL_PEERS]
+
+    def prefill_for(self, address: str) -> tuple[str, ...] | None:
+        """Addresses of all prefill workers for the decode worker there, least busy first; None for other workers."""
+        entry = self._entries.get(address)
+        if entry is None or entry.member.role is not Role.DECODE:
+            return None
+        return tuple(peer.member.address for peer in self._prefill_of(entry.member.fingerprint))
+
+    def _prefill_of(self, fingerprint: str) -> list[Entry]:
         peers = [
             entry
             for entry in self._entries.values()
             if entry.member.role is Role.PREFILL and not entry.member.draining and entry.member.fingerprint == fingerprint
         ]
         peers.sort(key=lambda entry: (entry.pending, entry.member.load.pending_prefill_tokens, entry.last_seen_s))
-        return peers[:MAX_PREFILL_PEERS]
+        return peers
 
     def suspect(self, entry: Entry, now_s: float) -> None:
         """It failed somebody."""

@@ -139,7 +139,7 @@ class FleetEngine:
         if self._draining:
             return Health(healthy=True, ready=False, reason="draining")
         if self.workers.fleet.choose(None, monotonic()) is None:
-            return Health(healthy=True, ready=False, reason="no decode or unified worker is connected")
+            return Health(healthy=True, ready=False, reason=self.workers.fleet.lacks(None))
         return Health(healthy=True, ready=True)
 
     async def debug_state(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class FleetEngine:
                 return
             if now_s - began_s >= wait_s:
                 raise Unavailable(
-                    f"request {flight.request.request_id}: no decode or unified worker for {wait_s:.0f} s "
+                    f"request {flight.request.request_id}: {self.workers.fleet.lacks(flight.fingerprint)} for {wait_s:.0f} s "
                     f"(fingerprint {flight.fingerprint or 'any'}); start one, or wait for one that restarts"
                 )
             await self.workers.changed(min(0.25, flight.request.deadline_s - now_s))

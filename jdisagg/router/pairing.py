@@ -34,10 +34,10 @@ class PairingWatch:
         if lonely == self._said or now_s - self._since_s < SETTLE_S:
             return None
         self._said = lonely
-        return (
-            f"prefill {_names(ps)} and decode {_names(ds)} do not pair: {_differing(ps, ds)} must be the same on both; "
-            "decode workers compute their prompts themselves"
-        )
+        unserved = any(d.needs_prefill for d in ds)
+        then = "--local-prefill never: they serve nothing" if unserved else "decode workers compute their prompts themselves"
+        apart = f"prefill {_names(ps)} and decode {_names(ds)} do not pair"
+        return f"{apart}: {_differing(ps, ds)} must be the same on both; {then}"
 
 
 def _without_partner(mine: Sequence[Member], theirs: Sequence[Member]) -> list[Member]:

@@ -77,6 +77,10 @@ class Workers:
         """False when that process is not known."""
         return self.fleet.heartbeat(address, epoch, load, draining, monotonic())
 
+    def prefill_for(self, address: str) -> tuple[str, ...] | None:
+        """Prefill workers for the decode worker there, least busy first; None for other workers."""
+        return self.fleet.prefill_for(address)
+
     def members(self) -> list[Member]:
         """Everybody alive."""
         return self.fleet.members()

@@ -20,6 +20,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
 from jdisagg.engine.compiles import CompileCounter
+from jdisagg.handoff.directory import PrefillDirectory
 from jdisagg.models.load import LoadedModel
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.in_process import InProcessPeers
@@ -54,6 +55,7 @@ class Deployment:
         self.engines: list[EngineThread] = []
         self.peer_server: PeerServer | PieceServer | None = None
         self.peer_client: GrpcPeerClient | None = None
+        self.prefill = PrefillDirectory(core.config.transfer.prefill)
         self.closers: list[Callable[[], None]] = []
         self.kv_rings: dict[str, KVEventRing] = {}  # by role of the engine; empty when events are off
         self._core = core
@@ -87,14 +89,26 @@ class Deployment:
 
     def not_ready_reason(self) -> str:
         """Empty when a request would be served now: on D that takes a usable P, or leave to prefill here."""
+        if self.peer_client is None or self._core.config.transfer.local_prefill is not LocalPrefill.NEVER:
+            return ""
+        failures = self.peer_client.failures()
+        if any(failures.get(peer) == "" for peer in self.prefill.static) or any(not failures.get(p) for p in self.prefill.told):
+            return ""
+        reasons = "; ".join(f"{peer}: {why}" for peer, why in failures.items() if why)
+        nobody = "none has answered yet" if self.prefill.static else "no router knows one"
+        return f"no usable prefill worker ({reasons or nobody})"
+
+    @property
+    def needs_prefill(self) -> bool:
+        """Whether this is a D that serves only while a router has a P for it."""
         config = self._core.config.transfer
-        peers = config.prefill
-        if self.peer_client is None or not peers or config.local_prefill is not LocalPrefill.NEVER:
-            return ""
-        if any(self.peer_client.usable(peer) for peer in peers):
-            return ""
-        reasons = "; ".join(f"{peer}: {why}" for peer, why in self.peer_client.failures().items() if why)
-        return f"no usable prefill worker ({reasons or 'none has answered yet'})"
+        return self.peer_client is not None and config.local_prefill is LocalPrefill.NEVER and not config.prefill
+
+    def learn_prefill(self, router: str, peers: tuple[str, ...]) -> None:
+        """A router told this D which prefill workers there are; others it has spoken to are forgotten. On the loop."""
+        self.prefill.learn(router, peers)
+        if self.peer_client is not None:
+            self.peer_client.keep_only({*self.prefill.static, *self.prefill.told})
 
     def add_engine(self, core: Core, side: Side, on_crash: OnCrash, loop: asyncio.AbstractEventLoop) -> None:
         """Start one engine; its cache events, if they are on, are kept for listeners on `loop`."""
@@ -170,13 +184,12 @@ def build_deployment(
             on_down=moving.on_down,
         )
         peers.watch(config.transfer.prefill)
-        static = config.transfer.prefill
         side = decode_side(
             core,
             peers=peers,
             fetcher=moving.fetcher,
             backend=moving.offered[0].name,
-            static_peers=lambda: static,
+            known_peers=lambda: deployment.prefill.candidates,
             head_shards=moving.head_shards,
             lending=_grpc_lending(core, deployment, address) if address else None,
         )
@@ -245,7 +258,7 @@ def _colocated(
         borrower, lender = borrowing(prefill, borrowed), lending(decode, lent, InProcessPeers.ADDRESS)
         deployment.closers += [lent.close, borrowed.close]
     deployment.add_engine(prefill, prefill_side(prefill, PublisherSet([publisher]), borrower), on_crash, loop)
-    side = decode_side(decode, peers=peers, fetcher=fetcher, backend="device_put", static_peers=lambda: static, lending=lender)
+    side = decode_side(decode, peers=peers, fetcher=fetcher, backend="device_put", known_peers=lambda: static, lending=lender)
     deployment.add_engine(decode, side, on_crash, loop)
     deployment.closers += [publisher.close, fetcher.close]
     return deployment

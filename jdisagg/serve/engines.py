@@ -198,7 +198,7 @@ def decode_side(
     peers: PeerClient,
     fetcher: Fetcher,
     backend: str,
-    static_peers: Callable[[], tuple[str, ...]],
+    known_peers: Callable[[], tuple[str, ...]],
     head_shards: int = 1,
     lending: KVLending | None = None,
 ) -> Side:
@@ -216,7 +216,7 @@ def decode_side(
         fetcher=fetcher,
         streams=core.streams,
         metrics=core.metrics,
-        static_peers=static_peers,
+        known_peers=known_peers,
         page_size=core.runner.page_size,
         lending=lending,
     )

@@ -160,7 +160,13 @@ class _Edges:
         if self._config.server.router:
             credentials = Credentials(api_key=self._config.server.api_key)
             routers = self._config.server.router
-            self._fleet = FleetClient(self._member(), routers, state=self._fleet_state, credentials=credentials)
+            self._fleet = FleetClient(
+                self._member(),
+                routers,
+                state=self._fleet_state,
+                on_prefill=self._deployment.learn_prefill,
+                credentials=credentials,
+            )
 
     def _member(self) -> Member:
         card = self._engine.card
@@ -175,6 +181,7 @@ class _Edges:
             max_model_len=card.max_model_len,
             vocab_size=card.vocab_size,
             eos_token_ids=card.eos_token_ids,
+            needs_prefill=self._deployment.needs_prefill,
         )
 
     def _fleet_state(self) -> tuple[Load, bool]:

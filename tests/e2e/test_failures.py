@@ -218,10 +218,21 @@ def test_restarted_prefill_worker_joins_and_is_used(fleet: Fleet, unified: Serve
     requests = long_requests(4, seed=700, max_tokens=8)
     wanted = run_all(unified.grpc, requests)
     assert_exact(run_all(fleet.router.grpc, requests), wanted)
+    assert_exact(run_all(fleet.decode[0].grpc, requests), wanted)  # a client of its own: with the router's prefill workers
+    edges = (fleet.router, *fleet.decode)
+    assert [edge.get("/ready")[0] for edge in edges] == [200, 200, 200]
     fleet.prefill[0].kill()
+    for edge in edges:  # none of them can compute a prompt
+        wait_until(lambda edge=edge: edge.get("/ready")[0] == 503, 10, f"{edge.flags[1]} is not ready")
+    assert "no prefill worker that pairs with" in fleet.router.get("/ready")[1]
+    assert "no router knows one" in fleet.decode[0].get("/ready")[1]
+    assert fleet.decode[0].metric("jdisagg_peers") == 0
     fleet.prefill[0] = fleet.add("prefill").wait_ready()
     fleet.wait_members()
+    for edge in edges:
+        wait_until(lambda edge=edge: edge.get("/ready")[0] == 200, 10, f"{edge.flags[1]} is ready again")
     assert_exact(run_all(fleet.router.grpc, requests), wanted)
+    assert_exact(run_all(fleet.decode[1].grpc, requests), wanted)
 
 
 def test_two_static_prefill_workers_one_dead(start: Start, exact_flags: tuple[str, ...], unified: ServerProcess) -> None:

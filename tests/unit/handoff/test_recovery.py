@@ -209,7 +209,7 @@ def test_without_peers_the_next_rung_is_taken_at_once() -> None:
     assert isinstance(error, Unavailable)
     assert error.message == (
         "request r: no prefill worker is known to answer, and --local-prefill never forbids computing it here; "
-        "name a worker with --prefill"
+        "name one with --prefill, or have one register with this worker's --router"
     )
     assert side.is_idle
 

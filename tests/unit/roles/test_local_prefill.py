@@ -29,7 +29,7 @@ def world_below(num_tokens: int) -> World:
         fetcher=FakeFetcher(world.network, world.decode.inbox),
         streams=world.decode.streams,
         metrics=world.decode.metrics,
-        static_peers=lambda: PEERS,
+        known_peers=lambda: PEERS,
         page_size=4,
     )
     world.decode.run(role)

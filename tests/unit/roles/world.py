@@ -66,7 +66,7 @@ def make_decoder(
         fetcher=FakeFetcher(network, decode.inbox),
         streams=decode.streams,
         metrics=decode.metrics,
-        static_peers=lambda: PEERS,
+        known_peers=lambda: PEERS,
         page_size=4,
         lending=KVLending(
             lender, Lending(address=wire.name, backend="fake", dtype=dtype), scheduler=decode.scheduler,

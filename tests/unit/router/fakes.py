@@ -105,6 +105,7 @@ class FakeWorker:
         self.engine = ArithmeticEngine()
         self.service = WorkerService(self.engine, config)
         self.draining = False
+        self.prefill: dict[str, tuple[str, ...]] = {}  # by router, as last told
         self._routers = routers
         self._role = role
         self._member: dict[str, Any] = {"epoch": f"epoch-{id(self)}", "fingerprint": "weights-1"} | member
@@ -123,7 +124,12 @@ class FakeWorker:
             **self._member,
         )
         self._ticking = asyncio.create_task(self.engine.run())
-        self.registration = FleetClient(member, self._routers, state=lambda: (self.engine.load, self.draining))
+        self.registration = FleetClient(
+            member,
+            self._routers,
+            state=lambda: (self.engine.load, self.draining),
+            on_prefill=self.prefill.__setitem__,
+        )
         return self
 
     async def die(self) -> None:

@@ -35,6 +35,15 @@ def test_workers_that_stay_apart_are_named_once() -> None:
     assert watch.look((P, D), 5 * SETTLE_S) is None
 
 
+def test_decode_workers_that_may_not_compute_prompts_are_said_to_serve_nothing() -> None:
+    watch, strict = PairingWatch(), replace(D, needs_prefill=True)
+    watch.look((P, strict), 0.0)
+    said = watch.look((P, strict), SETTLE_S)
+    assert said is not None
+    assert said.endswith("must be the same on both; --local-prefill never: they serve nothing")
+    assert "compute their prompts" not in said
+
+
 def made_of(member: Member, numerics: str, weights: str) -> Member:
     parts = (("numerics", numerics), ("weights.layers", weights))
     return replace(member, address=f"h:{numerics}{weights}", fingerprint=numerics + weights, fingerprint_parts=parts)

@@ -1,0 +1,25 @@
+"""Which prefill workers a decode worker may ask for requests that name none: its own clients'."""
+
+from __future__ import annotations
+
+from jdisagg.core.fleet import MAX_PREFILL_PEERS
+
+
+class PrefillDirectory:
+    """Those of --prefill, then those that routers tell of. Written by one thread, read by others: tuples are replaced whole."""
+
+    def __init__(self, static: tuple[str, ...]) -> None:
+        self.static = static
+        self.told: tuple[str, ...] = ()
+        self._by_router: dict[str, tuple[str, ...]] = {}
+
+    def learn(self, router: str, peers: tuple[str, ...]) -> None:
+        """What the router has now, best first. It counts until that router says something else: the workers of a router that
+        went away are still there."""
+        self._by_router[router] = peers
+        self.told = tuple(dict.fromkeys(peer for told in self._by_router.values() for peer in told))
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """For one request, in order of preference."""
+        return tuple(dict.fromkeys((*self.static, *self.told[:MAX_PREFILL_PEERS])))

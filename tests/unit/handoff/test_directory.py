@@ -1,0 +1,31 @@
+"""Prefill workers for requests that name none."""
+
+from jdisagg.core.fleet import MAX_PREFILL_PEERS
+from jdisagg.handoff.directory import PrefillDirectory
+
+
+def test_named_ones_come_first_and_routers_add_theirs_once() -> None:
+    directory = PrefillDirectory(("s:1",))
+    assert directory.candidates == ("s:1",)
+    directory.learn("r:1", ("p:1", "s:1"))
+    directory.learn("r:2", ("p:2", "p:1"))
+    assert directory.told == ("p:1", "s:1", "p:2")
+    assert directory.candidates == ("s:1", "p:1", "p:2")
+
+
+def test_a_router_that_says_something_else_is_believed_and_one_that_is_gone_stays() -> None:
+    directory = PrefillDirectory(())
+    directory.learn("gone:1", ("p:1",))
+    directory.learn("r:2", ("p:1", "p:2"))
+    directory.learn("r:2", ("p:3",))
+    assert directory.told == ("p:1", "p:3")
+    directory.learn("r:2", ())
+    assert directory.candidates == ("p:1",)
+
+
+def test_one_request_tries_the_best_few() -> None:
+    directory = PrefillDirectory(())
+    everybody = tuple(f"p:{number}" for number in range(20))
+    directory.learn("r:1", everybody)
+    assert directory.told == everybody
+    assert directory.candidates == everybody[:MAX_PREFILL_PEERS]

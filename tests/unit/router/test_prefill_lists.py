@@ -1,0 +1,52 @@
+"""What routers tell decode workers of prefill workers, and what they make of those that serve nothing without."""
+
+from __future__ import annotations
+
+import pytest
+
+from jdisagg.core.errors import Unavailable
+from jdisagg.core.requests import Role
+from jdisagg.router.recovery import ReplayConfig
+from tests.unit.router.fakes import FakeWorker, Router
+from tests.unit.router.test_fleet_engine import ask, assert_whole, collect, fleet
+from tests.unit.wire.rig import run_quiet, until
+
+
+def test_a_decode_worker_hears_of_the_prefill_workers_that_pair_with_it() -> None:
+    async def body() -> None:
+        router = await Router().start()
+        p1 = FakeWorker((router.address,), Role.PREFILL)
+        other = FakeWorker((router.address,), Role.PREFILL, fingerprint="weights-2")
+        decode, unified = FakeWorker((router.address,)), FakeWorker((router.address,), Role.UNIFIED)
+        await fleet(decode, unified, p1, other, router=router)
+        await until(lambda: decode.prefill == {router.address: (p1.address,)})
+        assert unified.prefill == {}, "it needs none"
+        p1.draining = True
+        await until(lambda: decode.prefill == {router.address: ()})
+        for worker in (decode, unified, p1, other):
+            await worker.die()
+        await router.stop()
+
+    run_quiet(body())
+
+
+def test_a_decode_worker_that_needs_prefill_workers_is_no_reason_to_be_ready_until_there_is_one_for_it() -> None:
+    async def body() -> None:
+        router = await Router(ReplayConfig(place_wait_s=0.2)).start()
+        decode = FakeWorker((router.address,), needs_prefill=True)
+        other = FakeWorker((router.address,), Role.PREFILL, fingerprint="weights-2")
+        await fleet(decode, other, router=router)
+        health = router.engine.health()
+        assert not health.ready
+        assert health.reason == f"no prefill worker that pairs with fake @ {decode.address} (--local-prefill never)"
+        with pytest.raises(Unavailable, match=r"no prefill worker that pairs with fake @ .* for 0 s"):
+            await collect(router, ask("r1"))
+        assert router.replays() == 0, "nothing was tried in vain"
+        p1 = await FakeWorker((router.address,), Role.PREFILL).start()
+        await until(lambda: router.engine.health().ready)
+        assert_whole(asked := ask("r2"), await collect(router, asked))
+        for worker in (decode, other, p1):
+            await worker.die()
+        await router.stop()
+
+    run_quiet(body())
