@@ -20,7 +20,7 @@ MAX_SEQUENCES = 1024  # prompts times choices of one client request
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
 MAX_LOGIT_BIAS = 300
-_INLINE_TOKENIZE_CHARACTERS = 16_384  # longer texts are tokenized off the event loop
+_INLINE_TOKENIZE_CHARACTERS = 16_384  # of all prompts of a request; more are tokenized off the event loop
 
 Prompt = str | tuple[int, ...]
 
@@ -84,7 +84,9 @@ async def admit(
     check_model(request.model, card)
     _check_counts(request)
     check_sampling(request.sampling, card)
-    prompts = [await _token_ids(prompt, request, card, tokenizer) for prompt in request.prompts]
+    num_characters = sum(len(prompt) for prompt in request.prompts if isinstance(prompt, str))
+    inline = num_characters <= _INLINE_TOKENIZE_CHARACTERS
+    prompts = [await _token_ids(prompt, request, card, tokenizer, inline=inline) for prompt in request.prompts]
     echo_texts = None
     if request.echo:
         echo_texts = tuple(
@@ -185,14 +187,18 @@ def _check_counts(request: TextRequest) -> None:
     _check_range("priority", request.priority, -(2**31), 2**31 - 1)
 
 
-async def _token_ids(prompt: Prompt, request: TextRequest, card: ModelCard, tokenizer: Tokenizer) -> tuple[int, ...]:
+async def _token_ids(
+    prompt: Prompt, request: TextRequest, card: ModelCard, tokenizer: Tokenizer, *, inline: bool
+) -> tuple[int, ...]:
     if isinstance(prompt, str):
         special = request.special_tokens.add
         _check_length(prompt, card.max_model_len, tokenizer.max_token_characters)
-        if len(prompt) > _INLINE_TOKENIZE_CHARACTERS:
-            prompt = await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=special)
-        else:
+        if inline:
             prompt = tokenizer.encode(prompt, add_special_tokens=special)
+        else:
+            prompt = await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=special)
+    elif len(prompt) > card.max_model_len:  # before anybody looks at millions of ids
+        raise _too_long(len(prompt), 1, card.max_model_len, "prompt")
     if not prompt:
         raise _invalid("prompt", "must hold at least one token", "none")
     check_token_ids(prompt, card.vocab_size, "prompt")
@@ -214,14 +220,19 @@ def _max_tokens(request: TextRequest, num_prompt_tokens: int, max_model_len: int
     room = max_model_len - num_prompt_tokens
     wanted = None if request.max_tokens is None else max(request.max_tokens, 1)
     if room < (wanted or 1):
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {max_model_len} tokens, but {num_prompt_tokens} in the prompt and "
-            f"{wanted or 1} for the answer were requested; shorten the prompt or lower max_tokens",
-            field="max_tokens" if wanted is not None and room > 0 else "prompt",
-        )
+        field = "max_tokens" if wanted is not None and room > 0 else "prompt"
+        raise _too_long(num_prompt_tokens, wanted or 1, max_model_len, field)
     if wanted is not None:
         return wanted
     return room if request.default_max_tokens is None else min(room, request.default_max_tokens)
+
+
+def _too_long(num_prompt_tokens: int, num_wanted: int, max_model_len: int, field: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {max_model_len} tokens, but {num_prompt_tokens} in the prompt and "
+        f"{num_wanted} for the answer were requested; shorten the prompt or lower max_tokens",
+        field=field,
+    )
 
 
 def _check_range(

@@ -42,7 +42,14 @@ class _Protocol(HttpToolsProtocol):
 
     def _await_headers(self) -> None:
         self._stop_waiting()
-        self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self.transport.close)
+        self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._headers_are_late)
+
+    def _headers_are_late(self) -> None:
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering:  # a pipelined request: while one waits behind the answer, nothing is read
+            self._await_headers()
+        else:
+            self.transport.close()
 
     def _stop_waiting(self) -> None:
         if self._header_timer is not None:

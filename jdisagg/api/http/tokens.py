@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -13,6 +14,9 @@ from jdisagg.api.http.body import read_body
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.intake import check_model, check_token_ids
 from jdisagg.core.errors import InvalidRequest
+
+MAX_CHARACTERS = 2**20  # of one text: a million takes the tokenizer seconds
+MAX_TOKENS = 2**20
 
 
 class TokenEndpoints:
@@ -33,23 +37,29 @@ class TokenEndpoints:
             text, special = body.text("prompt"), body.boolean("add_special_tokens", True)
         if text is None:
             raise InvalidRequest("prompt: give a prompt (a string) or messages", field="prompt")
-        token_ids = tokenizer.encode(text, add_special_tokens=special)
-        answer: dict[str, Any] = {
-            "count": len(token_ids),
-            "max_model_len": self._edge.card.max_model_len,
-            "tokens": list(token_ids),
-        }
-        if body.boolean("return_token_strs"):
-            answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in token_ids]
+        if len(text) > MAX_CHARACTERS:
+            raise InvalidRequest(f"prompt: at most {MAX_CHARACTERS} characters; got {len(text)}, split them", field="prompt")
+        answer = await asyncio.to_thread(self._tokens_of, text, special, body.boolean("return_token_strs"))
         return JSONResponse(answer)
+
+    def _tokens_of(self, text: str, add_special_tokens: bool, with_strings: bool) -> dict[str, Any]:
+        tokenizer = self._edge.tokenizer
+        token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        answer = {"count": len(token_ids), "max_model_len": self._edge.card.max_model_len, "tokens": list(token_ids)}
+        if with_strings:
+            answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in token_ids]
+        return answer
 
     async def detokenize(self, request: Request) -> Response:
         """`tokens` to text, special tokens included."""
         body = await read_body(request)
         check_model(body.text("model") or "", self._edge.card)
         token_ids = body.integers("tokens")
+        if len(token_ids) > MAX_TOKENS:
+            raise InvalidRequest(f"tokens: at most {MAX_TOKENS} ids; got {len(token_ids)}, split them", field="tokens")
         check_token_ids(token_ids, self._edge.card.vocab_size, "tokens")
-        return JSONResponse({"prompt": self._edge.tokenizer.decode(token_ids, skip_special_tokens=False)})
+        text = await asyncio.to_thread(self._edge.tokenizer.decode, token_ids, skip_special_tokens=False)
+        return JSONResponse({"prompt": text})
 
     async def models(self, request: Request) -> Response:
         """The served model, as a list."""

@@ -1,0 +1,128 @@
+"""One client's heavy request holds up nobody else: what takes long is bounded, or runs beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from difflib import get_close_matches
+from typing import Any
+
+import httpx
+import pytest
+
+from jdisagg.api.http import body, server, tokens
+from jdisagg.text.tokenizer import Tokenizer
+from tests.unit.api_edge.fakes import FakeEngine, run, serving
+
+GOOD = {"model": "tiny", "prompt": "the", "max_tokens": 2}
+
+
+def post(tokenizer: Tokenizer, path: str, fields: dict[str, Any]) -> httpx.Response:
+    async def asked() -> httpx.Response:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            return await http.post(path, json=fields)
+
+    return run(asked())
+
+
+def test_of_many_unknown_fields_a_few_are_compared(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+
+    def counted(name: str, *rest: Any, **options: Any) -> list[str]:
+        compared.append(name)
+        return get_close_matches(name, *rest, **options)
+
+    monkeypatch.setattr(body, "get_close_matches", counted)
+    unknown = {f"key_{number:020}": 1 for number in range(10_000)}
+    assert post(tokenizer, "/v1/completions", GOOD | {"x" * 100_000: 1} | unknown).status_code == 200
+    assert len(compared) <= 32
+    assert max(map(len, compared)) <= 40
+
+
+def test_token_ids_beyond_the_models_context_are_refused_before_they_are_looked_at(tokenizer: Tokenizer) -> None:
+    answer = post(tokenizer, "/v1/completions", GOOD | {"prompt": [10_000_000] * 201})
+    assert answer.status_code == 400
+    assert "maximum context length is 200 tokens, but 201 in the prompt" in answer.json()["error"]["message"]
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> set[threading.Thread]:
+    """Those in which a tokenizer encoded or decoded."""
+    seen: set[threading.Thread] = set()
+    for name in ("encode", "decode"):
+
+        def noted(self: Tokenizer, *rest: Any, original: Any = getattr(Tokenizer, name), **options: Any) -> Any:
+            seen.add(threading.current_thread())
+            return original(self, *rest, **options)
+
+        monkeypatch.setattr(Tokenizer, name, noted)
+    return seen
+
+
+@pytest.mark.parametrize(("num_prompts", "inline"), [(2, True), (200, False)])
+def test_many_short_prompts_are_tokenized_beside_the_loop_as_one_long_one_is(
+    tokenizer: Tokenizer, threads: set[threading.Thread], num_prompts: int, inline: bool
+) -> None:
+    engine = FakeEngine(tokenizer, "fox")
+
+    async def asked() -> int:
+        threads.clear()
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            return (await http.post("/v1/completions", json=GOOD | {"prompt": ["a " * 50] * num_prompts})).status_code
+
+    assert run(asked()) == 200
+    assert (threads == {threading.main_thread()}) == inline
+    assert (threading.main_thread() in threads) == inline
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("/tokenize", {"prompt": "a " * 50, "return_token_strs": True}), ("/detokenize", {"tokens": [3] * 50})],
+)
+def test_tokenizing_has_a_limit(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
+) -> None:
+    assert post(tokenizer, path, fields).status_code == 200
+    monkeypatch.setattr(tokens, "MAX_CHARACTERS", 99)
+    monkeypatch.setattr(tokens, "MAX_TOKENS", 49)
+    answer = post(tokenizer, path, fields)
+    assert answer.status_code == 400
+    assert "at most" in answer.json()["error"]["message"]
+
+
+def test_tokenizing_is_not_done_on_the_loop(tokenizer: Tokenizer, threads: set[threading.Thread]) -> None:
+    async def asked() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            threads.clear()
+            assert (await http.post("/tokenize", json={"prompt": "the fox"})).status_code == 200
+            assert (await http.post("/detokenize", json={"tokens": [3, 4]})).status_code == 200
+
+    run(asked())
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+def test_an_answer_is_not_cut_because_the_request_after_the_next_one_came_in_part(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HEADER_TIMEOUT_S", 0.2)
+    engine = FakeEngine(tokenizer, "the fox the fox the fox")
+    engine.delay_s = 0.15
+    sent = b'{"prompt": "the"}'
+    whole = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 17\r\n\r\n" + sent
+
+    async def check() -> None:
+        async with serving(engine, tokenizer) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(whole + whole + whole[:10])
+            await asyncio.sleep(0.05)
+            writer.write(whole[10:])
+            got = b""
+            async with asyncio.timeout(10.0):
+                while got.count(b'"object":"text_completion"') < 3:
+                    part = await reader.read(65536)
+                    assert part, f"cut after {got!r}"
+                    got += part
+            writer.close()
+
+    run(check())
