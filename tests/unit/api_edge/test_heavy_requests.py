@@ -107,16 +107,16 @@ def test_an_answer_is_not_cut_because_the_request_after_the_next_one_came_in_par
 ) -> None:
     monkeypatch.setattr(server, "HEADER_TIMEOUT_S", 0.2)
     engine = FakeEngine(tokenizer, "the fox the fox the fox")
-    engine.delay_s = 0.15
+    engine.delay_s = 0.2
     sent = b'{"prompt": "the"}'
     whole = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 17\r\n\r\n" + sent
 
     async def check() -> None:
         async with serving(engine, tokenizer) as served:
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-            writer.write(whole + whole + whole[:10])
-            await asyncio.sleep(0.05)
-            writer.write(whole[10:])
+            for part in (whole, whole + whole[:10], whole[10:]):
+                writer.write(part)
+                await asyncio.sleep(0.05)
             got = b""
             async with asyncio.timeout(10.0):
                 while got.count(b'"object":"text_completion"') < 3:
