@@ -16,7 +16,7 @@ from jdisagg.api.edge import Edge
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import open_stream, while_connected
 from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens
-from jdisagg.api.http.request_id import new_request_id
+from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import completion_logprobs, prompt_logprobs, provenance_object, usage_object, wants_provenance
 from jdisagg.api.http.unserved import COMPLETION_FIELDS, refuse_formats, refuse_unserved
 from jdisagg.api.intake import Job, TextRequest
@@ -38,7 +38,7 @@ class Completions:
         body = await read_body(request)
         options = read_options(body, provenance=wants_provenance(request))
         trace = read_traceparent(request.headers.get(TRACEPARENT))
-        text_request = read_completion(body, self._edge.defaults, new_request_id(request, "cmpl"), traceparent=trace)
+        text_request = read_completion(body, self._edge.defaults, request_id_of(request), traceparent=trace)
         job = await while_connected(request.receive, self._edge.admit(text_request))
         answer = _Answer(self._edge, job, options, show_logprobs=text_request.sampling.logprobs is not None)
         if options.stream:
