@@ -18,7 +18,7 @@ import httpx
 from tqdm import tqdm
 
 from jdisagg.batch.command import Command, parse_command
-from jdisagg.batch.journal import Journal
+from jdisagg.batch.journal import Journal, check_journal
 from jdisagg.batch.results import count_lines
 from jdisagg.batch.runner import check_unpublished, run_batch
 from jdisagg.batch.sender import Sender, served_model
@@ -73,6 +73,7 @@ def _open_client(command: Command) -> AbstractAsyncContextManager[httpx.AsyncCli
         return httpx.AsyncClient(base_url=command.server, timeout=timeout, headers=headers, limits=limits)
     role = "colocated" if command.disagg else "unified"
     config = load_config(["--role", role, *command.serve_flags])
+    check_journal(command.batch.output, command.batch.header(config.served_name))
     keep_freed_memory(os.environ)
     prepare_jax(config, os.environ)
     return importlib.import_module(_LOCAL_MODULE).open_local(config, timeout)

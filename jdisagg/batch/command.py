@@ -19,7 +19,7 @@ EPILOG = """input lines, in any mixture; each may carry the parameters of the HT
   {"token_ids": [1, 2, 3], "temperature": 0}
   {"messages": [{"role": "user", "content": "Hello"}]}
   {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def ", "max_tokens": 8}}
-A request that fails becomes an output line with its error; the others go on.
+A request that fails becomes an output line with its error; the others go on. So does the second line of one custom_id.
 
 The last line on stderr counts them: "N ok, M failed". Exit status: 0 every line has its answer or its error in the
 output, failed ones included; 1 stopped early, the same command goes on from there; 2 a command that cannot be run."""

@@ -32,7 +32,7 @@ class Journal:
         self._file: BinaryIO = self.path.open("a+b")
         self._lines: dict[int, tuple[int, int]] = {}  # input line -> offset and size of its JSON in the journal
         try:
-            self._lock()
+            _lock(self._file, self.path)
             self._recover(header)
         except BaseException:
             self._file.close()
@@ -80,12 +80,6 @@ class Journal:
         self.path.unlink()
         _sync_directory(self._output.parent)
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{self.path}: another process is running this batch; wait for it or end it") from None
-
     def _recover(self, header: dict[str, Any]) -> None:
         self._file.seek(0)
         first = self._file.readline()
@@ -113,6 +107,25 @@ class Journal:
 def journal_path(output: Path) -> Path:
     """Where the journal of `output` lies."""
     return output.with_name(output.name + ".journal")
+
+
+def check_journal(output: Path, header: dict[str, Any]) -> None:
+    """Raise ConfigError for a journal that `Journal` would refuse; nothing is written. For before an engine is loaded."""
+    path = journal_path(output)
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        _lock(file, path)
+        first = file.readline()
+        if first.endswith(b"\n"):
+            _check_header(path, json.loads(first), header)
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"{path}: another process is running this batch; wait for it or end it") from None
 
 
 def _check_header(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -39,11 +39,18 @@ class BadLine:
 
 
 def read_lines(path: Path, *, seed: int) -> Iterator[Call | BadLine]:
-    """Every line that is not blank. A request without a seed gets `seed` + its line number: a rerun draws the same tokens."""
+    """Every line that is not blank. A request without a seed gets `seed` + its line number: a rerun draws the same tokens.
+
+    The second line of one custom_id is a bad line without any: its answer could not be told from the first one's.
+    """
+    first: dict[str, int] = {}  # custom_id -> its line
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
-            if raw.strip():
-                yield parse_line(number, raw, seed=seed)
+            if not raw.strip():
+                continue
+            line = parse_line(number, raw, seed=seed)
+            earlier = number if line.custom_id is None else first.setdefault(line.custom_id, number)
+            yield line if earlier == number else BadLine(number, None, _repeated(line, earlier))
 
 
 def parse_line(number: int, raw: bytes, *, seed: int) -> Call | BadLine:
@@ -65,6 +72,10 @@ def parse_line(number: int, raw: bytes, *, seed: int) -> Call | BadLine:
     if body.get("seed") is None:
         body["seed"] = (seed + number) % 2**32
     return Call(number, custom_id or f"line-{number}", url, body)
+
+
+def _repeated(line: Call | BadLine, earlier: int) -> str:
+    return f"line {line.number}: custom_id {line.custom_id!r} is that of line {earlier}; give each line its own"
 
 
 def _envelope(fields: dict[str, Any]) -> tuple[str, dict[str, Any]] | str:

@@ -43,8 +43,7 @@ async def open_local(config: Config, timeout: httpx.Timeout) -> AsyncIterator[ht
 
 
 def _application(config: Config, deployment: Deployment, metrics: Metrics, timeout: httpx.Timeout) -> Starlette:
-    name = config.model.served_model_name or config.model.model
-    engine = LocalEngine(deployment.front, deployment.card(name), not_ready_reason=deployment.not_ready_reason)
+    engine = LocalEngine(deployment.front, deployment.card(config.served_name), not_ready_reason=deployment.not_ready_reason)
     server = replace(config.server, default_deadline_s=timeout.read or config.server.default_deadline_s)
     edge = make_edge(engine, read_text_model(deployment.loaded.directory), server)
     return make_app(edge, engine, metrics.text)

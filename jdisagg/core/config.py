@@ -150,6 +150,11 @@ class Config:
     local: LocalConfig = field(default_factory=LocalConfig)
 
     @property
+    def served_name(self) -> str:
+        """The model's name for clients."""
+        return self.model.served_model_name or self.model.model
+
+    @property
     def prefill_tp(self) -> int:
         """Devices of a prefill engine where one command starts both kinds (roles local and colocated)."""
         return self.local.prefill_tp or self.model.tensor_parallel_size

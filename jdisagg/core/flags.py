@@ -5,12 +5,13 @@ A field's type and default stay in the dataclass; a test checks that table and d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ROLES = ("unified", "prefill", "decode", "colocated", "router", "local")
 _DECODERS = ("unified", "decode", "colocated", "local")
 _WORKERS = ("unified", "prefill", "decode", "colocated")
 _LOCAL_PREFILL = ("decode", "colocated", "local")
+_OVER_A_WIRE = ("auto", "grpc", "tcp", "shm", "jax")
 _TWO_KINDS = ("local", "colocated")  # one command starts engines of both kinds
 
 
@@ -27,11 +28,16 @@ class Flag:
     syntax: str = ""  # "" | "bytes" (512MiB) | "ranges" (0-3,5) | "addresses" (HOST:PORT,..) | "secret" (@FILE)
     aliases: tuple[str, ...] = ()
     only: tuple[str, ...] = ()  # the roles it is for; () = every role with an engine, or all (see `core.scope`)
+    role_choices: tuple[tuple[str, tuple[str, ...]], ...] = ()  # roles that choose among fewer
 
     @property
     def option(self) -> str:
         """The flag as typed."""
         return "--" + self.name.replace("_", "-")
+
+    def of(self, role: str | None) -> Flag:
+        """The flag with the choices that the role has; None = not known."""
+        return replace(self, choices=dict(self.role_choices).get(role or "", self.choices))
 
 
 _MODEL = (
@@ -111,8 +117,13 @@ _TRANSFER = (
     Flag(
         "transfer",
         "kv_transfer_backend",
-        "what moves KV; auto = shm on one host, else tcp (unless encrypting), else grpc, which every choice falls back to",
-        choices=("auto", "grpc", "tcp", "shm", "jax", "device_put"),
+        "what moves KV; auto = shm on one host, else tcp (unless encrypting), else grpc, which every choice falls back to; "
+        "within a colocated process always device_put",
+        choices=(*_OVER_A_WIRE, "device_put"),
+        role_choices=(
+            *((role, _OVER_A_WIRE) for role in ("prefill", "decode", "local")),
+            ("colocated", ("auto", "device_put")),
+        ),
     ),
     Flag("transfer", "transfer_buffer_bytes", "bytes in flight per worker", minimum=1, syntax="bytes"),
     Flag("transfer", "transfer_chunk_tokens", "tokens of one KV piece", minimum=1),

@@ -72,43 +72,43 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
         _unknown_flag(unknown[0])
     given = vars(known)
     path = given.pop("config", None)
-    file_values = read_file(Path(path)) if path is not None else {}
-    flag_values: Values = {}
+    flag_values: Values = _read("role", given.pop("role"), "--role", is_text=True) if "role" in given else {}
+    file_values = read_file(Path(path), flag_values.get("role")) if path is not None else {}
+    role = (file_values | flag_values).get("role", Config().role)
     for name, raw in given.items():
-        flag_values |= _read("role" if name == "role" else BY_NAME[name], raw, "--" + name.replace("_", "-"), is_text=True)
+        flag_values |= _read(BY_NAME[name].of(role), raw, "--" + name.replace("_", "-"), is_text=True)
     values = {"api_key": environ[API_KEY_VARIABLE]} if environ.get(API_KEY_VARIABLE) else {}
     if any(name in flag_values for name in _POOL_SIZES):
         file_values = {name: value for name, value in file_values.items() if name not in _POOL_SIZES}
     values |= file_values | flag_values
-    role = values.get("role", Config().role)
     set_in_file = [name for name, value in file_values.items() if name in _HINTS and value != _default(BY_NAME[name])]
-    for remark in (check_flags([name for name in given if name != "role"], role), remark_on_file(path, set_in_file, role)):
+    for remark in (check_flags(given, role), remark_on_file(path, set_in_file, role)):
         if remark is not None:
             log.warning(remark)
     _check_together(values)
     return _build(values)
 
 
-def read_file(path: Path) -> Values:
-    """Typed values of a TOML file, by field name. Raises ConfigError naming file, section and key."""
+def read_file(path: Path, role: str | None = None) -> Values:
+    """Typed values of a TOML file, by field name, read for `role` or the file's own. Raises ConfigError naming file, section
+    and key."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config: cannot read {str(path)!r}: {error.strerror}", field="--config") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config: {path} is not TOML: {error}", field="--config") from error
-    values: Values = {}
+    values: Values = _read("role", table.pop("role"), f"{path} role", is_text=False) if "role" in table else {}
+    role = role or values.get("role", Config().role)
     for key, raw in table.items():
         if key in SECTIONS and isinstance(raw, dict):
             for inner, value in raw.items():
                 flag = BY_NAME.get(inner)
                 if flag is None or flag.section != key:
                     _unknown_key(path, key, inner)
-                values |= _once(values, flag, _read(flag, value, f"{path} [{key}] {inner}", is_text=False), path)
-        elif key == "role":
-            values |= _read("role", raw, f"{path} role", is_text=False)
+                values |= _once(values, flag, _read(flag.of(role), value, f"{path} [{key}] {inner}", is_text=False), path)
         elif key in BY_NAME and not isinstance(raw, dict):
-            values |= _once(values, BY_NAME[key], _read(BY_NAME[key], raw, f"{path} {key}", is_text=False), path)
+            values |= _once(values, BY_NAME[key], _read(BY_NAME[key].of(role), raw, f"{path} {key}", is_text=False), path)
         else:
             _unknown_key(path, None, key)
     return values

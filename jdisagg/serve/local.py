@@ -161,7 +161,7 @@ def _fleet_ready(config: Config, router: Ready, workers: Sequence[Ready], second
         role="local",
         http=router.http,
         grpc=router.grpc,
-        model=config.model.served_model_name or config.model.model,
+        model=config.served_name,
         warmup_s=round(seconds, 3),
         executables=sum(worker.executables for worker in workers),
         pid=os.getpid(),

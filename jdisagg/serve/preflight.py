@@ -8,6 +8,7 @@ from __future__ import annotations
 from jdisagg.api.http.server import listen
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.flags import BY_NAME
 from jdisagg.models.limits import check_model
 from jdisagg.models.resolve import read_config, resolve_model
 from jdisagg.models.safetensors_files import check_layers, has_safetensors
@@ -39,9 +40,9 @@ def check_worker(config: Config) -> None:
 
 def check_backend(config: Config) -> None:
     """Raise ConfigError for a transfer backend that the role does not have."""
-    wanted = {"colocated": ("auto", "device_put")}.get(config.role, ("auto", "grpc", "tcp", "shm", "jax"))
+    wanted = BY_NAME["kv_transfer_backend"].of(config.role).choices
     got = config.transfer.kv_transfer_backend
-    if config.role in ("prefill", "decode", "colocated") and got not in wanted:
+    if got not in wanted:
         raise ConfigError(
             f"--kv-transfer-backend: got {got!r}, --role {config.role} has {', '.join(wanted)}", field="kv_transfer_backend"
         )

@@ -49,7 +49,7 @@ async def serve(config: Config, process: Process) -> int:
     server = make_server(credentials)
     address = bind(server, config.server.host, config.server.grpc_port)
     listener = listen(config.server.host, config.server.port)
-    model = config.model.served_model_name or config.model.model
+    model = config.served_name
     metrics = Metrics(engine=False)
     metrics.set_build(role="router", model=model)
     engine = FleetEngine(

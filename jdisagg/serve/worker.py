@@ -125,7 +125,7 @@ class _Edges:
         address: str,
         server: grpc.aio.Server,
     ) -> None:
-        self.model_name = config.model.served_model_name or config.model.model
+        self.model_name = config.served_name
         self._engine = LocalEngine(
             deployment.front, deployment.card(self.model_name), not_ready_reason=deployment.not_ready_reason
         )

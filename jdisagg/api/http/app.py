@@ -20,7 +20,7 @@ from jdisagg.api.http.completions import Completions
 from jdisagg.api.http.errors import error_response, plain_error
 from jdisagg.api.http.openapi import openapi_document
 from jdisagg.api.http.operations import Observable, Operations
-from jdisagg.api.http.request_id import RequestIdHeader
+from jdisagg.api.http.request_id import RequestIdHeader, shown_request_id
 from jdisagg.api.http.tokens import TokenEndpoints
 from jdisagg.core.errors import JdisaggError, Unauthenticated
 
@@ -98,4 +98,6 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """The server logs the traceback; the client learns only that it is not its fault."""
-    return plain_error(500, "internal error; the server's log has the details")
+    response = plain_error(500, "internal error; the server's log has the details")
+    response.headers.update(shown_request_id(request.scope))  # starlette answers a bug outside of all middleware
+    return response

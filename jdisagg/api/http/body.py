@@ -49,18 +49,16 @@ class Body:
     def number(self, name: str) -> float | None:
         """A JSON number."""
         value = self.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        if value is not None and not _is_number(value):
             raise wrong_type(name, "a number", value)
         return value
 
     def integer(self, name: str) -> int | None:
         """A JSON number without a fraction."""
-        value = self.number(name)
-        if isinstance(value, float):
-            if not value.is_integer():
-                raise wrong_type(name, "an integer", value)
-            value = int(value)
-        return value
+        value = self.get(name)
+        if value is not None and not (_is_number(value) and value == value // 1):
+            raise wrong_type(name, "an integer", value)
+        return None if value is None else int(value)
 
     def boolean(self, name: str, default: bool = False) -> bool:
         """true or false."""
@@ -136,9 +134,11 @@ async def read_body(request: Request) -> Body:
         raise InvalidRequest(f"the body did not arrive within {BODY_TIMEOUT_S:g} s; got {num_bytes} bytes") from None
     try:
         raw = b"".join(chunks)
-        fields = json.loads(raw)
+        fields = json.loads(raw.decode("utf-8-sig"))
         if _ESCAPED_SURROGATE.search(raw):
             json.dumps(fields, ensure_ascii=False).encode()  # half of a pair is no character: nothing could tokenize it
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not UTF-8, as JSON must be: byte {_shown_byte(error)}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
@@ -150,6 +150,14 @@ def wrong_type(name: str, wanted: str, got: Any) -> InvalidRequest:
     """The error of a field that has another type."""
     shown = json.dumps(got, ensure_ascii=False)
     return InvalidRequest(f"{name}: must be {wanted}; got {shown[:80]}{'...' if len(shown) > 80 else ''}", field=name)
+
+
+def _shown_byte(error: UnicodeDecodeError) -> str:
+    return f"0x{error.object[error.start]:02x} at offset {error.start}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_token_list(value: Sequence[Any]) -> bool:

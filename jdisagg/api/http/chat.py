@@ -15,9 +15,10 @@ from jdisagg.api.edge import Edge
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import open_stream, while_connected
 from jdisagg.api.http.messages import render_prompt
-from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens, refuse_unsupported
-from jdisagg.api.http.request_id import new_request_id
+from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens
+from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import chat_logprobs, provenance_object, usage_object, wants_provenance
+from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_formats, refuse_unserved
 from jdisagg.api.intake import Job, TextRequest
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import MAX_LOGPROBS
@@ -35,7 +36,7 @@ class ChatCompletions:
         body = await read_body(request)
         options = read_options(body, provenance=wants_provenance(request))
         num_top = _read_top_logprobs(body)
-        trace, request_id = read_traceparent(request.headers.get(TRACEPARENT)), new_request_id(request, "chatcmpl")
+        trace, request_id = read_traceparent(request.headers.get(TRACEPARENT)), request_id_of(request)
         text_request = read_chat(body, self._edge, num_top, request_id=request_id, traceparent=trace)
         job = await while_connected(request.receive, self._edge.admit(text_request))
         answer = _Answer(self._edge, job, options, num_top=num_top)
@@ -47,7 +48,8 @@ class ChatCompletions:
 
 def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, traceparent: str = "") -> TextRequest:
     """The body as a TextRequest. Raises InvalidRequest naming the field."""
-    refuse_unsupported(body)
+    refuse_unserved(body, CHAT_FIELDS)
+    refuse_formats(body)
     n, max_tokens = body.integer("n"), body.integer("max_completion_tokens")
     max_tokens = body.integer("max_tokens") if max_tokens is None else max_tokens
     request = TextRequest(

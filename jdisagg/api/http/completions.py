@@ -15,9 +15,10 @@ from jdisagg.api.choice import ChoiceResult, Delta, Transcript
 from jdisagg.api.edge import Edge
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import open_stream, while_connected
-from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens, refuse_unsupported
-from jdisagg.api.http.request_id import new_request_id
+from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens
+from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import completion_logprobs, prompt_logprobs, provenance_object, usage_object, wants_provenance
+from jdisagg.api.http.unserved import COMPLETION_FIELDS, refuse_formats, refuse_unserved
 from jdisagg.api.intake import Job, TextRequest
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import SamplingParams
@@ -37,7 +38,7 @@ class Completions:
         body = await read_body(request)
         options = read_options(body, provenance=wants_provenance(request))
         trace = read_traceparent(request.headers.get(TRACEPARENT))
-        text_request = read_completion(body, self._edge.defaults, new_request_id(request, "cmpl"), traceparent=trace)
+        text_request = read_completion(body, self._edge.defaults, request_id_of(request), traceparent=trace)
         job = await while_connected(request.receive, self._edge.admit(text_request))
         answer = _Answer(self._edge, job, options, show_logprobs=text_request.sampling.logprobs is not None)
         if options.stream:
@@ -48,9 +49,8 @@ class Completions:
 
 def read_completion(body: Body, defaults: SamplingParams, request_id: str, *, traceparent: str = "") -> TextRequest:
     """The body as a TextRequest. Raises InvalidRequest naming the field."""
-    refuse_unsupported(body)
-    if body.text("suffix"):
-        raise InvalidRequest("suffix: insertion is not served; leave it out", field="suffix")
+    refuse_unserved(body, COMPLETION_FIELDS)
+    refuse_formats(body)
     n, best_of = body.integer("n"), body.integer("best_of")
     n = 1 if n is None else n
     if best_of is not None and best_of != n:

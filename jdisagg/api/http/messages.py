@@ -24,11 +24,23 @@ def render_prompt(body: Body, template: ChatTemplate | None) -> str:
         [_plain_message(index, message) for index, message in enumerate(messages)],
         tools=_offered_tools(body),
         add_generation_prompt=add_generation_prompt,
-        **{key: value for key, value in body.object("chat_template_kwargs").items() if key not in _RESERVED},
+        **_template_kwargs(body),
     )
 
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents", "self"})
+
+
+def _template_kwargs(body: Body) -> dict[str, Any]:
+    """`chat_template_kwargs`: variables of the template beside those it always has."""
+    variables = body.object("chat_template_kwargs")
+    if taken := sorted(variables.keys() & _RESERVED):
+        raise InvalidRequest(
+            f"chat_template_kwargs: {taken[0]} cannot be given there; messages, tools and add_generation_prompt are fields "
+            "of the request",
+            field="chat_template_kwargs",
+        )
+    return variables
 
 
 def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""GET /openapi.json: the served paths and fields, for tools that generate clients."""
+"""GET /openapi.json: the served paths and fields, for tools that generate clients. Fields that are always refused are not in it
+(`unserved`); a test compares the rest with what the endpoints read."""
 
 from __future__ import annotations
 
@@ -33,8 +34,15 @@ _SHARED: dict[str, Any] = {
     "add_special_tokens": _BOOLEAN,
     "priority": _INTEGER,
     "cache_salt": _STRING,
+    "response_format": {"type": "object", "properties": {"type": {"enum": ["text"]}}},
 }
-_COMPLETION = _SHARED | {"prompt": _PROMPT, "echo": _BOOLEAN, "logprobs": _INTEGER, "prompt_logprobs": _INTEGER}
+_COMPLETION = _SHARED | {
+    "prompt": _PROMPT,
+    "echo": _BOOLEAN,
+    "logprobs": _INTEGER,
+    "prompt_logprobs": _INTEGER,
+    "best_of": {"type": "integer", "description": "must equal n"},
+}
 _CHAT = _SHARED | {
     "messages": {"type": "array", "items": {"type": "object", "required": ["role"]}, "minItems": 1},
     "max_completion_tokens": _INTEGER,
@@ -42,10 +50,18 @@ _CHAT = _SHARED | {
     "top_logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
     "tools": {"type": "array", "items": {"type": "object"}},
     "tool_choice": {"enum": ["none", "auto"]},
-    "response_format": {"type": "object", "properties": {"type": {"enum": ["text"]}}},
+    "add_generation_prompt": _BOOLEAN,
     "chat_template_kwargs": {"type": "object"},
 }
-_TOKENIZE = {"prompt": _STRING, "messages": _CHAT["messages"], "add_special_tokens": _BOOLEAN, "return_token_strs": _BOOLEAN}
+_OF_TEMPLATES = ("messages", "tools", "tool_choice", "add_generation_prompt", "chat_template_kwargs")
+_TOKENIZE = {
+    "model": _STRING,
+    "prompt": _STRING,
+    "add_special_tokens": _BOOLEAN,
+    "return_token_strs": _BOOLEAN,
+    **{name: _CHAT[name] for name in _OF_TEMPLATES},
+}
+_DETOKENIZE = {"model": _STRING, "tokens": _TOKEN_IDS}
 
 
 def openapi_document(title: str) -> dict[str, Any]:
@@ -54,7 +70,7 @@ def openapi_document(title: str) -> dict[str, Any]:
         "/v1/completions": _post("Complete a prompt", _COMPLETION, ["prompt"]),
         "/v1/chat/completions": _post("Answer a conversation", _CHAT, ["messages"]),
         "/tokenize": _post("Text or messages to token ids", _TOKENIZE, []),
-        "/detokenize": _post("Token ids to text", {"tokens": _TOKEN_IDS}, ["tokens"]),
+        "/detokenize": _post("Token ids to text", _DETOKENIZE, ["tokens"]),
         "/v1/models": _get("The served model"),
         "/health": _get("The engine turns over"),
         "/ready": _get("A request would be served now"),

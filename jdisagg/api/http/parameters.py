@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdisagg.api.http.body import Body, wrong_type
+from jdisagg.api.http.unserved import STREAM_OPTIONS, refuse_unserved
 from jdisagg.api.intake import SpecialTokens
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import SamplingParams
@@ -27,6 +28,7 @@ def read_options(body: Body, *, provenance: bool) -> ResponseOptions:
     stream_options = body.object("stream_options")
     if stream_options and not stream:
         raise InvalidRequest("stream_options: is allowed only with stream=true", field="stream_options")
+    refuse_unserved(Body(stream_options), STREAM_OPTIONS, prefix="stream_options.")
     return ResponseOptions(
         stream=stream,
         include_usage=Body(stream_options).boolean("include_usage"),
@@ -65,19 +67,6 @@ def read_sampling(body: Body, defaults: SamplingParams, *, logprobs: int | None)
         logprobs=logprobs,
         prompt_logprobs=body.integer("prompt_logprobs"),
     )
-
-
-def refuse_unsupported(body: Body) -> None:
-    """Fields whose meaning cannot be honoured are refused rather than ignored."""
-    response_format = body.object("response_format")
-    if response_format.get("type", "text") != "text":
-        raise InvalidRequest(
-            f"response_format: only {{'type': 'text'}} is served; got type {response_format.get('type')!r}; leave it out",
-            field="response_format",
-        )
-    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"):
-        if body.get(name) is not None:
-            raise InvalidRequest(f"{name}: constrained decoding is not served; leave it out", field=name)
 
 
 def _top_k(body: Body, default: int | None) -> int | None:

@@ -14,11 +14,12 @@ from jdisagg.core.errors import InvalidRequest
 
 HEADER = "x-request-id"
 _GOOD = re.compile(r"[\x21-\x7e]{1,128}")
-_KEY = "jdisagg.request_id"
+_KINDS = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+_ID, _SHOWN = "jdisagg.request_id", "jdisagg.shown_request_id"  # keys of the scope
 
 
 class RequestIdHeader:
-    """Every answer carries the call's id: the one that came, else a new one. A bad one is answered with 400."""
+    """Every answer, errors included, carries the call's name: the one that came, else its request id. A bad one gets a 400."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -29,26 +30,32 @@ class RequestIdHeader:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(HEADER)
-        if given is not None and _GOOD.fullmatch(given) is None:
-            got = f"{len(given)} characters {ascii(given)[:80]}"
-            text = f"{HEADER}: wanted 1 to 128 printable ASCII characters without spaces; got {got}"
-            await error_response(InvalidRequest(text, field=HEADER))(scope, receive, send)
-            return
-        scope[_KEY] = given
-        name = given or uuid.uuid4().hex
+        is_good = given is None or _GOOD.fullmatch(given) is not None
+        kind, fresh = _KINDS.get(scope["path"], ""), uuid.uuid4().hex
+        # part of it is always fresh: a client may send the same header twice
+        scope[_ID] = f"{kind}{given}-{fresh[:8]}" if given is not None and is_good else f"{kind}{fresh}"
+        scope[_SHOWN] = given if given is not None and is_good else scope[_ID]
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[HEADER] = scope.get(_KEY) or name
+                MutableHeaders(scope=message).update(shown_request_id(scope))
             await send(message)
 
-        await self._app(scope, receive, send_named)
+        await (self._app if is_good else _refuse)(scope, receive, send_named)
 
 
-def new_request_id(request: Request, kind: str) -> str:
-    """`kind-ID`: unique even when a client sends the same header twice; the answer's header tells what to look for."""
-    given, fresh = request.scope.get(_KEY), uuid.uuid4().hex
-    request_id = f"{kind}-{fresh}" if given is None else f"{kind}-{given}-{fresh[:8]}"
-    if given is None:
-        request.scope[_KEY] = request_id
-    return request_id
+def request_id_of(request: Request) -> str:
+    """The id under which engine, logs and answer know the call: `cmpl-..`, `chatcmpl-..`."""
+    return request.scope[_ID]
+
+
+def shown_request_id(scope: Scope) -> dict[str, str]:
+    """The header of the answer; for answers that are made outside of `RequestIdHeader`."""
+    return {HEADER: scope[_SHOWN]} if _SHOWN in scope else {}
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    given = Headers(scope=scope)[HEADER]
+    got = f"{len(given)} characters {ascii(given)[:80]}"
+    text = f"{HEADER}: wanted 1 to 128 printable ASCII characters without spaces; got {got}"
+    await error_response(InvalidRequest(text, field=HEADER))(scope, receive, send)

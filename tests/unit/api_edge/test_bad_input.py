@@ -136,6 +136,29 @@ def test_paths_methods_models_and_bodies_that_are_wrong(tokenizer: Tokenizer) ->
     run(check())
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"prompt": "the", "max_tokens": true}', "max_tokens: must be an integer; got true"),
+        (b'{"prompt": "the", "max_tokens": "5"}', 'max_tokens: must be an integer; got "5"'),
+        (b'{"prompt": "the", "max_tokens": 1.5}', "max_tokens: must be an integer; got 1.5"),
+        (b'{"prompt": "the", "temperature": true}', "temperature: must be a number; got true"),
+        (b'{"prompt": "a\xff"}', "the body is not UTF-8, as JSON must be: byte 0xff at offset 13"),
+        (b"\xff\xfe{\x00}\x00", "the body is not UTF-8, as JSON must be: byte 0xff at offset 0"),
+        (b'{"prompt": "\xed\xa0\x80"}', "the body is not UTF-8, as JSON must be: byte 0xed at offset 12"),
+        (b"\xff", "the body is not UTF-8, as JSON must be: byte 0xff at offset 0"),
+    ],
+)
+def test_the_message_says_what_is_wanted(tokenizer: Tokenizer, content: bytes, said: str) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            answer = await http.post("/v1/completions", content=content)
+            assert (answer.status_code, answer.json()["error"]["message"]) == (400, said)
+            assert (await http.post("/v1/completions", content=b'\xef\xbb\xbf{"prompt": "the"}')).status_code == 200
+
+    run(check())
+
+
 @pytest.mark.parametrize("fields", [{"stop": None, "n": None, "logit_bias": None, "stream": None, "seed": None}, {"top_k": -1}])
 def test_null_means_absent(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
     async def check() -> None:

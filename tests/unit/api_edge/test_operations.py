@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
 
 from jdisagg.api.http.app import make_app
+from jdisagg.api.http.body import Body
 from jdisagg.api.http.server import make_server
+from jdisagg.api.http.unserved import CHAT_FIELDS, COMPLETION_FIELDS, STREAM_OPTIONS
 from jdisagg.api.token_engine import Health
 from jdisagg.core.errors import ConfigError
 from jdisagg.text.tokenizer import Tokenizer
@@ -49,6 +52,38 @@ def test_metrics_debug_models_and_openapi(tokenizer: Tokenizer) -> None:
             document = (await http.get("/openapi.json")).json()
             assert document["openapi"].startswith("3.")
             assert set(document["paths"]) >= {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
+
+    run(check())
+
+
+def test_the_schema_lists_what_the_endpoints_read(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused fields are read and not listed."""
+    read: set[str] = set()
+
+    def get(body: Body, name: str) -> Any:
+        read.add(name)
+        return get_field(body, name)
+
+    get_field = Body.get
+    messages = [{"role": "user", "content": "x"}]
+    endpoints = {
+        "/v1/completions": ([{"prompt": "x"}], COMPLETION_FIELDS + STREAM_OPTIONS),
+        "/v1/chat/completions": ([{"messages": messages}], CHAT_FIELDS + STREAM_OPTIONS),
+        "/tokenize": ([{"prompt": "x"}, {"messages": messages}], ()),
+        "/detokenize": ([{"tokens": [3]}], ()),
+    }
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            paths = (await http.get("/openapi.json")).json()["paths"]
+            monkeypatch.setattr(Body, "get", get)
+            for path, (bodies, unserved) in endpoints.items():
+                read.clear()
+                for body in bodies:
+                    assert (await http.post(path, json=body)).status_code == 200
+                schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+                listed = set(schema["properties"]) | set(schema["properties"].get("stream_options", {}).get("properties", ()))
+                assert listed == read - {name for entry in unserved for name in entry.names}, path
 
     run(check())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import httpx
 import pytest
 
@@ -44,6 +46,29 @@ def test_without_a_header_the_answer_names_the_id_it_got(tokenizer: Tokenizer) -
     run(check())
 
 
+@pytest.mark.parametrize(("path", "kind"), [("/v1/completions", "cmpl"), ("/v1/chat/completions", "chatcmpl")])
+def test_every_error_names_the_id_that_an_answer_would_have_had(tokenizer: Tokenizer, path: str, kind: str) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, "fox")
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http, trust_env=False) as client:
+            engine.state = None  # type: ignore[assignment]  # /health fails by a bug
+            answers = [
+                await client.post(path, content=b"{"),
+                await client.post(path, content=b"[1]"),
+                await client.post(path, json={"stream": 5}),
+                await client.post(path, json={"prompt": [], "messages": []}),
+                await client.post(path, json=(BODY if kind == "cmpl" else CHAT) | {"model": "other"}),
+                await client.get(path),
+            ]
+            for answer in answers:
+                assert answer.status_code in (400, 404, 405)
+                assert re.fullmatch(kind + r"-[0-9a-f]{32}", answer.headers["x-request-id"]), answer.text
+            bug = await client.get("/health", headers={"X-Request-Id": "job-9"})
+            assert (bug.status_code, bug.headers["x-request-id"]) == (500, "job-9")
+
+    run(check())
+
+
 @pytest.mark.parametrize("bad", ["", "two words", "x" * 129, "tab\there", "caf\xe9"])
 def test_a_bad_header_is_refused_by_name(tokenizer: Tokenizer, bad: str) -> None:
     async def check() -> None:
@@ -53,6 +78,7 @@ def test_a_bad_header_is_refused_by_name(tokenizer: Tokenizer, bad: str) -> None
             answer = await client.post("/v1/completions", json=BODY, headers=headers)
             assert answer.status_code == 400
             assert "x-request-id: wanted 1 to 128" in answer.json()["error"]["message"]
+            assert re.fullmatch(r"cmpl-[0-9a-f]{32}", answer.headers["x-request-id"])
             assert not engine.requests
 
     run(check())

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from jdisagg.batch.__main__ import main
-from jdisagg.batch.journal import journal_path
+from jdisagg.batch.journal import Journal, journal_path
+from jdisagg.batch.runner import Batch
+from jdisagg.core.errors import Unavailable
 from tests.unit.batch.fake_server import serving
 
 LINES = [
@@ -63,6 +65,59 @@ def test_answers_come_in_input_order_with_bad_lines_marked(tmp_path: Path, capsy
 
 
 ID_OF_ANSWERED = {"batch_req_1", "batch_req_2", "batch_req_4", "batch_req_7"}
+
+
+def test_the_second_line_of_one_custom_id_is_refused_naming_both(tmp_path: Path) -> None:
+    lines = [
+        '{"prompt": "one", "custom_id": "a"}',
+        '{"prompt": "two", "custom_id": "b"}',
+        "",
+        '{"prompt": "four", "custom_id": "a"}',
+        '{"custom_id": "b", "method": "GET", "url": "/v1/completions", "body": {}}',
+        '{"prompt": "six", "custom_id": "line-7"}',
+        '{"prompt": "seven"}',
+        '{"prompt": "eight", "custom_id": "a"}',
+    ]
+    source, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    with serving() as server:
+        assert main(arguments(source, output, server.url)) == 0
+        assert server.asked.total() == 3
+    answers = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert [answer["custom_id"] for answer in answers] == ["a", "b", None, None, "line-7", None, None]
+    assert [answer["error"]["message"] for answer in answers if answer["error"]] == [
+        "line 4: custom_id 'a' is that of line 1; give each line its own",
+        "line 5: custom_id 'b' is that of line 2; give each line its own",
+        "line 7: custom_id 'line-7' is that of line 6; give each line its own",
+        "line 8: custom_id 'a' is that of line 1; give each line its own",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--seed", "5"], "its seed is 0, this one's is 5"),
+        (["--served-model-name", "other"], "its model is 'demo', this one's is 'other'"),
+    ],
+)
+def test_another_batch_is_refused_before_an_engine_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], said: str
+) -> None:
+    def load(*_: object) -> None:
+        raise Unavailable("an engine is being loaded")
+
+    monkeypatch.setattr("jdisagg.batch.__main__.keep_freed_memory", load)  # the first step of it
+    source, output = write(tmp_path / "in.jsonl", ['{"prompt": "x"}']), tmp_path / "out.jsonl"
+    command = ["--input", str(source), "--output", str(output), "--model", "demo", "--quiet"]
+    header = Batch(input=source, output=output).header("demo")
+    with Journal(output, header):
+        assert main(command) == 2
+        assert "another process is running this batch" in capsys.readouterr().err
+    written = journal_path(output).read_bytes()
+    assert main([*command, *flags]) == 2
+    assert said in capsys.readouterr().err
+    assert journal_path(output).read_bytes() == written
+    assert main(command) == 1
+    assert "an engine is being loaded" in capsys.readouterr().err
 
 
 def test_concurrency_is_bounded_and_used(tmp_path: Path) -> None:

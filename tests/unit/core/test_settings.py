@@ -47,6 +47,26 @@ def test_the_table_names_exactly_the_config_fields() -> None:
     assert len({flag.name for flag in FLAGS}) == len(FLAGS)
 
 
+@pytest.mark.parametrize("of_file", [False, True])
+@pytest.mark.parametrize(
+    ("role", "wanted", "foreign"),
+    [
+        *((role, "auto, grpc, tcp, shm, jax", "device_put") for role in ("prefill", "decode", "local")),
+        ("colocated", "auto, device_put", "tcp"),
+    ],
+)
+def test_a_role_is_offered_the_backends_that_it_has(write, role: str, wanted: str, foreign: str, of_file: bool) -> None:
+    for got in ("foo", foreign):
+        if of_file:
+            path = write(f'[transfer]\nkv_transfer_backend = "{got}"\n')
+            where, arguments = f"{path} [transfer] kv_transfer_backend", ["--config", path, "--role", role]
+        else:
+            where, arguments = "--kv-transfer-backend", ["--kv-transfer-backend", got, "--role", role]
+        assert message(*arguments) == f"{where}: got {got!r}, wanted one of {wanted}"
+    for choice in wanted.split(", "):
+        assert load("--kv-transfer-backend", choice, "--role", role).transfer.kv_transfer_backend == choice
+
+
 def test_no_arguments_give_the_defaults() -> None:
     assert load() == Config()
 

@@ -1,0 +1,99 @@
+"""Fields of OpenAI's, vLLM's and SGLang's requests that would change the answer and are not served: refused, never ignored.
+
+One table. What only advises or labels (`user`, `store`, `metadata`, `service_tier`, `prediction`, `reasoning_effort`, ..) is
+not in it and is ignored, and so is what does nothing without a field that is refused (`early_stopping`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jdisagg.api.http.body import Body
+from jdisagg.core.errors import InvalidRequest
+
+_OFF = (None, False, "", [], {})
+
+
+@dataclass(frozen=True, slots=True)
+class Unserved:
+    """Fields refused for one reason. `nothing`: the values that ask for nothing, which are accepted."""
+
+    names: tuple[str, ...]
+    why: str  # what is not served, and what to do
+    nothing: tuple[Any, ...] = _OFF
+
+
+_EVERYWHERE = (
+    Unserved(
+        (
+            *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+            *("json_schema", "regex", "ebnf", "grammar", "structural_tag"),
+        ),
+        "constrained decoding is not served; leave it out",
+    ),
+    Unserved(
+        ("allowed_token_ids", "bad_words", "logits_processors", "custom_logit_processor", "vllm_xargs"),
+        "tokens are allowed or forbidden by logit_bias only; use that or leave it out",
+    ),
+    Unserved(("use_beam_search",), "beam search is not served; leave it out, or take the best of n choices by their logprobs"),
+    Unserved(("length_penalty",), "is for beam search, which is not served; leave it out", (*_OFF, 1)),
+    Unserved(("truncate_prompt_tokens",), "prompts are not cut here; cut it before you send it (POST /tokenize counts)"),
+    Unserved(
+        ("include_stop_str_in_output", "no_stop_trim"),
+        "the text ends before the stop string; leave it out and add stop_reason, which names it",
+    ),
+    Unserved(("stop_regex",), "stop strings are plain text; use stop"),
+    Unserved(("prompt_embeds", "input_embeds", "input_ids"), "give the prompt as text; /v1/completions takes token ids, too"),
+    Unserved(("return_tokens_as_token_ids",), "logprobs name tokens by their text; use return_token_ids for the ids"),
+    Unserved(("return_hidden_states",), "hidden states are not returned; leave it out"),
+    Unserved(("lora_path",), "adapters are not served; merge it into the model, or leave it out"),
+    Unserved(("session_params",), "requests are independent; send the whole prompt each time"),
+    Unserved(("thinking_token_budget",), "thinking has no limit of its own; use max_tokens for the whole answer", (None,)),
+    Unserved(("max_new_tokens",), "is called max_tokens here", (None,)),
+)
+COMPLETION_FIELDS = (
+    *_EVERYWHERE,
+    Unserved(("suffix",), "insertion is not served; leave it out"),
+    Unserved(("max_completion_tokens",), "is a field of chat; use max_tokens", (None,)),
+    Unserved(("top_logprobs",), "is a field of chat; use logprobs with a number", (None,)),
+)
+CHAT_FIELDS = (
+    *_EVERYWHERE,
+    Unserved(("functions",), "use tools, which replaced it"),
+    Unserved(("function_call",), "use tool_choice, which replaced it", (*_OFF, "none", "auto")),
+    Unserved(("chat_template",), "the model's own template is used; leave it out, or render it and use /v1/completions"),
+    Unserved(("documents",), "documents are not shown to the model; write them into messages"),
+    Unserved(("enable_thinking",), 'write it as "chat_template_kwargs": {"enable_thinking": ..}', (None,)),
+    Unserved(("continue_final_message",), "an unfinished message is not continued; render the prompt and use /v1/completions"),
+    Unserved(("echo",), "the prompt is not repeated in a chat's answer; leave it out, or use /v1/completions"),
+    Unserved(("prompt_logprobs",), "a chat's prompt is not scored; use /v1/completions", (None,)),
+    Unserved(("modalities",), 'answers are text; leave it out, or send ["text"]', (*_OFF, ["text"])),
+    Unserved(("audio",), "answers are text; leave it out"),
+    Unserved(("web_search_options",), "nothing is looked up; leave it out", (None, False)),
+    Unserved(("best_of",), "is a field of completions; use n", (None, 1)),
+)
+STREAM_OPTIONS = (Unserved(("continuous_usage_stats",), "usage comes once, at the end, with include_usage; leave it out"),)
+
+
+def refuse_unserved(body: Body, table: tuple[Unserved, ...], *, prefix: str = "") -> None:
+    """Raises InvalidRequest for the first field of `table` that the body asks something of. `prefix`: where `body` lies."""
+    for entry in table:
+        for name in entry.names:
+            if not _is_one_of(body.get(name), entry.nothing):
+                raise InvalidRequest(f"{prefix}{name}: {entry.why}", field=f"{prefix}{name}")
+
+
+def refuse_formats(body: Body) -> None:
+    """Raises InvalidRequest for a `response_format` other than text."""
+    response_format = body.object("response_format")
+    if response_format.get("type", "text") != "text":
+        raise InvalidRequest(
+            f"response_format: only {{'type': 'text'}} is served; got type {response_format.get('type')!r}; leave it out",
+            field="response_format",
+        )
+
+
+def _is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
+    """As JSON sees it: 0 is not false, 1 is 1.0."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted)

@@ -1,0 +1,125 @@
+"""What would change the answer and is not served is refused by name; a value that asks for nothing is accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from jdisagg.text.tokenizer import Tokenizer
+from tests.unit.api_edge.fakes import FakeEngine, run, serving
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GOOD: dict[str, dict[str, Any]] = {COMPLETIONS: {"prompt": "the"}, CHAT: {"messages": [{"role": "user", "content": "hi"}]}}
+REFUSED: list[tuple[str, Any]] = [
+    ("guided_json", {"type": "object"}),
+    ("guided_regex", "a+"),
+    ("guided_choice", ["a", "b"]),
+    ("guided_grammar", "root ::= 'a'"),
+    ("structured_outputs", {"regex": "a+"}),
+    ("json_schema", "{}"),
+    ("regex", "a+"),
+    ("ebnf", "root ::= 'a'"),
+    ("allowed_token_ids", [5]),
+    ("bad_words", ["fox"]),
+    ("logits_processors", ["x.Y"]),
+    ("custom_logit_processor", "x"),
+    ("use_beam_search", True),
+    ("length_penalty", 0.5),
+    ("length_penalty", 2),
+    ("truncate_prompt_tokens", 4),
+    ("truncate_prompt_tokens", 0),
+    ("include_stop_str_in_output", True),
+    ("no_stop_trim", True),
+    ("stop_regex", "a+"),
+    ("prompt_embeds", "AAAA"),
+    ("return_tokens_as_token_ids", True),
+    ("lora_path", "x"),
+    ("max_new_tokens", 4),
+]
+REFUSED_IN_COMPLETIONS: list[tuple[str, Any]] = [("suffix", "x"), ("max_completion_tokens", 4), ("top_logprobs", 2)]
+REFUSED_IN_CHAT: list[tuple[str, Any]] = [
+    ("functions", [{"name": "f"}]),
+    ("function_call", {"name": "f"}),
+    ("chat_template", "{{ messages }}"),
+    ("chat_template_kwargs", {"documents": []}),
+    ("documents", [{"title": "a"}]),
+    ("enable_thinking", False),
+    ("continue_final_message", True),
+    ("echo", True),
+    ("prompt_logprobs", 0),
+    ("modalities", ["text", "audio"]),
+    ("audio", {"voice": "alloy", "format": "wav"}),
+    ("web_search_options", {}),
+    ("best_of", 2),
+]
+ACCEPTED: list[tuple[str, Any]] = [
+    ("allowed_token_ids", []),
+    ("bad_words", []),
+    ("structured_outputs", {}),
+    ("regex", ""),
+    ("use_beam_search", False),
+    ("include_stop_str_in_output", False),
+    ("length_penalty", 1.0),
+    ("early_stopping", True),
+    ("spaces_between_special_tokens", False),  # no tokenizer here puts spaces there
+    ("prediction", {"type": "content", "content": "fox"}),  # a hint to be faster
+    ("reasoning_effort", "low"),
+    ("user", "me"),
+]
+ACCEPTED_IN_CHAT: list[tuple[str, Any]] = [
+    ("modalities", ["text"]),
+    ("functions", []),
+    ("function_call", "none"),
+    ("echo", False),
+    ("continue_final_message", False),
+    ("web_search_options", None),
+    ("chat_template_kwargs", {"enable_thinking": False}),
+]
+CASES_REFUSED = [
+    *((path, name, value) for path in GOOD for name, value in REFUSED),
+    *((COMPLETIONS, name, value) for name, value in REFUSED_IN_COMPLETIONS),
+    *((CHAT, name, value) for name, value in REFUSED_IN_CHAT),
+]
+
+
+def test_what_would_change_the_answer_is_refused_by_name(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            for path, name, value in CASES_REFUSED:
+                answer = await http.post(path, json=GOOD[path] | {name: value})
+                assert answer.status_code == 400, (path, name, value)
+                error = answer.json()["error"]
+                assert error["param"] == name
+                assert error["message"].startswith(f"{name}: ")
+            assert served.engine.requests == []
+
+    run(check())
+
+
+def test_what_asks_for_nothing_is_accepted(tokenizer: Tokenizer) -> None:
+    cases = [(path, *case) for path in GOOD for case in ACCEPTED] + [(CHAT, *case) for case in ACCEPTED_IN_CHAT]
+    cases += [(path, name, None) for path, name, _ in CASES_REFUSED]
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            for path, name, value in cases:
+                answer = await http.post(path, json=GOOD[path] | {name: value})
+                assert answer.status_code == 200, (path, name, value, answer.text)
+
+    run(check())
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_usage_in_every_chunk_is_refused(tokenizer: Tokenizer, path: str) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            for value, status in ((True, 400), (False, 200), (None, 200)):
+                options = {"include_usage": True, "continuous_usage_stats": value}
+                answer = await http.post(path, json=GOOD[path] | {"stream": True, "stream_options": options})
+                assert answer.status_code == status
+                if status == 400:
+                    assert answer.json()["error"]["param"] == "stream_options.continuous_usage_stats"
+
+    run(check())
