@@ -11,7 +11,6 @@ one journal: it is locked.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import zlib
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
+from jdisagg.batch import strict_json
 from jdisagg.core.errors import ConfigError
 
 
@@ -58,7 +58,7 @@ class Journal:
         for number, line in finished:
             assert number not in self._lines, f"line {number} finished twice"
             assert number not in added, f"line {number} finished twice"
-            text = _encode(line)
+            text = strict_json.encode(line)
             prefix = b"%d %08x " % (number, zlib.crc32(text))
             added[number] = (end + len(block) + len(prefix), len(text))
             block += prefix + text + b"\n"
@@ -91,11 +91,11 @@ class Journal:
         first = self._file.readline()
         if not first.endswith(b"\n"):  # a new journal, or one that died inside its first line
             self._file.truncate(0)
-            self._file.write(_encode(header) + b"\n")
+            self._file.write(strict_json.encode(header) + b"\n")
             self._sync()
             _sync_directory(self.path.parent)
             return
-        _check_header(self.path, json.loads(first), header)
+        _check_header(self.path, strict_json.decode(first), header)
         good = len(first)
         for raw in self._file:
             number, prefix, text = _decode(raw)
@@ -131,10 +131,6 @@ def _decode(raw: bytes) -> tuple[int | None, int, bytes]:
     crc, _, text = rest.removesuffix(b"\n").partition(b" ")
     whole = raw.endswith(b"\n") and number.isdigit() and crc == b"%08x" % zlib.crc32(text)
     return (int(number) if whole else None, len(number) + len(crc) + 2, text)
-
-
-def _encode(line: dict[str, Any]) -> bytes:
-    return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _sync_directory(directory: Path) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from jdisagg.batch.journal import Journal, journal_path
 from jdisagg.batch.lines import BadLine, Call, read_lines
-from jdisagg.batch.results import answer_line, error_line
-from jdisagg.batch.sender import Sender
+from jdisagg.batch.results import answer_line, bad_answer_line, error_line
+from jdisagg.batch.sender import BadAnswer, Sender
 from jdisagg.core.errors import ConfigError
 
 Finished = tuple[int, dict[str, Any]]  # input line number, output line
@@ -80,8 +80,12 @@ async def _answer_all(
         for line in pending:  # shared by all: each line is taken once
             if isinstance(line, BadLine):
                 await answers.put((line.number, error_line(line)))
-            else:
+                continue
+            try:
                 status_code, body = await sender.send(line)
+            except BadAnswer as error:
+                await answers.put((line.number, bad_answer_line(line, error.message)))
+            else:
                 await answers.put((line.number, answer_line(line, status_code, body, created=batch.created)))
 
     async with asyncio.TaskGroup() as group:
