@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from jdisagg.batch.lines import BadLine, Call
 
@@ -31,6 +31,14 @@ def error_line(bad: BadLine) -> dict[str, Any]:
 def bad_answer_line(call: Call, message: str) -> dict[str, Any]:
     """The line of a request whose answer cannot be used."""
     return _failed("invalid_answer", call.number, call.custom_id, message)
+
+
+def is_output_line(value: object) -> TypeGuard[dict[str, Any]]:
+    """Whether a value read back has the form of the lines above."""
+    if not isinstance(value, dict) or "response" not in value:
+        return False
+    response = value["response"]
+    return response is None or (isinstance(response, dict) and "status_code" in response)
 
 
 def count_lines(output: Path) -> str:
