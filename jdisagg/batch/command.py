@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from jdisagg.batch.journal import journal_path, temporary_path
 from jdisagg.batch.runner import Batch
 from jdisagg.core.errors import ConfigError
 
@@ -78,8 +79,7 @@ def parse_command(argv: Sequence[str]) -> Command:
         raise ConfigError(f"--max-concurrency: wanted at least 1, got {args.max_concurrency}")
     if not args.input.is_file():
         raise ConfigError(f"--input: no file {str(args.input)!r}")
-    if not args.output.parent.is_dir():
-        raise ConfigError(f"--output: no directory {str(args.output.parent)!r}; make it first")
+    _check_output(args.output)
     return Command(
         batch=Batch(input=args.input, output=args.output, seed=args.seed, max_concurrency=args.max_concurrency),
         server=args.server,
@@ -89,3 +89,11 @@ def parse_command(argv: Sequence[str]) -> Command:
         quiet=args.quiet,
         serve_flags=tuple(serve_flags),
     )
+
+
+def _check_output(output: Path) -> None:
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output: no directory {str(output.parent)!r}; make it first")
+    for path in (output, journal_path(output), temporary_path(output)):
+        if path.is_dir():
+            raise ConfigError(f"--output: {str(path)!r} is a directory; remove it or choose another --output")

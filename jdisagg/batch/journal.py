@@ -4,32 +4,40 @@
     OUTPUT.tmp         written from the journal in input order once every line has finished, fsynced
     OUTPUT             the renamed .tmp; only then is the journal removed
 
-A process that starts again reads the journal, cuts off a torn tail and does only what is missing. Two processes cannot hold
-one journal: it is locked.
+A process that starts again reads the journal, cuts off a torn tail and does only what is missing. A full disk costs no more
+than a kill. Two processes cannot hold one journal: it is locked.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from jdisagg.core.errors import ConfigError
+from jdisagg.batch import strict_json
+from jdisagg.core.errors import ConfigError, JdisaggError
+
+_HEADER_START = b'{"journal":'  # of every journal: another file of that name is not overwritten
+_LONGEST_NUMBER = 18  # digits of an input line's number
+
+
+class WriteFailed(JdisaggError):
+    """The disk took no more. What was appended before is safe."""
 
 
 class Journal:
     """Finished lines of one batch, on disk. Use as a context manager; one thread at a time."""
 
     def __init__(self, output: Path, header: dict[str, Any]) -> None:
-        """Open or create the journal of `output`. Raises ConfigError when it is another batch's or is in use."""
+        """Open or create the journal of `output`. Raises ConfigError when it is another batch's, in use or no journal."""
         self.path = journal_path(output)
         self._output = output
-        self._file: BinaryIO = self.path.open("a+b")
+        self._file = _open(self.path)
         self._lines: dict[int, tuple[int, int]] = {}  # input line -> offset and size of its JSON in the journal
         try:
             _lock(self._file, self.path)
@@ -51,45 +59,45 @@ class Journal:
         return len(self._lines)
 
     def append(self, finished: Iterable[tuple[int, dict[str, Any]]]) -> None:
-        """Make (input line number, output line) pairs durable; returns when they are on disk."""
+        """Make (input line number, output line) pairs durable; returns when they are on disk. Raises WriteFailed."""
         end = self._file.seek(0, os.SEEK_END)
         block = bytearray()
         added: dict[int, tuple[int, int]] = {}
         for number, line in finished:
             assert number not in self._lines, f"line {number} finished twice"
             assert number not in added, f"line {number} finished twice"
-            text = _encode(line)
+            text = strict_json.encode(line)
             prefix = b"%d %08x " % (number, zlib.crc32(text))
             added[number] = (end + len(block) + len(prefix), len(text))
             block += prefix + text + b"\n"
-        self._file.write(block)
-        self._sync()
+        self._write(block)
         self._lines |= added
 
     def publish(self, numbers: Iterable[int]) -> None:
-        """Write the output in the order of `numbers`, rename it into place and remove the journal."""
-        temporary = self._output.with_name(self._output.name + ".tmp")
-        with temporary.open("wb") as out:
-            for number in numbers:
-                offset, size = self._lines[number]
-                out.write(os.pread(self._file.fileno(), size, offset) + b"\n")
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(self._output)
-        _sync_directory(self._output.parent)
-        self.path.unlink()
-        _sync_directory(self._output.parent)
+        """Write the output in the order of `numbers`, rename it into place and remove the journal. Raises WriteFailed."""
+        temporary = temporary_path(self._output)
+        with _failing_as_write(temporary):
+            with temporary.open("wb") as out:
+                for number in numbers:
+                    offset, size = self._lines[number]
+                    out.write(os.pread(self._file.fileno(), size, offset) + b"\n")
+                out.flush()
+                os.fsync(out.fileno())
+            temporary.replace(self._output)
+            _sync_directory(self._output.parent)
+            self.path.unlink()
+            _sync_directory(self._output.parent)
 
     def _recover(self, header: dict[str, Any]) -> None:
         self._file.seek(0)
         first = self._file.readline()
-        if not first.endswith(b"\n"):  # a new journal, or one that died inside its first line
+        found = _read_header(self.path, first)
+        if found is None:
             self._file.truncate(0)
-            self._file.write(_encode(header) + b"\n")
-            self._sync()
+            self._write(strict_json.encode(header) + b"\n")
             _sync_directory(self.path.parent)
             return
-        _check_header(self.path, json.loads(first), header)
+        _check_header(self.path, found, header)
         good = len(first)
         for raw in self._file:
             number, prefix, text = _decode(raw)
@@ -99,9 +107,18 @@ class Journal:
             good += len(raw)
         self._file.truncate(good)
 
-    def _sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    def _write(self, block: bytes | bytearray) -> None:
+        """Past the file object, whose buffer would write what is left of a failed block at `close`."""
+        rest = memoryview(block)
+        with _failing_as_write(self.path):
+            while rest:
+                rest = rest[os.write(self._file.fileno(), rest) :]
+            os.fsync(self._file.fileno())
+
+
+def temporary_path(output: Path) -> Path:
+    """Where `output` is written before it gets its name."""
+    return output.with_name(output.name + ".tmp")
 
 
 def journal_path(output: Path) -> Path:
@@ -138,16 +155,42 @@ def _check_header(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> 
         )
 
 
+def _read_header(path: Path, first: bytes) -> dict[str, Any] | None:
+    """The header in a journal's first line; None in a new journal, or one that died inside that line."""
+    if first.startswith(_HEADER_START[: len(first)]):
+        if not first.endswith(b"\n"):
+            return None
+        try:
+            return strict_json.decode(first)
+        except ValueError:
+            pass  # refused below
+    raise ConfigError(f"{path} is no journal of a batch, or a broken one: remove it to begin anew, or choose another --output")
+
+
 def _decode(raw: bytes) -> tuple[int | None, int, bytes]:
     """(input line, length of the prefix, JSON) of a journal line; (None, ..) when it is torn."""
     number, _, rest = raw.partition(b" ")
     crc, _, text = rest.removesuffix(b"\n").partition(b" ")
-    whole = raw.endswith(b"\n") and number.isdigit() and crc == b"%08x" % zlib.crc32(text)
+    whole = raw.endswith(b"\n") and number.isdigit() and len(number) <= _LONGEST_NUMBER and crc == b"%08x" % zlib.crc32(text)
     return (int(number) if whole else None, len(number) + len(crc) + 2, text)
 
 
-def _encode(line: dict[str, Any]) -> bytes:
-    return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode()
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("a+b")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be opened: {error.strerror}; mend that or choose another --output") from error
+
+
+@contextmanager
+def _failing_as_write(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise WriteFailed(
+            f"{path} cannot be written: {error.strerror}; what was answered stays in the journal: free space there or mend "
+            "that, then run the same command again to go on from here"
+        ) from error
 
 
 def _sync_directory(directory: Path) -> None:

@@ -8,11 +8,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jdisagg.batch import strict_json
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _SHORT_FORMS = {"prompt": COMPLETIONS, "token_ids": COMPLETIONS, "messages": CHAT}
@@ -56,14 +57,17 @@ def read_lines(path: Path, *, seed: int) -> Iterator[Call | BadLine]:
 def parse_line(number: int, raw: bytes, *, seed: int) -> Call | BadLine:
     """One line; what is wrong with it is data, not an exception."""
     try:
-        fields = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        fields = strict_json.decode(raw)
+    except ValueError as error:
         return BadLine(number, None, f"line {number} is not JSON: {error}")
     if not isinstance(fields, dict):
         return BadLine(number, None, f"line {number}: wanted a JSON object, got {type(fields).__name__}")
     custom_id = fields.get("custom_id")
     if custom_id is not None and not isinstance(custom_id, str):
         return BadLine(number, None, f"line {number}: custom_id must be a string, got {type(custom_id).__name__}")
+    if flaw := strict_json.flaw(fields):
+        named = None if strict_json.flaw(custom_id) else custom_id
+        return BadLine(number, named, f"line {number} cannot be sent as JSON: {flaw}")
     target = _envelope(fields) if "body" in fields or "url" in fields else _short_form(fields)
     if isinstance(target, str):
         return BadLine(number, custom_id, f"line {number}: {target}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from jdisagg.batch.lines import BadLine, Call
 
@@ -13,7 +13,8 @@ def answer_line(call: Call, status_code: int, body: dict[str, Any], *, created: 
     """The line of a request that was answered, well or badly. `created` (seconds) stands in for the time of the answer."""
     stable = dict(body)
     if "id" in stable:
-        stable["id"] = f"{stable['id'].partition('-')[0]}-{call.number}"
+        kind = stable["id"].partition("-")[0] if isinstance(stable["id"], str) else "answer"
+        stable["id"] = f"{kind}-{call.number}"
     if "created" in stable:
         stable["created"] = created
     if isinstance(usage := stable.get("usage"), dict):  # cache hits depend on what ran before
@@ -24,8 +25,20 @@ def answer_line(call: Call, status_code: int, body: dict[str, Any], *, created: 
 
 def error_line(bad: BadLine) -> dict[str, Any]:
     """The line of an input line that is no request."""
-    error = {"code": "invalid_line", "message": bad.message, "line": bad.number}
-    return {"id": f"batch_req_{bad.number}", "custom_id": bad.custom_id, "response": None, "error": error}
+    return _failed("invalid_line", bad.number, bad.custom_id, bad.message)
+
+
+def bad_answer_line(call: Call, message: str) -> dict[str, Any]:
+    """The line of a request whose answer cannot be used."""
+    return _failed("invalid_answer", call.number, call.custom_id, message)
+
+
+def is_output_line(value: object) -> TypeGuard[dict[str, Any]]:
+    """Whether a value read back has the form of the lines above."""
+    if not isinstance(value, dict) or "response" not in value:
+        return False
+    response = value["response"]
+    return response is None or (isinstance(response, dict) and "status_code" in response)
 
 
 def count_lines(output: Path) -> str:
@@ -38,3 +51,8 @@ def count_lines(output: Path) -> str:
             ok += succeeded
             failed += not succeeded
     return f"{ok} ok, {failed} failed"
+
+
+def _failed(code: str, number: int, custom_id: str | None, message: str) -> dict[str, Any]:
+    error = {"code": code, "message": message, "line": number}
+    return {"id": f"batch_req_{number}", "custom_id": custom_id, "response": None, "error": error}

@@ -12,8 +12,8 @@ from typing import Any
 
 from jdisagg.batch.journal import Journal, journal_path
 from jdisagg.batch.lines import BadLine, Call, read_lines
-from jdisagg.batch.results import answer_line, error_line
-from jdisagg.batch.sender import Sender
+from jdisagg.batch.results import answer_line, bad_answer_line, error_line, is_output_line
+from jdisagg.batch.sender import BadAnswer, Sender
 from jdisagg.core.errors import ConfigError
 
 Finished = tuple[int, dict[str, Any]]  # input line number, output line
@@ -48,7 +48,7 @@ class Batch:
 async def run_batch(batch: Batch, journal: Journal, sender: Sender, on_progress: Callable[[int], object]) -> None:
     """Do what the journal lacks, then publish the output. `on_progress(n)`: n more lines are durable.
 
-    Raises Unavailable when the server stays away; the journal then holds everything that was answered.
+    Raises Unavailable when the server stays away, WriteFailed when the disk is full; the journal then holds what was answered.
     """
     pending = (line for line in read_lines(batch.input, seed=batch.seed) if line.number not in journal)
     answers: asyncio.Queue[Finished | None] = asyncio.Queue(maxsize=batch.max_concurrency)
@@ -80,8 +80,12 @@ async def _answer_all(
         for line in pending:  # shared by all: each line is taken once
             if isinstance(line, BadLine):
                 await answers.put((line.number, error_line(line)))
-            else:
+                continue
+            try:
                 status_code, body = await sender.send(line)
+            except BadAnswer as error:
+                await answers.put((line.number, bad_answer_line(line, error.message)))
+            else:
                 await answers.put((line.number, answer_line(line, status_code, body, created=batch.created)))
 
     async with asyncio.TaskGroup() as group:
@@ -100,9 +104,9 @@ def _first(failures: BaseExceptionGroup) -> BaseException:
 def _line_id(raw: bytes) -> str | None:
     try:
         line = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return line.get("id") if isinstance(line, dict) else None
+    return line.get("id") if is_output_line(line) else None
 
 
 async def _write(answers: asyncio.Queue[Finished | None], journal: Journal, on_progress: Callable[[int], object]) -> None:

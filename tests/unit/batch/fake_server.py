@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
@@ -14,15 +14,17 @@ from typing import Any
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Answers after `delay_s`. `refusals`: how many requests to answer with 503 first."""
+    """Answers after `delay_s`. `refusals`: how many requests to answer with 503 first. `odd`: HTTP status and body by prompt
+    (a GET: by path) in place of what it would say."""
 
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, *, delay_s: float = 0.0, refusals: int = 0) -> None:
+    def __init__(self, *, delay_s: float = 0.0, refusals: int = 0, odd: Mapping[str, tuple[int, bytes]] | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.delay_s = delay_s
         self.refusals = refusals
+        self.odd = odd or {}
         self.asked: Counter[str] = Counter()  # prompts
         self.most_at_once = 0
         self.at_once = 0
@@ -39,7 +41,10 @@ class _Handler(BaseHTTPRequestHandler):
     server: FakeServer  # type: ignore[assignment]
 
     def do_GET(self) -> None:
-        self._answer(200, {"object": "list", "data": [{"id": "fake", "object": "model"}]})
+        if self.path in self.server.odd:
+            self._send(*self.server.odd[self.path])
+        else:
+            self._answer(200, {"object": "list", "data": [{"id": "fake", "object": "model"}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -59,7 +64,11 @@ class _Handler(BaseHTTPRequestHandler):
             status, answer = 200, self._completion(body)
         with server.lock:
             server.at_once -= 1
-        self._answer(status, answer)
+        prompt = body.get("prompt")
+        if isinstance(prompt, str) and prompt in server.odd:
+            self._send(*server.odd[prompt])
+        else:
+            self._answer(status, answer)
 
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
         """Id, time and cache hits differ at every call, as a real server's do."""
@@ -76,7 +85,9 @@ class _Handler(BaseHTTPRequestHandler):
         }
 
     def _answer(self, status: int, body: dict[str, Any]) -> None:
-        raw = json.dumps(body).encode()
+        self._send(status, json.dumps(body).encode())
+
+    def _send(self, status: int, raw: bytes) -> None:
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(raw)))

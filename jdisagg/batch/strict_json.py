@@ -1,0 +1,48 @@
+"""JSON that any reader takes: what a line or a server says is checked before it can reach the journal or the output.
+
+Python's own reader takes more than JSON (NaN, half a surrogate pair, nesting that its writer then cannot follow).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+MAX_DEPTH = 200  # Python gives up near 1000 levels, less what is on its stack and what the output wraps around a value
+
+
+def decode(raw: bytes) -> Any:
+    """The value of `raw`. Raises ValueError when it is no JSON or nested too deep to tell; see `flaw` for the rest."""
+    try:
+        return json.loads(raw)
+    except RecursionError:
+        raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
+
+
+def flaw(value: object) -> str | None:
+    """Why a decoded value cannot be written as JSON in UTF-8 again; None when it can."""
+    if _deeper_than(value, MAX_DEPTH):
+        return f"nested more than {MAX_DEPTH} deep"
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        return "it holds half of a surrogate pair (\\ud800 to \\udfff alone), which no text has"
+    except ValueError:
+        return "it holds a number that JSON does not have (NaN, Infinity, or beyond 1e308)"
+    return None
+
+
+def encode(value: object) -> bytes:
+    """`value` on one line. Half a surrogate pair stays the escape that it was; NaN is the caller's to keep out."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode(errors="backslashreplace")
+
+
+def _deeper_than(value: object, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        containers = [node for node in level if isinstance(node, dict | list)]
+        level = [child for node in containers for child in (node.values() if isinstance(node, dict) else node)]
+        if not level:
+            return False
+    return True

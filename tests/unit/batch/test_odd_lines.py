@@ -1,0 +1,110 @@
+"""An odd input line or an odd answer fails alone: the other lines have their answers, and any JSON reader takes the output."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from jdisagg.batch.__main__ import main
+from jdisagg.batch.strict_json import MAX_DEPTH, encode, flaw
+from tests.unit.batch.fake_server import serving
+from tests.unit.batch.test_batch import arguments
+
+BAD_LINES = {
+    "surrogate_in_prompt": ('{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "\\ud800"}}', "a"),
+    "surrogate_in_bytes": (b'{"custom_id": "a", "prompt": "\xed\xa0\x80"}', "a"),
+    "surrogate_in_key": ('{"custom_id": "a", "prompt": "x", "\\udfff": 1}', "a"),
+    "surrogate_in_id": ('{"custom_id": "\\ud800", "prompt": "x"}', None),
+    "surrogate_in_id_of_no_request": ('{"custom_id": "\\ud800", "nonsense": 1}', None),
+    "nan": ('{"custom_id": "a", "prompt": "x", "temperature": NaN}', "a"),
+    "infinity": ('{"custom_id": "a", "prompt": "x", "temperature": -Infinity}', "a"),
+    "beyond_a_float": ('{"custom_id": "a", "prompt": "x", "temperature": 1e999}', "a"),
+    "deep": ('{"custom_id": "a", "prompt": ' + "[" * 900 + "]" * 900 + "}", "a"),
+    "too_deep_to_read": ('{"prompt": ' + "[" * 90_000 + "]" * 90_000 + "}", None),
+    "huge_integer": ('{"prompt": "x", "max_tokens": ' + "9" * 6000 + "}", None),
+}
+ODD_ANSWERS = {
+    "no_utf8": b'{"id": "cmpl-1", "text": "\xff"}',
+    "surrogate": b'{"id": "cmpl-1", "text": "\\ud800"}',
+    "nan": b'{"id": "cmpl-1", "logprob": NaN}',
+    "deep": b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}",
+    "too_deep_to_read": b'{"a": ' + b"[" * 90_000 + b"]" * 90_000 + b"}",
+    "huge_integer": b'{"a": ' + b"9" * 6000 + b"}",
+    "empty": b"",
+    "no_json": b"<html>",
+    "no_object": b"[1]",
+}
+
+
+def refuse_constant(name: str) -> NoReturn:
+    raise AssertionError(f"{name} in the output")
+
+
+def run(tmp_path: Path, raw: bytes, odd: dict[str, tuple[int, bytes]]) -> list[dict[str, Any]]:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(raw)
+    with serving(odd=odd) as server:
+        assert main(arguments(source, output, server.url)) == 0
+    lines = output.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line, parse_constant=refuse_constant) for line in lines]
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_line_that_cannot_be_sent_is_refused_alone(tmp_path: Path, name: str) -> None:
+    bad, custom_id = BAD_LINES[name]
+    good = b'{"prompt": "x"}\n'
+    before, refused, after = run(tmp_path, good + (bad if isinstance(bad, bytes) else bad.encode()) + b"\n" + good, {})
+    assert [line["response"]["status_code"] for line in (before, after)] == [200, 200]
+    assert refused["response"] is None
+    assert refused["custom_id"] == custom_id
+    assert refused["error"]["code"] == "invalid_line"
+    assert refused["error"]["message"].startswith("line 2 ")
+
+
+@pytest.mark.parametrize("name", ODD_ANSWERS)
+def test_an_answer_that_is_no_json_object_fails_its_line_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    lines = b'{"prompt": "x"}\n{"prompt": "odd", "custom_id": "a"}\n{"prompt": "x"}\n'
+    before, failed, after = run(tmp_path, lines, {"odd": (200, ODD_ANSWERS[name])})
+    assert [line["response"]["status_code"] for line in (before, after)] == [200, 200]
+    assert (failed["response"], failed["custom_id"], failed["error"]["code"]) == (None, "a", "invalid_answer")
+    assert "server" in failed["error"]["message"]
+    assert capsys.readouterr().err.splitlines()[-1] == "jdisagg.batch: 2 ok, 1 failed"
+
+
+def test_a_failure_without_json_keeps_its_status(tmp_path: Path) -> None:
+    (line,) = run(tmp_path, b'{"prompt": "odd"}\n', {"odd": (500, b"\xffoops")})
+    assert line["response"]["status_code"] == 500
+    assert "oops" in line["response"]["body"]["error"]["message"]
+
+
+@pytest.mark.parametrize(("given", "kept"), [(b"5", "answer-1"), (b"null", "answer-1"), (b'"chatcmpl-9-8"', "chatcmpl-1")])
+def test_the_id_of_an_answer_may_be_anything(tmp_path: Path, given: bytes, kept: str) -> None:
+    (line,) = run(tmp_path, b'{"prompt": "odd"}\n', {"odd": (200, b'{"id": ' + given + b"}")})
+    assert line["response"]["body"]["id"] == kept
+
+
+@pytest.mark.parametrize("models", [b"", b"[]", b'{"data": [5]}', b'{"data": [{}]}', b'{"data": [{"id": "\\ud800"}]}'])
+def test_a_server_that_names_no_model_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str], models: bytes) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "x"}\n')
+    with serving(odd={"/v1/models": (200, models)}) as server:
+        assert main(arguments(source, tmp_path / "out.jsonl", server.url)) == 2
+    assert "--server: /v1/models" in capsys.readouterr().err
+
+
+def test_nesting_is_allowed_up_to_the_limit() -> None:
+    value: Any = 1
+    for _ in range(MAX_DEPTH):
+        value = [value]
+    assert flaw(value) is None
+    assert flaw({"a": value}) is not None
+
+
+def test_whatever_is_encoded_reads_back() -> None:
+    odd = {"half \ud800": "\udfff and \\ud800 and \N{SNOWMAN}"}
+    assert json.loads(encode(odd)) == odd
