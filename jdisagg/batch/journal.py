@@ -133,9 +133,8 @@ def check_journal(output: Path, header: dict[str, Any]) -> None:
         return
     with path.open("rb") as file:
         _lock(file, path)
-        first = file.readline()
-        if first.endswith(b"\n"):
-            _check_header(path, json.loads(first), header)
+        if (found := _read_header(path, file.readline())) is not None:
+            _check_header(path, found, header)
 
 
 def _lock(file: BinaryIO, path: Path) -> None:

@@ -40,6 +40,7 @@ PARALLEL_COPIES = 8
 OFFER_S = 60.0  # an offer that is never pulled is forgotten then; its arrays are freed earlier, by `withdraw`
 CONNECT_TIMEOUT_S = 2.0
 IDLE_SERVER_S = 60.0  # a receiver's server ends after so long without a piece: workers that restart connect anew
+MAX_SERVERS = 64  # of a worker: four threads and three descriptors each
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.0001, 0.0005
 _MAX_REMEMBERED = 4096
 _CANCEL_GRACE_S = 0.25  # a cancelled pull that ends by itself costs no connection
@@ -70,7 +71,8 @@ class TransferServers:
 
 
 class ServerPerReceiver:
-    """Who freezes in the middle of a transfer holds up nobody else."""
+    """Who freezes in the middle of a transfer holds up nobody else. A receiver is a connection: one that comes back, be it the
+    same process, may have left a server behind that waits for it."""
 
     def __init__(self, servers: TransferServers) -> None:
         self._all = servers
@@ -78,12 +80,18 @@ class ServerPerReceiver:
         self._used_s: dict[str, float] = {}
 
     def of(self, receiver: str, *, busy: Sequence[TransferServer]) -> TransferServer:
-        """The receiver's, started if there is none. Those not in `busy` end when they were not used for a while."""
+        """The receiver's, started if there is none. Those not in `busy` end when they were not used for a while, or are too
+        many. Raises Unsupported when all are busy."""
         now_s = monotonic()
-        if receiver not in self._by_receiver:
-            for other in [name for name, used_s in self._used_s.items() if now_s - used_s > IDLE_SERVER_S]:
-                if self._by_receiver[other] not in busy:
-                    del self._by_receiver[other], self._used_s[other]
+        used_s = self._used_s.pop(receiver, None)
+        free = [name for name in self._used_s if self._by_receiver[name] not in busy]  # longest unused first
+        num_surplus = len(self._used_s) + 1 - MAX_SERVERS
+        for number, name in enumerate(free):
+            if number < num_surplus or now_s - self._used_s[name] > IDLE_SERVER_S:
+                del self._by_receiver[name], self._used_s[name]
+        if used_s is None:
+            if len(self._used_s) >= MAX_SERVERS:
+                raise Unsupported(f"{MAX_SERVERS} receivers have offers, and each has a transfer server of its own")
             self._by_receiver[receiver] = self._all.start()
         self._used_s[receiver] = now_s
         return self._by_receiver[receiver]

@@ -157,3 +157,21 @@ def test_every_receiver_has_a_server_until_it_is_idle(monkeypatch: pytest.Monkey
     assert ended() is None
     assert servers.of("d2", busy=[busy]) is busy
     servers.clear()
+
+
+def test_receivers_that_come_back_over_new_connections_do_not_pile_up_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax_server, "MAX_SERVERS", 3)
+    servers = jax_server.ServerPerReceiver(TransferServers(jax.devices(), "127.0.0.1"))
+    first, busy = servers.of("d:1", busy=[]), servers.of("d:2", busy=[])
+    ended = weakref.ref(first)
+    assert servers.of("d:3", busy=[]) is not first
+    assert servers.of("d:1", busy=[busy]) is first, "used again: d:3 is unused for longer"
+    third = servers.of("d:4", busy=[busy])
+    assert servers.of("d:1", busy=[busy]) is first
+    with pytest.raises(Unsupported, match="3 receivers have offers"):
+        servers.of("d:5", busy=[first, busy, third])
+    assert servers.of("d:2", busy=[first, busy, third]) is busy, "those that have one keep it"
+    del first
+    servers.of("d:5", busy=[busy, third])
+    assert ended() is None
+    servers.clear()
