@@ -18,8 +18,10 @@ PARENT_VARIABLE = "JDISAGG_PARENT_PID"  # set by a supervisor that holds the wri
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 ALLOCATOR_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 KEPT_BYTES = 2**30
+_LEAST_THRESHOLD_BYTES = 2**25  # what older versions of glibc take at most
+_LEAST_ARENAS = 8
 _PR_SET_PDEATHSIG = 1
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 
 
 def pin_to_cores(device: DeviceConfig) -> None:
@@ -69,7 +71,8 @@ def prepare_jax(config: Config, environ: MutableMapping[str, str]) -> None:
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
-    """Have glibc use again what was freed, up to KEPT_BYTES, also in large blocks; returns whether it does.
+    """Have glibc use again what was freed, also in large blocks: up to KEPT_BYTES, and 64 MiB for each core; returns whether it
+    does.
 
     By itself it maps and unmaps every block of 32 MiB and more, and the kernel clears it page by page, which takes as long as
     receiving a piece into it. Whoever chose otherwise in the environment is left alone; other C libraries have no such setting.
@@ -77,7 +80,9 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name in environ for name in ALLOCATOR_VARIABLES):
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES) and mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES))
+    mallopt(_M_ARENA_MAX, max(_LEAST_ARENAS, os.cpu_count() or 1))  # by itself eight for each core, and each keeps up to 64 MiB
+    large = mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES) or mallopt(_M_MMAP_THRESHOLD, _LEAST_THRESHOLD_BYTES)
+    return bool(large and mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES))
 
 
 def die_with_parent(environ: Mapping[str, str]) -> None:
