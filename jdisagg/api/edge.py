@@ -10,12 +10,12 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from time import monotonic
 
 from jdisagg.api.choice import ChoiceText, Delta, Transcript
 from jdisagg.api.intake import Job, TextRequest, admit
-from jdisagg.api.token_engine import ModelCard, TokenEngine
+from jdisagg.api.token_engine import Enough, ModelCard, TokenEngine
 from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, RequestError
 from jdisagg.core.requests import EngineRequest, FinishReason, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer
@@ -151,6 +151,9 @@ class Edge:
                 delta = choice.absorb(output)
                 yield delta
                 if delta.finish is not None:
+                    if output.finish is None:
+                        with suppress(Enough):
+                            await outputs.athrow(Enough())
                     return
         raise RequestError(f"request {request.request_id}: the engine's stream ended without a finish reason")
 

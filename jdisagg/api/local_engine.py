@@ -12,7 +12,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, TypeVar
 
-from jdisagg.api.token_engine import Health, ModelCard
+from jdisagg.api.token_engine import Enough, Health, ModelCard
 from jdisagg.core.errors import DeadlineExceeded, Unavailable
 from jdisagg.core.fleet import Load
 from jdisagg.core.requests import EngineRequest, Output
@@ -47,9 +47,9 @@ class LocalEngine:
         """Run it; `sink` is called from the engine thread, once per tick."""
         self._thread.loop.inbox.post(Submit(request, sink))
 
-    def cancel(self, request_id: str, attempt: int, sink: OutputSink) -> None:
-        """Forget what was submitted with `sink`; unknown ids and other attempts are ignored."""
-        self._thread.loop.inbox.post(Cancel(request_id, attempt, sink))
+    def cancel(self, request_id: str, attempt: int, sink: OutputSink, *, enough: bool = False) -> None:
+        """Forget what was submitted with `sink`; unknown ids and other attempts are ignored. `enough`: see Cancel."""
+        self._thread.loop.inbox.post(Cancel(request_id, attempt, sink, enough))
 
     @property
     def ticks(self) -> int:
@@ -67,18 +67,21 @@ class LocalEngine:
         """Yield the request's outputs; closing the generator cancels it. See TokenEngine."""
         queue: asyncio.Queue[Output] = asyncio.Queue()
         self._queues[request.request_id] = queue
-        finished = False
+        finished = enough = False
         self._thread.loop.inbox.post(Submit(request, self._sink))
         try:
             while not finished:
                 output = await self._next(queue, request)
                 finished = output.finish is not None
                 yield output
+        except Enough:
+            enough = True
+            raise
         finally:
             if self._queues.get(request.request_id) is queue:
                 del self._queues[request.request_id]
             if not finished:
-                self._thread.loop.inbox.post(Cancel(request.request_id, request.attempt, self._sink))
+                self.cancel(request.request_id, request.attempt, self._sink, enough=enough)
 
     async def _next(self, queue: asyncio.Queue[Output], request: EngineRequest) -> Output:
         with suppress(asyncio.QueueEmpty):

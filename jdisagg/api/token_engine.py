@@ -32,6 +32,10 @@ class Health:
     reason: str = ""
 
 
+class Enough(Exception):
+    """Thrown into a generator whose client has all that it wanted, as a stop string came: an end, and no abort."""
+
+
 class TokenEngine(Protocol):
     """Asynchronous front of an engine; used from one event loop."""
 
@@ -41,7 +45,8 @@ class TokenEngine(Protocol):
         ...
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
-        """Yield outputs until one has `finish`. Closing the generator cancels the request and frees everything.
+        """Yield outputs until one has `finish`. Closing the generator cancels the request and frees everything;
+        throwing Enough into it (which comes out again) does so, too, and counts the request as stopped.
 
         Errors that end the request arrive as the last Output's `error`; raises RequestError when it is not admitted at all.
         """

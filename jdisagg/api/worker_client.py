@@ -70,12 +70,13 @@ class WorkerLink:
         self._submits.append(worker_pb2.Submit(request=encode_request(request, monotonic())))
         self._wake.set()
 
-    def cancel(self, request_id: str, attempt: int) -> None:
-        """Tell the worker to forget it; idempotent. Outputs that are on their way still arrive."""
+    def cancel(self, request_id: str, attempt: int, *, enough: bool = False) -> None:
+        """Tell the worker to forget it, and whether its client has all that it wanted; idempotent. Outputs that are on their
+        way still arrive."""
         if self._live.get(request_id) == attempt:
             del self._live[request_id]
             self._submits = [submit for submit in self._submits if submit.request.request_id != request_id]
-            self._cancels.append(worker_pb2.Cancel(request_id=request_id, attempt=attempt))
+            self._cancels.append(worker_pb2.Cancel(request_id=request_id, attempt=attempt, enough=enough))
             self._wake.set()
 
     def abandon(self) -> None:

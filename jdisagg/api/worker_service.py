@@ -39,8 +39,9 @@ class WorkerEngine(Protocol):
         """Run it; `sink` is called from the engine thread, once per tick, also with the error if it is not admitted."""
         ...
 
-    def cancel(self, request_id: str, attempt: int, sink: OutputSink) -> None:
-        """Forget what was submitted with `sink`; unknown ids and other attempts are ignored. No output follows."""
+    def cancel(self, request_id: str, attempt: int, sink: OutputSink, *, enough: bool = False) -> None:
+        """Forget what was submitted with `sink`; unknown ids and other attempts are ignored. No output follows. `enough`: its
+        client has all that it wanted."""
         ...
 
     @property
@@ -107,7 +108,7 @@ class _RunStream:
             for cancel in message.cancels:
                 if self._live.get(cancel.request_id) == cancel.attempt:
                     del self._live[cancel.request_id]
-                self._engine.cancel(cancel.request_id, cancel.attempt, self._sink)
+                self._engine.cancel(cancel.request_id, cancel.attempt, self._sink, enough=cancel.enough)
             for submit in message.submits:
                 self._submit(submit.request)
 

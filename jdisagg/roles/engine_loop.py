@@ -119,10 +119,10 @@ class EngineLoop:
         match message:
             case Submit():
                 self._admit(message, outputs, now_s)
-            case Cancel(request_id=request_id, attempt=attempt, sink=sink):
+            case Cancel(request_id=request_id, attempt=attempt, sink=sink, enough=enough):
                 stream = self._streams.get(request_id)
                 if stream is not None and (sink is None or stream.sink == sink):
-                    self._cancel(request_id, attempt, outputs, now_s)
+                    self._cancel(request_id, attempt, outputs, now_s, enough=enough)
             case Call(function=function, future=future):
                 if not future.set_running_or_notify_cancel():
                     return  # whoever asked no longer waits
@@ -150,13 +150,13 @@ class EngineLoop:
             return
         self._streams.open(request, message.sink, Timeline(self._metrics, request, now_s, self._slow_request_s))
 
-    def _cancel(self, request_id: str, attempt: int, outputs: list[Output], now_s: float) -> None:
+    def _cancel(self, request_id: str, attempt: int, outputs: list[Output], now_s: float, *, enough: bool = False) -> None:
         """Nothing of it is delivered any more, not even to a new request of the same id that comes in this very tick."""
         stream = self._streams.get(request_id)
         if stream is None or stream.request.attempt != attempt:
             return
         self._streams.close(request_id)
-        stream.timeline.aborted(now_s)
+        (stream.timeline.stopped if enough else stream.timeline.aborted)(now_s)
         self._scheduler.cancel(request_id)
         self._side.forget(request_id)
         outputs[:] = [output for output in outputs if output.request_id != request_id]

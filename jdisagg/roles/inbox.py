@@ -28,12 +28,14 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The client of `request_id` is gone; unknown ids are ignored. `attempt` guards against a newer attempt of the same id,
-    `sink` (that of its Submit, if given) against a request of that id from somebody else, who came first."""
+    """Nobody waits for `request_id`; unknown ids are ignored. `attempt` guards against a newer attempt of the same id,
+    `sink` (that of its Submit, if given) against a request of that id from somebody else, who came first. `enough`: its client
+    is not gone, but has all that it wanted."""
 
     request_id: str
     attempt: int
     sink: OutputSink | None = None
+    enough: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from math import inf
 
 from jdisagg.core.errors import RequestError
 from jdisagg.core.metrics import Metrics
-from jdisagg.core.requests import EngineRequest, Output
+from jdisagg.core.requests import EngineRequest, FinishReason, Output
 from jdisagg.roles.record import RequestRecord
 
 
@@ -56,6 +56,10 @@ class Timeline:
     def aborted(self, now_s: float) -> None:
         """Its client went away or cancelled."""
         self._end("abort", "abort", now_s)
+
+    def stopped(self, now_s: float) -> None:
+        """Its client has all that it wanted: a stop string came."""
+        self._end(FinishReason.STOP.value, "stop string", now_s)
 
     def _end(self, reason: str, text: str, now_s: float) -> None:
         self._metrics.requests_finished.labels(reason=reason).inc()

@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any
 
 from jdisagg.api.channels import INSECURE, Credentials
-from jdisagg.api.token_engine import Health, ModelCard
+from jdisagg.api.token_engine import Enough, Health, ModelCard
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.drill import Drill
 from jdisagg.core.errors import (
@@ -120,9 +120,12 @@ class FleetEngine:
             flight.finished = True
             timeline.failed(error, monotonic())
             raise
+        except Enough:
+            flight.enough = True
+            raise
         finally:
             if not flight.finished:
-                timeline.aborted(monotonic())
+                (timeline.stopped if flight.enough else timeline.aborted)(monotonic())
             del self._flights[request.request_id]
             self._leave(flight)
             self._homes.leave(request.fork_group)
@@ -267,7 +270,7 @@ class FleetEngine:
             flight.prefill = None
         if flight.entry is not None:
             flight.entry.pending -= 1
-            self.workers.cancel(flight.entry, flight.request.request_id, flight.attempt)
+            self.workers.cancel(flight.entry, flight.request.request_id, flight.attempt, enough=flight.enough)
             flight.entry = None
 
     def _leave_prefill(self, flight: Flight, output: Output) -> None:

@@ -24,6 +24,7 @@ class Flight:
         self.fingerprint: str | None = None
         self.setbacks = Setbacks()
         self.finished = False
+        self.enough = False  # its client has all that it wanted, before a worker said that it is finished
         self._delivered: list[int] = []
         self._recoveries: tuple[str, ...] = ()  # of all attempts so far
         self._earlier: tuple[str, ...] = ()  # of the attempts before this one

@@ -91,10 +91,10 @@ class Workers:
         """Send a request to a linked worker."""
         self._links[entry.key].submit(request)
 
-    def cancel(self, entry: Entry, request_id: str, attempt: int) -> None:
-        """Have it forgotten; fine when the worker is gone."""
+    def cancel(self, entry: Entry, request_id: str, attempt: int, *, enough: bool) -> None:
+        """Have it forgotten, as its client has all that it wanted, or for another reason; fine when the worker is gone."""
         if (link := self._links.get(entry.key)) is not None:
-            link.cancel(request_id, attempt)
+            link.cancel(request_id, attempt, enough=enough)
 
     async def changed(self, timeout_s: float) -> None:
         """Wait for a worker to appear, at most `timeout_s`."""

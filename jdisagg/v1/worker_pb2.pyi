@@ -14,12 +14,14 @@ class Submit(_message.Message):
     def __init__(self, request: _Optional[_Union[_common_pb2.EngineRequest, _Mapping]] = ...) -> None: ...
 
 class Cancel(_message.Message):
-    __slots__ = ("request_id", "attempt")
+    __slots__ = ("request_id", "attempt", "enough")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ENOUGH_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+    enough: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., enough: _Optional[bool] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("ticks",)

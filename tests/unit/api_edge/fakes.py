@@ -15,7 +15,7 @@ from jdisagg.api.edge import Edge
 from jdisagg.api.generation import GenerationServicer
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.server import make_server
-from jdisagg.api.token_engine import Health, ModelCard
+from jdisagg.api.token_engine import Enough, Health, ModelCard
 from jdisagg.core.errors import RequestError
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, TokenLogprob
 from jdisagg.text.tokenizer import Tokenizer
@@ -42,6 +42,7 @@ class FakeEngine:
         self.requests: list[EngineRequest] = []
         self.live: set[str] = set()
         self.cancelled: list[str] = []
+        self.had_enough: list[str] = []  # of the cancelled ones
         self.state = Health(healthy=True, ready=True)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
@@ -56,6 +57,9 @@ class FakeEngine:
                 await asyncio.sleep(self.delay_s)
                 finished = output.finish is not None
                 yield output
+        except Enough:
+            self.had_enough.append(request.request_id)
+            raise
         finally:
             self.live.remove(request.request_id)
             if not finished:

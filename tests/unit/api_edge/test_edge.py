@@ -65,11 +65,14 @@ def test_an_id_is_taken_until_the_engine_has_let_go_of_it(tokenizer: Tokenizer) 
         stream = edge.stream(await edge.admit(_request(n=3, max_tokens=9)))
         await anext(stream)
         assert engine.live
+        assert not engine.had_enough
         closing = asyncio.ensure_future(stream.aclose())
         while not closing.done():
             assert edge.num_live or not engine.live
             await asyncio.sleep(0)
         assert (edge.num_live, engine.live) == (0, set())
+        assert engine.cancelled
+        assert not engine.had_enough, "a client that leaves is an abort"
 
     run(check())
 
@@ -91,6 +94,7 @@ def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
         assert len(tokens) == 4
         transcript = await edge.complete(await edge.admit(_request(stop=("a",), max_tokens=9)))
         assert transcript.choices[0].text == ""
+        assert edge._engine.had_enough == edge._engine.cancelled != [], "a stop is no abort"
         sampling = SamplingParams(min_tokens=3)
         transcript = await edge.complete(await edge.admit(_request(stop=("a",), max_tokens=9, sampling=sampling)))
         assert transcript.choices[0].text == "aaa"

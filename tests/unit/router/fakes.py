@@ -43,6 +43,7 @@ class ArithmeticEngine:
         self.refusals: list[RequestError] = []  # each is used once; may be shared
         self.live: dict[str, tuple[EngineRequest, OutputSink, list[int]]] = {}
         self.seen: list[EngineRequest] = []
+        self.had_enough: list[str] = []  # requests cancelled because of that
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
         self.seen.append(request)
@@ -58,10 +59,11 @@ class ArithmeticEngine:
         """Send an output that nothing asked for."""
         self._last_sink([output])
 
-    def cancel(self, request_id: str, attempt: int, sink: OutputSink) -> None:
+    def cancel(self, request_id: str, attempt: int, sink: OutputSink, *, enough: bool = False) -> None:
         mine = self.live.get(request_id)
         if mine is not None and (mine[0].attempt, mine[1]) == (attempt, sink):
             del self.live[request_id]
+            self.had_enough += [request_id] if enough else []
 
     @property
     def load(self) -> Load:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from jdisagg.api.token_engine import Enough
 from jdisagg.core.errors import HandoffLost, Overloaded, RequestError
 from jdisagg.core.requests import EngineRequest, Output, Role, SamplingParams
 from jdisagg.router.homes import Homes
@@ -154,6 +155,26 @@ def test_every_end_of_a_request_has_its_reason(error, reason):
         assert_whole(asked := ask("r4"), await collect(router, asked))
         assert count("length") == 1
         assert count("error") == (reason == "error")
+        await stop(router, worker)
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize(("enough", "reason"), [(True, "stop"), (False, "abort")])
+def test_workers_hear_whether_a_client_left_or_had_enough(enough: bool, reason: str) -> None:
+    async def body() -> None:
+        router = await Router().start()
+        (worker,) = await fleet(FakeWorker((router.address,)), router=router)
+        outputs = router.engine.generate(ask("r1", max_tokens=5000))
+        await anext(outputs)
+        if enough:
+            with pytest.raises(Enough):
+                await outputs.athrow(Enough())
+        else:
+            await outputs.aclose()
+        await until(lambda: not worker.engine.live)
+        assert worker.engine.had_enough == (["r1"] if enough else [])
+        assert router.metrics.requests_finished.labels(reason=reason)._value.get() == 1
         await stop(router, worker)
 
     run_quiet(body())

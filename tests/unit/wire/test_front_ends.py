@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jdisagg.api.local_engine import LocalEngine
-from jdisagg.api.token_engine import ModelCard
+from jdisagg.api.token_engine import Enough, ModelCard
 from jdisagg.api.worker_client import WorkerLink
 from jdisagg.api.worker_service import WorkerService
 from jdisagg.core.errors import InvalidRequest
@@ -174,5 +174,23 @@ def test_a_front_end_that_goes_takes_its_own_requests_with_it() -> None:
             assert goes.outputs == []
             assert await worker.streams() == []
             await stays.link.close()
+
+    checked(body)
+
+
+@pytest.mark.parametrize(("enough", "reason"), [(True, "stop"), (False, "abort")])
+def test_a_stop_string_counts_as_a_stop_and_a_client_that_leaves_as_an_abort(enough: bool, reason: str) -> None:
+    async def body() -> None:
+        async with working() as worker:
+            outputs = worker.local.generate(request("own", (1, 2), 40))
+            await anext(outputs)
+            if enough:
+                with pytest.raises(Enough):
+                    await outputs.athrow(Enough())
+            else:
+                await outputs.aclose()
+            finished = worker.engine.metrics.requests_finished
+            await until(lambda: finished.labels(reason=reason)._value.get() == 1)
+            assert sum(sample.value for sample in finished.collect()[0].samples) == 1
 
     checked(body)
