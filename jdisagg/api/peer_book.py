@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 from jdisagg.api.peer_ports import Reached
 
@@ -52,7 +53,8 @@ class PeerBook:
             at = f"backend {port.backend} is not reachable at {port.endpoint}"
             log.warning("prefill peer %s: %s (%s); KV comes over %s", peer, at, port.why, over)
         if known.backends != reached.backends and not news:
-            log.info("prefill peer %s: KV comes over %s", peer, over)
+            later = f"; {', '.join(reached.pending)} is still being tried" if reached.pending else ""
+            log.info("prefill peer %s: KV comes over %s%s", peer, over, later)
         known.backends = reached.backends
         known.unreachable = frozenset(port.endpoint for port in reached.unreachable)
 
@@ -64,6 +66,11 @@ class PeerBook:
     def whys(self) -> dict[str, str]:
         """Of all that were spoken to. Any thread."""
         return {peer: known.why for peer, known in list(self._peers.items()) if known.why is not None}
+
+    def snapshot(self) -> dict[str, dict[str, Any]]:
+        """JSON-able: what KV comes over, and why it does not. Any thread."""
+        known = list(self._peers.items())
+        return {peer: {"backends": list(one.backends), "why_not": one.why} for peer, one in known if one.why is not None}
 
     def unused(self, now_s: float) -> list[str]:
         """Peers without a new hand-off for a while."""

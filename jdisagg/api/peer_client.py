@@ -92,8 +92,12 @@ class GrpcPeerClient:
         return self._book.why(peer) == ""
 
     def failures(self) -> dict[str, str]:
-        """Peers spoken to, and why each cannot be used; "" = it can. For /ready and debug state."""
+        """Peers spoken to, and why each cannot be used; "" = it can. For /ready."""
         return self._book.whys()
+
+    def snapshot(self) -> dict[str, Any]:
+        """The same peers, and what KV comes over from each, for debug state."""
+        return self._book.snapshot()
 
     # --- the loop
 

@@ -32,10 +32,11 @@ class Unreachable:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Backends that KV can come over, in order of preference, and those that were tried in vain."""
+    """Backends that KV can come over, in order of preference, those that were tried in vain, and those still being tried."""
 
     backends: tuple[str, ...]
     unreachable: tuple[Unreachable, ...] = ()
+    pending: tuple[str, ...] = ()
 
 
 class PeerPorts:
@@ -58,7 +59,8 @@ class PeerPorts:
         unproven = {name for name, proof in ports.items() if proof.why is not None or (proof is first and not proof.is_reached)}
         usable = tuple(name for name in agreed if name not in unproven)
         failed = [Unreachable(name, proof.endpoint, proof.why) for name, proof in ports.items() if proof.why is not None]
-        return Reached(usable or agreed, tuple(failed))
+        pending = tuple(name for name, proof in ports.items() if name in unproven and proof.why is None)
+        return Reached(usable or agreed, tuple(failed), pending)
 
     async def close(self) -> None:
         """Stop trying."""

@@ -20,7 +20,7 @@ _HOST_BUCKETS_S = (
     *(0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
 )
 _RUNGS = ("refetch", "other_backend", "reconnect", "other_prefill", "local_prefill")
-_HEDGE_OUTCOMES = ("moved", "returned", "refused")
+_HEDGE_OUTCOMES = ("moved", "returned", "refused", "abandoned")
 _RUNGS_OF_ROUTERS = ("replay",)
 # fed by a process without an engine, too; the others would be 0 there for ever
 _WITHOUT_ENGINE = frozenset(

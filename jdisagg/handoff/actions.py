@@ -122,6 +122,7 @@ class Hedged:
     """A hedge is over: what became of asking `other` while `peer` was quiet. For the metric and the log."""
 
     outcome: str  # "moved" to `other` | "returned": `peer` was heard again | "refused": `other` could not help
+    # | "abandoned": the request ended
     request_id: str
     peer: str
     other: str

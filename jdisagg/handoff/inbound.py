@@ -16,7 +16,7 @@ from typing import Any
 
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, RequestError, Unavailable
 from jdisagg.core.requests import EngineRequest, Output, Provenance
-from jdisagg.handoff.actions import CancelFetch, CloseStream, DecodeAction, Recovered
+from jdisagg.handoff.actions import CancelFetch, CloseStream, DecodeAction, Hedged, Recovered
 from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import Ladder
 from jdisagg.handoff.messages import ChunkReady, HandoffId, Open
@@ -112,10 +112,11 @@ class Inbound:
 
     def hang_up(self) -> list[DecodeAction]:
         """Drop the stream and a doubted one; what they brought without a gap stays."""
+        hedge = self.stream.peer if self.stream else ""
         actions = self._keep_and_drop()
         if self.doubted is not None:
-            self.go_back()
-            actions += self._keep_and_drop()
+            quiet = self.go_back().stream.peer
+            actions += [*self._keep_and_drop(), Hedged("abandoned", self.request.request_id, quiet, hedge)]
         return actions
 
     def set_aside(self, silent_s: float, now_s: float) -> None:

@@ -36,6 +36,10 @@ class Ladder:
         """`peer` has no room now."""
         self._busy.add(peer)
 
+    def ask_all_again(self) -> None:
+        """Who had no room may have some by now."""
+        self._busy.clear()
+
     def next_peer(self, but: str = "") -> str | None:
         """The first peer that has neither failed nor said it is full; not `but`."""
         shunned = {but, *self._num_failures, *self._busy}
@@ -52,6 +56,6 @@ class Ladder:
 
     def pause(self) -> float:
         """Seconds to wait before everyone who was full may be asked again; doubles with every call."""
-        self._busy.clear()
+        self.ask_all_again()
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
         return pause_s

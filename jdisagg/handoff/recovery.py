@@ -140,6 +140,7 @@ class Recovery:
         assert hedge is not None
         peer = record.ladder.next_peer(but=doubted.stream.peer)
         if peer is None:
+            record.ladder.ask_all_again()  # should the quiet one fall quiet again
             return self._go_back(record, "refused", now_s)
         return [act.CancelFetch(hedge.handoff), act.CloseStream(hedge.handoff), *self._open(record, peer, now_s)]
 

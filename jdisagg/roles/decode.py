@@ -257,6 +257,6 @@ class DecodeRole:
     def snapshot(self) -> dict[str, Any]:
         """Hand-offs of this worker."""
         return self._handoffs.snapshot() | {
-            "peers": self._peers.failures(),
+            "peers": self._peers.snapshot(),
             "lending": {} if self._lending is None else self._lending.snapshot(),
         }

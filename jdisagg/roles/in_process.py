@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jdisagg.handoff.events import FromPrefill, PeerMessage, PeerOpened
 from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, Open, PrefillToDecode, StreamEnded
 from jdisagg.roles.inbox import Inbox
@@ -51,3 +53,7 @@ class InProcessPeers:
     def failures(self) -> dict[str, str]:
         """Never any."""
         return {self.ADDRESS: ""}
+
+    def snapshot(self) -> dict[str, Any]:
+        """The other engine."""
+        return {self.ADDRESS: {"backends": ["device_put"], "why_not": ""}}

@@ -61,5 +61,9 @@ class PeerClient(Protocol):
         """Peers spoken to, and why each cannot be used; "" = it can."""
         ...
 
+    def snapshot(self) -> dict[str, Any]:
+        """The same peers, and what KV comes over from each, as JSON-able data."""
+        ...
+
 
 OutputSink = Callable[[list[Output]], None]  # called once per tick by the engine thread; must not block

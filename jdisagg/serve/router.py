@@ -84,6 +84,8 @@ async def serve(config: Config, process: Process) -> int:
     unfinished = await drain(monotonic() + config.server.drain_s)
     if unfinished:
         log.warning("%d requests were still running at the end of --drain-s", unfinished)
+    else:
+        log.info("drained: every request has ended")
     await fleet.everybody_told()
     await engine.close()
     await http.stop()

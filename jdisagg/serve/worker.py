@@ -93,6 +93,8 @@ async def serve(config: Config, process: Process) -> int:
     unfinished = await parts.drain(monotonic() + config.server.drain_s)
     if unfinished:
         log.warning("%d requests were still running at the end of --drain-s", unfinished)
+    else:
+        log.info("drained: every request has ended")
     await http.stop()
     await grpc_server.stop(1.0)
     await parts.close()

@@ -240,14 +240,25 @@ def test_a_quiet_one_that_dies_leaves_the_request_to_the_other() -> None:
     assert only(act.KVComplete, side.on_arrived(H2, "y", 0.1, 2.0)).provenance.recoveries == ("other_prefill",)
 
 
-def test_one_without_room_or_hope_leaves_the_request_with_the_quiet_one() -> None:
-    for answer in (Refused(error=Overloaded("full")), StreamEnded(reason="unreachable")):
-        side = hedged()
-        back = say(side, H2, answer)
-        assert outcome(back) == ("refused", "p", "q")
-        assert side.snapshot()["handoffs"]["r"]["doubted_peer"] == ""
-        assert none_of(act.OpenStream, say(side, H, QUIET)), "nobody else is left to ask"
-        assert say(side, H, SILENCE), "what was to come without a hedge comes"
+FULL, UNREACHABLE = Refused(error=Overloaded("full")), StreamEnded(reason="unreachable")
+
+
+@pytest.mark.parametrize("answer", [FULL, UNREACHABLE])
+def test_one_without_room_or_hope_leaves_the_request_with_the_quiet_one(answer: Refused | StreamEnded) -> None:
+    side = hedged()
+    assert outcome(say(side, H2, answer)) == ("refused", "p", "q")
+    assert side.snapshot()["handoffs"]["r"]["doubted_peer"] == ""
+    assert say(side, H, SILENCE), "what was to come without a hedge comes"
+
+
+def test_who_had_no_room_is_asked_at_the_next_quiet_spell_and_who_failed_is_not() -> None:
+    side = hedged()
+    say(side, H2, FULL)
+    assert only(act.OpenStream, say(side, H, QUIET)).peer == "q"
+    assert outcome(say(side, H3, FULL)) == ("refused", "p", "q")
+    side = hedged()
+    say(side, H2, UNREACHABLE)
+    assert none_of(act.OpenStream, say(side, H, QUIET)), "nobody else is left to ask"
 
 
 def test_the_next_of_several_is_asked_when_one_has_no_room() -> None:
@@ -288,7 +299,10 @@ def test_a_first_token_is_delivered_once_whoever_computes_the_rest() -> None:
 
 @pytest.mark.covers("C10")
 def test_every_end_closes_both_streams() -> None:
-    assert closed(hedged().release("r")) == [H2, H]
+    released = hedged().release("r")
+    assert closed(released) == [H2, H]
+    assert outcome(released) == ("abandoned", "p", "q")
+    assert none_of(act.Hedged, transferring().release("r")), "there was none"
     late = hedged()
     assert closed(late.tick(101.0)) == [H2, H]
     assert late.is_idle

@@ -157,6 +157,9 @@ class Wire:
     def is_down(self, peer: str) -> bool:
         return peer in self.down
 
+    def snapshot(self) -> dict[str, Any]:
+        return dict(self.failures())
+
     def failures(self) -> dict[str, str]:
         return {peer: "down" if peer in self.down else "" for peer in PEERS}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from jdisagg.core.requests import FinishReason, Output, Role
 from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.engine_loop import IDLE_WAIT_S
 from jdisagg.roles.engine_thread import EngineThread
+from jdisagg.roles.inbox import Cancel
 from jdisagg.v1 import worker_pb2_grpc
 from tests.unit.roles.engine import Engine
 from tests.unit.sched.engine_fake import expected, request
@@ -182,15 +184,33 @@ def test_a_front_end_that_goes_takes_its_own_requests_with_it() -> None:
 def test_a_stop_string_counts_as_a_stop_and_a_client_that_leaves_as_an_abort(enough: bool, reason: str) -> None:
     async def body() -> None:
         async with working() as worker:
-            outputs = worker.local.generate(request("own", (1, 2), 40))
-            await anext(outputs)
-            if enough:
-                with pytest.raises(Enough):
-                    await outputs.athrow(Enough())
-            else:
-                await outputs.aclose()
+            await worker.freeze()  # so that nothing ends by itself
+            sink: Callable[[list[Output]], None] = lambda outputs: None  # noqa: E731
+            worker.local.submit(request("own", (1, 2), 40), sink)
+            worker.local.cancel("own", 0, sink, enough=enough)
+            worker.thread.thaw()
             finished = worker.engine.metrics.requests_finished
             await until(lambda: finished.labels(reason=reason)._value.get() == 1)
-            assert sum(sample.value for sample in finished.collect()[0].samples) == 1
+
+    checked(body)
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_the_engine_hears_why_nobody_listens_any_more(enough: bool) -> None:
+    async def body() -> None:
+        posted: list[Any] = []
+        thread: Any = SimpleNamespace(loop=SimpleNamespace(inbox=SimpleNamespace(post=posted.append)))
+        local = LocalEngine(thread, CARD, not_ready_reason=lambda: "")
+        outputs = local.generate(request("own", (1, 2), 40))
+        first = asyncio.ensure_future(anext(outputs))
+        await until(lambda: posted)
+        posted[0].sink([Output(request_id="own", token_ids=(7,))])
+        await first
+        if enough:
+            with pytest.raises(Enough):
+                await outputs.athrow(Enough())
+        else:
+            await outputs.aclose()
+        assert posted[1:] == [Cancel("own", 0, local._sink, enough)]
 
     checked(body)

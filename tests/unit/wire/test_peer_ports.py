@@ -157,7 +157,7 @@ def test_a_firewall_costs_hand_offs_a_moment_and_it_is_tried_again(firewall: Fir
         theirs = identity(backends=(tcp("127.0.0.1:1"), GRPC))
         began_s = monotonic()
         for _ in range(20):
-            assert await ports.reach(theirs, agreed) == Reached(("grpc",))
+            assert await ports.reach(theirs, agreed) == Reached(("grpc",), pending=("tcp",))
         assert monotonic() - began_s < 0.4
         while not (reached := await ports.reach(theirs, agreed)).unreachable:
             await asyncio.sleep(0.01)
@@ -259,6 +259,33 @@ def test_a_port_that_d_does_not_reach_is_said_once_and_kv_comes_over_grpc(
         assert level == "WARNING"
         assert line.startswith(f": backend tcp is not reachable at {refusing} (")
         assert line.endswith("refused); KV comes over grpc")
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_a_port_that_is_still_tried_is_said_and_shown(
+    refusing: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(peer_ports, "PATIENCE_S", 0.1)
+
+    async def late(self: object) -> None:
+        await asyncio.sleep(0.5)
+
+    async def body() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(peer_ports._Proof, "_attempt", late)
+            p = Prefill(identity(backends=(tcp(refusing), GRPC)))
+            d = Decode(identity(epoch="d", backends=OF_D))
+            address = await p.start()
+            assert await hand_off(d, address, H1) == ("grpc",)
+            assert peer_log(caplog, address) == [("INFO", ": KV comes over grpc; tcp is still being tried")]
+            assert d.client.snapshot() == {address: {"backends": ["grpc"], "why_not": ""}}
+            await asyncio.sleep(0.6)
+            assert await hand_off(d, address, H2) == ("tcp", "grpc")
+            assert d.client.snapshot() == {address: {"backends": ["tcp", "grpc"], "why_not": ""}}
         await d.client.aclose()
         await p.server.stop(0)
 
