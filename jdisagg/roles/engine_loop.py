@@ -16,7 +16,7 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from jdisagg.core.errors import InvalidRequest, NumericalError, RequestError, Unavailable
+from jdisagg.core.errors import NumericalError, RequestError, Unavailable
 from jdisagg.core.fleet import Load
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import FinishReason, Output, Provenance
@@ -142,7 +142,9 @@ class EngineLoop:
                 # Its router replays it here and the cancel of the older attempt, on a broken stream, is still under way.
                 self._cancel(request.request_id, older.request.attempt, outputs, now_s)
             if request.request_id in self._streams:
-                raise InvalidRequest(f"request id {request.request_id!r} is already running; use a new one", field="request_id")
+                taken = f"request id {request.request_id!r} is running here already, for another front end"
+                # no InvalidRequest: when its router has died, and the client asks another, the old one ends within a second
+                raise Unavailable(f"{taken}; use a new id, or ask again when it has ended")
             self._side.admit(request, now_s)
         except RequestError as error:
             self._metrics.requests_finished.labels(reason="refused").inc()
