@@ -151,7 +151,7 @@ def test_an_id_that_two_front_ends_use_stays_with_the_first_whatever_the_second_
             assert first.ends() == [FinishReason.LENGTH]
             (refused,) = second.outputs
             assert isinstance(refused.error, Unavailable), "its router may try another worker, or wait for the end"
-            assert "use a new one" in refused.error.message
+            assert "use a new id" in refused.error.message
             await first.link.close()
             await second.link.close()
 
