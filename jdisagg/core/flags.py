@@ -29,6 +29,7 @@ class Flag:
     aliases: tuple[str, ...] = ()
     only: tuple[str, ...] = ()  # the roles it is for; () = every role with an engine, or all (see `core.scope`)
     role_choices: tuple[tuple[str, tuple[str, ...]], ...] = ()  # roles that choose among fewer
+    role: str = ""  # the choices are this role's
 
     @property
     def option(self) -> str:
@@ -37,7 +38,8 @@ class Flag:
 
     def of(self, role: str | None) -> Flag:
         """The flag with the choices that the role has; None = not known."""
-        return replace(self, choices=dict(self.role_choices).get(role or "", self.choices))
+        of_roles = dict(self.role_choices)
+        return replace(self, choices=of_roles[role], role=role) if role in of_roles else self
 
 
 _MODEL = (

@@ -44,7 +44,7 @@ def read_value(flag: Flag, hint: Any, raw: object, where: str, *, is_text: bool)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(_choice(raw, tuple(member.value for member in kind), where))
     text = _string(raw, where)
-    return _choice(text, flag.choices, where) if flag.choices else text
+    return _choice(text, flag.choices, where, flag.role) if flag.choices else text
 
 
 def parse_ranges(text: str, where: str = "ranges") -> tuple[int, ...]:
@@ -79,9 +79,9 @@ def _string(raw: object, where: str) -> str:
     return raw
 
 
-def _choice(raw: object, choices: tuple[str, ...], where: str) -> str:
+def _choice(raw: object, choices: tuple[str, ...], where: str, role: str = "") -> str:
     if not isinstance(raw, str) or raw not in choices:
-        fail(where, raw, "one of " + ", ".join(choices))
+        fail(where, raw, f"one of {', '.join(choices)}{f' with --role {role}' if role else ''}")
     return raw
 
 

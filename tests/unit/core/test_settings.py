@@ -62,7 +62,7 @@ def test_a_role_is_offered_the_backends_that_it_has(write, role: str, wanted: st
             where, arguments = f"{path} [transfer] kv_transfer_backend", ["--config", path, "--role", role]
         else:
             where, arguments = "--kv-transfer-backend", ["--kv-transfer-backend", got, "--role", role]
-        assert message(*arguments) == f"{where}: got {got!r}, wanted one of {wanted}"
+        assert message(*arguments) == f"{where}: got {got!r}, wanted one of {wanted} with --role {role}"
     for choice in wanted.split(", "):
         assert load("--kv-transfer-backend", choice, "--role", role).transfer.kv_transfer_backend == choice
 
