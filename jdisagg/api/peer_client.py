@@ -78,7 +78,7 @@ class GrpcPeerClient:
         self._cross(self._close, handoff)
 
     def watch(self, peers: tuple[str, ...]) -> None:
-        """Keep asking these peers whether they are there, so that `usable` is true before the first request."""
+        """Keep asking these peers whether they are there, so that `failures` knows before the first request."""
         self._watched |= set(peers)
         for peer in peers:
             self._cross(self._start, self._probe_forever(peer))
@@ -86,10 +86,6 @@ class GrpcPeerClient:
     def is_down(self, peer: str) -> bool:
         """Whether a watched peer did not answer last time. Others are found out by asking."""
         return peer in self._watched and bool(self._book.why(peer))
-
-    def usable(self, peer: str) -> bool:
-        """Whether the last thing heard of the peer was good. False for a peer never spoken to."""
-        return self._book.why(peer) == ""
 
     def failures(self) -> dict[str, str]:
         """Peers spoken to, and why each cannot be used; "" = it can. For /ready."""

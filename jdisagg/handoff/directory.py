@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from jdisagg.core.fleet import MAX_PREFILL_PEERS
 
 
@@ -23,3 +25,12 @@ class PrefillDirectory:
     def candidates(self) -> tuple[str, ...]:
         """For one request, in order of preference."""
         return tuple(dict.fromkeys((*self.static, *self.told[:MAX_PREFILL_PEERS])))
+
+    def not_ready_reason(self, failures: Mapping[str, str]) -> str:
+        """Empty when one of them can be expected to serve. `failures`: why each peer spoken to cannot be used, "" = it can. A
+        router tells of workers that it hears from: such a one counts until it failed here; one of --prefill has to answer."""
+        if any(failures.get(peer) == "" for peer in self.static) or any(not failures.get(peer) for peer in self.told):
+            return ""
+        reasons = "; ".join(f"{peer}: {why}" for peer, why in failures.items() if why)
+        nobody = "none has answered yet" if self.static else "no router knows one"
+        return f"no usable prefill worker ({reasons or nobody})"

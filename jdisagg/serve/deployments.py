@@ -31,7 +31,6 @@ from jdisagg.roles.side import Side
 from jdisagg.serve.backends import decode_backends, prefill_backends
 from jdisagg.serve.engines import Core, build_core, decode_side, prefill_side, start_engine, unified_side, usable_devices
 from jdisagg.serve.mirror import borrowing, lending, wants_to_borrow
-from jdisagg.serve.preflight import check_backend
 from jdisagg.transfer.choice import PublisherSet
 from jdisagg.transfer.device_put import DevicePutPublisher, Exchange, device_put_fetcher
 from jdisagg.transfer.drill import TransferDrill
@@ -91,12 +90,7 @@ class Deployment:
         """Empty when a request would be served now: on D that takes a usable P, or leave to prefill here."""
         if self.peer_client is None or self._core.config.transfer.local_prefill is not LocalPrefill.NEVER:
             return ""
-        failures = self.peer_client.failures()
-        if any(failures.get(peer) == "" for peer in self.prefill.static) or any(not failures.get(p) for p in self.prefill.told):
-            return ""
-        reasons = "; ".join(f"{peer}: {why}" for peer, why in failures.items() if why)
-        nobody = "none has answered yet" if self.prefill.static else "no router knows one"
-        return f"no usable prefill worker ({reasons or nobody})"
+        return self.prefill.not_ready_reason(self.peer_client.failures())
 
     @property
     def needs_prefill(self) -> bool:
@@ -154,7 +148,6 @@ def build_deployment(
 ) -> Deployment:
     """Build the role's engines, running; peers are reached with `credentials`, and they reach this process's gRPC server at
     `address` ("" = not at all). Raises ConfigError."""
-    check_backend(config)
     host = address.rpartition(":")[0] or "127.0.0.1"
     compiles = CompileCounter()
     if config.role == "colocated":

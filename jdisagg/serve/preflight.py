@@ -8,7 +8,6 @@ from __future__ import annotations
 from jdisagg.api.http.server import listen
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.flags import BY_NAME
 from jdisagg.models.limits import check_model
 from jdisagg.models.resolve import read_config, resolve_model
 from jdisagg.models.safetensors_files import check_layers, has_safetensors
@@ -26,7 +25,6 @@ def check_worker(config: Config) -> None:
             f"--grpc-port: got {config.server.grpc_port}, which is --port as well; choose another, or 0 for a free one"
         )
     _check_pool(config)
-    check_backend(config)
     directory = resolve_model(config.model.model)
     spec = ModelSpec.from_config(read_config(directory))
     tps = (config.prefill_tp, config.decode_tp) if config.role == "colocated" else (config.model.tensor_parallel_size,)
@@ -36,16 +34,6 @@ def check_worker(config: Config) -> None:
         read_text_model(directory)
     if config.model.load_format != "dummy" and has_safetensors(directory):
         check_layers(directory, spec.num_layers)
-
-
-def check_backend(config: Config) -> None:
-    """Raise ConfigError for a transfer backend that the role does not have."""
-    wanted = BY_NAME["kv_transfer_backend"].of(config.role).choices
-    got = config.transfer.kv_transfer_backend
-    if got not in wanted:
-        raise ConfigError(
-            f"--kv-transfer-backend: got {got!r}, --role {config.role} has {', '.join(wanted)}", field="kv_transfer_backend"
-        )
 
 
 def _check_port(flag: str, host: str, port: int) -> None:

@@ -1,5 +1,7 @@
 """Prefill workers for requests that name none."""
 
+import pytest
+
 from jdisagg.core.fleet import MAX_PREFILL_PEERS
 from jdisagg.handoff.directory import PrefillDirectory
 
@@ -29,3 +31,26 @@ def test_one_request_tries_the_best_few() -> None:
     directory.learn("r:1", everybody)
     assert directory.told == everybody
     assert directory.candidates == everybody[:MAX_PREFILL_PEERS]
+
+
+@pytest.mark.parametrize(
+    ("static", "told", "failures", "reason"),
+    [
+        ((), (), {}, "no router knows one"),
+        ((), ("p:1",), {}, ""),
+        ((), ("p:1",), {"p:1": ""}, ""),
+        ((), ("p:1", "p:2"), {"p:1": "frozen"}, ""),
+        ((), ("p:1",), {"p:1": "frozen", "gone:1": ""}, "p:1: frozen"),
+        (("s:1",), (), {}, "none has answered yet"),
+        (("s:1",), (), {"s:1": ""}, ""),
+        (("s:1", "s:2"), (), {"s:1": "frozen", "s:2": ""}, ""),
+        (("s:1",), (), {"s:1": "frozen"}, "s:1: frozen"),
+        (("s:1",), ("p:1",), {"s:1": "frozen", "p:1": "refused"}, "s:1: frozen; p:1: refused"),
+    ],
+)
+def test_a_router_s_worker_counts_until_it_failed_and_a_named_one_once_it_answered(
+    static: tuple[str, ...], told: tuple[str, ...], failures: dict[str, str], reason: str
+) -> None:
+    directory = PrefillDirectory(static)
+    directory.learn("r:1", told)
+    assert directory.not_ready_reason(failures) == (f"no usable prefill worker ({reason})" if reason else "")

@@ -79,6 +79,10 @@ class Decode:
             who or identity(epoch="d"), loop=asyncio.get_running_loop(), post=self.events.append, config=config
         )
 
+    def usable(self, peer: str) -> bool:
+        """Whether the last thing heard of it was good."""
+        return self.client.failures().get(peer) == ""
+
     def messages(self, handoff: HandoffId) -> list[object]:
         """What P said, and the end."""
         mine = [event.message for event in self.events if event.handoff == handoff]
@@ -201,7 +205,7 @@ def test_a_failed_question_never_ends_the_streams_beside_it(monkeypatch):
         d.client.watch((address,))
         await asyncio.sleep(0.6)
         assert d.ends(H1) == []
-        assert not d.client.usable(address)
+        assert not d.usable(address)
         p.opened()[0].reply.send(Accepted(cached_tokens=3))
         await until(lambda: d.messages(H1) == [Accepted(cached_tokens=3)])
         d.client.close(H1)
@@ -225,7 +229,7 @@ def test_watched_peers_are_known_to_be_down_until_they_answer(monkeypatch):
         await until(lambda: d.client.is_down(address))
         await p.start(port)
         await until(lambda: not d.client.is_down(address))
-        assert d.client.usable(address)
+        assert d.usable(address)
         await d.client.aclose()
         await p.server.stop(0)
 
@@ -243,12 +247,12 @@ def test_death_of_prefill_ends_every_stream_once_within_a_second():
         for opened in p.opened():
             opened.reply.send(Accepted(cached_tokens=0))
         await until(lambda: d.messages(H1) and d.messages(H2))
-        assert d.client.usable(address)
+        assert d.usable(address)
         await p.server.stop(0)
         assert await until(lambda: d.ends(H1) and d.ends(H2)) < 1.0
         await asyncio.sleep(0.1)
         assert d.ends(H1) == d.ends(H2) == ["dead"]
-        assert not d.client.usable(address)
+        assert not d.usable(address)
         assert len(p.ends()) == 2
         await d.client.aclose()
 
@@ -330,7 +334,7 @@ def test_unreachable_prefill_fails_within_about_a_second(kind):
             assert await until(lambda: d.ends(H1)) < 1.6
             assert d.ends(H1) == ["unreachable"]
             assert address in str(d.events[0].message.error)
-            assert not d.client.usable(address)
+            assert not d.usable(address)
             await d.client.aclose()
 
     run_quiet(body())
@@ -499,7 +503,7 @@ def test_hello_refuses_an_unlike_peer_and_names_the_field(changes, field):
         assert ended.reason == "hello"
         with pytest.raises(Exception, match=field):
             raise ended.error or AssertionError("no error")
-        assert not d.client.usable(address)
+        assert not d.usable(address)
         assert p.opened() == []
         await d.client.aclose()
         await p.server.stop(0)
@@ -578,11 +582,11 @@ def test_page_size_and_dtype_may_differ_and_watched_peers_become_usable():
         theirs = CacheGroup(spec=dataclasses.replace(SPEC, dtype="bfloat16"), page_size=64)
         p, d = Prefill(identity()), Decode(identity(groups=(theirs,)))
         address = await p.start()
-        assert not d.client.usable(address)
+        assert not d.usable(address)
         d.client.watch((address,))
-        await until(lambda: d.client.usable(address))
+        await until(lambda: d.usable(address))
         await p.server.stop(0)
-        await until(lambda: not d.client.usable(address))
+        await until(lambda: not d.usable(address))
         await d.client.aclose()
 
     run_quiet(body())

@@ -100,7 +100,7 @@ def test_a_useless_answer_to_hello_ends_its_hand_offs_with_an_error_and_no_other
             assert (ended.reason, type(ended.error)) == (reason, Unavailable)
             assert address in str(ended.error)
             assert text in str(ended.error)
-        assert not d.client.usable(address)
+        assert not d.usable(address)
         assert d.ends(fine) == []
         p.opened()[0].reply.send(Accepted(cached_tokens=0))
         await until(lambda: d.messages(fine) == [Accepted(cached_tokens=0)])
