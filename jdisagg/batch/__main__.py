@@ -22,6 +22,7 @@ from jdisagg.batch.journal import Journal, check_journal
 from jdisagg.batch.results import count_lines
 from jdisagg.batch.runner import check_unpublished, run_batch
 from jdisagg.batch.sender import Sender, served_model
+from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError, JdisaggError
 from jdisagg.core.logs import setup_logs
 from jdisagg.core.settings import API_KEY_VARIABLE, load_config
@@ -54,26 +55,26 @@ async def _run(command: Command) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    async with _open_client(command) as client:
+    batch, config = command.batch, None
+    if command.server is None:
+        config = load_config(["--role", "colocated" if command.disagg else "unified", *command.serve_flags])
+        check_journal(batch.output, batch.header(config.served_name, config))
+    async with _open_client(command, config) as client:
         sender = Sender(client, patience_s=command.patience_s)
-        batch = command.batch
-        header = batch.header(await served_model(sender))
-        with Journal(batch.output, header) as journal:
+        with Journal(batch.output, batch.header(await served_model(sender), config)) as journal:
             total = len(batch.numbers())
             with tqdm(total=total, initial=len(journal), unit="req", disable=command.quiet) as bar:
                 await run_batch(batch, journal, sender, bar.update)
 
 
-def _open_client(command: Command) -> AbstractAsyncContextManager[httpx.AsyncClient]:
+def _open_client(command: Command, config: Config | None) -> AbstractAsyncContextManager[httpx.AsyncClient]:
+    """Of the server that was named, or of an engine in this process."""
     timeout = httpx.Timeout(command.request_timeout_s, connect=10.0)
-    if command.server is not None:
+    if config is None:
         key = os.environ.get(API_KEY_VARIABLE)
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=command.batch.max_concurrency)
-        return httpx.AsyncClient(base_url=command.server, timeout=timeout, headers=headers, limits=limits)
-    role = "colocated" if command.disagg else "unified"
-    config = load_config(["--role", role, *command.serve_flags])
-    check_journal(command.batch.output, command.batch.header(config.served_name))
+        limits = httpx.Limits(max_connections=command.batch.max_concurrency + 1)  # and one that asks whether it is there
+        return httpx.AsyncClient(base_url=command.server or "", timeout=timeout, headers=headers, limits=limits)
     keep_freed_memory(os.environ)
     prepare_jax(config, os.environ)
     return importlib.import_module(_LOCAL_MODULE).open_local(config, timeout)

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ from jdisagg.batch.journal import Journal, journal_path
 from jdisagg.batch.lines import BadLine, Call, read_lines
 from jdisagg.batch.results import answer_line, bad_answer_line, error_line, is_output_line
 from jdisagg.batch.sender import BadAnswer, Sender
+from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
 
+_ANSWERING = ("model", "load_format", "dtype", "kv_cache_dtype", "max_model_len", "numerics")  # what answers depend on
 Finished = tuple[int, dict[str, Any]]  # input line number, output line
 
 
@@ -28,11 +30,15 @@ class Batch:
     seed: int = 0
     max_concurrency: int = 32
 
-    def header(self, model: str) -> dict[str, Any]:
-        """What the journal must agree with."""
+    def header(self, model: str, config: Config | None = None) -> dict[str, Any]:
+        """What the journal must agree with: the name of the model that answers, and `config` of an engine in this process."""
         with self.input.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"journal": 1, "input_sha256": digest, "seed": self.seed, "model": model}
+        header: dict[str, Any] = {"journal": 1, "input_sha256": digest, "seed": self.seed, "model": model}
+        if config is not None:
+            settings = asdict(config.model) | {"numerics": config.model.numerics.value}
+            header |= {"--" + name.replace("_", "-"): settings[name] for name in _ANSWERING}
+        return header
 
     @property
     def created(self) -> int:

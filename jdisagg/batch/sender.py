@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
@@ -15,11 +17,22 @@ from jdisagg.core.errors import ConfigError, JdisaggError, Unavailable
 RETRIED = frozenset({429, 502, 503})  # "not now": the request was not run
 Answer = tuple[int, dict[str, Any]]  # HTTP status, JSON object
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+MOST_TIMES_TAKEN = 5  # and not answered, by a server that was there each time afterwards
+PROBE_TIMEOUT_S = 10.0
 _SHOWN_BYTES = 200  # of an answer that is quoted in a message
 
 
 class BadAnswer(JdisaggError):
-    """The server says that a request went well and answers no JSON object; ends that request and no other."""
+    """A server that is there answers this request with nothing that can be kept; ends it and no other."""
+
+
+@dataclass(frozen=True)
+class _NotNow:
+    """Why to ask again."""
+
+    why: str
+    taken: bool = False  # the server had the request, then hung up or said nothing: it may be the request's fault
+    timed_out: bool = False
 
 
 class Sender:
@@ -29,6 +42,7 @@ class Sender:
         """`patience_s`: how long a server may be unreachable or refuse before the batch stops."""
         self._client = client
         self._patience_s = patience_s
+        self._suspect = asyncio.Lock()  # a request that may bring the server down is asked again beside no other such
 
     async def send(self, call: Call) -> Answer:
         """(HTTP status, body) of the answer. Raises BadAnswer, and Unavailable when the server stays away for `patience_s`."""
@@ -39,36 +53,50 @@ class Sender:
         return await self._insist(path, self._client.build_request("GET", path))
 
     async def _insist(self, what: str, request: httpx.Request) -> Answer:
-        give_up_s = monotonic() + self._patience_s
-        pause_s = FIRST_PAUSE_S
+        away_since_s, times_taken, pause_s = None, 0, FIRST_PAUSE_S
         while True:
-            outcome = await self._once(request)
-            if not isinstance(outcome, str):
+            async with self._suspect if times_taken else nullcontext():
+                outcome = await self._once(request)
+            if not isinstance(outcome, _NotNow):
                 return outcome
-            if monotonic() + pause_s > give_up_s:
-                raise Unavailable(
-                    f"{what}: no answer for {self._patience_s:g} s: {outcome}; "
-                    "check the server, then run the same command again to go on from here"
-                )
+            if outcome.taken and await self._is_there():
+                away_since_s, times_taken = None, times_taken + 1
+                if outcome.timed_out or times_taken == MOST_TIMES_TAKEN:
+                    raise BadAnswer(f"the server took the request {times_taken} times and answered others only: {outcome.why}")
+            else:
+                now_s = monotonic()
+                away_since_s = now_s if away_since_s is None else away_since_s
+                if now_s + pause_s > away_since_s + self._patience_s:
+                    raise Unavailable(
+                        f"{what}: no answer for {self._patience_s:g} s: {outcome.why}; "
+                        "check the server, then run the same command again to go on from here"
+                    )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def _once(self, request: httpx.Request) -> Answer | str:
+    async def _once(self, request: httpx.Request) -> Answer | _NotNow:
         """The answer, or why to try again. Requests carry their seed, so sending one twice does no harm."""
         try:
             response = await self._client.send(request)
         except httpx.TransportError as error:
-            return f"{type(error).__name__}: {error}"
+            taken = isinstance(error, httpx.ReadTimeout | httpx.ReadError | httpx.RemoteProtocolError)
+            return _NotNow(f"{type(error).__name__}: {error}", taken, isinstance(error, httpx.ReadTimeout))
         except httpx.DecodingError as error:
             raise BadAnswer(f"the server's answer cannot be unpacked: {error}") from error
         if response.status_code in RETRIED:
-            return f"HTTP {response.status_code}: {_shown(response.content)}"
+            return _NotNow(f"HTTP {response.status_code}: {_shown(response.content)}")
         try:
             return response.status_code, _read_object(response.content)
         except BadAnswer as error:
             if response.is_success:
                 raise
             return response.status_code, {"error": {"message": error.message, "type": error.kind}}
+
+    async def _is_there(self) -> bool:
+        try:
+            return (await self._client.get("/v1/models", timeout=PROBE_TIMEOUT_S)).is_success
+        except (httpx.TransportError, httpx.DecodingError):
+            return False
 
 
 async def served_model(sender: Sender) -> str:

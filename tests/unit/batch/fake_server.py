@@ -3,33 +3,57 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from typing import Any
 
+HANGS_UP, SAYS_NOTHING = 0, -1  # in place of an HTTP status
+SILENCE_S = 3.0
+
 
 class FakeServer(ThreadingHTTPServer):
     """Answers after `delay_s`. `refusals`: how many requests to answer with 503 first. `odd`: HTTP status and body by prompt
-    (a GET: by path) in place of what it would say."""
+    (a GET: by path) in place of what it would say. `dies_of`: a prompt at which it closes all connections there are."""
 
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, *, delay_s: float = 0.0, refusals: int = 0, odd: Mapping[str, tuple[int, bytes]] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        delay_s: float = 0.0,
+        refusals: int = 0,
+        odd: Mapping[str, tuple[int, bytes]] | None = None,
+        dies_of: str | None = None,
+    ) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.delay_s = delay_s
         self.refusals = refusals
         self.odd = odd or {}
+        self.dies_of = dies_of
+        self.open: set[socket.socket] = set()
         self.asked: Counter[str] = Counter()  # prompts
         self.most_at_once = 0
         self.at_once = 0
         self.lock = threading.Lock()
         self.ids = count(1)
+
+    def hang_up(self) -> None:
+        """On everybody."""
+        for connection in list(self.open):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Whoever was hung up on cannot be written to."""
+        if self.dies_of is None:
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:
@@ -40,6 +64,15 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: FakeServer  # type: ignore[assignment]
 
+    def setup(self) -> None:
+        super().setup()
+        self.server.open.add(self.connection)
+
+    def finish(self) -> None:
+        self.server.open.discard(self.connection)
+        with suppress(OSError):
+            super().finish()
+
     def do_GET(self) -> None:
         if self.path in self.server.odd:
             self._send(*self.server.odd[self.path])
@@ -49,6 +82,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         server = self.server
+        if server.dies_of is not None and body.get("prompt") == server.dies_of:
+            server.hang_up()
         with server.lock:
             server.asked[json.dumps(body.get("prompt", body.get("messages")))] += 1
             refused = server.refusals > 0
@@ -88,6 +123,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, json.dumps(body).encode())
 
     def _send(self, status: int, raw: bytes) -> None:
+        if status == SAYS_NOTHING:
+            time.sleep(SILENCE_S)
+        if status in (HANGS_UP, SAYS_NOTHING):
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+            return
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(raw)))

@@ -16,6 +16,7 @@ from jdisagg.batch.__main__ import main
 from jdisagg.batch.journal import Journal, journal_path
 from jdisagg.batch.runner import Batch
 from jdisagg.core.errors import Unavailable
+from jdisagg.core.settings import load_config
 from tests.unit.batch.fake_server import serving
 
 LINES = [
@@ -97,6 +98,9 @@ def test_the_second_line_of_one_custom_id_is_refused_naming_both(tmp_path: Path)
     [
         (["--seed", "5"], "its seed is 0, this one's is 5"),
         (["--served-model-name", "other"], "its model is 'demo', this one's is 'other'"),
+        (["--dtype", "bfloat16"], "its --dtype is 'auto', this one's is 'bfloat16'"),
+        (["--numerics", "exact"], "its --numerics is 'fast', this one's is 'exact'"),
+        (["--max-model-len", "64"], "its --max-model-len is None, this one's is 64"),
     ],
 )
 def test_another_batch_is_refused_before_an_engine_is_loaded(
@@ -108,7 +112,7 @@ def test_another_batch_is_refused_before_an_engine_is_loaded(
     monkeypatch.setattr("jdisagg.batch.__main__.keep_freed_memory", load)  # the first step of it
     source, output = write(tmp_path / "in.jsonl", ['{"prompt": "x"}']), tmp_path / "out.jsonl"
     command = ["--input", str(source), "--output", str(output), "--model", "demo", "--quiet"]
-    header = Batch(input=source, output=output).header("demo")
+    header = Batch(input=source, output=output).header("demo", load_config(["--role", "unified"]))
     with Journal(output, header):
         assert main(command) == 2
         assert "another process is running this batch" in capsys.readouterr().err

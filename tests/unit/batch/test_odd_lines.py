@@ -10,7 +10,7 @@ import pytest
 
 from jdisagg.batch.__main__ import main
 from jdisagg.batch.strict_json import MAX_DEPTH, encode, flaw
-from tests.unit.batch.fake_server import serving
+from tests.unit.batch.fake_server import HANGS_UP, SAYS_NOTHING, serving
 from tests.unit.batch.test_batch import arguments
 
 BAD_LINES = {
@@ -43,11 +43,13 @@ def refuse_constant(name: str) -> NoReturn:
     raise AssertionError(f"{name} in the output")
 
 
-def run(tmp_path: Path, raw: bytes, odd: dict[str, tuple[int, bytes]]) -> list[dict[str, Any]]:
+def run(
+    tmp_path: Path, raw: bytes, odd: dict[str, tuple[int, bytes]], *flags: str, dies_of: str | None = None
+) -> list[dict[str, Any]]:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(raw)
-    with serving(odd=odd) as server:
-        assert main(arguments(source, output, server.url)) == 0
+    with serving(odd=odd, dies_of=dies_of, delay_s=0.0 if dies_of is None else 0.05) as server:
+        assert main(arguments(source, output, server.url, *flags)) == 0
     lines = output.read_text(encoding="utf-8").splitlines()
     return [json.loads(line, parse_constant=refuse_constant) for line in lines]
 
@@ -74,6 +76,29 @@ def test_an_answer_that_is_no_json_object_fails_its_line_only(
     assert (failed["response"], failed["custom_id"], failed["error"]["code"]) == (None, "a", "invalid_answer")
     assert "server" in failed["error"]["message"]
     assert capsys.readouterr().err.splitlines()[-1] == "jdisagg.batch: 2 ok, 1 failed"
+
+
+def prompts(*texts: str) -> bytes:
+    return b"".join(json.dumps({"prompt": text}).encode() + b"\n" for text in texts)
+
+
+@pytest.mark.parametrize(("odd", "times", "said"), [((HANGS_UP, b""), 5, "disconnected"), ((SAYS_NOTHING, b""), 1, "Timeout")])
+def test_a_line_that_the_server_takes_and_never_answers_fails_alone(
+    tmp_path: Path, odd: tuple[int, bytes], times: int, said: str
+) -> None:
+    before, failed, after = run(tmp_path, prompts("x", "poison", "y"), {"poison": odd}, "--request-timeout-s", "1")
+    assert [line["response"]["status_code"] for line in (before, after)] == [200, 200]
+    assert (failed["response"], failed["custom_id"]) == (None, "line-2")
+    assert f"took the request {times} times and answered others only" in failed["error"]["message"]
+    assert said in failed["error"]["message"]
+
+
+def test_a_line_that_brings_the_server_down_takes_no_other_with_it(tmp_path: Path) -> None:
+    texts = [f"p{number}" for number in range(60)]
+    texts[7] = "poison"
+    lines = run(tmp_path, prompts(*texts), {}, dies_of="poison")
+    assert [line["custom_id"] for line in lines if line["error"]] == ["line-8"]
+    assert sum(line["response"]["status_code"] == 200 for line in lines if line["response"]) == 59
 
 
 def test_a_failure_without_json_keeps_its_status(tmp_path: Path) -> None:
