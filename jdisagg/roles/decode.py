@@ -11,7 +11,6 @@ scheduler's remote sequences and the pool.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,15 +23,14 @@ from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.messages import Ack, Grant, HandoffId, Want
 from jdisagg.roles.inbox import Message
 from jdisagg.roles.kv_lending import KVLending
-from jdisagg.roles.overlap import TransferOverlap
 from jdisagg.roles.ports import PeerClient, Runner
 from jdisagg.roles.provenance_book import ProvenanceBook
+from jdisagg.roles.recoveries import Recoveries
 from jdisagg.roles.streams import Streams
+from jdisagg.roles.transfers import HiddenTransfers, Transfers
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed, Published, PublishFailed
-
-log = logging.getLogger(__name__)
 
 
 class DecodeRole:
@@ -61,15 +59,15 @@ class DecodeRole:
         self._peers = peers
         self._fetcher = fetcher
         self._streams = streams
-        self._metrics = metrics
         self._known_peers = known_peers
         self._lending = lending
-        self._overlap = TransferOverlap(metrics)
+        self._recoveries = Recoveries(metrics, peers)
+        self._transfers = Transfers(metrics)
+        self._hidden = HiddenTransfers(metrics)
         self._arrived: dict[tuple[HandoffId, str], Piece] = {}  # confirmed pieces until their Import action, same tick
         self._provenance = ProvenanceBook(page_size)
         self._self_tests: set[str] = set()
         self._early: list[Output] = []
-        self._num_alone = 0  # prompts computed here since a prefill worker last served, as none was known to answer
 
     # --- requests
 
@@ -107,7 +105,7 @@ class DecodeRole:
         self._execute(self._handoffs.release(request_id), 0.0)
         self._early = [output for output in self._early if output.request_id != request_id]
         self._provenance.forget(request_id)
-        self._overlap.forget(request_id)
+        self._hidden.forget(request_id)
         self._self_tests.discard(request_id)
 
     def start_self_test(self, request: EngineRequest, now_s: float) -> None:
@@ -126,15 +124,13 @@ class DecodeRole:
                 return self._execute(self._handoffs.on_message(handoff, body, now_s), now_s)
             case PieceArrived(handoff=handoff, ready=ready, piece=piece, seconds=seconds):
                 self._arrived[handoff, ready.key] = piece
-                self._metrics.transfer_seconds.labels(backend=ready.backend).observe(seconds)
-                self._overlap.arrived(handoff.request_id, seconds, now_s)
-                self._metrics.transfer_bytes.labels(backend=ready.backend).inc(ready.num_bytes)
+                self._transfers.arrived(message)
+                self._hidden.arrived(handoff.request_id, seconds, now_s)
                 outputs = self._execute(self._handoffs.on_arrived(handoff, ready.key, seconds, now_s), now_s)
                 self._arrived.pop((handoff, ready.key), None)  # late or duplicate: dropped
                 return outputs
-            case PieceFailed(handoff=handoff, ready=ready, reason=reason, detail=detail):
-                self._metrics.transfer_failures.labels(backend=ready.backend, reason=reason).inc()
-                log.warning("request %s: piece %s over %s: %s %s", handoff.request_id, ready.key, ready.backend, reason, detail)
+            case PieceFailed(handoff=handoff, ready=ready, reason=reason):
+                self._transfers.failed(message)
                 return self._execute(self._handoffs.on_failed(handoff, ready.key, reason, now_s), now_s)
             case Published() | PublishFailed() if self._lending is not None:
                 return self._execute(self._lending.on_published(message, now_s), now_s)
@@ -143,9 +139,7 @@ class DecodeRole:
 
     def before_step(self, now_s: float) -> list[Output]:
         """Deadlines and stalls of hand-offs."""
-        down = [bool(why) for why in self._peers.failures().values()]
-        self._metrics.peers.labels(state="down").set(sum(down))
-        self._metrics.peers.labels(state="usable").set(len(down) - sum(down))
+        self._recoveries.tick()
         lent = [] if self._lending is None else self._lending.tick(now_s)
         return self._execute([*lent, *self._handoffs.tick(now_s)], now_s)
 
@@ -195,12 +189,9 @@ class DecodeRole:
             case act.Import(request_id=request_id, handoff=handoff, key=key):
                 self._runner.import_tokens(self._scheduler.page_table(request_id), self._arrived.pop((handoff, key)))
             case act.Recovered():
-                self._count_recovery(action)
-            case act.Hedged(outcome=outcome, request_id=request_id, peer=peer, other=other):
-                self._metrics.prefill_hedges.labels(outcome=outcome).inc()
-                goes_on = other if outcome == "moved" else peer
-                told = (request_id, peer, other, outcome, goes_on)
-                log.debug("request %s: prefill peer %s was quiet, %s was asked: %s, goes on at %s", *told)
+                self._recoveries.recovered(action)
+            case act.Hedged():
+                self._recoveries.hedged(action)
             case act.FirstToken() | act.KVComplete() | act.ComputeLocally() | act.Fail():
                 return self._tell_scheduler(action, now_s)
         return []
@@ -210,10 +201,8 @@ class DecodeRole:
     ) -> list[Output]:
         match action:
             case act.FirstToken(request_id=request_id, output=output):
-                if self._num_alone:
-                    log.info("a prefill worker serves again; %d prompts were computed here meanwhile", self._num_alone)
-                    self._num_alone = 0
-                self._overlap.computed(request_id, now_s)
+                self._recoveries.served()
+                self._hidden.computed(request_id, now_s)
                 return [self._scheduler.remote_first_token(request_id, output, now_s)]
             case act.KVComplete(request_id=request_id, provenance=provenance):
                 self._provenance.arrived(request_id, provenance)
@@ -227,20 +216,6 @@ class DecodeRole:
                 failed = self._scheduler.fail(request_id, error)
                 return [failed] if failed is not None else []
         return []
-
-    def _count_recovery(self, action: act.Recovered) -> None:
-        self._metrics.recoveries.labels(rung=action.rung).inc()
-        if not action.peer:  # no stream was opened: said once, not for every request
-            if not self._num_alone:
-                known = "; ".join(sorted({why for why in self._peers.failures().values() if why}))
-                told = (action.request_id, action.cause, f" ({known})" if known else "")
-                log.warning("request %s: %s%s; prompts are computed here until one does", *told)
-            self._num_alone += 1
-            return
-        where = f", prefill peer {action.peer}" if action.peer and action.peer not in action.cause else ""
-        log.warning(
-            "request %s: recovering by %s; stage %s%s: %s", action.request_id, action.rung, action.stage, where, action.cause
-        )
 
     # --- views
 

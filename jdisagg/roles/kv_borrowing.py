@@ -18,6 +18,7 @@ from jdisagg.handoff import actions as act
 from jdisagg.handoff.borrower import Borrowed, Borrower, BorrowerAction, Outcome
 from jdisagg.handoff.messages import ChunkReady, Declined, HandoffId
 from jdisagg.roles.ports import Runner
+from jdisagg.roles.transfers import Transfers
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed
@@ -59,6 +60,7 @@ class KVBorrowing:
         self._runner = runner
         self._fetcher = fetcher
         self._metrics = metrics
+        self._transfers = Transfers(metrics)
         self._handoffs: dict[str, HandoffId] = {}  # of requests that borrow or have borrowed, until they are released
         self._tallies: dict[str, _Tally] = {}
         self._arrived: dict[tuple[HandoffId, str], Piece] = {}  # confirmed pieces until their Import action, same call
@@ -123,13 +125,11 @@ class KVBorrowing:
 
     def on_fetched(self, event: PieceArrived | PieceFailed, now_s: float) -> list[act.Reply]:
         """A transfer thread is through with a piece."""
-        handoff, key, backend = event.handoff, event.ready.key, self._fetcher.name
+        handoff, key = event.handoff, event.ready.key
         if isinstance(event, PieceFailed):
-            self._metrics.transfer_failures.labels(backend=backend, reason=event.reason).inc()
-            log.warning("request %s: borrowed piece %s failed: %s %s", handoff.request_id, key, event.reason, event.detail)
+            self._transfers.failed(event)
             return self._execute(self._borrower.on_failed(handoff, key, event.reason))
-        self._metrics.transfer_seconds.labels(backend=backend).observe(event.seconds)
-        self._metrics.transfer_bytes.labels(backend=backend).inc(event.ready.num_bytes)
+        self._transfers.arrived(event)
         self._arrived[handoff, key] = event.piece
         replies = self._execute(self._borrower.on_arrived(handoff, key, now_s))
         self._arrived.pop((handoff, key), None)  # late or duplicate: dropped

@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 
 from jdisagg.core.metrics import Metrics
-from jdisagg.roles.overlap import TransferOverlap
+from jdisagg.roles.transfers import HiddenTransfers
 
 
 def hidden(computed_s: float | None, *arrivals: tuple[float, float]) -> float:
     """Hidden seconds of pieces (seconds, now_s) around the first token at `computed_s`."""
     metrics = Metrics()
-    overlap = TransferOverlap(metrics)
+    transfers = HiddenTransfers(metrics)
     told = False
     for seconds, now_s in arrivals:
         if computed_s is not None and now_s >= computed_s and not told:
-            overlap.computed("r", computed_s)
-            overlap.computed("r", computed_s + 9)  # said again by a later stream: it counts from the first time
+            transfers.computed("r", computed_s)
+            transfers.computed("r", computed_s + 9)  # said again by a later stream: it counts from the first time
             told = True
-        overlap.arrived("r", seconds, now_s)
-    overlap.forget("r")
-    overlap.forget("r")
+        transfers.arrived("r", seconds, now_s)
+    transfers.forget("r")
+    transfers.forget("r")
     return metrics.transfer_hidden_seconds._value.get()
 
 

@@ -1,0 +1,56 @@
+"""Counts how a decode worker's hand-offs went on after something failed, and says so in the log."""
+
+from __future__ import annotations
+
+import logging
+
+from jdisagg.core.metrics import Metrics
+from jdisagg.handoff import actions as act
+from jdisagg.roles.ports import PeerClient
+
+log = logging.getLogger(__name__)
+
+
+class Recoveries:
+    """Feeds `jdisagg_recoveries_total`, `jdisagg_prefill_hedges_total` and `jdisagg_peers`. Owned by the engine thread."""
+
+    def __init__(self, metrics: Metrics, peers: PeerClient) -> None:
+        self._recoveries = metrics.recoveries
+        self._hedges = metrics.prefill_hedges
+        self._gauge = metrics.peers
+        self._peers = peers
+        self._num_alone = 0  # prompts computed here since a prefill worker last served, as none was known to answer
+
+    def tick(self) -> None:
+        """Bring the gauge up to date."""
+        down = [bool(why) for why in self._peers.failures().values()]
+        self._gauge.labels(state="down").set(sum(down))
+        self._gauge.labels(state="usable").set(len(down) - sum(down))
+
+    def recovered(self, action: act.Recovered) -> None:
+        """A rung of the ladder was taken. That no prefill worker answers is said once, not for every request."""
+        self._recoveries.labels(rung=action.rung).inc()
+        if not action.peer:
+            if not self._num_alone:
+                known = "; ".join(sorted({why for why in self._peers.failures().values() if why}))
+                told = (action.request_id, action.cause, f" ({known})" if known else "")
+                log.warning("request %s: %s%s; prompts are computed here until one does", *told)
+            self._num_alone += 1
+            return
+        where = f", prefill peer {action.peer}" if action.peer not in action.cause else ""
+        log.warning(
+            "request %s: recovering by %s; stage %s%s: %s", action.request_id, action.rung, action.stage, where, action.cause
+        )
+
+    def served(self) -> None:
+        """A prefill worker's first token came."""
+        if self._num_alone:
+            log.info("a prefill worker serves again; %d prompts were computed here meanwhile", self._num_alone)
+            self._num_alone = 0
+
+    def hedged(self, action: act.Hedged) -> None:
+        """A second prefill worker had been asked, as the first was quiet; now one of the two goes on."""
+        self._hedges.labels(outcome=action.outcome).inc()
+        goes_on = action.other if action.outcome == "moved" else action.peer
+        told = (action.request_id, action.peer, action.other, action.outcome, goes_on)
+        log.debug("request %s: prefill peer %s was quiet, %s was asked: %s, goes on at %s", *told)
