@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable
+from time import monotonic
 
 import grpc
 import grpc.aio
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 
 RPC_TIMEOUT_S = 1.0
 RETRY_S = 0.25
+UNHEARD_S = 5.0  # until a router that never answered is told of: it may be starting as well
 
 
 def _nobody_listens(router: str, peers: tuple[str, ...]) -> None:
@@ -47,6 +49,8 @@ class FleetClient:
         self._registered: dict[str, bool] = dict.fromkeys(routers, False)
         self._leaving: set[str] = set()  # routers that said goodbye: their end is no outage
         self._refused: set[str] = set()  # routers that did not take our API key: said once
+        self._unheard = set(routers)  # never registered with: said once
+        self._began_s = monotonic()
         self._tasks = [asyncio.create_task(self._keep(router)) for router in routers]
 
     def registered(self) -> dict[str, bool]:
@@ -77,17 +81,28 @@ class FleetClient:
             try:
                 await self._serve(router, fleet_pb2_grpc.FleetServiceStub(channel))
             except grpc.aio.AioRpcError as error:
-                _, draining = self._state()
-                if error.code() is grpc.StatusCode.UNAUTHENTICATED and router not in self._refused:
-                    self._refused.add(router)
-                    log.error("router %s refuses this worker: %s", router, error.details())
-                elif self._registered[router] and not draining:
-                    level = logging.INFO if router in self._leaving else logging.WARNING
-                    log.log(level, "router %s does not answer (%s); registering again until it does", router, error.code().name)
+                self._say(router, error)
                 self._registered[router] = False
             finally:
                 await channel.close()
             await asyncio.sleep(RETRY_S)
+
+    def _say(self, router: str, error: grpc.aio.AioRpcError) -> None:
+        """Why an RPC failed, when it is news."""
+        code, (_, draining) = error.code(), self._state()
+        if code is grpc.StatusCode.UNAUTHENTICATED and router not in self._refused:
+            self._refused.add(router)
+            log.error("router %s refuses this worker: %s", router, error.details())
+        elif draining:
+            return
+        elif self._registered[router] and router in self._leaving:
+            log.info("router %s has stopped, as it said; registering again when it is back", router)
+        elif self._registered[router]:
+            log.warning("router %s does not answer (%s); registering again until it does", router, code.name)
+        elif router in self._unheard and monotonic() - self._began_s > UNHEARD_S:
+            self._unheard.discard(router)
+            told = (router, UNHEARD_S, code.name, error.details())
+            log.warning("router %s has not answered for %.0f s (%s: %s); registering until it does", *told)
 
     async def _serve(self, router: str, stub: fleet_pb2_grpc.FleetServiceStub) -> None:
         """Register, then heartbeat until an RPC fails; NOT_FOUND means register again on the same connection."""
@@ -98,6 +113,7 @@ class FleetClient:
             answer: fleet_pb2.RegisterResponse = await stub.Register(request, timeout=RPC_TIMEOUT_S)
             self._registered[router] = True
             self._leaving.discard(router)
+            self._unheard.discard(router)
             log.info("registered with router %s", router)
             interval_s = max(answer.heartbeat_ms, 10) / 1000
             while await self._heartbeat(router, stub):

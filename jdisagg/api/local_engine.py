@@ -35,6 +35,7 @@ class LocalEngine:
         self._not_ready_reason = not_ready_reason
         self._loop = asyncio.get_running_loop()
         self._queues: dict[str, asyncio.Queue[Output]] = {}
+        self._draining = False
 
     @property
     def card(self) -> ModelCard:
@@ -107,7 +108,7 @@ class LocalEngine:
         """Healthy while ticks end; ready when the role's own conditions hold as well."""
         if reason := self._thread.unhealthy_reason(monotonic()):
             return Health(healthy=False, ready=False, reason=reason)
-        reason = self._not_ready_reason()
+        reason = "draining" if self._draining else self._not_ready_reason()
         return Health(healthy=True, ready=not reason, reason=reason)
 
     async def ask(self, function: Callable[[], Answer], timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
@@ -128,6 +129,7 @@ class LocalEngine:
 
     async def drain(self, deadline_s: float) -> int:
         """Admit nothing more; wait for what runs. Returns the number still unfinished at `deadline_s`."""
+        self._draining = True
         self._thread.loop.inbox.call(self._thread.loop.start_draining)
         while self._thread.loop.num_unfinished and monotonic() < deadline_s:
             await asyncio.sleep(0.05)

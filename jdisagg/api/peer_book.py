@@ -9,6 +9,7 @@ from typing import Any
 from jdisagg.api.peer_ports import Reached
 
 log = logging.getLogger(__name__)
+DRAINING = "it is draining"
 FORGET_S = 60.0  # without a hand-off: workers that restart come back under new addresses
 
 
@@ -37,6 +38,13 @@ class PeerBook:
         if not known.why or refuses != known.refuses:
             log.warning("prefill peer %s %s: %s", peer, "does not pair with us" if refuses else "is down", why)
         known.why, known.refuses = why, refuses
+
+    def drains(self, peer: str) -> None:
+        """It is there, and refuses new hand-offs. Said when it is news."""
+        known = self._of(peer)
+        if known.why != DRAINING:
+            log.info("prefill peer %s is draining", peer)
+        known.why, known.refuses = DRAINING, False
 
     def answered(self, peer: str) -> None:
         """It can be used."""

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.peer_book import PeerBook
 from jdisagg.api.peer_link import HelloFailed, PeerLink
-from jdisagg.api.peer_stream import PeerStream
+from jdisagg.api.peer_stream import UNCLEAR, PeerStream
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
 from jdisagg.handoff.events import FromPrefill
@@ -182,13 +183,15 @@ class GrpcPeerClient:
                 except HelloFailed as error:
                     self._failed(link, error.error.message, refuses=error.reason == "hello")
                     return StreamEnded(reason=error.reason, error=error.error)
-                self._book.answered(stream.peer)
+                self._answered(link)
                 self._book.agreed(stream.peer, reached)
                 if stream.closed:
                     break
                 deliver = partial(self._deliver, handoff, stream)
                 ended = await stream.run(link, theirs.epoch, reached.backends, deliver)
-            if ended.reason in ("dead", "heartbeat"):
+                if ended.reason == UNCLEAR:
+                    ended = replace(ended, reason=await _cleared_up(link, theirs.epoch))
+            if ended.reason in ("dead", "heartbeat") and not stream.closed:
                 self._failed(link, ended.error.message if ended.error else ended.reason)
             if stream.answered or ended.reason not in ("dead", "epoch"):
                 break
@@ -202,6 +205,12 @@ class GrpcPeerClient:
         if (link := self._links.get(peer)) is None:
             link = self._links[peer] = PeerLink(peer, self._identity, self._credentials)
         return link
+
+    def _answered(self, link: PeerLink) -> None:
+        if link.draining:  # what it has taken on goes on
+            self._book.drains(link.peer)
+        else:
+            self._book.answered(link.peer)
 
     def _failed(self, link: PeerLink, why: str, *, refuses: bool = False) -> None:
         """Forget the connection: the next stream makes a new one. Streams still on it live or die by their own heartbeats."""
@@ -234,8 +243,16 @@ class GrpcPeerClient:
             with link.in_use(), suppress(Incompatible):
                 try:
                     theirs = await link.refresh()
-                    self._book.answered(peer)
+                    self._answered(link)
                     await link.reach(theirs)  # so that it is known before the first request
                 except HelloFailed as error:
                     self._failed(link, error.error.message, refuses=error.reason == "hello")
             await asyncio.sleep(PROBE_INTERVAL_S)
+
+
+async def _cleared_up(link: PeerLink, epoch: str) -> str:
+    """Why a stream ended that ended without a reason: the peer's process answers, or it does not."""
+    try:
+        return "closed" if (await link.refresh()).epoch == epoch else "dead"
+    except HelloFailed:
+        return "dead"

@@ -33,6 +33,7 @@ class PeerLink:
 
     def __init__(self, peer: str, identity: Identity, credentials: Credentials) -> None:
         self.peer = peer
+        self.draining = False  # by its last Hello: it refuses new hand-offs
         self._identity = identity
         self._channel = open_channel(peer, credentials)
         self._stub = peer_pb2_grpc.PeerServiceStub(self._channel)
@@ -100,4 +101,5 @@ class PeerLink:
             reason = "hello" if error.code() is grpc.StatusCode.FAILED_PRECONDITION else "unreachable"
             text = f"prefill peer {self.peer}: Hello: {error.code().name}: {error.details()}"
             raise HelloFailed(reason, Unavailable(text)) from error
+        self.draining = answer.draining
         return decode_identity(answer.identity)

@@ -32,6 +32,7 @@ from jdisagg.v1 import peer_pb2
 
 LEASE_NEWS = 0.25  # of a lease: how often the engine hears that a silent D is alive
 LAST_WRITE_S = 15.0  # gRPC finds out in this time that a connection is dead
+LINGER_SHARE = 0.3  # of `dead_after_s`: D takes silence of P up to here for nothing
 
 
 class PeerServer(PieceServer):
@@ -52,6 +53,11 @@ class PeerServer(PieceServer):
         self._config = config
         self._serials = itertools.count(1)
         self._num_streams = 0
+        self._draining = False
+
+    def drain(self) -> None:
+        """Say from now on that new hand-offs are refused; the engine refuses them. On the loop."""
+        self._draining = True
 
     @property
     def num_streams(self) -> int:
@@ -68,7 +74,10 @@ class PeerServer(PieceServer):
                 grpc.StatusCode.FAILED_PRECONDITION, f"{self._identity.worker} cannot serve {theirs.worker}: {error}"
             )
         return peer_pb2.HelloResponse(
-            identity=encode_identity(self._identity), protocol=agreement.protocol, backend=agreement.backend
+            identity=encode_identity(self._identity),
+            protocol=agreement.protocol,
+            backend=agreement.backend,
+            draining=self._draining,
         )
 
     async def Prefill(
@@ -124,19 +133,28 @@ class PeerServer(PieceServer):
     ) -> str:
         """Carry messages both ways until one side ends; returns why."""
         pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=self._config.dead_after_s)
-        read = asyncio.create_task(self._read(handoff, requests, pulse))
+        read = asyncio.create_task(self._read(handoff, requests, pulse, reply))
         beat = asyncio.create_task(pulse.run(reply.beat))
         try:
             done, _ = await asyncio.wait({read, write, beat}, return_when=asyncio.FIRST_COMPLETED)
+            if done == {write} and write.exception() is None:  # P has said its last
+                reply.abandon()
+                # D ends its half when it has read that. What D writes to a stream that is over fails, and gRPC for Python
+                # then loses P's last messages and its status.
+                await asyncio.wait({read}, timeout=self._config.dead_after_s * LINGER_SHARE)
         finally:
             await cancel_and_wait(read, beat)
         if read in done or write in done:
             return "closed" if all(task.exception() is None for task in done) else "dead"
         return "heartbeat"
 
-    async def _read(self, handoff: HandoffId, requests: AsyncIterator[peer_pb2.PrefillRequest], pulse: Pulse) -> None:
+    async def _read(
+        self, handoff: HandoffId, requests: AsyncIterator[peer_pb2.PrefillRequest], pulse: Pulse, reply: _StreamReply
+    ) -> None:
         told_s = monotonic()
         async for wire in requests:
+            if reply.gone:
+                continue
             pulse.heard()
             now_s = monotonic()
             message = decode_down(wire, now_s)
@@ -153,7 +171,7 @@ class _StreamReply:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._queue: asyncio.Queue[peer_pb2.PrefillResponse | None] = asyncio.Queue()
-        self._gone = False
+        self.gone = False  # written and read on the loop: the hand-off is over, what still comes is for nobody
 
     def send(self, message: PrefillToDecode) -> None:
         """Any thread; dropped when the stream is gone."""
@@ -173,7 +191,7 @@ class _StreamReply:
 
     def abandon(self) -> None:
         """Loop only: drop everything but what is on its way; `pump` ends with that."""
-        self._gone = True
+        self.gone = True
         while not self._queue.empty():
             self._queue.get_nowait()
         self._queue.put_nowait(None)
@@ -184,6 +202,6 @@ class _StreamReply:
             await context.write(message)
 
     def _put(self, message: peer_pb2.PrefillResponse | None) -> None:
-        if not self._gone:
+        if not self.gone:
             with suppress(RuntimeError):  # the loop is closed: the process is on its way out
                 self._loop.call_soon_threadsafe(self._queue.put_nowait, message)

@@ -32,11 +32,12 @@ from jdisagg.handoff.messages import (
 from jdisagg.v1 import peer_pb2
 
 DEADLINE_GRACE_S = 2.0  # the engine ends a hand-off at its deadline; the RPC's own limit comes later
+UNCLEAR = "unclear"  # a write of ours failed: P has ended the stream, or its process is gone
 _REASONS = {
     grpc.StatusCode.DEADLINE_EXCEEDED: "deadline",
     grpc.StatusCode.UNAVAILABLE: "dead",
     grpc.StatusCode.UNKNOWN: "dead",
-    grpc.StatusCode.INTERNAL: "dead",
+    grpc.StatusCode.INTERNAL: UNCLEAR,
     grpc.StatusCode.CANCELLED: "dead",
 }
 
@@ -70,7 +71,8 @@ class PeerStream:
     async def run(
         self, link: PeerLink, epoch: str, backends: tuple[str, ...], deliver: Callable[[PrefillToDecode], None]
     ) -> StreamEnded:
-        """Carry messages both ways until either side ends; says why. "epoch" = the peer is another process than it was."""
+        """Carry messages both ways until either side ends; says why. "epoch" = the peer is another process than it was,
+        UNCLEAR = ask it."""
         queue = self._queue = asyncio.Queue()
         opening = replace(self._opening, backend=backends[0], backends=backends)
         deliver(Agreed(backends=backends))

@@ -30,6 +30,9 @@ class PieceServer(peer_pb2_grpc.PeerServiceServicer):
         """`pieces` is None when the grpc backend is not served."""
         self._pieces = pieces
 
+    def drain(self) -> None:
+        """Nothing new is taken on from now; what only lends has nothing to refuse."""
+
     async def Fetch(self, request: peer_pb2.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         """The bytes of one piece in FetchResponses, as they travel, of at most 1 MiB; NOT_FOUND when there is none."""
         found = None if self._pieces is None else self._pieces.get(request.key)

@@ -1,7 +1,7 @@
 """Composition root of the worker roles: prefill, decode, unified and colocated.
 
-Order of a start: bind both ports (a taken one fails at once), load, compile and run everything, start the engine, run one
-request through the real loop, serve, register with routers, READY.
+Order of a start: bind both ports (a taken one fails at once), answer probes, load, compile and run everything, start the
+engine, run one request through the real loop, serve, register with routers, READY.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from jdisagg.api.generation import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.server import HttpServer, listen
+from jdisagg.api.http.starting import StartingApp
 from jdisagg.api.kv_events import KVEventsService
 from jdisagg.api.local_engine import LocalEngine
 from jdisagg.api.piece_server import add_peer_service
@@ -57,7 +58,9 @@ async def serve(config: Config, process: Process) -> int:
     credentials = Credentials(api_key=config.server.api_key)
     grpc_server = make_server(credentials)
     address = bind(grpc_server, config.server.host, config.server.grpc_port)
-    listener = listen(config.server.host, config.server.port)
+    app = StartingApp()
+    http = HttpServer(app, listen(config.server.host, config.server.port), stop_timeout_s=config.server.drain_s)
+    await http.start()
     metrics = Metrics()
     public = advertised(address, config.server.advertise_host, config.server.advertise_port)
     worker = f"pid {os.getpid()} @ {public}"
@@ -68,7 +71,6 @@ async def serve(config: Config, process: Process) -> int:
     )
     deployment = await _unless_stopped(process, build)
     parts = _Edges(config, deployment, text=text, metrics=metrics, address=public, server=grpc_server)
-    http = HttpServer(parts.app, listener, stop_timeout_s=config.server.drain_s)
     process.dump_with(parts.state)
     for engine in deployment.engines:
         await _unless_stopped(process, asyncio.to_thread(self_test, engine))
@@ -76,7 +78,7 @@ async def serve(config: Config, process: Process) -> int:
     watchdog = Watchdog(list(deployment.engines), config.device.step_timeout_s)
     watchdog.start()
     await grpc_server.start()
-    await http.start()
+    app.serve(parts.app)
     await parts.start()
     _install_test_hooks(deployment)
     announce(
@@ -100,6 +102,7 @@ async def serve(config: Config, process: Process) -> int:
     await parts.close()
     watchdog.stop()
     await asyncio.to_thread(deployment.stop)
+    log.info("stopped")
     return 0
 
 
@@ -198,8 +201,12 @@ class _Edges:
         return await self._engine.debug_state()
 
     async def drain(self, deadline_s: float) -> int:
-        """Say so to routers, admit nothing more, wait."""
+        """Say so to routers and decode workers, admit nothing more, wait. There is no way back but a restart."""
+        if not self._draining:
+            log.info("draining: nothing more is admitted, what runs has %.0f s", max(0.0, deadline_s - monotonic()))
         self._draining = True
+        if self._deployment.peer_server is not None:
+            self._deployment.peer_server.drain()
         await self._kv_events.close()
         await self._health.close()
         if self._fleet is not None:

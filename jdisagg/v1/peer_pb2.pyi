@@ -86,14 +86,16 @@ class HelloRequest(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
 
 class HelloResponse(_message.Message):
-    __slots__ = ("identity", "protocol", "backend")
+    __slots__ = ("identity", "protocol", "backend", "draining")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     protocol: int
     backend: str
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., protocol: _Optional[int] = ..., backend: _Optional[str] = ...) -> None: ...
+    draining: bool
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., protocol: _Optional[int] = ..., backend: _Optional[str] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class Range(_message.Message):
     __slots__ = ("begin", "end")

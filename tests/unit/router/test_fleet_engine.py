@@ -430,7 +430,7 @@ def test_a_router_that_says_goodbye_is_no_outage_and_the_next_one_at_its_address
         await router.service.everybody_told()
         await router.stop()
         await until(lambda: not worker.registration.registered()[address])
-        assert levels(caplog, "jdisagg.api.fleet_client", f"router {address} does not answer") == ["INFO"]
+        assert levels(caplog, "jdisagg.api.fleet_client", f"router {address} has stopped, as it said") == ["INFO"]
         again = await Router().start(int(address.rpartition(":")[2]))
         await until(lambda: again.linked() == 1)
         caplog.clear()
@@ -438,6 +438,32 @@ def test_a_router_that_says_goodbye_is_no_outage_and_the_next_one_at_its_address
         await until(lambda: not worker.registration.registered()[address])
         assert levels(caplog, "jdisagg.api.fleet_client", f"router {address} does not answer") == ["WARNING"]
         await worker.die()
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("draining", [False, True])
+def test_a_router_that_never_answered_is_told_of_once_and_after_a_while(draining, caplog, monkeypatch):
+    monkeypatch.setattr("jdisagg.api.fleet_client.UNHEARD_S", 0.5)
+
+    async def body() -> None:
+        router = await Router().start()
+        nobody = "127.0.0.1:1"
+        began_s = monotonic()
+        worker = FakeWorker((router.address, nobody))
+        worker.draining = draining
+        await fleet(worker, router=router)
+
+        def told() -> list[str]:
+            return levels(caplog, "jdisagg.api.fleet_client", f"router {nobody} has not answered for")
+
+        if not draining:
+            await until(told)
+            assert monotonic() - began_s >= 0.5
+        await asyncio.sleep(0.8)  # three more attempts
+        assert told() == ([] if draining else ["WARNING"])
+        assert not levels(caplog, "jdisagg.api.fleet_client", f"router {router.address} has not answered")
+        await stop(router, worker)
 
     run_quiet(body())
 

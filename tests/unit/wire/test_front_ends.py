@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jdisagg.api.local_engine import LocalEngine
-from jdisagg.api.token_engine import Enough, ModelCard
+from jdisagg.api.token_engine import Enough, Health, ModelCard
 from jdisagg.api.worker_client import WorkerLink
 from jdisagg.api.worker_service import WorkerService
 from jdisagg.core.errors import Unavailable
@@ -191,6 +192,18 @@ def test_a_stop_string_counts_as_a_stop_and_a_client_that_leaves_as_an_abort(eno
             worker.thread.thaw()
             finished = worker.engine.metrics.requests_finished
             await until(lambda: finished.labels(reason=reason)._value.get() == 1)
+
+    checked(body)
+
+
+def test_a_worker_that_drains_is_healthy_and_not_ready() -> None:
+    async def body() -> None:
+        worker = Worker()
+        worker.thread.start()
+        assert worker.local.health() == Health(healthy=True, ready=True)
+        assert await worker.local.drain(monotonic() + 5.0) == 0
+        assert worker.local.health() == Health(healthy=True, ready=False, reason="draining")
+        worker.thread.stop()
 
     checked(body)
 

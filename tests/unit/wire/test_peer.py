@@ -21,7 +21,7 @@ from jdisagg.api.peer_codec import decode_down, encode_down
 from jdisagg.api.peer_server import PeerServer
 from jdisagg.api.piece_server import add_peer_service
 from jdisagg.core.config import TransferConfig
-from jdisagg.core.requests import Output
+from jdisagg.core.requests import FinishReason, Output
 from jdisagg.handoff.actions import Export
 from jdisagg.handoff.events import FromPrefill, PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity
@@ -189,6 +189,62 @@ def test_prefill_closing_the_stream_ends_it_once_on_both_sides():
         await p.server.stop(0)
 
     run_quiet(body())
+
+
+def test_prefill_s_last_word_arrives_while_decode_writes_and_nobody_is_down(caplog: pytest.LogCaptureFixture):
+    """A request that its first token ends: P says Done and closes; D's acknowledgements and heartbeats are on their way."""
+    done = Done(first=Output(request_id="r", token_ids=(7,), finish=FinishReason.STOP), num_chunks=0)
+
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        for number in range(20):
+            handoff = HandoffId("r", number)
+            d.client.open(address, handoff, opening())
+            await until(lambda number=number: len(p.opened()) > number)
+            for _ in range(4):
+                d.client.send(handoff, Ack(key="k" * 2**20))  # takes a while to write
+            await asyncio.sleep(0.002)
+            p.opened()[-1].reply.send(done)
+            p.opened()[-1].reply.close()
+            await until(lambda handoff=handoff: any(isinstance(message, Done) for message in d.messages(handoff)))
+            assert not d.ends(handoff), d.messages(handoff)
+            d.client.close(handoff)
+        assert d.usable(address)
+        await until(lambda: len(p.ends()) == 20)
+        assert set(p.ends()) == {"closed"}
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+    assert "is down" not in caplog.text
+
+
+def test_a_write_that_meets_the_stream_s_end_does_not_make_prefill_dead(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """An older P returns its status at once: gRPC replaces it by INTERNAL."""
+    monkeypatch.setattr("jdisagg.api.peer_server.LINGER_SHARE", 0.0)
+
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        for number in range(20):
+            handoff = HandoffId("r", number)
+            d.client.open(address, handoff, opening())
+            await until(lambda number=number: len(p.opened()) > number)
+            for _ in range(4):
+                d.client.send(handoff, Ack(key="k" * 2**20))
+            await asyncio.sleep(0.002)
+            p.opened()[-1].reply.close()
+            await until(lambda handoff=handoff: d.ends(handoff))
+            assert d.ends(handoff) == ["closed"]
+        assert d.usable(address)
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+    assert "is down" not in caplog.text
 
 
 def test_a_failed_question_never_ends_the_streams_beside_it(monkeypatch):
@@ -590,6 +646,32 @@ def test_page_size_and_dtype_may_differ_and_watched_peers_become_usable():
         await d.client.aclose()
 
     run_quiet(body())
+
+
+def test_a_watched_peer_that_drains_is_passed_over_and_what_it_has_taken_on_goes_on(caplog: pytest.LogCaptureFixture):
+    async def body() -> None:
+        p, d, handoff = Prefill(identity()), Decode(), HandoffId("r", 1)
+        address = await p.start()
+        d.client.watch((address,))
+        d.client.open(address, handoff, opening())
+        await until(lambda: p.opened() and d.usable(address))
+        p.service.drain()
+        await until(lambda: d.client.is_down(address))
+        assert d.client.failures() == {address: "it is draining"}
+        p.opened()[0].reply.send(Accepted(cached_tokens=0))
+        await until(lambda: d.messages(handoff) == [Accepted(cached_tokens=0)])
+        await p.server.stop(0)
+        await until(lambda: d.client.failures()[address] not in ("", "it is draining"))
+        again = Prefill(identity(epoch="again"))
+        await again.start(int(address.rpartition(":")[2]))
+        await until(lambda: d.usable(address))
+        await d.client.aclose()
+
+    caplog.set_level("INFO")
+    run_quiet(body())
+    levels = [(record.levelname, "is draining" in record.getMessage()) for record in caplog.records]
+    assert levels.count(("INFO", True)) == 1
+    assert ("WARNING", False) not in levels
 
 
 def test_an_open_that_does_not_come_in_time_is_sent_again_and_no_fault_of_the_request(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,32 @@
+"""A worker that loads and compiles is alive and not ready."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+from starlette.responses import PlainTextResponse
+
+from jdisagg.api.http.server import HttpServer, listen
+from jdisagg.api.http.starting import REASON, StartingApp
+
+
+def test_probes_are_answered_before_there_is_an_application_and_everything_else_is_told_to_wait() -> None:
+    async def body() -> None:
+        app = StartingApp()
+        http = HttpServer(app, listen(), stop_timeout_s=1.0)
+        await http.start()
+        async with httpx.AsyncClient(base_url=f"http://{http.address}") as client:
+            health = await client.get("/health")
+            assert (health.status_code, health.json()) == (200, {"status": "ok"})
+            ready = await client.get("/ready")
+            assert (ready.status_code, ready.json()) == (503, {"status": "not ready", "reason": REASON})
+            for asked in (client.get("/metrics"), client.post("/v1/completions", json={"prompt": "x"})):
+                answer = await asked
+                assert answer.status_code == 503
+                assert answer.json()["error"]["message"] == f"{REASON}; ask again when /ready answers 200"
+            app.serve(PlainTextResponse("served"))
+            assert (await client.get("/health")).text == "served"
+        await http.stop()
+
+    asyncio.run(body())
