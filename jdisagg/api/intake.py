@@ -141,7 +141,7 @@ def check_sampling(sampling: SamplingParams, card: ModelCard) -> None:
     _check_range("temperature", sampling.temperature, 0, 100)
     _check_range("top_p", sampling.top_p, 0, 1, open_below=True)
     _check_range("min_p", sampling.min_p, 0, 1)
-    _check_range("repetition_penalty", sampling.repetition_penalty, 0, 100, open_below=True)
+    _check_range("repetition_penalty", sampling.repetition_penalty, 0.01, 100)  # less makes logits infinite
     _check_range("presence_penalty", sampling.presence_penalty, -2, 2)
     _check_range("frequency_penalty", sampling.frequency_penalty, -2, 2)
     _check_range("min_tokens", sampling.min_tokens, 0, 2**31 - 1)

@@ -37,7 +37,7 @@ def _top_p(scores: jax.Array, p: jax.Array) -> jax.Array:
     """The smallest set of most likely tokens whose probability reaches p."""
     keys = _ordered(scores)
     mass = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-    wanted = p * mass.sum(axis=-1)
+    wanted = jnp.maximum(p, jnp.finfo(jnp.float32).tiny) * mass.sum(axis=-1)  # of 0, which a tiny p is, no token is enough
     threshold = _largest(lambda t: jnp.where(keys >= t[:, None], mass, 0.0).sum(axis=-1) >= wanted, p.shape)[:, None]
     above, equal = keys > threshold, keys == threshold
     each = jnp.where(equal, mass, 0.0).max(axis=-1)

@@ -116,6 +116,14 @@ def test_ties_go_to_the_lowest_ids_and_exactly_k_tokens_survive():
     assert {int(token) for tokens in drawn for token in tokens[2:]} == {0, 1}
 
 
+def test_a_top_p_that_float32_rounds_to_nothing_still_leaves_the_most_likely_token():
+    tiny = [1e-30, 1.2e-38, 1.1e-38, 1e-40, 1e-50]
+    cases = [(SamplingParams(temperature=1.0, top_p=tiny[slot % len(tiny)], seed=slot), [1], []) for slot in range(SLOTS)]
+    logits = np.random.default_rng(3).normal(size=(SLOTS, V)).astype(np.float32)
+    out = STEP(logits, build_state(cases), np.arange(SLOTS, dtype=np.int32), np.ones(SLOTS, np.int32))
+    np.testing.assert_array_equal(out.tokens, logits.argmax(axis=-1))
+
+
 def test_noise_is_pinned_and_depends_on_seed_choice_and_position_alone():
     rows = ((7, 0, 3), (7, 1, 3), (8, 0, 3), (7, 0, 4))
     seeds, choices, at = (np.array(column) for column in zip(*rows, strict=True))
