@@ -115,10 +115,12 @@ class Fleet:
 
     def lacks(self, fingerprint: str | None) -> str:
         """What there is none of, while `choose` finds nobody of that fingerprint (None = any)."""
-        there = [entry.member for entry in self._entries.values() if entry.linked and not entry.member.draining]
-        waiting = [member.worker for member in there if member.needs_prefill and fingerprint in (None, member.fingerprint)]
-        if alone := ", ".join(waiting):
+        linked = [entry.member for entry in self._entries.values() if entry.linked]
+        there = [member for member in linked if fingerprint in (None, member.fingerprint)]
+        if alone := ", ".join(member.worker for member in there if member.needs_prefill and not member.draining):
             return f"no prefill worker that pairs with {alone} (--local-prefill never)"
+        if leaving := ", ".join(member.worker for member in there if member.draining):
+            return f"every decode or unified worker is draining ({leaving})"
         return "no decode or unified worker is connected"
 
     def prefill_peers(self, fingerprint: str) -> list[Entry]:

@@ -381,6 +381,7 @@ def test_requests_stay_within_one_fingerprint_and_draining_workers_get_nothing_n
         await fleet(old, new, router=router)
         new.draining = True
         await until(lambda: any(member.draining for member in router.engine.workers.members()))
+        assert router.engine.health().ready
         outputs: list[Output] = []
         task = asyncio.create_task(collect(router, ask("r1", max_tokens=5000), outputs))
         await until(lambda: tokens(outputs))

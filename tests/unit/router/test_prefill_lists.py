@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from jdisagg.core.errors import Unavailable
@@ -47,6 +49,27 @@ def test_a_decode_worker_that_needs_prefill_workers_is_no_reason_to_be_ready_unt
         assert_whole(asked := ask("r2"), await collect(router, asked))
         for worker in (decode, other, p1):
             await worker.die()
+        await router.stop()
+
+    run_quiet(body())
+
+
+def test_a_fleet_whose_decode_workers_all_drain_says_so() -> None:
+    async def body() -> None:
+        router = await Router(ReplayConfig(place_wait_s=0.1)).start()
+        decode = FakeWorker((router.address,))
+        await fleet(decode, router=router)
+        task = asyncio.create_task(collect(router, asked := ask("r1", max_tokens=60)))
+        await until(lambda: decode.engine.live)
+        decode.draining = True
+        await until(lambda: not router.engine.health().ready)
+        said = f"every decode or unified worker is draining (fake @ {decode.address})"
+        assert router.engine.health().reason == said
+        with pytest.raises(Unavailable, match="is draining"):
+            await collect(router, ask("r2"))
+        assert_whole(asked, await task)
+        await decode.die()
+        await until(lambda: router.engine.health().reason == "no decode or unified worker is connected")
         await router.stop()
 
     run_quiet(body())
