@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from jdisagg.core.fleet import MAX_PREFILL_PEERS, Load, Member
 from jdisagg.core.requests import Role
+from jdisagg.router.pairing import differing
 
 SUSPECT_S = 5.0  # how long a failure counts against a worker
 
@@ -117,11 +118,18 @@ class Fleet:
         """What there is none of, while `choose` finds nobody of that fingerprint (None = any)."""
         linked = [entry.member for entry in self._entries.values() if entry.linked]
         there = [member for member in linked if fingerprint in (None, member.fingerprint)]
-        if alone := ", ".join(member.worker for member in there if member.needs_prefill and not member.draining):
-            return f"no prefill worker that pairs with {alone} (--local-prefill never)"
+        if alone := [member for member in there if member.needs_prefill and not member.draining]:
+            return self._lacks_prefill(alone)
         if leaving := ", ".join(member.worker for member in there if member.draining):
             return f"every decode or unified worker is draining ({leaving})"
         return "no decode or unified worker is connected"
+
+    def _lacks_prefill(self, alone: list[Member]) -> str:
+        named = ", ".join(member.worker for member in alone)
+        others = [entry.member for entry in self._entries.values() if entry.member.role is Role.PREFILL]
+        others = [member for member in others if not member.draining]
+        why = f"; {differing(others, alone)} must be the same on both" if others else ""
+        return f"no prefill worker that pairs with {named} (--local-prefill never){why}"
 
     def prefill_peers(self, fingerprint: str) -> list[Entry]:
         """Prefill workers of that fingerprint, least busy first, for one request."""

@@ -192,7 +192,7 @@ class FleetEngine:
                 return
             if now_s - began_s >= wait_s:
                 raise Unavailable(
-                    f"request {flight.request.request_id}: {self.workers.fleet.lacks(flight.fingerprint)} for {wait_s:.0f} s "
+                    f"request {flight.request.request_id}: {self.workers.fleet.lacks(flight.fingerprint)}, for {wait_s:.0f} s "
                     f"(fingerprint {flight.fingerprint or 'any'}); start one, or wait for one that restarts"
                 )
             await self.workers.changed(min(0.25, flight.request.deadline_s - now_s))

@@ -37,7 +37,7 @@ class PairingWatch:
         unserved = any(d.needs_prefill for d in ds)
         then = "--local-prefill never: they serve nothing" if unserved else "decode workers compute their prompts themselves"
         apart = f"prefill {_names(ps)} and decode {_names(ds)} do not pair"
-        return f"{apart}: {_differing(ps, ds)} must be the same on both; {then}"
+        return f"{apart}: {differing(ps, ds)} must be the same on both; {then}"
 
 
 def _without_partner(mine: Sequence[Member], theirs: Sequence[Member]) -> list[Member]:
@@ -45,7 +45,7 @@ def _without_partner(mine: Sequence[Member], theirs: Sequence[Member]) -> list[M
     return [member for member in mine if member.fingerprint not in partners]
 
 
-def _differing(ps: Sequence[Member], ds: Sequence[Member]) -> str:
+def differing(ps: Sequence[Member], ds: Sequence[Member]) -> str:
     """What tells every P from every D, each difference once; all it can be when none of them says."""
     found = (difference(p.fingerprint_parts, d.fingerprint_parts) for p in ps for d in ds)
     told = dict.fromkeys(_told(one) for one in found if one is not None)

@@ -35,13 +35,20 @@ def test_a_decode_worker_hears_of_the_prefill_workers_that_pair_with_it() -> Non
 def test_a_decode_worker_that_needs_prefill_workers_is_no_reason_to_be_ready_until_there_is_one_for_it() -> None:
     async def body() -> None:
         router = await Router(ReplayConfig(place_wait_s=0.2)).start()
-        decode = FakeWorker((router.address,), needs_prefill=True)
-        other = FakeWorker((router.address,), Role.PREFILL, fingerprint="weights-2")
-        await fleet(decode, other, router=router)
+        decode = FakeWorker((router.address,), needs_prefill=True, fingerprint_parts=(("numerics", "fast"),))
+        await fleet(decode, router=router)
         health = router.engine.health()
         assert not health.ready
-        assert health.reason == f"no prefill worker that pairs with fake @ {decode.address} (--local-prefill never)"
-        with pytest.raises(Unavailable, match=r"no prefill worker that pairs with fake @ .* for 0 s"):
+        lonely = f"no prefill worker that pairs with fake @ {decode.address} (--local-prefill never)"
+        assert health.reason == lonely
+        with pytest.raises(Unavailable, match=r"no prefill worker that pairs with fake @ .*, for 0 s"):
+            await collect(router, ask("r1"))
+        parts = (("numerics", "exact"),)
+        other = FakeWorker((router.address,), Role.PREFILL, fingerprint="weights-2", fingerprint_parts=parts)
+        await other.start()
+        await until(lambda: router.engine.workers.fleet.count(Role.PREFILL))
+        assert router.engine.health().reason == f"{lonely}; numerics (prefill exact, decode fast) must be the same on both"
+        with pytest.raises(Unavailable, match=r"numerics \(prefill exact, decode fast\) must be the same on both, for 0 s"):
             await collect(router, ask("r1"))
         assert router.replays() == 0, "nothing was tried in vain"
         p1 = await FakeWorker((router.address,), Role.PREFILL).start()
