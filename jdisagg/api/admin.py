@@ -7,11 +7,14 @@ from collections.abc import Awaitable, Callable
 from time import monotonic
 from typing import Any
 
+import grpc
 import grpc.aio
 
 from jdisagg.api.codec import abort
 from jdisagg.core.errors import RequestError
 from jdisagg.v1 import admin_pb2, admin_pb2_grpc
+
+_NO_PREFIX_CACHE = "a router has no prefix cache; ask the workers (FleetService.List names them)"
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -22,9 +25,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         *,
         drain: Callable[[float], Awaitable[int]],
         stats: Callable[[], Awaitable[dict[str, Any]]],
-        reset_prefix_cache: Callable[[], Awaitable[int]],
+        reset_prefix_cache: Callable[[], Awaitable[int]] | None,
     ) -> None:
-        """`drain(deadline_s)` returns the unfinished requests, `stats()` JSON-able data, `reset_prefix_cache()` pages freed."""
+        """`drain(deadline_s)` returns the unfinished requests, `stats()` JSON-able data, `reset_prefix_cache()` pages freed.
+        None for it: there is no prefix cache here."""
         self._drain = drain
         self._stats = stats
         self._reset_prefix_cache = reset_prefix_cache
@@ -40,7 +44,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ResetPrefixCache(
         self, request: admin_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ResetPrefixCacheResponse:
-        """Forget cached prefixes."""
+        """Forget cached prefixes. UNIMPLEMENTED where there are none: UNAVAILABLE would invite to ask again."""
+        if self._reset_prefix_cache is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, _NO_PREFIX_CACHE)
         try:
             pages_freed = await self._reset_prefix_cache()
         except RequestError as error:

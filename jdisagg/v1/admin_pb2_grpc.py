@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """Operators. Served on every worker.
+    """Operators. Served by every worker; a router serves Drain and Stats, and has no prefix cache to reset.
     """
 
     def __init__(self, channel):
@@ -53,7 +53,7 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """Operators. Served on every worker.
+    """Operators. Served by every worker; a router serves Drain and Stats, and has no prefix cache to reset.
     """
 
     def Drain(self, request, context):
@@ -102,7 +102,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """Operators. Served on every worker.
+    """Operators. Served by every worker; a router serves Drain and Stats, and has no prefix cache to reset.
     """
 
     @staticmethod

@@ -195,6 +195,27 @@ def test_admin_calls_what_it_was_given():
     run_quiet(body())
 
 
+def test_resetting_a_prefix_cache_that_is_not_there_invites_no_retry():
+    async def body() -> None:
+        async def drain(deadline_s: float) -> int:
+            return 0
+
+        async def stats() -> dict[str, object]:
+            return {}
+
+        service = AdminService(drain=drain, stats=stats, reset_prefix_cache=None)
+        server, address = await start_server(lambda s: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, s))
+        channel = channels.open_channel(address)
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="a router has no prefix cache; ask the workers") as caught:
+            await stub.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest())
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        await channel.close()
+        await server.stop(0)
+
+    run_quiet(body())
+
+
 def test_grpc_health_follows_the_engine_within_a_second_and_reflection_lists_services():
     async def body() -> None:
         status = Health(healthy=True, ready=True)
