@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from math import inf
 
-from jdisagg.core.errors import RequestError
+from jdisagg.core.errors import DeadlineExceeded, RequestError
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output
 from jdisagg.roles.record import RequestRecord
+
+# A client hangs up at its own deadline, whose clock began a transit before ours; an idle engine's clock may be a tick old.
+DEADLINE_SLACK_S = 0.05
 
 
 class Timeline:
@@ -18,6 +21,7 @@ class Timeline:
         self.record = RequestRecord(metrics, request, arrived_s, slow_s)
         self._metrics = metrics
         self._arrived_s = arrived_s
+        self._deadline_s = request.deadline_s
         self._last_s: float | None = None
         self._num_tokens = 0
 
@@ -54,8 +58,11 @@ class Timeline:
         self._end(error.reason, f"{type(error).__name__}: {error.message}", now_s)
 
     def aborted(self, now_s: float) -> None:
-        """Its client went away or cancelled."""
-        self._end("abort", "abort", now_s)
+        """Its client went away or cancelled; at its deadline that is what the deadline does, over gRPC."""
+        if now_s >= self._deadline_s - DEADLINE_SLACK_S:
+            self._end(DeadlineExceeded.reason, "its client left at the deadline", now_s)
+        else:
+            self._end("abort", "abort", now_s)
 
     def stopped(self, now_s: float) -> None:
         """Its client has all that it wanted: a stop string came."""

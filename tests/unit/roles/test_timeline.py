@@ -1,0 +1,39 @@
+"""How the end of a request is counted that its client did not wait for."""
+
+from __future__ import annotations
+
+import pytest
+
+from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import EngineRequest, SamplingParams
+from jdisagg.roles.timeline import DEADLINE_SLACK_S, Timeline
+
+
+def ends(metrics: Metrics) -> dict[str, float]:
+    samples = [sample for family in metrics.requests_finished.collect() for sample in family.samples]
+    return {sample.labels["reason"]: sample.value for sample in samples}
+
+
+@pytest.mark.parametrize(
+    ("left_s", "reason"),
+    [
+        (10.0, "abort"),
+        (2 * DEADLINE_SLACK_S, "abort"),
+        (DEADLINE_SLACK_S / 2, "deadline"),
+        (0.0, "deadline"),
+        (-3.0, "deadline"),
+    ],
+)
+def test_a_client_that_leaves_at_its_deadline_had_one(left_s: float, reason: str) -> None:
+    metrics = Metrics()
+    asked = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(), deadline_s=100.0)
+    timeline = Timeline(metrics, asked, 90.0)
+    timeline.aborted(100.0 - left_s)
+    assert ends(metrics) == {reason: 1.0}
+
+
+def test_who_had_enough_at_the_deadline_was_answered() -> None:
+    metrics = Metrics()
+    asked = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(), deadline_s=100.0)
+    Timeline(metrics, asked, 90.0).stopped(100.0)
+    assert ends(metrics) == {"stop": 1.0}
