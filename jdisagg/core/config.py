@@ -95,6 +95,7 @@ class TransferConfig:
     checksums: bool = True
     heartbeat_s: float = 0.25
     dead_after_s: float = 1.0
+    worker_wait_s: float = 30.0  # a router keeps a request that lost its worker for so long; a new one at most 5 s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,6 +141,13 @@ _TRANSFER = (
     Flag("transfer", "checksums", "verify every KV piece"),
     Flag("transfer", "heartbeat_s", "period of heartbeats", minimum=0.01),
     Flag("transfer", "dead_after_s", "silence after which a peer is dead", minimum=0.02),
+    Flag(
+        "transfer",
+        "worker_wait_s",
+        "how long a router keeps a request that lost its worker for another one; new requests wait at most 5 s",
+        minimum=0,
+        only=("router", "local"),
+    ),
 )
 _DEVICE = (
     Flag("device", "devices", "device indices, e.g. 0-3; default: as many as needed, from 0", syntax="ranges"),

@@ -70,14 +70,13 @@ class FleetEngine:
             on_back=self._on_back,
             credentials=credentials,
         )
-        self._replay = replay or ReplayConfig()
         self._metrics = metrics
         for role in Role:
             metrics.workers.labels(role=role.value).set_function(partial(self.workers.fleet.count, role))
         self._card = card
         self._flights: dict[str, Flight] = {}
         self._homes = Homes()
-        self._recovery = Recovery(self._replay, metrics)
+        self._recovery = Recovery(replay or ReplayConfig(), metrics, worker_wait_s=config.worker_wait_s)
         self._draining = False
 
     # --- TokenEngine
@@ -180,21 +179,14 @@ class FleetEngine:
     async def _place(self, flight: Flight) -> None:
         """Send the attempt to a worker, waiting for one if there is none. Raises Unavailable or DeadlineExceeded."""
         began_s = monotonic()
-        wait_s = self._replay.place_wait_s if flight.attempt == flight.request.attempt else self._replay.replay_wait_s
         while True:
             now_s = monotonic()
-            if now_s >= flight.request.deadline_s:
-                raise DeadlineExceeded(f"request {flight.request.request_id}: its deadline passed before a worker took it")
-            entry = self._choose(flight, now_s)
-            if entry is not None:
+            late = now_s >= flight.request.deadline_s
+            if not late and (entry := self._choose(flight, now_s)) is not None:
                 self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.fingerprint)
                 self._submit(flight, entry)
                 return
-            if now_s - began_s >= wait_s:
-                raise Unavailable(
-                    f"request {flight.request.request_id}: {self.workers.fleet.lacks(flight.fingerprint)}, for {wait_s:.0f} s "
-                    f"(fingerprint {flight.fingerprint or 'any'}); start one, or wait for one that restarts"
-                )
+            self._recovery.wait(flight, self.workers.fleet.lacks(flight.fingerprint), now_s - began_s, late=late)
             await self.workers.changed(min(0.25, flight.request.deadline_s - now_s))
 
     def _choose(self, flight: Flight, now_s: float) -> Entry | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from jdisagg.core.errors import HandoffLost, Overloaded, RequestError, Unavailable
+from jdisagg.core.errors import DeadlineExceeded, HandoffLost, Overloaded, RequestError, Unavailable
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.router.blame import Lost
@@ -31,15 +31,16 @@ class ReplayConfig:
     quarantine_s: float = 60.0
     budget_share: float = 0.5  # replays per new request ..
     budget_floor: int = 64  # .. and this many a minute, beside everything alive once: see `budget`
-    place_wait_s: float = 5.0  # how long a new request waits for a worker to appear
-    replay_wait_s: float = 30.0  # how long a replay waits for one: its client already holds an open stream
+    place_wait_s: float = 5.0  # how long a new request waits for a worker; a replay, whose client holds a stream, longer
 
 
 class Recovery:
     """The brakes of one router. Lost at its restart: a new router knows of no deaths."""
 
-    def __init__(self, config: ReplayConfig, metrics: Metrics) -> None:
+    def __init__(self, config: ReplayConfig, metrics: Metrics, *, worker_wait_s: float) -> None:
+        """`worker_wait_s`: the longest that a request waits for a worker to appear."""
         self._config = config
+        self._worker_wait_s = worker_wait_s
         self._metrics = metrics
         self._quarantine = Quarantine(config.quarantine_s)
         self._budget = ReplayBudget(config.budget_share, config.budget_floor)
@@ -57,7 +58,7 @@ class Recovery:
     def next_attempt(self, flight: Flight, lost: Lost, *, worker: str, alone: bool, num_live: int, now_s: float) -> float:
         """Begin the next attempt of `flight`; returns the seconds to wait before it is placed. `alone`: every worker there is
         has failed it. Raises the error that ends the request."""
-        stage = f"behind {flight.num_delivered} tokens" if flight.num_delivered else "before its first token"
+        stage = _stage(flight)
         where = f", worker {worker}" if worker and worker not in lost.error.message else ""
         is_full = isinstance(lost.error, Overloaded)
         level = logging.INFO if is_full else logging.WARNING
@@ -78,6 +79,24 @@ class Recovery:
         log.log(level, "request %s: recovering by replay; stage %s%s: %s; attempt %d", *told, flight.attempt + 1)
         flight.replay()
         return 0.0 if lost.death or not alone else min(FIRST_PAUSE_S * 2**flight.setbacks.refusals, LONGEST_PAUSE_S)
+
+    def wait(self, flight: Flight, lacks: str, waited_s: float, *, late: bool) -> None:
+        """There is no worker for the attempt, as `lacks` says, or its deadline has passed. Raises, and logs, the error that
+        ends the request when it has waited long enough."""
+        request_id, longest_s = flight.request.request_id, self._worker_wait_s
+        if flight.attempt == flight.request.attempt:
+            longest_s = min(longest_s, self._config.place_wait_s)
+        if not late and waited_s < longest_s:
+            return
+        error: RequestError = DeadlineExceeded(f"request {request_id}: its deadline passed before a worker took it ({lacks})")
+        if not late:
+            error = Unavailable(
+                f"request {request_id}: {lacks}, for {longest_s:.0f} s (fingerprint {flight.fingerprint or 'any'}); "
+                "start one, or wait for one that restarts"
+            )
+        cause = "its deadline passed" if late else lacks
+        log.warning("request %s: failed; it waited %.2f s for a worker, %s: %s", request_id, waited_s, _stage(flight), cause)
+        raise error
 
     def heard(self, flight: Flight, output: Output, now_s: float) -> None:
         """A worker sent `output`: says what a recovery that is now over has cost."""
@@ -109,3 +128,7 @@ class Recovery:
             f"{self._config.budget_floor} + {num_live} live requests a minute ({WINDOW_S:.0f} s); "
             "find out why workers die, or raise --replay-budget"
         )
+
+
+def _stage(flight: Flight) -> str:
+    return f"behind {flight.num_delivered} tokens" if flight.num_delivered else "before its first token"

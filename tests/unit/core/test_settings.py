@@ -205,6 +205,7 @@ FOREIGN = {  # flag -> the roles that take it
     "--num-prefill 1": {"local"},
     "--num-decode 1": {"local"},
     "--replay-budget 0.5": {"router", "local"},
+    "--worker-wait-s 9": {"router", "local"},
     "--prefill-tp 1": {"local", "colocated"},
     "--decode-tp 1": {"local", "colocated"},
     "--num-scheduler-steps 2": {"unified", "decode", "colocated", "local"},

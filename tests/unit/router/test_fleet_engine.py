@@ -375,7 +375,7 @@ def test_a_client_that_goes_away_frees_its_worker():
 
 def test_requests_stay_within_one_fingerprint_and_draining_workers_get_nothing_new():
     async def body() -> None:
-        router = await Router(ReplayConfig(place_wait_s=0.3, replay_wait_s=0.3)).start()
+        router = await Router(config=replace(FAST, worker_wait_s=0.3)).start()
         old = FakeWorker((router.address,), fingerprint="weights-1")
         new = FakeWorker((router.address,), fingerprint="weights-2")
         await fleet(old, new, router=router)

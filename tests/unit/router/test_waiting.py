@@ -1,0 +1,67 @@
+"""A request that waits for a worker in vain: how long, and what the log says of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from dataclasses import replace
+from time import monotonic
+
+import pytest
+
+from jdisagg.core.errors import DeadlineExceeded, Unavailable
+from jdisagg.core.requests import Output
+from jdisagg.router.recovery import ReplayConfig
+from tests.unit.router.fakes import FakeWorker, Router
+from tests.unit.router.test_fleet_engine import ask, collect, fleet, tokens
+from tests.unit.wire.rig import FAST, run_quiet, until
+
+NOBODY = "no decode or unified worker is connected"
+
+
+def failures(caplog: pytest.LogCaptureFixture) -> list[str]:
+    told = [record for record in caplog.records if "failed; it waited" in record.getMessage()]
+    assert all(record.levelno == logging.WARNING for record in told)
+    return [record.getMessage() for record in told]
+
+
+def test_streams_that_wait_for_another_worker_in_vain_are_logged_once_each(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        router = await Router(ReplayConfig(place_wait_s=0.05), config=replace(FAST, worker_wait_s=0.4)).start()
+        (worker,) = await fleet(FakeWorker((router.address,)), router=router)
+        streams: list[list[Output]] = [[] for _ in range(3)]
+        tasks = [asyncio.create_task(collect(router, ask(f"r{i}", 5000), outputs)) for i, outputs in enumerate(streams)]
+        await until(lambda: all(tokens(outputs) for outputs in streams))
+        began_s = monotonic()
+        await worker.die()
+        await asyncio.gather(*tasks)
+        assert 0.3 < monotonic() - began_s < 2.0, "a new request's wait is shorter"
+        for outputs in streams:
+            assert isinstance(outputs[-1].error, Unavailable)
+            assert f"{NOBODY}, for 0 s (fingerprint weights-1); start one" in outputs[-1].error.message
+        await router.stop()
+
+    run_quiet(body())
+    told = sorted(failures(caplog))
+    assert len(told) == 3
+    for i, line in enumerate(told):
+        pattern = rf"request r{i}: failed; it waited 0\.\d\d s for a worker, behind \d+ tokens: {NOBODY}"
+        assert re.fullmatch(pattern, line), line
+
+
+def test_a_new_request_never_waits_longer_than_a_lost_one(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        router = await Router(config=replace(FAST, worker_wait_s=0.1)).start()
+        began_s = monotonic()
+        with pytest.raises(Unavailable, match=NOBODY):
+            await collect(router, ask("r1"))
+        assert monotonic() - began_s < 2.0
+        with pytest.raises(DeadlineExceeded, match=NOBODY):
+            await collect(router, ask("r2", left_s=0.05))
+        await router.stop()
+
+    run_quiet(body())
+    one, other = failures(caplog)
+    assert re.fullmatch(rf"request r1: failed; it waited 0\.\d\d s for a worker, before its first token: {NOBODY}", one)
+    assert re.fullmatch(r"request r2: failed; it waited 0\.\d\d s for a worker, before .*: its deadline passed", other)
