@@ -26,7 +26,7 @@ _RUNGS_OF_ROUTERS = ("replay",)
 _WITHOUT_ENGINE = frozenset(
     """
     workers build_info time_to_first_token_seconds inter_token_latency_seconds request_decode_seconds generated_tokens
-    requests_finished recoveries replays_refused request_seconds
+    requests_finished recoveries replays_refused request_seconds requests prompt_tokens
     """.split()
 )
 
@@ -47,7 +47,9 @@ class Metrics:
         self._define_counters()
 
     def _define_state(self) -> None:
-        self.requests = self._gauge("requests", "Live requests by state of the transition table.", "state")
+        self.requests = self._gauge(
+            "requests", "Live requests by state; a router's: running (a worker has it), waiting.", "state"
+        )
         self.kv_pages_free = self._gauge("kv_pages_free", "KV pages nobody references (reusable prefix pages included).")
         self.kv_pages_used = self._gauge("kv_pages_used", "KV pages referenced by at least one request.")
         self.published_bytes = self._gauge("published_bytes", "Bytes of KV pieces held for fetching peers.")
@@ -85,6 +87,7 @@ class Metrics:
     def _define_counters(self) -> None:
         self.tick_seconds = self._counter("tick_seconds", "Time of an engine's thread by stage of its tick.", "stage")
         self.prefill_tokens = self._counter("prefill_tokens", "Prompt tokens computed, by the role that did it.", "role")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got their first token.")
         self.generated_tokens = self._counter("generated_tokens", "Tokens sampled and delivered.")
         self.requests_finished = self._counter("requests_finished", "Requests that ended, by finish reason or error.", "reason")
         self.transfer_bytes = self._counter("transfer_bytes", "KV bytes received and verified, by backend.", "backend")

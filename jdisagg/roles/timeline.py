@@ -20,6 +20,7 @@ class Timeline:
         """`slow_s`: see RequestRecord."""
         self.record = RequestRecord(metrics, request, arrived_s, slow_s)
         self._metrics = metrics
+        self._num_prompt_tokens = 0 if request.choice else len(request.prompt_token_ids)  # choices share one prompt
         self._arrived_s = arrived_s
         self._deadline_s = request.deadline_s
         self._last_s: float | None = None
@@ -32,6 +33,7 @@ class Timeline:
         self.record.produced(now_s)
         if self._last_s is None:
             self._metrics.ttft_seconds.observe(now_s - self._arrived_s)
+            self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
         else:
             for _ in range(num_tokens):
                 self._metrics.itl_seconds.observe((now_s - self._last_s) / num_tokens)

@@ -73,6 +73,8 @@ class FleetEngine:
         self._metrics = metrics
         for role in Role:
             metrics.workers.labels(role=role.value).set_function(partial(self.workers.fleet.count, role))
+        for state in ("running", "waiting"):
+            metrics.requests.labels(state=state).set_function(partial(self._count, running=state == "running"))
         self._card = card
         self._flights: dict[str, Flight] = {}
         self._homes = Homes()
@@ -143,6 +145,10 @@ class FleetEngine:
         if self.workers.fleet.choose(None, monotonic()) is None:
             return Health(healthy=True, ready=False, reason=self.workers.fleet.lacks(None))
         return Health(healthy=True, ready=True)
+
+    def _count(self, *, running: bool) -> int:
+        """Requests that a worker has, or those that wait for one."""
+        return sum((flight.entry is not None) == running for flight in self._flights.values())
 
     async def debug_state(self) -> dict[str, Any]:
         """Members and flights."""

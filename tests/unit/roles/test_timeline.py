@@ -37,3 +37,17 @@ def test_who_had_enough_at_the_deadline_was_answered() -> None:
     asked = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(), deadline_s=100.0)
     Timeline(metrics, asked, 90.0).stopped(100.0)
     assert ends(metrics) == {"stop": 1.0}
+
+
+def test_a_prompt_counts_when_it_brings_its_first_token_once_for_all_its_choices() -> None:
+    metrics = Metrics()
+    for choice in range(3):
+        asked = EngineRequest(
+            request_id=f"r/{choice}", prompt_token_ids=(1, 2, 3, 4), sampling=SamplingParams(), deadline_s=100.0, choice=choice
+        )
+        timeline = Timeline(metrics, asked, 90.0)
+        timeline.produced(0, 91.0)
+        assert metrics.prompt_tokens._value.get() == (4 if choice else 0)
+        timeline.produced(1, 92.0)
+        timeline.produced(2, 93.0)
+        assert metrics.prompt_tokens._value.get() == 4

@@ -65,3 +65,35 @@ def test_a_new_request_never_waits_longer_than_a_lost_one(caplog: pytest.LogCapt
     one, other = failures(caplog)
     assert re.fullmatch(rf"request r1: failed; it waited 0\.\d\d s for a worker, before its first token: {NOBODY}", one)
     assert re.fullmatch(r"request r2: failed; it waited 0\.\d\d s for a worker, before .*: its deadline passed", other)
+
+
+def test_a_scrape_shows_requests_that_run_and_that_wait() -> None:
+    async def body() -> None:
+        router = await Router(config=replace(FAST, worker_wait_s=5.0)).start()
+
+        def shown() -> tuple[int, int]:
+            found = re.findall(r'jdisagg_requests\{state="(\w+)"\} (\d+)\.0', router.metrics.text())
+            assert [state for state, _ in found] == ["running", "waiting"]
+            return int(found[0][1]), int(found[1][1])
+
+        assert shown() == (0, 0)
+        (worker,) = await fleet(FakeWorker((router.address,)), router=router)
+        outputs: list[Output] = []
+        running = [asyncio.create_task(collect(router, ask(f"r{i}", 10_000), outputs)) for i in range(3)]
+        await until(lambda: len(worker.engine.live) == 3)
+        assert shown() == (3, 0)
+        await worker.die()
+        await until(lambda: shown() == (0, 3))
+        heir = FakeWorker((router.address,))
+        await heir.start()
+        await until(lambda: shown() == (3, 0))
+        await until(lambda: "jdisagg_prompt_tokens_total 9.0" in router.metrics.text())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        assert shown() == (0, 0)
+        await until(lambda: not heir.engine.live)
+        await heir.die()
+        await router.stop()
+
+    run_quiet(body())
