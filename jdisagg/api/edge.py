@@ -12,11 +12,13 @@ import random
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from time import monotonic
+from weakref import WeakSet
 
 from jdisagg.api.choice import ChoiceText, Delta, Transcript
 from jdisagg.api.intake import Job, TextRequest, admit
 from jdisagg.api.token_engine import Enough, ModelCard, TokenEngine
-from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, RequestError
+from jdisagg.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError
+from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer
 
@@ -40,13 +42,17 @@ class Edge:
         default_deadline_s: float = 600.0,
         defaults: SamplingParams = SamplingParams(),
         draw_seed: Callable[[], int] | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
-        """`default_deadline_s` runs from intake. `defaults`: the model's own for parameters a client leaves out."""
+        """`default_deadline_s` runs from intake. `defaults`: the model's own for parameters a client leaves out. `metrics`:
+        where requests are counted that no engine sees."""
         self._engine = engine
         self.tokenizer = tokenizer
         self.defaults = defaults
         self._default_deadline_s = default_deadline_s
         self._draw_seed = draw_seed or _draw_seed
+        self._metrics = metrics
+        self._told: WeakSet[RequestError] = WeakSet()  # errors of requests that the engine had, which counts them
         self._live: dict[str, asyncio.Queue[Delta | Exception | _Abort]] = {}
 
     @property
@@ -87,6 +93,8 @@ class Edge:
         try:
             while unfinished:
                 item = await queue.get()
+                if isinstance(item, RequestError):
+                    self._told.add(item)
                 if isinstance(item, Exception):
                     raise item
                 if isinstance(item, _Abort):
@@ -109,6 +117,11 @@ class Edge:
             async for delta in deltas:
                 transcript.add(delta)
         return transcript
+
+    def refused(self, error: RequestError) -> None:
+        """A call ended with `error`: it is counted here unless its engine has done so, or its client is gone."""
+        if self._metrics is not None and error not in self._told and not isinstance(error, Cancelled):
+            self._metrics.requests_finished.labels(reason=error.reason).inc()
 
     def abort(self, request_id: str) -> bool:
         """End a running request: its choices finish with ABORT. False when no such request runs."""

@@ -18,7 +18,7 @@ from jdisagg.api.codec import encode_finish, encode_provenance, status_of
 from jdisagg.api.edge import Edge
 from jdisagg.api.intake import Prompt, TextRequest, check_model
 from jdisagg.api.status_details import details_metadata
-from jdisagg.core.errors import InvalidRequest, JdisaggError
+from jdisagg.core.errors import InvalidRequest, JdisaggError, RequestError
 from jdisagg.core.requests import SamplingParams
 from jdisagg.core.trace import TRACEPARENT, read_traceparent
 from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
@@ -51,7 +51,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     await context.write(generation_pb2.GenerateResponse(request_id=job.request_id, delta=encode_delta(delta)))
             complete = encode_complete(transcript)
             await context.write(generation_pb2.GenerateResponse(request_id=job.request_id, complete=complete))
-        except JdisaggError as error:
+        except RequestError as error:
+            self._edge.refused(error)
             await _abort(context, error, request)
 
     async def Abort(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -22,7 +22,9 @@ from jdisagg.api.http.openapi import openapi_document
 from jdisagg.api.http.operations import Observable, Operations
 from jdisagg.api.http.request_id import RequestIdHeader, shown_request_id
 from jdisagg.api.http.tokens import TokenEndpoints
-from jdisagg.core.errors import JdisaggError, Unauthenticated
+from jdisagg.core.errors import JdisaggError, RequestError, Unauthenticated
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")
 
@@ -40,7 +42,8 @@ def make_app(edge: Edge | None, engine: Observable, metrics_text: Callable[[], s
         routes += [Route(path, _ask_elsewhere, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]
     else:
         routes += _completion_routes(edge)
-    layers = [Middleware(RequestIdHeader), *([Middleware(_ApiKeyGuard, api_key=api_key)] if api_key else [])]
+    refused = None if edge is None else edge.refused
+    layers = [Middleware(RequestIdHeader, refused=refused), *([Middleware(_ApiKeyGuard, api_key=api_key)] if api_key else [])]
     handlers = {JdisaggError: _on_error, HTTPException: _on_http_error, Exception: _on_bug}
     return Starlette(routes=routes, middleware=layers, exception_handlers=handlers)
 
@@ -54,12 +57,25 @@ def _completion_routes(edge: Edge) -> list[Route]:
     return [
         Route("/v1/models", tokens.models),
         Route("/v1/models/{name:path}", tokens.model),
-        Route("/v1/completions", Completions(edge).respond, methods=["POST"]),
-        Route("/v1/chat/completions", ChatCompletions(edge).respond, methods=["POST"]),
+        Route("/v1/completions", _counted(Completions(edge).respond, edge), methods=["POST"]),
+        Route("/v1/chat/completions", _counted(ChatCompletions(edge).respond, edge), methods=["POST"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/openapi.json", openapi),
     ]
+
+
+def _counted(respond: Endpoint, edge: Edge) -> Endpoint:
+    """`respond`, whose refusals count as requests that ended so."""
+
+    async def responding(request: Request) -> Response:
+        try:
+            return await respond(request)
+        except RequestError as error:
+            edge.refused(error)
+            raise
+
+    return responding
 
 
 class _ApiKeyGuard:

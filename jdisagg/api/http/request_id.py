@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jdisagg.api.http.errors import error_response
-from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.errors import InvalidRequest, RequestError
 
 HEADER = "x-request-id"
 _GOOD = re.compile(r"[\x21-\x7e]{1,128}")
@@ -21,8 +22,10 @@ _ID, _SHOWN = "jdisagg.request_id", "jdisagg.shown_request_id"  # keys of the sc
 class RequestIdHeader:
     """Every answer, errors included, carries the call's name: the one that came, else its request id. A bad one gets a 400."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, refused: Callable[[RequestError], None] | None = None) -> None:
+        """`refused` hears of completions that end here."""
         self._app = app
+        self._refused = refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the call on."""
@@ -41,7 +44,13 @@ class RequestIdHeader:
                 MutableHeaders(scope=message).update(shown_request_id(scope))
             await send(message)
 
-        await (self._app if is_good else _refuse)(scope, receive, send_named)
+        if is_good:
+            await self._app(scope, receive, send_named)
+            return
+        error = _bad_header(scope)
+        if kind and self._refused is not None:
+            self._refused(error)
+        await error_response(error)(scope, receive, send_named)
 
 
 def request_id_of(request: Request) -> str:
@@ -54,8 +63,8 @@ def shown_request_id(scope: Scope) -> dict[str, str]:
     return {HEADER: scope[_SHOWN]} if _SHOWN in scope else {}
 
 
-async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+def _bad_header(scope: Scope) -> InvalidRequest:
     given = Headers(scope=scope)[HEADER]
     got = f"{len(given)} characters {ascii(given)[:80]}"
     text = f"{HEADER}: wanted 1 to 128 printable ASCII characters without spaces; got {got}"
-    await error_response(InvalidRequest(text, field=HEADER))(scope, receive, send)
+    return InvalidRequest(text, field=HEADER)

@@ -17,6 +17,7 @@ from jdisagg.api.http.app import make_app
 from jdisagg.api.http.server import make_server
 from jdisagg.api.token_engine import Enough, Health, ModelCard
 from jdisagg.core.errors import RequestError
+from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, TokenLogprob
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import generation_pb2_grpc
@@ -126,6 +127,12 @@ class Served:
     port: int
     client: AsyncOpenAI
     stub: generation_pb2_grpc.GenerationServiceStub
+    metrics: Metrics
+
+    def ends(self) -> dict[str, float]:
+        """Requests that no engine saw, by reason; a FakeEngine counts nothing."""
+        samples = [sample for family in self.metrics.requests_finished.collect() for sample in family.samples]
+        return {sample.labels["reason"]: sample.value for sample in samples}
 
     async def wait_idle(self) -> None:
         """Until nothing runs; fails after two seconds."""
@@ -137,7 +144,8 @@ class Served:
 @asynccontextmanager
 async def serving(engine: FakeEngine, tokenizer: Tokenizer, *, api_key: str | None = None) -> AsyncIterator[Served]:
     """HTTP and gRPC on real sockets; on exit nothing may be left running."""
-    edge = Edge(engine, tokenizer, default_deadline_s=10.0, draw_seed=lambda: 77)
+    metrics = Metrics()
+    edge = Edge(engine, tokenizer, default_deadline_s=10.0, draw_seed=lambda: 77, metrics=metrics)
     server = make_server(make_app(edge, engine, lambda: "jdisagg_up 1\n", api_key), stop_timeout_s=1.0)
     await server.start()
     grpc_server = grpc.aio.server()
@@ -149,7 +157,8 @@ async def serving(engine: FakeEngine, tokenizer: Tokenizer, *, api_key: str | No
         AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0, timeout=10.0) as client,
         grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}") as channel,
     ):
-        served = Served(engine, edge, url, server.port, client, generation_pb2_grpc.GenerationServiceStub(channel))
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        served = Served(engine, edge, url, server.port, client, stub, metrics)
         try:
             yield served
             await served.wait_idle()
