@@ -21,7 +21,6 @@ from jdisagg.api.http.app import make_app
 from jdisagg.api.http.server import HttpServer, listen
 from jdisagg.core.config import Config
 from jdisagg.core.drill import drill_of
-from jdisagg.core.errors import Unavailable
 from jdisagg.core.metrics import Metrics
 from jdisagg.models.resolve import resolve_model
 from jdisagg.router.fleet_engine import FleetEngine
@@ -60,7 +59,7 @@ async def serve(config: Config, process: Process) -> int:
         credentials=credentials,
         drill=drill_of(),
     )
-    edge = make_edge(engine, read_text_model(resolve_model(config.model.model)), config.server)
+    edge = make_edge(engine, read_text_model(resolve_model(config.model.model)), config.server, metrics)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
     fleet = FleetService(engine.workers, config.transfer)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
@@ -94,8 +93,5 @@ async def serve(config: Config, process: Process) -> int:
 
 
 def _add_admin(server: grpc.aio.Server, engine: FleetEngine, drain: Callable[[float], Awaitable[int]]) -> None:
-    async def reset_prefix_cache() -> int:
-        raise Unavailable("a router has no prefix cache; ask the workers (FleetService.List names them)")
-
-    admin = AdminService(drain=drain, stats=engine.debug_state, reset_prefix_cache=reset_prefix_cache)
+    admin = AdminService(drain=drain, stats=engine.debug_state, reset_prefix_cache=None)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)

@@ -9,6 +9,7 @@ from typing import Any
 from jdisagg.api.edge import Edge
 from jdisagg.api.token_engine import TokenEngine
 from jdisagg.core.config import ServerConfig
+from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import SamplingParams
 from jdisagg.models.resolve import generation_defaults
 from jdisagg.text.tokenizer import Tokenizer
@@ -27,9 +28,9 @@ def read_text_model(directory: Path) -> TextModel:
     return TextModel(tokenizer=Tokenizer.from_directory(directory), defaults=sampling_defaults(directory))
 
 
-def make_edge(engine: TokenEngine, text: TextModel, server: ServerConfig) -> Edge:
-    """An Edge over `engine`."""
-    return Edge(engine, text.tokenizer, default_deadline_s=server.default_deadline_s, defaults=text.defaults)
+def make_edge(engine: TokenEngine, text: TextModel, server: ServerConfig, metrics: Metrics | None = None) -> Edge:
+    """An Edge over `engine`; `metrics`: see Edge."""
+    return Edge(engine, text.tokenizer, default_deadline_s=server.default_deadline_s, defaults=text.defaults, metrics=metrics)
 
 
 def sampling_defaults(directory: Path) -> SamplingParams:

@@ -144,7 +144,7 @@ class _Edges:
         names = ["AdminService", "KVEventsService"]
         if text is not None:
             names += ["GenerationService", "WorkerService"]
-            edge = make_edge(self._engine, text, config.server)
+            edge = make_edge(self._engine, text, config.server, metrics)
             generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
             worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self._engine, config.transfer), server)
         if deployment.peer_server is not None:

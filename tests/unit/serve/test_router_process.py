@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jdisagg.serve.ready import Ready, parse
+from jdisagg.v1 import admin_pb2, admin_pb2_grpc
 
 SERVE = [sys.executable, "-m", "jdisagg.serve"]
 WAIT_S = 30.0
@@ -55,6 +56,18 @@ def test_a_router_without_workers_is_healthy_but_not_ready_and_sigterm_ends_it_w
     assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
     process.send_signal(signal.SIGTERM)
     assert process.wait(WAIT_S) == 0
+
+
+def test_a_router_counts_bad_calls_and_has_no_prefix_cache_to_reset(router) -> None:
+    _, ready = router
+    bad = urllib.request.Request(f"http://{ready.http}/v1/completions", data=b"{", method="POST")
+    with pytest.raises(urllib.error.HTTPError, match="400") as caught:
+        urllib.request.urlopen(bad, timeout=10)
+    caught.value.close()
+    assert 'jdisagg_requests_finished_total{reason="invalid"} 1.0' in get(ready.http, "/metrics")[1]
+    with grpc.insecure_channel(ready.grpc) as channel, pytest.raises(grpc.RpcError) as refused:
+        admin_pb2_grpc.AdminServiceStub(channel).ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest(), timeout=10)
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]
 
 
 def exits(*flags: str, env: dict[str, str] | None = None) -> tuple[int, str]:
