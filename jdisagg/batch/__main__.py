@@ -22,10 +22,9 @@ from jdisagg.batch.journal import Journal, check_journal
 from jdisagg.batch.results import count_lines
 from jdisagg.batch.runner import check_unpublished, run_batch
 from jdisagg.batch.sender import Sender, served_model
-from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError, JdisaggError
 from jdisagg.core.logs import setup_logs
-from jdisagg.core.settings import API_KEY_VARIABLE, load_config
+from jdisagg.core.settings import API_KEY_VARIABLE
 from jdisagg.serve.environment import keep_freed_memory, prepare_jax
 
 EXIT_DONE, EXIT_STOPPED, EXIT_BAD_COMMAND = 0, 1, 2
@@ -38,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
         command = parse_command(argv)
         if check_unpublished(command.batch):
             asyncio.run(_run(command))
+        else:
+            print("jdisagg.batch: already complete, nothing was run", file=sys.stderr)
         print(f"jdisagg.batch: {count_lines(command.batch.output)}", file=sys.stderr)
         return EXIT_DONE
     except ConfigError as error:
@@ -55,20 +56,20 @@ async def _run(command: Command) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    batch, config = command.batch, None
-    if command.server is None:
-        config = load_config(["--role", "colocated" if command.disagg else "unified", *command.serve_flags])
-        check_journal(batch.output, batch.header(config.served_name, config))
-    async with _open_client(command, config) as client:
+    batch = command.batch
+    if batch.config is not None:
+        check_journal(batch.output, batch.header(batch.config.served_name))
+    async with _open_client(command) as client:
         sender = Sender(client, patience_s=command.patience_s)
-        with Journal(batch.output, batch.header(await served_model(sender), config)) as journal:
+        with Journal(batch.output, batch.header(await served_model(sender))) as journal:
             total = len(batch.numbers())
             with tqdm(total=total, initial=len(journal), unit="req", disable=command.quiet) as bar:
                 await run_batch(batch, journal, sender, bar.update)
 
 
-def _open_client(command: Command, config: Config | None) -> AbstractAsyncContextManager[httpx.AsyncClient]:
+def _open_client(command: Command) -> AbstractAsyncContextManager[httpx.AsyncClient]:
     """Of the server that was named, or of an engine in this process."""
+    config = command.batch.config
     timeout = httpx.Timeout(command.request_timeout_s, connect=10.0)
     if config is None:
         key = os.environ.get(API_KEY_VARIABLE)

@@ -11,6 +11,7 @@ from typing import NoReturn
 from jdisagg.batch.journal import journal_path, temporary_path
 from jdisagg.batch.runner import Batch
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.settings import load_config
 
 DESCRIPTION = """Run a file of requests offline. Kill it at any moment and start it again with the same command: it goes on
 where it was, and the output is the one an undisturbed run would have written. Flags that are not listed here are
@@ -32,11 +33,9 @@ class Command:
 
     batch: Batch
     server: str | None  # base URL; None = an engine in this process
-    disagg: bool
     patience_s: float
     request_timeout_s: float
     quiet: bool
-    serve_flags: tuple[str, ...]  # of the engine in this process
 
 
 class _Parser(argparse.ArgumentParser):
@@ -80,14 +79,14 @@ def parse_command(argv: Sequence[str]) -> Command:
     if not args.input.is_file():
         raise ConfigError(f"--input: no file {str(args.input)!r}")
     _check_output(args.output)
+    role = "colocated" if args.disagg else "unified"
+    config = load_config(["--role", role, *serve_flags]) if args.server is None else None
     return Command(
-        batch=Batch(input=args.input, output=args.output, seed=args.seed, max_concurrency=args.max_concurrency),
+        batch=Batch(input=args.input, output=args.output, seed=args.seed, max_concurrency=args.max_concurrency, config=config),
         server=args.server,
-        disagg=args.disagg,
         patience_s=args.patience_s,
         request_timeout_s=args.request_timeout_s,
         quiet=args.quiet,
-        serve_flags=tuple(serve_flags),
     )
 
 

@@ -9,7 +9,12 @@ from typing import Any, TypeGuard
 from jdisagg.batch.lines import BadLine, Call
 
 
-def answer_line(call: Call, status_code: int, body: dict[str, Any], *, created: int) -> dict[str, Any]:
+def line_id(batch_id: str, number: int) -> str:
+    """Names its batch, so that a finished output can be told from those of others."""
+    return f"batch_{batch_id}_{number}"
+
+
+def answer_line(call: Call, status_code: int, body: dict[str, Any], *, batch_id: str, created: int) -> dict[str, Any]:
     """The line of a request that was answered, well or badly. `created` (seconds) stands in for the time of the answer."""
     stable = dict(body)
     if "id" in stable:
@@ -20,17 +25,17 @@ def answer_line(call: Call, status_code: int, body: dict[str, Any], *, created: 
     if isinstance(usage := stable.get("usage"), dict):  # cache hits depend on what ran before
         stable["usage"] = {key: value for key, value in usage.items() if key != "prompt_tokens_details"}
     response = {"status_code": status_code, "request_id": f"batch-{call.number}", "body": stable}
-    return {"id": f"batch_req_{call.number}", "custom_id": call.custom_id, "response": response, "error": None}
+    return {"id": line_id(batch_id, call.number), "custom_id": call.custom_id, "response": response, "error": None}
 
 
-def error_line(bad: BadLine) -> dict[str, Any]:
+def error_line(bad: BadLine, *, batch_id: str) -> dict[str, Any]:
     """The line of an input line that is no request."""
-    return _failed("invalid_line", bad.number, bad.custom_id, bad.message)
+    return _failed("invalid_line", bad.number, bad.custom_id, bad.message, batch_id)
 
 
-def bad_answer_line(call: Call, message: str) -> dict[str, Any]:
+def bad_answer_line(call: Call, message: str, *, batch_id: str) -> dict[str, Any]:
     """The line of a request whose answer cannot be used."""
-    return _failed("invalid_answer", call.number, call.custom_id, message)
+    return _failed("invalid_answer", call.number, call.custom_id, message, batch_id)
 
 
 def is_output_line(value: object) -> TypeGuard[dict[str, Any]]:
@@ -53,6 +58,6 @@ def count_lines(output: Path) -> str:
     return f"{ok} ok, {failed} failed"
 
 
-def _failed(code: str, number: int, custom_id: str | None, message: str) -> dict[str, Any]:
+def _failed(code: str, number: int, custom_id: str | None, message: str, batch_id: str) -> dict[str, Any]:
     error = {"code": code, "message": message, "line": number}
-    return {"id": f"batch_req_{number}", "custom_id": custom_id, "response": None, "error": error}
+    return {"id": line_id(batch_id, number), "custom_id": custom_id, "response": None, "error": error}

@@ -7,17 +7,20 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jdisagg.batch import strict_json
 from jdisagg.batch.journal import Journal, journal_path
 from jdisagg.batch.lines import BadLine, Call, read_lines
-from jdisagg.batch.results import answer_line, bad_answer_line, error_line, is_output_line
+from jdisagg.batch.results import answer_line, bad_answer_line, error_line, is_output_line, line_id
 from jdisagg.batch.sender import BadAnswer, Sender
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
 
 _ANSWERING = ("model", "load_format", "dtype", "kv_cache_dtype", "max_model_len", "numerics")  # what answers depend on
+_JOURNAL = 2  # the form of journals: lines of form 1 do not name their batch
 Finished = tuple[int, dict[str, Any]]  # input line number, output line
 
 
@@ -29,16 +32,27 @@ class Batch:
     output: Path
     seed: int = 0
     max_concurrency: int = 32
+    config: Config | None = None  # of an engine in this process; None = a server answers
 
-    def header(self, model: str, config: Config | None = None) -> dict[str, Any]:
-        """What the journal must agree with: the name of the model that answers, and `config` of an engine in this process."""
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What the answers depend on, as far as it is known before a server is asked."""
         with self.input.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        header: dict[str, Any] = {"journal": 1, "input_sha256": digest, "seed": self.seed, "model": model}
-        if config is not None:
-            settings = asdict(config.model) | {"numerics": config.model.numerics.value}
-            header |= {"--" + name.replace("_", "-"): settings[name] for name in _ANSWERING}
-        return header
+            identity: dict[str, Any] = {"input_sha256": hashlib.file_digest(file, "sha256").hexdigest(), "seed": self.seed}
+        if self.config is not None:
+            settings = asdict(self.config.model) | {"numerics": self.config.model.numerics.value}
+            identity |= {"--" + name.replace("_", "-"): settings[name] for name in _ANSWERING}
+            identity["model"] = self.config.served_name
+        return identity
+
+    @cached_property
+    def id(self) -> str:
+        """Eight hex digits of `identity`."""
+        return hashlib.sha256(strict_json.encode(sorted(self.identity.items()))).hexdigest()[:8]
+
+    def header(self, model: str) -> dict[str, Any]:
+        """What the journal must agree with; `model`: the name of the one that answers."""
+        return {"journal": _JOURNAL, "model": model} | self.identity
 
     @property
     def created(self) -> int:
@@ -73,9 +87,12 @@ def check_unpublished(batch: Batch) -> bool:
     if not batch.output.exists() or journal_path(batch.output).exists():
         return True
     with batch.output.open("rb") as file:
-        ids = [_line_id(raw) for raw in file]
-    if ids != [f"batch_req_{number}" for number in batch.numbers()]:
-        raise ConfigError(f"--output: {batch.output} exists and is not the output of this input; remove it or choose another")
+        ids = [_id_in(raw) for raw in file]
+    if ids != [line_id(batch.id, number) for number in batch.numbers()]:
+        raise ConfigError(
+            f"--output: {batch.output} exists and is not the output of this batch (its input, --seed and engine); "
+            "remove it or choose another --output"
+        )
     return False
 
 
@@ -85,14 +102,15 @@ async def _answer_all(
     async def answer_lines() -> None:
         for line in pending:  # shared by all: each line is taken once
             if isinstance(line, BadLine):
-                await answers.put((line.number, error_line(line)))
+                await answers.put((line.number, error_line(line, batch_id=batch.id)))
                 continue
             try:
                 status_code, body = await sender.send(line)
             except BadAnswer as error:
-                await answers.put((line.number, bad_answer_line(line, error.message)))
+                await answers.put((line.number, bad_answer_line(line, error.message, batch_id=batch.id)))
             else:
-                await answers.put((line.number, answer_line(line, status_code, body, created=batch.created)))
+                output = answer_line(line, status_code, body, batch_id=batch.id, created=batch.created)
+                await answers.put((line.number, output))
 
     async with asyncio.TaskGroup() as group:
         for _ in range(batch.max_concurrency):
@@ -107,7 +125,7 @@ def _first(failures: BaseExceptionGroup) -> BaseException:
     return leaf
 
 
-def _line_id(raw: bytes) -> str | None:
+def _id_in(raw: bytes) -> str | None:
     try:
         line = json.loads(raw)
     except (ValueError, RecursionError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -46,14 +47,17 @@ def test_answers_come_in_input_order_with_bad_lines_marked(tmp_path: Path, capsy
     source, output = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
     with serving() as server:
         assert main(arguments(source, output, server.url, "--seed", "1000")) == 0
-        assert capsys.readouterr().err.splitlines()[-1] == "jdisagg.batch: 4 ok, 5 failed"
-        assert main(arguments(source, output, server.url, "--seed", "1000")) == 0  # done already
-        assert capsys.readouterr().err.splitlines()[-1] == "jdisagg.batch: 4 ok, 5 failed"
+        assert capsys.readouterr().err == "jdisagg.batch: 4 ok, 5 failed\n"
+        assert main(arguments(source, output, server.url, "--seed", "1000")) == 0
+        said = "jdisagg.batch: already complete, nothing was run\njdisagg.batch: 4 ok, 5 failed\n"
+        assert capsys.readouterr().err == said
     answers = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    assert [answer["id"] for answer in answers] == [f"batch_req_{number}" for number in (1, 2, 4, 5, 6, 7, 8, 9, 10)]
+    batch_id = Batch(input=source, output=output, seed=1000).id
+    assert re.fullmatch("[0-9a-f]{8}", batch_id)
+    assert [answer["id"] for answer in answers] == [f"batch_{batch_id}_{number}" for number in (1, 2, 4, 5, 6, 7, 8, 9, 10)]
     assert [answer["custom_id"] for answer in answers] == ["a", "line-2", "line-4", None, None, "g", "h", "i", "line-10"]
     assert [answer["error"] and answer["error"]["line"] for answer in answers] == [None, None, None, 5, 6, None, 8, 9, None]
-    texts = [answer["response"]["body"]["choices"][0]["text"] for answer in answers if answer["id"] in ID_OF_ANSWERED]
+    texts = [answer["response"]["body"]["choices"][0]["text"] for answer in answers if answer["custom_id"] in ANSWERED]
     assert texts == [
         "one with seed 1001 on /v1/completions \N{SNOWMAN}",
         "two with seed 1002 on /v1/completions \N{SNOWMAN}",
@@ -65,7 +69,7 @@ def test_answers_come_in_input_order_with_bad_lines_marked(tmp_path: Path, capsy
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["in.jsonl", "out.jsonl"]
 
 
-ID_OF_ANSWERED = {"batch_req_1", "batch_req_2", "batch_req_4", "batch_req_7"}
+ANSWERED = {"a", "line-2", "line-4", "g"}
 
 
 def test_the_second_line_of_one_custom_id_is_refused_naming_both(tmp_path: Path) -> None:
@@ -112,7 +116,7 @@ def test_another_batch_is_refused_before_an_engine_is_loaded(
     monkeypatch.setattr("jdisagg.batch.__main__.keep_freed_memory", load)  # the first step of it
     source, output = write(tmp_path / "in.jsonl", ['{"prompt": "x"}']), tmp_path / "out.jsonl"
     command = ["--input", str(source), "--output", str(output), "--model", "demo", "--quiet"]
-    header = Batch(input=source, output=output).header("demo", load_config(["--role", "unified"]))
+    header = Batch(input=source, output=output, config=load_config(["--role", "unified"])).header("demo")
     with Journal(output, header):
         assert main(command) == 2
         assert "another process is running this batch" in capsys.readouterr().err
@@ -155,6 +159,44 @@ def test_a_finished_batch_is_not_run_again_and_another_output_is_not_overwritten
         write(source, ['{"prompt": "x"}'])
         assert main(arguments(source, output, server.url)) == 2
         assert output.read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("prompt", "flags"),
+    [
+        ("y", []),
+        ("x", ["--seed", "1"]),
+        ("x", ["--model", "demo"]),
+    ],
+)
+def test_a_finished_output_of_as_many_lines_of_another_batch_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], prompt: str, flags: list[str]
+) -> None:
+    source, output = write(tmp_path / "in.jsonl", ['{"prompt": "x"}']), tmp_path / "out.jsonl"
+    with serving() as server:
+        assert main(arguments(source, output, server.url)) == 0
+        first = output.read_bytes()
+        write(source, [f'{{"prompt": "{prompt}"}}'])
+        command = ["--input", str(source), "--output", str(output), "--quiet", *flags]
+        assert main(command if "--model" in flags else [*command, "--server", server.url]) == 2
+        assert "exists and is not the output of this batch" in capsys.readouterr().err
+        assert output.read_bytes() == first
+        assert server.asked.total() == 1
+
+
+@pytest.mark.parametrize("flags", [["--numerics", "exact"], ["--dtype", "bfloat16"], ["--served-model-name", "other"]])
+def test_a_finished_output_of_another_engine_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    source, output = write(tmp_path / "in.jsonl", ['{"prompt": "x"}']), tmp_path / "out.jsonl"
+    batch = Batch(input=source, output=output, config=load_config(["--role", "unified"]))
+    output.write_text(json.dumps({"id": f"batch_{batch.id}_1", "response": {"status_code": 200}}) + "\n")
+    command = ["--input", str(source), "--output", str(output), "--quiet"]
+    assert main(command) == 0
+    assert main([*command, "--disagg"]) == 0
+    assert "already complete, nothing was run" in capsys.readouterr().err
+    assert main([*command, *flags]) == 2
+    assert "is not the output of this batch" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(120)

@@ -13,6 +13,7 @@ import pytest
 
 from jdisagg.batch.__main__ import main
 from jdisagg.batch.journal import Journal, journal_path, temporary_path
+from jdisagg.batch.runner import Batch
 from jdisagg.core.errors import ConfigError
 from tests.unit.batch.fake_server import serving
 from tests.unit.batch.test_batch import arguments
@@ -68,9 +69,10 @@ def test_an_output_with_the_right_ids_that_a_batch_did_not_write_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], rest: dict[str, object]
 ) -> None:
     source, output = source_in(tmp_path, '{"prompt": "x"}\n'), tmp_path / "out.jsonl"
-    output.write_text(json.dumps({"id": "batch_req_1", **rest}) + "\n")
+    batch = Batch(input=source, output=output)
+    output.write_text(json.dumps({"id": f"batch_{batch.id}_1", **rest}) + "\n")
     assert main(arguments(source, output, NOWHERE)) == 2
-    assert "is not the output of this input; remove it or choose another" in capsys.readouterr().err
+    assert "engine); remove it or choose another --output" in capsys.readouterr().err
 
 
 def test_an_output_too_deep_to_read_is_refused(tmp_path: Path) -> None:
