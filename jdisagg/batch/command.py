@@ -11,7 +11,7 @@ from typing import NoReturn
 from jdisagg.batch.journal import journal_path, temporary_path
 from jdisagg.batch.runner import Batch
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.settings import load_config
+from jdisagg.core.settings import API_KEY_VARIABLE, load_config
 
 DESCRIPTION = """Run a file of requests offline. Kill it at any moment and start it again with the same command: it goes on
 where it was, and the output is the one an undisturbed run would have written. Flags that are not listed here are
@@ -55,7 +55,10 @@ def parse_command(argv: Sequence[str]) -> Command:
     parser.add_argument("--input", type=Path, required=True, metavar="FILE.jsonl", help="requests, one JSON object per line")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl", help="answers, in the order of the input")
     parser.add_argument(
-        "--server", metavar="URL", help="use this OpenAI-compatible server instead of an engine in this process"
+        "--server",
+        metavar="URL",
+        help="use this OpenAI-compatible server instead of an engine in this process "
+        f"(its API key: {API_KEY_VARIABLE} in the environment)",
     )
     parser.add_argument("--disagg", action="store_true", help="prefill and decode on separate meshes of this process")
     parser.add_argument("--max-concurrency", type=int, default=32, metavar="N", help="requests under way at once (default 32)")
@@ -71,9 +74,9 @@ def parse_command(argv: Sequence[str]) -> Command:
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args, serve_flags = parser.parse_known_args(list(argv))
     if args.server is not None and (args.disagg or serve_flags):
-        raise ConfigError(
-            f"--server: leave out {serve_flags[0] if serve_flags else '--disagg'}, the server has its own settings"
-        )
+        names = [flag.partition("=")[0] for flag in serve_flags] or ["--disagg"]
+        key = f"; its API key is read from the environment, {API_KEY_VARIABLE}" if "--api-key" in names else ""
+        raise ConfigError(f"--server: leave out {names[0]}, the server has its own settings{key}")
     if args.max_concurrency < 1:
         raise ConfigError(f"--max-concurrency: wanted at least 1, got {args.max_concurrency}")
     if not args.input.is_file():

@@ -13,6 +13,7 @@ import httpx
 from jdisagg.batch import strict_json
 from jdisagg.batch.lines import Call
 from jdisagg.core.errors import ConfigError, JdisaggError, Unavailable
+from jdisagg.core.settings import API_KEY_VARIABLE
 
 RETRIED = frozenset({429, 502, 503})  # "not now": the request was not run
 Answer = tuple[int, dict[str, Any]]  # HTTP status, JSON object
@@ -105,6 +106,8 @@ async def served_model(sender: Sender) -> str:
         status_code, body = await sender.get("/v1/models")
     except BadAnswer as error:
         raise ConfigError(f"--server: /v1/models: {error.message}") from error
+    if status_code == 401:
+        raise ConfigError(f"--server: it refuses the API key: set {API_KEY_VARIABLE} to the one it wants; {str(body)[:200]}")
     models = body.get("data")
     first = models[0] if isinstance(models, list) and models else None
     if status_code != 200 or not isinstance(first, dict) or "id" not in first:
