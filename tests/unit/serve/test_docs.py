@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[3]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _OPTION = re.compile(r'add_argument\(\s*"(--[a-z-]+)"')
 OF_SCRIPTS = {option for path in (ROOT / "scripts").rglob("*.py") for option in _OPTION.findall(path.read_text())}
+OF_BATCH = set(_OPTION.findall((ROOT / "jdisagg" / "batch" / "command.py").read_text()))
 OF_AOT = {option for action in build_aot_parser()._actions for option in action.option_strings}
 OTHER_PROGRAMS = {
     "--no-deps",
@@ -24,8 +25,6 @@ OTHER_PROGRAMS = {
     "--quick",
     "--input",
     "--output",
-    "--server",
-    "--disagg",
     "--accelerator",
     "--task",
     "--why",
@@ -47,6 +46,7 @@ def test_every_flag_named_exists(text: str) -> None:
         {option for action in build_parser()._actions for option in action.option_strings}
         | OTHER_PROGRAMS
         | OF_SCRIPTS
+        | OF_BATCH
         | OF_AOT
     )
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known
