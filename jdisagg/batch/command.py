@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import httpx
+
 from jdisagg.batch.journal import journal_path, temporary_path
 from jdisagg.batch.runner import Batch
 from jdisagg.core.errors import ConfigError
@@ -32,7 +34,7 @@ class Command:
     """A parsed command line."""
 
     batch: Batch
-    server: str | None  # base URL; None = an engine in this process
+    server: str | None  # URL that /v1 stands behind; None = an engine in this process
     patience_s: float
     request_timeout_s: float
     quiet: bool
@@ -77,6 +79,7 @@ def parse_command(argv: Sequence[str]) -> Command:
         names = [flag.partition("=")[0] for flag in serve_flags] or ["--disagg"]
         key = f"; its API key is read from the environment, {API_KEY_VARIABLE}" if "--api-key" in names else ""
         raise ConfigError(f"--server: leave out {names[0]}, the server has its own settings{key}")
+    server = None if args.server is None else _server_url(args.server)
     if args.max_concurrency < 1:
         raise ConfigError(f"--max-concurrency: wanted at least 1, got {args.max_concurrency}")
     if not args.input.is_file():
@@ -86,11 +89,29 @@ def parse_command(argv: Sequence[str]) -> Command:
     config = load_config(["--role", role, *serve_flags]) if args.server is None else None
     return Command(
         batch=Batch(input=args.input, output=args.output, seed=args.seed, max_concurrency=args.max_concurrency, config=config),
-        server=args.server,
+        server=server,
         patience_s=args.patience_s,
         request_timeout_s=args.request_timeout_s,
         quiet=args.quiet,
     )
+
+
+def _server_url(given: str) -> str:
+    """Without the /v1 that OpenAI's base URLs end in. Raises ConfigError for what nobody could be reached at."""
+    url = given.rstrip("/").removesuffix("/v1").rstrip("/")
+    if not _is_base(url):
+        hint = f"http://{given}" if ":/" not in given and _is_base(f"http://{given}") else "http://HOST:PORT"
+        raise ConfigError(f"--server: wanted a URL, got {given!r}; write {hint}")
+    return url
+
+
+def _is_base(url: str) -> bool:
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL:
+        return False
+    host_and_port = parts.host and "%20" not in parts.host and (parts.port is None or 0 < parts.port < 2**16)
+    return parts.scheme in ("http", "https") and bool(host_and_port) and not parts.query and not parts.fragment
 
 
 def _check_output(output: Path) -> None:

@@ -51,3 +51,37 @@ def test_the_help_names_where_the_key_is_read(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main(["--help"])
     assert KEY in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("127.0.0.1:18010", "http://127.0.0.1:18010"),
+        ("localhost/v1", "http://localhost/v1"),
+        ("[::1]:80", "http://[::1]:80"),
+        ("ftp://host", "http://HOST:PORT"),
+        ("http:/host:80", "http://HOST:PORT"),
+        ("http://host:port", "http://HOST:PORT"),
+        ("http://host:99999999", "http://HOST:PORT"),
+        ("http://a host:80", "http://HOST:PORT"),
+        ("http://host?a=b", "http://HOST:PORT"),
+        ("http://[::1", "http://HOST:PORT"),
+        ("[::1", "http://HOST:PORT"),
+        ("http://", "http://HOST:PORT"),
+        ("", "http://HOST:PORT"),
+    ],
+)
+def test_a_server_that_is_no_url_is_told_of_at_once(
+    source: Path, capsys: pytest.CaptureFixture[str], given: str, hint: str
+) -> None:
+    assert main(arguments(source, source.with_name("out.jsonl"), given, "--patience-s", "600")) == 2
+    assert capsys.readouterr().err == f"jdisagg.batch: --server: wanted a URL, got {given!r}; write {hint}\n"
+    assert [path.name for path in source.parent.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("end", ["/", "/v1", "/v1/"])
+def test_a_server_may_be_named_as_openai_clients_name_it(source: Path, end: str) -> None:
+    output = source.with_name("out.jsonl")
+    with serving() as server:
+        assert main(arguments(source, output, server.url + end)) == 0
+    assert "on /v1/completions" in output.read_text()
