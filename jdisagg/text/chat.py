@@ -42,6 +42,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = dict(special_tokens)
+        self.shows_tools = "tools" in source
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:

@@ -22,7 +22,7 @@ def render_prompt(body: Body, template: ChatTemplate | None) -> str:
     add_generation_prompt = body.boolean("add_generation_prompt", True)
     return template.render(
         [_plain_message(index, message) for index, message in enumerate(messages)],
-        tools=_offered_tools(body),
+        tools=_offered_tools(body, template),
         add_generation_prompt=add_generation_prompt,
         **_template_kwargs(body),
     )
@@ -65,11 +65,18 @@ def _part_text(where: str, part: Any) -> str:
     return part["text"]
 
 
-def _offered_tools(body: Body) -> list[dict[str, Any]] | None:
-    """Tools are shown to the model; a call cannot be forced, because that needs constrained decoding."""
+def _offered_tools(body: Body, template: ChatTemplate) -> list[dict[str, Any]] | None:
+    """Tools are shown to the model, and a call is text; none can be forced, because that needs constrained decoding."""
     tools, choice = body.objects("tools"), body.get("tool_choice")
     if choice not in (None, "none", "auto"):
         raise InvalidRequest(
             f"tool_choice: forcing a call is not served; got {choice!r}; use 'auto' or 'none'", field="tool_choice"
         )
-    return None if choice == "none" else tools or None
+    if not tools or choice == "none":
+        return None
+    if not template.shows_tools:
+        raise InvalidRequest(
+            "tools: the chat template of the served model shows none to it; leave them out, or write them into messages",
+            field="tools",
+        )
+    return tools

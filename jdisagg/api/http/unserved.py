@@ -38,6 +38,23 @@ _EVERYWHERE = (
     ),
     Unserved(("use_beam_search",), "beam search is not served; leave it out, or take the best of n choices by their logprobs"),
     Unserved(("length_penalty",), "is for beam search, which is not served; leave it out", (*_OFF, 1)),
+    Unserved(
+        (
+            *("no_repeat_ngram_size", "dry_multiplier", "xtc_probability", "top_a", "top_n_sigma", "epsilon_cutoff"),
+            *("eta_cutoff", "mirostat", "mirostat_mode", "dynatemp_range", "smoothing_factor", "penalty_alpha"),
+        ),
+        "this kind of sampling is not served; leave it out, or use temperature, top_k, top_p, min_p and the penalties",
+        (*_OFF, 0),
+    ),
+    Unserved(
+        ("typical_p", "tfs", "tfs_z", "guidance_scale", "cfg_scale"),
+        "this kind of sampling is not served; leave it out, or use temperature, top_k, top_p, min_p and the penalties",
+        (*_OFF, 1),
+    ),
+    Unserved(("do_sample",), "is not a field here; for the likeliest token each time use temperature 0", (None, True)),
+    Unserved(("num_beams",), "beam search is not served; leave it out, or take the best of n choices", (None, 1)),
+    Unserved(("repeat_penalty",), "is called repetition_penalty here", (None, 1)),
+    Unserved(("min_new_tokens",), "is called min_tokens here", (None, 0)),
     Unserved(("truncate_prompt_tokens",), "prompts are not cut here; cut it before you send it (POST /tokenize counts)"),
     Unserved(
         ("include_stop_str_in_output", "no_stop_trim"),

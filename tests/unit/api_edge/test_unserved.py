@@ -37,6 +37,17 @@ REFUSED: list[tuple[str, Any]] = [
     ("return_tokens_as_token_ids", True),
     ("lora_path", "x"),
     ("max_new_tokens", 4),
+    ("typical_p", 0.9),
+    ("tfs_z", 0.9),
+    ("top_a", 0.2),
+    ("no_repeat_ngram_size", 3),
+    ("dry_multiplier", 0.8),
+    ("xtc_probability", 0.5),
+    ("mirostat", 2),
+    ("do_sample", False),
+    ("num_beams", 4),
+    ("repeat_penalty", 1.1),
+    ("min_new_tokens", 4),
 ]
 REFUSED_IN_COMPLETIONS: list[tuple[str, Any]] = [("suffix", "x"), ("max_completion_tokens", 4), ("top_logprobs", 2)]
 REFUSED_IN_CHAT: list[tuple[str, Any]] = [
@@ -63,6 +74,15 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("include_stop_str_in_output", False),
     ("length_penalty", 1.0),
     ("early_stopping", True),
+    ("typical_p", 1),
+    ("top_a", 0.0),
+    ("no_repeat_ngram_size", 0),
+    ("dry_multiplier", 0),
+    ("dry_base", 1.75),  # nothing without dry_multiplier
+    ("mirostat", 0),
+    ("do_sample", True),
+    ("num_beams", 1),
+    ("repeat_penalty", 1.0),
     ("spaces_between_special_tokens", False),  # no tokenizer here puts spaces there
     ("prediction", {"type": "content", "content": "fox"}),  # a hint to be faster
     ("reasoning_effort", "low"),

@@ -1,0 +1,61 @@
+"""Tools reach the model through its chat template or are refused; nothing pretends to have offered them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from jdisagg.text.tokenizer import Tokenizer
+from tests.unit.api_edge.fakes import FakeEngine, run, serving
+from tests.unit.text.tiny_tokenizer import train_byte_level
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+PATHS = ("/v1/chat/completions", "/tokenize")
+
+
+@pytest.fixture
+def toolless(tmp_path: Path) -> Tokenizer:
+    directory = train_byte_level(tmp_path)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer.from_directory(directory)
+
+
+def test_tools_that_the_template_does_not_show_are_refused(toolless: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(toolless, "fox"), toolless) as served, httpx.AsyncClient(base_url=served.http) as http:
+            for path in PATHS:
+                for asked in ({"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "auto"}):
+                    answer = await http.post(path, json=CHAT | asked)
+                    assert answer.status_code == 400
+                    assert answer.json()["error"]["param"] == "tools"
+                for nothing in (
+                    {"tools": []},
+                    {"tools": None},
+                    {"tools": TOOLS, "tool_choice": "none"},
+                    {"tool_choice": "auto"},
+                ):
+                    assert (await http.post(path, json=CHAT | nothing)).status_code == 200
+
+    run(check())
+
+
+def test_tools_that_the_template_shows_are_part_of_the_prompt(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            for asked, shown in (
+                ({"tools": TOOLS}, True),
+                ({"tools": TOOLS, "tool_choice": "auto"}, True),
+                ({"tools": TOOLS, "tool_choice": "none"}, False),
+            ):
+                assert (await http.post(PATHS[0], json=CHAT | asked | {"max_tokens": 5})).status_code == 200
+                prompt = tokenizer.decode(served.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+                assert ("weather" in prompt) is shown
+
+    run(check())
