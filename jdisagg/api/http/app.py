@@ -34,7 +34,9 @@ def make_app(edge: Edge | None, engine: Observable, metrics_text: Callable[[], s
     operations = Operations(engine, metrics_text)
     routes = [
         Route("/health", operations.health),
+        Route("/ping", operations.health, methods=["GET", "POST"]),
         Route("/ready", operations.ready),
+        Route("/version", operations.version),
         Route("/metrics", operations.metrics),
         Route("/debug/state", operations.debug_state),
     ]

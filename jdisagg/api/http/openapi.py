@@ -73,6 +73,8 @@ def openapi_document(title: str) -> dict[str, Any]:
         "/detokenize": _post("Token ids to text", _DETOKENIZE, ["tokens"]),
         "/v1/models": _get("The served model"),
         "/health": _get("The engine turns over"),
+        "/ping": _get("As /health"),
+        "/version": _get("The version of the package"),
         "/ready": _get("A request would be served now"),
         "/metrics": _get("Prometheus metrics", "text/plain"),
         "/debug/state": _get("Queues, ledgers and streams; loopback only"),

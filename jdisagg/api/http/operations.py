@@ -1,4 +1,4 @@
-"""What every role serves: /health, /ready, /metrics, /debug/state."""
+"""What every role serves: /health (/ping), /ready, /metrics, /version, /debug/state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from jdisagg.api.http.errors import plain_error
+from jdisagg.api.http.version import package_version
 from jdisagg.api.token_engine import Health
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -33,6 +34,7 @@ class Operations:
     def __init__(self, engine: Observable, metrics_text: Callable[[], str]) -> None:
         self._engine = engine
         self._metrics_text = metrics_text
+        self._version = package_version()
 
     async def health(self, request: Request) -> Response:
         """200 while the engine turns over, else 503 with the reason."""
@@ -47,6 +49,10 @@ class Operations:
     async def metrics(self, request: Request) -> Response:
         """Prometheus text."""
         return Response(self._metrics_text(), headers={"content-type": METRICS_CONTENT_TYPE})
+
+    async def version(self, request: Request) -> Response:
+        """Of this package."""
+        return JSONResponse({"version": self._version})
 
     async def debug_state(self, request: Request) -> Response:
         """The engine's state, for clients on this machine only."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import tomllib
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.routing import Route
 
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.body import Body
 from jdisagg.api.http.server import make_server
 from jdisagg.api.http.unserved import CHAT_FIELDS, COMPLETION_FIELDS, STREAM_OPTIONS
+from jdisagg.api.http.version import package_version
 from jdisagg.api.token_engine import Health
 from jdisagg.core.errors import ConfigError
 from jdisagg.text.tokenizer import Tokenizer
@@ -29,6 +34,7 @@ def test_health_and_readiness_say_why_not(tokenizer: Tokenizer) -> None:
             assert (await http.get("/ready")).json() == {"status": "not ready", "reason": "no usable prefill worker"}
             engine.state = Health(healthy=False, ready=True, reason="no tick for 7 s")
             assert (await http.get("/health")).status_code == 503
+            assert [(await http.request(method, "/ping")).status_code for method in ("GET", "POST")] == [503, 503]
             assert (await http.get("/ready")).status_code == 503
 
     run(check())
@@ -88,6 +94,38 @@ def test_the_schema_lists_what_the_endpoints_read(tokenizer: Tokenizer, monkeypa
     run(check())
 
 
+def test_the_schema_lists_every_path_that_is_served(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            paths = (await http.get("/openapi.json")).json()["paths"]
+            app = make_app(served.edge, served.engine, lambda: "")
+            routes = {route.path for route in app.routes if isinstance(route, Route)}
+            assert set(paths) == routes - {"/openapi.json", "/v1/models/{name:path}"}
+            for path in (path for path, methods in paths.items() if "get" in methods):
+                assert (await http.get(path)).status_code == 200, path
+
+    run(check())
+
+
+def test_the_version_is_that_of_the_checkout_or_of_what_is_installed(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+
+    async def check() -> None:
+        transport = httpx.ASGITransport(make_app(None, FakeEngine(tokenizer, "fox"), lambda: "", "key"))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            assert (await http.get("/version")).json() == {"version": project["version"]}
+
+    run(check())
+    monkeypatch.setattr(metadata, "version", {"jdisagg": "7"}.__getitem__)
+    assert package_version(tmp_path) == "7"
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\nversion = "9"\n')
+    assert package_version(tmp_path) == "7"
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "jdisagg"\nversion = "9"\n')
+    assert package_version(tmp_path) == "9"
+
+
 def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
@@ -109,7 +147,7 @@ def test_a_role_without_completions_serves_operations_only(tokenizer: Tokenizer)
         server = make_server(make_app(None, FakeEngine(tokenizer, "fox"), lambda: "up 1\n", "key"))
         await server.start()
         async with httpx.AsyncClient(base_url=f"http://{server.address}") as http:
-            for path in ("/health", "/ready", "/metrics", "/debug/state"):
+            for path in ("/health", "/ping", "/ready", "/metrics", "/version", "/debug/state"):
                 assert (await http.get(path)).status_code == 200
         await server.stop()
         await server.stop()
