@@ -1,53 +1,71 @@
 """GET /openapi.json: the served paths and fields, for tools that generate clients. Fields that are always refused are not in it
-(`unserved`); a test compares the rest with what the endpoints read."""
+(`unserved`); tests compare the rest with what the endpoints read, and the bounds with what they refuse. Bounds that depend on
+the model (its context, vocabulary and EOS ids) are not in it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_NUMBER, _INTEGER, _STRING, _BOOLEAN = ({"type": kind} for kind in ("number", "integer", "string", "boolean"))
-_STRINGS = {"oneOf": [_STRING, {"type": "array", "items": _STRING}]}
-_TOKEN_IDS = {"type": "array", "items": _INTEGER}
-_PROMPT = {"oneOf": [_STRING, _TOKEN_IDS, {"type": "array", "items": {"oneOf": [_STRING, _TOKEN_IDS]}}]}
+from jdisagg.api.http.tokens import MAX_CHARACTERS, MAX_TOKENS
+from jdisagg.api.intake import MAX_LOGIT_BIAS, MAX_N, MAX_SEQUENCES, MAX_STOP_LENGTH, MAX_STOP_STRINGS
+from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+
+_INTEGER, _STRING, _BOOLEAN = ({"type": kind} for kind in ("integer", "string", "boolean"))
+_INT32_MAX = 2**31 - 1
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_PROMPT_IDS = _TOKEN_IDS | {"minItems": 1}
+_PROMPTS = {"type": "array", "items": {"oneOf": [_STRING, _PROMPT_IDS]}, "minItems": 1, "maxItems": MAX_SEQUENCES}
+
+
+def _range(kind: str, low: float, high: float) -> dict[str, Any]:
+    return {"type": kind, "minimum": low, "maximum": high}
+
 
 _SHARED: dict[str, Any] = {
     "model": _STRING,
     "stream": _BOOLEAN,
     "stream_options": {"type": "object", "properties": {"include_usage": _BOOLEAN}},
-    "n": {"type": "integer", "minimum": 1, "maximum": 64},
+    "n": _range("integer", 1, MAX_N),
     "seed": _INTEGER,
-    "stop": _STRINGS,
-    "max_tokens": _INTEGER,
-    "temperature": {"type": "number", "minimum": 0},
+    "stop": {"oneOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}]},
+    "max_tokens": _range("integer", 1, _INT32_MAX),
+    "temperature": _range("number", 0, 100),
     "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-    "top_k": _INTEGER,
-    "min_p": {"type": "number", "minimum": 0, "maximum": 1},
-    "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-    "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-    "repetition_penalty": {"type": "number", "exclusiveMinimum": 0},
-    "logit_bias": {"type": "object", "additionalProperties": _NUMBER},
-    "min_tokens": _INTEGER,
+    "top_k": _range("integer", -1, _INT32_MAX) | {"description": "-1 and 0 are off"},
+    "min_p": _range("number", 0, 1),
+    "presence_penalty": _range("number", -2, 2),
+    "frequency_penalty": _range("number", -2, 2),
+    "repetition_penalty": _range("number", 0.01, 100),
+    "logit_bias": {
+        "type": "object",
+        "additionalProperties": _range("number", -100, 100),
+        "propertyNames": {"pattern": "^[0-9]+$"},
+        "maxProperties": MAX_LOGIT_BIAS,
+    },
+    "min_tokens": _range("integer", 0, _INT32_MAX),
     "ignore_eos": _BOOLEAN,
-    "stop_token_ids": _TOKEN_IDS,
+    "stop_token_ids": _TOKEN_IDS | {"maxItems": MAX_STOP_TOKEN_IDS, "description": "the model's EOS ids take places of these"},
     "return_token_ids": _BOOLEAN,
     "skip_special_tokens": _BOOLEAN,
     "add_special_tokens": _BOOLEAN,
-    "priority": _INTEGER,
+    "priority": _range("integer", -_INT32_MAX - 1, _INT32_MAX),
     "cache_salt": _STRING,
     "response_format": {"type": "object", "properties": {"type": {"enum": ["text"]}}},
 }
 _COMPLETION = _SHARED | {
-    "prompt": _PROMPT,
+    "prompt": {"oneOf": [_STRING, _PROMPT_IDS, _PROMPTS]},
+    "max_tokens": _range("integer", 0, _INT32_MAX) | {"description": "0 with echo only"},
     "echo": _BOOLEAN,
-    "logprobs": _INTEGER,
-    "prompt_logprobs": _INTEGER,
+    "logprobs": _range("integer", 0, MAX_LOGPROBS),
+    "prompt_logprobs": _range("integer", 0, MAX_LOGPROBS),
     "best_of": {"type": "integer", "description": "must equal n"},
 }
 _CHAT = _SHARED | {
     "messages": {"type": "array", "items": {"type": "object", "required": ["role"]}, "minItems": 1},
-    "max_completion_tokens": _INTEGER,
+    "max_completion_tokens": _range("integer", 1, _INT32_MAX),
     "logprobs": _BOOLEAN,
-    "top_logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
+    "top_logprobs": _range("integer", 0, MAX_LOGPROBS),
     "tools": {"type": "array", "items": {"type": "object"}},
     "tool_choice": {"enum": ["none", "auto"]},
     "add_generation_prompt": _BOOLEAN,
@@ -56,12 +74,12 @@ _CHAT = _SHARED | {
 _OF_TEMPLATES = ("messages", "tools", "tool_choice", "add_generation_prompt", "chat_template_kwargs")
 _TOKENIZE = {
     "model": _STRING,
-    "prompt": _STRING,
+    "prompt": _STRING | {"maxLength": MAX_CHARACTERS},
     "add_special_tokens": _BOOLEAN,
     "return_token_strs": _BOOLEAN,
     **{name: _CHAT[name] for name in _OF_TEMPLATES},
 }
-_DETOKENIZE = {"model": _STRING, "tokens": _TOKEN_IDS}
+_DETOKENIZE = {"model": _STRING, "tokens": _TOKEN_IDS | {"maxItems": MAX_TOKENS}}
 
 
 def openapi_document(title: str) -> dict[str, Any]:

@@ -1,0 +1,86 @@
+"""The bounds that the schema tells are those that the endpoints keep: what lies on one is served, what lies beyond refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import httpx
+
+from jdisagg.api.http.openapi import openapi_document
+from jdisagg.text.tokenizer import Tokenizer
+from tests.unit.api_edge.fakes import FakeEngine, run, serving
+
+GOOD: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "the", "max_tokens": 2, "echo": True},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+}
+BESIDE: dict[str, dict[str, Any]] = {"top_logprobs": {"logprobs": True}}
+IN_ERRORS = {"max_completion_tokens": "max_tokens"}
+BELOW_BY_CONTEXT = ("max_tokens", "max_completion_tokens", "min_tokens")  # nobody reaches their maximum
+BOUNDED = {
+    *("n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "priority"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "top_logprobs", "prompt_logprobs"),
+}
+
+
+def test_numbers_on_a_bound_of_the_schema_are_served_and_numbers_beyond_are_refused(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        seen: set[str] = set()
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            for path, good in GOOD.items():
+                for name, schema in properties(path).items():
+                    for value, is_served in numbers(name, schema):
+                        seen.add(name)
+                        answer = await http.post(path, json=good | BESIDE.get(name, {}) | {name: value})
+                        assert answer.status_code == (200 if is_served else 400), (path, name, value, answer.text)
+                        if not is_served:
+                            assert answer.json()["error"]["param"] == IN_ERRORS.get(name, name)
+        assert seen == BOUNDED
+
+    run(check())
+
+
+def test_as_many_as_the_schema_allows_are_served_and_one_more_is_refused(tokenizer: Tokenizer) -> None:
+    listed = properties("/v1/completions")
+    stop, stops = listed["stop"]["oneOf"]
+    prompts = listed["prompt"]["oneOf"][2]["maxItems"]
+    cases: list[tuple[str, int, Callable[[int], object]]] = [
+        ("stop", stop["maxLength"], lambda n: "a" * n),
+        ("stop", stops["maxItems"], lambda n: ["a"] * n),
+        ("logit_bias", listed["logit_bias"]["maxProperties"], lambda n: {str(token): 100 for token in range(n)}),
+        ("stop_token_ids", listed["stop_token_ids"]["maxItems"] - 1, lambda n: [5] * n),  # the fake has one EOS id
+        ("prompt", prompts, lambda n: ["a"] * n),
+    ]
+    engine = FakeEngine(tokenizer, "fox")
+    engine.card = replace(engine.card, vocab_size=1000)
+
+    async def check() -> None:
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            for name, most, make in cases:
+                body = {"prompt": "the", "max_tokens": 1}
+                assert (await http.post("/v1/completions", json=body | {name: make(most)})).status_code == 200, name
+                refused = await http.post("/v1/completions", json=body | {name: make(most + 1)})
+                assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+    run(check())
+
+
+def properties(path: str) -> dict[str, dict[str, Any]]:
+    operation = openapi_document("tiny")["paths"][path]["post"]
+    return operation["requestBody"]["content"]["application/json"]["schema"]["properties"]
+
+
+def numbers(name: str, schema: dict[str, Any]) -> list[tuple[float, bool]]:
+    """(value, whether it is served) on and beyond each bound of a field."""
+    found: list[tuple[float, bool]] = []
+    if "minimum" in schema:
+        found += [(schema["minimum"], True), (schema["minimum"] - 1, False)]
+    if "exclusiveMinimum" in schema:
+        found += [(schema["exclusiveMinimum"], False)]
+    if "maximum" in schema:
+        found += [(schema["maximum"] + 1, False)]
+        if name not in BELOW_BY_CONTEXT:
+            found += [(schema["maximum"], True)]
+    return found
