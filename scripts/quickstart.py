@@ -39,8 +39,7 @@ def free(port: int) -> int:
 
 def show(ready: Ready) -> None:
     """What runs, one request, where it was computed."""
-    for worker in ready.workers:
-        print(f"{worker['role']:>8}  pid {worker['pid']:<7} grpc {worker['grpc']}")
+    print("\n".join(processes(ready)))
     print(f"ready after {ready.warmup_s:.1f} s; one request ({MAX_TOKENS} tokens, temperature {TEMPERATURE:g}, seed {SEED}):\n")
     sampling = common_pb2.SamplingParams(temperature=TEMPERATURE, seed=SEED, max_tokens=MAX_TOKENS)
     request = generation_pb2.GenerateRequest(text=PROMPT, sampling=sampling)
@@ -50,6 +49,14 @@ def show(ready: Ready) -> None:
     complete = stream(ready.grpc, request, REQUEST_TIMEOUT_S, lambda text: print(text, end="", flush=True))
     seconds = time.monotonic() - began_s
     print(f"\n\n{where(complete, ready)}; {complete.usage.completion_tokens} tokens in {seconds:.2f} s")
+
+
+def processes(ready: Ready) -> list[str]:
+    """One line for each: role, pid, and where its gRPC and its metrics are."""
+    return [
+        f"{process['role']:>8}  pid {process['pid']:<7} grpc {process['grpc']:<16} http://{process['http']}/metrics"
+        for process in ready.workers
+    ]
 
 
 def where(complete: generation_pb2.Complete, ready: Ready) -> str:
