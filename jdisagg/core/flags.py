@@ -112,7 +112,7 @@ _TRANSFER = (
     Flag(
         "transfer",
         "prefill",
-        "prefill workers of a decode worker without a router, HOST:PORT,..",
+        "prefill workers of a decode worker, with or without a router (its routers tell it of more), HOST:PORT,..",
         syntax="addresses",
         only=("decode",),
     ),

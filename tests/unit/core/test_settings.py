@@ -229,6 +229,13 @@ def test_a_flag_of_another_role_is_refused_and_says_whose_it_is(flag: str, role:
     assert "\n" not in got
 
 
+def test_prefill_workers_may_be_named_beside_routers() -> None:
+    both = load("--role", "decode", "--prefill", "127.0.0.1:9001", "--router", "127.0.0.1:9000")
+    assert (both.transfer.prefill, both.server.router) == (("127.0.0.1:9001",), ("127.0.0.1:9000",))
+    assert "with or without a router" in BY_NAME["prefill"].help
+    assert "(prefill workers of a decode worker, with or without a router" in message("--role", "prefill", "--prefill", "h:1")
+
+
 def test_the_table_above_has_every_flag_that_only_some_roles_take() -> None:
     assert {flag.option: set(flag.only) for flag in FLAGS if flag.only} == {k.split()[0]: v for k, v in FOREIGN.items()}
 
