@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jdisagg.core.config import LocalPrefill, TransferConfig
+from jdisagg.core.config import TransferConfig
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.handoff import actions as act
@@ -23,6 +23,7 @@ from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.messages import Ack, Grant, HandoffId, Want
 from jdisagg.roles.inbox import Message
 from jdisagg.roles.kv_lending import KVLending
+from jdisagg.roles.peer_choice import PeerChoice
 from jdisagg.roles.ports import PeerClient, Runner
 from jdisagg.roles.provenance_book import ProvenanceBook
 from jdisagg.roles.recoveries import Recoveries
@@ -52,14 +53,13 @@ class DecodeRole:
         lending: KVLending | None = None,
     ) -> None:
         """`known_peers`: for requests that name none. `lending` None: prefill workers are not offered the KV that is here."""
-        self._config = config
         self._scheduler = scheduler
         self._handoffs = handoffs
         self._runner = runner
         self._peers = peers
         self._fetcher = fetcher
         self._streams = streams
-        self._known_peers = known_peers
+        self._peer_choice = PeerChoice(config, peers, known_peers)
         self._lending = lending
         self._recoveries = Recoveries(metrics, peers)
         self._transfers = Transfers(metrics)
@@ -73,32 +73,17 @@ class DecodeRole:
 
     def admit(self, request: EngineRequest, now_s: float) -> None:
         """Queue it REMOTE and open its hand-off, or compute a short prompt here when configured so."""
-        if self._prefills_here(request):
+        if self._peer_choice.is_here(request):
             self._scheduler.add(request, now_s)
             return
         self._scheduler.add(request, now_s, remote=True, is_open=False)
         if not self._scheduler.awaits_sibling(request.request_id):
             self._start(request, now_s)
 
-    def _prefills_here(self, request: EngineRequest) -> bool:
-        policy = self._config.local_prefill
-        if policy is LocalPrefill.NEVER:
-            return False
-        if request.sampling.prompt_logprobs is not None and not self._peer_list(request):
-            return True
-        short = len(request.token_ids) < self._config.local_prefill_below_tokens
-        return policy is LocalPrefill.BELOW_TOKENS and short
-
-    def _peer_list(self, request: EngineRequest) -> tuple[str, ...]:
-        peers = request.prefill_peers or self._known_peers()
-        answering = tuple(peer for peer in peers if not self._peers.is_down(peer))
-        never = self._config.local_prefill is LocalPrefill.NEVER
-        return answering or (peers if never else ())  # with nothing to fall back on, asking is better than failing
-
     def _start(self, request: EngineRequest, now_s: float) -> None:
         held_tokens = self._scheduler.held_tokens(request.request_id)
         # Without a peer this may fail the request at once; its stream opens after `admit`, so the output waits a little.
-        self._early += self._execute(self._handoffs.start(request, held_tokens, self._peer_list(request), now_s), now_s)
+        self._early += self._execute(self._handoffs.start(request, held_tokens, self._peer_choice.of(request), now_s), now_s)
 
     def forget(self, request_id: str) -> None:
         """End its hand-off and drop what arrived for it."""
