@@ -191,7 +191,7 @@ class GrpcPeerClient:
                 ended = await stream.run(link, theirs.epoch, reached.backends, deliver)
                 if ended.reason == UNCLEAR:
                     ended = replace(ended, reason=await _cleared_up(link, theirs.epoch))
-            if ended.reason in ("dead", "heartbeat") and not stream.closed:
+            if ended.reason in ("dead", "heartbeat"):
                 self._failed(link, ended.error.message if ended.error else ended.reason)
             if stream.answered or ended.reason not in ("dead", "epoch"):
                 break

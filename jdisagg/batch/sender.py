@@ -54,26 +54,43 @@ class Sender:
         return await self._insist(path, self._client.build_request("GET", path))
 
     async def _insist(self, what: str, request: httpx.Request) -> Answer:
-        away_since_s, times_taken, pause_s = None, 0, FIRST_PAUSE_S
+        refused_since_s, times_taken, pause_s = None, 0, FIRST_PAUSE_S
         while True:
+            queued_s = monotonic()
             async with self._suspect if times_taken else nullcontext():
+                if refused_since_s is not None:
+                    refused_since_s += monotonic() - queued_s
                 outcome = await self._once(request)
-            if not isinstance(outcome, _NotNow):
-                return outcome
-            if outcome.taken and await self._is_there():
-                away_since_s, times_taken = None, times_taken + 1
+                if not isinstance(outcome, _NotNow):
+                    return outcome
+                if outcome.taken:
+                    await self._come_back(what, outcome.why)
+            if outcome.taken:
+                times_taken += 1
                 if outcome.timed_out or times_taken == MOST_TIMES_TAKEN:
                     raise BadAnswer(f"the server took the request {times_taken} times and answered others only: {outcome.why}")
-            else:
-                now_s = monotonic()
-                away_since_s = now_s if away_since_s is None else away_since_s
-                if now_s + pause_s > away_since_s + self._patience_s:
-                    raise Unavailable(
-                        f"{what}: no answer for {self._patience_s:g} s: {outcome.why}; "
-                        "check the server, then run the same command again to go on from here"
-                    )
-            await asyncio.sleep(pause_s)
+                refused_since_s, pause_s = None, FIRST_PAUSE_S
+                continue
+            refused_since_s = monotonic() if refused_since_s is None else refused_since_s
+            await self._pause(pause_s, refused_since_s, what, outcome.why)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _come_back(self, what: str, why: str) -> None:
+        """Wait until the server answers something. Raises Unavailable when it stays away."""
+        since_s, pause_s = monotonic(), FIRST_PAUSE_S
+        while not await self._is_there():
+            await self._pause(pause_s, since_s, what, why)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _pause(self, pause_s: float, since_s: float, what: str, why: str) -> None:
+        """Sleep, at most to the end of the patience with a server that is away since then. Raises Unavailable behind that."""
+        left_s = since_s + self._patience_s - monotonic()
+        if left_s <= 0:
+            raise Unavailable(
+                f"{what}: no answer for {self._patience_s:g} s: {why}; "
+                "check the server, then run the same command again to go on from here"
+            )
+        await asyncio.sleep(min(pause_s, left_s))
 
     async def _once(self, request: httpx.Request) -> Answer | _NotNow:
         """The answer, or why to try again. Requests carry their seed, so sending one twice does no harm."""

@@ -9,6 +9,7 @@ from starlette.responses import PlainTextResponse
 
 from jdisagg.api.http.server import HttpServer, listen
 from jdisagg.api.http.starting import REASON, StartingApp
+from jdisagg.api.http.version import package_version
 
 
 def test_probes_are_answered_before_there_is_an_application_and_everything_else_is_told_to_wait() -> None:
@@ -17,8 +18,11 @@ def test_probes_are_answered_before_there_is_an_application_and_everything_else_
         http = HttpServer(app, listen(), stop_timeout_s=1.0)
         await http.start()
         async with httpx.AsyncClient(base_url=f"http://{http.address}") as client:
-            health = await client.get("/health")
-            assert (health.status_code, health.json()) == (200, {"status": "ok"})
+            for path in ("/health", "/ping"):
+                health = await client.get(path, headers={"x-request-id": "mine"})
+                assert (health.status_code, health.json()) == (200, {"status": "ok"})
+                assert health.headers["x-request-id"] == "mine"
+            assert (await client.get("/version")).json() == {"version": package_version()}
             ready = await client.get("/ready")
             assert (ready.status_code, ready.json()) == (503, {"status": "not ready", "reason": REASON})
             for asked in (client.get("/metrics"), client.post("/v1/completions", json={"prompt": "x"})):

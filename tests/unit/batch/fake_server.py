@@ -15,11 +15,13 @@ from typing import Any
 
 HANGS_UP, SAYS_NOTHING = 0, -1  # in place of an HTTP status
 SILENCE_S = 3.0
+AWAY_S = 0.3
 
 
 class FakeServer(ThreadingHTTPServer):
     """Answers after `delay_s`. `refusals`: how many requests to answer with 503 first. `odd`: HTTP status and body by prompt
-    (a GET: by path) in place of what it would say. `dies_of`: a prompt at which it closes all connections there are."""
+    (a GET: by path) in place of what it would say. `dies_of`: a prompt at which it hangs up on
+    everybody, for `AWAY_S`."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -37,6 +39,7 @@ class FakeServer(ThreadingHTTPServer):
         self.refusals = refusals
         self.odd = odd or {}
         self.dies_of = dies_of
+        self.back_s = 0.0  # monotonic
         self.open: set[socket.socket] = set()
         self.asked: Counter[str] = Counter()  # prompts
         self.most_at_once = 0
@@ -45,7 +48,8 @@ class FakeServer(ThreadingHTTPServer):
         self.ids = count(1)
 
     def hang_up(self) -> None:
-        """On everybody."""
+        """On everybody there is."""
+        self.back_s = time.monotonic() + AWAY_S
         for connection in list(self.open):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -73,7 +77,14 @@ class _Handler(BaseHTTPRequestHandler):
         with suppress(OSError):
             super().finish()
 
+    def _is_away(self) -> bool:
+        if is_away := time.monotonic() < self.server.back_s:
+            self._send(HANGS_UP, b"")
+        return is_away
+
     def do_GET(self) -> None:
+        if self._is_away():
+            return
         if self.path in self.server.odd:
             self._send(*self.server.odd[self.path])
         else:
@@ -82,6 +93,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         server = self.server
+        if self._is_away():
+            return
         if server.dies_of is not None and body.get("prompt") == server.dies_of:
             server.hang_up()
         with server.lock:

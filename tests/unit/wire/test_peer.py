@@ -8,6 +8,7 @@ import logging
 import socket
 import threading
 from time import monotonic
+from typing import Any
 
 import grpc
 import pytest
@@ -417,6 +418,37 @@ def test_silence_of_either_side_is_seen_by_the_other():
         for client in (d.client, e.client):
             await client.aclose()
         await q.server.stop(0)
+
+    run_quiet(body())
+
+
+class _Silent(PeerServer):
+    """Says Hello, and nothing on a stream."""
+
+    async def Prefill(self, request_iterator: Any, context: Any) -> None:
+        await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_silence_makes_prefill_dead_also_when_decode_has_ended_the_hand_off(closed: bool):
+    """It holds the reads of others: a cancelled or hedged hand-off may be the only one that finds out."""
+
+    async def body() -> None:
+        silent = _Silent(identity(), post=lambda event: None, pieces={}, config=FAST)
+        server, address = await start_server(lambda server: add_peer_service(silent, server))
+        down: list[str] = []
+        client = GrpcPeerClient(
+            identity(epoch="d"), loop=asyncio.get_running_loop(), post=lambda event: None, config=FAST, on_down=down.append
+        )
+        client.open(address, H1, opening())
+        await until(lambda: client.failures() == {address: ""})
+        if closed:
+            client.close(H1)
+        took_s = await until(lambda: down == [address])
+        assert took_s < 3 * FAST.dead_after_s
+        assert client.failures()[address]
+        await client.aclose()
+        await server.stop(0)
 
     run_quiet(body())
 

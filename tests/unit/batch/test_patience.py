@@ -1,0 +1,89 @@
+"""How long a batch waits for its server: only while the server is away, whatever one request goes through."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from time import monotonic
+
+import httpx
+import pytest
+
+from jdisagg.batch.lines import Call
+from jdisagg.batch.sender import BadAnswer, Sender
+from jdisagg.core.errors import Unavailable
+
+PATIENCE_S = 0.6
+FINE = httpx.Response(200, json={"object": "text_completion"})
+BUSY = httpx.Response(503, json={"error": {"message": "busy"}})
+DROPPED = httpx.RemoteProtocolError("Server disconnected without sending a response.")
+Step = tuple[float, httpx.Response | Exception]  # seconds it takes, and what comes of it
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jdisagg.batch.sender.FIRST_PAUSE_S", 0.02)
+
+
+class Server:
+    """Answers requests by a script, each of its own; `away_s` after a request was dropped nobody is there."""
+
+    def __init__(self, away_s: float, **scripts: list[Step]) -> None:
+        self.away_s = away_s
+        self.back_s = 0.0
+        self.scripts = scripts
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        if monotonic() < self.back_s:
+            raise httpx.ConnectError("refused")
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "fake"}]})
+        seconds, outcome = self.scripts[json.loads(request.content)["name"]].pop(0)
+        await asyncio.sleep(seconds)
+        if isinstance(outcome, Exception):
+            self.back_s = monotonic() + self.away_s
+            raise outcome
+        return outcome
+
+
+def ask(server: Server, *names: str) -> list[object]:
+    """What comes of a request of each name, sent at once."""
+
+    async def body() -> list[object]:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(server), base_url="http://fake") as client:
+            sender = Sender(client, patience_s=PATIENCE_S)
+            calls = [Call(number=1, custom_id=name, url="/v1/completions", body={"name": name}) for name in names]
+            return list(await asyncio.gather(*(sender.send(call) for call in calls), return_exceptions=True))
+
+    return asyncio.run(body())
+
+
+def test_an_outage_behind_a_refusal_and_a_long_answer_has_the_whole_patience() -> None:
+    server = Server(0.4, a=[(0, BUSY), (1.0, DROPPED), (0, FINE)])
+    assert ask(server, "a") == [(200, {"object": "text_completion"})]
+
+
+def test_waiting_for_another_line_s_turn_is_not_the_server_s_absence() -> None:
+    """Both are dropped once; then `a` is refused around the second that `b` takes alone."""
+    server = Server(0.0, a=[(0, DROPPED), (0, BUSY), (0, BUSY), (0, FINE)], b=[(0, DROPPED), (1.0, FINE)])
+    assert ask(server, "a", "b") == [(200, {"object": "text_completion"})] * 2
+
+
+def test_a_server_that_refuses_for_longer_than_the_patience_stops_the_batch() -> None:
+    began_s = monotonic()
+    (error,) = ask(Server(0.0, a=[(0, BUSY)] * 20), "a")
+    assert isinstance(error, Unavailable)
+    assert monotonic() - began_s < 2 * PATIENCE_S
+
+
+@pytest.mark.parametrize("away_s", [0.0, 0.3])
+def test_a_request_that_the_server_never_survives_fails_alone_though_the_server_is_away_for_a_while(away_s: float) -> None:
+    (error,) = ask(Server(away_s, a=[(0, DROPPED)] * 20), "a")
+    assert isinstance(error, BadAnswer)
+    assert "took the request 5 times" in error.message
+
+
+def test_a_server_that_never_comes_back_stops_the_batch() -> None:
+    (error,) = ask(Server(60.0, a=[(0, DROPPED)]), "a")
+    assert isinstance(error, Unavailable)
+    assert "disconnected" in error.message
