@@ -112,6 +112,17 @@ async def opened_by_hand(stub: peer_pb2_grpc.PeerServiceAsyncStub, p: Prefill, r
     return call
 
 
+async def opened_and_writing(d: Decode, p: Prefill, address: str, number: int) -> HandoffId:
+    """The hand-off of that number, for which D writes what takes a while."""
+    handoff = HandoffId("r", number)
+    d.client.open(address, handoff, opening())
+    await until(lambda: len(p.opened()) > number)
+    for _ in range(4):
+        d.client.send(handoff, Ack(key="k" * 2**20))
+    await asyncio.sleep(0.002)
+    return handoff
+
+
 CHUNK = ChunkReady(key="k", begin=1, end=3, shape=(2, 2, 2, 8), dtype="float32", num_bytes=256, checksum=2**64 - 1)
 H1 = HandoffId("r", 1)
 H2 = HandoffId("r", 2)
@@ -200,12 +211,7 @@ def test_prefill_s_last_word_arrives_while_decode_writes_and_nobody_is_down(capl
         p, d = Prefill(identity()), Decode()
         address = await p.start()
         for number in range(20):
-            handoff = HandoffId("r", number)
-            d.client.open(address, handoff, opening())
-            await until(lambda number=number: len(p.opened()) > number)
-            for _ in range(4):
-                d.client.send(handoff, Ack(key="k" * 2**20))  # takes a while to write
-            await asyncio.sleep(0.002)
+            handoff = await opened_and_writing(d, p, address, number)
             p.opened()[-1].reply.send(done)
             p.opened()[-1].reply.close()
             await until(lambda handoff=handoff: any(isinstance(message, Done) for message in d.messages(handoff)))
@@ -231,12 +237,7 @@ def test_a_write_that_meets_the_stream_s_end_does_not_make_prefill_dead(
         p, d = Prefill(identity()), Decode()
         address = await p.start()
         for number in range(20):
-            handoff = HandoffId("r", number)
-            d.client.open(address, handoff, opening())
-            await until(lambda number=number: len(p.opened()) > number)
-            for _ in range(4):
-                d.client.send(handoff, Ack(key="k" * 2**20))
-            await asyncio.sleep(0.002)
+            handoff = await opened_and_writing(d, p, address, number)
             p.opened()[-1].reply.close()
             await until(lambda handoff=handoff: d.ends(handoff))
             assert d.ends(handoff) == ["closed"]
