@@ -100,11 +100,11 @@ class PeerStream:
     async def _read(self, call: grpc.aio.StreamStreamCall, pulse: Pulse, deliver: Callable[[PrefillToDecode], None]) -> None:
         up = UpStream()
         async for wire in call:
-            pulse.heard()
             for message in up.read(wire):
                 self.answered = True
                 self._sent.clear()
                 deliver(message)
+            pulse.heard()  # afterwards: who only wakes up to refuse is not gone back to
 
     def _end(self, error: BaseException | None) -> StreamEnded:
         if error is None:

@@ -112,6 +112,8 @@ class DecodeSide:
                 return self._recovery.trust(record, now_s)
             case msg.Quiet():
                 return []
+            case msg.Refused(error=error) if not is_final(error):
+                return self._recovery.move(record, now_s)
             case _:
                 return self._recovery.trust(record, now_s) + self._on_stream(record, stream, message, now_s)
 

@@ -243,6 +243,18 @@ def test_a_quiet_one_that_dies_leaves_the_request_to_the_other() -> None:
 FULL, UNREACHABLE = Refused(error=Overloaded("full")), StreamEnded(reason="unreachable")
 
 
+def test_a_quiet_one_that_only_wakes_up_to_refuse_leaves_the_request_to_the_other() -> None:
+    side = hedged()
+    moved = say(side, H, FULL)
+    assert outcome(moved) == ("moved", "p", "q")
+    assert closed(moved) == [H], "the hedge goes on"
+    assert say(side, H, Awake()) == []
+    say(side, H2, UNREACHABLE)
+    assert only(act.OpenStream, side.tick(2.0)).peer == "p", "it may have room by then"
+    final = only(act.Fail, say(hedged(), H, Refused(error=InvalidRequest("no such token"))))
+    assert final.error.message == "no such token", "nobody else would take it either"
+
+
 @pytest.mark.parametrize("answer", [FULL, UNREACHABLE])
 def test_one_without_room_or_hope_leaves_the_request_with_the_quiet_one(answer: Refused | StreamEnded) -> None:
     side = hedged()
