@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from jdisagg.api.api_key import KeyedChannel, KeyGuard
+from jdisagg.api.listening import listen
 from jdisagg.core.errors import ConfigError
 
 MAX_MESSAGE_BYTES = 256 * 2**20
@@ -82,6 +83,7 @@ def make_server(credentials: Credentials = INSECURE) -> grpc.aio.Server:
 def bind(server: grpc.aio.Server, host: str = "127.0.0.1", port: int = 0, credentials: Credentials = INSECURE) -> str:
     """Bind before `start`; port 0 picks a free one. Returns HOST:PORT as bound; raises ConfigError when it is taken."""
     wanted = join_address(host, port)
+    listen(host, port, flag="--grpc-port").close()  # says why not; gRPC does not
     try:
         if credentials.server is None:
             bound = server.add_insecure_port(wanted)
@@ -91,9 +93,7 @@ def bind(server: grpc.aio.Server, host: str = "127.0.0.1", port: int = 0, creden
         bound = 0
     if bound == 0:
         raise ConfigError(
-            f"--grpc-port: cannot listen on {wanted}: in use, or not an address of this machine; "
-            "choose another port, 0 for a free one, or another --host",
-            field="grpc_port",
+            f"--grpc-port: cannot listen on {wanted}; choose another port, or 0 for a free one", field="grpc_port"
         )
     return join_address(host, bound)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdisagg.api.peer_ports import Reached
+from jdisagg.core.fleet import DRAINING
 
 log = logging.getLogger(__name__)
-DRAINING = "it is draining"
 FORGET_S = 60.0  # without a hand-off: workers that restart come back under new addresses
 
 

@@ -8,6 +8,7 @@ from jdisagg.core.fingerprint import Parts
 from jdisagg.core.requests import Role
 
 MAX_PREFILL_PEERS = 4  # that one request may try
+DRAINING = "it is draining"  # why a peer is not asked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
+from jdisagg.core.fleet import DRAINING
 from jdisagg.core.metrics import Metrics
 from jdisagg.handoff import actions as act
 from jdisagg.roles.ports import PeerClient
 
 log = logging.getLogger(__name__)
+_STATES = {"": "usable", DRAINING: "draining"}  # by why a peer is not asked
 
 
 class Recoveries:
@@ -23,9 +26,9 @@ class Recoveries:
 
     def tick(self) -> None:
         """Bring the gauge up to date."""
-        down = [bool(why) for why in self._peers.failures().values()]
-        self._gauge.labels(state="down").set(sum(down))
-        self._gauge.labels(state="usable").set(len(down) - sum(down))
+        states = Counter(_STATES.get(why, "down") for why in self._peers.failures().values())
+        for state in ("usable", "draining", "down"):
+            self._gauge.labels(state=state).set(states[state])
 
     def recovered(self, action: act.Recovered) -> None:
         """A rung of the ladder was taken. That no prefill worker answers is said once, not for every request."""

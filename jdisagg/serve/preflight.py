@@ -5,7 +5,7 @@ Costs a few tenths of a second.
 
 from __future__ import annotations
 
-from jdisagg.api.http.server import listen
+from jdisagg.api.listening import listen
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
 from jdisagg.models.limits import check_model
@@ -19,7 +19,7 @@ def check_worker(config: Config) -> None:
     """Raise ConfigError for what a worker would refuse only after importing jax. Ports are bound for good later."""
     for flag, port in (("--port", config.server.port), ("--grpc-port", config.server.grpc_port)):
         if port:
-            _check_port(flag, config.server.host, port)
+            listen(config.server.host, port, flag=flag).close()
     if 0 < config.server.port == config.server.grpc_port:
         raise ConfigError(
             f"--grpc-port: got {config.server.grpc_port}, which is --port as well; choose another, or 0 for a free one"
@@ -34,13 +34,6 @@ def check_worker(config: Config) -> None:
         read_text_model(directory)
     if config.model.load_format != "dummy" and has_safetensors(directory):
         check_layers(directory, spec.num_layers)
-
-
-def _check_port(flag: str, host: str, port: int) -> None:
-    try:
-        listen(host, port).close()
-    except ConfigError as error:
-        raise ConfigError(error.message.replace("--port", flag, 1), field=flag) from error
 
 
 def _check_pool(config: Config) -> None:

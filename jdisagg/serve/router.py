@@ -18,7 +18,8 @@ from jdisagg.api.fleet_service import FleetService
 from jdisagg.api.generation import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.http.app import make_app
-from jdisagg.api.http.server import HttpServer, listen
+from jdisagg.api.http.server import HttpServer
+from jdisagg.api.listening import listen
 from jdisagg.core.config import Config
 from jdisagg.core.drill import drill_of
 from jdisagg.core.metrics import Metrics

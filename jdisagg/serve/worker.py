@@ -22,9 +22,10 @@ from jdisagg.api.fleet_client import FleetClient
 from jdisagg.api.generation import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.http.app import make_app
-from jdisagg.api.http.server import HttpServer, listen
+from jdisagg.api.http.server import HttpServer
 from jdisagg.api.http.starting import StartingApp
 from jdisagg.api.kv_events import KVEventsService
+from jdisagg.api.listening import listen
 from jdisagg.api.local_engine import LocalEngine
 from jdisagg.api.piece_server import add_peer_service
 from jdisagg.api.worker_service import WorkerService

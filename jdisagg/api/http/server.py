@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +11,10 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from jdisagg.api.listening import BACKLOG, listen
 from jdisagg.core.errors import ConfigError
 
 _START_TIMEOUT_S = 10.0
-_BACKLOG = 2048
 HEADER_TIMEOUT_S = 30.0  # from connecting, or from a request's first byte, to the end of its headers
 
 
@@ -69,6 +68,7 @@ class HttpServer:
     """A listening socket and, between `start` and `stop`, the server on it."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket, *, stop_timeout_s: float) -> None:
+        listener.setblocking(False)
         self._listener = listener
         self._stop_timeout_s = stop_timeout_s
         self.host, self.port = listener.getsockname()[:2]
@@ -83,7 +83,7 @@ class HttpServer:
             server_header=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=max(1, round(stop_timeout_s)),
-            backlog=_BACKLOG,
+            backlog=BACKLOG,
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
@@ -116,21 +116,6 @@ class HttpServer:
             await asyncio.gather(task, return_exceptions=True)
         else:
             task.result()
-
-
-def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-    """Bind now (port 0 = a free one). Raises ConfigError when the address is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error  # a resolver's errors are negative
-        raise ConfigError(
-            f"--port: cannot listen on {host} port {port}: {why}; choose another port, or 0 for a free one",
-            field="port",
-        ) from error
-    listener.setblocking(False)
-    return listener
 
 
 def make_server(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0, stop_timeout_s: float = 5.0) -> HttpServer:

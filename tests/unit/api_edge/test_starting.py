@@ -7,9 +7,10 @@ import asyncio
 import httpx
 from starlette.responses import PlainTextResponse
 
-from jdisagg.api.http.server import HttpServer, listen
+from jdisagg.api.http.server import HttpServer
 from jdisagg.api.http.starting import REASON, StartingApp
 from jdisagg.api.http.version import package_version
+from jdisagg.api.listening import listen
 
 
 def test_probes_are_answered_before_there_is_an_application_and_everything_else_is_told_to_wait() -> None:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
+from jdisagg.core.fleet import DRAINING
 from jdisagg.handoff.events import FromPrefill, PeerMessage, PeerOpened
 from jdisagg.handoff.messages import ChunkReady, DecodeToPrefill, HandoffId, Open, PrefillToDecode, StreamEnded
 from jdisagg.roles.inbox import Inbox
@@ -152,16 +153,17 @@ class Wire:
         self._next_id = itertools.count(STREAMS_PER_WORKER * (number + 1))
         self.open_streams: dict[HandoffId, HandoffId] = {}
         self.down: set[str] = set()
+        self.draining: set[str] = set()
         self.num_opened = 0
 
     def is_down(self, peer: str) -> bool:
-        return peer in self.down
+        return peer in self.down | self.draining
 
     def snapshot(self) -> dict[str, Any]:
         return dict(self.failures())
 
     def failures(self) -> dict[str, str]:
-        return {peer: "down" if peer in self.down else "" for peer in PEERS}
+        return {peer: DRAINING if peer in self.draining else "down" if peer in self.down else "" for peer in PEERS}
 
     def open(self, peer: str, handoff: HandoffId, message: Open) -> None:
         assert peer not in self.down

@@ -132,6 +132,10 @@ def test_the_log_says_once_that_nobody_prefills_and_when_somebody_does_again(cap
     assert caplog.text.count(said) == 2
 
 
+def peers(world: World, state: str) -> float:
+    return world.decode.metrics.peers.labels(state=state)._value.get()
+
+
 def test_peers_known_to_be_down_are_not_asked() -> None:
     world = World(local_prefill=True)
     world.wire.down = {"p0", "p1"}
@@ -139,8 +143,11 @@ def test_peers_known_to_be_down_are_not_asked() -> None:
     world.settle()
     assert world.tokens("a") == expected(PROMPT, 6)
     assert world.wire.num_opened == 0
-    assert world.decode.metrics.peers.labels(state="down")._value.get() == 2
-    world.wire.down = {"p0"}
+    assert peers(world, "down") == 2
+    world.wire.down, world.wire.draining = {"p1"}, {"p0"}
+    world.settle()
+    assert [peers(world, state) for state in ("usable", "draining", "down")] == [0, 1, 1]
+    world.wire.down, world.wire.draining = {"p0"}, set()
     world.submit(request("b", (*PROMPT, 4), 6))
     world.settle()
     provenance = world.outputs["b"][-1].provenance

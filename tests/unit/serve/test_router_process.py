@@ -89,7 +89,7 @@ def test_a_taken_grpc_port_exits_2() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         status, text = exits("--role", "router", "--grpc-port", str(taken.getsockname()[1]))
     assert status == 2
-    assert "port: cannot listen on 127.0.0.1" in text.splitlines()[-1]
+    assert "--grpc-port: cannot listen on 127.0.0.1" in text.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,7 @@ def test_a_taken_grpc_port_exits_2() -> None:
     [
         (["--pagesize", "3"], {}, "jdisagg.serve: --pagesize: unknown flag; did you mean --page-size?\n"),
         (["--role", "router", "--model", "./nowhere"], {}, "--model: ./nowhere is not a directory"),
+        (["--role", "router", "--host", "203.0.113.7"], {}, "--host: 203.0.113.7 is not an address of this machine"),
         (["--role", "router", "--cpu-affinity", "4000"], {}, "--cpu-affinity: got '4000', wanted cores out of "),
         (["--role", "router"], {"JDISAGG_LOG_LEVEL": "loud"}, "JDISAGG_LOG_LEVEL: got 'loud'"),
     ],

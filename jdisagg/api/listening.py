@@ -1,0 +1,27 @@
+"""Sockets that listen, and what to tell the user when one cannot."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+from jdisagg.core.errors import ConfigError
+
+BACKLOG = 2048
+_NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+def listen(host: str = "127.0.0.1", port: int = 0, *, flag: str = "--port") -> socket.socket:
+    """Bind now (port 0 = a free one). Raises ConfigError of `flag` when the port is taken, of --host when that is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error  # a resolver's errors are negative
+        if isinstance(error, socket.gaierror) or error.errno in _NOT_OURS:
+            raise ConfigError(f"--host: {host} is not an address of this machine: {why}", field="host") from error
+        field = flag.removeprefix("--").replace("-", "_")
+        raise ConfigError(
+            f"{flag}: cannot listen on {host} port {port}: {why}; choose another port, or 0 for a free one", field=field
+        ) from error
