@@ -48,8 +48,8 @@ def _top_p(scores: jax.Array, p: jax.Array) -> jax.Array:
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """u32 keys in the order of the floats; -0.0 counts as 0.0."""
-    bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)
+    """u32 keys in the order of the floats; -0.0 counts as 0.0 (adding 0.0 would do so too, but XLA drops that)."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0.0, 0.0, x), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 

@@ -1,5 +1,7 @@
 """The sampler against NumPy in float64, row by row."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,6 +116,15 @@ def test_ties_go_to_the_lowest_ids_and_exactly_k_tokens_survive():
     assert {int(tokens[0]) for tokens in drawn} == {0}
     assert {int(tokens[1]) for tokens in drawn} <= {0, 1, 2}  # 0.05 of 50 equal tokens is 2.5 of them
     assert {int(token) for tokens in drawn for token in tokens[2:]} == {0, 1}
+
+
+@pytest.mark.parametrize("params", [SamplingParams(top_k=2), SamplingParams(top_p=0.05)])
+def test_both_zeros_tie(params):
+    logits = np.full((SLOTS, V), -0.0, np.float32)
+    logits[:, 2:] = 0.0
+    st, slots = build_state([(replace(params, seed=seed), [1], []) for seed in range(SLOTS)]), np.arange(SLOTS, dtype=np.int32)
+    drawn = [STEP(logits, st, slots, np.full(SLOTS, at + 1, np.int32)).tokens for at in range(6)]
+    assert {int(token) for tokens in drawn for token in tokens} <= {0, 1, 2}
 
 
 def test_a_top_p_that_float32_rounds_to_nothing_still_leaves_the_most_likely_token():
