@@ -19,6 +19,8 @@ from jdisagg.engine.filters import keep_mask
 from jdisagg.engine.noise import gumbel
 from jdisagg.engine.state import PROMPT_BIT, DecodeState, SamplingRows
 
+_LEAST_TEMPERATURE = 1e-30  # colder is the same draw, and logits divided by it would no longer be finite
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def _mask_stops(logits: jax.Array, stop_ids: jax.Array, early: jax.Array) -> jax
 
 def _draw(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:
     """Gumbel-max: the argmax of scores plus Gumbel noise is a draw from their softmax."""
-    temperature = jnp.where(rows.temperature > 0.0, rows.temperature, 1.0)
+    temperature = jnp.where(rows.temperature > 0.0, jnp.maximum(rows.temperature, _LEAST_TEMPERATURE), 1.0)
     scores = logits / temperature[:, None]
     filtered = (rows.top_k < logits.shape[-1]) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
     keep = lax.cond(

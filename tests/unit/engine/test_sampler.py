@@ -135,6 +135,17 @@ def test_a_top_p_that_float32_rounds_to_nothing_still_leaves_the_most_likely_tok
     np.testing.assert_array_equal(out.tokens, logits.argmax(axis=-1))
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 2e-38, 1.2e-38, 1.1e-38, 1e-40, 1e-50])
+def test_next_to_no_temperature_draws_the_most_likely_token(temperature):
+    filters = [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}]
+    params = [SamplingParams(temperature=temperature, seed=slot, **filters[slot % len(filters)]) for slot in range(SLOTS)]
+    logits = 10 * np.random.default_rng(3).normal(size=(SLOTS, V)).astype(np.float32)
+    out = STEP(
+        logits, build_state([(one, [1], []) for one in params]), np.arange(SLOTS, dtype=np.int32), np.ones(SLOTS, np.int32)
+    )
+    np.testing.assert_array_equal(out.tokens, logits.argmax(axis=-1))
+
+
 def test_noise_is_pinned_and_depends_on_seed_choice_and_position_alone():
     rows = ((7, 0, 3), (7, 1, 3), (8, 0, 3), (7, 0, 4))
     seeds, choices, at = (np.array(column) for column in zip(*rows, strict=True))
