@@ -83,11 +83,14 @@ class Admission:
             sequence.told.cached_tokens = min(num_tokens, num_prompt)
 
     def pin_prefix(self, sequence: Sequence, held_limit: int | None) -> None:
-        """Pin what is found, but never so much that a waiting sequence could not fit beside all pins: they would deadlock."""
+        """Pin what is found, but no page that others were promised, which would cost a running sequence its own, and never so
+        much that a waiting sequence could not fit beside all pins: they would deadlock."""
         pages, table = self._table.pages, self._table
         limit = sequence.target if held_limit is None else min(held_limit, sequence.target)
         hits = pages.find(sequence, limit)
         if not hits:
+            return
+        if pages.cost(hits, len(hits)) > pages.num_free - table.outstanding_pages():
             return
         has_plenty = len(hits) + self._most_pages <= pages.num_free
         if not (has_plenty or self._fits_beside_pins(sequence, len(hits))):

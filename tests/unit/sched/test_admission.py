@@ -120,6 +120,24 @@ def test_a_pool_with_room_for_the_longest_beside_the_pin_is_not_weighed(max_mode
     assert engine.scheduler.held_tokens("a") == held
 
 
+@pytest.mark.parametrize(("num_pages", "held"), [(8, 0), (9, 16)])
+def test_a_pin_takes_no_page_that_a_running_sequence_was_promised(num_pages: int, held: int) -> None:
+    engine = FakeEngine(
+        Role.DECODE, num_pages=num_pages + 1, max_model_len=20, max_num_batched_tokens=64, reserved_decode_tokens=16
+    )
+    cached = tuple(range(1, 17))
+    engine.add(request("warm", cached, 1))
+    engine.run()
+    engine.add(request("a", (100, 101, 102, 103), 16))  # five pages in all, with those it was promised
+    engine.tick()
+    engine.add(request("b", (*cached, 7), 1), remote=True, is_open=False)
+    assert engine.scheduler.held_tokens("b") == held
+    while "a" in engine.scheduler.table.live:
+        engine.tick()
+        assert not engine.scheduler.preempted
+    assert engine.seen["a"].tokens == expected((100, 101, 102, 103), 16)
+
+
 def test_pins_are_counted_and_bounded_by_what_the_caller_may_hold() -> None:
     engine, cached = warm(30, 3)
     before = replace(engine.scheduler.stats)
