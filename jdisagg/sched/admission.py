@@ -88,6 +88,8 @@ class Admission:
         pages, table = self._table.pages, self._table
         limit = sequence.target if held_limit is None else min(held_limit, sequence.target)
         hits = pages.find(sequence, limit)
+        num_prompt = len(sequence.request.prompt_token_ids)
+        table.stats.prefix_query_tokens += num_prompt
         if not hits:
             return
         if pages.cost(hits, len(hits)) > pages.num_free - table.outstanding_pages():
@@ -97,8 +99,7 @@ class Admission:
             return
         pages.pin(sequence.holding, hits)
         sequence.holding.held_tokens = len(hits) * pages.page_size
-        table.stats.prefix_hit_tokens += min(sequence.holding.held_tokens, len(sequence.request.prompt_token_ids))
-        table.stats.prefix_query_tokens += len(sequence.request.prompt_token_ids)
+        table.stats.prefix_hit_tokens += min(sequence.holding.held_tokens, num_prompt)
 
     def _fits_beside_pins(self, sequence: Sequence, num_hits: int) -> bool:
         """Exactly, for a pool that is nearly full. Behind a long queue nothing is pinned: weighing it would take too long."""

@@ -141,12 +141,18 @@ def test_a_pin_takes_no_page_that_a_running_sequence_was_promised(num_pages: int
 def test_pins_are_counted_and_bounded_by_what_the_caller_may_hold() -> None:
     engine, cached = warm(30, 3)
     before = replace(engine.scheduler.stats)
-    for name, limit, held in (("a", None, 12), ("b", 11, 8), ("c", 3, 0)):
-        engine.scheduler.add(request(name, (*cached, 7), 2), 0.0, remote=True, held_limit=limit)
+    unknown = (99, *cached[1:])
+    for name, prompt, limit, held in (
+        ("a", cached, None, 12),
+        ("b", cached, 11, 8),
+        ("c", cached, 3, 0),
+        ("d", unknown, None, 0),
+    ):
+        engine.scheduler.add(request(name, (*prompt, 7), 2), 0.0, remote=True, held_limit=limit)
         assert engine.scheduler.held_tokens(name) == held
     stats = engine.scheduler.stats
     assert stats.prefix_hit_tokens - before.prefix_hit_tokens == 12 + 8
-    assert stats.prefix_query_tokens - before.prefix_query_tokens == 13 + 13
+    assert stats.prefix_query_tokens - before.prefix_query_tokens == 4 * 13  # those that are not found, too
 
 
 @pytest.mark.parametrize(("num_pages", "forks_at_once"), [(3, False), (4, True)])
