@@ -1,7 +1,8 @@
 """The gate in front of the KV pool: who may take memory, and what of it is there already.
 
 A sequence gets in when its known tokens and the start of its output fit into free pages minus those promised to sequences
-admitted before and not yet taken. So a decode whose output stays within `reserved_decode_tokens` never loses its pages.
+admitted before and not yet taken. So a decode loses its pages only when its output, or that of one whose turn is before its
+own, outgrows `reserved_decode_tokens`.
 """
 
 from __future__ import annotations
