@@ -56,9 +56,11 @@ def read(parts: Sequence[Part], step_id: int) -> tuple[tuple[Sampled, ...], dict
 
 
 def _joined(first: Sampled, then: Sampled) -> Sampled:
-    """What one slot got in a row of steps."""
-    logprobs = None if first.logprobs is None or then.logprobs is None else first.logprobs + then.logprobs
-    return Sampled(slot=first.slot, token_ids=first.token_ids + then.token_ids, logprobs=logprobs, bad=first.bad or then.bad)
+    """What one slot got in a row of steps; nothing that follows a bad token means anything."""
+    if first.bad is not None:
+        return first
+    logprobs = None if first.logprobs is None else first.logprobs + (then.logprobs or ())
+    return Sampled(slot=first.slot, token_ids=first.token_ids + then.token_ids, logprobs=logprobs, bad=then.bad)
 
 
 def _sampled(values: Mapping[str, Any], row: int, slot: int, num_top: int | None, step_id: int) -> Sampled:

@@ -105,13 +105,14 @@ class Committer:
         )
 
     def _take_sampled(self, sequence: Sequence, sampled: Sampled, num_samples: int, step_id: int) -> Output | None:
-        if sampled.bad is not None:
+        wanted = sampled.token_ids[:num_samples]
+        if sampled.bad is not None and wanted == sampled.token_ids and not self._ends_within(sequence, wanted[:-1]):
             message = (
                 f"request {sequence.request_id}: step {step_id} produced no usable logits ({sampled.bad}); other requests go on"
             )
             return self.failure(sequence, NumericalError(message))
         prompt_logprobs = self._prompt_logprobs(sequence)
-        tokens, finish, stop_token_id = self._append(sequence, sampled.token_ids[:num_samples])
+        tokens, finish, stop_token_id = self._append(sequence, wanted)
         self._table.pages.publish(sequence)
         logprobs = sampled.logprobs[: len(tokens)] if sampled.logprobs is not None and tokens else None
         output = Output(
@@ -131,6 +132,12 @@ class Committer:
         elif finish is not None:
             self._table.end(sequence)
         return output
+
+    def _ends_within(self, sequence: Sequence, token_ids: tuple[int, ...]) -> bool:
+        """Whether one of these, its next tokens, is its last."""
+        sampling, num_generated = sequence.request.sampling, len(sequence.generated)
+        counted = enumerate(token_ids, start=num_generated + 1)
+        return any(find_stop(token_id, count, sampling, self._eos) is not None for count, token_id in counted)
 
     def _append(
         self, sequence: Sequence, token_ids: tuple[int, ...]

@@ -141,11 +141,12 @@ class FakeDevice:
 
     @staticmethod
     def _joined(steps: list[Sampled]) -> Sampled:
-        """Several decode steps of one slot as one result."""
+        """Several decode steps of one slot as one result, which ends with a bad one."""
+        if steps[0].bad is not None:
+            return steps[0]
         logprobs = tuple(logprob for step in steps for logprob in step.logprobs or ())
         return Sampled(
             slot=steps[0].slot,
             token_ids=tuple(token for step in steps for token in step.token_ids),
             logprobs=logprobs if steps[0].logprobs is not None else None,
-            bad=steps[0].bad,
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from jdisagg.core.requests import Role
+from jdisagg.core.requests import FinishReason, Role
 from tests.unit.sched.engine_fake import FakeEngine, expected, request
 from tests.unit.sched.test_decode import arrive
 
@@ -34,6 +35,39 @@ def test_the_last_token_is_made_in_one_step() -> None:
     assert engine.step().num_steps == 1
     engine.run()
     assert all(plan.num_steps == 1 for plan in engine.plans)  # the one that only evicts included
+
+
+@pytest.mark.parametrize(("num_good", "got"), [(0, 0), (1, 0), (2, 2), (3, 2)])
+def test_logits_behind_the_last_token_may_be_anything(num_good: int, got: int) -> None:
+    engine = FakeEngine(num_scheduler_steps=4, delay=0)
+    engine.add(request("a", (1, 2, 3), 3), request("b", (5, 6, 7), 9))
+    engine.tick()
+    assert engine.step().num_steps == 4  # `a` wants two of them
+    result = engine.in_flight.pop()
+    a, b = sorted(result.sampled, key=lambda one: one.slot)
+    a = replace(a, token_ids=a.token_ids[: num_good + 1], bad="NaN")
+    engine.collect(engine.scheduler.commit(replace(result, sampled=(a, b)), 0.0))
+    assert (engine.seen["a"].last.error is None) == (got > 0)
+    assert engine.seen["a"].tokens == expected((1, 2, 3), 1 + got)
+    engine.run()
+    assert engine.seen["b"].tokens == expected((5, 6, 7), 9)
+
+
+def test_logits_behind_a_stop_may_be_anything() -> None:
+    engine = FakeEngine(num_scheduler_steps=4, delay=0)
+    stop = expected((1, 2, 3), 3)[-1]
+    engine.add(request("a", (1, 2, 3), 9, stop_token_ids=(stop,), logprobs=0))
+    engine.tick()
+    assert engine.step().num_steps == 4
+    result = engine.in_flight.pop()
+    (a,) = result.sampled
+    assert a.logprobs is not None
+    a = replace(a, token_ids=a.token_ids[:3], logprobs=a.logprobs[:2], bad="NaN")
+    engine.collect(engine.scheduler.commit(replace(result, sampled=(a,)), 0.0))
+    assert engine.seen["a"].tokens == expected((1, 2, 3), 3)
+    assert engine.seen["a"].last.logprobs == a.logprobs
+    assert engine.seen["a"].last.finish is FinishReason.STOP
+    engine.run()
 
 
 @pytest.mark.parametrize(
