@@ -1,7 +1,8 @@
 """Finds KV pages that already hold a prompt's leading tokens.
 
 A full page is named by a chain: key(i) = hash(key(i-1) + tokens of page i), with key(-1) made from the cache salt. Equal
-keys therefore mean equal salt and equal tokens from position 0 on. 128-bit BLAKE2b: no tenant can construct a collision.
+keys therefore mean equal salt and equal tokens from position 0 on. 128-bit BLAKE2b: no tenant can construct a collision. Salts
+are hashed apart from pages, or a salt could be made of a page's parent and tokens, and its prompts be taken for what follows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class PrefixIndex:
     def keys(self, token_ids: Sequence[int], salt: str = "", known: Sequence[bytes] = ()) -> list[bytes]:
         """Keys of all full pages of `token_ids`; `known` are those of the leading pages, hashed before."""
         keys = list(known)
-        parent = keys[-1] if keys else _digest(salt.encode())
+        parent = keys[-1] if keys else self.root_key(salt)
         for start in range(len(keys) * self._page_size, len(token_ids) - self._page_size + 1, self._page_size):
             parent = self.next_key(parent, token_ids[start : start + self._page_size])
             keys.append(parent)
@@ -35,7 +36,7 @@ class PrefixIndex:
 
     def root_key(self, salt: str) -> bytes:
         """Parent of the first page's key."""
-        return _digest(salt.encode())
+        return _digest(salt.encode(), purpose=b"salt")
 
     def next_key(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
         """Key of the page that holds `token_ids` (a full page) after the page of `parent`."""
@@ -83,5 +84,5 @@ class PrefixIndex:
         return pages
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=_KEY_BYTES).digest()
+def _digest(data: bytes, purpose: bytes = b"") -> bytes:
+    return hashlib.blake2b(data, digest_size=_KEY_BYTES, person=purpose).digest()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+from itertools import count
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,6 +64,27 @@ def test_keys_extend_from_any_known_start(tokens: list[int], page_size: int, dat
     assert len(keys) == len(tokens) // page_size == len(set(keys))
     known = keys[: data.draw(st.integers(0, len(keys)))]
     assert index.keys(tokens, known=known) == keys
+
+
+def test_no_salt_stands_for_a_page_and_what_is_before_it() -> None:
+    index = PrefixIndex(4)
+    parent, first = next(
+        (key, tokens)
+        for tokens in ((n, 7, 7, 7) for n in count())
+        if is_text(key := index.next_key(index.root_key(""), tokens))
+    )
+    second, third = (11, 12, 13, 14), (21, 22, 23, 24)
+    salt = (parent + array("I", second).tobytes()).decode()
+    assert index.keys(third, salt)[0] not in index.keys((*first, *second, *third))
+
+
+def is_text(key: bytes) -> bool:
+    """Whether some salt has these bytes."""
+    try:
+        key.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def test_keys_are_128_bits_wide() -> None:
