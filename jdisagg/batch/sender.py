@@ -15,7 +15,8 @@ from jdisagg.batch.lines import Call
 from jdisagg.core.errors import ConfigError, JdisaggError, Unavailable
 from jdisagg.core.settings import API_KEY_VARIABLE
 
-RETRIED = frozenset({429, 502, 503})  # "not now": the request was not run
+LOST = 502  # on its way, or by workers that went down with it
+RETRIED = frozenset({429, LOST, 503})  # "not now"
 Answer = tuple[int, dict[str, Any]]  # HTTP status, JSON object
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 MOST_TIMES_TAKEN = 5  # and not answered, by a server that was there each time afterwards
@@ -34,6 +35,7 @@ class _NotNow:
     why: str
     taken: bool = False  # the server had the request, then hung up or said nothing: it may be the request's fault
     timed_out: bool = False
+    answer: Answer | None = None  # to be kept, should the server go on to serve others and never this one
 
 
 class Sender:
@@ -43,10 +45,12 @@ class Sender:
         """`patience_s`: how long a server may be unreachable or refuse before the batch stops."""
         self._client = client
         self._patience_s = patience_s
+        self._served_s = float("-inf")  # when the latest request that was answered had been sent
         self._suspect = asyncio.Lock()  # a request that may bring the server down is asked again beside no other such
 
     async def send(self, call: Call) -> Answer:
-        """(HTTP status, body) of the answer. Raises BadAnswer, and Unavailable when the server stays away for `patience_s`."""
+        """(HTTP status, body) of the answer; 502 when the server lost this request for `patience_s` and served later ones.
+        Raises BadAnswer, and Unavailable when the server stays away so long."""
         return await self._insist(f"line {call.number}", self._client.build_request("POST", call.url, json=call.body))
 
     async def get(self, path: str) -> Answer:
@@ -60,8 +64,10 @@ class Sender:
             async with self._suspect if times_taken else nullcontext():
                 if refused_since_s is not None:
                     refused_since_s += monotonic() - queued_s
+                sent_s = monotonic()
                 outcome = await self._once(request)
                 if not isinstance(outcome, _NotNow):
+                    self._served_s = max(self._served_s, sent_s)
                     return outcome
                 if outcome.taken:
                     await self._come_back(what, outcome.why)
@@ -72,6 +78,8 @@ class Sender:
                 refused_since_s, pause_s = None, FIRST_PAUSE_S
                 continue
             refused_since_s = monotonic() if refused_since_s is None else refused_since_s
+            if outcome.answer is not None and refused_since_s < min(self._served_s, monotonic() - self._patience_s):
+                return outcome.answer
             await self._pause(pause_s, refused_since_s, what, outcome.why)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -102,13 +110,9 @@ class Sender:
         except httpx.DecodingError as error:
             raise BadAnswer(f"the server's answer cannot be unpacked: {error}") from error
         if response.status_code in RETRIED:
-            return _NotNow(f"HTTP {response.status_code}: {_shown(response.content)}")
-        try:
-            return response.status_code, _read_object(response.content)
-        except BadAnswer as error:
-            if response.is_success:
-                raise
-            return response.status_code, {"error": {"message": error.message, "type": error.kind}}
+            answer = _read_answer(response) if response.status_code == LOST else None
+            return _NotNow(f"HTTP {response.status_code}: {_shown(response.content)}", answer=answer)
+        return _read_answer(response)
 
     async def _is_there(self) -> bool:
         try:
@@ -130,6 +134,16 @@ async def served_model(sender: Sender) -> str:
     if status_code != 200 or not isinstance(first, dict) or "id" not in first:
         raise ConfigError(f"--server: /v1/models answered HTTP {status_code}: {str(body)[:200]}")
     return str(first["id"])
+
+
+def _read_answer(response: httpx.Response) -> Answer:
+    """Raises BadAnswer for a success that cannot be kept."""
+    try:
+        return response.status_code, _read_object(response.content)
+    except BadAnswer as error:
+        if response.is_success:
+            raise
+        return response.status_code, {"error": {"message": error.message, "type": error.kind}}
 
 
 def _read_object(content: bytes) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from jdisagg.core.errors import Unavailable
 PATIENCE_S = 0.6
 FINE = httpx.Response(200, json={"object": "text_completion"})
 BUSY = httpx.Response(503, json={"error": {"message": "busy"}})
+LOST = httpx.Response(502, json={"error": {"message": "lost"}})
 DROPPED = httpx.RemoteProtocolError("Server disconnected without sending a response.")
 Step = tuple[float, httpx.Response | Exception]  # seconds it takes, and what comes of it
 
@@ -74,6 +75,18 @@ def test_a_server_that_refuses_for_longer_than_the_patience_stops_the_batch() ->
     (error,) = ask(Server(0.0, a=[(0, BUSY)] * 20), "a")
     assert isinstance(error, Unavailable)
     assert monotonic() - began_s < 2 * PATIENCE_S
+
+
+def test_a_request_that_is_always_lost_fails_alone_while_others_are_served() -> None:
+    """A router answers so while the request is in quarantine, for it was in flight when workers died."""
+    server = Server(0.0, a=[(0, LOST)] * 20, b=[(0.1, LOST), (0, FINE)])
+    assert ask(server, "a", "b") == [(502, {"error": {"message": "lost"}}), (200, {"object": "text_completion"})]
+
+
+def test_requests_that_are_lost_since_the_last_one_served_was_sent_stop_the_batch() -> None:
+    lost, served = ask(Server(0.0, a=[(0, LOST)] * 20, b=[(0.3, FINE)]), "a", "b")
+    assert isinstance(lost, Unavailable)
+    assert served == (200, {"object": "text_completion"})
 
 
 @pytest.mark.parametrize("away_s", [0.0, 0.3])
