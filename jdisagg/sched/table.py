@@ -105,8 +105,9 @@ class SequenceTable:
 
     def compute_here(self, sequence: Sequence, held_tokens: int) -> None:
         """A remote sequence (PREALLOC or TRANSFER) will be prefilled by this worker; what has arrived is left to be found."""
-        if sequence.told.cached_tokens is None:
-            sequence.told.cached_tokens = min(sequence.holding.held_tokens, len(sequence.request.prompt_token_ids))
+        pinned = sequence.holding.held_tokens
+        if sequence.told.cached_tokens is None and held_tokens > pinned:  # what its peer sent will be found, and is no cache's
+            sequence.told.cached_tokens = min(pinned, len(sequence.request.prompt_token_ids))
         sequence.num_computed = min(held_tokens, len(sequence.holding.pages) * self.pages.page_size)
         self.pages.publish(sequence)
         self._strip(sequence)

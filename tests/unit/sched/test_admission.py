@@ -111,6 +111,16 @@ def test_behind_a_long_queue_nothing_is_pinned(num_waiting: int, num_fetching: i
     assert engine.scheduler.held_tokens("a") == (0 if is_long else 8)
 
 
+def test_what_is_found_for_a_sequence_that_never_got_anything_of_its_peer_was_cached() -> None:
+    engine, cached = warm(20, 2)
+    for i in range(MAX_WAITING_WEIGHED + 1):
+        engine.add(request(f"r{i}", (500 + i,), 1))
+    engine.add(request("a", (*cached, 7), 2), remote=True)  # pins nothing
+    engine.scheduler.compute_locally("a")
+    engine.run()
+    assert engine.seen["a"].last.cached_tokens == 8
+
+
 @pytest.mark.parametrize(("max_model_len", "held"), [(72, 8), (73, 0)])
 def test_a_pool_with_room_for_the_longest_beside_the_pin_is_not_weighed(max_model_len: int, held: int) -> None:
     engine, cached = warm(20, 2, max_model_len)  # 2 pinned and 18 for 72 tokens
