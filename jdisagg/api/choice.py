@@ -60,7 +60,7 @@ class ChoiceText:
         self._min_tokens = min_tokens
         self._scores_only = scores_only
         self._prompt_detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
-        self._detokenizer: Detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
+        self._detokenizer: Detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens, before=prompt_token_ids)
         self._stops = StopStrings(stop)
         self._num_tokens = 0
         self._num_characters = len(echo_text or "")

@@ -1,13 +1,15 @@
 """Token ids to text, one at a time, never emitting half a character.
 
 `ByteDetokenizer` is exact: the pieces of any token sequence join to what decoding it at once gives. `WindowDetokenizer` serves
-every other decoder (SentencePiece with byte fallback, WordPiece): it decodes a short window twice and emits the difference.
+every other decoder (SentencePiece with byte fallback, WordPiece): it decodes a short window twice and emits the difference. Its
+first window is the end of the prompt: a decoder drops the space that a text begins with, and an answer goes on with one.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 _REPLACEMENT = "\ufffd"
@@ -45,23 +47,45 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any decoder. The window is bounded, so a push costs O(1) decodes of at most a dozen tokens."""
+    """For any decoder. The window is bounded, so a push costs O(1) decodes of at most a dozen tokens.
 
-    def __init__(self, decode: Callable[[list[int]], str], skip: Collection[int] = frozenset()) -> None:
+    Tokens that spell one byte (`<0xF0>`) are put together here: of a run of them that a window cuts inside a character, a
+    decoder makes U+FFFD throughout.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        skip: Collection[int] = frozenset(),
+        *,
+        byte_of: Mapping[int, int] = MappingProxyType({}),
+        before: Sequence[int] = (),
+    ) -> None:
+        """`byte_of`: the tokens that are bytes. `before`: what the stream goes on with."""
         self._decode = decode
         self._skip = skip
-        self._context: list[int] = []  # already emitted
+        self._byte_of = byte_of
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._context = [token_id for token_id in before[-_CONTEXT_TOKENS:] if token_id not in skip]  # already emitted
         self._pending: list[int] = []  # not yet
 
     def push(self, token_id: int) -> str:
         """See `Detokenizer`."""
         if token_id in self._skip:
             return ""
+        if (byte := self._byte_of.get(token_id)) is not None:
+            text = self._emit_all()
+            self._context = [*self._context, token_id][-_CONTEXT_TOKENS:]
+            return text + self._utf8.decode(bytes((byte,)))
+        text = self._utf8.decode(b"", final=True)
         self._pending.append(token_id)
-        return self._emit(final=len(self._pending) >= _MAX_PENDING_TOKENS)
+        return text + self._emit(final=len(self._pending) >= _MAX_PENDING_TOKENS)
 
     def flush(self) -> str:
         """See `Detokenizer`."""
+        return self._emit_all() + self._utf8.decode(b"", final=True)
+
+    def _emit_all(self) -> str:
         return self._emit(final=True) if self._pending else ""
 
     def _emit(self, *, final: bool) -> str:

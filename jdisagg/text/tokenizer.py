@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,10 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         template = chat_template if chat_template is not None else _default_template(config.get("chat_template"))
         self.chat = None if template is None else ChatTemplate(template, self.special_tokens)
-        self._decoder = json.loads(backend.to_str())["decoder"] or {}
-        self.max_token_characters = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
-        self._bytes = ByteLevelVocabulary(backend) if self._decoder.get("type") == "ByteLevel" else None
+        decoder, vocabulary = json.loads(backend.to_str())["decoder"] or {}, backend.get_vocab(with_added_tokens=True)
+        self.max_token_characters = max(map(len, vocabulary), default=1)
+        self._bytes = ByteLevelVocabulary(backend) if decoder.get("type") == "ByteLevel" else None
+        self._byte_of = _fallback_bytes(vocabulary) if _has_byte_fallback(decoder) else {}
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
@@ -78,12 +79,14 @@ class Tokenizer:
         """Text of `token_ids`; invalid UTF-8 becomes U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh incremental decoder for one stream."""
+    def detokenizer(self, *, skip_special_tokens: bool = True, before: Sequence[int] = ()) -> Detokenizer:
+        """A fresh incremental decoder for one stream; `before`: the tokens that it goes on with, as a prompt's."""
         skip = self.special_ids if skip_special_tokens else frozenset()
         if self._bytes is not None:
             return ByteDetokenizer(self._bytes.token_bytes, skip)
-        return WindowDetokenizer(lambda ids: self._backend.decode(ids, skip_special_tokens=False), skip)
+        return WindowDetokenizer(
+            lambda ids: self._backend.decode(ids, skip_special_tokens=False), skip, byte_of=self._byte_of, before=before
+        )
 
     def token_id(self, token: str) -> int | None:
         """Id of one vocabulary entry, written as the vocabulary writes it."""
@@ -110,6 +113,16 @@ class Tokenizer:
 def _token_text(entry: Any) -> str | None:
     """A special token is written as text or as an object with `content`."""
     return entry.get("content") if isinstance(entry, dict) else entry
+
+
+def _has_byte_fallback(decoder: Mapping[str, Any]) -> bool:
+    """Whether a decoder of tokenizer.json, or one of those it is made of, reads `<0xF0>` as a byte."""
+    return decoder.get("type") == "ByteFallback" or any(map(_has_byte_fallback, decoder.get("decoders", ())))
+
+
+def _fallback_bytes(vocabulary: Mapping[str, int]) -> dict[int, int]:
+    matches = ((_BYTE_FALLBACK.fullmatch(token), token_id) for token, token_id in vocabulary.items())
+    return {token_id: int(match[1], 16) for match, token_id in matches if match is not None}
 
 
 def _add_missing_specials(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> None:

@@ -65,3 +65,28 @@ def test_token_bytes_of_byte_level_join_to_the_text(byte_level: Tokenizer) -> No
     ids = byte_level.encode("the fox 😀", add_special_tokens=False)
     assert b"".join(byte_level.token_bytes(i) for i in ids) == "the fox 😀".encode()
     assert byte_level.token_bytes(10_000) == b""
+
+
+def _bytes_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    return [_id(tokenizer, f"<0x{byte:02X}>") for byte in text.encode()]
+
+
+@pytest.mark.parametrize("text", ["😀😀😀😀😀", "中文字符测试", "é€😀é€😀"])
+def test_byte_fallback_shows_every_character_of_a_run_longer_than_its_window(byte_fallback: Tokenizer, text: str) -> None:
+    ids = [_id(byte_fallback, "\u2581hello"), *_bytes_of(byte_fallback, text), _id(byte_fallback, "\u2581world")]
+    pieces = _stream(byte_fallback, ids)
+    assert "".join(pieces) == f"hello{text} world" == byte_fallback.decode(ids)
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_byte_fallback_makes_one_mark_of_one_unfinished_character(byte_fallback: Tokenizer) -> None:
+    whole, cut = _bytes_of(byte_fallback, "中"), _bytes_of(byte_fallback, "文")[:2]
+    assert "".join(_stream(byte_fallback, [*whole, *cut])) == "中\ufffd"
+    assert "".join(_stream(byte_fallback, [*whole, *cut, _id(byte_fallback, "\u2581hello")])) == "中\ufffd hello"
+
+
+def test_an_answer_begins_with_the_space_that_parts_it_from_its_prompt(byte_fallback: Tokenizer) -> None:
+    prompt, answer = [_id(byte_fallback, "\u2581hello")], [_id(byte_fallback, "\u2581world")]
+    detokenizer = byte_fallback.detokenizer(before=prompt)
+    assert byte_fallback.decode(prompt) + detokenizer.push(answer[0]) == byte_fallback.decode(prompt + answer)
+    assert byte_fallback.detokenizer(before=[_id(byte_fallback, "<s>")]).push(answer[0]) == "world"  # nothing was said yet
