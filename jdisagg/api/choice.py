@@ -59,7 +59,8 @@ class ChoiceText:
         self._echo_text = echo_text
         self._min_tokens = min_tokens
         self._scores_only = scores_only
-        self._prompt_detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
+        self._tokenizer = tokenizer
+        self._prompt_detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
         self._detokenizer: Detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens, before=prompt_token_ids)
         self._stops = StopStrings(stop)
         self._num_tokens = 0
@@ -69,7 +70,7 @@ class ChoiceText:
         """Turn one engine output into a delta; after a delta with `finish` no more may be absorbed."""
         text = self._echo_text or ""
         self._echo_text = None
-        prompt_logprobs = self._score_prompt(output.prompt_logprobs) if output.prompt_logprobs is not None else ()
+        prompt_logprobs = self._score_prompt(output.prompt_logprobs, text) if output.prompt_logprobs is not None else ()
         if self._scores_only:
             finish = None if output.finish is None else FinishReason.LENGTH
             return self._delta(output, text, num_tokens=0, scored=(), prompt_logprobs=prompt_logprobs, finish=finish)
@@ -117,14 +118,17 @@ class ChoiceText:
             cached_tokens=output.cached_tokens,
         )
 
-    def _score_prompt(self, logprobs: Sequence[TokenLogprob | None]) -> tuple[ScoredToken, ...]:
+    def _score_prompt(self, logprobs: Sequence[TokenLogprob | None], echoed: str) -> tuple[ScoredToken, ...]:
+        """With offsets into `echoed`, where a special token has its name unless it was put around the text or is not shown."""
         scored, offset = [], 0
         for token_id, entry in zip(self._prompt_token_ids, logprobs, strict=True):
             if entry is None:
                 scored.append(ScoredToken(token_id=token_id, logprob=None, text_offset=offset))
             else:
                 scored.append(_score(entry, offset))
-            offset += len(self._prompt_detokenizer.push(token_id))
+            is_special = token_id in self._tokenizer.special_ids
+            if not is_special or echoed.startswith(self._tokenizer.token_text(token_id), offset):
+                offset += len(self._prompt_detokenizer.push(token_id))
         return tuple(scored)
 
 

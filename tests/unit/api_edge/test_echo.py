@@ -1,0 +1,47 @@
+"""Echoed prompts: offsets point at what the answer shows, and scores that were asked for are in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from jdisagg.text.tokenizer import Tokenizer
+from tests.unit.api_edge.fakes import FakeEngine, run, serving
+
+ECHO = {"echo": True, "logprobs": 0, "max_tokens": 2}
+
+
+def _choice(tokenizer: Tokenizer, body: dict[str, Any]) -> dict[str, Any]:
+    async def check() -> dict[str, Any]:
+        engine = FakeEngine(tokenizer, "hello world")
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            answer = await http.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"][0]
+
+    return run(check())
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("prompt", ["the fox", "</s>the fox</s>dog", "<s>the fox", "the</s>"])
+def test_offsets_count_special_tokens_that_the_prompt_spells_and_no_others(
+    tokenizer: Tokenizer, prompt: str, skips: bool
+) -> None:
+    choice = _choice(tokenizer, {"prompt": prompt, "skip_special_tokens": skips} | ECHO)
+    assert choice["text"] == f"{prompt}hello world"
+    scores = choice["logprobs"]
+    *prompt_tokens, _, _ = shown = list(zip(scores["tokens"], scores["text_offset"], strict=True))
+    assert prompt_tokens[0] == ("<s>", 0)  # put there by the tokenizer
+    first = 0 if prompt.startswith("<s>") else 1
+    assert all(choice["text"].startswith(token, at) for token, at in shown[first:] if (token, at) != ("<s>", 3))
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_offsets_of_echoed_token_ids_are_those_of_their_text(tokenizer: Tokenizer, skips: bool) -> None:
+    ids = list(tokenizer.encode("the fox</s>dog"))
+    choice = _choice(tokenizer, {"prompt": ids, "skip_special_tokens": skips} | ECHO)
+    scores = choice["logprobs"]
+    for token, at in zip(scores["tokens"], scores["text_offset"], strict=True):
+        assert (skips and token in ("<s>", "</s>")) or choice["text"].startswith(token, at)
