@@ -40,7 +40,13 @@ class Completions:
         trace = read_traceparent(request.headers.get(TRACEPARENT))
         text_request = read_completion(body, self._edge.defaults, request_id_of(request), traceparent=trace)
         job = await while_connected(request.receive, self._edge.admit(text_request))
-        answer = _Answer(self._edge, job, options, show_logprobs=text_request.sampling.logprobs is not None)
+        answer = _Answer(
+            self._edge,
+            job,
+            options,
+            show_logprobs=text_request.sampling.logprobs is not None,
+            show_prompt_logprobs=body.integer("prompt_logprobs") is not None,
+        )
         if options.stream:
             return await open_stream(request, answer.events())
         transcript = await while_connected(request.receive, self._edge.complete(job))
@@ -82,11 +88,14 @@ def read_completion(body: Body, defaults: SamplingParams, request_id: str, *, tr
 class _Answer:
     """Writes one job's answer."""
 
-    def __init__(self, edge: Edge, job: Job, options: ResponseOptions, *, show_logprobs: bool) -> None:
+    def __init__(
+        self, edge: Edge, job: Job, options: ResponseOptions, *, show_logprobs: bool, show_prompt_logprobs: bool
+    ) -> None:
         self._edge = edge
         self._job = job
         self._options = options
         self._show_logprobs = show_logprobs
+        self._show_prompt_logprobs = show_prompt_logprobs
         self._created = int(time.time())
 
     def whole(self, transcript: Transcript) -> dict[str, Any]:
@@ -152,7 +161,7 @@ class _Answer:
         echoed = choice.prompt_logprobs if self._job.echo_texts is not None else []
         if self._show_logprobs:
             shown["logprobs"] = completion_logprobs(self._edge.tokenizer, [*echoed, *choice.logprobs])
-        if choice.prompt_logprobs and self._job.echo_texts is None:
+        if choice.prompt_logprobs and self._show_prompt_logprobs:
             shown["prompt_logprobs"] = prompt_logprobs(self._edge.tokenizer, choice.prompt_logprobs)
         if self._options.return_token_ids:
             shown["token_ids"] = choice.token_ids

@@ -45,3 +45,11 @@ def test_offsets_of_echoed_token_ids_are_those_of_their_text(tokenizer: Tokenize
     scores = choice["logprobs"]
     for token, at in zip(scores["tokens"], scores["text_offset"], strict=True):
         assert (skips and token in ("<s>", "</s>")) or choice["text"].startswith(token, at)
+
+
+def test_prompt_scores_that_were_asked_for_are_in_an_echo_too(tokenizer: Tokenizer) -> None:
+    asked = {"prompt": "the fox", "max_tokens": 2, "prompt_logprobs": 1}
+    plain, echoed = _choice(tokenizer, asked), _choice(tokenizer, asked | {"echo": True})
+    assert plain["prompt_logprobs"][1:]
+    assert echoed["prompt_logprobs"] == plain["prompt_logprobs"]
+    assert "prompt_logprobs" not in _choice(tokenizer, {"prompt": "the fox"} | ECHO)
