@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from typing import Any
 
 from jdisagg.api.http.body import Body
@@ -20,12 +22,16 @@ def render_prompt(body: Body, template: ChatTemplate | None) -> str:
             field="messages",
         )
     add_generation_prompt = body.boolean("add_generation_prompt", True)
-    return template.render(
-        [_plain_message(index, message) for index, message in enumerate(messages)],
-        tools=_offered_tools(body, template),
-        add_generation_prompt=add_generation_prompt,
-        **_template_kwargs(body),
-    )
+    tools, variables = _offered_tools(body, template), _template_kwargs(body)
+    render = partial(template.render, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
+    texts = [_plain_message(index, message) for index, message in enumerate(messages)]
+    objects = [_with_objects(message) for message in texts]
+    try:
+        return render(objects)  # arguments of calls come as JSON text; templates that write them as JSON would quote it
+    except InvalidRequest:
+        if objects == texts:
+            raise
+        return render(texts)  # others put the text itself between their own
 
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents", "self"})
@@ -56,6 +62,26 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(content, str):
         raise InvalidRequest(f"{where}.content: must be a string or a list of text parts", field=f"{where}.content")
     return message
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with arguments of its calls as objects."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_with_object(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _with_object(call: Any) -> Any:
+    """What is no object in JSON stays the text that the model wrote."""
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(arguments, str):
+        return call
+    try:
+        value = json.loads(arguments or "{}")
+        json.dumps(value, ensure_ascii=False).encode()  # no half of a pair, see `read_body`
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": value}} if isinstance(value, dict) else call
 
 
 def _part_text(where: str, part: Any) -> str:

@@ -9,6 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
+from jdisagg.api.http.body import Body
+from jdisagg.api.http.messages import render_prompt
+from jdisagg.core.errors import InvalidRequest
+from jdisagg.text.chat import ChatTemplate
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
 from tests.unit.text.tiny_tokenizer import train_byte_level
@@ -59,3 +63,40 @@ def test_tools_that_the_template_shows_are_part_of_the_prompt(tokenizer: Tokeniz
                 assert ("weather" in prompt) is shown
 
     run(check())
+
+
+ARGUMENTS = '{"city": "Köln", "days": 2}'
+CALLED = [
+    {"role": "user", "content": "hi"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "rain"},
+]
+OF_CALLS = "{% for m in messages %}{% for c in m.tool_calls %}call {{ ARGUMENTS }};{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("way", "arguments", "shown"),
+    [
+        ("c.function.arguments | tojson", ARGUMENTS, ARGUMENTS),  # Llama 3.1, Qwen 2.5
+        ("c.function.arguments.city", ARGUMENTS, "Köln"),
+        ("'<' + c.function.arguments + '>'", ARGUMENTS, f"<{ARGUMENTS}>"),  # DeepSeek
+        ("c.function.arguments | tojson", "", "{}"),
+        ("c.function.arguments", "not JSON", "not JSON"),
+        ("c.function.arguments", "[1]", "[1]"),
+        ("c.function.arguments | length", '{"a": "\\ud800"}', "15"),  # half of a pair: left as it is
+    ],
+)
+def test_arguments_of_calls_are_objects_for_templates_that_want_them(way: str, arguments: str, shown: str) -> None:
+    template = ChatTemplate(OF_CALLS.replace("ARGUMENTS", way), {})
+    messages = json.loads(json.dumps(CALLED).replace(json.dumps(ARGUMENTS), json.dumps(arguments)))
+    assert render_prompt(Body({"messages": messages}), template) == f"call {shown};"
+
+
+def test_a_template_that_refuses_calls_either_way_is_told_of() -> None:
+    template = ChatTemplate(OF_CALLS.replace("ARGUMENTS", "raise_exception('no calls')"), {})
+    with pytest.raises(InvalidRequest, match="no calls"):
+        render_prompt(Body({"messages": CALLED}), template)
