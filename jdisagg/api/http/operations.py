@@ -56,9 +56,17 @@ class Operations:
 
     async def debug_state(self, request: Request) -> Response:
         """The engine's state, for clients on this machine only."""
-        if request.client is None or not ipaddress.ip_address(request.client.host).is_loopback:
+        if request.client is None or not _is_loopback(request.client.host):
             return plain_error(403, "/debug/state is served to loopback clients only; ask from the machine itself")
         return JSONResponse(await self._engine.debug_state())
+
+
+def _is_loopback(host: str) -> bool:
+    """What a proxy on this machine says of its client (X-Forwarded-For) need not be an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _answer(good: bool, otherwise: str, reason: str) -> Response:
