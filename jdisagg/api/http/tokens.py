@@ -54,6 +54,8 @@ class TokenEndpoints:
         """`tokens` to text, special tokens included."""
         body = await read_body(request)
         check_model(body.text("model") or "", self._edge.card)
+        if body.get("tokens") is None:
+            raise InvalidRequest("tokens: give a list of token ids", field="tokens")
         token_ids = body.integers("tokens")
         if len(token_ids) > MAX_TOKENS:
             raise InvalidRequest(f"tokens: at most {MAX_TOKENS} ids; got {len(token_ids)}, split them", field="tokens")

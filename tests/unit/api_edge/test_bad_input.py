@@ -127,6 +127,7 @@ def test_paths_methods_models_and_bodies_that_are_wrong(tokenizer: Tokenizer) ->
                 (await http.post("/v1/completions", content=b" " * (33 * 2**20)), 400),
                 (await http.post("/tokenize", json={}), 400),
                 (await http.post("/detokenize", json={"tokens": [-1]}), 400),
+                (await http.post("/detokenize", json={}), 400),
             ]:
                 assert response.status_code == status, response.text
                 assert response.json()["error"]["message"]
