@@ -12,6 +12,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, TypeVar
 
+from jdisagg.api.attempts import Attempts
 from jdisagg.api.token_engine import Enough, Health, ModelCard
 from jdisagg.core.errors import DeadlineExceeded, Unavailable
 from jdisagg.core.fleet import Load
@@ -34,7 +35,8 @@ class LocalEngine:
         self._card = card
         self._not_ready_reason = not_ready_reason
         self._loop = asyncio.get_running_loop()
-        self._queues: dict[str, asyncio.Queue[Output]] = {}
+        self._queues: dict[tuple[str, int], asyncio.Queue[Output]] = {}  # by request id and attempt
+        self._attempts = Attempts()
         self._draining = False
 
     @property
@@ -67,7 +69,9 @@ class LocalEngine:
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
         """Yield the request's outputs; closing the generator cancels it. See TokenEngine."""
         queue: asyncio.Queue[Output] = asyncio.Queue()
-        self._queues[request.request_id] = queue
+        request = self._attempts.behind(request)
+        key = request.request_id, request.attempt
+        self._queues[key] = queue
         finished = enough = False
         self._thread.loop.inbox.post(Submit(request, self._sink))
         try:
@@ -79,10 +83,11 @@ class LocalEngine:
             enough = True
             raise
         finally:
-            if self._queues.get(request.request_id) is queue:
-                del self._queues[request.request_id]
+            if self._queues.get(key) is queue:
+                del self._queues[key]
             if not finished:
-                self.cancel(request.request_id, request.attempt, self._sink, enough=enough)
+                self._attempts.left(*key)
+                self.cancel(*key, self._sink, enough=enough)
 
     async def _next(self, queue: asyncio.Queue[Output], request: EngineRequest) -> Output:
         with suppress(asyncio.QueueEmpty):
@@ -101,7 +106,7 @@ class LocalEngine:
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
-            if (queue := self._queues.get(output.request_id)) is not None:
+            if (queue := self._queues.get((output.request_id, output.attempt))) is not None:
                 queue.put_nowait(output)
 
     def health(self) -> Health:

@@ -17,6 +17,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
+from jdisagg.api.attempts import Attempts
 from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.token_engine import Enough, Health, ModelCard
 from jdisagg.core.config import TransferConfig
@@ -77,6 +78,7 @@ class FleetEngine:
             metrics.requests.labels(state=state).set_function(partial(self._count, running=state == "running"))
         self._card = card
         self._flights: dict[str, Flight] = {}
+        self._attempts = Attempts()
         self._homes = Homes()
         self._recovery = Recovery(replay or ReplayConfig(), metrics, worker_wait_s=config.worker_wait_s)
         self._draining = False
@@ -107,8 +109,7 @@ class FleetEngine:
         except RequestError as error:
             timeline.failed(error, monotonic())
             raise
-        flight = Flight(request)
-        self._flights[request.request_id] = flight
+        flight = self._flights[request.request_id] = Flight(self._attempts.behind(request))
         self._homes.enter(request.fork_group)
         try:
             await self._place(flight)  # raises: not admitted at all
@@ -127,6 +128,7 @@ class FleetEngine:
         finally:
             if not flight.finished:
                 (timeline.stopped if flight.enough else timeline.aborted)(monotonic())
+            self._attempts.left(request.request_id, flight.attempt)
             del self._flights[request.request_id]
             self._leave(flight)
             self._homes.leave(request.fork_group)

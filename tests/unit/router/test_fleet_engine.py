@@ -373,6 +373,23 @@ def test_a_client_that_goes_away_frees_its_worker():
     run_quiet(body())
 
 
+def test_an_id_that_comes_again_gets_nothing_of_the_request_that_had_it_before():
+    async def body() -> None:
+        router = await Router().start()
+        (worker,) = await fleet(FakeWorker((router.address,)), router=router)
+        async with contextlib.aclosing(router.engine.generate(ask("r1"))) as stream:
+            await anext(stream)
+        outputs: list[Output] = []
+        again = asyncio.create_task(collect(router, ask("r1", max_tokens=12), outputs))
+        await asyncio.sleep(0)  # it is on its way to the worker, behind the cancel of the first
+        worker.engine.tick()  # which speaks once more
+        await again
+        assert tokens(outputs) == expected(ask("r1", max_tokens=12))
+        await stop(router, worker)
+
+    run_quiet(body())
+
+
 def test_requests_stay_within_one_fingerprint_and_draining_workers_get_nothing_new():
     async def body() -> None:
         router = await Router(config=replace(FAST, worker_wait_s=0.3)).start()

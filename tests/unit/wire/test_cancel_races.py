@@ -10,7 +10,7 @@ import pytest
 
 from jdisagg.api.local_engine import LocalEngine
 from jdisagg.api.token_engine import ModelCard
-from jdisagg.core.requests import Output
+from jdisagg.core.requests import FinishReason, Output
 from jdisagg.roles.inbox import Cancel, Submit
 from tests.unit.sched.engine_fake import request
 from tests.unit.wire.rig import run_quiet
@@ -41,5 +41,31 @@ def test_a_cancellation_that_comes_together_with_an_output_is_not_lost() -> None
         assert client.done(), f"it goes on as if nothing had happened, after {received}"
         assert client.cancelled()
         assert isinstance(posted[-1], Cancel), "the engine is not told"
+
+    run_quiet(body())
+
+
+def test_what_an_engine_still_says_of_a_cancelled_request_is_not_for_the_next_one_of_its_id() -> None:
+    async def body() -> None:
+        posted: list[Any] = []
+        thread = SimpleNamespace(loop=SimpleNamespace(inbox=SimpleNamespace(post=posted.append)))
+        local = LocalEngine(thread, CARD, not_ready_reason=lambda: "")  # type: ignore[arg-type]
+
+        async def consume(received: list[Output]) -> None:
+            async for output in local.generate(request("r", [1, 2, 3])):
+                received.append(output)
+
+        first, received = asyncio.create_task(consume([])), list[Output]()
+        await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.wait({first})
+        second = asyncio.create_task(consume(received))
+        await asyncio.sleep(0.01)
+        old, _, new = posted
+        old.sink([Output(request_id="r", attempt=old.request.attempt, token_ids=(77,))])  # of a tick that was under way
+        last = Output(request_id="r", attempt=new.request.attempt, token_ids=(5,), finish=FinishReason.LENGTH)
+        new.sink([last])
+        await asyncio.wait({second}, timeout=5)
+        assert received == [last]
 
     run_quiet(body())
