@@ -133,9 +133,10 @@ class LocalEngine:
             return {"error": error.message, "in_flight": self._thread.loop.in_flight_text()}
 
     async def drain(self, deadline_s: float) -> int:
-        """Admit nothing more; wait for what runs. Returns the number still unfinished at `deadline_s`."""
+        """Admit nothing more; wait for what runs, and for what was posted before. Returns the number still unfinished at
+        `deadline_s`, at least 1 when the engine has not even looked."""
         self._draining = True
-        self._thread.loop.inbox.call(self._thread.loop.start_draining)
-        while self._thread.loop.num_unfinished and monotonic() < deadline_s:
+        begun = self._thread.loop.inbox.call(self._thread.loop.start_draining)  # behind requests that it has not looked at
+        while (self._thread.loop.num_unfinished or not begun.done()) and monotonic() < deadline_s:
             await asyncio.sleep(0.05)
-        return self._thread.loop.num_unfinished
+        return self._thread.loop.num_unfinished or int(not begun.done())

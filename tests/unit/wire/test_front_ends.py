@@ -227,3 +227,23 @@ def test_the_engine_hears_why_nobody_listens_any_more(enough: bool) -> None:
         assert posted[1:] == [Cancel("own", 0, local._sink, enough)]
 
     checked(body)
+
+
+def test_a_drain_waits_for_a_request_that_the_engine_has_not_looked_at_yet() -> None:
+    async def body() -> None:
+        async with working() as worker:
+            await worker.freeze()  # in the middle of a long step
+            asked = asyncio.create_task(everything(worker, "r"))
+            await until(lambda: worker.num_posted == 1)
+            drained = asyncio.create_task(worker.local.drain(monotonic() + 10.0))
+            assert await worker.local.drain(monotonic() + 0.1) == 1, "it cannot know that there is nothing"
+            assert not drained.done()
+            worker.thread.thaw()
+            assert await drained == 0
+            assert (await asked)[-1].finish is FinishReason.LENGTH
+
+    checked(body)
+
+
+async def everything(worker: Worker, request_id: str) -> list[Output]:
+    return [output async for output in worker.local.generate(request(request_id, (1, 2, 3), 8))]
