@@ -38,6 +38,7 @@ class LocalEngine:
         self._queues: dict[tuple[str, int], asyncio.Queue[Output]] = {}  # by request id and attempt
         self._attempts = Attempts()
         self._draining = False
+        self._sink = self._take_outputs  # one object: the engine groups a tick's outputs by sink
 
     @property
     def card(self) -> ModelCard:
@@ -99,7 +100,7 @@ class LocalEngine:
         except TimeoutError:
             raise DeadlineExceeded(f"request {request.request_id}: no answer from the engine within its deadline") from None
 
-    def _sink(self, outputs: list[Output]) -> None:
+    def _take_outputs(self, outputs: list[Output]) -> None:
         """Engine thread: one crossing per tick."""
         with suppress(RuntimeError):  # the loop is closed: the process is on its way out
             self._loop.call_soon_threadsafe(self._deliver, outputs)

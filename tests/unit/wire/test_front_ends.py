@@ -245,5 +245,26 @@ def test_a_drain_waits_for_a_request_that_the_engine_has_not_looked_at_yet() -> 
     checked(body)
 
 
+def test_outputs_of_one_tick_cross_to_the_loop_together() -> None:
+    async def body() -> None:
+        async with working() as worker:
+            sizes: list[int] = []
+            deliver = worker.local._deliver
+
+            def counted(outputs: list[Output]) -> None:
+                sizes.append(len(outputs))
+                deliver(outputs)
+
+            worker.local._deliver = counted
+            await worker.freeze()
+            asked = [asyncio.create_task(everything(worker, f"r{number}")) for number in range(3)]
+            await until(lambda: worker.num_posted == 3)
+            worker.thread.thaw()
+            await asyncio.gather(*asked)
+            assert max(sizes) == 3
+
+    checked(body)
+
+
 async def everything(worker: Worker, request_id: str) -> list[Output]:
     return [output async for output in worker.local.generate(request(request_id, (1, 2, 3), 8))]
