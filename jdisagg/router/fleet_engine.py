@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -22,17 +23,9 @@ from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.token_engine import Enough, Health, ModelCard
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.drill import Drill
-from jdisagg.core.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    HandoffLost,
-    InvalidRequest,
-    Overloaded,
-    RequestError,
-    Unavailable,
-)
+from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, Overloaded, RequestError, Unavailable
 from jdisagg.core.metrics import Metrics
-from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role
+from jdisagg.core.requests import EngineRequest, Output, Role
 from jdisagg.roles.timeline import Timeline
 from jdisagg.router.blame import Lost
 from jdisagg.router.drill import with_late_outputs
@@ -82,6 +75,7 @@ class FleetEngine:
         self._homes = Homes()
         self._recovery = Recovery(replay or ReplayConfig(), metrics, worker_wait_s=config.worker_wait_s)
         self._draining = False
+        self._closed = asyncio.Event()
 
     # --- TokenEngine
 
@@ -154,16 +148,7 @@ class FleetEngine:
 
     async def debug_state(self) -> dict[str, Any]:
         """Members and flights."""
-        flights = [
-            {
-                "request_id": flight.request.request_id,
-                "attempt": flight.attempt,
-                "worker": flight.entry.member.address if flight.entry else None,
-                "delivered": flight.num_delivered,
-                "deaths": flight.setbacks.deaths,
-            }
-            for flight in self._flights.values()
-        ]
+        flights = [flight.summary() for flight in self._flights.values()]
         return {"members": self.workers.snapshot(), "flights": flights, "quarantined": self._recovery.num_quarantined}
 
     async def drain(self, deadline_s: float) -> int:
@@ -176,10 +161,9 @@ class FleetEngine:
     async def close(self) -> None:
         """Close every stream; requests that still run end with an error."""
         self._draining = True
+        self._closed.set()
         for flight in self._flights.values():
-            error = Cancelled("the router is shutting down; send the request again, to another router")
-            ended = Output(request_id=flight.request.request_id, attempt=flight.attempt, finish=FinishReason.ERROR, error=error)
-            flight.events.put_nowait(ended)
+            flight.events.put_nowait(Lost(_shutting_down(flight), death=False))
         await self.workers.close()
 
     # --- one request
@@ -188,6 +172,8 @@ class FleetEngine:
         """Send the attempt to a worker, waiting for one if there is none. Raises Unavailable or DeadlineExceeded."""
         began_s = monotonic()
         while True:
+            if self._closed.is_set():
+                raise _shutting_down(flight)
             now_s = monotonic()
             late = now_s >= flight.request.deadline_s
             if not late and (entry := self._choose(flight, now_s)) is not None:
@@ -243,12 +229,16 @@ class FleetEngine:
         self._leave(flight)
         if (complete := flight.complete()) is not None:
             return complete
+        if self._closed.is_set():
+            raise lost.error
         flight.setbacks.tried |= {failed.address}
         alone = self._is_tried_everywhere(flight, now_s)
         pause_s = self._recovery.next_attempt(flight, lost, worker=failed.worker, alone=alone, num_live=num_live, now_s=now_s)
         if alone:
             flight.setbacks.tried = frozenset({failed.address})  # begin another round
-        await asyncio.sleep(pause_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._closed.wait()
         await self._place(flight)
         return None
 
@@ -295,3 +285,8 @@ class FleetEngine:
     def _on_back(self, entry: Entry) -> None:
         for flight in self._flights.values():
             flight.setbacks.blame.clear(entry.key)
+
+
+def _shutting_down(flight: Flight) -> Unavailable:
+    advice = "send the request again, to another router"
+    return Unavailable(f"request {flight.request.request_id}: the router is shutting down; {advice}")

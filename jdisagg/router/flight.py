@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from typing import Any
 
 from jdisagg.core.errors import RequestError
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
@@ -86,6 +87,16 @@ class Flight:
     def failed(self, error: RequestError) -> Output:
         """The end of a request that cannot be saved."""
         return self.accept(Output(request_id=self.request.request_id, finish=FinishReason.ERROR, error=error))
+
+    def summary(self) -> dict[str, Any]:
+        """JSON-able state."""
+        return {
+            "request_id": self.request.request_id,
+            "attempt": self.attempt,
+            "worker": self.entry.member.address if self.entry else None,
+            "delivered": self.num_delivered,
+            "deaths": self.setbacks.deaths,
+        }
 
     def _provenance(self, output: Output) -> Provenance | None:
         provenance = output.provenance

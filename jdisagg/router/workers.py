@@ -123,9 +123,10 @@ class Workers:
         ]
 
     async def close(self) -> None:
-        """Close every stream and stop every task. `on_lost` is not called."""
+        """Close every stream and stop every task; who waits for a worker looks again. `on_lost` is not called."""
         for task in list(self._tasks):
             task.cancel()
+        self._notify()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(link.close() for link in links))

@@ -390,6 +390,28 @@ def test_an_id_that_comes_again_gets_nothing_of_the_request_that_had_it_before()
     run_quiet(body())
 
 
+@pytest.mark.parametrize("state", ["waiting", "pausing", "running"])
+def test_a_router_that_closes_tells_every_client_to_ask_another_one(state):
+    async def body() -> None:
+        router, outputs = await Router().start(), list[Output]()
+        workers = [] if state == "waiting" else await fleet(FakeWorker((router.address,)), router=router)
+        for worker in workers if state == "pausing" else ():
+            worker.engine.refuse = Unavailable("it drains")
+        asked = asyncio.create_task(collect(router, ask("r1", max_tokens=10_000), outputs))
+        await asyncio.sleep(0.5)
+        began_s = monotonic()
+        await router.stop()
+        ended = (await asyncio.gather(asked, return_exceptions=True))[0]
+        assert monotonic() - began_s < 0.3
+        error = ended if state == "waiting" else outputs[-1].error  # the one who was not admitted yet, and the others
+        assert isinstance(error, Unavailable)
+        assert "shutting down" in error.message
+        for worker in workers:
+            await worker.die()
+
+    run_quiet(body())
+
+
 def test_requests_stay_within_one_fingerprint_and_draining_workers_get_nothing_new():
     async def body() -> None:
         router = await Router(config=replace(FAST, worker_wait_s=0.3)).start()
