@@ -20,6 +20,7 @@ from jdisagg.core.errors import (
     InvalidRequest,
     JdisaggError,
     ModelNotFound,
+    NumericalError,
     Overloaded,
     RequestError,
     Unauthenticated,
@@ -77,6 +78,7 @@ def encode_error(error: RequestError) -> common_pb2.RequestFailure:
         message=error.message,
         field=error.field or "",
         retry_after_ms=round(retry_after_s * 1000),
+        numerical=isinstance(error, NumericalError),
     )
 
 
@@ -85,6 +87,8 @@ def decode_error(message: common_pb2.RequestFailure) -> RequestError:
     name = _NAME_BY_CODE.get(message.code, "INTERNAL")
     if name == Overloaded.grpc_status:
         return Overloaded(message.message, retry_after_s=message.retry_after_ms / 1000)
+    if message.numerical and name == NumericalError.grpc_status:
+        return NumericalError(message.message)
     return _ERROR_BY_NAME.get(name, RequestError)(message.message, field=message.field or None)
 
 

@@ -13,6 +13,7 @@ from jdisagg.core import errors
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, Role, SamplingParams, TokenLogprob
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity, Rank
+from jdisagg.handoff.ladder import is_final
 from jdisagg.handoff.messages import (
     Accepted,
     Ack,
@@ -208,6 +209,14 @@ def test_unknown_numbers_have_a_meaning():
     assert peer_codec.decode_up(peer_pb2.PrefillResponse()) is None
     numerical = codec.decode_error(codec.encode_error(errors.NumericalError("NaN at step 3, layer 1")))
     assert (numerical.grpc_status, numerical.message) == ("INTERNAL", "NaN at step 3, layer 1")
+
+
+def test_a_prompt_whose_logits_are_no_numbers_is_tried_nowhere_else() -> None:
+    refused = peer_codec.encode_up(Refused(error=errors.NumericalError("NaN at step 3, layer 1")))
+    decoded = peer_codec.decode_up(peer_pb2.PrefillResponse.FromString(refused.SerializeToString()))
+    assert isinstance(decoded, Refused)
+    assert is_final(decoded.error)
+    assert decoded.error.reason == "numerical", "and a decode worker and its router count it as what it is"
 
 
 @pytest.mark.parametrize("left_s", [-5.0, 0.0, 0.0004, 2.5, math.inf])
