@@ -32,7 +32,7 @@ class Lane:
         self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` after those submitted before; it must report its own failures."""
+        """Run `job` after those submitted before; it must report its own failures. What it raises is in the log."""
         self._queue.put(job)
 
     def stop(self) -> None:
@@ -47,7 +47,10 @@ class Lane:
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            job()
+            try:
+                job()
+            except Exception:  # without its thread every later job would wait for ever
+                log.exception("transfer thread %s", self._thread.name)
             del job  # and what it holds: the next one may be long in coming
 
 

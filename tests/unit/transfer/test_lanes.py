@@ -23,6 +23,21 @@ READY = ChunkReady(key="k", begin=0, end=1, shape=(1, 1, 1, 1), dtype="float32",
 
 
 @pytest.mark.timeout(10)
+def test_a_job_that_raises_is_in_the_log_and_the_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    lane, ran = Lane("lane"), threading.Event()
+
+    def freeing() -> None:
+        raise OSError("no memory for the file's end")
+
+    lane.submit(freeing)
+    lane.submit(ran.set)
+    assert ran.wait(5.0)
+    lane.stop()
+    lane.join(5.0)
+    assert "no memory" in caplog.text
+
+
+@pytest.mark.timeout(10)
 def test_peers_that_come_back_elsewhere_leave_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "IDLE_LANE_S", 0.0)
     stuck, posted = threading.Event(), queue.SimpleQueue[TransferEvent]()
