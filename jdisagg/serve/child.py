@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from jdisagg.serve.environment import PARENT_VARIABLE
@@ -109,7 +110,13 @@ class Child:
             if ready is not None and not self._ready.done():
                 self._ready.set_result(ready)
             else:
-                sys.stderr.write(f"{self.name} | {text}\n")
+                _say(f"{self.name} | {text}\n")
+
+
+def _say(text: str) -> None:
+    """Nobody may be there to read it any more; the child is read all the same: it would stop at a full pipe."""
+    with suppress(OSError, ValueError):
+        sys.stderr.write(text)
         sys.stderr.flush()
 
 
