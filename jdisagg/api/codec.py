@@ -12,7 +12,7 @@ from typing import NoReturn
 import grpc
 import grpc.aio
 
-from jdisagg.api.status_details import details_metadata, read_retry_after_s
+from jdisagg.api.status_details import details_metadata, read_retry_after_s, shown
 from jdisagg.core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -66,7 +66,7 @@ def status_of(error: JdisaggError) -> grpc.StatusCode:
 async def abort(context: grpc.aio.ServicerContext, error: JdisaggError) -> NoReturn:
     """End an RPC with the error's status, message and details."""
     code = status_of(error)
-    await context.abort(code, error.message, details_metadata(code, error, error.field))
+    await context.abort(code, shown(error.message), details_metadata(code, error, error.field))
     raise AssertionError("abort returned")
 
 

@@ -17,7 +17,7 @@ from jdisagg.api.choice import ChoiceResult, Delta, ScoredToken, Transcript
 from jdisagg.api.codec import encode_finish, encode_provenance, status_of
 from jdisagg.api.edge import Edge
 from jdisagg.api.intake import Prompt, TextRequest, check_model
-from jdisagg.api.status_details import details_metadata
+from jdisagg.api.status_details import details_metadata, shown
 from jdisagg.core.errors import InvalidRequest, JdisaggError, RequestError
 from jdisagg.core.requests import SamplingParams
 from jdisagg.core.trace import TRACEPARENT, read_traceparent
@@ -180,7 +180,7 @@ async def _abort(
     """End the call with the error's status, message and details."""
     code = status_of(error)
     field = None if error.field is None else _path(error.field, request)
-    await context.abort(code, error.message, details_metadata(code, error, field))
+    await context.abort(code, shown(error.message), details_metadata(code, error, field))
 
 
 def _path(field: str, request: generation_pb2.GenerateRequest | None) -> str:

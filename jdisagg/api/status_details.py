@@ -14,6 +14,13 @@ from google.rpc import error_details_pb2, status_pb2
 from jdisagg.core.errors import JdisaggError, Overloaded
 
 DETAILS_KEY = "grpc-status-details-bin"
+MOST_BYTES = 1000  # of a message, which travels three times; of a status beyond 16 KiB gRPC makes another one
+
+
+def shown(message: str) -> str:
+    """As much of an error's message as a status may carry: it may repeat what the client sent."""
+    data = message.encode()
+    return message if len(data) <= MOST_BYTES else data[:MOST_BYTES].decode(errors="ignore") + "..."
 
 
 def details_metadata(code: grpc.StatusCode, error: JdisaggError, field: str | None) -> tuple[tuple[str, bytes], ...]:
@@ -24,11 +31,11 @@ def details_metadata(code: grpc.StatusCode, error: JdisaggError, field: str | No
         delay.FromMilliseconds(round(error.retry_after_s * 1000))
         detail.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     elif field is not None:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=error.message)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=shown(error.message))
         detail.Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     else:
         return ()
-    status = status_pb2.Status(code=code.value[0], message=error.message, details=[detail])
+    status = status_pb2.Status(code=code.value[0], message=shown(error.message), details=[detail])
     return ((DETAILS_KEY, status.SerializeToString()),)
 
 

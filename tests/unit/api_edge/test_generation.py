@@ -132,6 +132,18 @@ def test_bad_fields_are_violations(tokenizer: Tokenizer, fields: dict[str, Any],
     run(check())
 
 
+@pytest.mark.parametrize("character", ["x", "\u4e16", "\U0001f600"])
+def test_an_error_that_repeats_what_the_client_sent_keeps_its_status(tokenizer: Tokenizer, character: str) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, ANSWER), tokenizer) as served:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await _collect(served, model=100_000 * character, text="the")
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+            assert 500 < len((caught.value.details() or "").encode()) < 1100
+
+    run(check())
+
+
 def test_overload_and_loss_have_their_status(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         engine = FakeEngine(tokenizer, ANSWER)
