@@ -13,10 +13,14 @@ _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def listen(host: str = "127.0.0.1", port: int = 0, *, flag: str = "--port") -> socket.socket:
-    """Bind now (port 0 = a free one). Raises ConfigError of `flag` when the port is taken, of --host when that is not ours."""
+    """Bind now (port 0 = a free one); "::" is every address of this machine, as for gRPC.
+
+    Raises ConfigError of `flag` when the port is taken, of --host when that is not ours.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
         why = os.strerror(error.errno) if error.errno and error.errno > 0 else error  # a resolver's errors are negative
         if isinstance(error, socket.gaierror) or error.errno in _NOT_OURS:

@@ -73,3 +73,9 @@ def _answer(good: bool, otherwise: str, reason: str) -> Response:
     if good:
         return JSONResponse({"status": "ok"})
     return JSONResponse({"status": otherwise, "reason": reason}, status_code=503, headers={"retry-after": "1"})
+
+
+def _is_loopback(host: str) -> bool:
+    """Also 127.0.0.1 as a socket for both kinds of addresses shows it: ::ffff:127.0.0.1."""
+    address = ipaddress.ip_address(host)
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -175,6 +176,23 @@ def test_debug_state_is_for_this_machine_only(tokenizer: Tokenizer) -> None:
             async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
                 assert (await http.get("/debug/state")).status_code == 403
                 assert (await http.get("/health")).status_code == 200
+
+    run(check())
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 on this machine")
+def test_every_address_is_meant_by_two_colons_and_loopback_is_loopback_on_both(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        app = make_app(None, FakeEngine(tokenizer, "fox"), lambda: "")
+        server = make_server(app, host="::")
+        await server.start()
+        try:
+            async with httpx.AsyncClient() as http:
+                for host in ("127.0.0.1", "[::1]"):
+                    for path in ("/ready", "/debug/state"):
+                        assert (await http.get(f"http://{host}:{server.port}{path}")).status_code == 200, host + path
+        finally:
+            await server.stop()
 
     run(check())
 
