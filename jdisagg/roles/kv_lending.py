@@ -15,6 +15,7 @@ from jdisagg.core.metrics import Metrics
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.lender import Lender, LenderAction
 from jdisagg.handoff.messages import Ack, Grant, HandoffId, Lending, Open, Want
+from jdisagg.roles.gauge_share import GaugeShare
 from jdisagg.roles.ports import Runner
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.transfer.base import Published, Publisher, PublishFailed
@@ -42,6 +43,7 @@ class KVLending:
         self._runner = runner
         self._publisher = publisher
         self._metrics = metrics
+        self._published_bytes, self._leases = GaugeShare(metrics.published_bytes), GaugeShare(metrics.leases)
 
     # --- streams
 
@@ -73,8 +75,8 @@ class KVLending:
     def tick(self, now_s: float) -> list[act.Send]:
         """Leases."""
         sends = self._execute(self._lender.tick(now_s))
-        self._metrics.published_bytes.set(self._publisher.num_buffered_bytes)
-        self._metrics.leases.set(self._lender.num_loans)
+        self._published_bytes.show(self._publisher.num_buffered_bytes)
+        self._leases.show(self._lender.num_loans)
         return sends
 
     # --- actions

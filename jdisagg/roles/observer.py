@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from prometheus_client import Gauge
-
 from jdisagg.core.fleet import Load
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
+from jdisagg.roles.gauge_share import GaugeShare
 from jdisagg.roles.kv_feed import KVEventFeed
 from jdisagg.roles.pipeline import Turn
 from jdisagg.sched.plan import Plan
@@ -18,7 +17,7 @@ from jdisagg.sched.scheduler import Scheduler
 class TickObserver:
     """Publishes the scheduler's state of one engine; `load` is replaced whole every tick, so that any thread may read it.
 
-    Gauges are moved by differences: two engines of one process (colocated) add up.
+    Two engines of one process (colocated) add up.
     """
 
     def __init__(self, scheduler: Scheduler, metrics: Metrics, role: Role, kv_feed: KVEventFeed | None = None) -> None:
@@ -28,17 +27,18 @@ class TickObserver:
         self._role = role.value
         self._kv_feed = kv_feed
         self._seen = replace(scheduler.stats)
-        self._shown: dict[str, int] = {}
+        self._requests = {state: GaugeShare(metrics.requests.labels(state=state)) for state in scheduler.counts()}
+        self._free_pages, self._used_pages = GaugeShare(metrics.kv_pages_free), GaugeShare(metrics.kv_pages_used)
 
     def observe(self, turn: Turn, num_streams: int) -> None:
         """After a tick."""
         scheduler, metrics = self._scheduler, self._metrics
         counts = scheduler.counts()
         for state, count in counts.items():
-            self._show(metrics.requests.labels(state=state), state, count)
+            self._requests[state].show(count)
         free, total = scheduler.num_free_pages, scheduler.num_pages
-        self._show(metrics.kv_pages_free, "free", free)
-        self._show(metrics.kv_pages_used, "used", total - free)
+        self._free_pages.show(free)
+        self._used_pages.show(total - free)
         running = counts["running"]
         self.load = Load(running=running, waiting=max(0, num_streams - running), free_pages=free, total_pages=total)
         if turn.plan is not None:
@@ -48,11 +48,6 @@ class TickObserver:
             self._count()
         if self._kv_feed is not None:
             self._kv_feed.publish()
-
-    def _show(self, gauge: Gauge, name: str, value: int) -> None:
-        if (change := value - self._shown.get(name, 0)) != 0:
-            gauge.inc(change)
-            self._shown[name] = value
 
     def _count(self) -> None:
         now, seen, metrics = self._scheduler.stats, self._seen, self._metrics

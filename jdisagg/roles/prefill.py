@@ -23,6 +23,7 @@ from jdisagg.handoff import actions as act
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened, Reply
 from jdisagg.handoff.messages import ChunkReady, Declined, HandoffId, Refused, Want
 from jdisagg.handoff.prefill_side import PrefillSide
+from jdisagg.roles.gauge_share import GaugeShare
 from jdisagg.roles.inbox import Message
 from jdisagg.roles.kv_borrowing import KVBorrowing
 from jdisagg.roles.ports import Runner
@@ -60,6 +61,7 @@ class PrefillRole:
         self._publishers = publishers
         self._receivers: dict[HandoffId, tuple[str, int]] = {}  # of open hand-offs: peer, parts it splits heads into
         self._metrics = metrics
+        self._published_bytes, self._leases = GaugeShare(metrics.published_bytes), GaugeShare(metrics.leases)
         self._worker = worker
         self._slow_request_s = slow_request_s
         self._borrowing = borrowing
@@ -133,8 +135,8 @@ class PrefillRole:
             self._execute(self._borrowing.tick(now_s), now_s)
         self._make_room(now_s)
         counts = self._handoffs.counts()
-        self._metrics.published_bytes.set(self._publishers.num_buffered_bytes)
-        self._metrics.leases.set(sum(counts.values()))
+        self._published_bytes.show(self._publishers.num_buffered_bytes)
+        self._leases.show(sum(counts.values()))
         return []
 
     def _make_room(self, now_s: float) -> None:
