@@ -7,7 +7,7 @@ hands each request its outputs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Any, TypeVar
@@ -30,8 +30,17 @@ Answer = TypeVar("Answer")
 class LocalEngine:
     """TokenEngine over one EngineThread. Use from one event loop."""
 
-    def __init__(self, thread: EngineThread, card: ModelCard, *, not_ready_reason: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        thread: EngineThread,
+        card: ModelCard,
+        *,
+        not_ready_reason: Callable[[], str],
+        helpers: Sequence[EngineThread] = (),
+    ) -> None:
+        """`helpers`: engines of this process that `thread` cannot do without."""
         self._thread = thread
+        self._helpers = helpers
         self._card = card
         self._not_ready_reason = not_ready_reason
         self._loop = asyncio.get_running_loop()
@@ -112,19 +121,15 @@ class LocalEngine:
 
     def health(self) -> Health:
         """Healthy while ticks end; ready when the role's own conditions hold as well."""
-        if reason := self._thread.unhealthy_reason(monotonic()):
-            return Health(healthy=False, ready=False, reason=reason)
+        for thread in (self._thread, *self._helpers):
+            if reason := thread.unhealthy_reason(monotonic()):
+                return Health(healthy=False, ready=False, reason=reason)
         reason = "draining" if self._draining else self._not_ready_reason()
         return Health(healthy=True, ready=not reason, reason=reason)
 
     async def ask(self, function: Callable[[], Answer], timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
         """Run `function` on the engine thread between two ticks. Raises Unavailable when the engine does not turn over."""
-        future = self._thread.loop.inbox.call(function)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await asyncio.wrap_future(future)
-        except TimeoutError:
-            raise Unavailable(f"the engine thread has not answered within {timeout_s:g} s; see /health") from None
+        return await ask(self._thread, function, timeout_s)
 
     async def debug_state(self) -> dict[str, Any]:
         """The engine's snapshot, taken between two ticks; says so when the engine does not turn over."""
@@ -141,3 +146,13 @@ class LocalEngine:
         while (self._thread.loop.num_unfinished or not begun.done()) and monotonic() < deadline_s:
             await asyncio.sleep(0.05)
         return self._thread.loop.num_unfinished or int(not begun.done())
+
+
+async def ask(thread: EngineThread, function: Callable[[], Answer], timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+    """Run `function` on an engine's thread between two ticks. Raises Unavailable when it does not turn over."""
+    future = thread.loop.inbox.call(function)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.wrap_future(future)
+    except TimeoutError:
+        raise Unavailable(f"the engine thread has not answered within {timeout_s:g} s; see /health") from None

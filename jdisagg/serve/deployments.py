@@ -10,6 +10,7 @@ from dataclasses import replace
 from jdisagg.api.byte_source import GrpcByteSource
 from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.kv_event_ring import KVEventRing
+from jdisagg.api.local_engine import ask
 from jdisagg.api.peer_client import GrpcPeerClient
 from jdisagg.api.peer_server import PeerServer
 from jdisagg.api.piece_server import PieceServer
@@ -57,6 +58,7 @@ class Deployment:
         self.prefill = PrefillDirectory(core.config.transfer.prefill)
         self.closers: list[Callable[[], None]] = []
         self.kv_rings: dict[str, KVEventRing] = {}  # by role of the engine; empty when events are off
+        self._resets: list[Callable[[], int]] = []  # of the engines' prefix caches, in the same order
         self._core = core
         self._compiles = compiles
         self._counted_compiles = 0
@@ -118,10 +120,12 @@ class Deployment:
             self.kv_rings[ring.pool] = ring
             feed = KVEventFeed(core.scheduler.kv_journal(), ring.post, core.metrics)
         self.engines.append(start_engine(core, side, on_crash, feed))
+        self._resets.append(core.scheduler.reset_prefix_cache)
 
-    def reset_prefix_cache(self) -> int:
-        """On the engine thread."""
-        return self._core.scheduler.reset_prefix_cache()
+    async def reset_prefix_cache(self) -> int:
+        """Every engine forgets its cached prefixes; returns the pages freed. Raises Unavailable when one does not turn over."""
+        freed = [await ask(thread, reset) for thread, reset in zip(self.engines, self._resets, strict=True)]
+        return sum(freed)
 
     async def aclose(self) -> None:
         """End peer connections."""

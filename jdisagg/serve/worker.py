@@ -133,7 +133,10 @@ class _Edges:
     ) -> None:
         self.model_name = config.served_name
         self._engine = LocalEngine(
-            deployment.front, deployment.card(self.model_name), not_ready_reason=deployment.not_ready_reason
+            deployment.front,
+            deployment.card(self.model_name),
+            not_ready_reason=deployment.not_ready_reason,
+            helpers=deployment.engines[:-1],
         )
         self._config = config
         self._deployment = deployment
@@ -151,7 +154,7 @@ class _Edges:
         if deployment.peer_server is not None:
             names.append("PeerService")
             add_peer_service(deployment.peer_server, server)
-        admin = AdminService(drain=self.drain, stats=self.state, reset_prefix_cache=self._reset_prefix_cache)
+        admin = AdminService(drain=self.drain, stats=self.state, reset_prefix_cache=deployment.reset_prefix_cache)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         self._kv_events = KVEventsService(deployment.kv_rings, metrics)
         kv_events_pb2_grpc.add_KVEventsServiceServicer_to_server(self._kv_events, server)
@@ -213,9 +216,6 @@ class _Edges:
         if self._fleet is not None:
             await self._fleet.announce()
         return await self._engine.drain(deadline_s)
-
-    async def _reset_prefix_cache(self) -> int:
-        return await self._engine.ask(self._deployment.reset_prefix_cache)
 
     async def close(self) -> None:
         """End registration and peer connections."""

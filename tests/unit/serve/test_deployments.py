@@ -1,0 +1,76 @@
+"""A process with two engines: what is asked of it is asked of both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from jdisagg.api.local_engine import LocalEngine
+from jdisagg.api.token_engine import ModelCard
+from jdisagg.core.config import Config
+from jdisagg.core.requests import Role
+from jdisagg.roles import engine_thread
+from jdisagg.roles.compute import ComputeSide
+from jdisagg.serve.deployments import Deployment
+from tests.unit.roles.engine import Engine
+from tests.unit.sched.engine_fake import request
+
+CARD = ModelCard(name="m", max_model_len=48, vocab_size=31, eos_token_ids=(0,), fingerprint="f")
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[Deployment, list[Engine]]]:
+    engines, crashes = [Engine(Role.UNIFIED, 24, local_prefill=True) for _ in range(2)], list[BaseException]()
+    cores = [core_of(engine) for engine in engines]
+    deployment = Deployment(cores[-1], cast(Any, SimpleNamespace(count=0)))
+    loop = asyncio.new_event_loop()
+    for core, engine in zip(cores, engines, strict=True):
+        deployment.add_engine(core, ComputeSide(engine.scheduler), crashes.append, loop)
+    yield deployment, engines
+    for thread in deployment.engines:
+        thread.thaw()
+    deployment.stop()
+    loop.close()
+    assert not crashes
+
+
+def core_of(engine: Engine) -> Any:
+    parts: dict[str, Any] = {name: getattr(engine, name) for name in ("scheduler", "runner", "inbox", "streams", "metrics")}
+    setattr(parts["runner"], "chunk_tokens", 4)  # noqa: B010 - a fake of the loop's, not of the search for NaN
+    return SimpleNamespace(
+        config=Config(role="colocated"), role=Role.UNIFIED, loaded=None, worker="w", epoch="e", num_executables=0, **parts
+    )
+
+
+def test_the_prefix_caches_of_both_are_reset(two: tuple[Deployment, list[Engine]]) -> None:
+    async def body() -> None:
+        deployment, engines = two
+        for thread in deployment.engines:
+            local = LocalEngine(thread, CARD, not_ready_reason=lambda: "")
+            async for _ in local.generate(request("r", tuple(range(1, 14)), 3)):
+                pass
+        assert await deployment.reset_prefix_cache() == 2 * 3, "each has kept three pages of four tokens"
+        assert [engine.scheduler.reset_prefix_cache() for engine in engines] == [0, 0]
+
+    asyncio.run(body())
+
+
+def test_a_process_is_healthy_while_both_turn_over(
+    two: tuple[Deployment, list[Engine]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        deployment, _ = two
+        front = LocalEngine(deployment.front, CARD, not_ready_reason=lambda: "", helpers=deployment.engines[:-1])
+        assert front.health().ready
+        monkeypatch.setattr(engine_thread, "STALLED_AFTER_S", 0.3)
+        deployment.engines[0].freeze()
+        await asyncio.sleep(0.6)
+        health = front.health()
+        assert not health.healthy
+        assert "no tick has ended" in health.reason
+
+    asyncio.run(body())
