@@ -8,6 +8,7 @@ requests run.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from time import monotonic
 
@@ -20,6 +21,8 @@ from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.v1 import worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
 
 CLOSED = "closed"  # the worker ended the stream in good order; every other reason is a failure
 STALLED = "stalled"
@@ -97,6 +100,9 @@ class WorkerLink:
         try:
             call = worker_pb2_grpc.WorkerServiceStub(channel).Run()
             reason = await self._converse(call)
+        except Exception as error:  # a bug of ours: the worker is lost to us, and the log says how
+            log.exception("stream of worker %s", self.address)
+            reason = repr(error)
         finally:
             await channel.close()
             self._on_down(reason)

@@ -16,11 +16,12 @@ from jdisagg.api.admin import AdminService
 from jdisagg.api.fleet_codec import decode_member
 from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.token_engine import Health
-from jdisagg.api.worker_client import WorkerLink
+from jdisagg.api.worker_client import CLOSED, WorkerLink
+from jdisagg.api.worker_service import WorkerService
 from jdisagg.core.errors import InvalidRequest, Overloaded, Unavailable
 from jdisagg.core.requests import FinishReason, Output, Role, SamplingParams
 from jdisagg.v1 import admin_pb2, admin_pb2_grpc, common_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2, worker_pb2_grpc
-from tests.unit.router.fakes import FakeWorker, Router, expected
+from tests.unit.router.fakes import ArithmeticEngine, FakeWorker, Router, expected
 from tests.unit.wire.rig import FAST, request, run_quiet, start_server, until
 
 
@@ -270,5 +271,43 @@ def test_a_refused_request_ends_with_its_error_through_the_link():
             assert vars(output.error) == vars(error)
         await client.link.close()
         await worker.die()
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("side", ["worker", "router"])
+def test_a_bug_that_ends_a_run_stream_is_no_end_in_good_order_and_in_the_log(
+    side: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    async def body() -> None:
+        engine, reasons = ArithmeticEngine(), list[str]()
+        server, address = await start_server(
+            lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(engine, FAST), server)
+        )
+        link = WorkerLink(
+            address,
+            config=FAST,
+            step_timeout_s=9.0,
+            on_outputs=lambda outputs: None,
+            on_up=lambda: None,
+            on_down=reasons.append,
+        )
+        await until(lambda: link.answered)
+        if side == "worker":
+            engine.submit = fail
+        else:
+            link._on_outputs = fail
+        link.submit(request("r"))
+        ticking = asyncio.create_task(engine.run())
+        await until(lambda: reasons)
+        assert "a bug of ours" in caplog.text
+        assert reasons != [CLOSED]
+        ticking.cancel()
+        await asyncio.wait({ticking})
+        await link.close()
+        await server.stop(0)
 
     run_quiet(body())
