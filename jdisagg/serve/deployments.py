@@ -203,7 +203,7 @@ def _grpc_borrowing(core: Core, deployment: Deployment, credentials: Credentials
     if not wants_to_borrow(core):
         return None
     source = GrpcByteSource(credentials)
-    fetcher = host_fetcher("grpc", source, _target(core), core.inbox.post)
+    fetcher = host_fetcher("grpc", source, _target(core), core.inbox.post, on_end=source.drop)
     deployment.closers += [source.close, fetcher.close]
     return borrowing(core, fetcher)
 

@@ -8,7 +8,7 @@ A backend is a store on P and a source on D that reads what the store holds; the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import xxhash
@@ -76,10 +76,18 @@ class _Copies:
         self._store.close()
 
 
-def host_fetcher(name: str, source: ByteSource, target: PieceTarget, post: Post, buffers: Buffers | None = None) -> LaneFetcher:
+def host_fetcher(
+    name: str,
+    source: ByteSource,
+    target: PieceTarget,
+    post: Post,
+    buffers: Buffers | None = None,
+    *,
+    on_end: Callable[[str], None] = lambda peer: None,
+) -> LaneFetcher:
     """D's half. Before closing it, close a source whose reads may be waiting on a dead peer. Pieces land in `buffers`, which
-    several may share."""
-    return LaneFetcher(name, _Reads(source, target, buffers or Buffers()).obtain, post)
+    several may share. `on_end(peer)`: nothing was read from the peer for a while."""
+    return LaneFetcher(name, _Reads(source, target, buffers or Buffers()).obtain, post, on_end=on_end)
 
 
 class _Reads:

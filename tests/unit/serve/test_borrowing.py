@@ -1,0 +1,44 @@
+"""What a prefill worker that fetches KV from decode workers keeps of them."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jax.numpy as jnp
+import pytest
+
+from jdisagg.api.channels import INSECURE
+from jdisagg.core.config import Config
+from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.kv.spec import KVSpec
+from jdisagg.roles.inbox import Inbox
+from jdisagg.serve import deployments
+from jdisagg.transfer import lanes
+from jdisagg.transfer.lanes import LaneFetcher
+
+SPEC = KVSpec(num_layers=1, num_kv_heads=1, features=1, dtype="float32")
+READY = ChunkReady(key="k", begin=0, end=1, shape=(1, 1, 1, 1), dtype="float32", num_bytes=4, checksum=0)
+
+
+def test_decode_workers_that_come_back_elsewhere_leave_no_channel_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "IDLE_LANE_S", 0.0)
+    dropped, fetchers, inbox = list[str](), list[LaneFetcher](), Inbox()
+    monkeypatch.setattr(deployments.GrpcByteSource, "read_into", lambda *_: iter(()))  # a peer that has nothing
+    monkeypatch.setattr(deployments.GrpcByteSource, "drop", lambda self, peer: dropped.append(peer))
+    monkeypatch.setattr(deployments, "borrowing", lambda core, fetcher: fetchers.append(fetcher))
+    device = SimpleNamespace(piece_sharding=jnp.zeros(1).sharding)
+    runner = SimpleNamespace(device=device, chunk_tokens=4)
+    core = SimpleNamespace(config=Config(role="prefill"), kv_spec=SPEC, runner=runner, inbox=inbox)
+    deployment = SimpleNamespace(closers=[])
+    deployments._grpc_borrowing(cast(Any, core), cast(Any, deployment), INSECURE)
+    for serial in range(3):
+        fetchers[0].fetch(HandoffId("a", serial), f"restarted:{serial}", READY, time.monotonic() + 5.0)
+        assert inbox.drain(5.0)
+    for close in deployment.closers:
+        close()
+    deadline_s = time.monotonic() + 5.0  # their threads may be about to end
+    while not {"restarted:0", "restarted:1"} <= set(dropped):
+        assert time.monotonic() < deadline_s, dropped
+        time.sleep(0.01)
