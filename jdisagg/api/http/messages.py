@@ -72,9 +72,9 @@ def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
 
 def _with_object(call: Any) -> Any:
     """What is no object in JSON stays the text that the model wrote."""
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(arguments, str):
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
+        return call
+    if not isinstance(arguments := function.get("arguments"), str):
         return call
     try:
         value = json.loads(arguments or "{}")

@@ -61,14 +61,6 @@ class Operations:
         return JSONResponse(await self._engine.debug_state())
 
 
-def _is_loopback(host: str) -> bool:
-    """What a proxy on this machine says of its client (X-Forwarded-For) need not be an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _answer(good: bool, otherwise: str, reason: str) -> Response:
     if good:
         return JSONResponse({"status": "ok"})
@@ -76,6 +68,10 @@ def _answer(good: bool, otherwise: str, reason: str) -> Response:
 
 
 def _is_loopback(host: str) -> bool:
-    """Also 127.0.0.1 as a socket for both kinds of addresses shows it: ::ffff:127.0.0.1."""
-    address = ipaddress.ip_address(host)
+    """Also 127.0.0.1 as a socket for both kinds of addresses shows it, ::ffff:127.0.0.1. What a proxy on this machine says of its
+    client (X-Forwarded-For) need not be an address."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
