@@ -56,9 +56,9 @@ class LocalEngine:
 
     # --- for WorkerService: requests that come as tokens from a router
 
-    def submit(self, request: EngineRequest, sink: OutputSink) -> None:
-        """Run it; `sink` is called from the engine thread, once per tick."""
-        self._thread.loop.inbox.post(Submit(request, sink))
+    def submit(self, request: EngineRequest, sink: OutputSink, front_end: str = "") -> None:
+        """Run it for `front_end`; `sink` is called from the engine thread, once per tick."""
+        self._thread.loop.inbox.post(Submit(request, sink, front_end))
 
     def cancel(self, request_id: str, attempt: int, sink: OutputSink, *, enough: bool = False) -> None:
         """Forget what was submitted with `sink`; unknown ids and other attempts are ignored. `enough`: see Cancel."""

@@ -42,8 +42,10 @@ class WorkerLink:
         on_up: Callable[[], None],
         on_down: Callable[[str], None],
         credentials: Credentials = INSECURE,
+        router: str = "",
     ) -> None:
-        """Connects at once, in the background. Callbacks run on the loop and must not block."""
+        """Connects at once, in the background. Callbacks run on the loop and must not block. `router`: a name of this process,
+        by which the worker knows a replay of its own request from somebody else's request of the same id."""
         self.address = address
         self.answered = False
         self._config = config
@@ -52,6 +54,7 @@ class WorkerLink:
         self._on_up = on_up
         self._on_down = on_down
         self._credentials = credentials
+        self._router = router
         self._live: dict[str, int] = {}  # request id -> attempt
         self._submits: list[worker_pb2.Submit] = []
         self._cancels: list[worker_pb2.Cancel] = []
@@ -143,12 +146,15 @@ class WorkerLink:
                 self._on_outputs(outputs)
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+        router = self._router  # said once
         while True:
             await self._wake.wait()
             self._wake.clear()
             submits, self._submits = self._submits, []
             cancels, self._cancels = self._cancels, []
-            await call.write(worker_pb2.RunRequest(submits=submits, cancels=cancels, heartbeat=worker_pb2.Heartbeat(ticks=0)))
+            heartbeat = worker_pb2.Heartbeat(ticks=0)
+            await call.write(worker_pb2.RunRequest(submits=submits, cancels=cancels, heartbeat=heartbeat, router=router))
+            router = ""
 
     async def _watch_ticks(self) -> None:
         """Returns once the engine has stood still for too long while requests run."""

@@ -35,8 +35,9 @@ log = logging.getLogger(__name__)
 class WorkerEngine(Protocol):
     """The engine below the service. Calls never block and keep their order."""
 
-    def submit(self, request: EngineRequest, sink: OutputSink) -> None:
-        """Run it; `sink` is called from the engine thread, once per tick, also with the error if it is not admitted."""
+    def submit(self, request: EngineRequest, sink: OutputSink, front_end: str) -> None:
+        """Run it; `sink` is called from the engine thread, once per tick, also with the error if it is not admitted. An older
+        attempt of the same `front_end` ends, one of another stays, and this one is refused."""
         ...
 
     def cancel(self, request_id: str, attempt: int, sink: OutputSink, *, enough: bool = False) -> None:
@@ -96,6 +97,7 @@ class _RunStream:
     def __init__(self, engine: WorkerEngine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._loop = loop
+        self._router = ""
         self._live: dict[str, int] = {}  # request id -> attempt
         self._outputs: list[common_pb2.Output] = []
         self._heartbeat_due = True
@@ -107,6 +109,7 @@ class _RunStream:
         """Hand submits and cancels to the engine."""
         async for message in requests:
             pulse.heard()
+            self._router = message.router or self._router
             for cancel in message.cancels:
                 if self._live.get(cancel.request_id) == cancel.attempt:
                     del self._live[cancel.request_id]
@@ -141,7 +144,7 @@ class _RunStream:
         try:
             request = decode_request(message, monotonic())
             self._live[request.request_id] = request.attempt
-            self._engine.submit(request, self._sink)
+            self._engine.submit(request, self._sink, self._router)
         except RequestError as error:
             failed = Output(request_id=message.request_id, attempt=message.attempt, finish=FinishReason.ERROR, error=error)
             self._deliver([failed])

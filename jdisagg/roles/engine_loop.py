@@ -138,7 +138,8 @@ class EngineLoop:
         try:
             if self._draining:
                 raise Unavailable("this worker is draining; send the request to another one")
-            if (older := self._streams.get(request.request_id)) is not None and older.request.attempt < request.attempt:
+            older = self._streams.get(request.request_id)
+            if older is not None and older.front_end == message.front_end and older.request.attempt < request.attempt:
                 # Its router replays it here and the cancel of the older attempt, on a broken stream, is still under way.
                 self._cancel(request.request_id, older.request.attempt, outputs, now_s)
             if request.request_id in self._streams:
@@ -150,7 +151,8 @@ class EngineLoop:
             self._metrics.requests_finished.labels(reason="refused").inc()
             message.sink([_failure(request.request_id, request.attempt, error)])
             return
-        self._streams.open(request, message.sink, Timeline(self._metrics, request, now_s, self._slow_request_s))
+        timeline = Timeline(self._metrics, request, now_s, self._slow_request_s)
+        self._streams.open(request, message.sink, timeline, message.front_end)
 
     def _cancel(self, request_id: str, attempt: int, outputs: list[Output], now_s: float, *, enough: bool = False) -> None:
         """Nothing of it is delivered any more, not even to a new request of the same id that comes in this very tick."""

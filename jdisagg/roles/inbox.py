@@ -20,10 +20,12 @@ from jdisagg.transfer.base import TransferEvent
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Run `request`; its outputs go to `sink`, which also gets the error if it is not admitted."""
+    """Run `request`; its outputs go to `sink`, which also gets the error if it is not admitted. `front_end` sent it: only its
+    own newer attempts take the place of a request."""
 
     request: EngineRequest
     sink: OutputSink
+    front_end: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ class Stream:
     request: EngineRequest
     sink: OutputSink
     timeline: Timeline
+    front_end: str = ""  # who sent it
 
 
 class Streams:
@@ -34,9 +35,9 @@ class Streams:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams
 
-    def open(self, request: EngineRequest, sink: OutputSink, timeline: Timeline) -> None:
+    def open(self, request: EngineRequest, sink: OutputSink, timeline: Timeline, front_end: str = "") -> None:
         """Start delivering to `sink`."""
-        self._streams[request.request_id] = Stream(request, sink, timeline)
+        self._streams[request.request_id] = Stream(request, sink, timeline, front_end)
 
     def get(self, request_id: str) -> Stream | None:
         """The live stream of that id."""

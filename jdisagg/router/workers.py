@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import Any
+from uuid import uuid4
 
 import grpc
 
@@ -53,6 +54,7 @@ class Workers:
         self._on_lost = on_lost
         self._on_back = on_back
         self._credentials = credentials
+        self._name = uuid4().hex  # of this router process, for workers
         self._links: dict[tuple[str, str], WorkerLink] = {}  # by Entry.key
         self._retry_at_s: dict[tuple[str, str], float] = {}
         self._refusing: set[tuple[str, str]] = set()  # workers that do not take our API key: said once
@@ -166,6 +168,7 @@ class Workers:
                     on_up=partial(self._up, entry),
                     on_down=partial(self._down, entry),
                     credentials=self._credentials,
+                    router=self._name,
                 )
 
     def _up(self, entry: Entry) -> None:

@@ -68,7 +68,7 @@ def _answer(good: bool, otherwise: str, reason: str) -> Response:
 
 
 def _is_loopback(host: str) -> bool:
-    """Also 127.0.0.1 as a socket for both kinds of addresses shows it, ::ffff:127.0.0.1. What a proxy on this machine says of its
+    """Also 127.0.0.1 as a socket for both kinds of addresses shows it: ::ffff:127.0.0.1. What a proxy here says of its
     client (X-Forwarded-For) need not be an address."""
     try:
         address = ipaddress.ip_address(host)

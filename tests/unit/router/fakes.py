@@ -45,7 +45,7 @@ class ArithmeticEngine:
         self.seen: list[EngineRequest] = []
         self.had_enough: list[str] = []  # requests cancelled because of that
 
-    def submit(self, request: EngineRequest, sink: OutputSink) -> None:
+    def submit(self, request: EngineRequest, sink: OutputSink, front_end: str) -> None:
         self.seen.append(request)
         self._last_sink = sink
         if self.refuse is not None or self.refusals:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ PATIENT_S = 30.0  # nobody takes a frozen engine for a stalled one
 class FrontEnd:
     """What one router has got from the worker."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, name: str = "") -> None:
         self.outputs: list[Output] = []
         self.link = WorkerLink(
             address,
@@ -42,6 +43,7 @@ class FrontEnd:
             on_outputs=self.outputs.extend,
             on_up=lambda: None,
             on_down=lambda reason: None,
+            router=name,
         )
 
     def of(self, request_id: str) -> list[Output]:
@@ -155,6 +157,51 @@ def test_an_id_that_two_front_ends_use_stays_with_the_first_whatever_the_second_
             assert "use a new id" in refused.error.message
             await first.link.close()
             await second.link.close()
+
+    checked(body)
+
+
+@pytest.mark.covers("V36")
+def test_a_replay_of_one_router_never_ends_another_routers_request_of_that_id() -> None:
+    """Refused once, the second router asks again: that is an attempt like that of a router which replays."""
+
+    async def body() -> None:
+        async with working() as worker:
+            first, second = FrontEnd(worker.address, "one"), FrontEnd(worker.address, "other")
+            await until(lambda: first.link.answered and second.link.answered)
+            await worker.freeze()
+            first.link.submit(request("same", (1, 2, 3), 20))
+            await until(lambda: worker.num_posted == 1)
+            second.link.submit(replace(request("same", (4, 5), 9), attempt=1))
+            await until(lambda: worker.num_posted == 2)
+            worker.thread.thaw()
+            await until(lambda: first.ends() and second.ends())
+            assert first.tokens("same") == expected((1, 2, 3), 20)
+            (refused,) = second.outputs
+            assert isinstance(refused.error, Unavailable)
+            await first.link.close()
+            await second.link.close()
+
+    checked(body)
+
+
+@pytest.mark.covers("V36")
+def test_a_replay_on_a_new_stream_of_the_same_router_takes_the_place_of_the_older_attempt() -> None:
+    async def body() -> None:
+        async with working() as worker:
+            broken, again = FrontEnd(worker.address, "one"), FrontEnd(worker.address, "one")
+            await until(lambda: broken.link.answered and again.link.answered)
+            await worker.freeze()
+            broken.link.submit(request("same", (1, 2, 3), 20))
+            await until(lambda: worker.num_posted == 1)
+            again.link.submit(replace(request("same", (1, 2, 3), 20), attempt=1))
+            await until(lambda: worker.num_posted == 2)
+            worker.thread.thaw()
+            await until(again.ends)
+            assert again.tokens("same") == expected((1, 2, 3), 20)
+            assert broken.ends() == []
+            await broken.link.close()
+            await again.link.close()
 
     checked(body)
 
