@@ -15,7 +15,7 @@ import grpc.aio
 from jdisagg.api.codec import abort
 from jdisagg.api.fleet_codec import decode_load, decode_member, encode_member
 from jdisagg.core.config import TransferConfig
-from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.errors import InvalidRequest, Unavailable
 from jdisagg.core.fleet import Load, Member
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc
 
@@ -24,7 +24,7 @@ class Registry(Protocol):
     """Who is in the fleet; `jdisagg.router.fleet_engine.FleetEngine`."""
 
     def register(self, member: Member) -> None:
-        """Add it, or replace what was at its address."""
+        """Add it, or replace what was at its address. Raises Unavailable while that is alive."""
         ...
 
     def heartbeat(self, address: str, epoch: str, load: Load, draining: bool) -> bool:
@@ -65,7 +65,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         """A worker is there."""
         try:
             self._registry.register(decode_member(request.member))
-        except InvalidRequest as error:
+        except (InvalidRequest, Unavailable) as error:
             await abort(context, error)
         return fleet_pb2.RegisterResponse(
             heartbeat_ms=round(self._config.heartbeat_s * 1000), dead_after_ms=round(self._config.dead_after_s * 1000)

@@ -1,8 +1,8 @@
 """The live fleet: registrations, one Run stream per decode or unified worker, eviction, reconnection.
 
-A worker is lost when its stream breaks, falls silent or stalls, when its heartbeats stop, or when another process registers at
-its address; each time `on_lost(entry, reason)` is called once. While such a process keeps heartbeating it is connected again:
-`on_back(entry)`, also the first time.
+A worker is lost when its stream breaks, falls silent or stalls, when its heartbeats stop, or when, after that, another process
+registers at its address; each time `on_lost(entry, reason)` is called once. While such a process keeps heartbeating it is
+connected again: `on_back(entry)`, also the first time.
 Lives on one event loop.
 """
 
@@ -65,7 +65,7 @@ class Workers:
     # --- Registry
 
     def register(self, member: Member) -> None:
-        """A worker is there, or there again."""
+        """A worker is there, or there again. Raises Unavailable while another process of its address is alive."""
         known = any(entry.key == (member.address, member.epoch) for entry in self.fleet.entries())
         old = self.fleet.register(member, monotonic())
         if not known and not member.decodes:

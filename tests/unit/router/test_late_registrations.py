@@ -1,0 +1,60 @@
+"""A Register that the network kept until its process was gone and another one served at the address."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.core.errors import Unavailable
+from jdisagg.core.fleet import Load, Member
+from jdisagg.core.requests import Output, Role, SamplingParams
+from jdisagg.router.fleet import Fleet
+from tests.unit.router.fakes import FakeWorker, Router, expected
+from tests.unit.wire.rig import request, run_quiet, until
+
+MEMBER = Member(
+    role=Role.PREFILL, address="h:1", worker="p", epoch="new", fingerprint="f", model="m", max_model_len=8, vocab_size=9
+)
+
+
+def test_an_address_is_its_process_until_that_falls_silent() -> None:
+    fleet = Fleet(dead_after_s=1.0)
+    assert fleet.register(MEMBER, 10.0) is None
+    assert fleet.heartbeat("h:1", "new", Load(), False, 11.0)
+    other = replace(MEMBER, epoch="other")
+    for now_s in (11.0, 12.0):
+        with pytest.raises(Unavailable, match="was heard less than 1 s ago"):
+            fleet.register(other, now_s)
+        assert fleet.members() == [MEMBER]
+    replaced = fleet.register(other, 12.1)
+    assert replaced is not None
+    assert replaced.member == MEMBER
+    assert fleet.members() == [other]
+
+
+def test_a_late_registration_of_a_process_that_is_gone_costs_no_stream_its_worker() -> None:
+    async def body() -> None:
+        router = await Router().start()
+        worker = await FakeWorker((router.address,)).start()
+        await until(lambda: router.linked() == 1)
+        asked = request("r", prompt=(5, 6), sampling=SamplingParams(max_tokens=60))
+        outputs: list[Output] = []
+
+        async def run() -> None:
+            async for output in router.engine.generate(asked):
+                outputs.append(output)
+
+        task = asyncio.create_task(run())
+        await until(lambda: len(outputs) >= 3)
+        (known,) = router.engine.workers.members()
+        with pytest.raises(Unavailable):
+            router.engine.workers.register(replace(known, epoch="gone"))
+        await task
+        assert [token for output in outputs for token in output.token_ids] == expected(asked)
+        assert router.replays() == 0
+        await worker.die()
+        await router.stop()
+
+    run_quiet(body())
