@@ -1,8 +1,8 @@
 """Who is in the fleet and who should get the next request. Pure bookkeeping: time is passed in, nothing is sent.
 
-A decode or unified worker can be chosen while it heartbeats, is linked (its Run stream stands) and does not drain. Choice is by
-least load; a worker that failed lately is chosen only when there is no other. Requests never cross fingerprints: a fleet half
-old and half new weights serves both, each request within one.
+A decode or unified worker can be chosen while it heartbeats, is linked (its Run stream stands), does not drain and has a
+context that holds the request. Choice is by least load; a worker that failed lately is chosen only when there is no other.
+Requests never cross fingerprints: a fleet half old and half new weights serves both, each request within one.
 """
 
 from __future__ import annotations
@@ -98,10 +98,17 @@ class Fleet:
         return sum(e.member.role is role and (e.linked or not e.member.decodes) for e in self._entries.values())
 
     def choose(
-        self, fingerprint: str | None, now_s: float, *, but_not: frozenset[str] = frozenset(), home: str = ""
+        self,
+        fingerprint: str | None,
+        now_s: float,
+        *,
+        num_tokens: int = 0,
+        but_not: frozenset[str] = frozenset(),
+        home: str = "",
     ) -> Entry | None:
-        """The worker for the next request of that fingerprint (None = any); addresses in `but_not` only as a last resort, and
-        the one at `home` before others, and one that has prefill workers of its weights before less busy ones."""
+        """The worker for the next request of that fingerprint (None = any) and of `num_tokens`, its output included; addresses
+        in `but_not` only as a last resort, and the one at `home` before others, and one that has prefill workers of its weights
+        before less busy ones."""
         prefilled = {
             e.member.fingerprint for e in self._entries.values() if e.member.role is Role.PREFILL and not e.member.draining
         }
@@ -112,6 +119,7 @@ class Fleet:
             and entry.linked
             and not entry.member.draining
             and (fingerprint is None or entry.member.fingerprint == fingerprint)
+            and num_tokens <= entry.member.max_model_len
             and (not entry.member.needs_prefill or entry.member.fingerprint in prefilled)
         ]
         if not usable:
@@ -124,12 +132,14 @@ class Fleet:
 
         return min(usable, key=rank)
 
-    def lacks(self, fingerprint: str | None) -> str:
-        """What there is none of, while `choose` finds nobody of that fingerprint (None = any)."""
+    def lacks(self, fingerprint: str | None, num_tokens: int = 0) -> str:
+        """What there is none of, while `choose` finds nobody of that fingerprint (None = any) for `num_tokens`."""
         linked = [entry.member for entry in self._entries.values() if entry.linked]
         there = [member for member in linked if fingerprint in (None, member.fingerprint)]
         if alone := [member for member in there if member.needs_prefill and not member.draining]:
             return self._lacks_prefill(alone)
+        if there and (longest := max(member.max_model_len for member in there)) < num_tokens:
+            return f"no decode or unified worker that is connected holds {num_tokens} tokens (at most {longest})"
         if leaving := ", ".join(member.worker for member in there if member.draining):
             return f"every decode or unified worker is draining ({leaving})"
         return "no decode or unified worker is connected"
@@ -141,9 +151,12 @@ class Fleet:
         why = f"; {differing(others, alone)} must be the same on both" if others else ""
         return f"no prefill worker that pairs with {named} (--local-prefill never){why}"
 
-    def prefill_peers(self, fingerprint: str) -> list[Entry]:
-        """Prefill workers of that fingerprint, least busy first, for one request."""
-        return self._prefill_of(fingerprint)[:MAX_PREFILL_PEERS]
+    def prefill_peers(self, fingerprint: str, num_tokens: int) -> list[Entry]:
+        """Prefill workers of that fingerprint, least busy first, for a request of `num_tokens` so far. Where none holds as
+        many, all: one of them says so."""
+        peers = self._prefill_of(fingerprint)
+        long_enough = [peer for peer in peers if num_tokens <= peer.member.max_model_len]
+        return (long_enough or peers)[:MAX_PREFILL_PEERS]
 
     def prefill_for(self, address: str) -> tuple[str, ...] | None:
         """Addresses of all prefill workers for the decode worker there, least busy first; None for other workers."""

@@ -81,8 +81,10 @@ class FleetEngine:
 
     @property
     def card(self) -> ModelCard:
-        """The model of the fleet. Raises Unavailable when no worker has registered and none was given."""
-        for member in self.workers.members():
+        """The model of the fleet, as it is where the longest requests fit. Raises Unavailable when no worker has registered and
+        none was given."""
+        if members := self.workers.members():
+            member = max(members, key=lambda member: (member.decodes, member.max_model_len))
             self._card = ModelCard(
                 name=member.model,
                 max_model_len=member.max_model_len,
@@ -90,7 +92,6 @@ class FleetEngine:
                 eos_token_ids=member.eos_token_ids,
                 fingerprint=member.fingerprint,
             )
-            break
         if self._card is None:
             raise Unavailable("no worker has registered with this router yet; start one with --router pointing here")
         return self._card
@@ -180,14 +181,16 @@ class FleetEngine:
                 self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.fingerprint)
                 self._submit(flight, entry)
                 return
-            self._recovery.wait(flight, self.workers.fleet.lacks(flight.fingerprint), now_s - began_s, late=late)
+            lacks = self.workers.fleet.lacks(flight.fingerprint, flight.most_tokens)
+            self._recovery.wait(flight, lacks, now_s - began_s, late=late)
             await self.workers.changed(min(0.25, flight.request.deadline_s - now_s))
 
     def _choose(self, flight: Flight, now_s: float) -> Entry | None:
         """A worker for the attempt, with the weights that answered this request or one of its siblings so far."""
         group = flight.request.fork_group
         fingerprint = flight.fingerprint or self._homes.spoken_fingerprint(group)
-        return self.workers.fleet.choose(fingerprint, now_s, but_not=flight.setbacks.tried, home=self._homes.of(group))
+        tried, num_tokens, home = flight.setbacks.tried, flight.most_tokens, self._homes.of(group)
+        return self.workers.fleet.choose(fingerprint, now_s, num_tokens=num_tokens, but_not=tried, home=home)
 
     def _submit(self, flight: Flight, entry: Entry) -> None:
         flight.entry = entry
@@ -195,7 +198,7 @@ class FleetEngine:
         entry.pending += 1
         peers: list[Entry] = []
         if entry.member.role is Role.DECODE:
-            peers = self.workers.fleet.prefill_peers(flight.fingerprint)
+            peers = self.workers.fleet.prefill_peers(flight.fingerprint, len(flight.request.token_ids) + flight.num_delivered)
         if peers:
             flight.prefill = peers[0]
             flight.prefill.pending += 1
@@ -250,7 +253,8 @@ class FleetEngine:
     def _is_tried_everywhere(self, flight: Flight, now_s: float) -> bool:
         fingerprint = None if flight.is_untouched else flight.fingerprint
         fingerprint = fingerprint or self._homes.spoken_fingerprint(flight.request.fork_group)
-        best = self.workers.fleet.choose(fingerprint, now_s, but_not=flight.setbacks.tried)
+        tried, num_tokens = flight.setbacks.tried, flight.most_tokens
+        best = self.workers.fleet.choose(fingerprint, now_s, num_tokens=num_tokens, but_not=tried)
         return best is None or best.member.address in flight.setbacks.tried
 
     def _leave(self, flight: Flight) -> None:

@@ -37,6 +37,11 @@ class Flight:
         return len(self._delivered)
 
     @property
+    def most_tokens(self) -> int:
+        """Of prompt and output together, in all attempts."""
+        return len(self.request.prompt_token_ids) + self.request.sampling.max_tokens
+
+    @property
     def is_untouched(self) -> bool:
         """Whether nothing of it has reached the client: another model could still answer."""
         return not self._delivered and not self._sent_prompt_logprobs

@@ -110,7 +110,11 @@ class FakeWorker:
         self.prefill: dict[str, tuple[str, ...]] = {}  # by router, as last told
         self._routers = routers
         self._role = role
-        self._member: dict[str, Any] = {"epoch": f"epoch-{id(self)}", "fingerprint": "weights-1"} | member
+        self._member: dict[str, Any] = {
+            "epoch": f"epoch-{id(self)}",
+            "fingerprint": "weights-1",
+            "max_model_len": 20_000,
+        } | member
 
     async def start(self, port: int = 0) -> FakeWorker:
         self._server, self.address = await start_server(
@@ -121,7 +125,6 @@ class FakeWorker:
             address=self.address,
             worker=f"fake @ {self.address}",
             model="demo",
-            max_model_len=64,
             vocab_size=1000,
             **self._member,
         )

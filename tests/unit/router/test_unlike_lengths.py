@@ -1,0 +1,61 @@
+"""Workers of one model whose contexts differ, as their pools do: a request goes where it fits."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from jdisagg.core.errors import Unavailable
+from jdisagg.core.requests import EngineRequest, Output, Role, SamplingParams
+from jdisagg.router.recovery import ReplayConfig
+from tests.unit.router.fakes import FakeWorker, Router, expected
+from tests.unit.wire.rig import request, run_quiet, until
+
+
+def ask(request_id: str, max_tokens: int) -> EngineRequest:
+    return request(request_id, prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=max_tokens))
+
+
+async def collect(router: Router, asked: EngineRequest) -> list[Output]:
+    return [output async for output in router.engine.generate(asked)]
+
+
+def test_a_request_goes_to_workers_that_hold_it_and_the_model_is_as_long_as_the_longest_that_decodes() -> None:
+    async def body() -> None:
+        router = await Router().start()
+        short, long = [await FakeWorker((router.address,), max_model_len=length).start() for length in (50, 90)]
+        prefill = [await FakeWorker((router.address,), Role.PREFILL, max_model_len=length).start() for length in (2, 300)]
+        await until(lambda: router.linked() == 2 and len(router.engine.workers.members()) == 4)
+        assert router.engine.card.max_model_len == 90
+        asked = [ask(f"r{number}", max_tokens=60) for number in range(6)]
+        for one, outputs in zip(asked, await asyncio.gather(*(collect(router, one) for one in asked)), strict=True):
+            assert [token for output in outputs for token in output.token_ids] == expected(one)
+        assert short.engine.seen == []
+        assert {seen.prefill_peers for seen in long.engine.seen} == {(prefill[1].address,)}
+        for worker in (short, long, *prefill):
+            await worker.die()
+        await router.stop()
+
+    run_quiet(body())
+
+
+def test_a_stream_waits_for_a_worker_that_holds_it_rather_than_break_on_a_shorter_one() -> None:
+    async def body() -> None:
+        router = await Router(ReplayConfig(place_wait_s=0.3)).start()
+        short, long = [await FakeWorker((router.address,), max_model_len=length).start() for length in (50, 90)]
+        await until(lambda: router.linked() == 2)
+        task = asyncio.create_task(collect(router, asked := ask("r1", max_tokens=80)))
+        await until(lambda: long.engine.live)
+        await long.die()
+        await until(lambda: router.linked() == 1)
+        with pytest.raises(Unavailable, match=r"holds 83 tokens \(at most 50\)"):
+            await collect(router, ask("r2", max_tokens=80))
+        again = await FakeWorker((router.address,), max_model_len=90).start()
+        assert [token for output in await task for token in output.token_ids] == expected(asked)
+        assert short.engine.seen == []
+        for worker in (short, again):
+            await worker.die()
+        await router.stop()
+
+    run_quiet(body())
