@@ -62,10 +62,15 @@ if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   echo "setup.sh: .venv is current ($accelerator, test=$test)"
   exit 0
 fi
+owner=$(cat .venv/jdisagg-checkout 2>/dev/null || true)
+if [ -n "$owner" ] && ! [ "$owner" -ef . ] && [ -x "$owner/scripts/setup.sh" ] && [ "$owner/.venv" -ef .venv ]; then
+  die ".venv is that of $owner and would run this checkout's code from then on; remove it here (rm .venv), and run setup.sh again"
+fi
 spec=.
 [ ${#extras[@]} -eq 0 ] || spec=".[$(IFS=,; echo "${extras[*]}")]"
 echo "setup.sh: installing $spec (a few minutes the first time)"
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable "$spec"
 .venv/bin/python -c 'import jax; print(f"setup.sh: jax {jax.__version__}, devices: {jax.devices()}")'
+pwd > .venv/jdisagg-checkout
 echo "$wanted" > "$stamp"
 [ "$test" = no ] || echo "$wanted" > .venv/jdisagg-run.stamp

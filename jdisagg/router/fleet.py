@@ -133,7 +133,7 @@ class Fleet:
         return min(usable, key=rank)
 
     def lacks(self, fingerprint: str | None, num_tokens: int = 0) -> str:
-        """What there is none of, while `choose` finds nobody of that fingerprint (None = any) for `num_tokens`."""
+        """What there is none of, where `choose` finds nobody of that fingerprint (None = any) for `num_tokens`; else ""."""
         linked = [entry.member for entry in self._entries.values() if entry.linked]
         there = [member for member in linked if fingerprint in (None, member.fingerprint)]
         if alone := [member for member in there if member.needs_prefill and not member.draining]:
@@ -142,7 +142,7 @@ class Fleet:
             return f"no decode or unified worker that is connected holds {num_tokens} tokens (at most {longest})"
         if leaving := ", ".join(member.worker for member in there if member.draining):
             return f"every decode or unified worker is draining ({leaving})"
-        return "no decode or unified worker is connected"
+        return "" if there else "no decode or unified worker is connected"
 
     def _lacks_prefill(self, alone: list[Member]) -> str:
         named = ", ".join(member.worker for member in alone)

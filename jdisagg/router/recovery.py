@@ -82,20 +82,22 @@ class Recovery:
 
     def wait(self, flight: Flight, lacks: str, waited_s: float, *, late: bool) -> None:
         """There is no worker for the attempt, as `lacks` says, or its deadline has passed. Raises, and logs, the error that
-        ends the request when it has waited long enough."""
+        ends the request when it has waited long enough. `lacks` is empty for one that came too late to be placed."""
         request_id, longest_s = flight.request.request_id, self._worker_wait_s
         if flight.attempt == flight.request.attempt:
             longest_s = min(longest_s, self._config.place_wait_s)
         if not late and waited_s < longest_s:
             return
-        error: RequestError = DeadlineExceeded(f"request {request_id}: its deadline passed before a worker took it ({lacks})")
+        missing = f" ({lacks})" if lacks else ""
+        error: RequestError = DeadlineExceeded(f"request {request_id}: its deadline passed before a worker took it{missing}")
         if not late:
             error = Unavailable(
                 f"request {request_id}: {lacks}, for {longest_s:.0f} s (fingerprint {flight.fingerprint or 'any'}); "
                 "start one, or wait for one that restarts"
             )
-        cause = "its deadline passed" if late else lacks
-        log.warning("request %s: failed; it waited %.2f s for a worker, %s: %s", request_id, waited_s, _stage(flight), cause)
+        told = (request_id, waited_s, _stage(flight), f"its deadline passed{missing}" if late else lacks)
+        level = logging.WARNING if lacks else logging.INFO  # a deadline that nobody could keep is its client's
+        log.log(level, "request %s: failed; it waited %.2f s for a worker, %s: %s", *told)
         raise error
 
     def heard(self, flight: Flight, output: Output, now_s: float) -> None:

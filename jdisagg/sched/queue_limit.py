@@ -1,5 +1,6 @@
 """The bound of the waiting queue: refuses what it cannot hold, and says when to come again.
 
+Who came since the latest plan may find a free slot at the next one, and does not count as waiting before that.
 Refused requests are given places one after the other, as fast as places were seen to come free: with ten a second leaving the
 queue, the first one refused hears 0.1 s, the tenth 1 s, and they do not all come back at once.
 Deterministic: the clock is the caller's.
@@ -33,15 +34,15 @@ class QueueLimit:
 
     def admit(self, now_s: float) -> None:
         """One more waits from now on. Raises Overloaded with `retry_after_s` when the queue is full."""
-        num_queued = self._count()
-        if num_queued < self._max_queue_len:
+        num_waiting = self._count() - min(self._num_added, self._table.slots.num_free)
+        if num_waiting < self._max_queue_len:
             self._num_added += 1
             return
         earliest_s = max(self._booked_s, now_s) + self._seconds_per_place(now_s)
         retry_after_s = min(max(earliest_s - now_s, MIN_RETRY_S), MAX_RETRY_S)
         self._booked_s = now_s + retry_after_s
         raise Overloaded(
-            f"{num_queued} requests are waiting, max_queue_len is {self._max_queue_len}; "
+            f"{num_waiting} requests are waiting, max_queue_len is {self._max_queue_len}; "
             f"retry in {retry_after_s:.1f} s or add a worker",
             retry_after_s=retry_after_s,
         )

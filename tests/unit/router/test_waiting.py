@@ -64,7 +64,21 @@ def test_a_new_request_never_waits_longer_than_a_lost_one(caplog: pytest.LogCapt
     run_quiet(body())
     one, other = failures(caplog)
     assert re.fullmatch(rf"request r1: failed; it waited 0\.\d\d s for a worker, before its first token: {NOBODY}", one)
-    assert re.fullmatch(r"request r2: failed; it waited 0\.\d\d s for a worker, before .*: its deadline passed", other)
+    late = rf"request r2: failed; it waited 0\.\d\d s for a worker, before .*: its deadline passed \({NOBODY}\)"
+    assert re.fullmatch(late, other)
+
+
+def test_a_deadline_that_nobody_could_keep_blames_no_worker(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        router = await Router().start()
+        (worker,) = await fleet(FakeWorker((router.address,)), router=router)
+        with pytest.raises(DeadlineExceeded, match=r"its deadline passed before a worker took it$"):
+            await collect(router, ask("r1", left_s=0.0))
+        await worker.die()
+        await router.stop()
+
+    run_quiet(body())
+    assert failures(caplog) == []
 
 
 def test_a_scrape_shows_requests_that_run_and_that_wait() -> None:

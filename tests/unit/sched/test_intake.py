@@ -99,13 +99,13 @@ def test_a_live_id_is_refused_and_free_again_afterwards() -> None:
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
-    engine = FakeEngine(max_queue_len=2)
-    engine.add(request("a", (1,)), request("b", (1,)))
+    engine = FakeEngine(max_num_seqs=2, max_queue_len=2)
+    engine.add(*(request(name, (1,)) for name in "abcd"))  # two of them need not wait
     with pytest.raises(Overloaded) as caught:
-        engine.add(request("c", (1,)))
+        engine.add(request("e", (1,)))
     assert caught.value.retry_after_s > 0
     engine.run()
-    assert set(engine.seen) == {"a", "b"}
+    assert set(engine.seen) == {"a", "b", "c", "d"}
 
 
 @pytest.mark.covers("H16")

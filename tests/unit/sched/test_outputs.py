@@ -170,8 +170,8 @@ def test_a_resumed_request_that_is_over_gets_its_end_once_and_nothing_when_cance
 
 
 def test_refusals_of_add_say_why_and_what_to_do() -> None:
-    engine = FakeEngine(max_queue_len=1)
-    engine.add(request("a", (1,)))
+    engine = FakeEngine(max_num_seqs=1, max_queue_len=1)
+    engine.add(request("a", (1,)), request("waiting", (1,)))
     with pytest.raises(InvalidRequest) as live:
         engine.add(request("a", (1,)))
     assert (live.value.field, live.value.message) == ("request_id", "request id 'a' is live already; use a new one")

@@ -36,8 +36,8 @@ def under_load(seconds_per_request: float, num_requests: int = 12) -> FakeEngine
 
 
 def test_without_any_experience_it_is_a_second() -> None:
-    engine = FakeEngine(max_queue_len=1)
-    engine.add(request("a", (1,), 1))
+    engine = FakeEngine(max_num_seqs=1, max_queue_len=1)
+    engine.add(request("a", (1,), 1), request("b", (1,), 1))
     assert refused_s(engine) == UNKNOWN_RETRY_S
     engine.run()
 
@@ -75,7 +75,7 @@ def test_time_without_a_queue_says_nothing_about_the_rate() -> None:
         engine.add(request(f"quiet{engine.now_s}", (1, 2), 2))
         engine.run()
         engine.now_s += 72.0
-    for index in range(4):
+    for index in range(5):  # one of them for the slot
         engine.add(request(f"burst{index}", (1, 2), 2))
     assert refused_s(engine) == pytest.approx(usual, rel=0.2)
     engine.run()
@@ -83,8 +83,8 @@ def test_time_without_a_queue_says_nothing_about_the_rate() -> None:
 
 def test_equal_histories_give_equal_times_on_every_role() -> None:
     for role, remote in ((Role.PREFILL, False), (Role.DECODE, True)):
-        engine = FakeEngine(role, max_queue_len=2)
-        for name in ("a", "b"):
+        engine = FakeEngine(role, max_num_seqs=1, max_queue_len=2)
+        for name in ("a", "b", "c"):
             engine.add(request(name, (1, 2), 3), **({"remote": True, "is_open": False} if remote else {}))
         assert refused_s(engine) == UNKNOWN_RETRY_S
     assert [refused_s(under_load(0.7)) for _ in range(2)] == [refused_s(under_load(0.7))] * 2

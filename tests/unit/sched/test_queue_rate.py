@@ -14,9 +14,9 @@ from jdisagg.sched.states import LIVE, Status
 class Queue:
     """A waiting queue whose length is said, and its limit."""
 
-    def __init__(self, max_queue_len: int = 10) -> None:
-        self._table = SimpleNamespace(queues={status: [] for status in LIVE})
-        self.limit = QueueLimit(self._table, max_queue_len)  # type: ignore[arg-type] # it only counts queues
+    def __init__(self, max_queue_len: int = 10, num_free_slots: int = 0) -> None:
+        self._table = SimpleNamespace(queues={status: [] for status in LIVE}, slots=SimpleNamespace(num_free=num_free_slots))
+        self.limit = QueueLimit(self._table, max_queue_len)  # type: ignore[arg-type] # it only counts queues and free slots
 
     def holds(self, length: int) -> None:
         """That many wait, to be computed or fetched; and three choices for their siblings, which take no place."""
@@ -105,3 +105,15 @@ def test_the_queue_is_full_at_its_length(length: int, is_refused: bool) -> None:
         assert queue.retry_s(0.0) == 1.0
     else:
         queue.limit.admit(0.0)
+
+
+@pytest.mark.parametrize(("num_free_slots", "taken"), [(0, 2), (1, 3), (3, 5)])
+def test_who_may_find_a_free_slot_at_the_next_plan_does_not_wait_before_it(num_free_slots: int, taken: int) -> None:
+    queue = Queue(max_queue_len=2, num_free_slots=num_free_slots)
+    for length in range(taken):
+        queue.holds(length)
+        queue.limit.admit(0.0)
+    queue.holds(taken)
+    assert queue.retry_s(0.0) > 0.0
+    queue.plan(1.0, 2)  # and those two found none: they lack memory
+    assert queue.retry_s(1.0) > 0.0
