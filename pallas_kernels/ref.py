@@ -10,13 +10,14 @@ stops after the last block any query needs. A block in which a query sees nothin
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-BLOCK_TOKENS = 128  # pages are cut or joined to it, so that equal blocks are summed whatever the page size
+BLOCK_TOKENS = 128  # pages are cut and joined to it, so that equal blocks are summed whatever the page size
 CACHED_BYTES = 2**21  # what a block gathers, at most: a CPU's cache then still has it when it is multiplied; but
 LEAST_BLOCK_TOKENS = 32  # are worth a turn of the loop
 _LOWEST = -1e30  # finite: exp(_LOWEST - _LOWEST) must be 1, not NaN
@@ -81,11 +82,10 @@ def attend(
     num_kv_heads, page_size = (kv.shape[2], kv.shape[3]) if heads_major else (kv.shape[3], kv.shape[2])
     group = num_heads // num_kv_heads
     block_tokens = _cached_tokens(block_tokens, num_tiles * num_kv_heads * kv.shape[-1] * jnp.dtype(dtype).itemsize)
-    parts = page_size // block_tokens if page_size % block_tokens == 0 else 1  # of a page that is longer than a block
+    part = math.gcd(page_size, block_tokens)  # tokens; pages are cut into parts that a block takes whole
+    parts, block_parts = page_size // part, block_tokens // part
     tables = (page_tables[:, :, None] * parts + jnp.arange(parts)[None, None, :]).reshape(num_tiles, -1)
-    block_pages = max(1, min(block_tokens * parts // page_size, tables.shape[1]))
-    block = block_pages * page_size // parts
-    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % block_pages)))
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % block_parts)))
     at = positions.reshape(num_tiles, tile)
     grouped = q.reshape(num_tiles, tile, num_kv_heads, group, dim)
     queries = grouped.transpose(0, 2, 1, 3, 4).reshape(num_tiles, num_kv_heads, tile * group, dim).astype(dtype)
@@ -95,11 +95,12 @@ def attend(
 
     def step(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         largest, total, sums = carry
-        pages = lax.dynamic_slice_in_dim(tables, index * block_pages, block_pages, axis=1)
+        pages = lax.dynamic_slice_in_dim(tables, index * block_parts, block_parts, axis=1)
         both = _read_as(_gather(kv, layer, pages, parts, heads_major=heads_major), dtype)
         keys, values = both[..., :dim], both[..., dim:]
-        seen = _visible(at, index * block + jnp.arange(block), window)  # bool[N, t, block]
-        rows = jnp.broadcast_to(seen[:, :, None], (num_tiles, tile, group, block)).reshape(num_tiles, 1, tile * group, block)
+        seen = _visible(at, index * block_tokens + jnp.arange(block_tokens), window)  # bool[N, t, block]
+        rows = jnp.broadcast_to(seen[:, :, None], (num_tiles, tile, group, block_tokens))
+        rows = rows.reshape(num_tiles, 1, tile * group, block_tokens)
         scores = dot("nkqd,nkjd->nkqj", queries, keys) * scale
         of_values = None
         if scales is not None:
@@ -117,7 +118,7 @@ def attend(
 
     shape = queries.shape[:-1]
     start = (jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(queries.shape, jnp.float32))
-    _, total, sums = lax.fori_loop(0, positions.max() // block + 1, step, start)
+    _, total, sums = lax.fori_loop(0, positions.max() // block_tokens + 1, step, start)
     out = sums / total[..., None]
     out = out.reshape(num_tiles, num_kv_heads, tile, group, dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(q.shape).astype(q.dtype)

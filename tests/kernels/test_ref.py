@@ -93,15 +93,34 @@ def test_attention_sums_the_same_bits_whatever_the_page_size(heads_major):
     rng = np.random.default_rng(4)
     rows, q = rng.normal(size=(64, K, 2 * D)).astype(np.float32), rng.normal(size=(1, H, D)).astype(np.float32)
     results = []
-    for size in (2, 4, 8, 16, 64):
-        pages = rng.permutation(64 // size) + 1
+    for size in (2, 4, 8, 16, 64, 3, 6, 12, 20, 24):
+        pages = rng.permutation(-(-64 // size)) + 1
         pool = np.full((1, 1 + len(pages), size, K, 2 * D), np.nan, np.float32)
-        pool[0, pages] = rows.reshape(len(pages), size, K, 2 * D)
+        padded = np.pad(rows, ((0, -64 % size), (0, 0), (0, 0)), constant_values=np.nan)
+        pool[0, pages] = padded.reshape(len(pages), size, K, 2 * D)
         pool = pool.swapaxes(2, 3) if heads_major else pool
         kernel = jax.jit(
             partial(ref.attend, scale=0.3, window=None, heads_major=heads_major, dtype=jnp.float32, block_tokens=8)
         )
         results.append(kernel(q, pool, np.int32(0), pages[None].astype(np.int32), np.array([50], np.int32)))
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("heads_major", [True, False])
+def test_attention_sums_the_same_bits_whatever_the_width_of_the_page_table(heads_major):
+    rng = np.random.default_rng(5)
+    length, size = 50, 8
+    pages = np.arange(1, 8, dtype=np.int32)
+    pool = rng.normal(size=(1, 8, size, K, 2 * D)).astype(np.float32)
+    pool = pool.swapaxes(2, 3) if heads_major else pool
+    queries = rng.normal(size=(16, H, D)).astype(np.float32)
+    kernel = jax.jit(partial(ref.attend, scale=0.3, window=None, heads_major=heads_major, dtype=jnp.float32))
+    results = []
+    for width in (7, 9, 16, 40):
+        tables = np.tile(np.pad(pages, (0, width - len(pages))), (len(queries), 1))
+        results.append(kernel(queries, pool, np.int32(0), tables, np.full(len(queries), length - 1, np.int32)))
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
 
