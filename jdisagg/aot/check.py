@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdisagg.aot.abstract import AbstractEngine, ModelForm
+from jdisagg.aot.accelerators import GIB, Accelerator
 from jdisagg.aot.budget import make_budget
 from jdisagg.aot.compiled import CompiledStep, compile_step
 from jdisagg.aot.compilers import abstract_devices
@@ -68,8 +69,14 @@ def check(question: Question) -> Report:
         source=accelerator.source,
         versions=_versions(),
         engines=tuple(engines),
-        problems=tuple(sharing_problems(engines, accelerator.memory_gib)),
+        problems=tuple(sharing_problems(engines, _shared_gib(config, accelerator))),
     )
+
+
+def _shared_gib(config: Config, accelerator: Accelerator) -> float | None:
+    """What engines on one device have of it together: colocated ones, as one process, no more than its runtime takes."""
+    limit = accelerator.limit_bytes()
+    return accelerator.memory_gib if limit is None or config.role != "colocated" else limit / GIB
 
 
 def _check_engine(question: Question, form: ModelForm, same: Sequence[PlannedEngine]) -> EngineReport:

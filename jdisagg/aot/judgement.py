@@ -61,7 +61,7 @@ def limits(budget: Budget, config: Config, spec: ModelSpec, times: Sequence[Step
 
 
 def sharing_problems(engines: Sequence[EngineReport], memory_gib: float | None) -> list[str]:
-    """Engines of several processes on one device."""
+    """Engines on one device, which have `memory_gib` of it together."""
     if memory_gib is None:
         return []
     taken: dict[int, list[EngineReport]] = {}
@@ -74,6 +74,6 @@ def sharing_problems(engines: Sequence[EngineReport], memory_gib: float | None) 
     if len(fullest) < 2 or total <= memory_gib * GIB:
         return []
     return [
-        f"{len(fullest)} engines share a device and take {total / GIB:.1f} GiB of its {memory_gib:g}; give each a share "
+        f"{len(fullest)} engines share a device and take {total / GIB:.1f} GiB of its {memory_gib:.6g}; give each a share "
         f"(--device-memory-utilization {0.9 / len(fullest):.2f}), a smaller --kv-cache-bytes, or devices of its own"
     ]

@@ -50,7 +50,7 @@ def planned_engines(config: Config, topology: Topology) -> list[PlannedEngine]:
         wanted = [(Role.PREFILL, tp_p), (Role.DECODE, tp_d)]
     else:
         wanted = [(Role(config.role), tp)]
-    shares = _shares(config, [size for _, size in wanted])
+    shares = _shares(config, [size for _, size in wanted], topology.num_devices)
     engines = [PlannedEngine(role=role, tp=size, devices=share) for (role, size), share in zip(wanted, shares, strict=True)]
     needed = 1 + max(max(engine.devices) for engine in engines)
     if needed > topology.num_devices:
@@ -69,11 +69,13 @@ def planned_mesh(platform: str, tp: int) -> Mesh:
     return make_mesh(devices, tp)
 
 
-def _shares(config: Config, needs: Sequence[int]) -> list[tuple[int, ...]]:
+def _shares(config: Config, needs: Sequence[int], num_devices: int) -> list[tuple[int, ...]]:
     """Devices of each engine, as `serve` hands them out."""
     if config.role == "colocated":
         named = config.device.devices
-        indices = parse_ranges(named, "--devices") if named is not None else list(range(sum(needs)))
+        indices = parse_ranges(named, "--devices") if named is not None else range(sum(needs))
+        if list(needs) == [1, 1] and (num_devices if named is None else len(indices)) == 1:
+            return [(indices[0],)] * 2  # both engines on the only device
         if len(indices) < sum(needs):
             raise ConfigError(
                 f"--devices: got {len(indices)} devices, wanted {sum(needs)}, {needs[0]} for prefill and {needs[1]} for decode",

@@ -103,6 +103,11 @@ def test_engines_take_the_devices_that_serve_would_give_them() -> None:
     assert [each.devices for each in apart] == [(0, 1), (2,), (3,)]
     colocated = planned_engines(replace(local, role="colocated"), parse_topology("v6e:2x2"))
     assert [(each.role, each.devices) for each in colocated] == [(Role.PREFILL, (0, 1)), (Role.DECODE, (2,))]
+    both = Config(role="colocated")
+    for on_one in (both, replace(both, device=DeviceConfig(devices="0"))):
+        assert [each.devices for each in planned_engines(on_one, parse_topology("h200:1"))] == [(0,), (0,)]
+    with pytest.raises(ConfigError, match="got 1 devices, wanted 3"):
+        planned_engines(replace(local, role="colocated", device=DeviceConfig(devices="0")), parse_topology("h200:1"))
     with pytest.raises(ConfigError, match="8 devices are wanted, --topology v6e:2x2 has 4"):
         planned_engines(Config(role="unified", model=ModelConfig(tensor_parallel_size=8)), parse_topology("v6e:2x2"))
     with pytest.raises(ConfigError, match="--role router: has no engine"):

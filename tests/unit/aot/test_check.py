@@ -116,6 +116,14 @@ def test_workers_that_share_a_device_must_fit_it_together() -> None:
     assert shared.fits
 
 
+def test_colocated_engines_on_one_device_share_what_one_process_may_use() -> None:
+    config = Config(role="colocated", cache=CacheConfig(kv_cache_bytes=24 * 2**30))
+    assert said_of("llama3-8b", "h200:1", config).fits
+    wide = replace(config, cache=CacheConfig(kv_cache_bytes=40 * 2**30))  # fits the device, not the runtime's share of it
+    (problem,) = said_of("llama3-8b", "h200:1", wide).problems
+    assert "GiB of its 104.85" in problem
+
+
 def test_a_step_is_bound_by_the_slowest_of_memory_arithmetic_and_links() -> None:
     spec = ModelSpec.from_config(read_model_config(str(MODELS / "llama3-8b.json")))
     form = ModelForm(spec=spec, dtype="bfloat16", kv_dtype="bfloat16", layer_loop=LayerLoop.UNROLLED)
