@@ -12,6 +12,7 @@ from jdisagg.aot.budget import make_budget
 from jdisagg.aot.planned import PlannedEngine
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
+from jdisagg.models.form import choose_dtypes
 
 _SHARES = (0.95, 0.98)
 _GPU_SHARE = 0.95
@@ -65,7 +66,8 @@ def _attempts(base: _Attempt) -> Iterator[tuple[str, _Attempt]]:
     for pages in _halves(config.cache.num_pages or 0, 2):
         yield "pool", _set(base, f"--num-pages {pages}", "cache", num_pages=pages)
     if base.form.dtype == "float32":
-        form = replace(base.form, dtype="bfloat16")
+        _, kv_dtype = choose_dtypes(replace(config.model, dtype="bfloat16"), base.accelerator.platform)  # it may follow
+        form = replace(base.form, dtype="bfloat16", kv_dtype=kv_dtype)
         yield "dtype", replace(base, change="--dtype bfloat16", form=form)
     if base.form.kv_dtype != "int8":
         form = replace(base.form, kv_dtype="int8")

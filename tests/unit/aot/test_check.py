@@ -105,6 +105,15 @@ def test_weights_alone_beyond_a_device_are_one_problem_with_larger_machines_to_c
     assert engine.times == ()
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "float32"])
+def test_a_remedy_tells_of_what_the_changed_command_would_have(kv_dtype: str) -> None:
+    wide = Config(role="unified", model=ModelConfig(dtype="float32", kv_cache_dtype=kv_dtype))
+    (refused,) = said_of("llama3-8b", "v6e:1x1", wide).engines
+    (remedy,) = [each for each in refused.remedies if each.change == "--dtype bfloat16"]
+    (changed,) = said_of("llama3-8b", "v6e:1x1", replace(wide, model=replace(wide.model, dtype="bfloat16"))).engines
+    assert remedy.kv_tokens == changed.budget.kv_tokens
+
+
 def test_workers_that_share_a_device_must_fit_it_together() -> None:
     config = Config(role="local", local=LocalConfig(num_prefill=1, num_decode=1))
     alone = said_of("llama3-8b", "h200", replace(config, role="unified"))
