@@ -52,11 +52,11 @@ def limits(budget: Budget, config: Config, spec: ModelSpec, times: Sequence[Step
             f"KV memory: of --max-num-seqs {slots}, {budget.full_requests} requests can have {budget.max_model_len:,} tokens "
             f"at once, or all of them {budget.kv_tokens // slots:,}"
         )
-    largest = [time for time in times if time.workload.rows == slots or time.workload.phase == "prefill"]
     for phase in ("decode", "prefill"):
-        bounds = [time.bound_by for time in largest if time.workload.phase == phase]
-        if bounds:
-            found.append(f"{phase}: {_BOUND[bounds[-1]]}")
+        of_phase = [time for time in times if time.workload.phase == phase]
+        if of_phase:  # of the most rows the longest context
+            largest = max(of_phase, key=lambda time: (time.workload.rows, time.workload.context))
+            found.append(f"{phase}: {_BOUND[largest.bound_by]}")
     return found
 
 

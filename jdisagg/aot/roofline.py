@@ -106,8 +106,7 @@ class Roofline:
         spec, tp = self.form.spec, self.mesh.size
         head = 2.0 * spec.embed * spec.vocab_size / (tp if spec.vocab_size % tp == 0 else 1)
         dense = 2.0 * self._read_weights / ITEM_BYTES[self.form.dtype] * work.tokens - head * (work.tokens - work.rows)
-        mean = 1.0 if work.phase == "decode" else 0.5  # of the context that a prompt's token sees
-        keys = sum(work.tokens * mean * _reach(work.context, window) for window in spec.attention.windows)
+        keys = sum(_seen_keys(work, window) for window in spec.attention.windows)
         return dense + 4.0 * keys * spec.attention.num_heads * spec.attention.head_dim / tp
 
     @cached_property
@@ -144,6 +143,12 @@ def _sent_bytes(form: ModelForm, work: Workload, num_devices: int) -> float:
     reduced = (2 * form.spec.num_layers + 1) * work.tokens * form.spec.embed * ITEM_BYTES[form.dtype]
     gathered = 4 * work.rows * form.spec.vocab_size
     return (_ALL_REDUCE * reduced + gathered) * (num_devices - 1) / num_devices
+
+
+def _seen_keys(work: Workload, window: int | None) -> float:
+    """Keys that all tokens of a step see in one layer; a prompt's see more and more, until their window is full."""
+    reach = _reach(work.context, window)
+    return work.tokens * reach - (0 if work.phase == "decode" else reach * (reach - 1) / 2)
 
 
 def _reach(context: int, window: int | None) -> int:

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 import jax
 import pytest
 
+from jdisagg.aot import roofline
 from jdisagg.aot.abstract import AbstractEngine, ModelForm
 from jdisagg.aot.accelerators import read_accelerators
 from jdisagg.aot.check import Effort, Question, check
@@ -15,7 +16,7 @@ from jdisagg.aot.report import Report
 from jdisagg.aot.roofline import Roofline, Workload
 from jdisagg.aot.table import render
 from jdisagg.aot.topology import parse_topology
-from jdisagg.core.config import CacheConfig, Config, LayerLoop, LocalConfig, ModelConfig, SchedulerConfig
+from jdisagg.core.config import CacheConfig, Config, LayerLoop, LocalConfig, ModelConfig, Numerics, SchedulerConfig
 from jdisagg.core.requests import Role
 from jdisagg.engine.build import make_runner
 from jdisagg.engine.executables import executables
@@ -137,9 +138,9 @@ def test_a_step_is_bound_by_the_slowest_of_memory_arithmetic_and_links() -> None
     spec = ModelSpec.from_config(read_model_config(str(MODELS / "llama3-8b.json")))
     form = ModelForm(spec=spec, dtype="bfloat16", kv_dtype="bfloat16", layer_loop=LayerLoop.UNROLLED)
     mesh, h200 = planned_mesh("cuda", 1), read_accelerators()["h200"]
-    roofline = Roofline(form, mesh, form.layout(mesh, 16), h200)
-    assert roofline.num_params == 8_030_261_248
-    decode = roofline.time(Workload(phase="decode", rows=32, tokens=32, context=1024))
+    of_8b = Roofline(form, mesh, form.layout(mesh, 16), h200)
+    assert of_8b.num_params == 8_030_261_248
+    decode = of_8b.time(Workload(phase="decode", rows=32, tokens=32, context=1024))
     assert decode is not None
     read = 2 * (8_030_261_248 - 128256 * 4096)  # all weights but the embedding's other rows
     kv = 32 * (1024 + 1) * 131072  # 128 KiB a token, one of them written
@@ -147,6 +148,23 @@ def test_a_step_is_bound_by_the_slowest_of_memory_arithmetic_and_links() -> None
     assert decode.flops == 32 * read + 4 * 32 * 1024 * 32 * 4096
     assert (decode.bound_by, decode.interconnect_s) == ("memory", 0.0)
     assert decode.step_s == pytest.approx(decode.num_bytes / 4.8e12)
-    prefill = roofline.time(Workload(phase="prefill", rows=1, tokens=4096, context=4096))
+    prefill = of_8b.time(Workload(phase="prefill", rows=1, tokens=4096, context=4096))
     assert prefill is not None
     assert prefill.bound_by == "arithmetic"
+
+
+@pytest.mark.parametrize("window", [None, 3, 8, 20])
+def test_tokens_of_a_prompt_see_the_keys_before_them_within_their_window(window: int | None) -> None:
+    prompt = Workload(phase="prefill", rows=1, tokens=8, context=8)
+    assert roofline._seen_keys(prompt, window) == sum(min(place, window or 8) for place in range(1, 9))
+    decode = Workload(phase="decode", rows=4, tokens=4, context=8)
+    assert roofline._seen_keys(decode, window) == 4 * min(8, window or 8)
+
+
+@pytest.mark.parametrize("numerics", list(Numerics))
+def test_what_limits_decode_is_told_however_few_rows_a_step_has(numerics: Numerics) -> None:
+    config = Config(
+        role="unified", model=ModelConfig(numerics=numerics, max_model_len=512), scheduler=SchedulerConfig(max_num_seqs=32)
+    )
+    (engine,) = said_of("llama3-8b", "h200:1", config).engines
+    assert "decode: memory bandwidth" in engine.limits
