@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 
@@ -19,6 +19,8 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.text.bytelevel import ByteLevelVocabulary
 from jdisagg.text.chat import ChatTemplate
 from jdisagg.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+T = TypeVar("T")
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NAMED_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -45,16 +47,17 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja; raises ConfigError when the first is missing."""
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises ConfigError when the first is missing, or
+        one that is there cannot be read."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(
                 f"no tokenizer.json in {directory}: convert the tokenizer to the fast format and save it there", field="model"
             )
         config_path, template_path = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-        config = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
-        template = template_path.read_text("utf-8") if template_path.is_file() else None
-        return cls(tokenizers.Tokenizer.from_file(str(path)), config, template)
+        config = _read(config_path, _read_object) if config_path.is_file() else {}
+        template = _read(template_path, _read_text) if template_path.is_file() else None
+        return cls(_read(path, _read_backend), config, template)
 
     @property
     def bos_token(self) -> str | None:
@@ -108,6 +111,31 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """`token_bytes` as text; a part of a character shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _read(path: Path, reader: Callable[[Path], T]) -> T:
+    try:
+        return reader(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not readable: {error}; copy the file again", field="model") from error
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text("utf-8")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    value = json.loads(_read_text(path))
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds {type(value).__name__}, wanted a JSON object")
+    return value
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no type of its own for it
+        raise ValueError(error) from error
 
 
 def _token_text(entry: Any) -> str | None:

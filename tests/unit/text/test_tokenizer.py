@@ -85,6 +85,25 @@ def test_a_directory_without_tokenizer_says_what_to_do(tmp_path: Path) -> None:
         Tokenizer.from_directory(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", b"{}"),
+        ("tokenizer.json", b"version https://git-lfs.github.com/spec/v1"),
+        ("tokenizer.json", b"\xff\xfe"),
+        ("tokenizer_config.json", b"{"),
+        ("tokenizer_config.json", b"[]"),
+        ("chat_template.jinja", b"\xff"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(byte_level_directory: Path, tmp_path: Path, name: str, content: bytes) -> None:
+    directory = shutil.copytree(byte_level_directory, tmp_path / "model")
+    (directory / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{name}: not readable: ") as caught:
+        Tokenizer.from_directory(directory)
+    assert caught.value.field == "model"
+
+
 def test_the_packaged_model_tokenizes_and_chats_as_in_transformers() -> None:
     directory = Path(str(resources.files("jdisagg"))) / "demo"
     ours, theirs = Tokenizer.from_directory(directory), PreTrainedTokenizerFast.from_pretrained(directory)
