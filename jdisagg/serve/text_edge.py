@@ -34,8 +34,8 @@ def make_edge(engine: TokenEngine, text: TextModel, server: ServerConfig, metric
 
 
 def sampling_defaults(directory: Path) -> SamplingParams:
-    """What a request that names no sampling parameters gets: the model's own recommendation. A top_k of 0 means none."""
+    """What a request that names no sampling parameters gets: the model's own recommendation. A top_k of 0 or -1 means none."""
     values: dict[str, Any] = dict(generation_defaults(directory))
     if "top_k" in values:
-        values["top_k"] = int(values["top_k"]) or None
+        values["top_k"] = int(values["top_k"]) if values["top_k"] > 0 else None
     return SamplingParams(**values)
