@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from eval_tasks.tasks import Answers, Probe
+from eval_tasks.tasks import Answers, Probe, until_stop
 
 
 def reference_answers(directory: Path, probes: list[Probe]) -> Answers:
@@ -33,5 +33,4 @@ def _generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, probe:
     options = {"do_sample": False, "temperature": None, "top_p": None, "max_new_tokens": probe.max_tokens}
     generated = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
     text = tokenizer.decode(generated[0, len(probe.token_ids) :], skip_special_tokens=True)
-    ends = [at for stop in probe.stop if (at := text.find(stop)) >= 0]
-    return {"text": text[: min(ends, default=len(text))], "logprobs": None}
+    return {"text": until_stop(text, probe.stop), "logprobs": None}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from jdisagg.text.stops import StopStrings
 from jdisagg.text.tokenizer import Tokenizer
 
 WINDOW, STRIDE = 1024, 512  # tokens of perplexity windows; every token but a text's first sees at least WINDOW - STRIDE
@@ -100,12 +101,14 @@ class Generate:
         ]
 
     def score(self, examples: list[Example], answers: Answers, tokenizer: Tokenizer) -> Scores:
-        """Shares of answers that equal `expected` (spaces around them aside) and that contain `contains` or `expected`."""
+        """Shares of answers that equal `expected` (spaces around both aside) and that contain `contains` or `expected`."""
         texts = [answers[example["id"]]["text"] for example in examples]
-        exact = sum(text.strip() == example.get("expected") for text, example in zip(texts, examples, strict=True))
-        contains = sum(
-            example.get("contains", example.get("expected", "")) in text for text, example in zip(texts, examples, strict=True)
-        )
+        exact = contains = 0
+        for text, example in zip(texts, examples, strict=True):
+            expected = example.get("expected")
+            part = example.get("contains", expected)
+            exact += expected is not None and text.strip() == expected.strip()
+            contains += part is not None and part in text
         return {"exact_match": exact / len(examples), "contains": contains / len(examples)}
 
 
@@ -142,12 +145,13 @@ TASKS: dict[str, Task] = {"choice": Choice(), "generate": Generate(), "perplexit
 
 
 def load_examples(path: Path, kind: str) -> list[Example]:
-    """The task file's lines; an absent id becomes the line number. Raises ValueError naming the line."""
+    """The task file's lines; ids become text, an absent one the line number. Raises ValueError naming the line."""
     examples: list[Example] = []
     for number, raw in enumerate(path.read_text("utf-8").splitlines(), start=1):
         if not raw.strip():
             continue
-        example = {"id": str(number), **json.loads(raw)}
+        example = {"id": number, **json.loads(raw)}
+        example["id"] = str(example["id"])  # of a batch line it must be
         missing = [name for name in TASKS[kind].required if name not in example]
         if missing:
             raise ValueError(f"{path}:{number}: a {kind} example needs {', '.join(missing)}; it has {', '.join(example)}")
@@ -176,6 +180,12 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 def token_logprobs(choice: dict[str, Any]) -> list[float]:
     """Log-probabilities (nats) of the prompt's tokens; the first token has none and counts as 0."""
     return [0.0 if value is None else value for value in choice["logprobs"]["token_logprobs"]]
+
+
+def until_stop(text: str, stops: Sequence[str]) -> str:
+    """What a server with these stop strings shows of `text`."""
+    looking = StopStrings(stops)
+    return looking.push(text) + looking.flush()
 
 
 def _argmax(values: list[float]) -> int:

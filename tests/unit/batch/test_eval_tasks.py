@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eval_tasks.tasks import STRIDE, TASKS, WINDOW, load_examples, windows
+from eval_tasks.tasks import STRIDE, TASKS, WINDOW, load_examples, until_stop, windows
 
 from jdisagg.models.resolve import resolve_model
 from jdisagg.text.tokenizer import Tokenizer
@@ -49,6 +49,17 @@ def test_generate_counts_exact_and_containing_answers() -> None:
     assert scores == {"exact_match": pytest.approx(1 / 3), "contains": pytest.approx(2 / 3)}
 
 
+def test_generate_leaves_spaces_aside_on_both_sides_and_counts_nothing_that_nobody_expects() -> None:
+    examples = [{"id": "1", "prompt": "a", "expected": " x = 1"}, {"id": "2", "prompt": "a"}]
+    answers = {"1": {"text": " x = 1\n"}, "2": {"text": "y"}}
+    assert TASKS["generate"].score(examples, answers, TOKENIZER) == {"exact_match": 0.5, "contains": 0.5}
+
+
+@pytest.mark.parametrize(("stops", "shown"), [((), "x abc y"), (("abc", "b"), "x a"), (("y", " a"), "x"), (("z",), "x abc y")])
+def test_a_reference_is_cut_where_a_server_stops(stops: tuple[str, ...], shown: str) -> None:
+    assert until_stop("x abc y", stops) == shown
+
+
 def test_perplexity_counts_every_token_once_and_divides_by_bytes() -> None:
     example = {"id": "p", "text": "x = 1\n" * 700}
     task = TASKS["perplexity"]
@@ -74,3 +85,10 @@ def test_a_task_line_that_lacks_a_field_is_named(tmp_path: Path) -> None:
     path.write_text('{"text": "a"}\n\n{"prompt": "b"}\n', "utf-8")
     with pytest.raises(ValueError, match=r"task\.jsonl:3: a perplexity example needs text"):
         load_examples(path, "perplexity")
+
+
+def test_ids_are_text_whatever_the_task_file_has(tmp_path: Path) -> None:
+    path = tmp_path / "task.jsonl"
+    path.write_text('{"prompt": "a"}\n{"id": 7, "prompt": "b"}\n', "utf-8")
+    examples = load_examples(path, "generate")
+    assert [probe.line()["custom_id"] for each in examples for probe in TASKS["generate"].probes(each, TOKENIZER)] == ["1", "7"]
