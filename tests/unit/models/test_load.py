@@ -95,11 +95,13 @@ def test_fingerprint_tells_weights_dtype_numerics_and_spec_apart(
         load(model_directory).fingerprint,
         load(model_directory, dtype="bfloat16").fingerprint,
         load(model_directory, numerics=Numerics.EXACT).fingerprint,
+        load(model_directory, numerics=Numerics.EXACT, layer_loop=LayerLoop.SCAN).fingerprint,  # rounds in other places
         load(write_model(tmp_path / "eps", tensors, rms_norm_eps=1e-5)).fingerprint,
         load(write_model(tmp_path / "changed", changed)).fingerprint,
     ]
     assert len(set(fingerprints)) == len(fingerprints)
     assert load(model_directory).fingerprint == fingerprints[0]
+    assert load(model_directory, layer_loop=LayerLoop.SCAN).fingerprint == fingerprints[0]
 
 
 @pytest.mark.parametrize(
