@@ -22,6 +22,7 @@ from jdisagg.roles.inbox import Cancel, Submit
 from jdisagg.roles.ports import OutputSink
 
 DEADLINE_GRACE_S = 5.0  # the engine itself ends a request at its deadline; this is for an engine that no longer can
+OWN = "own edge"  # the front end that is no router; a router that says no name has the empty one
 ANSWER_TIMEOUT_S = 2.0  # for a question to the engine thread, asked between two ticks
 
 Answer = TypeVar("Answer")
@@ -83,7 +84,7 @@ class LocalEngine:
         key = request.request_id, request.attempt
         self._queues[key] = queue
         finished = enough = False
-        self._thread.loop.inbox.post(Submit(request, self._sink))
+        self._thread.loop.inbox.post(Submit(request, self._sink, OWN))
         try:
             while not finished:
                 output = await self._next(queue, request)

@@ -292,6 +292,25 @@ def test_a_drain_waits_for_a_request_that_the_engine_has_not_looked_at_yet() -> 
     checked(body)
 
 
+def test_a_replay_of_a_router_without_a_name_ends_no_request_of_the_workers_own_clients() -> None:
+    async def body() -> None:
+        async with working() as worker:
+            router = FrontEnd(worker.address)
+            await until(lambda: router.link.answered)
+            await worker.freeze()
+            own = asyncio.create_task(everything(worker, "same"))
+            await until(lambda: worker.num_posted == 1)
+            router.link.submit(replace(request("same", (4, 5), 9), attempt=1))
+            await until(lambda: worker.num_posted == 2)
+            worker.thread.thaw()
+            assert (await own)[-1].finish is FinishReason.LENGTH
+            await until(router.ends)
+            assert isinstance(router.outputs[0].error, Unavailable)
+            await router.link.close()
+
+    checked(body)
+
+
 def test_outputs_of_one_tick_cross_to_the_loop_together() -> None:
     async def body() -> None:
         async with working() as worker:
