@@ -24,14 +24,16 @@ class Unserved:
     nothing: tuple[Any, ...] = _OFF
 
 
+_CONSTRAINED = "constrained decoding is not served; leave it out"
 _EVERYWHERE = (
     Unserved(
         (
-            *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
-            *("json_schema", "regex", "ebnf", "grammar", "structural_tag"),
+            *("guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+            *("regex", "ebnf", "grammar", "structural_tag"),
         ),
-        "constrained decoding is not served; leave it out",
+        _CONSTRAINED,
     ),
+    Unserved(("guided_json", "json_schema"), _CONSTRAINED, (None, False, "")),  # {} asks for any JSON
     Unserved(
         ("allowed_token_ids", "bad_words", "logits_processors", "custom_logit_processor", "vllm_xargs"),
         "tokens are allowed or forbidden by logit_bias only; use that or leave it out",

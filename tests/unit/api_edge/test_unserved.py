@@ -14,6 +14,8 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD: dict[str, dict[str, Any]] = {COMPLETIONS: {"prompt": "the"}, CHAT: {"messages": [{"role": "user", "content": "hi"}]}}
 REFUSED: list[tuple[str, Any]] = [
     ("guided_json", {"type": "object"}),
+    ("guided_json", {}),  # any JSON
+    ("json_schema", {}),
     ("guided_regex", "a+"),
     ("guided_choice", ["a", "b"]),
     ("guided_grammar", "root ::= 'a'"),
