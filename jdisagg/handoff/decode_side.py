@@ -19,24 +19,17 @@ from typing import Any
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.errors import Overloaded, RequestError, Unavailable
-from jdisagg.core.requests import EngineRequest
+from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff import messages as msg
 from jdisagg.handoff.actions import DecodeAction
-from jdisagg.handoff.inbound import Doubted, Inbound, InboundStage
+from jdisagg.handoff.inbound import Inbound, InboundStage
 from jdisagg.handoff.inbound_stream import InboundStream
-from jdisagg.handoff.ladder import MAX_REFETCHES, Ladder, is_final
+from jdisagg.handoff.ladder import MAX_REFETCHES, Ladder, is_final, is_unfit
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
 from jdisagg.handoff.recovery import Recovery
 
 ANSWER_TIMEOUT_S = 10.0  # from Open to Accepted or Refused
-
-
-def _is_ahead(message: PrefillToDecode, doubted: Doubted) -> bool:
-    """Whether what the other P says puts it ahead of the one that is quiet."""
-    if isinstance(message, msg.Done):
-        return message.first.error is None
-    return isinstance(message, msg.ChunkReady) or (isinstance(message, msg.Started) and not doubted.has_shown_work)
 
 
 class DecodeSide:
@@ -99,7 +92,7 @@ class DecodeSide:
         if isinstance(message, msg.Awake):
             return []  # a heartbeat is no progress
         stream.progress_s = now_s
-        ahead = record.doubted is not None and _is_ahead(message, record.doubted)
+        ahead = record.doubted is not None and record.doubted.is_behind(message)
         moved = self._recovery.move(record, now_s) if ahead else []
         return moved + self._on_stream(record, stream, message, now_s)
 
@@ -107,11 +100,13 @@ class DecodeSide:
         """The quiet one says something after all, or its stream is over."""
         match message:
             case msg.StreamEnded(reason=reason, error=error):
-                return self._recovery.move(record, now_s, reason if error is None else f"{reason}: {error}")
+                return self._recovery.move(record, now_s, reason if error is None else f"{reason}: {error}", error)
             case msg.Awake():
                 return self._recovery.trust(record, now_s)
             case msg.Quiet():
                 return []
+            case msg.Refused(error=error) | msg.Done(first=Output(error=RequestError() as error)) if is_unfit(error):
+                return self._recovery.move(record, now_s, f"refused: {error}", error)
             case msg.Refused(error=error) if not is_final(error):
                 return self._recovery.move(record, now_s)
             case _:
@@ -190,7 +185,7 @@ class DecodeSide:
             return self._recovery.fail(record, error)
         if isinstance(error, Overloaded):
             return self._recovery.pass_over(record, now_s)
-        return self._recovery.lose(record, cause, now_s)
+        return self._recovery.lose(record, cause, now_s, error)
 
     # --- pieces
 

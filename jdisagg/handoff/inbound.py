@@ -19,7 +19,7 @@ from jdisagg.core.requests import EngineRequest, Output, Provenance
 from jdisagg.handoff.actions import CancelFetch, CloseStream, DecodeAction, Hedged, Recovered
 from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import Ladder
-from jdisagg.handoff.messages import ChunkReady, HandoffId, Open
+from jdisagg.handoff.messages import ChunkReady, Done, HandoffId, Open, PrefillToDecode, Started
 
 
 class InboundStage(Enum):
@@ -57,6 +57,12 @@ class Doubted:
     def has_shown_work(self) -> bool:
         """Its peer has computed some or all of the prompt."""
         return self.stage in (InboundStage.TRANSFERRING, InboundStage.COMPUTED)
+
+    def is_behind(self, message: PrefillToDecode) -> bool:
+        """Whether what the other P says puts it ahead of the one that is quiet."""
+        if isinstance(message, Done):
+            return message.first.error is None
+        return isinstance(message, ChunkReady) or (isinstance(message, Started) and not self.has_shown_work)
 
 
 @dataclass(slots=True)

@@ -1,7 +1,9 @@
 """Which prefill worker is asked next, and when to stop asking. One Ladder per request.
 
 A worker that failed is not asked again, unless it is the only one: then once more, after a pause. A worker that was merely
-full is asked again after a pause that doubles from 0.1 s to 2 s, for as long as the request's deadline allows.
+full is asked again after a pause that doubles from 0.1 s to 2 s, for as long as the request's deadline allows. A worker for
+which the request is wrong is never asked again, and its word is not the last: the decode worker has checked the request and
+found it right, so the other one serves less (a shorter context, fewer pages, another model).
 """
 
 from __future__ import annotations
@@ -11,12 +13,18 @@ from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, ModelNotFound,
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 MAX_REFETCHES = 2  # of the same token range, per stream
-_FINAL = (InvalidRequest, ModelNotFound, DeadlineExceeded, NumericalError)
+_FINAL = (DeadlineExceeded, NumericalError)
+_UNFIT = (InvalidRequest, ModelNotFound)
 
 
 def is_final(error: RequestError | None) -> bool:
     """Whether `error` would come back from every other worker too, so that the request ends with it."""
     return isinstance(error, _FINAL)
+
+
+def is_unfit(error: RequestError | None) -> bool:
+    """Whether `error` says that its worker, and no other, can never serve the request."""
+    return isinstance(error, _UNFIT)
 
 
 class Ladder:
@@ -25,12 +33,15 @@ class Ladder:
     def __init__(self, peers: tuple[str, ...]) -> None:
         self.peers = tuple(dict.fromkeys(peers))
         self._num_failures: dict[str, int] = {}
+        self._unfit: dict[str, RequestError] = {}
         self._busy: set[str] = set()
         self._pause_s = FIRST_PAUSE_S
 
-    def failed(self, peer: str) -> None:
-        """`peer` lost the hand-off."""
+    def failed(self, peer: str, error: RequestError | None = None) -> None:
+        """`peer` lost the hand-off; `error`: what it said, if it did."""
         self._num_failures[peer] = self._num_failures.get(peer, 0) + 1
+        if error is not None and is_unfit(error):
+            self._unfit[peer] = error
 
     def busy(self, peer: str) -> None:
         """`peer` has no room now."""
@@ -46,13 +57,18 @@ class Ladder:
         return next((peer for peer in self.peers if peer not in shunned), None)
 
     def after_pause(self) -> str | None:
-        """The peer to ask again after `pause`: a full one, or the only one that failed once; None = no hope left."""
+        """The peer to ask again after `pause`: a full one, or the only one, that failed once; None = no hope left."""
         waiting = [peer for peer in self.peers if peer in self._busy]
         if waiting:
             return waiting[0]
-        if len(self.peers) == 1 and self._num_failures.get(self.peers[0]) == 1:
+        if len(self.peers) == 1 and self._num_failures.get(self.peers[0]) == 1 and not self._unfit:
             return self.peers[0]
         return None
+
+    @property
+    def verdict(self) -> RequestError | None:
+        """What a peer said of the request if all of them found it wrong; None while one was only lost, or not asked."""
+        return self._unfit[self.peers[-1]] if self.peers and len(self._unfit) == len(self.peers) else None
 
     def pause(self) -> float:
         """Seconds to wait before everyone who was full may be asked again; doubles with every call."""

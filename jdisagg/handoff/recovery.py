@@ -65,15 +65,15 @@ class Recovery:
         assert peer is not None, f"request {record.request.request_id} waits for nobody"
         return self._open(record, peer, now_s)
 
-    def lose(self, record: Inbound, cause: str, now_s: float) -> list[DecodeAction]:
-        """The stream failed: the next rung."""
+    def lose(self, record: Inbound, cause: str, now_s: float, error: RequestError | None = None) -> list[DecodeAction]:
+        """The stream failed, with `error` if its peer sent one: the next rung."""
         assert record.stream is not None
         lost = record.stream.peer
         if record.doubted is not None:
-            record.ladder.failed(lost)
+            record.ladder.failed(lost, error)
             return self._hedge_again(record, record.doubted, now_s)
         actions = record.hang_up()
-        record.ladder.failed(lost)
+        record.ladder.failed(lost, error)
         if peer := record.ladder.next_peer():
             return [*actions, record.note("other_prefill", lost, cause), *self._open(record, peer, now_s)]
         if record.ladder.after_pause() is not None:
@@ -118,13 +118,17 @@ class Recovery:
             actions.append(act.PeerReady(request_id))
         return [*actions, *record.ask(now_s)]
 
-    def move(self, record: Inbound, now_s: float, end: str = "") -> list[DecodeAction]:
-        """The doubted stream is given up for the hedge; `end`: why it ended, else it may be asked again, should all fail."""
+    def move(self, record: Inbound, now_s: float, end: str = "", error: RequestError | None = None) -> list[DecodeAction]:
+        """The doubted stream is given up for the hedge; `end`: why it ended, and the `error` its peer sent with that, else it
+        may be asked again, should all fail."""
         doubted, hedge, record.doubted = record.doubted, record.stream, None
         assert doubted is not None
         assert hedge is not None
         quiet = doubted.stream
-        (record.ladder.failed if end else record.ladder.busy)(quiet.peer)
+        if end:
+            record.ladder.failed(quiet.peer, error)
+        else:
+            record.ladder.busy(quiet.peer)
         cause = f"{end or f'nothing heard for {doubted.silent_s:g} s'}; {hedge.peer} was asked meanwhile"
         actions = [
             act.CancelFetch(quiet.handoff),
@@ -165,4 +169,4 @@ class Recovery:
             note = record.note("local_prefill", peer, cause)
             self._forget(request_id)
             return [note, act.ComputeLocally(request_id, record.held_tokens, record.arrived())]
-        return self.fail(record, record.lost(peer, cause))
+        return self.fail(record, record.ladder.verdict or record.lost(peer, cause))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.errors import HandoffLost, InvalidRequest, Overloaded, RequestError
+from jdisagg.core.errors import HandoffLost, InvalidRequest, NumericalError, Overloaded, RequestError
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, TokenLogprob
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
@@ -73,7 +73,12 @@ def test_of_many_hand_offs_at_once_each_gets_its_own_token_and_none_of_an_older_
 
 @pytest.mark.parametrize(
     ("error", "kind"),
-    [(InvalidRequest("too long"), act.Fail), (Overloaded("full"), act.OpenStream), (HandoffLost("no device"), act.OpenStream)],
+    [
+        (NumericalError("NaN"), act.Fail),
+        (InvalidRequest("no device"), act.OpenStream),
+        (Overloaded("full"), act.OpenStream),
+        (HandoffLost("no device"), act.OpenStream),
+    ],
 )
 def test_an_error_in_the_place_of_a_token_is_taken_as_a_refusal(error: RequestError, kind: type) -> None:
     side, handoff = decode_side(NEVER), HandoffId("r", 1)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from jdisagg.core.errors import InvalidRequest, Overloaded
+from jdisagg.core.config import TransferConfig
+from jdisagg.core.errors import InvalidRequest, NumericalError, Overloaded
+from jdisagg.core.requests import FinishReason, Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.messages import (
@@ -21,7 +23,7 @@ from jdisagg.handoff.messages import (
     Started,
     StreamEnded,
 )
-from tests.unit.handoff.rig import CONFIG, FIRST, H, decode_side, none_of, only, ready, request
+from tests.unit.handoff.rig import CONFIG, FIRST, NEVER, H, decode_side, none_of, only, ready, request
 
 H2, H3 = HandoffId("r", 2), HandoffId("r", 3)
 QUIET = Quiet(0.6)
@@ -36,9 +38,9 @@ def say(side: DecodeSide, handoff: HandoffId, *messages: PrefillToDecode, now_s:
     return actions
 
 
-def transferring(*peers: str) -> DecodeSide:
+def transferring(*peers: str, config: TransferConfig = CONFIG) -> DecodeSide:
     """[0, 4) is in place, [4, 8) is being fetched, [8, 10) is not announced."""
-    side = decode_side()
+    side = decode_side(config)
     side.start(request(), 0, peers or ("p", "q"), 0.0)
     say(side, H, Accepted(cached_tokens=0), Started())
     side.on_reserved("r", 0.0)
@@ -47,8 +49,8 @@ def transferring(*peers: str) -> DecodeSide:
     return side
 
 
-def hedged(*peers: str) -> DecodeSide:
-    side = transferring(*peers)
+def hedged(*peers: str, config: TransferConfig = CONFIG) -> DecodeSide:
+    side = transferring(*peers, config=config)
     say(side, H, QUIET)
     return side
 
@@ -251,11 +253,31 @@ def test_a_quiet_one_that_only_wakes_up_to_refuse_leaves_the_request_to_the_othe
     assert say(side, H, Awake()) == []
     say(side, H2, UNREACHABLE)
     assert only(act.OpenStream, side.tick(2.0)).peer == "p", "it may have room by then"
-    final = only(act.Fail, say(hedged(), H, Refused(error=InvalidRequest("no such token"))))
-    assert final.error.message == "no such token", "nobody else would take it either"
+    final = only(act.Fail, say(hedged(), H, Refused(error=NumericalError("NaN"))))
+    assert final.error.message == "NaN", "nobody else would get a number either"
 
 
-@pytest.mark.parametrize("answer", [FULL, UNREACHABLE])
+SHORT = InvalidRequest("its context is short")
+NO_TOKEN = Done(first=Output(request_id="r#1", finish=FinishReason.ERROR, error=SHORT), num_chunks=0)
+
+
+@pytest.mark.parametrize("answer", [Refused(error=SHORT), NO_TOKEN])
+def test_a_quiet_one_that_wakes_up_to_find_the_request_wrong_leaves_it_to_the_other_for_good(answer: Refused | Done) -> None:
+    side = hedged()
+    moved = say(side, H, answer)
+    assert (outcome(moved), closed(moved)) == (("moved", "p", "q"), [H])
+    assert only(act.Recovered, moved).cause == "refused: its context is short; q was asked meanwhile"
+    assert none_of(act.OpenStream, say(side, H2, QUIET)), "it is not asked again"
+    assert only(act.ComputeLocally, say(side, H2, UNREACHABLE)).held_tokens == 4
+
+
+def test_when_the_quiet_one_and_the_other_find_it_wrong_the_request_ends_with_that() -> None:
+    side = hedged(config=NEVER)
+    say(side, H, StreamEnded(reason="closed", error=SHORT))
+    assert only(act.Fail, say(side, H2, Refused(error=SHORT))).error is SHORT
+
+
+@pytest.mark.parametrize("answer", [FULL, UNREACHABLE, Refused(error=InvalidRequest("its context is short"))])
 def test_one_without_room_or_hope_leaves_the_request_with_the_quiet_one(answer: Refused | StreamEnded) -> None:
     side = hedged()
     assert outcome(say(side, H2, answer)) == ("refused", "p", "q")
@@ -319,7 +341,7 @@ def test_every_end_closes_both_streams() -> None:
     assert closed(late.tick(101.0)) == [H2, H]
     assert late.is_idle
     bad = hedged()
-    failed = say(bad, H2, Refused(error=InvalidRequest("no")))
+    failed = say(bad, H2, Refused(error=NumericalError("NaN")))
     assert closed(failed) == [H2, H]
     assert only(act.Fail, failed).request_id == "r"
 

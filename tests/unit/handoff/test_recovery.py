@@ -10,6 +10,7 @@ from jdisagg.core.errors import (
     DeadlineExceeded,
     HandoffLost,
     InvalidRequest,
+    ModelNotFound,
     NumericalError,
     Overloaded,
     RequestError,
@@ -287,7 +288,7 @@ def test_whoever_was_tried_before_is_named_too(peers: tuple[str, ...], tried: st
     ]
 
 
-@pytest.mark.parametrize("error", [InvalidRequest("too long"), NumericalError("NaN"), DeadlineExceeded("late")])
+@pytest.mark.parametrize("error", [NumericalError("NaN"), DeadlineExceeded("late")])
 @pytest.mark.covers("P02")
 def test_an_error_that_would_come_back_everywhere_ends_the_request_with_it(error: RequestError) -> None:
     side = decode_side()
@@ -296,6 +297,53 @@ def test_an_error_that_would_come_back_everywhere_ends_the_request_with_it(error
     assert only(act.Fail, actions).error is error
     assert act.CloseStream(H) in actions
     assert side.is_idle
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("its context is 8 tokens"), ModelNotFound("it serves another one")])
+@pytest.mark.covers("P02")
+def test_a_worker_for_which_the_request_is_wrong_is_like_one_that_failed(error: RequestError) -> None:
+    side = decode_side()
+    side.start(request(), 0, ("short", "q"), 0.0)
+    actions = side.on_message(H, Refused(error=error), 0.0)
+    noted = act.Recovered("other_prefill", "r", "short", "opening", f"refused: {error}")
+    assert only(act.Recovered, actions) == noted
+    assert (only(act.OpenStream, actions).peer, act.CloseStream(H) in actions) == ("q", True)
+    local = side.on_message(H2, StreamEnded(reason="unreachable", error=error), 0.0)
+    assert only(act.ComputeLocally, local).provenance.recoveries == ("other_prefill", "local_prefill")
+    assert side.is_idle
+
+
+@pytest.mark.parametrize("peers", [("p",), ("p", "q")])
+def test_a_request_that_is_wrong_for_everybody_ends_with_what_the_last_one_says(peers: tuple[str, ...]) -> None:
+    side = decode_side(NEVER)
+    side.start(request(), 0, peers, 0.0)
+    errors = [InvalidRequest(f"the context of {peer} is short") for peer in peers]
+    actions: list[act.DecodeAction] = []
+    for serial, error in enumerate(errors, 1):
+        assert none_of(act.Fail, actions)
+        actions = side.on_message(HandoffId("r", serial), Refused(error=error), 0.0)
+    assert only(act.Fail, actions).error is errors[-1], "at once: nobody is asked a second time"
+    assert side.is_idle
+
+
+@pytest.mark.parametrize(
+    "answers", [(Refused(error=InvalidRequest("short")), DEAD), (DEAD, Refused(error=InvalidRequest("short")))]
+)
+def test_a_request_is_not_called_wrong_while_one_who_was_lost_might_have_served_it(
+    answers: tuple[Refused | StreamEnded, ...],
+) -> None:
+    side = decode_side(NEVER)
+    side.start(request(), 0, ("p", "q"), 0.0)
+    side.on_message(H, answers[0], 0.0)
+    assert isinstance(only(act.Fail, side.on_message(H2, answers[1], 0.0)).error, HandoffLost)
+
+
+def test_one_for_which_the_request_is_wrong_is_not_asked_again_while_the_other_is_full() -> None:
+    side = decode_side(NEVER)
+    side.start(request(), 0, ("short", "q"), 0.0)
+    side.on_message(H, Refused(error=InvalidRequest("short")), 0.0)
+    side.on_message(H2, Refused(error=Overloaded("full")), 0.0)
+    assert only(act.OpenStream, side.tick(1.0)).peer == "q"
 
 
 def test_a_first_token_is_delivered_once_and_later_streams_only_bring_kv() -> None:
