@@ -74,7 +74,11 @@ class Journal:
         self._lines |= added
 
     def publish(self, numbers: Iterable[int]) -> None:
-        """Write the output in the order of `numbers`, rename it into place and remove the journal. Raises WriteFailed."""
+        """Write the output in the order of `numbers`, the input's lines, rename it into place and remove the journal.
+
+        Raises ConfigError when one of them was not done, WriteFailed when the disk takes no more."""
+        numbers = list(numbers)
+        self._check_all_done(numbers)
         temporary = temporary_path(self._output)
         with _failing_as_write(temporary):
             with temporary.open("wb") as out:
@@ -87,6 +91,14 @@ class Journal:
             _sync_directory(self._output.parent)
             self.path.unlink()
             _sync_directory(self._output.parent)
+
+    def _check_all_done(self, numbers: list[int]) -> None:
+        missing = next((number for number in numbers if number not in self._lines), None)
+        if missing is not None:
+            raise ConfigError(
+                f"the input changed while its batch ran: line {missing} was not there to be answered; put the input back as it "
+                f"was and repeat the command to get what was answered, or remove {self.path} to begin anew"
+            )
 
     def _recover(self, header: dict[str, Any]) -> None:
         self._file.seek(0)

@@ -46,6 +46,17 @@ def test_a_damaged_line_and_all_after_it_are_done_again(tmp_path: Path) -> None:
         assert 1 in journal
 
 
+def test_an_input_that_grew_while_its_batch_ran_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    fill(output, [1, 2, 3])
+    with Journal(output, HEADER) as journal:
+        with pytest.raises(ConfigError, match="the input changed while its batch ran: line 4 was not there"):
+            journal.publish([1, 2, 3, 4])
+        assert not output.exists()
+        journal.publish([1, 2, 3])
+    assert output.read_text(encoding="utf-8").count("\n") == 3
+
+
 def test_a_journal_of_another_batch_or_in_use_is_refused(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     fill(output, [1])
