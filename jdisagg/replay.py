@@ -25,7 +25,8 @@ from jdisagg.sched.log_codec import decode, encode
 _NUM_NEAREST = 5
 _CALLS_WITH_TIME = frozenset({"add", "expire", "schedule", "commit", "remote_first_token", "kv_arrived"})  # their last argument
 _CALLS = _CALLS_WITH_TIME | frozenset(
-    "peer_ready cancel fail release park unpark take_reserved take_retracted compute_locally drain reset_prefix_cache".split()
+    "peer_ready cancel fail release park unpark take_reserved take_retracted compute_locally fetch_first drain "
+    "reset_prefix_cache".split()
 )
 _Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # name, arguments
 

@@ -67,7 +67,7 @@ class KVBorrowing:
 
     # --- requests
 
-    def consider(self, admit: act.Admit, now_s: float) -> None:
+    def consider(self, admit: act.Admit) -> None:
         """The request was just queued to be computed here: have it wait for D's KV instead, when that is worth it."""
         request, lending = admit.request, admit.lending
         request_id = request.request_id
@@ -79,8 +79,7 @@ class KVBorrowing:
         cached_tokens = self._scheduler.held_tokens(request_id)
         if end - cached_tokens < self._min_tokens:
             return
-        self._scheduler.cancel(request_id)
-        self._scheduler.add(request, now_s, remote=True, held_limit=end)
+        self._scheduler.fetch_first(request_id, end)
         begin = self._scheduler.held_tokens(request_id)
         if begin < cached_tokens:  # the pool is too full to pin what is here, too full for more
             self._scheduler.compute_locally(request_id)

@@ -230,7 +230,7 @@ class PrefillRole:
         try:
             self._scheduler.add(request, now_s)
             if self._borrowing is not None:
-                self._borrowing.consider(admit, now_s)
+                self._borrowing.consider(admit)
         except RequestError as error:
             self._execute(self._handoffs.on_refused(handoff, error), now_s)
             return

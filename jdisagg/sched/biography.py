@@ -195,6 +195,8 @@ class Biography:
             self._settle(now_s)
             self._say(now_s, "its prefill worker is given up: to be computed here")
             self._idle_since_s = now_s
+        elif call == "fetch_first" and self._sequence is not None and self._status is not self._sequence.status:
+            self._say(now_s, "KV of its first tokens is fetched from the decode worker before it is computed")
 
     def _take_outputs(self, outputs: list[Output], now_s: float) -> None:
         for output in outputs:

@@ -151,6 +151,10 @@ class LoggedScheduler(Scheduler):
         """As Scheduler.compute_locally."""
         return self._call("compute_locally", super().compute_locally, request_id, held_tokens)
 
+    def fetch_first(self, request_id: str, held_limit: int) -> None:
+        """As Scheduler.fetch_first."""
+        self._call("fetch_first", super().fetch_first, request_id, held_limit)
+
     def drain(self) -> None:
         """As Scheduler.drain."""
         self._call("drain", super().drain)

@@ -228,6 +228,16 @@ class Scheduler:
             self._table.compute_here(sequence, held_tokens)
         return True
 
+    def fetch_first(self, request_id: str, held_limit: int) -> None:
+        """The other way: a sequence that waits to be computed here has KV come from a peer, which has begun, before that. It
+        keeps its place; what of its first `held_limit` tokens is found here is pinned. Ignored in any other state."""
+        sequence = self._table.live.get(request_id)
+        if sequence is not None and sequence.status is Status.WAITING:
+            assert not sequence.wait.host_tokens, f"{request_id} has KV in host memory"
+            self._table.move(sequence, Status.PREALLOC)
+            sequence.wait.is_remote = True
+            self._admission.pin_prefix(sequence, held_limit)
+
     # --- views and upkeep
 
     def drain(self) -> None:

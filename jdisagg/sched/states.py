@@ -8,6 +8,7 @@ D:           PREALLOC -> TRANSFER -> READY -> RUNNING -> FINISHED
 preempted:   RUNNING | READY -> WAITING (recompute here, or restore from host memory) | PREALLOC (D that must not prefill)
 n > 1:       FORKING (until a sibling's prompt KV is there) -> READY | WAITING or PREALLOC (it has to lead)
 fall-back:   PREALLOC | TRANSFER -> WAITING
+P borrows:   WAITING -> PREALLOC (before anything of it ran)
 cancelled, failed, expired: any -> FINISHED
 """
 
@@ -33,7 +34,7 @@ class Status(Enum):
 LIVE = tuple(status for status in Status if status is not Status.FINISHED)
 
 ALLOWED: dict[Status, frozenset[Status]] = {
-    Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
+    Status.WAITING: frozenset({Status.RUNNING, Status.PREALLOC, Status.FINISHED}),
     Status.PREALLOC: frozenset({Status.TRANSFER, Status.WAITING, Status.FINISHED}),
     Status.TRANSFER: frozenset({Status.READY, Status.WAITING, Status.FINISHED}),
     Status.READY: frozenset({Status.RUNNING, Status.WAITING, Status.PREALLOC, Status.FINISHED}),

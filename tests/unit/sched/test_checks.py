@@ -66,5 +66,5 @@ def test_calls_in_the_wrong_order_are_named() -> None:
     engine = FakeEngine()
     engine.add(request("a", (1, 2)))
     scheduler = engine.scheduler
-    with pytest.raises(AssertionError, match=r"^request a: waiting -> ready; allowed: \['finished', 'running'\]"):
+    with pytest.raises(AssertionError, match=r"^request a: waiting -> ready; allowed: \['finished', 'prealloc', 'running'\]"):
         scheduler.table.move(scheduler.table.live["a"], Status.READY)

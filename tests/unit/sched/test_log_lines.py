@@ -56,6 +56,8 @@ def test_every_call_is_on_disk_before_the_next_with_its_arguments_and_result(tmp
     scheduler.peer_ready("ü", False)
     scheduler.peer_ready("ü")
     assert scheduler.compute_locally("ü", 4)
+    scheduler.fetch_first("ü", 4)
+    assert scheduler.compute_locally("ü", 4)
     plan = scheduler.schedule(2.5)
     nothing = StepResult(step_id=99, sampled=())
     scheduler.commit(nothing, 3.5)
@@ -72,6 +74,8 @@ def test_every_call_is_on_disk_before_the_next_with_its_arguments_and_result(tmp
         {"call": "add", "args": [encode(asked), 1.5], "kwargs": {"remote": True, "is_open": False}, "result": None},
         {"call": "peer_ready", "args": ["ü", False], "kwargs": {}, "result": None},
         {"call": "peer_ready", "args": ["ü", True], "kwargs": {}, "result": None},
+        {"call": "compute_locally", "args": ["ü", 4], "kwargs": {}, "result": True},
+        {"call": "fetch_first", "args": ["ü", 4], "kwargs": {}, "result": None},
         {"call": "compute_locally", "args": ["ü", 4], "kwargs": {}, "result": True},
         {"call": "schedule", "args": [2.5], "kwargs": {}, "result": encode(plan)},
         {"call": "commit", "args": [encode(nothing), 3.5], "kwargs": {}, "result": []},

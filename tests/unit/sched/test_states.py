@@ -11,7 +11,7 @@ from jdisagg.sched.states import ALLOWED, IllegalTransition, Status, check_trans
 from tests.unit.sched.engine_fake import request
 
 LEGAL = {
-    "waiting": "running finished",
+    "waiting": "running prealloc finished",
     "prealloc": "transfer waiting finished",
     "transfer": "ready waiting finished",
     "ready": "running waiting prealloc finished",
