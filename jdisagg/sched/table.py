@@ -90,7 +90,7 @@ class SequenceTable:
         sequence.wait.host_tokens = copy.num_tokens if copy is not None else 0
         if copy is None and self._refetch_retracted:
             self.move(sequence, Status.PREALLOC)
-            self.retracted.append(sequence)
+            self._ask_anew(sequence)
         else:
             self.move(sequence, Status.WAITING)
         return copy
@@ -162,8 +162,11 @@ class SequenceTable:
         """A choice that waited for a sibling which is gone is computed, or fetched, itself."""
         self.move(sequence, Status.PREALLOC if sequence.wait.is_remote else Status.WAITING)
         if sequence.wait.is_remote:
-            sequence.wait.is_open = False
-            self.retracted.append(sequence)
+            self._ask_anew(sequence)
+
+    def _ask_anew(self, sequence: Sequence) -> None:
+        sequence.wait.is_open = False  # no peer has begun with it
+        self.retracted.append(sequence)
 
     def _strip(self, sequence: Sequence) -> None:
         self.pages.drop(sequence.holding)

@@ -74,7 +74,6 @@ class LosesPages:
             if sequence.num_computed and position not in self._seen:
                 self._seen.add(position)
                 assert table.preempt(sequence, sequence) is None
-                sequence.wait.is_open = False  # a pair: its hand-off is opened again after this tick's plan is made
         return self._tick(now_s)
 
 

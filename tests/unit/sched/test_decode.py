@@ -310,6 +310,7 @@ def test_a_retracted_sequence_resumes_first_with_every_token_it_had(local_prefil
             retracted.append(again.request_id)
             assert list(again.generated_token_ids) == engine.seen[again.request_id].tokens
             prompts[again.request_id] = again.token_ids
+            engine.scheduler.peer_ready(again.request_id)
         if engine.scheduler.stats.retractions and "new" not in engine.seen and status_of(engine, "new") == "gone":
             engine.add(request("new", prompts["new"], 2), remote=True)
         for reserved in engine.scheduler.take_reserved():
@@ -321,6 +322,28 @@ def test_a_retracted_sequence_resumes_first_with_every_token_it_had(local_prefil
     assert engine.seen["a"].tokens == expected((1, 2, 3, 4), 16)
     assert engine.seen["b"].tokens == expected((5, 6, 7, 8), 16)
     assert any(p.prefill for p in engine.plans) == local_prefill
+
+
+def test_a_retracted_sequence_gets_no_pages_before_a_peer_has_begun_with_it_anew() -> None:
+    engine = FakeEngine(Role.DECODE, num_pages=8, local_prefill=False, caching=False)
+    prompts = {"a": (1, 2, 3, 4), "b": (5, 6, 7, 8)}
+    engine.add(*(request(name, prompt, 16) for name, prompt in prompts.items()), remote=True)
+    engine.tick()
+    for reserved in engine.scheduler.take_reserved():
+        arrive(engine, reserved, prompts[reserved.request_id])
+    while engine.seen.get("a") is None or engine.seen["a"].last.finish is None:
+        engine.tick()
+    for _ in range(3):
+        engine.tick()
+    assert status_of(engine, "b") == "prealloc"
+    assert engine.scheduler.take_reserved() == []
+    (again,) = engine.scheduler.take_retracted()
+    engine.scheduler.peer_ready("b")
+    engine.tick()
+    (reserved,) = engine.scheduler.take_reserved()
+    arrive(engine, reserved, again.token_ids)
+    engine.run()
+    assert engine.seen["b"].tokens == expected(prompts["b"], 16)
 
 
 def test_a_sequence_that_waits_for_a_slot_loses_its_pages_before_an_older_running_one() -> None:
