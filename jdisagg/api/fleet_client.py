@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 RPC_TIMEOUT_S = 1.0
 RETRY_S = 0.25
+AFTER_BUG_S = 1.0  # what failed in this process fails again: the log says so once a second
 UNHEARD_S = 5.0  # until a router that never answered is told of: it may be starting as well
 
 
@@ -67,6 +68,8 @@ class FleetClient:
             await self._heartbeat(router, fleet_pb2_grpc.FleetServiceStub(channel))
         except grpc.aio.AioRpcError as error:
             log.info("router %s could not be told that this worker drains (%s)", router, error.code().name)
+        except Exception:  # it drains all the same
+            log.exception("router %s could not be told that this worker drains", router)
         finally:
             await channel.close()
 
@@ -77,15 +80,22 @@ class FleetClient:
     async def _keep(self, router: str) -> None:
         """Serve one router for ever. A failed connection is replaced by a new one, which connects at once."""
         while True:
-            channel = open_channel(router, self._credentials)
             try:
-                await self._serve(router, fleet_pb2_grpc.FleetServiceStub(channel))
-            except grpc.aio.AioRpcError as error:
-                self._say(router, error)
-                self._registered[router] = False
-            finally:
-                await channel.close()
-            await asyncio.sleep(RETRY_S)
+                await self._keep_until_it_fails(router)
+                await asyncio.sleep(RETRY_S)
+            except Exception:  # a bug of ours or of grpc: without heartbeats this worker would be evicted, and nobody told
+                log.exception("the registration with router %s failed; registering again", router)
+                await asyncio.sleep(AFTER_BUG_S)
+
+    async def _keep_until_it_fails(self, router: str) -> None:
+        channel = open_channel(router, self._credentials)
+        try:
+            await self._serve(router, fleet_pb2_grpc.FleetServiceStub(channel))
+        except grpc.aio.AioRpcError as error:
+            self._say(router, error)
+        finally:
+            self._registered[router] = False
+            await channel.close()
 
     def _say(self, router: str, error: grpc.aio.AioRpcError) -> None:
         """Why an RPC failed, when it is news."""

@@ -247,6 +247,11 @@ class GrpcPeerClient:
                     await link.reach(theirs)  # so that it is known before the first request
                 except HelloFailed as error:
                     self._failed(link, error.error.message, refuses=error.reason == "hello")
+                except Incompatible:
+                    raise
+                except Exception as error:  # a bug of ours or of grpc: asked again over a new connection
+                    log.exception("asking prefill peer %s whether it is there failed", peer)
+                    self._failed(link, repr(error))
             await asyncio.sleep(PROBE_INTERVAL_S)
 
 

@@ -1,0 +1,107 @@
+"""What a worker does for as long as it lives outlasts an error that nobody expected."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from jdisagg.api.fleet_client import FleetClient
+from jdisagg.api.fleet_service import FleetService
+from jdisagg.api.peer_link import PeerLink
+from jdisagg.core.fleet import Load, Member
+from jdisagg.core.requests import Role
+from jdisagg.handoff.identity import Identity
+from jdisagg.v1 import fleet_pb2_grpc
+from tests.unit.wire.rig import FAST, identity, run_quiet, start_server, until
+from tests.unit.wire.test_peer import Decode, Prefill
+
+MEMBER = Member(
+    role=Role.DECODE, address="h:1", worker="d", epoch="e", fingerprint="f", model="m", max_model_len=8, vocab_size=9
+)
+
+
+class Members:
+    """A router's registry that counts."""
+
+    def __init__(self) -> None:
+        self.registered = 0
+        self.beats = 0
+
+    def register(self, member: Member) -> None:
+        self.registered += 1
+
+    def heartbeat(self, address: str, epoch: str, load: Load, draining: bool) -> bool:
+        self.beats += 1
+        return True
+
+    def prefill_for(self, address: str) -> tuple[str, ...] | None:
+        return ("p:1",)
+
+    def members(self) -> list[Member]:
+        return []
+
+
+def test_a_watched_peer_is_asked_again_after_an_error_that_nobody_expected(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        monkeypatch.setattr("jdisagg.api.peer_client.PROBE_INTERVAL_S", 0.05)
+        refresh, asked = PeerLink.refresh, []
+
+        async def break_once(link: PeerLink) -> Identity:
+            asked.append(link)
+            if len(asked) == 1:
+                raise TypeError("our bug")
+            return await refresh(link)
+
+        monkeypatch.setattr(PeerLink, "refresh", break_once)
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.watch((address,))
+        await until(lambda: d.client.failures().get(address) == "TypeError('our bug')")
+        assert d.client.is_down(address)
+        await until(lambda: d.usable(address))
+        assert [type(record.exc_info[1]) for record in caplog.records if record.exc_info] == [TypeError]
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("broken", ["state", "on_prefill"])
+def test_a_worker_registers_again_after_an_error_that_nobody_expected(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        monkeypatch.setattr("jdisagg.api.fleet_client.AFTER_BUG_S", 0.05, raising=False)
+        members, failing = Members(), asyncio.Event()
+
+        def fail(what: str) -> None:
+            if failing.is_set() and what == broken:
+                failing.clear()
+                raise KeyError("our bug")
+
+        def state() -> tuple[Load, bool]:
+            fail("state")
+            return Load(), False
+
+        def learn(router: str, peers: tuple[str, ...]) -> None:
+            fail("on_prefill")
+
+        service = FleetService(members, FAST)
+        server, router = await start_server(lambda s: fleet_pb2_grpc.add_FleetServiceServicer_to_server(service, s))
+        client = FleetClient(MEMBER, (router,), state=state, on_prefill=learn)
+        await until(lambda: members.beats > 2)
+        failing.set()
+        await until(lambda: not failing.is_set() and members.registered == 2)
+        beats = members.beats
+        await until(lambda: members.beats > beats + 2)
+        assert client.registered() == {router: True}
+        assert [type(record.exc_info[1]) for record in caplog.records if record.exc_info] == [KeyError]
+        failing.set()
+        await client.announce()
+        await client.close()
+        await server.stop(0)
+
+    run_quiet(body())
