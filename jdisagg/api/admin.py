@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from time import monotonic
 from typing import Any
@@ -13,6 +15,8 @@ import grpc.aio
 from jdisagg.api.codec import abort
 from jdisagg.core.errors import RequestError
 from jdisagg.v1 import admin_pb2, admin_pb2_grpc
+
+log = logging.getLogger(__name__)
 
 _NO_PREFIX_CACHE = "a router has no prefix cache; ask the workers (FleetService.List names them)"
 
@@ -32,10 +36,19 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._drain = drain
         self._stats = stats
         self._reset_prefix_cache = reset_prefix_cache
+        self._drains: set[asyncio.Task[int]] = set()
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: grpc.aio.ServicerContext) -> admin_pb2.DrainResponse:
-        """Stop admitting and wait."""
-        return admin_pb2.DrainResponse(unfinished=await self._drain(monotonic() + request.deadline_ms / 1000))
+        """Stop admitting and wait. Once begun it goes on whatever becomes of the RPC: half a drain is none."""
+        drain = asyncio.ensure_future(self._drain(monotonic() + request.deadline_ms / 1000))
+        self._drains.add(drain)
+        drain.add_done_callback(self._drained)
+        return admin_pb2.DrainResponse(unfinished=await asyncio.shield(drain))
+
+    def _drained(self, drain: asyncio.Task[int]) -> None:
+        self._drains.discard(drain)
+        if not drain.cancelled() and (error := drain.exception()) is not None:
+            log.error("a drain failed", exc_info=error)  # who asked for it may be gone
 
     async def Stats(self, request: admin_pb2.StatsRequest, context: grpc.aio.ServicerContext) -> admin_pb2.StatsResponse:
         """The state as JSON."""

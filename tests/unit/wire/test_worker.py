@@ -196,6 +196,39 @@ def test_admin_calls_what_it_was_given():
     run_quiet(body())
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_drain_goes_through_when_its_client_hangs_up(fails: bool, caplog: pytest.LogCaptureFixture):
+    async def body() -> None:
+        announcing, announced, admits = asyncio.Event(), asyncio.Event(), [True]
+
+        async def drain(deadline_s: float) -> int:
+            announcing.set()
+            await announced.wait()
+            admits[0] = False
+            if fails:
+                raise KeyError("our bug")
+            return 0
+
+        async def stats() -> dict[str, object]:
+            return {}
+
+        service = AdminService(drain=drain, stats=stats, reset_prefix_cache=None)
+        server, address = await start_server(lambda s: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, s))
+        channel = channels.open_channel(address)
+        call = admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(deadline_ms=5000))
+        await announcing.wait()
+        call.cancel()
+        await asyncio.sleep(0.2)
+        announced.set()
+        await until(lambda: not admits[0])
+        await asyncio.sleep(0.05)
+        assert ("our bug" in caplog.text) == fails
+        await channel.close()
+        await server.stop(0)
+
+    run_quiet(body())
+
+
 def test_resetting_a_prefix_cache_that_is_not_there_invites_no_retry():
     async def body() -> None:
         async def drain(deadline_s: float) -> int:
