@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from time import monotonic
@@ -24,11 +25,13 @@ from jdisagg.api.peer_codec import UP_HEARTBEAT, decode_down, encode_up
 from jdisagg.api.piece_server import PieceBytes, PieceServer
 from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
-from jdisagg.core.errors import InvalidRequest, Unavailable
+from jdisagg.core.errors import HandoffLost, InvalidRequest, Unavailable
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.identity import Identity, Incompatible, agree
 from jdisagg.handoff.messages import HandoffId, MadeAtDecode, Open, PrefillToDecode, StreamEnded
 from jdisagg.v1 import peer_pb2
+
+log = logging.getLogger(__name__)
 
 LEASE_NEWS = 0.25  # of a lease: how often the engine hears that a silent D is alive
 LAST_WRITE_S = 15.0  # gRPC finds out in this time that a connection is dead
@@ -93,7 +96,7 @@ class PeerServer(PieceServer):
         write = asyncio.create_task(reply.pump(context))
         try:
             try:
-                reason = await self._converse(handoff, request_iterator, reply, write)
+                reason, unread = await self._converse(handoff, request_iterator, reply, write)
             finally:
                 self._num_streams -= 1
                 reply.abandon()
@@ -101,6 +104,9 @@ class PeerServer(PieceServer):
             await asyncio.wait({write}, timeout=LAST_WRITE_S)  # gRPC accepts no status while the first message is on its way
             if not write.done():
                 raise asyncio.CancelledError
+            if unread is not None:  # not the fault of who made the request: InvalidRequest would end it at D
+                log.warning("request %s of %s: a message cannot be read: %s", handoff.request_id, context.peer(), unread)
+                await abort(context, HandoffLost(f"{self._identity.worker} cannot read a message: {unread}"))
         finally:
             await cancel_and_wait(write)
 
@@ -130,8 +136,8 @@ class PeerServer(PieceServer):
         requests: AsyncIterator[peer_pb2.PrefillRequest],
         reply: _StreamReply,
         write: asyncio.Task[None],
-    ) -> str:
-        """Carry messages both ways until one side ends; returns why."""
+    ) -> tuple[str, InvalidRequest | None]:
+        """Carry messages both ways until one side ends; returns why, and what is wrong with a message that cannot be read."""
         pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=self._config.dead_after_s)
         read = asyncio.create_task(self._read(handoff, requests, pulse, reply))
         beat = asyncio.create_task(pulse.run(reply.beat))
@@ -144,9 +150,11 @@ class PeerServer(PieceServer):
                 await asyncio.wait({read}, timeout=self._config.dead_after_s * LINGER_SHARE)
         finally:
             await cancel_and_wait(read, beat)
+        if read in done and isinstance(error := read.exception(), InvalidRequest):
+            return "dead", error
         if read in done or write in done:
-            return "closed" if all(task.exception() is None for task in done) else "dead"
-        return "heartbeat"
+            return "closed" if all(task.exception() is None for task in done) else "dead", None
+        return "heartbeat", None
 
     async def _read(
         self, handoff: HandoffId, requests: AsyncIterator[peer_pb2.PrefillRequest], pulse: Pulse, reply: _StreamReply

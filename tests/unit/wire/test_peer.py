@@ -22,10 +22,12 @@ from jdisagg.api.peer_codec import decode_down, encode_down
 from jdisagg.api.peer_server import PeerServer
 from jdisagg.api.piece_server import add_peer_service
 from jdisagg.core.config import TransferConfig
+from jdisagg.core.errors import HandoffLost
 from jdisagg.core.requests import FinishReason, Output
 from jdisagg.handoff.actions import Export
 from jdisagg.handoff.events import FromPrefill, PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity
+from jdisagg.handoff.ladder import is_final
 from jdisagg.handoff.messages import (
     Accepted,
     Ack,
@@ -752,6 +754,32 @@ def test_a_malformed_stream_ends_alone():
         await channel.close()
         await d.client.aclose()
         await until(p.ends)
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_a_message_that_cannot_be_read_ends_its_hand_off_with_a_status_that_leaves_the_request_alone(
+    caplog: pytest.LogCaptureFixture,
+):
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        d.client.open(await p.start(), H1, opening())
+        await until(p.opened)
+        p.opened()[0].reply.send(Accepted(cached_tokens=0))
+        await until(lambda: d.messages(H1))
+        d.client.send(H1, dataclasses.replace(CHUNK, shape=(2, 8)))
+        await until(lambda: d.ends(H1) and p.ends())
+        assert p.ends() == ["dead"]
+        ended = d.messages(H1)[-1]
+        assert isinstance(ended, StreamEnded)
+        assert isinstance(ended.error, HandoffLost)
+        assert not is_final(ended.error)
+        assert "chunk k: wanted shape [layers, tokens, heads, features], got [2, 8]" in ended.error.message
+        (told,) = [record.getMessage() for record in caplog.records if record.name == "jdisagg.api.peer_server"]
+        assert "request r of ipv4:127.0.0.1:" in told
+        assert "got [2, 8]" in told
+        await d.client.aclose()
         await p.server.stop(0)
 
     run_quiet(body())
