@@ -22,6 +22,7 @@ import grpc
 from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.worker_client import WorkerLink
 from jdisagg.core.config import TransferConfig
+from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.router.fleet import Entry, Fleet
@@ -60,12 +61,16 @@ class Workers:
         self._refusing: set[tuple[str, str]] = set()  # workers that do not take our API key: said once
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
         self._start(self._sweep_forever())
 
     # --- Registry
 
     def register(self, member: Member) -> None:
-        """A worker is there, or there again. Raises Unavailable while another process of its address is alive."""
+        """A worker is there, or there again. Raises Unavailable while another process of its address is alive, and once this
+        router is closed."""
+        if self._closed:
+            raise Unavailable("the router is ending; register again when it is back")
         known = any(entry.key == (member.address, member.epoch) for entry in self.fleet.entries())
         old = self.fleet.register(member, monotonic())
         if not known and not member.decodes:
@@ -125,7 +130,8 @@ class Workers:
         ]
 
     async def close(self) -> None:
-        """Close every stream and stop every task; who waits for a worker looks again. `on_lost` is not called."""
+        """Close every stream, open no more and stop every task; who waits for a worker looks again. `on_lost` is not called."""
+        self._closed = True
         for task in list(self._tasks):
             task.cancel()
         self._notify()

@@ -58,3 +58,20 @@ def test_a_late_registration_of_a_process_that_is_gone_costs_no_stream_its_worke
         await router.stop()
 
     run_quiet(body())
+
+
+def test_a_registration_at_a_router_that_is_closed_is_refused_and_opens_no_stream() -> None:
+    async def body() -> None:
+        router = await Router().start()
+        await router.engine.close()
+        worker = await FakeWorker((router.address,)).start()
+        await asyncio.sleep(0.3)
+        assert worker.service.num_streams == 0
+        with pytest.raises(Unavailable, match="the router is ending"):
+            router.engine.workers.register(replace(MEMBER, role=Role.DECODE, address=worker.address))
+        assert worker.registration.registered() == {router.address: False}
+        assert router.engine.workers.members() == []
+        await worker.die()
+        await router.stop()
+
+    run_quiet(body())
