@@ -75,10 +75,11 @@ class Fleet:
             del self._entries[entry.member.address]
         return silent
 
-    def forgive(self, late_s: float) -> None:
-        """This process slept `late_s` longer than it meant to: that is not the workers' silence."""
+    def forgive(self, late_s: float, now_s: float) -> None:
+        """This process slept `late_s` longer than it meant to: that is not the workers' silence. Who was heard meanwhile was
+        silent for less than that."""
         for entry in self._entries.values():
-            entry.last_seen_s += max(0.0, late_s)
+            entry.last_seen_s = min(entry.last_seen_s + max(0.0, late_s), now_s)
 
     def remove(self, entry: Entry) -> None:
         """Drop one process; idempotent."""

@@ -155,8 +155,9 @@ class Workers:
         while True:
             asleep_s = monotonic()
             await asyncio.sleep(self._config.heartbeat_s)
-            self.fleet.forgive(monotonic() - asleep_s - self._config.heartbeat_s)
-            for entry in self.fleet.evict(monotonic()):
+            now_s = monotonic()
+            self.fleet.forgive(now_s - asleep_s - self._config.heartbeat_s, now_s)
+            for entry in self.fleet.evict(now_s):
                 self._lose(entry, EVICTED)
             self._connect_missing()
             if (why := pairing.look(self.fleet.members(), monotonic())) is not None:

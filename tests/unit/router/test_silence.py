@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from jdisagg.core.errors import HandoffLost
+from jdisagg.core.fleet import Load, Member
+from jdisagg.core.requests import Role
+from jdisagg.router.fleet import Fleet
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.test_fleet_engine import ask, assert_whole, collect, fleet, stop
 from tests.unit.wire.rig import FAST, run_quiet, until
@@ -20,6 +24,20 @@ async def mute_worker(router: Router) -> FakeWorker:
     (worker,) = await fleet(worker, router=router)
     worker.engine.frozen = True
     return worker
+
+
+def test_a_router_that_slept_holds_its_sleep_against_nobody_and_is_not_told_of_the_future() -> None:
+    fleet = Fleet(dead_after_s=1.0)
+    quiet = Member(
+        role=Role.PREFILL, address="quiet:1", worker="p", epoch="e", fingerprint="f", model="m", max_model_len=8, vocab_size=9
+    )
+    fleet.register(quiet, 10.0)
+    fleet.register(replace(quiet, address="heard:1"), 10.0)
+    fleet.heartbeat("heard:1", "e", Load(), False, 15.0)  # the first thing the router did when it woke up
+    fleet.forgive(5.0, 15.1)
+    assert [entry.last_seen_s for entry in fleet.entries()] == [15.0, 15.1]
+    assert fleet.evict(16.0) == []
+    assert len(fleet.evict(16.2)) == 2
 
 
 @pytest.mark.parametrize("num_silent", [2, 3])
