@@ -110,9 +110,10 @@ class Lender:
         loan.heard_s = max(loan.heard_s, now_s)
         return [act.Send(handoff, ready)]
 
-    def on_publish_failed(self, handoff: HandoffId, reason: str) -> list[LenderAction]:
-        """A piece never became fetchable: P computes what it has not got yet."""
-        return [] if handoff not in self._loans else self._decline(handoff, f"publishing failed: {reason}")
+    def on_publish_failed(self, handoff: HandoffId, key: str, reason: str) -> list[LenderAction]:
+        """A piece never became fetchable: P computes what it has not got yet. One of a loan that is over changes nothing."""
+        loan = self._loans.get(handoff)
+        return [] if loan is None or key not in loan.pieces else self._decline(handoff, f"publishing failed: {reason}")
 
     def tick(self, now_s: float) -> list[LenderAction]:
         """Leases."""

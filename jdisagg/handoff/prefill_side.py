@@ -179,14 +179,15 @@ class PrefillSide:
         record.heard_s = max(record.heard_s, now_s)
         return [act.Reply(handoff, ready)]
 
-    def on_publish_failed(self, handoff: HandoffId, begin: int, end: int, reason: str, now_s: float) -> list[PrefillAction]:
+    def on_publish_failed(self, handoff: HandoffId, key: str, reason: str, now_s: float) -> list[PrefillAction]:
         """The piece never became fetchable: once more, then the hand-off is refused."""
         record = self._live.get(handoff)
-        key = None if record is None else record.key_of(begin, end)
-        if record is None or key is None:
+        piece = None if record is None else record.pieces.get(key)
+        if record is None or piece is None:
             return self._late()
+        begin, end = piece.begin, piece.end
         record.num_failures += 1
-        record.spent_bytes -= record.pieces[key].num_bytes  # D never heard of it
+        record.spent_bytes -= piece.num_bytes  # D never heard of it
         record.num_cut -= 1
         actions = self._exports.discard(record, key)
         if record.num_failures > MAX_PUBLISH_FAILURES:

@@ -70,7 +70,7 @@ class KVLending:
             return self._execute(self._lender.on_published(event.handoff, event.ready, now_s))
         self._metrics.transfer_failures.labels(backend=self._publisher.name, reason="publish").inc()
         log.warning("request %s: publishing lent KV failed: %s", event.handoff.request_id, event.reason)
-        return self._execute(self._lender.on_publish_failed(event.handoff, event.reason))
+        return self._execute(self._lender.on_publish_failed(event.handoff, event.key, event.reason))
 
     def tick(self, now_s: float) -> list[act.Send]:
         """Leases."""

@@ -96,10 +96,10 @@ class PrefillRole:
                 self._execute(self._borrowing.on_fetched(message, now_s), now_s)
             case Published(handoff=handoff, ready=ready):
                 self._execute(self._handoffs.on_published(handoff, ready, now_s), now_s)
-            case PublishFailed(handoff=handoff, begin=begin, end=end, reason=reason, backend=backend):
+            case PublishFailed(handoff=handoff, key=key, reason=reason, backend=backend):
                 self._metrics.transfer_failures.labels(backend=backend, reason="publish").inc()
                 self._change_backend(message)
-                self._execute(self._handoffs.on_publish_failed(handoff, begin, end, reason, now_s), now_s)
+                self._execute(self._handoffs.on_publish_failed(handoff, key, reason, now_s), now_s)
             case _:
                 raise AssertionError(f"a prefill engine got {type(message).__name__}")
         return []

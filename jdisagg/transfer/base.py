@@ -50,10 +50,10 @@ class PublishFailed:
     """The piece never became fetchable."""
 
     handoff: HandoffId
+    key: str
     begin: int
     end: int
     reason: str
-    key: str = ""
     backend: str = ""
 
 

@@ -66,7 +66,7 @@ class FakePublisher:
         except RuntimeError as error:
             self.discard(key)
             reason = f"device: {error}"
-            self._post(PublishFailed(handoff=handoff, begin=piece.begin, end=piece.end, reason=reason))
+            self._post(PublishFailed(handoff=handoff, key=key, begin=piece.begin, end=piece.end, reason=reason))
             return
         self._network.pieces[key] = data
         self._post(Published(handoff=handoff, ready=announce(key, piece, checksum_of(data), backend=self.name)))

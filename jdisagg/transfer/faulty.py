@@ -89,7 +89,8 @@ def _failure(event: TransferEvent, reason: str) -> TransferEvent:
         case PieceArrived(handoff=handoff, ready=ready):
             return PieceFailed(handoff=handoff, ready=ready, reason=reason, detail="injected")
         case Published(handoff=handoff, ready=ready):
-            return PublishFailed(handoff=handoff, begin=ready.begin, end=ready.end, reason=f"{reason}: injected")
+            injected = f"{reason}: injected"
+            return PublishFailed(handoff=handoff, key=ready.key, begin=ready.begin, end=ready.end, reason=injected)
         case _:
             return event
 
@@ -132,22 +133,20 @@ class FaultyPublisher:
     def __init__(self, make: Callable[[Post], Publisher], post: Post, plan: Iterable[Fault | None]) -> None:
         self._valve = _Valve(post)
         self._plan = iter(plan)
-        self._ranges: dict[tuple[HandoffId, int, int], str] = {}
         self._inner = make(self._on_event)
         self.name = self._inner.name
 
     def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
         """Publish with the plan's next fault."""
         self._valve.arm(key, next(self._plan, None))
-        self._ranges[handoff, piece.begin, piece.end] = key
         self._inner.publish(handoff, key, piece)
 
     def _on_event(self, event: TransferEvent) -> None:
         match event:
             case Published(ready=ready):
                 self._valve.pass_on(ready.key, event)
-            case PublishFailed(handoff=handoff, begin=begin, end=end):
-                self._valve.pass_on(self._ranges[handoff, begin, end], event)
+            case PublishFailed(key=key):
+                self._valve.pass_on(key, event)
             case _:
                 raise AssertionError(f"a publisher posted {type(event).__name__}")
 

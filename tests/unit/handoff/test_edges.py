@@ -169,7 +169,7 @@ def test_a_publication_that_fails_after_its_piece_was_discarded_changes_nothing(
     side.on_message(H, Grant(credit_bytes=10_000), 0.0)
     side.on_computed("r#1", 10, 0.0)
     side.on_message(H, Ack(key="k0"), 0.0)
-    assert side.on_publish_failed(H, 0, 4, "device", 0.0) == []
+    assert side.on_publish_failed(H, "k0", "device", 0.0) == []
     assert side.on_published(H, ready("k0", 0, 4), 0.0) == [act.Discard("k0")]
     assert (side.snapshot()["late"], side.buffered_bytes) == (2, 60)
 

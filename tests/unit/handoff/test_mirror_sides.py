@@ -232,10 +232,20 @@ def test_a_piece_that_cannot_be_published_ends_the_loan() -> None:
     side = lender()
     side.on_message(H, WANT, 1.0)
     side.on_message(H, Grant(credit_bytes=1000), 1.0)
-    actions = side.on_publish_failed(H, "device")
+    actions = side.on_publish_failed(H, "k1", "device")
     assert [action for action in actions if isinstance(action, act.Discard)] == [act.Discard(f"k{i}") for i in range(3)]
     assert "device" in only(act.Send, actions).message.reason  # type: ignore[union-attr]
-    assert side.on_publish_failed(H, "device") == []
+    assert side.on_publish_failed(H, "k1", "device") == []
+
+
+def test_a_failed_publication_of_a_loan_that_is_over_ends_no_later_one() -> None:
+    side = lender()
+    for _ in range(2):
+        side.on_message(H, WANT, 1.0)
+        side.on_message(H, Grant(credit_bytes=40), 1.0)
+        assert side.num_loans == 1
+        side.on_publish_failed(H, "k0", "device")
+    assert side.num_loans == 1
 
 
 # --- an older peer, and both together

@@ -230,7 +230,7 @@ class World:
     def publish_lent(self, outcome: str) -> None:
         export = self.lending.pop(0)
         if outcome == "fail" and export.key in self.lent:
-            self.run_lender(self.lender.on_publish_failed(export.handoff, "device"))
+            self.run_lender(self.lender.on_publish_failed(export.handoff, export.key, "device"))
         elif outcome == "ok":
             message = ready(export.key, export.begin, export.end)
             self.run_lender(self.lender.on_published(export.handoff, message, self.now_s))
@@ -393,7 +393,7 @@ class World:
         if outcome == "fail":
             if export.key in worker.held_bytes:
                 worker.spent[export.handoff] -= worker.held_bytes[export.key]  # D never hears of it
-                actions = worker.side.on_publish_failed(export.handoff, begin, end, "device", self.now_s)
+                actions = worker.side.on_publish_failed(export.handoff, export.key, "device", self.now_s)
                 self.run_prefill(peer, actions)
         elif outcome == "ok":
             actions = worker.side.on_published(
