@@ -179,6 +179,7 @@ class GrpcPeerClient:
                     reached = await link.reach(theirs)
                 except Incompatible as error:  # P thought otherwise: it is older or newer than this
                     refused = Unavailable(f"prefill peer {stream.peer}: {error}")
+                    self._failed(link, refused.message, refuses=True)
                     return StreamEnded(reason="hello", error=refused)
                 except HelloFailed as error:
                     self._failed(link, error.error.message, refuses=error.reason == "hello")
@@ -240,15 +241,15 @@ class GrpcPeerClient:
     async def _probe_forever(self, peer: str) -> None:
         while True:
             link = self._link(peer)
-            with link.in_use(), suppress(Incompatible):
+            with link.in_use():
                 try:
                     theirs = await link.refresh()
-                    self._answered(link)
                     await link.reach(theirs)  # so that it is known before the first request
+                    self._answered(link)
+                except Incompatible as error:
+                    self._failed(link, f"prefill peer {peer}: {error}", refuses=True)
                 except HelloFailed as error:
                     self._failed(link, error.error.message, refuses=error.reason == "hello")
-                except Incompatible:
-                    raise
                 except Exception as error:  # a bug of ours or of grpc: asked again over a new connection
                     log.exception("asking prefill peer %s whether it is there failed", peer)
                     self._failed(link, repr(error))

@@ -71,6 +71,31 @@ class StrangeServer(peer_pb2_grpc.PeerServiceServicer):
         raise AssertionError("nobody gets as far as this")
 
 
+def test_a_watched_peer_that_takes_us_and_that_we_cannot_take_is_known_not_to_pair(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    async def body() -> None:
+        monkeypatch.setattr("jdisagg.api.peer_client.PROBE_INTERVAL_S", 0.05)
+        server, address = await start_server(
+            lambda server: peer_pb2_grpc.add_PeerServiceServicer_to_server(StrangeServer("says nothing"), server)
+        )
+        d = Decode()
+        d.client.watch((address,))
+        await until(lambda: d.client.is_down(address))
+        assert "protocol: wanted" in d.client.failures()[address]
+        handoff = HandoffId("r", 1)
+        d.client.open(address, handoff, opening())
+        await until(lambda: d.ends(handoff) == ["hello"])
+        await asyncio.sleep(0.2)
+        assert d.client.is_down(address)
+        assert caplog.text.count("does not pair with us") == 1
+        assert "answers again" not in caplog.text
+        await d.client.aclose()
+        await server.stop(0)
+
+    run_quiet(body())
+
+
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize(
     ("how", "reason", "text"),
