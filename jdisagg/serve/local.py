@@ -7,6 +7,7 @@ when the router says a request would be served. SIGTERM ends the router (it lets
 from __future__ import annotations
 
 import asyncio
+import http.client
 import logging
 import os
 import sys
@@ -146,12 +147,13 @@ async def _start_fleet(config: Config, supervisor: Supervisor, program: Sequence
 def _probe(url: str) -> tuple[bool, str]:
     """Whether GET `url` answers 200, and what it said otherwise."""
     try:
-        with urllib.request.urlopen(url, timeout=2.0) as response:
-            return response.status == 200, ""
-    except urllib.error.HTTPError as error:
-        return False, f"{error.code} {error.read(500).decode(errors='replace')}"
-    except OSError as error:
-        return False, str(error)
+        try:
+            with urllib.request.urlopen(url, timeout=2.0) as response:
+                return response.status == 200, ""
+        except urllib.error.HTTPError as error:
+            return False, f"{error.code} {error.read(500).decode(errors='replace')}"
+    except (OSError, http.client.HTTPException) as error:  # also of what it said otherwise
+        return False, repr(error)
 
 
 def _fleet_ready(config: Config, router: Ready, workers: Sequence[Ready], seconds: float) -> Ready:
