@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jdisagg.core.metrics import Metrics
+from jdisagg.roles import engine_loop
+from jdisagg.roles.inbox import Message
 from jdisagg.roles.transfers import HiddenTransfers
+from jdisagg.transfer.base import PieceArrived
+from tests.unit.roles.world import World
+from tests.unit.sched.engine_fake import request
 
 
 def hidden(computed_s: float | None, *arrivals: tuple[float, float]) -> float:
@@ -28,3 +35,27 @@ def test_pieces_are_hidden_as_far_as_the_first_token_was_not_known() -> None:
     assert hidden(None, (0.5, 1.0), (0.25, 2.0)) == pytest.approx(0.75)
     assert hidden(3.0, (0.5, 1.0), (1.0, 3.25), (0.5, 4.0)) == pytest.approx(0.5 + 0.75)
     assert hidden(1.0, (0.5, 2.0)) == 0
+
+
+def test_a_piece_that_comes_too_late_or_twice_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.0)
+    monkeypatch.setattr(engine_loop, "LISTEN_S", 0.0)
+    world, arrived = World(local_prefill=False), []
+    post = world.decode.inbox.post
+
+    def note(message: Message) -> None:
+        if isinstance(message, PieceArrived):
+            message = replace(message, seconds=0.25)
+            arrived.append(message)
+        post(message)
+
+    monkeypatch.setattr(world.decode.inbox, "post", note)
+    world.submit(request("a", tuple(range(3, 22)), 6))
+    world.settle()
+    hidden_s = world.decode.metrics.transfer_hidden_seconds._value.get()
+    assert hidden_s > 0
+    assert len(arrived) > 1
+    for message in arrived:
+        post(message)
+    world.settle()
+    assert world.decode.metrics.transfer_hidden_seconds._value.get() == hidden_s
