@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -79,7 +80,7 @@ async def run_batch(batch: Batch, journal: Journal, sender: Sender, on_progress:
             await answers.put(None)
     except BaseExceptionGroup as failures:
         raise _first(failures) from failures
-    await asyncio.to_thread(journal.publish, batch.numbers())
+    await _to_its_end(journal.publish, batch.numbers())
 
 
 def check_unpublished(batch: Batch) -> bool:
@@ -143,5 +144,16 @@ async def _write(answers: asyncio.Queue[Finished | None], journal: Journal, on_p
         open_ = gathered[-1] is not None
         finished = [answer for answer in gathered if answer is not None]
         if finished:
-            await asyncio.to_thread(journal.append, finished)
+            await _to_its_end(journal.append, finished)
             on_progress(len(finished))
+
+
+async def _to_its_end(write: Callable[[Any], None], what: Any) -> None:
+    """`write(what)` in a thread, which nobody can stop: who is cancelled waits for it, since the journal is closed next."""
+    thread = asyncio.ensure_future(asyncio.to_thread(write, what))
+    try:
+        await asyncio.shield(thread)
+    finally:
+        while not thread.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({thread})
