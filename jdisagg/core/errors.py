@@ -93,7 +93,7 @@ class HandoffLost(RequestError):
 
 
 class NumericalError(RequestError):
-    """NaN logits; the message names step and layer."""
+    """NaN or infinite logits; the message names step and layer."""
 
     grpc_status, http_status, kind = "INTERNAL", 500, "server_error"
     reason = "numerical"

@@ -66,7 +66,7 @@ def _joined(first: Sampled, then: Sampled) -> Sampled:
 def _sampled(values: Mapping[str, Any], row: int, slot: int, num_top: int | None, step_id: int) -> Sampled:
     token = int(values["tokens"][row])
     if values["bad"][row]:
-        bad = f"the model's logits hold NaN (step {step_id}, slot {slot}); check the weights, or use float32"
+        bad = f"the model's logits hold infinity or NaN (step {step_id}, slot {slot}); check the weights, or use float32"
         return Sampled(slot=slot, token_ids=(token,), bad=bad)
     logprobs = None if num_top is None else (_logprob(values["logprobs"], row, token, num_top),)
     return Sampled(slot=slot, token_ids=(token,), logprobs=logprobs)

@@ -38,7 +38,7 @@ class Sampling:
     """One token per row."""
 
     tokens: jax.Array  # i32[R]
-    bad: jax.Array  # bool[R]; the logits hold NaN
+    bad: jax.Array  # bool[R]; the logits hold NaN or +inf: log-probabilities of such are NaN
     logprobs: Logprobs
 
 
@@ -53,7 +53,7 @@ def sample(logits: jax.Array, state: DecodeState, rows: SamplingRows, positions:
         tokens = lax.cond(jnp.any(drawn), lambda: jnp.where(drawn, _draw(shaped, rows, positions), greedy), lambda: greedy)
         return Sampling(
             tokens=tokens,
-            bad=jnp.isnan(logits).any(axis=-1),
+            bad=~(logits < jnp.inf).all(axis=-1),
             logprobs=score_if(jnp.any(rows.num_top >= 0), logits, tokens),
         )
 

@@ -164,6 +164,15 @@ def test_nan_is_reported_for_its_row_alone():
     assert out.bad.tolist() == [False, True]
 
 
+def test_an_infinite_logit_is_reported_for_its_row_alone_and_a_forbidden_token_is_not():
+    logits = np.zeros((3, V), np.float32)
+    logits[1, 3], logits[2, 3] = np.inf, -np.inf
+    st = build_state([(SamplingParams(temperature=0.0, logprobs=2), [1], [])] * 3)
+    out = STEP(logits, st, np.arange(3, dtype=np.int32), np.ones(3, np.int32))
+    assert out.bad.tolist() == [False, True, False]
+    assert np.isfinite(np.asarray(out.logprobs.top)[~np.asarray(out.bad)]).all()
+
+
 def test_draws_follow_the_distribution():
     logits = np.log(np.array([0.5, 0.3, 0.2] + [1e-9] * (V - 3), np.float32))
     st = build_state([(SamplingParams(temperature=1.0, seed=11), [1], [])])
