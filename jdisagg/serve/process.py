@@ -4,8 +4,9 @@
         return run_process(lambda process: serve(config, process))
 
     async def serve(config, process):
-        ...                                # build the parts, print READY
-        process.dump_with(parts.state)     # what SIGUSR1 shows besides stacks
+        ...                                # build the parts
+        process.dump_with(parts.state)     # what SIGUSR1 shows besides stacks; before, for how long it has been starting
+        ...                                # print READY
         await process.stopping.wait()      # SIGTERM or SIGINT
         ...                                # drain within config.server.drain_s, close the parts
         return 0
@@ -23,6 +24,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from time import monotonic
 from typing import Any
 
 import uvloop
@@ -37,7 +39,8 @@ class Process:
 
     def __init__(self) -> None:
         self.stopping = asyncio.Event()
-        self._state: Callable[[], Awaitable[Mapping[str, Any]]] | None = None
+        self._began_s = monotonic()
+        self._state: Callable[[], Awaitable[Mapping[str, Any]]] = self._starting
         self._dumps: set[asyncio.Task[None]] = set()
 
     def dump_with(self, state: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
@@ -65,8 +68,11 @@ class Process:
         self._dumps.add(task)
         task.add_done_callback(self._dumps.discard)
 
+    async def _starting(self) -> Mapping[str, Any]:
+        return {"stage": "starting", "seconds": round(monotonic() - self._began_s, 3)}
+
     async def _write_state(self) -> None:
-        state = {} if self._state is None else await self._state()
+        state = await self._state()
         sys.stderr.write(json.dumps({"event": "state", "pid": os.getpid(), **state}, default=str) + "\n")
         sys.stderr.flush()
 

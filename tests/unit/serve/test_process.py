@@ -1,0 +1,42 @@
+"""What a signal shows of a process."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+STARTING = """
+import sys, threading, time
+from jdisagg.serve.process import run_process
+
+def compile_a_model():
+    time.sleep(60)
+
+async def serve(process):
+    threading.Thread(target=compile_a_model, daemon=True).start()
+    print("begun", flush=True)
+    await process.stopping.wait()
+    return 0
+
+sys.exit(run_process(serve))
+"""
+
+
+def test_sigusr1_shows_what_a_process_does_that_is_still_starting() -> None:
+    command = [sys.executable, "-c", STARTING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGUSR1)
+        said = [process.stderr.readline()]
+        while said[-1] and not said[-1].startswith("{"):
+            said.append(process.stderr.readline())
+        process.terminate()
+        assert "in compile_a_model" in "".join(said)
+        state = json.loads(said[-1])
+        assert (state["event"], state["pid"], state["stage"]) == ("state", process.pid, "starting")
+        assert state["seconds"] > 0
+    assert process.returncode == 0
