@@ -41,9 +41,10 @@ class CloseStream:
 
 @dataclass(frozen=True, slots=True)
 class PeerReady:
-    """P has memory for the request and computes it: pages may be reserved for it here."""
+    """P has memory for the request and computes it: pages may be reserved for it here; or `is_ready` no more."""
 
     request_id: str
+    is_ready: bool = True
 
 
 @dataclass(frozen=True, slots=True)

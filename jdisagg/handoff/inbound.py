@@ -16,7 +16,7 @@ from typing import Any
 
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, RequestError, Unavailable
 from jdisagg.core.requests import EngineRequest, Output, Provenance
-from jdisagg.handoff.actions import CancelFetch, CloseStream, DecodeAction, Hedged, Recovered
+from jdisagg.handoff.actions import CancelFetch, CloseStream, DecodeAction, Hedged, PeerReady, Recovered
 from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import Ladder
 from jdisagg.handoff.messages import ChunkReady, Done, HandoffId, Open, PrefillToDecode, Started
@@ -91,11 +91,11 @@ class Inbound:
         assert stage in _NEXT[self.stage], f"request {self.request.request_id}: {self.stage.value} -> {stage.value}"
         self.stage = stage
 
-    def wait(self, now_s: float) -> list[DecodeAction]:
-        """Nobody can be asked just now: pause."""
+    def wait(self, now_s: float, *, had_begun: bool) -> list[DecodeAction]:
+        """Nobody can be asked just now: pause. `had_begun`: the peer that was lost, so that pages could be reserved."""
         self.move(InboundStage.WAITING)
         self.retry_at_s = now_s + self.ladder.pause()
-        return []
+        return [PeerReady(self.request.request_id, is_ready=False)] if had_begun else []
 
     def grant(self) -> list[DecodeAction]:
         """Let P publish more, once there are pages; nothing for a request that needs no KV (any more)."""

@@ -68,7 +68,7 @@ class Recovery:
     def lose(self, record: Inbound, cause: str, now_s: float, error: RequestError | None = None) -> list[DecodeAction]:
         """The stream failed, with `error` if its peer sent one: the next rung."""
         assert record.stream is not None
-        lost = record.stream.peer
+        lost, had_begun = record.stream.peer, record.stream.has_started
         if record.doubted is not None:
             record.ladder.failed(lost, error)
             return self._hedge_again(record, record.doubted, now_s)
@@ -77,7 +77,7 @@ class Recovery:
         if peer := record.ladder.next_peer():
             return [*actions, record.note("other_prefill", lost, cause), *self._open(record, peer, now_s)]
         if record.ladder.after_pause() is not None:
-            return [*actions, record.note("reconnect", lost, cause), *record.wait(now_s)]
+            return [*actions, record.note("reconnect", lost, cause), *record.wait(now_s, had_begun=had_begun)]
         return actions + self._last_rungs(record, lost, cause)
 
     def pass_over(self, record: Inbound, now_s: float) -> list[DecodeAction]:
@@ -86,9 +86,10 @@ class Recovery:
         record.ladder.busy(record.stream.peer)
         if record.doubted is not None:
             return self._hedge_again(record, record.doubted, now_s)
+        had_begun = record.stream.has_started
         actions = record.hang_up()
         peer = record.ladder.next_peer()
-        return actions + (self._open(record, peer, now_s) if peer else record.wait(now_s))
+        return actions + (self._open(record, peer, now_s) if peer else record.wait(now_s, had_begun=had_begun))
 
     # --- hedges
 

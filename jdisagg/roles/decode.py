@@ -154,9 +154,9 @@ class DecodeRole:
 
     def _execute_one(self, action: act.DecodeAction, now_s: float) -> list[Output]:
         match action:
-            case act.PeerReady(request_id=request_id):
-                self._scheduler.peer_ready(request_id)
-                if stream := self._streams.get(request_id):
+            case act.PeerReady(request_id=request_id, is_ready=is_ready):
+                self._scheduler.peer_ready(request_id, is_ready)
+                if is_ready and (stream := self._streams.get(request_id)):
                     stream.timeline.record.scheduled(now_s)
             case act.OpenStream(handoff=handoff, peer=peer, message=message):
                 self._scheduler.peer_ready(handoff.request_id, False)

@@ -181,7 +181,7 @@ class Biography:
         if call == "peer_ready":
             is_ready = args[1] if len(args) > 1 else True
             self._settle(now_s)
-            self._say(now_s, "its prefill worker has begun" if is_ready else "asks a prefill worker")
+            self._say(now_s, "its prefill worker has begun" if is_ready else "no prefill worker has begun with it yet")
             if is_ready:
                 self._phases.started(now_s)
         elif call == "remote_first_token":

@@ -19,7 +19,7 @@ from jdisagg.core.errors import (
 from jdisagg.core.requests import FinishReason, Output, Provenance
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
-from jdisagg.handoff.messages import Accepted, Agreed, ChunkReady, Done, Grant, HandoffId, Refused, StreamEnded, Want
+from jdisagg.handoff.messages import Accepted, Agreed, ChunkReady, Done, Grant, HandoffId, Refused, Started, StreamEnded, Want
 from tests.unit.handoff.rig import BPT, CONFIG, FIRST, NEVER, H, decode_side, none_of, only, ready, request
 
 H2 = HandoffId("r", 2)
@@ -336,6 +336,19 @@ def test_a_request_is_not_called_wrong_while_one_who_was_lost_might_have_served_
     side.start(request(), 0, ("p", "q"), 0.0)
     side.on_message(H, answers[0], 0.0)
     assert isinstance(only(act.Fail, side.on_message(H2, answers[1], 0.0)).error, HandoffLost)
+
+
+@pytest.mark.parametrize("full", [Refused(error=Overloaded("it stops")), DEAD])
+@pytest.mark.parametrize("had_begun", [True, False])
+def test_no_pages_are_reserved_in_a_pause_for_one_that_had_begun(full: Refused | StreamEnded, had_begun: bool) -> None:
+    side = decode_side(NEVER)
+    side.start(request(), 0, ("p",), 0.0)
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    if had_begun:
+        assert side.on_message(H, Started(), 0.0) == [act.PeerReady("r")]
+    paused = side.on_message(H, full, 0.0)
+    assert [a for a in paused if isinstance(a, act.PeerReady)] == [act.PeerReady("r", is_ready=False)] * had_begun
+    assert side.counts()["waiting"] == 1
 
 
 def test_one_for_which_the_request_is_wrong_is_not_asked_again_while_the_other_is_full() -> None:

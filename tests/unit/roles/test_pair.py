@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
+from jdisagg.core.errors import Overloaded
 from jdisagg.core.requests import FinishReason, Output
-from jdisagg.handoff.events import PeerMessage, PeerOpened
+from jdisagg.handoff.events import FromPrefill, PeerMessage, PeerOpened
+from jdisagg.handoff.messages import Accepted, Started, StreamEnded
 from jdisagg.roles import engine_loop
 from jdisagg.roles.inbox import Inbox, Message, Submit
 from tests.unit.roles.pair_rules import PairMachine
-from tests.unit.roles.world import World, two_full_pools
+from tests.unit.roles.world import PEERS, World, two_full_pools
 from tests.unit.sched.engine_fake import expected, request
 
 
@@ -194,6 +196,28 @@ def test_a_prompt_waits_no_moment_for_pages_of_those_whose_receiver_has_none() -
     assert world.wire.num_opened == opened == 3, "B's stream was never given up"
     assert world.prefill.scheduler.stats.preemptions == 1
     assert world.tokens("b") == expected(tuple(range(2, 31)), 4)
+
+
+def test_nobody_takes_pages_in_a_pause_though_its_last_peer_had_begun() -> None:
+    world = World(local_prefill=False, decode_pages=10)
+    world.submit(request("a", tuple(range(1, 21)), 12))
+    for _ in range(12):
+        world.tick()
+    world.submit(request("b", tuple(range(2, 22)), 4))
+    world.decode.tick(world.now_s)
+    for _ in PEERS:
+        (stream,) = [handoff for handoff in world.wire.open_streams if handoff.request_id == "b"]
+        for message in (Accepted(cached_tokens=0), Started(), StreamEnded(reason="closed", error=Overloaded("it stops"))):
+            world.decode.inbox.post(FromPrefill(stream, message))
+        world.decode.tick(world.now_s)
+    assert (world.handoffs.counts()["waiting"], world.decode.scheduler.counts()["running"]) == (1, 1), world.text()
+    world.cancel("a")
+    for _ in range(3):
+        world.decode.tick(world.now_s)
+    counts = world.decode.scheduler.counts()
+    assert (counts["prealloc"], counts["transfer"]) == (1, 0), "nobody sends its KV"
+    world.settle()
+    assert world.tokens("b") == expected(tuple(range(2, 22)), 4)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 5])
