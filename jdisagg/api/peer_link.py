@@ -55,11 +55,6 @@ class PeerLink:
             if self._num_streams == 0:
                 self._unused.set()
 
-    @property
-    def num_streams(self) -> int:
-        """Streams that live on the channel; their heartbeats tell whether the peer is there."""
-        return self._num_streams
-
     async def retire(self) -> None:
         """Close once the last stream has ended: closing a channel ends every stream on it."""
         await self._unused.wait()

@@ -189,8 +189,8 @@ class DecodeSide:
 
     # --- pieces
 
-    def on_arrived(self, handoff: HandoffId, key: str, seconds: float, now_s: float) -> list[DecodeAction]:
-        """The piece is whole and on the device after `seconds`; late and duplicate ones give no Import and must be dropped."""
+    def on_arrived(self, handoff: HandoffId, key: str, now_s: float) -> list[DecodeAction]:
+        """The piece is whole and on the device; late and duplicate ones give no Import and must be dropped."""
         if (found := self._find(handoff, key)) is None:
             return self._late()
         record, stream = found

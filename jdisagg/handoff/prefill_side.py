@@ -135,7 +135,7 @@ class PrefillSide:
             return []
         return [act.Reply(record.handoff, Started())]
 
-    def on_computed(self, engine_request_id: str, upto: int, now_s: float) -> list[PrefillAction]:
+    def on_computed(self, engine_request_id: str, upto: int) -> list[PrefillAction]:
         """KV of tokens [0, upto) is dispatched; an Export that follows is ordered after it on the device."""
         record = self._by_request.get(engine_request_id)
         if record is None:
@@ -143,7 +143,7 @@ class PrefillSide:
         record.computed = max(record.computed, upto)
         return self._exports.pump(record)
 
-    def on_first_token(self, engine_request_id: str, output: Output, now_s: float) -> list[PrefillAction]:
+    def on_first_token(self, engine_request_id: str, output: Output) -> list[PrefillAction]:
         """The prompt is computed and `output` carries the token; with `finish` set D needs no KV at all."""
         record = self._by_request.get(engine_request_id)
         if record is None:

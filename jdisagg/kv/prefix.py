@@ -43,12 +43,8 @@ class PrefixIndex:
         assert len(token_ids) == self._page_size, f"{len(token_ids)} tokens are not one page of {self._page_size}"
         return _digest(parent + array("I", token_ids).tobytes())
 
-    def match(self, token_ids: Sequence[int], salt: str = "") -> tuple[int, ...]:
-        """Pages of the longest indexed prefix of `token_ids`, in token order."""
-        return self.match_keys(self.keys(token_ids, salt))
-
     def match_keys(self, keys: Sequence[bytes]) -> tuple[int, ...]:
-        """The same, for keys already at hand."""
+        """Pages of the longest indexed prefix of the tokens that have these `keys`, in token order."""
         pages: list[int] = []
         for key in keys:
             page = self._page_of.get(key)

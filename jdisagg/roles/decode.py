@@ -110,7 +110,7 @@ class DecodeRole:
             case PieceArrived(handoff=handoff, ready=ready, piece=piece, seconds=seconds):
                 self._arrived[handoff, ready.key] = piece
                 self._transfers.arrived(message)
-                outputs = self._execute(self._handoffs.on_arrived(handoff, ready.key, seconds, now_s), now_s)
+                outputs = self._execute(self._handoffs.on_arrived(handoff, ready.key, now_s), now_s)
                 if self._arrived.pop((handoff, ready.key), None) is None:  # else late or duplicate: dropped
                     self._hidden.arrived(handoff.request_id, seconds, now_s)
                 return outputs

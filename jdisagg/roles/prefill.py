@@ -167,7 +167,7 @@ class PrefillRole:
                 self._execute(self._handoffs.on_started(admit.request_id), now_s)
             for chunk in plan.prefill:
                 upto = chunk.start + len(chunk.token_ids)
-                self._execute(self._handoffs.on_computed(chunk.request_id, upto, now_s), now_s)
+                self._execute(self._handoffs.on_computed(chunk.request_id, upto), now_s)
         own: list[Output] = []
         for output in outputs:
             if not self._handoffs.owns(output.request_id):
@@ -181,7 +181,7 @@ class PrefillRole:
                 if self._borrowing is not None:
                     provenance = self._borrowing.sign(output.request_id, provenance)
                 signed = replace(output, provenance=provenance)
-                self._execute(self._handoffs.on_first_token(output.request_id, signed, now_s), now_s)
+                self._execute(self._handoffs.on_first_token(output.request_id, signed), now_s)
         return own
 
     def _ended(self, output: Output) -> Output:

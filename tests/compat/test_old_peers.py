@@ -169,7 +169,7 @@ def test_a_hand_off_with_an_old_prefill_worker_over_the_wire() -> None:
                     case act.PeerReady():
                         carry(side.on_reserved(action.request_id, loop.time()))
                     case act.Fetch():
-                        carry(side.on_arrived(action.handoff, action.ready.key, 0.0, loop.time()))
+                        carry(side.on_arrived(action.handoff, action.ready.key, loop.time()))
 
         carry(side.start(request(8, 4, loop.time() + 20.0), 0, (address,), loop.time()))
         while not any(isinstance(action, act.KVComplete) for action in done):

@@ -83,7 +83,7 @@ def test_a_failure_of_a_piece_that_was_never_announced_changes_nothing() -> None
     side.start(request(), 0, ("p",), 0.0)
     side.on_message(H, Accepted(cached_tokens=0), 0.0)
     assert side.on_failed(H, "never announced", "timeout", 0.0) == []
-    assert side.on_arrived(H, "never announced", 0.1, 0.0) == []
+    assert side.on_arrived(H, "never announced", 0.0) == []
     assert (side.snapshot()["late"], side.counts()["accepted"]) == (2, 1)
 
 
@@ -167,7 +167,7 @@ def test_a_publication_that_fails_after_its_piece_was_discarded_changes_nothing(
     side.open(H, Open(request=request(), held_tokens=0, backend="fake"), 0.0)
     side.on_admitted(H, 0)
     side.on_message(H, Grant(credit_bytes=10_000), 0.0)
-    side.on_computed("r#1", 10, 0.0)
+    side.on_computed("r#1", 10)
     side.on_message(H, Ack(key="k0"), 0.0)
     assert side.on_publish_failed(H, "k0", "device", 0.0) == []
     assert side.on_published(H, ready("k0", 0, 4), 0.0) == [act.Discard("k0")]
@@ -178,7 +178,7 @@ def test_parking_is_told_to_the_stream_it_concerns() -> None:
     side = prefill_side()
     side.open(H, Open(request=request(), held_tokens=0, backend="fake"), 0.0)
     side.on_admitted(H, 0)
-    side.on_first_token("r#1", FIRST, 0.0)
+    side.on_first_token("r#1", FIRST)
     assert side.on_parked("r#1") == [act.Reply(H, Parked())]
 
 

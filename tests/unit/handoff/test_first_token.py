@@ -39,7 +39,7 @@ def test_all_that_p_knows_of_the_first_token_reaches_the_client_under_the_reques
     opening = Open(request=asked("r", attempt=2), held_tokens=0, backend="fake")
     prefill.open(HandoffId("r", 1), opening, 0.0)
     prefill.on_admitted(HandoffId("r", 1), 0)
-    last = only(act.Reply, prefill.on_first_token("r#1", FULL, 0.0)).message
+    last = only(act.Reply, prefill.on_first_token("r#1", FULL)).message
     assert isinstance(last, Done)
     assert last.first == replace(FULL, request_id="r", attempt=2)
     decode.start(asked("r", attempt=3), 0, ("p",), 0.0)

@@ -23,12 +23,12 @@ def test_decode_side_opens_before_memory_and_completes_after_the_last_piece() ->
     first = side.on_message(H, Done(first=FIRST, num_chunks=2), 1.0)
     assert first == [act.FirstToken("r", Output(request_id="r", token_ids=(42,)))]
     side.on_message(H, ready("b", 6, 10), 1.0)
-    assert side.on_arrived(H, "a", 0.1, 1.0) == [
+    assert side.on_arrived(H, "a", 1.0) == [
         act.Import("r", H, "a"),
         act.Send(H, Ack(key="a")),
         act.Send(H, Grant(credit_bytes=200)),
     ]
-    last = side.on_arrived(H, "b", 0.1, 1.0)
+    last = side.on_arrived(H, "b", 1.0)
     assert last[:2] == [act.Import("r", H, "b"), act.Send(H, Ack(key="b"))]
     complete = next(action for action in last if isinstance(action, act.KVComplete))
     assert (complete.provenance.transferred_tokens, complete.provenance.transferred_bytes) == (8, 80)
@@ -45,11 +45,11 @@ def test_prefill_side_sends_while_computing_and_releases_after_the_last_ack() ->
     assert admit.request.request_id == "r#1"
     assert side.owns("r#1")
     assert side.on_admitted(H, 0) == [act.Reply(H, Accepted(cached_tokens=0))]
-    assert side.on_computed("r#1", 7, 0.0) == [], "nothing leaves before credit"
+    assert side.on_computed("r#1", 7) == [], "nothing leaves before credit"
     assert side.on_message(H, Grant(credit_bytes=160), 0.0) == [act.Export(H, "r#1", 2, 6, "k0")]
     assert side.on_published(H, ready("k0", 2, 6), 0.0) == [act.Reply(H, ready("k0", 2, 6))]
-    assert side.on_computed("r#1", 10, 0.0) == [act.Export(H, "r#1", 6, 10, "k1")]
-    assert side.on_first_token("r#1", FIRST, 0.0) == [
+    assert side.on_computed("r#1", 10) == [act.Export(H, "r#1", 6, 10, "k1")]
+    assert side.on_first_token("r#1", FIRST) == [
         act.Reply(H, Done(first=Output(request_id="r", token_ids=(42,)), num_chunks=2))
     ]
     assert side.on_message(H, Ack(key="k0"), 0.0) == [act.Discard("k0")]
@@ -67,8 +67,8 @@ def test_a_request_with_one_token_to_go_transfers_nothing() -> None:
     assert decode.on_reserved("r", 0.0) == []
     prefill.open(H, Open(request=request(max_tokens=1), held_tokens=0, backend="fake"), 0.0)
     prefill.on_admitted(H, 0)
-    assert prefill.on_computed("r#1", 10, 0.0) == []
-    done, *rest = prefill.on_first_token("r#1", Output(request_id="r#1", token_ids=(7,), finish=FinishReason.LENGTH), 0.0)
+    assert prefill.on_computed("r#1", 10) == []
+    done, *rest = prefill.on_first_token("r#1", Output(request_id="r#1", token_ids=(7,), finish=FinishReason.LENGTH))
     assert rest == [act.ReleaseRequest("r#1"), act.CloseReply(H)]
     assert isinstance(done, act.Reply)
     actions = decode.on_message(H, done.message, 0.0)  # pyright: ignore[reportArgumentType]
@@ -86,8 +86,8 @@ def test_a_prompt_held_whole_sends_nothing_and_waits_for_pages() -> None:
     prefill.open(H, Open(request=request(), held_tokens=10, backend="fake"), 0.0)
     prefill.on_admitted(H, 10)
     prefill.on_message(H, Grant(credit_bytes=1000), 0.0)
-    assert prefill.on_computed("r#1", 10, 0.0) == []
-    done = prefill.on_first_token("r#1", FIRST, 0.0)
+    assert prefill.on_computed("r#1", 10) == []
+    done = prefill.on_first_token("r#1", FIRST)
     assert done == [
         act.Reply(H, Done(first=Output(request_id="r", token_ids=(42,)), num_chunks=0)),
         act.ReleaseRequest("r#1"),

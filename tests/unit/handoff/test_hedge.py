@@ -45,7 +45,7 @@ def transferring(*peers: str, config: TransferConfig = CONFIG) -> DecodeSide:
     say(side, H, Accepted(cached_tokens=0), Started())
     side.on_reserved("r", 0.0)
     say(side, H, ready("a", 0, 4), ready("b", 4, 8))
-    side.on_arrived(H, "a", 0.1, 0.0)
+    side.on_arrived(H, "a", 0.0)
     return side
 
 
@@ -156,8 +156,8 @@ def test_a_quiet_one_that_speaks_first_goes_on_where_it_was() -> None:
     assert none_of(act.Recovered, back)
     assert say(side, H2, Started()) == [], "the hedge is gone"
     say(side, H, ready("c", 8, 10), Done(first=FIRST, num_chunks=3))
-    side.on_arrived(H, "b", 0.1, 2.0)
-    done = only(act.KVComplete, side.on_arrived(H, "c", 0.1, 2.0))
+    side.on_arrived(H, "b", 2.0)
+    done = only(act.KVComplete, side.on_arrived(H, "c", 2.0))
     assert done.provenance.recoveries == ()
     assert done.provenance.prefill_worker == "p"
     assert side.is_idle
@@ -174,10 +174,10 @@ def test_what_arrives_of_a_doubted_stream_counts_and_all_of_it_ends_the_hedge() 
     side = transferring()
     say(side, H, ready("c", 8, 10), Done(first=FIRST, num_chunks=3), QUIET)
     say(side, H2, Accepted(cached_tokens=0), Started())
-    arrived = side.on_arrived(H, "b", 0.1, 1.0)
+    arrived = side.on_arrived(H, "b", 1.0)
     assert only(act.Import, arrived).handoff == H
     assert none_of(act.CloseStream, arrived), "some is missing"
-    complete = side.on_arrived(H, "c", 0.1, 1.0)
+    complete = side.on_arrived(H, "c", 1.0)
     assert closed(complete) == [H2, H]
     assert outcome(complete) == ("returned", "p", "q")
     assert only(act.KVComplete, complete).provenance.recoveries == ()
@@ -238,8 +238,8 @@ def test_a_quiet_one_that_dies_leaves_the_request_to_the_other() -> None:
     assert only(act.Recovered, told).cause == "dead: it stops; q was asked meanwhile"
     assert none_of(act.OpenStream, moved), "it was asked already"
     say(side, H2, Accepted(cached_tokens=0), Started(), ready("x", 4, 8), ready("y", 8, 10), Done(first=FIRST, num_chunks=2))
-    side.on_arrived(H2, "x", 0.1, 2.0)
-    assert only(act.KVComplete, side.on_arrived(H2, "y", 0.1, 2.0)).provenance.recoveries == ("other_prefill",)
+    side.on_arrived(H2, "x", 2.0)
+    assert only(act.KVComplete, side.on_arrived(H2, "y", 2.0)).provenance.recoveries == ("other_prefill",)
 
 
 FULL, UNREACHABLE = Refused(error=Overloaded("full")), StreamEnded(reason="unreachable")
@@ -349,7 +349,7 @@ def test_every_end_closes_both_streams() -> None:
 def test_pieces_of_a_stream_that_was_given_up_come_too_late() -> None:
     side = hedged()
     say(side, H2, Accepted(cached_tokens=0), Started(), ready("x", 4, 8))
-    assert side.on_arrived(H, "b", 0.1, 1.0) == []
+    assert side.on_arrived(H, "b", 1.0) == []
     assert side.on_failed(H, "b", "connection", 1.0) == []
     assert side.snapshot()["late"] == 2
 

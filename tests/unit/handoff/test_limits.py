@@ -37,7 +37,7 @@ def publishing(side: PrefillSide, handoff: HandoffId, now_s: float) -> None:
     side.open(handoff, opening, now_s)
     side.on_admitted(handoff, 0)
     side.on_message(handoff, Grant(credit_bytes=40), now_s)
-    export = only(act.Export, side.on_computed(f"{handoff.request_id}#{handoff.serial}", 4, now_s))
+    export = only(act.Export, side.on_computed(f"{handoff.request_id}#{handoff.serial}", 4))
     side.on_published(handoff, ready(export.key, 0, 4), now_s)
 
 
@@ -62,7 +62,7 @@ def test_every_deadline_that_has_passed_ends_its_hand_off_in_one_tick_and_says_h
     side = prefill_side()
     publishing(side, H, 95.0)
     publishing(side, OTHER, 95.0)
-    side.on_first_token("other#2", FIRST, 95.0)
+    side.on_first_token("other#2", FIRST)
     passed = "deadline passed on the prefill side at stage"
     assert refusals(side.tick(100.0)) == [
         f"r: {DeadlineExceeded.__name__}: request r: {passed} computing, 4 of 10 tokens computed",
@@ -134,7 +134,7 @@ def test_credit_that_would_not_grow_is_not_sent() -> None:
     side.on_message(H, Accepted(cached_tokens=0), 0.0)
     assert only(act.Send, side.on_reserved("r", 0.0)).message == Grant(credit_bytes=160)
     side.on_message(H, replace(ready("a", 0, 4), num_bytes=0), 0.0)
-    assert side.on_arrived(H, "a", 0.1, 0.0) == [act.Import("r", H, "a"), act.Send(H, Ack(key="a"))]
+    assert side.on_arrived(H, "a", 0.0) == [act.Import("r", H, "a"), act.Send(H, Ack(key="a"))]
 
 
 @pytest.mark.parametrize(

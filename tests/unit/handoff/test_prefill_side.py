@@ -31,10 +31,10 @@ def exports(actions: list[act.PrefillAction]) -> list[tuple[int, int]]:
 def test_whole_chunks_leave_while_computing_and_the_rest_goes_with_the_end() -> None:
     side = prefill_side()
     opened(side, num_tokens=11, held=1)
-    assert exports(side.on_computed("r#1", 4, 0.0)) == []
-    assert exports(side.on_computed("r#1", 10, 0.0)) == [(1, 5), (5, 9)]
-    assert exports(side.on_computed("r#1", 10, 0.0)) == [], "told twice"
-    assert exports(side.on_computed("r#1", 11, 0.0)) == [(9, 11)]
+    assert exports(side.on_computed("r#1", 4)) == []
+    assert exports(side.on_computed("r#1", 10)) == [(1, 5), (5, 9)]
+    assert exports(side.on_computed("r#1", 10)) == [], "told twice"
+    assert exports(side.on_computed("r#1", 11)) == [(9, 11)]
 
 
 @pytest.mark.covers("C02")
@@ -44,9 +44,9 @@ def test_pieces_are_no_longer_than_d_takes_and_no_longer_than_p_cuts() -> None:
         side.open(H, Open(request=request(10), held_tokens=0, backend="fake", max_piece_tokens=wanted), 0.0)
         side.on_admitted(H, 0)
         side.on_message(H, LOTS, 0.0)
-        spans = exports(side.on_computed("r#1", 10, 0.0))
+        spans = exports(side.on_computed("r#1", 10))
         assert [end - begin for begin, end in spans] == lengths
-        done = only(act.Reply, side.on_first_token("r#1", FIRST, 0.0)).message
+        done = only(act.Reply, side.on_first_token("r#1", FIRST)).message
         assert isinstance(done, Done)
         assert done.num_chunks == len(lengths)
         assert none_of(act.Export, side.on_message(H, Want(begin=0, end=lengths[0] + 1, reason="x"), 0.0))
@@ -56,8 +56,8 @@ def test_pieces_are_no_longer_than_d_takes_and_no_longer_than_p_cuts() -> None:
 def test_nothing_is_cut_for_a_prompt_that_d_holds() -> None:
     side = prefill_side()
     opened(side, held=10)
-    assert exports(side.on_computed("r#1", 10, 0.0)) == []
-    actions = side.on_first_token("r#1", FIRST, 0.0)
+    assert exports(side.on_computed("r#1", 10)) == []
+    actions = side.on_first_token("r#1", FIRST)
     done = only(act.Reply, actions).message
     assert isinstance(done, Done)
     assert done.num_chunks == 0
@@ -67,15 +67,15 @@ def test_nothing_is_cut_for_a_prompt_that_d_holds() -> None:
 def test_a_first_token_means_that_everything_is_computed() -> None:
     side = prefill_side()
     opened(side, num_tokens=6)
-    assert exports(side.on_computed("r#1", 4, 0.0)) == [(0, 4)]
-    assert exports(side.on_first_token("r#1", FIRST, 0.0)) == [(4, 6)]
+    assert exports(side.on_computed("r#1", 4)) == [(0, 4)]
+    assert exports(side.on_first_token("r#1", FIRST)) == [(4, 6)]
 
 
 def test_done_announces_the_pieces_still_to_come() -> None:
     side = prefill_side()
     opened(side, credit=False)
-    side.on_computed("r#1", 10, 0.0)
-    done = only(act.Reply, side.on_first_token("r#1", FIRST, 0.0)).message
+    side.on_computed("r#1", 10)
+    done = only(act.Reply, side.on_first_token("r#1", FIRST)).message
     assert isinstance(done, Done)
     assert done.num_chunks == 3
     assert exports(side.on_message(H, Grant(credit_bytes=40), 0.0)) == [(0, 4)]
@@ -89,9 +89,9 @@ def test_the_buffer_is_shared_in_turns_and_nobody_overtakes_a_piece_that_does_no
     a, b, c = HandoffId("a", 1), HandoffId("b", 2), HandoffId("c", 3)
     for handoff, size in ((a, 12), (b, 12), (c, 1)):
         opened(side, handoff, size)
-    assert exports(side.on_computed("a#1", 12, 0.0)) == [(0, 4), (4, 8)]
-    assert side.on_computed("b#2", 12, 0.0) == []
-    assert side.on_computed("c#3", 1, 0.0) == [], "one token would fit, but a and b were first"
+    assert exports(side.on_computed("a#1", 12)) == [(0, 4), (4, 8)]
+    assert side.on_computed("b#2", 12) == []
+    assert side.on_computed("c#3", 1) == [], "one token would fit, but a and b were first"
     assert side.buffered_bytes == 80
     freed = side.on_message(a, Ack(key="k0"), 0.0)
     assert [x.handoff for x in freed if isinstance(x, act.Export)] == [a]
@@ -105,7 +105,7 @@ def test_the_buffer_is_shared_in_turns_and_nobody_overtakes_a_piece_that_does_no
 def test_a_piece_larger_than_the_buffer_goes_alone() -> None:
     side = prefill_side(replace(CONFIG, transfer_buffer_bytes=5))
     opened(side)
-    assert exports(side.on_computed("r#1", 10, 0.0)) == [(0, 4)]
+    assert exports(side.on_computed("r#1", 10)) == [(0, 4)]
     assert exports(side.on_message(H, Ack(key="k0"), 0.0)) == [(4, 8)]
 
 
@@ -114,8 +114,8 @@ def test_release_frees_everything_once_and_makes_room_for_others() -> None:
     other = HandoffId("other", 2)
     opened(side)
     opened(side, other)
-    side.on_computed("r#1", 10, 0.0)
-    side.on_computed("other#2", 10, 0.0)
+    side.on_computed("r#1", 10)
+    side.on_computed("other#2", 10)
     actions = side.release(H)
     assert actions[:4] == [act.Discard("k0"), act.Discard("k1"), act.ReleaseRequest("r#1"), act.CloseReply(H)]
     assert exports(actions[4:]) == [(0, 4), (4, 8)]
@@ -135,8 +135,8 @@ def test_events_after_the_end_are_dropped_and_counted() -> None:
     side.on_message(H, StreamEnded(reason="dead"), 0.0)
     assert side.on_admitted(H, 0) == []
     assert side.on_refused(H, Overloaded("full")) == []
-    assert side.on_computed("r#1", 10, 0.0) == []
-    assert side.on_first_token("r#1", FIRST, 0.0) == []
+    assert side.on_computed("r#1", 10) == []
+    assert side.on_first_token("r#1", FIRST) == []
     assert side.on_failed_request("r#1", HandoffLost("x")) == []
     assert side.on_published(H, ready("k0", 0, 4), 0.0) == [act.Discard("k0")]
     assert side.on_publish_failed(H, "k0", "device", 0.0) == []
@@ -166,8 +166,8 @@ def test_a_request_that_fails_in_the_engine_tells_d_why() -> None:
 def test_a_first_token_that_ends_the_request_discards_what_was_published() -> None:
     side = prefill_side()
     opened(side)
-    side.on_computed("r#1", 10, 0.0)
-    done, *rest = side.on_first_token("r#1", replace(FIRST, finish=FinishReason.STOP), 0.0)
+    side.on_computed("r#1", 10)
+    done, *rest = side.on_first_token("r#1", replace(FIRST, finish=FinishReason.STOP))
     assert done == act.Reply(H, Done(first=Output(request_id="r", token_ids=(42,), finish=FinishReason.STOP), num_chunks=3))
     assert rest[:3] == [act.Discard("k0"), act.Discard("k1"), act.Discard("k2")]
     assert side.is_idle
@@ -178,14 +178,14 @@ def test_a_request_with_one_token_to_go_publishes_nothing_even_with_credit() -> 
     side.open(H, Open(request=request(max_tokens=1), held_tokens=0, backend="fake"), 0.0)
     side.on_admitted(H, 0)
     side.on_message(H, LOTS, 0.0)
-    assert side.on_computed("r#1", 10, 0.0) == []
+    assert side.on_computed("r#1", 10) == []
 
 
 @pytest.mark.covers("V22")
 def test_the_lease_runs_from_the_last_sign_of_life() -> None:
     side = prefill_side()
     opened(side)
-    side.on_computed("r#1", 10, 0.0)
+    side.on_computed("r#1", 10)
     assert side.tick(50.0) == [], "nothing is fetchable yet"
     side.on_published(H, ready("k0", 0, 4), 50.0)
     assert side.tick(59.9) == []
@@ -215,8 +215,8 @@ def test_the_deadline_frees_everything() -> None:
 def test_a_range_is_published_again_under_a_new_key() -> None:
     side = prefill_side()
     opened(side)
-    side.on_computed("r#1", 10, 0.0)
-    side.on_first_token("r#1", FIRST, 0.0)
+    side.on_computed("r#1", 10)
+    side.on_first_token("r#1", FIRST)
     actions = side.on_message(H, Want(begin=4, end=8, reason="checksum"), 0.0)
     assert actions == [act.Discard("k1"), act.Export(H, "r#1", 4, 8, "k3")]
     for key in ("k0", "k2"):
@@ -229,7 +229,7 @@ def test_a_range_is_published_again_under_a_new_key() -> None:
 def test_any_part_of_what_was_published_can_be_asked_for_again(span: tuple[int, int]) -> None:
     side = prefill_side()
     opened(side, num_tokens=12, held=2)
-    assert exports(side.on_computed("r#1", 11, 0.0)) == [(2, 6), (6, 10)]
+    assert exports(side.on_computed("r#1", 11)) == [(2, 6), (6, 10)]
     again = side.on_message(H, Want(begin=span[0], end=span[1], reason="x"), 0.0)
     assert exports(again) == [span]
     keys = {(2, 6): "k0", (6, 10): "k1"}
@@ -240,7 +240,7 @@ def test_any_part_of_what_was_published_can_be_asked_for_again(span: tuple[int, 
 def test_only_published_tokens_can_be_asked_for_again(begin: int, end: int) -> None:
     side = prefill_side()
     opened(side, num_tokens=13)
-    side.on_computed("r#1", 9, 0.0)
+    side.on_computed("r#1", 9)
     refused = only(act.Reply, side.on_message(H, Want(begin=begin, end=end, reason="x"), 0.0)).message
     assert isinstance(refused, Refused)
     assert f"[{begin}, {end})" in refused.error.message
@@ -250,13 +250,13 @@ def test_only_published_tokens_can_be_asked_for_again(begin: int, end: int) -> N
 def test_a_failed_publication_is_repeated_twice_and_costs_no_credit() -> None:
     side = prefill_side()
     opened(side, num_tokens=4, credit=False)
-    side.on_computed("r#1", 4, 0.0)
+    side.on_computed("r#1", 4)
     assert exports(side.on_message(H, Grant(credit_bytes=40), 0.0)) == [(0, 4)]
     for key in ("k0", "k1"):
         actions = side.on_publish_failed(H, key, "device", 0.0)
         assert actions[0] == act.Discard(key)
         assert exports(actions) == [(0, 4)]
-    done = only(act.Reply, side.on_first_token("r#1", FIRST, 0.0)).message
+    done = only(act.Reply, side.on_first_token("r#1", FIRST)).message
     assert isinstance(done, Done)
     assert done.num_chunks == 1
     refused = only(act.Reply, side.on_publish_failed(H, "k2", "device", 0.0)).message
@@ -280,7 +280,7 @@ def test_a_publication_that_failed_is_not_the_newer_one_of_its_range() -> None:
 def test_duplicate_acks_and_publications_change_nothing() -> None:
     side = prefill_side()
     opened(side)
-    side.on_computed("r#1", 10, 0.0)
+    side.on_computed("r#1", 10)
     assert side.on_published(H, ready("k0", 0, 4), 0.0) == [act.Reply(H, ready("k0", 0, 4))]
     assert side.on_published(H, ready("k0", 0, 4), 0.0) == []
     assert side.on_message(H, Ack(key="k0"), 0.0) == [act.Discard("k0")]
@@ -313,7 +313,7 @@ def test_illegal_stage_changes_are_our_bug() -> None:
 def test_keys_cannot_be_guessed_and_are_new_each_time() -> None:
     side = PrefillSide(CONFIG, bytes_per_token=10)
     opened(side)
-    keys = [a.key for a in side.on_computed("r#1", 10, 0.0) if isinstance(a, act.Export)]
+    keys = [a.key for a in side.on_computed("r#1", 10) if isinstance(a, act.Export)]
     assert len(set(keys)) == 3
     assert all(len(key) >= 22 for key in keys)
 
@@ -330,9 +330,9 @@ def test_accepted_carries_the_prefix_hits_and_counts_follow_the_stage() -> None:
 def test_a_computed_prompt_whose_receiver_has_no_pages_stands_back_and_is_computed_again_with_the_first_grant() -> None:
     side = prefill_side()
     opened(side, credit=False)
-    side.on_computed("r#1", 10, 0.0)
+    side.on_computed("r#1", 10)
     assert side.parkable() == (), "its token is not told"
-    side.on_first_token("r#1", FIRST, 0.0)
+    side.on_first_token("r#1", FIRST)
     assert side.parkable() == ("r#1",)
     assert only(act.Reply, side.on_parked("r#1")).message == Parked()
     assert side.parkable() == ()
@@ -343,8 +343,8 @@ def test_a_computed_prompt_whose_receiver_has_no_pages_stands_back_and_is_comput
     assert side.on_message(H, LOTS, 0.0) == [], "asked for once"
     assert side.parkable() == (), "its receiver has pages now"
     assert side.on_started("r#1") == []
-    assert exports(side.on_computed("r#1", 4, 0.0)) == [(0, 4)]
-    last = side.on_first_token("r#1", FIRST, 0.0)
+    assert exports(side.on_computed("r#1", 4)) == [(0, 4)]
+    last = side.on_first_token("r#1", FIRST)
     assert exports(last) == [(4, 8), (8, 10)]
     assert none_of(act.Reply, last), "the token was told before"
     assert not side.is_awaited
@@ -353,7 +353,7 @@ def test_a_computed_prompt_whose_receiver_has_no_pages_stands_back_and_is_comput
 def test_a_stream_that_ends_while_its_prompt_stands_back_is_released() -> None:
     side = prefill_side()
     opened(side, credit=False)
-    side.on_first_token("r#1", FIRST, 0.0)
+    side.on_first_token("r#1", FIRST)
     side.on_parked("r#1")
     assert only(act.ReleaseRequest, side.on_message(H, StreamEnded(reason="closed"), 0.0)).engine_request_id == "r#1"
     assert side.is_idle
@@ -366,5 +366,5 @@ def test_who_is_awaited_has_pages_at_its_receiver_and_no_kv_here() -> None:
     assert not side.is_awaited, "its receiver has no pages"
     side.on_message(H, LOTS, 0.0)
     assert side.is_awaited
-    side.on_computed("r#1", 10, 0.0)
+    side.on_computed("r#1", 10)
     assert not side.is_awaited

@@ -24,7 +24,7 @@ def complete(side: DecodeSide, handoff: HandoffId, begin: int, said: Provenance 
         side.on_message(handoff, ready(f"k{start}", start, min(start + 4, 10)), 0.0)
     last = side.on_message(handoff, Done(first=replace(FIRST, provenance=said), num_chunks=3), 0.0)
     for start in range(begin, 10, 4):
-        last = side.on_arrived(handoff, f"k{start}", 0.1, 0.0)
+        last = side.on_arrived(handoff, f"k{start}", 0.0)
     return only(act.KVComplete, last).provenance
 
 
@@ -51,7 +51,7 @@ def test_of_two_workers_the_one_that_brought_the_last_of_it_is_named(second: Pro
     side.on_reserved("r", 0.0)
     side.on_message(first, ready("a", 0, 4), 0.0)
     side.on_message(first, Done(first=replace(FIRST, provenance=P), num_chunks=3), 0.0)
-    side.on_arrived(first, "a", 0.1, 0.0)
+    side.on_arrived(first, "a", 0.0)
     side.on_message(first, StreamEnded(reason="dead"), 0.0)
     got = complete(side, HandoffId("r", 2), 4, second)
     named = ("pid 2 @ q", 4) if second is not None else ("q", 4)
@@ -68,7 +68,7 @@ def test_what_a_dead_worker_brought_is_told_although_the_rest_is_computed_here()
     side.on_message(first, Accepted(cached_tokens=0), 0.0)
     side.on_reserved("r", 0.0)
     side.on_message(first, ready("a", 0, 4), 0.0)
-    side.on_arrived(first, "a", 0.1, 0.0)
+    side.on_arrived(first, "a", 0.0)
     side.on_message(first, StreamEnded(reason="dead"), 0.0)
     side.tick(1.0)
     local = only(act.ComputeLocally, side.on_message(HandoffId("r", 2), StreamEnded(reason="unreachable"), 1.0))

@@ -49,7 +49,7 @@ def test_a_failed_fetch_is_tried_again_then_published_again_then_given_up() -> N
         Grant(credit_bytes=200),
         Want(begin=0, end=4, reason="checksum"),
     ], "the abandoned piece's bytes are granted anew"
-    assert side.on_arrived(H, "a", 0.1, 2.0) == [], "the abandoned key arrives too late"
+    assert side.on_arrived(H, "a", 2.0) == [], "the abandoned key arrives too late"
     assert only(act.Fetch, side.on_message(H, ready("b", 0, 4), 2.0)).ready.key == "b"
     lost = side.on_failed(H, "b", "timeout", 3.0)
     assert lost[:2] == [act.CancelFetch(H), act.CloseStream(H)]
@@ -68,7 +68,7 @@ def test_a_backend_that_fails_twice_is_left_for_the_next_one_and_only_what_is_mi
     side.on_reserved("r", 0.0)
     for key, span in SPANS.items():
         side.on_message(H, ready(key, *span), 0.0)
-    assert any(isinstance(a, act.Import) for a in side.on_arrived(H, "a", 0.1, 1.0))
+    assert any(isinstance(a, act.Import) for a in side.on_arrived(H, "a", 1.0))
     side.on_failed(H, "b", "connection", 2.0)
     changed = side.on_failed(H, "b", "connection", 3.0)
     recovered = only(act.Recovered, changed)
@@ -78,10 +78,10 @@ def test_a_backend_that_fails_twice_is_left_for_the_next_one_and_only_what_is_mi
     assert none_of(act.CloseStream, changed), "the same prefill worker goes on: nothing is computed again"
     wants = [a.message for a in changed if isinstance(a, act.Send) and isinstance(a.message, Want)]
     assert wants == [Want(begin=b, end=e, reason="connection", backend="spare") for b, e in (SPANS["b"], SPANS["c"])]
-    assert side.on_arrived(H, "c", 0.1, 3.0) == [], "it came too late over the broken one"
+    assert side.on_arrived(H, "c", 3.0) == [], "it came too late over the broken one"
     for key, span in (("b2", SPANS["b"]), ("c2", SPANS["c"])):
         assert only(act.Fetch, side.on_message(H, ready(key, *span, "spare"), 4.0)).ready.backend == "spare"
-        side.on_arrived(H, key, 0.1, 5.0)
+        side.on_arrived(H, key, 5.0)
     done = side.on_message(H, Done(first=FIRST, num_chunks=5), 6.0)
     assert only(act.KVComplete, done).provenance.recoveries == ("refetch", "other_backend")
 
@@ -119,7 +119,7 @@ def test_what_is_lost_of_one_kv_group_costs_the_other_groups_nothing() -> None:
     for piece in pieces.values():
         side.on_message(H, piece, 0.0)
     for arrived in ("a0", "b0", "c0", "a1"):
-        assert any(isinstance(a, act.Import) for a in side.on_arrived(H, arrived, 0.1, 1.0))
+        assert any(isinstance(a, act.Import) for a in side.on_arrived(H, arrived, 1.0))
     side.on_failed(H, "b1", "checksum", 2.0)
     wanted = [a.message for a in side.on_failed(H, "b1", "checksum", 2.0) if isinstance(a, act.Send)]
     assert Want(begin=4, end=8, reason="checksum", group=1) in wanted
@@ -145,7 +145,7 @@ def test_an_unknown_key_is_published_again_at_once() -> None:
 def test_the_next_prefill_worker_sends_only_what_is_still_missing() -> None:
     side = decode_side()
     transferring(side, ("p", "q"))
-    side.on_arrived(H, "a", 0.1, 0.0)
+    side.on_arrived(H, "a", 0.0)
     actions = side.on_message(H, DEAD, 1.0)
     opened = only(act.OpenStream, actions)
     assert (opened.peer, opened.handoff, opened.message.held_tokens) == ("q", H2, 4)
@@ -156,7 +156,7 @@ def test_pieces_after_a_gap_are_fetched_again_from_the_next_worker() -> None:
     side = decode_side()
     transferring(side, ("p", "q"))
     side.on_message(H, ready("b", 4, 8), 0.0)
-    side.on_arrived(H, "b", 0.1, 0.0)
+    side.on_arrived(H, "b", 0.0)
     assert only(act.OpenStream, side.on_message(H, DEAD, 1.0)).message.held_tokens == 0
 
 
@@ -373,9 +373,9 @@ def test_a_first_token_is_delivered_once_and_later_streams_only_bring_kv() -> No
         side.on_message(H2, ready(key, begin, end), 1.0)
     other = Output(request_id="r#2", token_ids=(43,))
     assert none_of(act.FirstToken, side.on_message(H2, Done(first=other, num_chunks=3), 1.0))
-    side.on_arrived(H2, "x", 0.1, 1.0)
-    side.on_arrived(H2, "y", 0.1, 1.0)
-    complete = only(act.KVComplete, side.on_arrived(H2, "z", 0.1, 1.0))
+    side.on_arrived(H2, "x", 1.0)
+    side.on_arrived(H2, "y", 1.0)
+    complete = only(act.KVComplete, side.on_arrived(H2, "z", 1.0))
     assert complete.provenance.recoveries == ("other_prefill",)
     assert complete.provenance.prefill_worker == "q", "its KV was fetched, not that of the one that sampled the token"
     assert side.is_idle
@@ -398,7 +398,7 @@ def test_what_comes_for_an_older_stream_or_an_ended_handoff_is_dropped_and_count
     side.on_message(H, DEAD, 1.0)
     assert side.on_message(H, piece, 1.0) == []
     assert side.on_message(H, Done(first=FIRST, num_chunks=1), 1.0) == []
-    assert side.on_arrived(H, "a", 0.1, 1.0) == []
+    assert side.on_arrived(H, "a", 1.0) == []
     assert side.on_failed(H, "a", "timeout", 1.0) == []
     assert side.on_message(H, DEAD, 1.0) == [], "the stream end of an older stream"
     assert side.snapshot()["late"] == 4
@@ -456,10 +456,10 @@ def test_silence_is_noticed_at_each_stage() -> None:
     side.on_message(H2, ready("a", 0, 4), 10.0)
     assert side.tick(15.9) == []
     assert only(act.Recovered, side.tick(16.0)).rung == "refetch", "a fetch that never answered"
-    side.on_arrived(H2, "a", 0.1, 17.0)
+    side.on_arrived(H2, "a", 17.0)
     side.on_message(H2, Done(first=FIRST, num_chunks=3), 17.0)
     side.on_message(H2, ready("b", 4, 8), 20.0)
-    side.on_arrived(H2, "b", 0.1, 21.0)
+    side.on_arrived(H2, "b", 21.0)
     assert side.tick(40.9) == []
     assert only(act.ComputeLocally, side.tick(41.0)).held_tokens == 8, "pieces that were never announced"
 

@@ -46,11 +46,11 @@ def test_a_hand_off_is_shown_at_p_in_every_stage() -> None:
     assert side.snapshot() == {"handoffs": {"r#1": fresh}, "published_bytes": 0, "late": 0}
     side.on_admitted(H, 0)
     side.on_message(H, Grant(credit_bytes=70), 0.0)
-    side.on_computed("r#1", 7, 0.0)
+    side.on_computed("r#1", 7)
     side.on_admitted(HandoffId("gone", 7), 0)
     shown = {"stage": "computing", "computed_tokens": 7, "cut_tokens": 6, "pieces": 1, "credit_bytes": 70, "spent_bytes": 40}
     assert side.snapshot() == {"handoffs": {"r#1": {**fresh, **shown}}, "published_bytes": 40, "late": 1}
-    side.on_first_token("r#1", FIRST, 0.0)
+    side.on_first_token("r#1", FIRST)
     assert side.snapshot()["handoffs"]["r#1"]["stage"] == "computed"
     assert side.counts() == {"queued": 0, "computing": 0, "computed": 1}
 
@@ -59,7 +59,7 @@ def test_a_parked_prompt_is_shown_as_one_of_which_nothing_is_computed() -> None:
     side = prefill_side()
     side.open(H, Open(request=request(), held_tokens=0, backend="fake"), 0.0)
     side.on_admitted(H, 0)
-    side.on_first_token("r#1", FIRST, 0.0)
+    side.on_first_token("r#1", FIRST)
     assert side.snapshot()["handoffs"]["r#1"]["computed_tokens"] == 10
     side.on_parked("r#1")
     shown = side.snapshot()["handoffs"]["r#1"]

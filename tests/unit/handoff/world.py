@@ -370,7 +370,7 @@ class World:
         worker = self.prefillers[peer]
         total = len(worker.engine[engine_id].token_ids)
         worker.computed[engine_id] = min(total, worker.computed[engine_id] + tokens)
-        self.run_prefill(peer, worker.side.on_computed(engine_id, worker.computed[engine_id], self.now_s))
+        self.run_prefill(peer, worker.side.on_computed(engine_id, worker.computed[engine_id]))
         if worker.computed[engine_id] < total:
             return
         request = worker.engine.pop(engine_id)
@@ -378,7 +378,7 @@ class World:
         if not request.sampling.ignore_eos and len(request.token_ids) % 5 == 0:
             finish = finish or FinishReason.STOP  # every fifth length samples EOS
         output = Output(request_id=engine_id, token_ids=(9,), finish=finish)
-        self.run_prefill(peer, worker.side.on_first_token(engine_id, output, self.now_s))
+        self.run_prefill(peer, worker.side.on_first_token(engine_id, output))
 
     def park(self, peer: str, engine_id: str) -> None:
         """Its pages go to others."""
@@ -413,7 +413,7 @@ class World:
         gone = ready_now.key not in self.prefillers[fetch.peer].held_bytes
         if outcome in ("ok", "again") and not gone:
             self.arriving = ready_now.key
-            self.run_decode(self.decode.on_arrived(fetch.handoff, ready_now.key, 0.0, self.now_s))
+            self.run_decode(self.decode.on_arrived(fetch.handoff, ready_now.key, self.now_s))
             self.arriving = None
         else:
             reason = "unknown_key" if gone else outcome if outcome not in ("ok", "again") else "connection"

@@ -177,7 +177,7 @@ def test_heartbeats_of_a_decode_worker_that_has_nothing_to_say_renew_its_leases(
         side.open(H1, opening(), 0.0)
         side.on_admitted(H1, 0)
         side.on_message(H1, Grant(credit_bytes=100), 0.0)
-        (cut,) = [action for action in side.on_computed("r#1", 3, 0.0) if isinstance(action, Export)]
+        (cut,) = [action for action in side.on_computed("r#1", 3) if isinstance(action, Export)]
         side.on_published(H1, dataclasses.replace(CHUNK, key=cut.key), 0.0)
         side.on_heartbeat(H1, FAST.lease_s)
         assert side.tick(FAST.lease_s + 0.1) == []
