@@ -54,7 +54,7 @@ class Metrics:
         self.kv_pages_used = self._gauge("kv_pages_used", "KV pages referenced by at least one request.")
         self.published_bytes = self._gauge("published_bytes", "Bytes of KV pieces held for fetching peers.")
         self.peers = self._gauge("peers", "Prefill workers that a decode worker has spoken to.", "state")
-        self.leases = self._gauge("leases", "Published hand-offs whose lease is live.")
+        self.leases = self._gauge("leases", "Live hand-offs that a prefill worker serves, and loans of a decode worker.")
         self.workers = self._gauge("workers", "Workers this router knows (decode and unified: connected ones).", "role")
         self.kv_event_listeners = self._gauge("kv_event_listeners", "Streams of KVEventsService that are open.")
         self.build_info = self._gauge("build_info", "Constant 1; the labels name the build.", "role", "model", "python")
@@ -112,9 +112,11 @@ class Metrics:
         self.dispatched_decode_steps = self._counter("dispatched_decode_steps", "Decode steps; several may be one dispatch.")
         self.prefix_cache_hit_tokens = self._counter("prefix_cache_hit_tokens", "Prompt tokens served from the prefix cache.")
         self.kv_events = self._counter("kv_events", "Published changes of the prefix cache: stored, removed, cleared.", "kind")
-        self.preemptions = self._counter("preemptions", "Running requests set back to free pages for others.")
+        self.preemptions = self._counter(
+            "preemptions", "Times a running request, or a computed prompt that waited, gave up its pages."
+        )
         self.retractions = self._counter("retractions", "Decode requests retracted and resumed later.")
-        self.nan_requests = self._counter("nan_requests", "Requests failed because their logits were not finite.")
+        self.nan_requests = self._counter("nan_requests", "Requests failed because their logits held a NaN.")
         self.compiles_after_ready = self._counter("compiles_after_ready", "XLA compilations after READY; stays 0.")
 
     def set_build(self, *, role: str, model: str) -> None:
