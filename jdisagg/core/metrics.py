@@ -116,7 +116,7 @@ class Metrics:
             "preemptions", "Times a running request, or a computed prompt that waited, gave up its pages."
         )
         self.retractions = self._counter("retractions", "Decode requests retracted and resumed later.")
-        self.nan_requests = self._counter("nan_requests", "Requests failed because their logits held a NaN.")
+        self.nan_requests = self._counter("nan_requests", "Requests failed because their logits held NaN or infinity.")
         self.compiles_after_ready = self._counter("compiles_after_ready", "XLA compilations after READY; stays 0.")
 
     def set_build(self, *, role: str, model: str) -> None:
