@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from array import array
 from itertools import count
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.kv.prefix import PrefixIndex
 
+KV_EVENTS_PROTO = Path(__file__).parents[3] / "proto/jdisagg/v1/kv_events.proto"
 TOKENS = tuple(range(10, 23))  # 13 tokens: three full pages of 4
 
 
@@ -94,3 +98,14 @@ def is_text(key: bytes) -> bool:
 def test_keys_are_128_bits_wide() -> None:
     index = PrefixIndex(4)
     assert {len(key) for key in (index.root_key(""), index.root_key("tenant"), *index.keys(TOKENS))} == {16}
+
+
+def test_keys_can_be_made_outside_as_the_comment_of_kv_events_proto_says() -> None:
+    comment = " ".join(line.strip("/ ") for line in KV_EVENTS_PROTO.read_text("utf-8").splitlines() if line.startswith("//"))
+    assert "the root's is BLAKE2b-128, personalized with \"salt\", of the request's cache salt in UTF-8" in comment
+    key = root = hashlib.blake2b("größe".encode(), digest_size=16, person=b"salt").digest()
+    keys = []
+    for begin in (0, 4, 8):
+        key = hashlib.blake2b(key + struct.pack("<4I", *TOKENS[begin : begin + 4]), digest_size=16).digest()
+        keys.append(key)
+    assert (PrefixIndex(4).root_key("größe"), PrefixIndex(4).keys(TOKENS, "größe")) == (root, keys)
