@@ -81,7 +81,20 @@ def _with_object(call: Any) -> Any:
         json.dumps(value, ensure_ascii=False).encode()  # no half of a pair, see `read_body`
     except (ValueError, RecursionError):
         return call
-    return {**call, "function": {**function, "arguments": value}} if isinstance(value, dict) else call
+    if not isinstance(value, dict):
+        return call
+    return {**call, "function": {**function, "arguments": _Arguments(value, arguments or "{}")}}
+
+
+class _Arguments(dict[str, Any]):
+    """An object to templates that look into it or write it as JSON; to those that just print it, the text that came."""
+
+    def __init__(self, value: dict[str, Any], text: str) -> None:
+        super().__init__(value)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
 
 
 def _part_text(where: str, part: Any) -> str:

@@ -84,6 +84,11 @@ OF_CALLS = "{% for m in messages %}{% for c in m.tool_calls %}call {{ ARGUMENTS 
         ("c.function.arguments | tojson", ARGUMENTS, ARGUMENTS),  # Llama 3.1, Qwen 2.5
         ("c.function.arguments.city", ARGUMENTS, "Köln"),
         ("'<' + c.function.arguments + '>'", ARGUMENTS, f"<{ARGUMENTS}>"),  # DeepSeek
+        ("c.function.arguments", ARGUMENTS, ARGUMENTS),  # not as Python writes an object
+        ("'<' ~ c.function.arguments ~ '>'", ARGUMENTS, f"<{ARGUMENTS}>"),
+        ("['<', c.function.arguments | string] | join", ARGUMENTS, f"<{ARGUMENTS}"),
+        ("c.function | tojson", ARGUMENTS, f'{{"name": "weather", "arguments": {ARGUMENTS}}}'),  # Mistral
+        ("c.function.arguments", "", "{}"),
         ("c.function.arguments | tojson", "", "{}"),
         ("c.function.arguments", "not JSON", "not JSON"),
         ("c.function.arguments", "[1]", "[1]"),
