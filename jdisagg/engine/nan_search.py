@@ -1,4 +1,4 @@
-"""Where a sequence's KV first holds a NaN. Asked only once a step's logits held one, so a healthy tick pays nothing.
+"""Where a sequence's KV first holds infinity or NaN. Asked only once a step's logits held it, so a healthy tick pays nothing.
 
 What a layer adds to the residual stream shows in the keys and values of the layer above, so the lowest layer whose KV is bad
 bounds the search: its own projections when only keys or only values are bad, else whatever feeds it.
@@ -39,12 +39,12 @@ class NanSearch:
     chunk_tokens: int
 
     def __call__(self, page_table: PageTable, num_tokens: int) -> str:
-        """Where tokens [0, num_tokens) of `page_table` first hold a NaN, in words. Never raises: a device that refuses the
-        export is logged, and the request fails without the place."""
+        """Where tokens [0, num_tokens) of `page_table` first hold infinity or NaN, in words. Never raises: a device that
+        refuses the export is logged, and the request fails without the place."""
         try:
             return self._describe(page_table, num_tokens)
         except Exception:
-            log.exception("the search for the first NaN in the KV of %d tokens failed", num_tokens)
+            log.exception("the search for infinity or NaN in the KV of %d tokens failed", num_tokens)
             return "its KV could not be searched, see the log"
 
     def _describe(self, page_table: PageTable, num_tokens: int) -> str:
@@ -73,13 +73,13 @@ def _whole(spans: list[tuple[int, int]]) -> bool:
 
 
 def _floats(piece: Piece) -> np.ndarray:
-    """What may hold a NaN: the data, or the scales of int8 data; both are keys, then values, on the last axis."""
+    """What may hold such: the data, or the scales of int8 data; both are keys, then values, on the last axis."""
     return np.asarray(jax.device_get(piece.arrays[-1]))
 
 
 def _first(kv: np.ndarray, begin: int) -> _Found | None:
     """The lowest bad layer of KV [L, T, K, F or 2] (keys, then values) and its first bad token, counted from `begin`."""
-    bad = np.asarray(np.isnan(kv).any(axis=2))  # bool[L, T, F]
+    bad = np.asarray(~np.isfinite(kv).all(axis=2))  # bool[L, T, F]
     layers = np.flatnonzero(bad.any(axis=(1, 2)))
     if not len(layers):
         return None

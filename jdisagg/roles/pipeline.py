@@ -16,7 +16,7 @@ from jdisagg.roles.stages import Stage, StageClock
 from jdisagg.sched.plan import PageTable, Plan, StepResult
 from jdisagg.sched.scheduler import Scheduler
 
-FindNan = Callable[[PageTable, int], str]  # where the KV of the first so many tokens holds a NaN, in words; never raises
+FindNan = Callable[[PageTable, int], str]  # where the KV of the first so many tokens holds infinity or NaN; never raises
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class StepPipeline:
         return Turn(None if plan.is_empty else plan, outputs, waited_s, host_s)
 
     def _explained(self, result: StepResult) -> StepResult:
-        """The first sequence about to fail for a NaN learns where in its KV it is; its pages are held until the commit."""
+        """The first sequence to fail for infinity or NaN learns where in its KV it is; its pages are held until the commit."""
         for index, one in enumerate(result.sampled):
             held = None if one.bad is None else self._scheduler.kv_after(result.step_id, one.slot)
             if held is not None and self._find_nan is not None:

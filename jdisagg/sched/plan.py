@@ -112,7 +112,7 @@ class Plan:
 
 @dataclass(kw_only=True, slots=True)
 class Sampled:
-    """Tokens one slot produced in one step; `bad` names a NaN in the logits of the last of them (the request fails, alone,
+    """Tokens one slot produced in one step; `bad`: infinity or NaN in the logits of the last of them (the request fails, alone,
     unless it ends before that one). Never changed; not frozen, for the speed of construction."""
 
     slot: int

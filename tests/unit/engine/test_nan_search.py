@@ -223,6 +223,16 @@ def test_a_long_context_is_read_at_its_start_and_its_end_only() -> None:
     assert text == "first in layer 2's values of token 97 (tokens [56, 96) were not looked at)"
 
 
+def test_infinity_is_found_before_the_nan_that_comes_of_it() -> None:
+    data = np.zeros((3, 4, 1, 4), np.float16)
+    data[1, 2, 0, 0], data[2, 2] = np.inf, np.nan  # as of keys that float16 cannot hold
+
+    def export(page_table: PageTable, begin: int, end: int) -> Piece:
+        return Piece(begin=begin, end=end, data=cast(Any, data))
+
+    assert NanSearch(export, 4)(((1,),), 4) == "first in layer 1's keys of token 2"
+
+
 @pytest.mark.parametrize(
     ("tensor", "wanted"),
     [
