@@ -57,6 +57,7 @@ class Biography:
         self._wait: _Wait | None = None
         self._work: _Work | None = None
         self._idle_since_s: float | None = None  # it has no work since then
+        self._borrows = False  # KV comes from the decode worker, which is no prefill worker
         self._holders: dict[str, tuple[bool, bool]] = {}  # others, before the call: whether they hold pages, a slot
         self._freed_pages: list[str] = []  # by whom, since it was passed over
         self._freed_slots: list[str] = []
@@ -109,6 +110,7 @@ class Biography:
         self._added_s, self._num_tokens = now_s, 0
         self._phases, self._idle_since_s = Phases(now_s), now_s
         self._wait = self._work = None
+        self._borrows = False
         self._sequence = self._scheduler.table.live.get(self._request_id)
         if error is not None:
             self._sequence = None
@@ -193,9 +195,11 @@ class Biography:
             self._idle_since_s = now_s
         elif call == "compute_locally" and self._sequence is not None and self._status is not self._sequence.status:
             self._settle(now_s)
-            self._say(now_s, "its prefill worker is given up: to be computed here")
+            is_over = "what could be fetched is here, the rest is to be computed"
+            self._say(now_s, is_over if self._borrows else "its prefill worker is given up: to be computed here")
             self._idle_since_s = now_s
         elif call == "fetch_first" and self._sequence is not None and self._status is not self._sequence.status:
+            self._borrows = True
             self._say(now_s, "KV of its first tokens is fetched from the decode worker before it is computed")
 
     def _take_outputs(self, outputs: list[Output], now_s: float) -> None:

@@ -192,6 +192,25 @@ def test_the_prefill_role_ends_with_the_hand_over(tell: Tell) -> None:
     assert story[-1].endswith("= 100 ms")
 
 
+def test_a_prompt_that_borrowed_has_given_up_no_prefill_worker(tell: Tell) -> None:
+    def drive(engine: FakeEngine) -> None:
+        engine.add(request("a", tuple(range(1, 21)), 5))
+        engine.scheduler.fetch_first("a", 16)
+        engine.tick()
+        engine.now_s = 0.020
+        engine.tick()
+        engine.scheduler.compute_locally("a")
+        while engine.scheduler.counts()["publishing"] == 0:
+            engine.tick()
+        engine.scheduler.release("a")
+        finish(engine)
+
+    story = tell(drive, "a", Role.PREFILL)
+    assert story[1].endswith("KV of its first tokens is fetched from the decode worker before it is computed")
+    assert story[3] == "+20 ms     what could be fetched is here, the rest is to be computed"
+    assert not any("prefill worker" in line for line in story)
+
+
 def test_a_prompt_that_gives_its_pages_to_others_says_so(tell: Tell) -> None:
     def drive(engine: FakeEngine) -> None:
         engine.add(request("a", tuple(range(1, 21)), 5))
