@@ -78,7 +78,7 @@ class StepPipeline:
     def _explained(self, result: StepResult) -> StepResult:
         """The first sequence to fail for infinity or NaN learns where in its KV it is; its pages are held until the commit."""
         for index, one in enumerate(result.sampled):
-            held = None if one.bad is None else self._scheduler.kv_after(result.step_id, one.slot)
+            held = None if one.bad is None else self._scheduler.kv_of_failed(result.step_id, one)
             if held is not None and self._find_nan is not None:
                 explained = replace(one, bad=f"{one.bad}; {self._find_nan(*held)}")
                 return replace(result, sampled=(*result.sampled[:index], explained, *result.sampled[index + 1 :]))

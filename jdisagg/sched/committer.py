@@ -45,7 +45,7 @@ class Committer:
                 outputs.append(
                     Output(request_id=sequence.request_id, attempt=sequence.request.attempt, token_ids=new.token_ids)
                 )
-            elif (output := self._take_sampled(sequence, new, row.num_samples, result.step_id)) is not None:
+            elif (output := self._take_sampled(row, new, result.step_id)) is not None:
                 outputs.append(output)
         return outputs
 
@@ -104,15 +104,21 @@ class Committer:
             cached_tokens=sequence.told.cached_tokens or 0,
         )
 
-    def _take_sampled(self, sequence: Sequence, sampled: Sampled, num_samples: int, step_id: int) -> Output | None:
-        wanted = sampled.token_ids[:num_samples]
-        if sampled.bad is not None and wanted == sampled.token_ids and not self._ends_within(sequence, wanted[:-1]):
+    def fails(self, row: Row, sampled: Sampled) -> bool:
+        """Whether the request fails for it: not when it has all its tokens before the bad one."""
+        tokens = sampled.token_ids
+        is_wanted = sampled.bad is not None and len(tokens) <= row.num_samples
+        return is_wanted and not self._ends_within(row.sequence, tokens[:-1])
+
+    def _take_sampled(self, row: Row, sampled: Sampled, step_id: int) -> Output | None:
+        sequence = row.sequence
+        if self.fails(row, sampled):
             message = (
                 f"request {sequence.request_id}: step {step_id} produced no usable logits ({sampled.bad}); other requests go on"
             )
             return self.failure(sequence, NumericalError(message))
         prompt_logprobs = self._prompt_logprobs(sequence)
-        tokens, finish, stop_token_id = self._append(sequence, wanted)
+        tokens, finish, stop_token_id = self._append(sequence, sampled.token_ids[: row.num_samples])
         self._table.pages.publish(sequence)
         logprobs = sampled.logprobs[: len(tokens)] if sampled.logprobs is not None and tokens else None
         output = Output(

@@ -20,7 +20,7 @@ from jdisagg.sched.committer import Committer
 from jdisagg.sched.host_memory import HostMemory, RetractionCost
 from jdisagg.sched.intake import Limits, check_config
 from jdisagg.sched.pages import PageBook
-from jdisagg.sched.plan import PageTable, Plan, StepResult
+from jdisagg.sched.plan import PageTable, Plan, Sampled, StepResult
 from jdisagg.sched.planner import Planner
 from jdisagg.sched.rows import RowPlanner
 from jdisagg.sched.slots import Slots
@@ -176,10 +176,12 @@ class Scheduler:
         """Take a dispatched step's results in, in order of dispatch, at any time later."""
         return self._committer.commit(self._steps.finish(result.step_id), result)
 
-    def kv_after(self, step_id: int, slot: int) -> tuple[PageTable, int] | None:
-        """Page table and tokens of KV that a step in flight leaves to `slot`; None when its result there is void."""
-        row = self._steps.row(step_id, slot)
-        return None if row is None else ((tuple(row.sequence.holding.pages),), row.end)
+    def kv_of_failed(self, step_id: int, sampled: Sampled) -> tuple[PageTable, int] | None:
+        """Page table and tokens of KV that a step in flight leaves to a request that fails for `sampled`; None if none does."""
+        row = self._steps.row(step_id, sampled.slot)
+        if row is None or not self._committer.fails(row, sampled):
+            return None
+        return (tuple(row.sequence.holding.pages),), row.end
 
     # --- remote sequences (D)
 

@@ -53,6 +53,19 @@ def test_logits_behind_the_last_token_may_be_anything(num_good: int, got: int) -
     assert engine.seen["b"].tokens == expected((5, 6, 7), 9)
 
 
+def test_the_kv_of_one_that_ends_before_its_bad_logits_is_not_searched() -> None:
+    engine = FakeEngine(num_scheduler_steps=4, delay=0)
+    engine.add(request("a", (1, 2, 3), 3), request("b", (5, 6, 7), 9))
+    engine.tick()
+    assert engine.step().num_steps == 4  # `a` wants two of them
+    result = engine.in_flight[-1]
+    a, b = (replace(one, token_ids=one.token_ids[:3], bad="NaN") for one in sorted(result.sampled, key=lambda one: one.slot))
+    scheduler = engine.scheduler
+    assert scheduler.kv_of_failed(result.step_id, a) is None
+    assert scheduler.kv_of_failed(result.step_id, b) == (scheduler.page_table("b"), 7)
+    engine.run()
+
+
 def test_logits_behind_a_stop_may_be_anything() -> None:
     engine = FakeEngine(num_scheduler_steps=4, delay=0)
     stop = expected((1, 2, 3), 3)[-1]

@@ -97,18 +97,19 @@ def test_a_result_nobody_waits_for_is_dropped() -> None:
     assert 9 not in engine.seen["a"].tokens[:1]
 
 
-def test_kv_behind_a_step_is_told_while_its_result_still_counts() -> None:
+def test_kv_of_one_that_fails_is_told_while_its_result_still_counts() -> None:
     engine = FakeEngine(max_num_batched_tokens=6, delay=0)
     engine.add(request("a", tuple(range(1, 10)), 5))
     engine.step()
     engine.step()
     scheduler = engine.scheduler
-    assert scheduler.kv_after(0, 0) == (((1, 2, 3),), 6)
-    assert scheduler.kv_after(1, 0) == (((1, 2, 3),), 9)
-    assert scheduler.kv_after(1, 1) is None
-    assert scheduler.kv_after(2, 0) is None
+    bad, good = Sampled(slot=0, token_ids=(9,), bad="NaN"), Sampled(slot=0, token_ids=(9,))
+    assert scheduler.kv_of_failed(1, bad) == (((1, 2, 3),), 9)
+    assert scheduler.kv_of_failed(1, good) is None
+    assert scheduler.kv_of_failed(1, replace(bad, slot=1)) is None
+    assert scheduler.kv_of_failed(2, bad) is None
     engine.commit_one()
-    assert scheduler.kv_after(0, 0) is None
+    assert scheduler.kv_of_failed(0, bad) is None
     scheduler.cancel("a")
-    assert scheduler.kv_after(1, 0) is None
+    assert scheduler.kv_of_failed(1, bad) is None
     engine.run()
