@@ -1,6 +1,7 @@
 """The bound of the waiting queue: refuses what it cannot hold, and says when to come again.
 
-Who came since the latest plan may find a free slot at the next one, and does not count as waiting before that.
+Who came since the latest plan, which left nobody waiting, may find a free slot at the next one, and does not count as waiting
+before that.
 Refused requests are given places one after the other, as fast as places were seen to come free: with ten a second leaving the
 queue, the first one refused hears 0.1 s, the tenth 1 s, and they do not all come back at once.
 Deterministic: the clock is the caller's.
@@ -34,7 +35,8 @@ class QueueLimit:
 
     def admit(self, now_s: float) -> None:
         """One more waits from now on. Raises Overloaded with `retry_after_s` when the queue is full."""
-        num_waiting = self._count() - min(self._num_added, self._table.slots.num_free)
+        num_expected = 0 if self._num_queued else min(self._num_added, self._table.slots.num_free)  # to start at the next plan
+        num_waiting = self._count() - num_expected
         if num_waiting < self._max_queue_len:
             self._num_added += 1
             return
