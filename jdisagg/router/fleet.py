@@ -137,13 +137,18 @@ class Fleet:
         """What there is none of, where `choose` finds nobody of that fingerprint (None = any) for `num_tokens`; else ""."""
         linked = [entry.member for entry in self._entries.values() if entry.linked]
         there = [member for member in linked if fingerprint in (None, member.fingerprint)]
-        if alone := [member for member in there if member.needs_prefill and not member.draining]:
-            return self._lacks_prefill(alone)
-        if there and (longest := max(member.max_model_len for member in there)) < num_tokens:
+        if not there:
+            return "no decode or unified worker is connected"
+        holding = [member for member in there if num_tokens <= member.max_model_len]
+        if not holding:
+            longest = max(member.max_model_len for member in there)
             return f"no decode or unified worker that is connected holds {num_tokens} tokens (at most {longest})"
-        if leaving := ", ".join(member.worker for member in there if member.draining):
-            return f"every decode or unified worker is draining ({leaving})"
-        return "" if there else "no decode or unified worker is connected"
+        staying = [member for member in holding if not member.draining]
+        if not staying:
+            which = "" if len(holding) == len(there) else f" that holds {num_tokens} tokens"
+            return f"every decode or unified worker{which} is draining ({', '.join(member.worker for member in holding)})"
+        alone = [member for member in staying if member.needs_prefill and not self._prefill_of(member.fingerprint)]
+        return self._lacks_prefill(alone) if len(alone) == len(staying) else ""
 
     def _lacks_prefill(self, alone: list[Member]) -> str:
         named = ", ".join(member.worker for member in alone)

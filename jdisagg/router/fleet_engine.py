@@ -181,16 +181,19 @@ class FleetEngine:
                 self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.fingerprint)
                 self._submit(flight, entry)
                 return
-            lacks = self.workers.fleet.lacks(flight.fingerprint, flight.most_tokens)
-            self._recovery.wait(flight, lacks, now_s - began_s, late=late)
+            weights = self._weights(flight)
+            lacks = self.workers.fleet.lacks(weights, flight.most_tokens)
+            self._recovery.wait(flight, lacks, now_s - began_s, weights=weights, late=late)
             await self.workers.changed(min(0.25, flight.request.deadline_s - now_s))
 
     def _choose(self, flight: Flight, now_s: float) -> Entry | None:
-        """A worker for the attempt, with the weights that answered this request or one of its siblings so far."""
-        group = flight.request.fork_group
-        fingerprint = flight.fingerprint or self._homes.spoken_fingerprint(group)
-        tried, num_tokens, home = flight.setbacks.tried, flight.most_tokens, self._homes.of(group)
-        return self.workers.fleet.choose(fingerprint, now_s, num_tokens=num_tokens, but_not=tried, home=home)
+        """A worker for the attempt."""
+        tried, num_tokens, home = flight.setbacks.tried, flight.most_tokens, self._homes.of(flight.request.fork_group)
+        return self.workers.fleet.choose(self._weights(flight), now_s, num_tokens=num_tokens, but_not=tried, home=home)
+
+    def _weights(self, flight: Flight) -> str | None:
+        """Those that answered this request or one of its siblings so far; None = any will do."""
+        return flight.fingerprint or self._homes.spoken_fingerprint(flight.request.fork_group)
 
     def _submit(self, flight: Flight, entry: Entry) -> None:
         flight.entry = entry

@@ -80,9 +80,10 @@ class Recovery:
         flight.replay()
         return 0.0 if lost.death or not alone else min(FIRST_PAUSE_S * 2**flight.setbacks.refusals, LONGEST_PAUSE_S)
 
-    def wait(self, flight: Flight, lacks: str, waited_s: float, *, late: bool) -> None:
-        """There is no worker for the attempt, as `lacks` says, or its deadline has passed. Raises, and logs, the error that
-        ends the request when it has waited long enough. `lacks` is empty for one that came too late to be placed."""
+    def wait(self, flight: Flight, lacks: str, waited_s: float, *, weights: str | None, late: bool) -> None:
+        """There is no worker of those `weights` (None = any) for the attempt, as `lacks` says, or its deadline has passed.
+        Raises, and logs, the error that ends the request when it has waited long enough. `lacks` is empty for one that came too
+        late to be placed."""
         request_id, longest_s = flight.request.request_id, self._worker_wait_s
         if flight.attempt == flight.request.attempt:
             longest_s = min(longest_s, self._config.place_wait_s)
@@ -92,7 +93,7 @@ class Recovery:
         error: RequestError = DeadlineExceeded(f"request {request_id}: its deadline passed before a worker took it{missing}")
         if not late:
             error = Unavailable(
-                f"request {request_id}: {lacks}, for {longest_s:.0f} s (fingerprint {flight.fingerprint or 'any'}); "
+                f"request {request_id}: {lacks}, for {longest_s:.0f} s (fingerprint {weights or 'any'}); "
                 "start one, or wait for one that restarts"
             )
         told = (request_id, waited_s, _stage(flight), f"its deadline passed{missing}" if late else lacks)

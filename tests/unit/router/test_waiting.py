@@ -11,10 +11,11 @@ from time import monotonic
 import pytest
 
 from jdisagg.core.errors import DeadlineExceeded, Unavailable
-from jdisagg.core.requests import Output
+from jdisagg.core.requests import Output, Role
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.router.test_fleet_engine import ask, collect, fleet, tokens
+from tests.unit.router.test_fleet_engine import ask, collect, fleet, stop, tokens
+from tests.unit.router.test_weights_and_choices import choices
 from tests.unit.wire.rig import FAST, run_quiet, until
 
 NOBODY = "no decode or unified worker is connected"
@@ -79,6 +80,59 @@ def test_a_deadline_that_nobody_could_keep_blames_no_worker(caplog: pytest.LogCa
 
     run_quiet(body())
     assert failures(caplog) == []
+
+
+def test_a_worker_that_has_its_prefill_workers_is_not_said_to_lack_one(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        router = await Router(ReplayConfig(place_wait_s=0.05)).start()
+        decode = FakeWorker((router.address,), needs_prefill=True, max_model_len=50)
+        prefill = FakeWorker((router.address,), Role.PREFILL)
+        await fleet(decode, prefill, router=router)
+        await until(lambda: router.engine.health().ready)
+        with pytest.raises(DeadlineExceeded, match=r"its deadline passed before a worker took it$"):
+            await collect(router, ask("r1", left_s=0.0))
+        assert failures(caplog) == []
+        with pytest.raises(Unavailable, match=r"r2: no decode .* holds 83 tokens \(at most 50\), for"):
+            await collect(router, ask("r2", 80))
+        await stop(router, decode, prefill)
+
+    run_quiet(body())
+
+
+def test_only_workers_that_hold_the_request_count_as_those_that_drain() -> None:
+    async def body() -> None:
+        router = await Router(ReplayConfig(place_wait_s=0.05)).start()
+        short, long = [FakeWorker((router.address,), max_model_len=length) for length in (50, 90)]
+        await fleet(short, long, router=router)
+        long.draining = True
+        await long.registration.announce()
+        told = rf"every decode or unified worker that holds 83 tokens is draining \(fake @ {long.address}\)"
+        with pytest.raises(Unavailable, match=told):
+            await collect(router, ask("r1", 80))
+        await stop(router, short, long)
+
+    run_quiet(body())
+
+
+def test_a_choice_whose_siblings_speak_weights_that_are_gone_says_so() -> None:
+    async def body() -> None:
+        router = await Router(ReplayConfig(place_wait_s=0.05)).start()
+        old, new = [FakeWorker((router.address,), fingerprint=f"weights-{number}") for number in (1, 2)]
+        await fleet(old, router=router)
+        first, second = choices("r", 2, 5000)
+        heard: list[Output] = []
+        speaking = asyncio.create_task(collect(router, first, heard))
+        await until(lambda: tokens(heard))
+        await old.die()
+        await until(lambda: not router.linked())
+        await fleet(new, router=router)
+        with pytest.raises(Unavailable, match=rf"r/1: {NOBODY}, for 0 s \(fingerprint weights-1\)"):
+            await collect(router, second)
+        speaking.cancel()
+        await asyncio.gather(speaking, return_exceptions=True)
+        await stop(router, new)
+
+    run_quiet(body())
 
 
 def test_a_scrape_shows_requests_that_run_and_that_wait() -> None:
