@@ -94,6 +94,15 @@ class Fleet:
         """Everybody, as they described themselves."""
         return [entry.member for entry in self._entries.values()]
 
+    def longest(self) -> Member | None:
+        """Who holds the longest requests of those that take any: where nobody does, of all. None: nobody is here."""
+
+        def rank(entry: Entry) -> tuple[bool, bool, int]:
+            member = entry.member
+            return entry.linked and not member.draining, member.decodes, member.max_model_len
+
+        return max(self._entries.values(), key=rank).member if self._entries else None
+
     def count(self, role: Role) -> int:
         """Workers of a role that are there; those that decode count while they are linked."""
         return sum(e.member.role is role and (e.linked or not e.member.decodes) for e in self._entries.values())

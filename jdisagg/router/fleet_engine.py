@@ -81,10 +81,9 @@ class FleetEngine:
 
     @property
     def card(self) -> ModelCard:
-        """The model of the fleet, as it is where the longest requests fit. Raises Unavailable when no worker has registered and
-        none was given."""
-        if members := self.workers.members():
-            member = max(members, key=lambda member: (member.decodes, member.max_model_len))
+        """The model of the fleet, as it is where the longest requests fit that are taken now. Raises Unavailable when no worker
+        has registered and none was given."""
+        if (member := self.workers.fleet.longest()) is not None:
             self._card = ModelCard(
                 name=member.model,
                 max_model_len=member.max_model_len,

@@ -59,3 +59,21 @@ def test_a_stream_waits_for_a_worker_that_holds_it_rather_than_break_on_a_shorte
         await router.stop()
 
     run_quiet(body())
+
+
+def test_a_model_is_as_long_as_the_longest_worker_that_takes_requests() -> None:
+    async def body() -> None:
+        router = await Router().start()
+        short, long = [await FakeWorker((router.address,), max_model_len=length).start() for length in (50, 90)]
+        await until(lambda: router.linked() == 2)
+        long.draining = True
+        await long.registration.announce()
+        assert router.engine.card.max_model_len == 50  # an answer of no stated length has a place while the other one drains
+        short.draining = True
+        await short.registration.announce()
+        assert router.engine.card.max_model_len == 90
+        for worker in (short, long):
+            await worker.die()
+        await router.stop()
+
+    run_quiet(body())
