@@ -83,8 +83,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             self._num_streams -= 1
             run.end()
             await cancel_and_wait(read, write, beat)
-        if read in done:
-            read.result()  # what it raised is a bug of ours: gRPC logs it, and the router hears of no end in good order
+        for task in done & {read, write}:
+            error = task.exception()
+            if error is not None and not isinstance(error, grpc.aio.BaseError):
+                raise error  # a bug of ours: gRPC logs it, and the router hears of no end in good order
         if done == {beat}:
             log.warning(
                 "router %s: no heartbeat for %.2f s; its requests are cancelled", context.peer(), self._config.dead_after_s

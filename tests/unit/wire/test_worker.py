@@ -308,9 +308,9 @@ def test_a_refused_request_ends_with_its_error_through_the_link():
     run_quiet(body())
 
 
-@pytest.mark.parametrize("side", ["worker", "router"])
+@pytest.mark.parametrize("side", ["worker reads", "worker writes", "router"])
 def test_a_bug_that_ends_a_run_stream_is_no_end_in_good_order_and_in_the_log(
-    side: str, caplog: pytest.LogCaptureFixture
+    side: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug of ours")
@@ -329,8 +329,10 @@ def test_a_bug_that_ends_a_run_stream_is_no_end_in_good_order_and_in_the_log(
             on_down=reasons.append,
         )
         await until(lambda: link.answered)
-        if side == "worker":
+        if side == "worker reads":
             engine.submit = fail
+        elif side == "worker writes":
+            monkeypatch.setattr("jdisagg.api.worker_service.encode_load", fail)
         else:
             link._on_outputs = fail
         link.submit(request("r"))
