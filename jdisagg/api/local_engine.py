@@ -23,6 +23,7 @@ from jdisagg.roles.ports import OutputSink
 
 DEADLINE_GRACE_S = 5.0  # the engine itself ends a request at its deadline; this is for an engine that no longer can
 OWN = "own edge"  # the front end that is no router; a router that says no name has the empty one
+LOOK_S = 0.1  # a drain of no length waits so long to know what runs
 ANSWER_TIMEOUT_S = 2.0  # for a question to the engine thread, asked between two ticks
 
 Answer = TypeVar("Answer")
@@ -144,6 +145,9 @@ class LocalEngine:
         `deadline_s`, at least 1 when the engine has not even looked."""
         self._draining = True
         begun = self._thread.loop.inbox.call(self._thread.loop.start_draining)  # behind requests that it has not looked at
+        look_until_s = monotonic() + LOOK_S
+        while not begun.done() and monotonic() < look_until_s:
+            await asyncio.sleep(0.005)
         while (self._thread.loop.num_unfinished or not begun.done()) and monotonic() < deadline_s:
             await asyncio.sleep(0.05)
         return self._thread.loop.num_unfinished or int(not begun.done())

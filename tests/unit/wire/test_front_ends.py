@@ -255,6 +255,17 @@ def test_a_worker_that_drains_is_healthy_and_not_ready() -> None:
     checked(body)
 
 
+@pytest.mark.parametrize("drain_s", [0.0, -1.0])
+def test_an_idle_worker_has_nothing_unfinished_however_short_its_drain_is(drain_s: float) -> None:
+    async def body() -> None:
+        worker = Worker()
+        worker.thread.start()
+        assert await worker.local.drain(monotonic() + drain_s) == 0
+        worker.thread.stop()
+
+    checked(body)
+
+
 @pytest.mark.parametrize("enough", [True, False])
 def test_the_engine_hears_why_nobody_listens_any_more(enough: bool) -> None:
     async def body() -> None:
