@@ -235,7 +235,7 @@ class FleetEngine:
         if (complete := flight.complete()) is not None:
             return complete
         if self._closed.is_set():
-            raise lost.error
+            raise _shutting_down(flight)
         flight.setbacks.tried |= {failed.address}
         alone = self._is_tried_everywhere(flight, now_s)
         pause_s = self._recovery.next_attempt(flight, lost, worker=failed.worker, alone=alone, num_live=num_live, now_s=now_s)

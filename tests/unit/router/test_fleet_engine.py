@@ -390,7 +390,7 @@ def test_an_id_that_comes_again_gets_nothing_of_the_request_that_had_it_before()
     run_quiet(body())
 
 
-@pytest.mark.parametrize("state", ["waiting", "pausing", "running"])
+@pytest.mark.parametrize("state", ["waiting", "pausing", "running", "losing"])
 def test_a_router_that_closes_tells_every_client_to_ask_another_one(state):
     async def body() -> None:
         router, outputs = await Router().start(), list[Output]()
@@ -400,6 +400,8 @@ def test_a_router_that_closes_tells_every_client_to_ask_another_one(state):
         asked = asyncio.create_task(collect(router, ask("r1", max_tokens=10_000), outputs))
         await asyncio.sleep(0.5)
         began_s = monotonic()
+        if state == "losing":  # its worker, in the same moment
+            router.engine._on_lost(router.engine.workers.fleet.entries()[0], "heartbeat")
         await router.stop()
         ended = (await asyncio.gather(asked, return_exceptions=True))[0]
         assert monotonic() - began_s < 0.3
