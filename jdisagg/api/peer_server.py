@@ -104,7 +104,7 @@ class PeerServer(PieceServer):
             await asyncio.wait({write}, timeout=LAST_WRITE_S)  # gRPC accepts no status while the first message is on its way
             if not write.done():
                 raise asyncio.CancelledError
-            if unread is not None:  # not the fault of who made the request: InvalidRequest would end it at D
+            if unread is not None:  # not the fault of who made the request, as InvalidRequest would have D believe
                 log.warning("request %s of %s: a message cannot be read: %s", handoff.request_id, context.peer(), unread)
                 await abort(context, HandoffLost(f"{self._identity.worker} cannot read a message: {unread}"))
         finally:
