@@ -268,7 +268,7 @@ def test_a_failed_publication_is_repeated_twice_and_costs_no_credit() -> None:
 def test_a_publication_that_failed_is_not_the_newer_one_of_its_range() -> None:
     side = prefill_side()
     opened(side, num_tokens=4)
-    assert exports(side.on_computed("r#1", 4, 0.0)) == [(0, 4)]
+    assert exports(side.on_computed("r#1", 4)) == [(0, 4)]
     again = side.on_message(H, Want(begin=0, end=4, reason="lost"), 0.0)
     assert [action.key for action in again if isinstance(action, act.Export)] == ["k1"]
     assert side.on_publish_failed(H, "k0", "device", 0.0) == []
