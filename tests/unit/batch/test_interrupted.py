@@ -38,15 +38,14 @@ def answer(request: httpx.Request) -> httpx.Response:
     return httpx.Response(200, json={"object": "text_completion"})
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_what_is_being_journalled_when_a_batch_is_cancelled_gets_there(tmp_path: Path, times: int) -> None:
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text('{"prompt": "one"}\n', encoding="utf-8")
-    batch = Batch(input=source, output=output)
+def cancelled(directory: Path, text: str, times: int = 1) -> tuple[Batch, bool]:
+    """A batch of these lines, cancelled while something was being written; and whether its output was there when it ended."""
+    batch = Batch(input=directory / "in.jsonl", output=directory / "out.jsonl")
+    batch.input.write_text(text, encoding="utf-8")
 
-    async def body() -> None:
+    async def body() -> bool:
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://fake") as client:
-            with SlowJournal(output, batch.header("fake")) as journal:
+            with SlowJournal(batch.output, batch.header("fake")) as journal:
                 run = asyncio.ensure_future(run_batch(batch, journal, Sender(client, patience_s=1.0), lambda _: None))
                 while not journal.is_writing:
                     await asyncio.sleep(0.005)
@@ -55,27 +54,19 @@ def test_what_is_being_journalled_when_a_batch_is_cancelled_gets_there(tmp_path:
                     await asyncio.sleep(0.02)
                 with pytest.raises(asyncio.CancelledError):
                     await run
+                return batch.output.exists()
 
-    asyncio.run(body())
-    with Journal(output, batch.header("fake")) as journal:
+    return batch, asyncio.run(body())
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_is_being_journalled_when_a_batch_is_cancelled_gets_there(tmp_path: Path, times: int) -> None:
+    batch, _ = cancelled(tmp_path, '{"prompt": "one"}\n', times)
+    with Journal(batch.output, batch.header("fake")) as journal:
         assert 1 in journal
 
 
 def test_an_output_that_is_being_written_when_a_batch_is_cancelled_is_whole(tmp_path: Path) -> None:
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("\n", encoding="utf-8")
-    batch = Batch(input=source, output=output)
-
-    async def body() -> None:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://fake") as client:
-            with SlowJournal(output, batch.header("fake")) as journal:
-                run = asyncio.ensure_future(run_batch(batch, journal, Sender(client, patience_s=1.0), lambda _: None))
-                while not journal.is_writing:
-                    await asyncio.sleep(0.005)
-                run.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await run
-                assert output.exists()
-
-    asyncio.run(body())
+    _, was_there = cancelled(tmp_path, "\n")
+    assert was_there
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["in.jsonl", "out.jsonl"]
