@@ -119,21 +119,10 @@ class Fleet:
         """The worker for the next request of that fingerprint (None = any) and of `num_tokens`, its output included; addresses
         in `but_not` only as a last resort, and the one at `home` before others, and one that has prefill workers of its weights
         before less busy ones."""
-        prefilled = {
-            e.member.fingerprint for e in self._entries.values() if e.member.role is Role.PREFILL and not e.member.draining
-        }
-        usable = [
-            entry
-            for entry in self._entries.values()
-            if entry.member.decodes
-            and entry.linked
-            and not entry.member.draining
-            and (fingerprint is None or entry.member.fingerprint == fingerprint)
-            and num_tokens <= entry.member.max_model_len
-            and (not entry.member.needs_prefill or entry.member.fingerprint in prefilled)
-        ]
+        usable, _ = self._usable(fingerprint, num_tokens)
         if not usable:
             return None
+        prefilled = {peer.member.fingerprint for peer in self._prefill()}
 
         def rank(entry: Entry) -> tuple[object, ...]:
             address = entry.member.address
@@ -144,27 +133,36 @@ class Fleet:
 
     def lacks(self, fingerprint: str | None, num_tokens: int = 0) -> str:
         """What there is none of, where `choose` finds nobody of that fingerprint (None = any) for `num_tokens`; else ""."""
-        linked = [entry.member for entry in self._entries.values() if entry.linked]
-        there = [member for member in linked if fingerprint in (None, member.fingerprint)]
+        return self._usable(fingerprint, num_tokens)[1]
+
+    def _usable(self, fingerprint: str | None, num_tokens: int) -> tuple[list[Entry], str]:
+        """Who can take such a request; where that is nobody, also what there is none of."""
+        linked = [entry for entry in self._entries.values() if entry.linked and entry.member.decodes]
+        there = [entry for entry in linked if fingerprint in (None, entry.member.fingerprint)]
         if not there:
-            return "no decode or unified worker is connected"
-        holding = [member for member in there if num_tokens <= member.max_model_len]
+            return [], "no decode or unified worker is connected"
+        holding = [entry for entry in there if num_tokens <= entry.member.max_model_len]
         if not holding:
-            longest = max(member.max_model_len for member in there)
-            return f"no decode or unified worker that is connected holds {num_tokens} tokens (at most {longest})"
-        staying = [member for member in holding if not member.draining]
+            longest = max(entry.member.max_model_len for entry in there)
+            return [], f"no decode or unified worker that is connected holds {num_tokens} tokens (at most {longest})"
+        staying = [entry for entry in holding if not entry.member.draining]
         if not staying:
             which = "" if len(holding) == len(there) else f" that holds {num_tokens} tokens"
-            return f"every decode or unified worker{which} is draining ({', '.join(member.worker for member in holding)})"
-        alone = [member for member in staying if member.needs_prefill and not self._prefill_of(member.fingerprint)]
-        return self._lacks_prefill(alone) if len(alone) == len(staying) else ""
+            return [], f"every decode or unified worker{which} is draining ({_named(holding)})"
+        prefill = self._prefill()
+        paired = {peer.member.fingerprint for peer in prefill}
+        usable = [entry for entry in staying if not entry.member.needs_prefill or entry.member.fingerprint in paired]
+        if usable:
+            return usable, ""
+        why = ""
+        if prefill:
+            unlike = differing([peer.member for peer in prefill], [entry.member for entry in staying])
+            why = f"; {unlike} must be the same on both"
+        return [], f"no prefill worker that pairs with {_named(staying)} (--local-prefill never){why}"
 
-    def _lacks_prefill(self, alone: list[Member]) -> str:
-        named = ", ".join(member.worker for member in alone)
-        others = [entry.member for entry in self._entries.values() if entry.member.role is Role.PREFILL]
-        others = [member for member in others if not member.draining]
-        why = f"; {differing(others, alone)} must be the same on both" if others else ""
-        return f"no prefill worker that pairs with {named} (--local-prefill never){why}"
+    def _prefill(self) -> list[Entry]:
+        """Prefill workers that take requests."""
+        return [entry for entry in self._entries.values() if entry.member.role is Role.PREFILL and not entry.member.draining]
 
     def prefill_peers(self, fingerprint: str, num_tokens: int) -> list[Entry]:
         """Prefill workers of that fingerprint, least busy first, for a request of `num_tokens` so far. Where none holds as
@@ -181,11 +179,7 @@ class Fleet:
         return tuple(peer.member.address for peer in self._prefill_of(entry.member.fingerprint))
 
     def _prefill_of(self, fingerprint: str) -> list[Entry]:
-        peers = [
-            entry
-            for entry in self._entries.values()
-            if entry.member.role is Role.PREFILL and not entry.member.draining and entry.member.fingerprint == fingerprint
-        ]
+        peers = [peer for peer in self._prefill() if peer.member.fingerprint == fingerprint]
         peers.sort(key=lambda entry: (entry.pending, entry.member.load.pending_prefill_tokens, entry.last_seen_s))
         return peers
 
@@ -199,3 +193,7 @@ def _busy(entry: Entry) -> tuple[float, int]:
     load = entry.member.load
     used = 1.0 - load.free_pages / load.total_pages if load.total_pages else 0.0
     return max(entry.pending, load.running + load.waiting) + used, entry.pending
+
+
+def _named(entries: list[Entry]) -> str:
+    return ", ".join(entry.member.worker for entry in entries)
