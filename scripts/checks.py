@@ -1,8 +1,9 @@
 """Runs every check and prints one report: format, lint, types, layers, generated code, protos, metrics, then the tests.
 
-Usage: checks.py [--quick] [pytest arguments]. Everything runs even when something fails. Tools that come from outside the
-package index (buf, promtool) run when present and are listed as SKIPPED otherwise. The last line counts checks and tests
-together, in pytest's words; the exit status is 0 when nothing failed.
+Usage: checks.py [--quick] [pytest arguments]. Everything runs even when something fails. Tests that compute run in two
+processes side by side; those that start servers and wait for them run alone. Tools that come from outside the package index
+(buf, promtool) run when present and are listed as SKIPPED otherwise. The last line counts checks and tests together, in
+pytest's words; the exit status is 0 when nothing failed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -27,11 +29,15 @@ import sys
 from jdisagg.core.metrics import Metrics
 sys.stdout.write(Metrics().text())
 """
-QUICK_TESTS = ("tests/unit", "tests/compat")
-ALL_TESTS = ("tests/unit", "tests/compat", "tests/kernels", "tests/golden", "tests/e2e")
+UNIT = ("tests/unit", "tests/compat")
+DEVICE = ("tests/kernels", "tests/golden")
+E2E = ("tests/e2e",)
+STAGES = ((UNIT, DEVICE), (E2E,))  # one after another; the parts of one side by side
+CACHE = "JAX_COMPILATION_CACHE_DIR"
 CHECK_TIMEOUT_S = 300
-TESTS_TIMEOUT_S = 3600
+TESTS_TIMEOUT_S = 3600  # of one stage
 CLEAN_UP_S = 60
+NOTHING_SELECTED = 5  # pytest's exit status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +57,10 @@ class Tally:
     passed: int = 0
     failed: int = 0
     skipped: int = 0
+
+    def all(self) -> int:
+        """Everything so far."""
+        return self.passed + self.failed + self.skipped
 
     def line(self, seconds: float) -> str:
         """pytest's closing line."""
@@ -100,35 +110,50 @@ def run_check(check: Check, tally: Tally, skipped: list[str]) -> None:
         print(output, flush=True)
 
 
-def run_tests(paths: list[str], extra: list[str], tally: Tally) -> None:
-    """Run pytest on `paths` and add its counts; a run that breaks off counts as a failure."""
-    with tempfile.TemporaryDirectory() as directory:
-        report = Path(directory) / "report.xml"
-        command = [str(BIN / "pytest"), *paths, "-q", "--durations=15", f"--junit-xml={report}", *extra]
-        status = _run_pytest(command)
-        failed = 0
-        if report.exists():
-            for suite in ElementTree.parse(report).getroot().iter("testsuite"):
-                num = {key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")}
-                failed += num["failures"] + num["errors"]
-                tally.passed += num["tests"] - num["failures"] - num["errors"] - num["skipped"]
-                tally.skipped += num["skipped"]
-        tally.failed += max(failed, 1 if status != 0 else 0)
+def run_tests(parts: tuple[tuple[str, ...], ...], extra: list[str], tally: Tally) -> None:
+    """Run pytest on each of `parts` at once and add their counts; the output of all but the first comes when they have ended.
+
+    Arguments that select nothing of a part are no failure there.
+    """
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        runs: list[tuple[subprocess.Popen[bytes], Path, Path | None]] = []
+        for paths in parts:
+            report, log = Path(directory) / f"{len(runs)}.xml", Path(directory) / f"{len(runs)}.log" if runs else None
+            command = [str(BIN / "pytest"), *paths, "-q", "--durations=15", f"--junit-xml={report}", *extra]
+            output = stack.enter_context(log.open("wb")) if log else None
+            runs.append((stack.enter_context(subprocess.Popen(command, stdout=output, stderr=output)), report, log))
+        until_s = time.monotonic() + TESTS_TIMEOUT_S
+        for pytest, report, log in runs:
+            status = _wait(pytest, until_s)
+            if log is not None:
+                print(log.read_text(errors="replace"), flush=True)
+            _count(report, status, tally)
 
 
-def _run_pytest(command: list[str]) -> int:
+def _count(report: Path, status: int, tally: Tally) -> None:
+    """Add a report's counts; a run that broke off counts as a failure."""
+    failed = 0
+    if report.exists():
+        for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+            num = {key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")}
+            failed += num["failures"] + num["errors"]
+            tally.passed += num["tests"] - num["failures"] - num["errors"] - num["skipped"]
+            tally.skipped += num["skipped"]
+    tally.failed += max(failed, status not in {0, NOTHING_SELECTED})
+
+
+def _wait(pytest: subprocess.Popen[bytes], until_s: float) -> int:
     """Its exit status. Out of time, it is interrupted: so it ends the servers it started and says what has failed so far."""
-    with subprocess.Popen(command) as pytest:
-        try:
-            return pytest.wait(TESTS_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            print(f"FAILED  the tests did not finish within {TESTS_TIMEOUT_S} s", flush=True)
-            pytest.send_signal(signal.SIGINT)
-        try:
-            pytest.wait(CLEAN_UP_S)
-        except subprocess.TimeoutExpired:
-            pytest.kill()
-        return -1
+    try:
+        return pytest.wait(max(0.0, until_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        print(f"FAILED  the tests did not finish within {TESTS_TIMEOUT_S} s", flush=True)
+        pytest.send_signal(signal.SIGINT)
+    try:
+        pytest.wait(CLEAN_UP_S)
+    except subprocess.TimeoutExpired:
+        pytest.kill()
+    return -1
 
 
 def main() -> int:
@@ -143,8 +168,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         for check in checks(Path(directory)):
             run_check(check, tally, skipped)
-    paths = [path for path in (QUICK_TESTS if options.quick else ALL_TESTS) if any(Path(path).rglob("test_*.py"))]
-    run_tests(paths, extra, tally)
+    counted = tally.all()
+    with tempfile.TemporaryDirectory(prefix="jdisagg-xla-") as cache:
+        os.environ.setdefault(CACHE, cache)  # for all of them
+        for parts in ((UNIT,),) if options.quick else STAGES:
+            run_tests(parts, extra, tally)
+    if tally.all() == counted:
+        print(f"FAILED  no test matches {' '.join(extra)}", flush=True)
+        tally.failed += 1
     for line in skipped:
         print(f"SKIPPED  {line}")
     print(tally.line(time.monotonic() - began_s))
