@@ -79,8 +79,12 @@ def test_the_harness_sees_what_checksums_leases_and_attempts_prevent(
         catalogue_size=30,
     )
     for broken in chaos(options, tmp_path_factory.mktemp("teeth")):
-        verdict = broken.run(4, requests=60, rounds=3)
-        assert verdict.tally.flaws["wrong"] > 0
-        assert verdict.tally.flaws["duplicated"] > 0
-        assert any("published_bytes" in leak for leak in verdict.leaks)
-        assert verdict.complaints()
+        seen: set[str] = set()
+        for seed in 4, 5, 6:  # only a stream that had tokens when its worker froze can show what ignored attempts do
+            verdict = broken.run(seed, requests=60, rounds=3)
+            seen |= {str(flaw) for flaw, count in verdict.tally.flaws.items() if count}
+            assert any("published_bytes" in leak for leak in verdict.leaks)
+            assert verdict.complaints()
+            if seen >= {"wrong", "duplicated"}:
+                break
+        assert seen >= {"wrong", "duplicated"}
