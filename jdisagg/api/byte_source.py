@@ -1,4 +1,9 @@
-"""Blocking reads of published pieces for transfer threads: `PeerService.Fetch` over one channel per peer."""
+"""Blocking reads of published pieces for transfer threads: `PeerService.Fetch` over one channel per peer.
+
+A read on which nothing comes for a while ends before its deadline: its connection is dead more often than its network is slow,
+and the next read takes a new one. That one may use all its time, and so may those after it until one flows again, so that what
+is slow, but moves, arrives.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,20 @@ import grpc
 
 from jdisagg.api.channels import INSECURE, Credentials, open_blocking_channel
 from jdisagg.api.piece_wire import FETCH, decode_part
+from jdisagg.api.stalls import StallWatch, Watched
 from jdisagg.v1 import peer_pb2
+
+STALL_S = 1.0  # as long as a peer that says nothing lives
 
 
 class GrpcByteSource:
     """`read_into` may be called from any thread."""
 
-    def __init__(self, credentials: Credentials = INSECURE) -> None:
+    def __init__(self, credentials: Credentials = INSECURE, *, stall_s: float = STALL_S) -> None:
+        """`stall_s` without a byte end a read."""
         self._credentials = credentials
+        self._stalls = StallWatch(stall_s)
+        self._slow: set[str] = set()  # peers whose latest read stalled, or nearly
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -32,8 +43,10 @@ class GrpcByteSource:
             call = fetch(peer_pb2.FetchRequest(key=key), timeout=max(0.0, deadline_s - monotonic()))
         except ValueError as error:  # dropped in this moment
             raise ConnectionError(f"piece {key} of {peer}: {error}") from error
+        watched = self._stalls.watch(call, ends=peer not in self._slow)
         try:
             for part in call:
+                watched.num_parts += 1
                 end = filled + len(part)
                 if end > len(room):
                     raise BufferError(f"piece {key} of {peer} is longer than {len(room)} bytes")
@@ -46,12 +59,20 @@ class GrpcByteSource:
         else:
             failed = False
         finally:
+            self._stalls.unwatch(watched)
             call.cancel()  # a reader that stops early must not leave the stream running
         if failed:
-            raise self._failure(peer, key, channel, call)
+            raise self._failure(peer, key, channel, watched)
+        if not watched.has_paused:
+            self._slow.discard(peer)
 
-    def _failure(self, peer: str, key: str, channel: grpc.Channel, call: grpc.Call) -> Exception:
+    def _failure(self, peer: str, key: str, channel: grpc.Channel, watched: Watched) -> Exception:
         """What the end of a call means."""
+        call = watched.call
+        if watched.has_stalled:
+            self._slow.add(peer)
+            self._drop(peer, channel)
+            return TimeoutError(f"piece {key} of {peer}: nothing came for {self._stalls.limit_s:g} s")
         code = call.code()
         text = f"piece {key} of {peer}: {code.name}: {call.details()}"
         if code is grpc.StatusCode.NOT_FOUND:
@@ -62,6 +83,7 @@ class GrpcByteSource:
 
     def drop(self, peer: str) -> None:
         """The peer has fallen silent: reads from it end with ConnectionError now, later ones connect anew. Any thread."""
+        self._slow.discard(peer)
         with self._lock:
             channel = self._channels.get(peer)
         if channel is not None:
@@ -72,6 +94,7 @@ class GrpcByteSource:
         with self._lock:
             self._closed = True
             channels, self._channels = list(self._channels.values()), {}
+        self._stalls.close()
         for channel in channels:
             channel.close()
 

@@ -11,7 +11,7 @@ import grpc.aio
 from jdisagg.api.piece_wire import FETCH, encode_part
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
-FETCH_PART_BYTES = 2**20
+FETCH_PART_BYTES = 2**18  # as fast as larger ones, and a slow network is seen to move
 _KEY_SHOWN = 200  # characters
 
 
@@ -34,7 +34,7 @@ class PieceServer(peer_pb2_grpc.PeerServiceServicer):
         """Nothing new is taken on from now; what only lends has nothing to refuse."""
 
     async def Fetch(self, request: peer_pb2.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        """The bytes of one piece in FetchResponses, as they travel, of at most 1 MiB; NOT_FOUND when there is none."""
+        """The bytes of one piece in FetchResponses, as they travel, of at most 256 KiB; NOT_FOUND when there is none."""
         found = None if self._pieces is None else self._pieces.get(request.key)
         if found is None:
             name = request.key[:_KEY_SHOWN]  # a status is small

@@ -119,6 +119,10 @@ class _Kind:
     hello: Callable[[], Backend]
 
 
+def _grpc_source(halves: DecodeBackends) -> GrpcByteSource:
+    return GrpcByteSource(halves.credentials, stall_s=halves.core.config.transfer.dead_after_s)
+
+
 def _publish_tcp(halves: PrefillBackends) -> Publisher:
     _check_plain(halves.credentials)
     store = TcpStore(halves.core.config.server.host, halves.host)
@@ -150,7 +154,7 @@ def _fetch_jax(halves: DecodeBackends) -> Callable[[Post], Fetcher]:
 _KINDS = {
     "grpc": _Kind(
         publisher=lambda halves: halves.carrying("grpc", halves.store),
-        fetcher=lambda halves: halves.carrying("grpc", halves.connected(GrpcByteSource(halves.credentials))),
+        fetcher=lambda halves: halves.carrying("grpc", halves.connected(_grpc_source(halves))),
         hello=lambda: Backend(name="grpc"),
     ),
     "shm": _Kind(

@@ -202,7 +202,7 @@ def _grpc_borrowing(core: Core, deployment: Deployment, credentials: Credentials
     """P fetches from the gRPC servers of decode workers."""
     if not wants_to_borrow(core):
         return None
-    source = GrpcByteSource(credentials)
+    source = GrpcByteSource(credentials, stall_s=core.config.transfer.dead_after_s)
     fetcher = host_fetcher("grpc", source, _target(core), core.inbox.post, on_end=source.drop)
     deployment.closers += [source.close, fetcher.close]
     return borrowing(core, fetcher)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from time import monotonic
 
 import pytest
@@ -47,6 +48,59 @@ def test_a_read_ends_when_its_peer_falls_silent_and_the_next_one_takes_a_new_con
         proxy.set_weather(Weather.CLEAR)
         assert await asyncio.to_thread(read) == b"bytes"
         await client.aclose()
+        source.close()
+        await proxy.close()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+STALL_S = 0.4
+
+
+def test_a_read_on_which_nothing_comes_ends_long_before_its_deadline_and_the_next_one_takes_a_new_connection() -> None:
+    async def body() -> None:
+        p, source = Prefill(identity()), GrpcByteSource(stall_s=STALL_S)
+        p.pieces["k"] = b"bytes"
+        proxy = await Proxy(lambda *_: None).start()
+        proxy.target_port = int((await p.start()).rpartition(":")[2])
+
+        def read() -> bytes:
+            return read_whole(source, f"127.0.0.1:{proxy.port}", "k", monotonic() + LONG_S)
+
+        for _ in range(2):  # what has flowed again is watched again
+            assert await asyncio.to_thread(read) == b"bytes"
+            proxy.set_weather(Weather.BLACK_HOLE)
+            began_s = monotonic()
+            with pytest.raises(TimeoutError, match=f"nothing came for {STALL_S:g} s"):
+                await asyncio.to_thread(read)
+            assert monotonic() - began_s < LONG_S / 4
+            proxy.set_weather(Weather.CLEAR)
+        assert await asyncio.to_thread(read) == b"bytes"
+        await until(lambda: all(thread.name != "stall-watch" for thread in threading.enumerate()))
+        source.close()
+        await proxy.close()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_what_is_slow_but_moves_arrives_the_second_time_and_at_once_from_then_on() -> None:
+    async def body() -> None:
+        p, source = Prefill(identity()), GrpcByteSource(stall_s=STALL_S)
+        p.pieces["k"] = bytes(2**18)
+        proxy = await Proxy(lambda *_: None).start()
+        proxy.target_port = int((await p.start()).rpartition(":")[2])
+        proxy.slow_bytes_per_s = 2**18
+        proxy.set_weather(Weather.SLOW)
+
+        def read() -> bytes:
+            return read_whole(source, f"127.0.0.1:{proxy.port}", "k", monotonic() + LONG_S)
+
+        with pytest.raises(TimeoutError):
+            await asyncio.to_thread(read)
+        for _ in range(2):
+            assert await asyncio.to_thread(read) == p.pieces["k"]
         source.close()
         await proxy.close()
         await p.server.stop(0)

@@ -1,0 +1,84 @@
+"""Ends calls on which nothing comes any more: a blocking read of a gRPC stream has no time-out but that of the whole call."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import grpc
+
+LOOKS_PER_LIMIT = 8
+
+
+@dataclass(slots=True, eq=False)
+class Watched:
+    """One call while it is read; its reader counts what comes."""
+
+    call: grpc.Call
+    ends: bool  # whether a stall ends it, or is noted only
+    num_parts: int = 0  # the reader's
+    has_paused: bool = False  # nothing came for half the limit
+    has_stalled: bool = False  # it was ended
+    num_seen: int = 0  # these two the watching thread's
+    num_silent_looks: int = 0
+
+
+class StallWatch:
+    """One thread that looks at all calls, and ends when there were none for a while. `watch` and `unwatch` are for any
+    thread."""
+
+    def __init__(self, limit_s: float) -> None:
+        """A stall is `limit_s` without a part, counted by this thread's own looks: a process that stood still blames nobody."""
+        self.limit_s = limit_s
+        self._watched: set[Watched] = set()
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, call: grpc.Call, *, ends: bool) -> Watched:
+        """Begin; `unwatch` must follow."""
+        watched = Watched(call, ends)
+        with self._changed:
+            self._watched.add(watched)
+            if self._thread is None and not self._closing.is_set():
+                self._thread = threading.Thread(target=self._run, name="stall-watch", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return watched
+
+    def unwatch(self, watched: Watched) -> None:
+        """Its reader is through with it; idempotent."""
+        with self._changed:
+            self._watched.discard(watched)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing.set()
+        with self._changed:
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while self._has_work():
+            self._closing.wait(self.limit_s / LOOKS_PER_LIMIT)
+            self._look()
+
+    def _has_work(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._watched or self._closing.is_set(), timeout=self.limit_s)
+            if self._closing.is_set() or not self._watched:
+                self._thread = None  # the next call starts another one
+                return False
+            return True
+
+    def _look(self) -> None:
+        with self._changed:
+            watched = list(self._watched)
+        for one in watched:
+            if one.num_parts != one.num_seen:
+                one.num_seen, one.num_silent_looks = one.num_parts, 0
+                continue
+            one.num_silent_looks += 1
+            one.has_paused |= 2 * one.num_silent_looks >= LOOKS_PER_LIMIT
+            if one.ends and one.num_silent_looks >= LOOKS_PER_LIMIT:
+                one.has_stalled = True
+                one.call.cancel()
