@@ -54,7 +54,8 @@ class EngineLoop:
         slow_request_s: float = inf,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """`slow_request_s`: requests that take longer are logged with their life. `clock` measures the stages of a tick."""
+        """`slow_request_s`: requests that take longer are logged with their life. `clock` measures the stages of a tick
+        and what passes within one."""
         self.inbox = inbox
         self._scheduler = scheduler
         self._pipeline = pipeline
@@ -64,6 +65,7 @@ class EngineLoop:
         self._observer = observer
         self._worker = worker
         self._slow_request_s = slow_request_s
+        self._clock = clock
         self._stages = StageClock(metrics, clock)
         self._draining = False
         self._was_idle = False
@@ -71,7 +73,7 @@ class EngineLoop:
 
     def tick(self, now_s: float) -> bool:
         """Advance by one step; returns False when there was nothing to do. Raises only what must stop the process."""
-        stages = self._stages
+        stages, began_s = self._stages, self._clock()
         stages.start()
         kept, self._kept = self._kept, []
         messages = kept + self.inbox.drain(IDLE_WAIT_S if self._was_idle else 0.0)
@@ -83,12 +85,13 @@ class EngineLoop:
         outputs += self._side.before_step(now_s)
         stages.lap(Stage.PEERS)
         expired = self._scheduler.expire(now_s)
-        turn = self._pipeline.turn(now_s, stages, lambda: self._listen(outputs, now_s))
-        outputs += self._side.after_step(turn.plan, expired + turn.outputs, now_s)
+        turn = self._pipeline.turn(now_s, stages, lambda: self._listen(outputs, now_s + self._clock() - began_s))
+        ended_s = now_s + turn.host_s + turn.waited_s
+        outputs += self._side.after_step(turn.plan, expired + turn.outputs, ended_s)
         stages.lap(Stage.PEERS)
         self._mark(turn.plan, now_s)
         self._observer.observe(turn, len(self._streams))
-        self._deliver(outputs, now_s + turn.host_s + turn.waited_s)
+        self._deliver(outputs, ended_s)
         idle = turn.idle and not messages
         if idle and not self._was_idle and self._scheduler.is_idle() and self._side.is_idle:
             self._scheduler.check()  # once per idle spell: its cost grows with the pool

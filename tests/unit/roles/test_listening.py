@@ -1,4 +1,4 @@
-"""What an engine hears while it waits for a step that computes prompts."""
+"""What an engine hears while it waits for a step that computes prompts, and what time it is then."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ from concurrent.futures import Future
 
 import pytest
 
+from jdisagg.core.requests import Output, Role
+from jdisagg.handoff.events import PeerAlive
 from jdisagg.handoff.messages import ChunkReady, HandoffId, PrefillToDecode
 from jdisagg.roles import engine_loop
+from jdisagg.roles.compute import ComputeSide
+from jdisagg.roles.inbox import Message, Submit
+from tests.unit.roles.engine import Engine
+from tests.unit.roles.test_records import Ticking, read
 from tests.unit.roles.world import World
 from tests.unit.sched.engine_fake import expected, request
 
@@ -49,3 +55,49 @@ def test_a_call_that_comes_during_a_step_is_run_between_two() -> None:
     world.settle()
     assert called
     assert not any(future.result(timeout=1.0) for future in called)
+
+
+class Hearing(ComputeSide):
+    """Notes when it hears of a peer."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.scheduler)
+        self.heard_s: list[float] = []
+
+    def handle(self, message: Message, now_s: float) -> list[Output]:
+        self.heard_s.append(now_s)
+        return []
+
+
+def test_what_a_peer_says_during_a_long_step_is_heard_then_and_not_when_the_step_began() -> None:
+    clock, said_s = Ticking(), list[float]()
+    engine = Engine(Role.UNIFIED, 9, True)
+    side = Hearing(engine)
+    engine.run(side, clock=clock)
+
+    def meanwhile() -> None:
+        clock.now_s += 7.0
+        said_s.append(clock.now_s)
+        engine.inbox.post(PeerAlive(HandoffId("r", 1)))
+
+    engine.runner.meanwhile = meanwhile
+    engine.inbox.post(Submit(request("a", PROMPT[:4], 1), lambda outputs: None))
+    for _ in range(3):
+        engine.tick(clock.now_s)
+    assert len(said_s) == 1
+    assert side.heard_s == pytest.approx(said_s), "what it answers may have a deadline of a few seconds"
+
+
+def test_a_prefill_worker_counts_the_step_that_computes_a_prompt_as_its_prefill() -> None:
+    clock, step_s = Ticking(), 0.5
+    world = World(local_prefill=False, clock=clock)
+    world.prefill.runner.meanwhile = None
+    world.prefill.runner.collect = clock.slow(world.prefill.runner.collect, step_s)  # type: ignore[method-assign]
+    world.submit(request("a", PROMPT[:10], 3))  # one step
+    for _ in range(20):
+        world.network.step()
+        world.now_s = clock.now_s = clock.now_s + 0.01
+        for engine in (world.prefill, world.decode):
+            engine.tick(clock.now_s)
+    world.settle()
+    assert read(world.prefill.metrics, "request_prefill_seconds_sum") == pytest.approx(step_s, abs=0.05)

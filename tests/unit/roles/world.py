@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
+from time import monotonic
 from typing import Any
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
@@ -50,7 +51,15 @@ class Decoder:
 
 
 def make_decoder(
-    network: Network, prefill: Inbox, config: TransferConfig, *, number: int, dtype: str, slow_request_s: float, **engine: Any
+    network: Network,
+    prefill: Inbox,
+    config: TransferConfig,
+    *,
+    number: int,
+    dtype: str,
+    slow_request_s: float,
+    clock: Callable[[], float] = monotonic,
+    **engine: Any,
 ) -> Decoder:
     """Decode worker `number`, which gets its KV from the worker behind `prefill`."""
     decode = Engine(Role.DECODE, local_prefill=config.local_prefill is not LocalPrefill.NEVER, **engine)
@@ -73,7 +82,7 @@ def make_decoder(
             runner=decode.runner, publisher=lent, metrics=decode.metrics,
         ),
     )  # fmt: skip
-    decode.run(role, slow_request_s=slow_request_s)
+    decode.run(role, slow_request_s=slow_request_s, clock=clock)
     return Decoder(decode, wire, handoffs, lent, lender)
 
 
@@ -91,6 +100,7 @@ class World:
         want_min_tokens: int = 0,
         dtypes: tuple[str, str] = ("float32", "float32"),
         num_decode: int = 1,
+        clock: Callable[[], float] = monotonic,
         **decode: Any,
     ) -> None:
         """`dtypes`: of P's and of D's KV, as they say; `want_min_tokens` 0: D lends and P never asks; `decode`: settings of the
@@ -120,11 +130,12 @@ class World:
                 worker="p0",
                 slow_request_s=slow_request_s,
                 borrowing=borrowing if want_min_tokens else None,
-            )
+            ),
+            clock=clock,
         )
         self._make_decoder: Callable[[int], Decoder] = lambda number: make_decoder(
             self.network, self.prefill.inbox, config, number=number, num_pages=decode_pages, dtype=dtypes[1],
-            slow_request_s=slow_request_s, **decode,
+            slow_request_s=slow_request_s, clock=clock, **decode,
         )  # fmt: skip
         self.decoders = [self._make_decoder(number) for number in range(num_decode)]
 
