@@ -211,7 +211,7 @@ class DecodeSide:
         record, stream = found
         piece = stream.pieces[key]
         if stream is not record.stream:
-            piece.fetch_deadline_s = None  # once more, should P come back
+            stream.put_off(piece)  # once more, should P come back
             return []
         ready = piece.ready
         span = (ready.group, ready.begin, ready.end)

@@ -16,7 +16,7 @@ from typing import Any
 
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, RequestError, Unavailable
 from jdisagg.core.requests import EngineRequest, Output, Provenance
-from jdisagg.handoff.actions import CancelFetch, CloseStream, DecodeAction, Hedged, PeerReady, Recovered
+from jdisagg.handoff.actions import DecodeAction, Hedged, PeerReady, Recovered
 from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import Ladder
 from jdisagg.handoff.messages import ChunkReady, Done, HandoffId, Open, PrefillToDecode, Started
@@ -144,7 +144,7 @@ class Inbound:
         if stream is None:
             return []
         self.held_tokens = stream.imported.reach(self.held_tokens)
-        return [CancelFetch(stream.handoff), CloseStream(stream.handoff)]
+        return stream.close()
 
     def note(self, rung: str, peer: str, cause: str, stage: InboundStage | None = None) -> Recovered:
         """A rung of the ladder is taken because of `peer`, whose stream was at `stage`, or is at this one's."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from jdisagg.handoff.actions import CancelFetch, DecodeAction, Fetch, Send
+from jdisagg.handoff.actions import CancelFetch, CloseStream, DecodeAction, Fetch, Send
 from jdisagg.handoff.credit import Credit
 from jdisagg.handoff.messages import ChunkReady, HandoffId, Want
 from jdisagg.handoff.spans import GroupSpans
@@ -15,6 +15,14 @@ from jdisagg.handoff.spans import GroupSpans
 FETCH_TIMEOUT_S = 5.0  # one piece, or as long as it and those before it take on the slowest network:
 SLOWEST_BYTES_PER_S = 8 * 2**20
 FETCH_GRACE_S = 1.0  # a fetch that has not even reported its time-out by then is taken for lost
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Line:
+    """What comes from one peer: piece after piece, whomever they are for."""
+
+    peer: str
+    queued_bytes: int = 0  # of pieces that are being fetched
 
 
 @dataclass(slots=True)
@@ -30,7 +38,7 @@ class InboundStream:
     """One stream of D: pieces announced and not yet imported, and what was."""
 
     handoff: HandoffId
-    peer: str
+    line: Line  # the peer's, shared by all of its streams
     progress_s: float  # when P last said something
     announced: GroupSpans
     imported: GroupSpans
@@ -45,6 +53,11 @@ class InboundStream:
     is_quiet: bool = False  # nothing comes from P, for longer than it should
     is_parked: bool = False  # P computes the prompt again, when memory allows: no piece is due yet
 
+    @property
+    def peer(self) -> str:
+        """Who publishes."""
+        return self.line.peer
+
     def announce(self, ready: ChunkReady) -> IncomingPiece:
         """A piece can be fetched."""
         ready = ready if ready.backend else replace(ready, backend=self.backends[0])
@@ -54,23 +67,41 @@ class InboundStream:
 
     def settle(self, key: str) -> ChunkReady:
         """The piece is in place."""
-        ready = self.pieces.pop(key).ready
+        ready = self._take_out(key)
         self.imported.of(ready.group).add(ready.begin, ready.end)
         self.settled_bytes += ready.num_bytes
         return ready
 
     def give_up(self, key: str) -> None:
         """The piece will not be fetched under this key; its range may be announced again."""
-        ready = self.pieces.pop(key).ready
+        ready = self._take_out(key)
         self.announced.of(ready.group).remove(ready.begin, ready.end)
         self.settled_bytes += ready.num_bytes
 
     def fetch(self, piece: IncomingPiece, deadline_s: float, now_s: float) -> Fetch:
         """Start (again) to fetch an announced piece, within the request's deadline."""
-        queued_bytes = sum(other.ready.num_bytes for other in self.pieces.values())
-        timeout_s = max(FETCH_TIMEOUT_S, queued_bytes / SLOWEST_BYTES_PER_S)
+        if piece.fetch_deadline_s is None:
+            self.line.queued_bytes += piece.ready.num_bytes
+        timeout_s = max(FETCH_TIMEOUT_S, self.line.queued_bytes / SLOWEST_BYTES_PER_S)
         piece.fetch_deadline_s = min(now_s + timeout_s, deadline_s)
         return Fetch(self.handoff, self.peer, piece.ready, piece.fetch_deadline_s)
+
+    def put_off(self, piece: IncomingPiece) -> None:
+        """The piece is not being fetched any more; idempotent."""
+        if piece.fetch_deadline_s is not None:
+            self.line.queued_bytes -= piece.ready.num_bytes
+            piece.fetch_deadline_s = None
+
+    def _take_out(self, key: str) -> ChunkReady:
+        piece = self.pieces.pop(key)
+        self.put_off(piece)
+        return piece.ready
+
+    def close(self) -> list[DecodeAction]:
+        """Nothing of it is wanted any more."""
+        for piece in self.pieces.values():
+            self.put_off(piece)
+        return [CancelFetch(self.handoff), CloseStream(self.handoff)]
 
     def overdue(self, now_s: float) -> list[str]:
         """Keys whose fetch should have answered by now."""

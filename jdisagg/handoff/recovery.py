@@ -20,6 +20,7 @@ and waits in no second queue.
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakValueDictionary
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.errors import RequestError
@@ -27,7 +28,7 @@ from jdisagg.handoff import actions as act
 from jdisagg.handoff.actions import DecodeAction
 from jdisagg.handoff.credit import Credit, window_bytes_of
 from jdisagg.handoff.inbound import Doubted, Inbound, InboundStage
-from jdisagg.handoff.inbound_stream import InboundStream
+from jdisagg.handoff.inbound_stream import InboundStream, Line
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.handoff.spans import GroupSpans
 
@@ -53,6 +54,7 @@ class Recovery:
         self._head_shards = head_shards
         self._forget = forget
         self._serial = 0
+        self._lines = WeakValueDictionary[str, Line]()  # kept by their streams
 
     def begin(self, record: Inbound, now_s: float) -> list[DecodeAction]:
         """The first stream."""
@@ -114,7 +116,7 @@ class Recovery:
         stream.progress_s += now_s - doubted.since_s  # nobody asked it for anything meanwhile
         request_id = record.request.request_id
         ended = act.Hedged(outcome, request_id, stream.peer, hedge.peer)
-        actions = [act.CancelFetch(hedge.handoff), act.CloseStream(hedge.handoff), ended]
+        actions = [*hedge.close(), ended]
         if stream.has_started:
             actions.append(act.PeerReady(request_id))
         return [*actions, *record.ask(now_s)]
@@ -132,8 +134,7 @@ class Recovery:
             record.ladder.busy(quiet.peer)
         cause = f"{end or f'nothing heard for {doubted.silent_s:g} s'}; {hedge.peer} was asked meanwhile"
         actions = [
-            act.CancelFetch(quiet.handoff),
-            act.CloseStream(quiet.handoff),
+            *quiet.close(),
             record.note("other_prefill", quiet.peer, cause, doubted.stage),
             act.Hedged("moved", record.request.request_id, quiet.peer, hedge.peer),
         ]
@@ -147,7 +148,7 @@ class Recovery:
         if peer is None:
             record.ladder.ask_all_again()  # should the quiet one fall quiet again
             return self._go_back(record, "refused", now_s)
-        return [act.CancelFetch(hedge.handoff), act.CloseStream(hedge.handoff), *self._open(record, peer, now_s)]
+        return [*hedge.close(), *self._open(record, peer, now_s)]
 
     def fail(self, record: Inbound, error: RequestError) -> list[DecodeAction]:
         """End the hand-off, and its request with `error`."""
@@ -160,7 +161,8 @@ class Recovery:
         handoff = HandoffId(record.request.request_id, self._serial)
         record.move(InboundStage.OPENING)
         spans, credit = (GroupSpans(self._num_groups), GroupSpans(self._num_groups)), Credit(self._window_bytes)
-        record.stream = InboundStream(handoff, peer, now_s, *spans, credit, backends=(self._backend,))
+        line = self._lines.setdefault(peer, Line(peer))
+        record.stream = InboundStream(handoff, line, now_s, *spans, credit, backends=(self._backend,))
         message = record.opening(self._backend, self._head_shards, self._config.transfer_chunk_tokens)
         return [act.OpenStream(handoff, peer, message), *record.grant()]
 

@@ -9,6 +9,7 @@ import pytest
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.borrower import Borrowed, Borrower
+from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.lender import Lender
 from jdisagg.handoff.messages import (
     Accepted,
@@ -103,6 +104,43 @@ def test_a_fetch_has_the_time_that_its_bytes_and_those_before_it_take_on_a_slow_
         if isinstance(action, act.Fetch)
     ]
     assert times_s == [1.0 + 7.5, 1.0 + 15.0]  # at 8 MiB a second
+
+
+def two_requests_fetch(side: DecodeSide, peers: tuple[str, str]) -> list[float]:
+    """The time that each gets for a piece of 60 MiB."""
+    times_s = []
+    for number, (name, peer) in enumerate(zip("rs", peers, strict=True), start=1):
+        handoff = HandoffId(name, number)
+        side.start(request(4, request_id=name), 0, (peer,), 0.0)
+        side.on_message(handoff, Accepted(cached_tokens=0), 0.0)
+        side.on_reserved(name, 0.0)
+        piece = replace(ready(f"{name}-a", 0, 4), num_bytes=60 * 2**20)
+        times_s.append(only(act.Fetch, side.on_message(handoff, piece, 0.0)).deadline_s)
+    return times_s
+
+
+def test_a_fetch_has_the_time_of_other_requests_pieces_that_come_from_the_same_peer_before_its_own() -> None:
+    side = decode_side(NEVER)
+    assert two_requests_fetch(side, ("p", "q")) == [7.5, 7.5]
+    assert two_requests_fetch(decode_side(NEVER), ("p", "p")) == [7.5, 15.0]
+
+
+@pytest.mark.parametrize("ends", ["arrives", "fails", "cancelled", "lost"])
+def test_a_piece_that_is_fetched_no_more_takes_no_time_from_others(ends: str) -> None:
+    side = decode_side(NEVER)
+    two_requests_fetch(side, ("p", "p"))
+    match ends:
+        case "arrives":
+            side.on_arrived(HandoffId("r", 1), "r-a", 1.0)
+        case "fails":
+            for _ in range(2):
+                side.on_failed(HandoffId("r", 1), "r-a", "checksum", 1.0)
+        case "cancelled":
+            side.release("r")
+        case _:
+            side.on_message(HandoffId("r", 1), StreamEnded(reason="dead"), 1.0)
+    again = side.on_failed(HandoffId("s", 2), "s-a", "connection", 1.0)
+    assert only(act.Fetch, again).deadline_s == 1.0 + 7.5
 
 
 def test_pieces_that_are_announced_before_there_are_pages_are_fetched_when_there_are() -> None:
