@@ -78,8 +78,9 @@ class Recovery:
         record.ladder.failed(lost, error)
         if peer := record.ladder.next_peer():
             return [*actions, record.note("other_prefill", lost, cause), *self._open(record, peer, now_s)]
-        if record.ladder.after_pause() is not None:
-            return [*actions, record.note("reconnect", lost, cause), *record.wait(now_s, had_begun=had_begun)]
+        if (later := record.ladder.after_pause()) is not None:
+            rung = "reconnect" if later == lost else "other_prefill"
+            return [*actions, record.note(rung, lost, cause), *record.wait(now_s, had_begun=had_begun)]
         return actions + self._last_rungs(record, lost, cause)
 
     def pass_over(self, record: Inbound, now_s: float) -> list[DecodeAction]:

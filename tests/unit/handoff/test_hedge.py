@@ -109,7 +109,7 @@ def test_who_was_only_quiet_is_asked_again_when_the_other_fails_and_who_died_is_
     side = hedged()
     say(side, H2, Accepted(cached_tokens=0), Started(), ready("x", 4, 8))
     lost = say(side, H2, StreamEnded(reason="dead"))
-    assert only(act.Recovered, lost).rung == "reconnect"
+    assert only(act.Recovered, lost).rung == "other_prefill"
     assert only(act.OpenStream, side.tick(2.0)).peer == "p"
     side = hedged()
     say(side, H, SILENCE)

@@ -169,6 +169,15 @@ def test_a_stream_that_ends_before_memory_exists_is_noticed() -> None:
     assert side.on_reserved("r", 2.0) == [act.Send(H2, Grant(credit_bytes=160))]
 
 
+def test_a_pause_for_another_worker_that_was_full_is_no_reconnection_to_the_one_that_was_lost() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    side.on_message(H, Refused(error=Overloaded("full")), 1.0)
+    lost = only(act.Recovered, side.on_message(H2, DEAD, 1.0))
+    assert (lost.rung, lost.peer) == ("other_prefill", "q")
+    assert only(act.OpenStream, side.tick(2.0)).peer == "p"
+
+
 def test_the_only_worker_is_asked_once_more_after_a_pause_then_the_prompt_is_computed_here() -> None:
     side = decode_side()
     side.start(request(), 3, ("p", "p"), 0.0)
