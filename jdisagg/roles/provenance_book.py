@@ -6,6 +6,15 @@ from dataclasses import replace
 
 from jdisagg.core.requests import Output, Provenance
 
+_COUNTS = (
+    "prefilled_tokens",
+    "transferred_tokens",
+    "transferred_pages",
+    "transferred_bytes",
+    "borrowed_tokens",
+    "borrowed_bytes",
+)
+
 
 class ProvenanceBook:
     """By request id, from the end of the hand-off to the end of the request. Owned by the engine thread."""
@@ -16,9 +25,15 @@ class ProvenanceBook:
         self._of: dict[str, Provenance] = {}
 
     def arrived(self, request_id: str, provenance: Provenance) -> None:
-        """What was transferred, as far as it was not here; all of it, or until nobody was left to ask."""
+        """What was transferred, as far as it was not here; all of it, or until nobody was left to ask. What an earlier hand-off
+        of the request brought counts, too: its pages were lost, and it was fetched again."""
         pages = -(-provenance.transferred_tokens // self._page_size)
-        self._of[request_id] = replace(provenance, transferred_pages=pages)
+        earlier, now = self._of.get(request_id, Provenance()), replace(provenance, transferred_pages=pages)
+        self._of[request_id] = Provenance(
+            prefill_worker=now.prefill_worker or earlier.prefill_worker,
+            recoveries=earlier.recoveries + now.recoveries,
+            **{name: getattr(earlier, name) + getattr(now, name) for name in _COUNTS},
+        )
 
     def forget(self, request_id: str) -> None:
         """The request is over; idempotent."""
