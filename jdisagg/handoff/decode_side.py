@@ -195,7 +195,7 @@ class DecodeSide:
             return self._late()
         record, stream = found
         ready = stream.settle(key)
-        stream.progress_s = now_s
+        stream.progress_s = stream.line.arrived_s = now_s
         record.take(ready, stream.peer)
         actions: list[DecodeAction] = [act.Import(handoff.request_id, handoff, key), act.Send(handoff, msg.Ack(key=key))]
         if stream is not record.stream:
@@ -261,8 +261,10 @@ class DecodeSide:
         for key in stream.overdue(now_s):
             actions += self.on_failed(stream.handoff, key, "timeout", now_s)
         missing = record.stage is InboundStage.COMPUTED and record.reserved and record.stream is stream
-        if missing and not stream.pieces and not stream.is_parked and silent_s >= 2 * self._config.lease_s:
-            actions += self._recovery.lose(record, f"no piece for {silent_s:.1f} s after the prompt was computed", now_s)
+        if missing and not stream.pieces and not stream.is_parked:
+            idle_s = min(silent_s, now_s - stream.line.arrived_s)  # its turn at P may come while pieces of others do
+            if idle_s >= 2 * self._config.lease_s:
+                actions += self._recovery.lose(record, f"no piece for {idle_s:.1f} s after the prompt was computed", now_s)
         return actions
 
     def _late(self) -> list[DecodeAction]:

@@ -23,6 +23,7 @@ class Line:
 
     peer: str
     queued_bytes: int = 0  # of pieces that are being fetched
+    arrived_s: float = 0.0  # when one last came
 
 
 @dataclass(slots=True)

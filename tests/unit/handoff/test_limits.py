@@ -143,6 +143,22 @@ def test_a_piece_that_is_fetched_no_more_takes_no_time_from_others(ends: str) ->
     assert only(act.Fetch, again).deadline_s == 1.0 + 7.5
 
 
+def test_who_waits_for_a_turn_is_not_lost_while_pieces_of_others_come_from_the_same_peer() -> None:
+    """Of two computed prompts one has all turns, slowly; when its pieces end, too, the other one is not waited for for ever."""
+    side, names = decode_side(NEVER), ("r", "s")
+    for number, name in enumerate(names, start=1):
+        side.start(request(request_id=name, deadline_s=1000.0), 0, ("p",), 0.0)
+        side.on_message(HandoffId(name, number), Accepted(cached_tokens=0), 0.0)
+        side.on_reserved(name, 0.0)
+        side.on_message(HandoffId(name, number), Done(first=replace(FIRST, request_id=name), num_chunks=3), 0.0)
+    for now_s, key, begin in ((19.0, "a", 0), (38.0, "b", 4)):
+        side.on_message(HandoffId("r", 1), ready(key, begin, begin + 4), now_s)
+        side.on_arrived(HandoffId("r", 1), key, now_s)
+        assert side.tick(now_s + 19.0) == []
+    lost = [action for action in side.tick(58.0) if isinstance(action, act.Recovered)]
+    assert [(action.request_id, action.rung) for action in lost] == [("r", "reconnect"), ("s", "reconnect")]
+
+
 def test_pieces_that_are_announced_before_there_are_pages_are_fetched_when_there_are() -> None:
     side = decode_side(NEVER)
     side.start(request(8), 0, ("p",), 0.0)
