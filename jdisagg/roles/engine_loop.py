@@ -90,7 +90,7 @@ class EngineLoop:
         outputs += self._side.after_step(turn.plan, expired + turn.outputs, ended_s)
         stages.lap(Stage.PEERS)
         self._mark(turn.plan, now_s)
-        self._observer.observe(turn, len(self._streams))
+        self._observer.observe(turn, self.num_unfinished)
         self._deliver(outputs, ended_s)
         idle = turn.idle and not messages
         if idle and not self._was_idle and self._scheduler.is_idle() and self._side.is_idle:

@@ -30,8 +30,8 @@ class TickObserver:
         self._requests = {state: GaugeShare(metrics.requests.labels(state=state)) for state in scheduler.counts()}
         self._free_pages, self._used_pages = GaugeShare(metrics.kv_pages_free), GaugeShare(metrics.kv_pages_used)
 
-    def observe(self, turn: Turn, num_streams: int) -> None:
-        """After a tick."""
+    def observe(self, turn: Turn, num_unfinished: int) -> None:
+        """After a tick; `num_unfinished`: requests of clients and of other workers."""
         scheduler, metrics = self._scheduler, self._metrics
         counts = scheduler.counts()
         for state, count in counts.items():
@@ -40,7 +40,13 @@ class TickObserver:
         self._free_pages.show(free)
         self._used_pages.show(total - free)
         running = counts["running"]
-        self.load = Load(running=running, waiting=max(0, num_streams - running), free_pages=free, total_pages=total)
+        self.load = Load(
+            running=running,
+            waiting=max(0, num_unfinished - running),
+            free_pages=free,
+            total_pages=total,
+            pending_prefill_tokens=scheduler.pending_prefill_tokens if self._role == Role.PREFILL.value else 0,
+        )
         if turn.plan is not None:
             metrics.step_seconds.labels(phase=_phase(turn.plan)).observe(turn.host_s + turn.waited_s)
             if turn.plan.decode:

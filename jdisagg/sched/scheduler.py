@@ -88,13 +88,7 @@ class Scheduler:
     # --- requests come and go
 
     def add(
-        self,
-        request: EngineRequest,
-        now_s: float,
-        *,
-        remote: bool = False,
-        held_limit: int | None = None,
-        is_open: bool = True,
+        self, request: EngineRequest, now_s: float, *, remote: bool = False, held_limit: int | None = None, is_open: bool = True
     ) -> None:
         """Queue a request. `remote`: its KV comes from a peer; leading tokens found in the prefix index (at most `held_limit`)
         are pinned and need not be sent. `is_open` False: reserve no pages before `peer_ready`.
@@ -282,6 +276,12 @@ class Scheduler:
     def counts(self) -> dict[str, int]:
         """Live sequences by status."""
         return {status.value: len(queue) for status, queue in self._table.queues.items()}
+
+    @property
+    def pending_prefill_tokens(self) -> int:
+        """Tokens to be computed for those who wait or run, as far as no step does that yet; cost grows with their number."""
+        statuses = (Status.WAITING, Status.RUNNING)
+        return sum(max(0, s.target - s.num_scheduled) for status in statuses for s in self._table.queues[status])
 
     def snapshot(self) -> dict[str, Any]:
         """JSON-able state for people: every live sequence, pages, counters."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from jdisagg.core.errors import Unavailable
+from jdisagg.core.fleet import Load
 from jdisagg.core.requests import Role
+from jdisagg.router.fleet import Fleet
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.test_fleet_engine import ask, assert_whole, collect, fleet
+from tests.unit.router.test_late_registrations import MEMBER
 from tests.unit.wire.rig import run_quiet, until
 
 
@@ -80,3 +84,11 @@ def test_a_fleet_whose_decode_workers_all_drain_says_so() -> None:
         await router.stop()
 
     run_quiet(body())
+
+
+def test_of_two_prefill_workers_the_one_with_fewer_tokens_to_compute_is_asked_first_whoever_sent_it_the_others() -> None:
+    fleet = Fleet(dead_after_s=1.0)
+    for number, pending in enumerate((500, 20)):
+        fleet.register(replace(MEMBER, address=f"h:{number}"), 10.0)
+        fleet.heartbeat(f"h:{number}", "new", Load(pending_prefill_tokens=pending), False, 10.0 + number)
+    assert [peer.member.address for peer in fleet.prefill_peers("f", 1)] == ["h:1", "h:0"]
