@@ -55,6 +55,10 @@ class RopeSpec:
             original_max_len=int(_number(values, key, "original_max_position_embeddings")),
         )
 
+    def longest(self, max_position_embeddings: int) -> int:
+        """Tokens that positions serve: `linear` stretches those of config.json, as vLLM counts them; llama3's are stretched."""
+        return int(max_position_embeddings * max(1.0, self.factor)) if self.kind == "linear" else max_position_embeddings
+
     def inverse_frequencies(self) -> np.ndarray:
         """f32[D/2]: radians per token of each feature pair."""
         frequencies = self.theta ** -(np.arange(0, self.head_dim, 2, dtype=np.float64) / self.head_dim)

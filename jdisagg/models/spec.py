@@ -57,6 +57,7 @@ class ModelSpec:
         if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
             raise _unsupported("hidden_act", activation, "silu")
         attention = _attention(config, architecture)
+        rope = RopeSpec.from_config(config, attention.head_dim)
         return cls(
             architecture=architecture,
             vocab_size=_positive(config, "vocab_size"),
@@ -64,11 +65,11 @@ class ModelSpec:
             mlp=_positive(config, "intermediate_size"),
             num_layers=_positive(config, "num_hidden_layers"),
             attention=attention,
-            rope=RopeSpec.from_config(config, attention.head_dim),
+            rope=rope,
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             mlp_bias=architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
             tied=bool(config.get("tie_word_embeddings", False)),
-            max_model_len=_positive(config, "max_position_embeddings"),
+            max_model_len=rope.longest(_positive(config, "max_position_embeddings")),
         )
 
     @property

@@ -92,6 +92,14 @@ def test_what_cannot_be_served_is_refused_by_key(config: dict[str, Any], change:
     assert caught.value.field == key
 
 
+def test_a_linear_rope_stretches_the_context(config: dict[str, Any]) -> None:
+    linear = {**config, "rope_scaling": {"type": "linear", "factor": 2.5}}
+    assert ModelSpec.from_config(linear).max_model_len == 160, "64 positions, each turn 2.5 times as slow"
+    values = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+    llama3 = {**config, "rope_scaling": {"rope_type": "llama3", **values}}
+    assert ModelSpec.from_config(llama3).max_model_len == 64, "config.json counts it already"
+
+
 def test_old_and_new_rope_forms_are_equal(config: dict[str, Any]) -> None:
     values = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     old = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **values}}
