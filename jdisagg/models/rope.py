@@ -27,10 +27,9 @@ class RopeSpec:
     @classmethod
     def from_config(cls, config: Mapping[str, Any], head_dim: int) -> RopeSpec:
         """Read `rope_parameters`, or the older `rope_theta` with `rope_scaling`. Raises ConfigError naming the key."""
-        key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-        values = dict(config.get(key) or {})
+        key, values = _given(config)
         theta = float(values.get("rope_theta") or config.get("rope_theta") or 10000.0)
-        kind = values.get("rope_type") or values.get("type") or "default"
+        kind = values.get("rope_type", "default")
         if kind not in ("default", "linear", "llama3"):
             raise ConfigError(f"config.json: {key}.rope_type is {kind!r}, wanted default | linear | llama3", field=key)
         partial = values.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
@@ -71,6 +70,25 @@ class RopeSpec:
             blend = np.clip(blend, 0.0, 1.0)
             frequencies = frequencies * (blend + (1.0 - blend) / self.factor)
         return frequencies.astype(np.float32)
+
+
+def _given(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What config.json says, under the key that says it. Both keys may be there, if the one does not contradict the other."""
+    new, old = dict(config.get("rope_parameters") or {}), dict(config.get("rope_scaling") or {})
+    for values in (new, old):
+        if values:
+            values["rope_type"] = values.get("rope_type") or values.pop("type", None) or "default"
+    for name in sorted(new.keys() & old.keys()):
+        if new[name] != old[name]:
+            raise ConfigError(
+                f"config.json: rope_scaling.{name} is {old[name]!r} but rope_parameters.{name} is {new[name]!r}; keep one",
+                field="rope_scaling",
+            )
+    key = "rope_parameters" if new else "rope_scaling"
+    for name, value in new.items():
+        if isinstance(value, Mapping):
+            raise ConfigError(f"config.json: {key}.{name} is {value!r}, wanted one rotation for all layers", field=key)
+    return key, {**old, **new}
 
 
 def _number(values: Mapping[str, Any], key: str, name: str) -> float:

@@ -100,6 +100,21 @@ def test_a_linear_rope_stretches_the_context(config: dict[str, Any]) -> None:
     assert ModelSpec.from_config(llama3).max_model_len == 64, "config.json counts it already"
 
 
+def test_a_rope_that_was_added_to_another_one_is_refused(config: dict[str, Any]) -> None:
+    new = {"rope_type": "default", "rope_theta": 5e5}
+    for kind in ("linear", "yarn"):
+        with pytest.raises(ConfigError, match=rf"rope_scaling\.rope_type is '{kind}' but .* is 'default'"):
+            ModelSpec.from_config({**config, "rope_parameters": new, "rope_scaling": {"type": kind, "factor": 4.0}})
+    old = {"type": "linear", "factor": 4.0}
+    both = {**config, "rope_parameters": {**old, "rope_theta": 5e5}, "rope_scaling": old}
+    assert ModelSpec.from_config(both).rope == ModelSpec.from_config({**config, "rope_theta": 5e5, "rope_scaling": old}).rope
+
+
+def test_a_rope_per_kind_of_layer_is_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"rope_parameters\.full_attention"):
+        ModelSpec.from_config({**config, "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}})
+
+
 def test_old_and_new_rope_forms_are_equal(config: dict[str, Any]) -> None:
     values = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     old = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **values}}
