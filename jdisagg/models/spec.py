@@ -17,6 +17,12 @@ _FAMILIES: Mapping[str, tuple[bool | None, bool]] = {
     "Qwen2ForCausalLM": (True, False),
     "Qwen3ForCausalLM": (None, True),
 }
+# What a config.json without the key means in transformers; with a key that is null it means none.
+_LEFT_OUT: Mapping[str, Mapping[str, int]] = {
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +58,7 @@ class ModelSpec:
     def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
         """Read a config.json dict. Raises ConfigError naming the key that is missing or not supported."""
         architecture = _architecture(config)
+        config = {**_LEFT_OUT.get(architecture, {}), **config}
         if config.get("quantization_config") is not None:
             raise _unsupported("quantization_config", config["quantization_config"], "unquantized weights")
         if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):

@@ -53,6 +53,20 @@ def test_windows_follow_the_family(config: dict[str, Any], architecture: str, ex
     assert ModelSpec.from_config({**config, "architectures": [architecture], **extra}).attention.windows == windows
 
 
+def test_keys_left_out_mean_what_they_mean_to_transformers(config: dict[str, Any]) -> None:
+    def attention(family: str, **keys: Any) -> tuple[int, tuple[int | None, ...]]:
+        given = {**config, "architectures": [f"{family}ForCausalLM"], "num_attention_heads": 64, "head_dim": 4, **keys}
+        found = ModelSpec.from_config(given).attention
+        return found.num_kv_heads, found.windows
+
+    del config["num_key_value_heads"]
+    assert attention("Llama") == (64, (None, None))
+    assert attention("Mistral") == (8, (4096, 4096))
+    assert attention("Mistral", num_key_value_heads=None, sliding_window=None) == (64, (None, None))
+    assert attention("Qwen2") == (32, (None, None))
+    assert attention("Qwen3", use_sliding_window=True, max_window_layers=1) == (32, (None, 4096))
+
+
 def test_kv_spec_is_a_window_group_only_when_every_layer_has_it(config: dict[str, Any]) -> None:
     mistral = ModelSpec.from_config({**config, "architectures": ["MistralForCausalLM"], "sliding_window": 8}).kv_spec(
         "bfloat16"
