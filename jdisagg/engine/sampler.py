@@ -59,8 +59,10 @@ def sample(logits: jax.Array, state: DecodeState, rows: SamplingRows, positions:
 
 
 def score(logits: jax.Array, chosen: jax.Array) -> Logprobs:
-    """Log-probabilities of tokens `chosen` i32[R] and of the most likely ones under logits f32[R, V]."""
+    """Log-probabilities of tokens `chosen` i32[R] and of the most likely ones under logits f32[R, V]; all NaN in a row whose
+    logits hold NaN or +inf."""
     total = jax.nn.logsumexp(logits, axis=-1)
+    total = jnp.where(total < jnp.inf, total, jnp.nan)
     top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[-1]))
     picked = jnp.take_along_axis(logits, chosen[:, None], axis=-1)[:, 0]
     return Logprobs(chosen=picked - total, top_ids=top_ids.astype(jnp.int32), top=top - total[:, None])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isnan
+
 from jdisagg.core.errors import NumericalError, RequestError
 from jdisagg.core.requests import FinishReason, Output, Role, TokenLogprob
 from jdisagg.sched.plan import Sampled, StepResult
@@ -117,6 +119,10 @@ class Committer:
                 f"request {sequence.request_id}: step {step_id} produced no usable logits ({sampled.bad}); other requests go on"
             )
             return self.failure(sequence, NumericalError(message))
+        if (index := _unscored(sequence)) is not None:
+            where = f"prompt token {index}, counted from 0"
+            message = f"request {sequence.request_id}: infinity or NaN in the logits of {where}; other requests go on"
+            return self.failure(sequence, NumericalError(message))
         prompt_logprobs = self._prompt_logprobs(sequence)
         tokens, finish, stop_token_id = self._append(sequence, sampled.token_ids[: row.num_samples])
         self._table.pages.publish(sequence)
@@ -164,3 +170,9 @@ class Committer:
         if not sequence.wants_prompt_logprobs:
             return None
         return (None, *sequence.told.prompt_logprobs)
+
+
+def _unscored(sequence: Sequence) -> int | None:
+    """The first prompt token whose log-probability is NaN; None when each has one, or has been told."""
+    scores = sequence.told.prompt_logprobs if sequence.wants_prompt_logprobs else ()
+    return next((index for index, score in enumerate(scores, start=1) if isnan(score.logprob)), None)

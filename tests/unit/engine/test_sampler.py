@@ -10,7 +10,7 @@ import pytest
 from jdisagg.core.requests import SamplingParams
 from jdisagg.engine import admission, state
 from jdisagg.engine.noise import gumbel
-from jdisagg.engine.sampler import sample
+from jdisagg.engine.sampler import sample, score
 from tests.unit.engine.support import admit
 
 V, SLOTS = 50, 8
@@ -171,6 +171,14 @@ def test_an_infinite_logit_is_reported_for_its_row_alone_and_a_forbidden_token_i
     out = STEP(logits, st, np.arange(3, dtype=np.int32), np.ones(3, np.int32))
     assert out.bad.tolist() == [False, True, False]
     assert np.isfinite(np.asarray(out.logprobs.top)[~np.asarray(out.bad)]).all()
+
+
+def test_every_log_probability_of_a_row_with_an_infinite_logit_is_nan():
+    logits = np.zeros((3, V), np.float32)
+    logits[1, 3], logits[2, 3] = np.inf, np.nan
+    scored = jax.jit(score)(logits, np.zeros(3, np.int32))
+    for values in (scored.chosen, scored.top[:, 0], scored.top[:, -1]):
+        assert np.isnan(values).tolist() == [False, True, True]
 
 
 def test_draws_follow_the_distribution():

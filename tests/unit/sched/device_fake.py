@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdisagg.core.requests import TokenLogprob
-from jdisagg.sched.plan import Admit, PageTable, Plan, Sampled, StepResult
+from jdisagg.sched.plan import Admit, PageTable, Plan, PrefillChunk, Sampled, StepResult
 from tests.unit.sched.content_fake import Cell, FakePages, chain, next_token
 
 
@@ -34,6 +35,7 @@ class FakeDevice:
         self.num_forward_tokens = 0
         self.num_copied_pages = 0
         self.bad: set[int] = set()  # slots whose next sample is NaN
+        self.unscored: set[int] = set()  # positions of prompt tokens whose log-probability is NaN
         self.computed_by: dict[int, int] = {}  # page -> latest step whose rows wrote to it
 
     def dispatch(self, plan: Plan) -> StepResult:
@@ -58,7 +60,7 @@ class FakeDevice:
         self.num_copied_pages += len(plan.copies)
         sampled = self._compute(plan)
         self.num_forward_tokens += plan.num_tokens
-        logprobs = {c.slot: tuple(TokenLogprob(t, -1.0) for t in c.targets) for c in plan.prefill if c.targets is not None}
+        logprobs = {c.slot: self._scores(c) for c in plan.prefill if c.targets is not None}
         return StepResult(step_id=plan.step_id, sampled=sampled, prompt_logprobs=logprobs)
 
     def read(self, pages: list[int] | tuple[int, ...], length: int) -> list[int]:
@@ -125,6 +127,10 @@ class FakeDevice:
         for page in state.pages:
             assert writers.get(page, slot) == slot, f"slot {slot} reads page {page}, which slot {writers[page]} writes"
         return state
+
+    def _scores(self, chunk: PrefillChunk) -> tuple[TokenLogprob, ...]:
+        targets = enumerate(chunk.targets or (), start=chunk.start + 1)
+        return tuple(TokenLogprob(token, math.nan if at in self.unscored else -1.0) for at, token in targets)
 
     def _decode(self, slot: int, writers: dict[int, int]) -> Sampled:
         self._read(slot, writers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jdisagg.core.errors import NumericalError
 from jdisagg.core.requests import FinishReason
 from tests.unit.sched.engine_fake import EOS, FakeEngine, expected, next_token, request
 
@@ -241,6 +242,20 @@ def test_nan_logits_fail_their_request_alone() -> None:
     assert error is not None
     assert error.grpc_status == "INTERNAL"
     assert "NaN in layer 1" in error.message
+    assert engine.seen["b"].tokens == expected(LONG[:6], 9)
+
+
+@pytest.mark.parametrize("bad", [1, 6, len(LONG) - 1])
+def test_a_prompt_token_without_log_probability_fails_its_request_alone(bad: int) -> None:
+    engine = FakeEngine(max_num_batched_tokens=10)
+    engine.add(request("a", LONG, 9, prompt_logprobs=0), request("b", LONG[:6], 9))
+    engine.device.unscored.add(bad)
+    engine.run()
+    (output,) = engine.seen["a"].outputs
+    assert isinstance(output.error, NumericalError)
+    assert output.error.message == (
+        f"request a: infinity or NaN in the logits of prompt token {bad}, counted from 0; other requests go on"
+    )
     assert engine.seen["b"].tokens == expected(LONG[:6], 9)
 
 
