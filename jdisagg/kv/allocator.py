@@ -86,6 +86,10 @@ class PageAllocator:
                 del self._idle[page]
                 self._free.append(page)
 
+    def is_indexed(self, page: int) -> bool:
+        """The prefix index points to it."""
+        return bool(self._indexed[page])
+
     def num_idle(self, pages: Iterable[int]) -> int:
         """How many of `pages` are idle: taking those also takes from `num_free`."""
         return sum(1 for page in pages if self._refs[page] == 0)

@@ -94,7 +94,10 @@ class Committer:
         )
 
     def failure(self, sequence: Sequence, error: RequestError) -> Output | None:
-        """End a sequence; its last output, None when that was sent before."""
+        """End a sequence; its last output, None when that was sent before. One whose numbers went bad leaves no page to be
+        found: with the fault in a cached page every later request of that prefix would fail, too."""
+        if isinstance(error, NumericalError):
+            self._table.pages.distrust(sequence.holding)
         self._table.end(sequence)
         if sequence.told.is_final:
             return None

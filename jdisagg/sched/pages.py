@@ -86,6 +86,13 @@ class PageBook:
         holding.pages.clear()
         holding.num_indexed = holding.promised_pages = holding.held_tokens = 0
 
+    def distrust(self, holding: Holding) -> None:
+        """Nobody finds its pages from now on: what they hold may be bad. Those who share them keep them."""
+        pages = [page for page in holding.pages if self._allocator.is_indexed(page)]
+        for page in pages:
+            self._evict(page)
+        self._allocator.clear_indexed(pages)
+
     def reset_index(self) -> int:
         """Forget all cached prefixes; returns the number of pages forgotten. Pages in use stay in use."""
         pages = self._index.reset()

@@ -168,6 +168,8 @@ def test_kv_gone_bad_while_decoding_is_found_where_it_lies_and_the_neighbour_goe
     world.run()
     assert world.message("prompt").endswith("first in layer 1's keys of token 10); other requests go on")
     assert world.tokens("other") == healthy.tokens("other")
+    world.submit("again", PROMPT)
+    assert world.run().tokens("again") == healthy.tokens("prompt"), "the bad page is in no prefix cache"
 
 
 def spoil(world: World, name: str, *, layer: int, token: int) -> None:

@@ -48,6 +48,23 @@ def test_growing_to_what_is_there_takes_nothing() -> None:
     assert (holding.pages, pages.num_free) == ([1, 2], 1)
 
 
+def test_pages_that_are_not_trusted_are_found_no_more_and_stay_with_who_shares_them() -> None:
+    pages = book()
+    journal = pages.journal()
+    one, other = computed(pages, 12), computed(pages, 12, (*PROMPT[:8], 90, 91, 92, 93))
+    sharer = Holding()
+    pages.pin(sharer, pages.find(one, 8))
+    journal.take()
+    keys = tuple(one.holding.keys)
+    pages.distrust(one.holding)
+    assert journal.take() == (Removed(keys),)
+    assert pages.find(one, 13) == pages.find(other, 12) == ()
+    pages.drop(one.holding)
+    pages.check([other.holding, sharer])
+    again = computed(pages, 12)
+    assert pages.find(one, 13) == tuple(again.holding.pages[:3])
+
+
 def test_only_full_pages_whose_tokens_are_computed_and_known_are_found() -> None:
     pages = book()
     one = computed(pages, 11)
