@@ -12,8 +12,7 @@ from starlette.responses import JSONResponse, Response
 from jdisagg.api.http.errors import plain_error
 from jdisagg.api.http.version import package_version
 from jdisagg.api.token_engine import Health
-
-METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+from jdisagg.core.metrics import CONTENT_TYPE
 
 
 class Observable(Protocol):
@@ -48,7 +47,7 @@ class Operations:
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus text."""
-        return Response(self._metrics_text(), headers={"content-type": METRICS_CONTENT_TYPE})
+        return Response(self._metrics_text(), headers={"content-type": CONTENT_TYPE})
 
     async def version(self, request: Request) -> Response:
         """Of this package."""
