@@ -38,11 +38,11 @@ def blocks_by_rule(*, kv: jax.Array, q: jax.Array, decode: bool, max_pages: int)
     num_kv_heads, page_size, features = kv.shape[2:]
     token_bytes = num_kv_heads * features * kv.dtype.itemsize
     keys = max(_LEAST_KEYS, min(_MOST_KEYS, _BUFFER_BYTES // token_bytes))
-    pages = max(1, min(_power_of_two(keys) // page_size, max_pages))
+    pages = max(1, min(power_of_two(keys) // page_size, max_pages))
     if decode:
         return Blocks(1, pages)
     wanted = max(_LEAST_QUERIES, _PRODUCT_ROWS * num_kv_heads // q.shape[1])
-    return Blocks(min(_power_of_two(wanted), _MOST_QUERIES, _whole(q.shape[0])), pages)
+    return Blocks(min(power_of_two(wanted), _MOST_QUERIES, whole(q.shape[0])), pages)
 
 
 def tuned(device_kind: str) -> BlockTable | None:
@@ -82,14 +82,14 @@ class BlockTable:
         found = self.measured.get(key)
         if found is None:
             return rule
-        return Blocks(1 if decode else min(found.queries, _whole(q.shape[0])), min(found.pages, max_pages))
+        return Blocks(1 if decode else min(found.queries, whole(q.shape[0])), min(found.pages, max_pages))
 
 
-def _power_of_two(value: int) -> int:
+def power_of_two(value: int) -> int:
     """The largest one that is not greater."""
     return 1 << (value.bit_length() - 1)
 
 
-def _whole(value: int) -> int:
+def whole(value: int) -> int:
     """The smallest power of two that is not smaller."""
     return 1 << (value - 1).bit_length()

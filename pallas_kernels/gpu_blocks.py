@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.blocks import KEY_FIELDS, TUNED, file_stem
+from pallas_kernels.blocks import KEY_FIELDS, TUNED, file_stem, power_of_two, whole
 
 LEAST = 16  # rows, keys and features of a product of the tensor cores
 _PROCESSORS = 132  # of an H100 or H200
@@ -87,13 +87,3 @@ def gpu_tuned(device_kind: str) -> GpuBlockTable | None:
     """What was measured on such GPUs, if there is a data file for them."""
     path = TUNED / f"{file_stem(device_kind)}.json"
     return GpuBlockTable.read(path) if path.is_file() else None
-
-
-def power_of_two(value: int) -> int:
-    """The largest one that is not greater."""
-    return 1 << (value.bit_length() - 1)
-
-
-def whole(value: int) -> int:
-    """The smallest power of two that is not smaller."""
-    return 1 << (value - 1).bit_length()
