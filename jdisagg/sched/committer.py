@@ -111,9 +111,10 @@ class Committer:
 
     def fails(self, row: Row, sampled: Sampled) -> bool:
         """Whether the request fails for it: not when it has all its tokens before the bad one."""
-        tokens = sampled.token_ids
-        is_wanted = sampled.bad is not None and len(tokens) <= row.num_samples
-        return is_wanted and not self._ends_within(row.sequence, tokens[:-1])
+        tokens, sequence = sampled.token_ids, row.sequence
+        num_wanted = min(row.num_samples, sequence.max_tokens - len(sequence.generated))  # 0: the prompt alone was wanted
+        is_wanted = sampled.bad is not None and len(tokens) <= num_wanted
+        return is_wanted and not self._ends_within(sequence, tokens[:-1])
 
     def _take_sampled(self, row: Row, sampled: Sampled, step_id: int) -> Output | None:
         sequence = row.sequence

@@ -74,6 +74,17 @@ def test_a_row_without_usable_logits_names_request_step_and_layer() -> None:
     assert error.message == "request a: step 1 produced no usable logits (NaN in layer 1); other requests go on"
 
 
+def test_a_request_for_its_prompt_alone_needs_no_logits_behind_it() -> None:
+    engine = FakeEngine(delay=0)
+    engine.add(request("a", PROMPT, 0, prompt_logprobs=0))
+    engine.device.bad.add(0)
+    engine.tick()
+    (output,) = engine.seen["a"].outputs
+    assert (output.finish, output.error) == (FinishReason.LENGTH, None)
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(PROMPT)
+
+
 def test_the_deadline_counts_from_its_very_moment_and_the_message_says_how_far_it_came() -> None:
     engine = FakeEngine(delay=0)
     engine.add(request("a", PROMPT, 5, deadline_s=3.0), request("b", (1, 2), 5, deadline_s=9.0))
