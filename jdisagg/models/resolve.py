@@ -14,6 +14,7 @@ from huggingface_hub import errors as hub_errors
 from jdisagg.core.errors import ConfigError
 
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "orbax/**")
+INDEX = "model.safetensors.index.json"  # of weights in several files
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -90,7 +91,9 @@ def _generation(directory: Path) -> Mapping[str, Any]:
 
 def _from_hub(name: str) -> Path:
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES), local_files_only=True))
+        cached = Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES), local_files_only=True))
+        if _is_whole(cached):
+            return cached  # else ask the Hub for the rest; what is there is its answer, too, when it cannot be reached
     except (hub_errors.LocalEntryNotFoundError, hub_errors.HFValidationError):
         pass  # not in the cache: ask the Hub, whose answer is the one worth reporting
     try:
@@ -102,6 +105,17 @@ def _from_hub(name: str) -> Path:
             "give demo, a directory, or a Hub id (OWNER/NAME) that is cached or reachable",
             field="model",
         ) from error
+
+
+def _is_whole(directory: Path) -> bool:
+    """Tokenizer and weights are in a cached snapshot: other programs fetch less, and a download may have been cut off."""
+    if not (directory / "tokenizer.json").is_file():
+        return False
+    index = directory / INDEX
+    if not index.is_file():
+        return any(directory.glob("*.safetensors")) or (directory / "orbax").is_dir()
+    weight_map = read_object(index).get("weight_map")
+    return isinstance(weight_map, dict) and all((directory / str(file)).is_file() for file in set(weight_map.values()))
 
 
 def _file_from_hub(name: str, file: str) -> Path:

@@ -11,9 +11,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.models.resolve import read_object
+from jdisagg.models.resolve import INDEX, read_object
 
-INDEX = "model.safetensors.index.json"
 DERIVED = (".rotary_emb.inv_freq",)  # buffers in old checkpoints that follow from config.json
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 

@@ -3,11 +3,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.models.resolve import eos_token_ids, generation_defaults, read_config, read_model_config, resolve_model
+from jdisagg.models.resolve import INDEX, eos_token_ids, generation_defaults, read_config, read_model_config, resolve_model
 
 
 def test_a_directory_is_itself(tmp_path: Path) -> None:
@@ -40,6 +41,33 @@ def test_a_hub_id_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: p
         resolve_model("someone/other")
     with pytest.raises(ConfigError, match="could not be fetched"):
         resolve_model("not a name!")
+
+
+@pytest.mark.parametrize(
+    ("there", "is_whole"),
+    [
+        (("config.json",), False),
+        (("config.json", "tokenizer.json"), False),
+        (("config.json", "model.safetensors"), False),
+        (("config.json", "tokenizer.json", "model.safetensors"), True),
+        (("config.json", "tokenizer.json", INDEX, "a.safetensors"), False),
+        (("config.json", "tokenizer.json", INDEX, "a.safetensors", "b.safetensors"), True),
+    ],
+)
+def test_what_the_cache_lacks_of_a_model_is_fetched(
+    there: tuple[str, ...], is_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in there:
+        (tmp_path / name).write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
+    asked: list[bool] = []
+
+    def download(name: str, *, local_files_only: bool = False, **_: object) -> str:
+        asked.append(local_files_only)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model("someone/tiny") == tmp_path
+    assert asked == ([True] if is_whole else [True, False])
 
 
 def test_the_configuration_alone_is_read_from_a_file_a_directory_or_the_cache(
