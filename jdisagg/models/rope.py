@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +29,14 @@ class RopeSpec:
     def from_config(cls, config: Mapping[str, Any], head_dim: int) -> RopeSpec:
         """Read `rope_parameters`, or the older `rope_theta` with `rope_scaling`. Raises ConfigError naming the key."""
         key, values = _given(config)
-        theta = float(values.get("rope_theta") or config.get("rope_theta") or 10000.0)
+        theta = positive_number(
+            values.get("rope_theta") or config.get("rope_theta") or 10000.0, "rope_theta", field="rope_theta"
+        )
         kind = values.get("rope_type", "default")
         if kind not in ("default", "linear", "llama3"):
             raise ConfigError(f"config.json: {key}.rope_type is {kind!r}, wanted default | linear | llama3", field=key)
         partial = values.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-        if partial != 1.0:
+        if partial not in (None, 1.0):
             raise ConfigError(f"config.json: partial_rotary_factor is {partial!r}, wanted 1.0", field="partial_rotary_factor")
         if kind == "default":
             return cls(head_dim=head_dim, theta=theta)
@@ -74,6 +77,9 @@ class RopeSpec:
 
 def _given(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """What config.json says, under the key that says it. Both keys may be there, if the one does not contradict the other."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(key) or {}, Mapping):
+            raise ConfigError(f"config.json: {key} is {config[key]!r}, wanted an object", field=key)
     new, old = dict(config.get("rope_parameters") or {}), dict(config.get("rope_scaling") or {})
     for values in (new, old):
         if values:
@@ -92,7 +98,11 @@ def _given(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _number(values: Mapping[str, Any], key: str, name: str) -> float:
-    value = values.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise ConfigError(f"config.json: {key}.{name} is {value!r}, wanted a positive number", field=key)
+    return positive_number(values.get(name), f"{key}.{name}", field=key)
+
+
+def positive_number(value: Any, name: str, *, field: str) -> float:
+    """`value`, which config.json calls `name`, as a float above 0 and below infinity. Raises ConfigError of `field`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise ConfigError(f"config.json: {name} is {value!r}, wanted a positive number", field=field)
     return float(value)

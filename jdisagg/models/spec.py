@@ -8,7 +8,7 @@ from typing import Any
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.kv.spec import KVSpec
-from jdisagg.models.rope import RopeSpec
+from jdisagg.models.rope import RopeSpec, positive_number
 
 # Architecture -> (q, k, v have a bias; q and k are normalised per head). None: `attention_bias` in config.json decides.
 _FAMILIES: Mapping[str, tuple[bool | None, bool]] = {
@@ -73,7 +73,7 @@ class ModelSpec:
             num_layers=_positive(config, "num_hidden_layers"),
             attention=attention,
             rope=rope,
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            norm_eps=positive_number(config.get("rms_norm_eps", 1e-6), "rms_norm_eps", field="rms_norm_eps"),
             mlp_bias=architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
             tied=bool(config.get("tie_word_embeddings", False)),
             max_model_len=rope.longest(_positive(config, "max_position_embeddings")),
@@ -99,7 +99,7 @@ class ModelSpec:
 
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures") or []
-    for name in names:
+    for name in names if isinstance(names, list) else ():
         if name in _FAMILIES:
             return name
     raise _unsupported("architectures", names, " | ".join(_FAMILIES))
@@ -141,9 +141,11 @@ def _windows(config: Mapping[str, Any], architecture: str) -> tuple[int | None, 
         return (window,) * num_layers
     types = config.get("layer_types")
     if types is None:
-        first = int(config.get("max_window_layers", 28))
+        first = config.get("max_window_layers", 28)
+        if not isinstance(first, int):
+            raise _unsupported("max_window_layers", first, "an integer")
         types = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
-    if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
         raise _unsupported("layer_types", types, f"{num_layers} times full_attention | sliding_attention")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 

@@ -98,6 +98,14 @@ def test_kv_spec_is_a_window_group_only_when_every_layer_has_it(config: dict[str
         ({"head_dim": 5}, "head_dim"),
         ({"vocab_size": None}, "vocab_size"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers"),
+        ({"architectures": True}, "architectures"),
+        ({"rms_norm_eps": None}, "rms_norm_eps"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
+        ({"rope_theta": "1e6"}, "rope_theta"),
+        ({"rope_theta": -1.0}, "rope_theta"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_parameters": [1]}, "rope_parameters"),
+        ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "rope_scaling"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_key(config: dict[str, Any], change: dict[str, Any], key: str) -> None:
@@ -127,6 +135,10 @@ def test_a_rope_that_was_added_to_another_one_is_refused(config: dict[str, Any])
 def test_a_rope_per_kind_of_layer_is_refused(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"rope_parameters\.full_attention"):
         ModelSpec.from_config({**config, "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}})
+
+
+def test_a_partial_rotary_factor_that_is_null_is_none(config: dict[str, Any]) -> None:
+    assert ModelSpec.from_config({**config, "partial_rotary_factor": None}) == ModelSpec.from_config(config)
 
 
 def test_old_and_new_rope_forms_are_equal(config: dict[str, Any]) -> None:
