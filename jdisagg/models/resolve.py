@@ -71,10 +71,14 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Ids that end a sequence: of generation_config.json, or else of config.json; may be empty."""
-    for values in (_generation(directory), read_config(directory)):
+    """Ids that end a sequence: of generation_config.json, or else of config.json; may be empty. Raises ConfigError for what is
+    no id."""
+    for file, values in (("generation_config.json", _generation(directory)), ("config.json", read_config(directory))):
         if (value := values.get("eos_token_id")) is not None:
-            return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
+            ids = value if isinstance(value, list) else [value]
+            if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+                raise ConfigError(f"{file}: eos_token_id is {value!r}, wanted a token id or a list of them", field="model")
+            return tuple(i for i in ids if i >= 0)  # -1 is some models' way to say none
     return ()
 
 

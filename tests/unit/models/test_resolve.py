@@ -105,3 +105,12 @@ def test_generation_config_wins_over_config(tmp_path: Path) -> None:
     generation = {"eos_token_id": [7, 2], "top_p": 0.9, "temperature": None, "bos_token_id": 1}
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert (eos_token_ids(tmp_path), generation_defaults(tmp_path)) == ((7, 2), {"top_p": 0.9})
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": -1}))
+    assert eos_token_ids(tmp_path) == (), "never"
+
+
+@pytest.mark.parametrize("value", ["</s>", ["2"], [[2]], {"id": 2}, 2.5, True])
+def test_an_end_of_text_that_is_no_token_id_is_refused(value: object, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ConfigError, match=r"config\.json: eos_token_id is .*, wanted a token id"):
+        eos_token_ids(tmp_path)
