@@ -53,7 +53,7 @@ class ChoiceText:
         skip_special_tokens: bool,
         scores_only: bool,
     ) -> None:
-        """`scores_only`: drop generated tokens. `min_tokens`: stop strings are not looked for in that many first tokens."""
+        """`scores_only`: drop generated tokens. `min_tokens`: no stop string ends in that many first tokens."""
         self._index = index
         self._prompt_token_ids = prompt_token_ids
         self._echo_text = echo_text
@@ -94,7 +94,7 @@ class ChoiceText:
         """Count a token and its text; returns what may be shown."""
         self._num_tokens += 1
         self._num_characters += len(text)
-        return text if self._num_tokens <= self._min_tokens else self._stops.push(text)
+        return self._stops.push(text, may_end=self._num_tokens > self._min_tokens)
 
     def _delta(
         self,

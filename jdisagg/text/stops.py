@@ -19,17 +19,16 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """Add text; returns what may be shown now, without the stop string when `matched` becomes set."""
+    def push(self, text: str, *, may_end: bool = True) -> str:
+        """Add text; returns what may be shown now, without the stop string when `matched` becomes set. `may_end` False: no
+        match ends within this text, though one may begin in it."""
         if not self._stops:
             return text
         if self.matched is not None:
             return ""
         buffer = self._held + text
-        found = min(
-            ((begin + len(stop), begin, stop) for stop in self._stops if (begin := buffer.find(stop)) >= 0), default=None
-        )
-        if found is not None:
+        ends = ((begin + len(stop), begin, stop) for stop in self._stops if (begin := self._find(buffer, stop)) >= 0)
+        if may_end and (found := min(ends, default=None)) is not None:
             _, begin, self.matched = found
             self._held = ""
             return buffer[:begin]
@@ -41,6 +40,10 @@ class StopStrings:
         """The withheld text: the stream ended and it did not become a stop string."""
         held, self._held = self._held, ""
         return held
+
+    def _find(self, buffer: str, stop: str) -> int:
+        """Where it begins that ends behind what was withheld; -1: nowhere."""
+        return buffer.find(stop, max(0, len(self._held) - len(stop) + 1))
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -103,6 +103,20 @@ def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
     run(check())
 
 
+def test_a_stop_string_that_begins_within_min_tokens_is_found(tokenizer: Tokenizer) -> None:
+    """As in vLLM: where it ends decides."""
+
+    async def check() -> None:
+        edge = Edge(FakeEngine(tokenizer, "xyaabz"), tokenizer)
+        assert len(tokenizer.encode("xyaabz", add_special_tokens=False)) == 6
+        sampling = SamplingParams(min_tokens=4)
+        transcript = await edge.complete(await edge.admit(_request(stop=("xy", "aab"), max_tokens=9, sampling=sampling)))
+        assert (transcript.choices[0].text, transcript.choices[0].stop) == ("xy", "aab")
+        assert transcript.usage.completion_tokens == 5
+
+    run(check())
+
+
 def test_closing_a_stream_returns_when_the_engine_is_free(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         engine = FakeEngine(tokenizer, "the quick brown fox")

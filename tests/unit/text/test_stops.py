@@ -44,3 +44,22 @@ def test_the_result_does_not_depend_on_the_cuts(text: str, stops: list[str], dat
     assert ("".join(shown), matched) == ("".join(whole), whole_matched)
     assert not any(stop in "".join(shown) for stop in stops)
     assert matched is not None or "".join(shown) == text
+
+
+def test_a_match_counts_where_it_ends() -> None:
+    scanner = StopStrings(["ab", "xabc"])
+    shown = [scanner.push(text, may_end=False) for text in ("xab", "ab", "a")]
+    assert (shown, scanner.matched) == (["", "xabab", ""], None), "what ended before stays text"
+    assert (scanner.push("b"), scanner.matched) == ("", "ab")
+
+
+@given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), st.data())
+def test_the_first_match_that_ends_behind_the_border_is_found(text: str, stops: list[str], data: st.DataObject) -> None:
+    border = data.draw(st.integers(0, len(text)))
+    scanner = StopStrings(stops)
+    shown = "".join(scanner.push(character, may_end=index >= border) for index, character in enumerate(text)) + scanner.flush()
+    matches = [
+        (end, end - len(stop), stop) for stop in stops for end in range(border + 1, len(text) + 1) if text[:end].endswith(stop)
+    ]
+    _, begin, stop = min(matches, default=(len(text), len(text), None))
+    assert (shown, scanner.matched) == (text[:begin], stop)
