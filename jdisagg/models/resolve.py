@@ -71,8 +71,16 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Ids that end a sequence: of generation_config.json, or else of config.json; may be empty. Raises ConfigError for what is
-    no id."""
+    """Ids that end a sequence: of generation_config.json, or else of config.json, and the tokenizer's own, which is all that some
+    fine-tunes change; may be empty. Raises ConfigError for what is no id."""
+    ids = _configured_eos(directory)
+    named = _object_if_there(directory / "tokenizer_config.json").get("eos_token")
+    text = named.get("content") if isinstance(named, dict) else named
+    own = None if text is None else _token_id(_object_if_there(directory / "tokenizer.json"), text)
+    return ids if own is None or own in ids else (*ids, own)
+
+
+def _configured_eos(directory: Path) -> tuple[int, ...]:
     for file, values in (("generation_config.json", _generation(directory)), ("config.json", read_config(directory))):
         if (value := values.get("eos_token_id")) is not None:
             ids = value if isinstance(value, list) else [value]
@@ -89,8 +97,22 @@ def generation_defaults(directory: Path) -> dict[str, float]:
 
 
 def _generation(directory: Path) -> Mapping[str, Any]:
-    path = directory / "generation_config.json"
+    return _object_if_there(directory / "generation_config.json")
+
+
+def _object_if_there(path: Path) -> Mapping[str, Any]:
     return read_object(path) if path.is_file() else {}
+
+
+def _token_id(tokenizer: Mapping[str, Any], text: str) -> int | None:
+    """Of a token that is written so, in the content of tokenizer.json; None when there is none."""
+    added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+    if text in added:
+        return added[text]
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, dict):
+        return vocabulary.get(text)
+    return next((index for index, (piece, _) in enumerate(vocabulary) if piece == text), None)  # Unigram: pairs in order
 
 
 def _from_hub(name: str) -> Path:

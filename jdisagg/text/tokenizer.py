@@ -60,16 +60,6 @@ class Tokenizer:
         return cls(_read(path, _read_backend), config, template)
 
     @property
-    def bos_token(self) -> str | None:
-        """Text of the begin-of-sequence token."""
-        return self.special_tokens.get("bos_token")
-
-    @property
-    def eos_token(self) -> str | None:
-        """Text of the end-of-sequence token."""
-        return self.special_tokens.get("eos_token")
-
-    @property
     def vocab_size(self) -> int:
         """Number of token ids, added tokens included."""
         return self._backend.get_vocab_size(with_added_tokens=True)

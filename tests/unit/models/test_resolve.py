@@ -114,3 +114,28 @@ def test_an_end_of_text_that_is_no_token_id_is_refused(value: object, tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(ConfigError, match=r"config\.json: eos_token_id is .*, wanted a token id"):
         eos_token_ids(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {"added_tokens": [{"id": 9, "content": "<end>"}], "model": {"vocab": {"<end>": 3}}},
+        {"model": {"vocab": {"a": 0, "<end>": 9}}},
+        {"added_tokens": [], "model": {"vocab": [["a", 0.0]] * 9 + [["<end>", -1.5]]}},
+    ],
+)
+@pytest.mark.parametrize("named", ["<end>", {"content": "<end>"}])
+def test_the_end_of_its_tokenizer_ends_a_model_too(tmp_path: Path, tokenizer: object, named: object) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None}))
+    assert eos_token_ids(tmp_path) == ()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+    assert eos_token_ids(tmp_path) == ()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert eos_token_ids(tmp_path) == (9,)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    assert eos_token_ids(tmp_path) == (2, 9), "a fine-tune's tokenizer names another than the base model's config"
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [9, 2]}))
+    assert eos_token_ids(tmp_path) == (9, 2)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<other>"}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    assert eos_token_ids(tmp_path) == (2,)
