@@ -3,12 +3,13 @@
 A worker that failed is not asked again, unless it is the only one: then once more, after a pause. A worker that was merely
 full is asked again after a pause that doubles from 0.1 s to 2 s, for as long as the request's deadline allows. A worker for
 which the request is wrong is never asked again, and its word is not the last: the decode worker has checked the request and
-found it right, so the other one serves less (a shorter context, fewer pages, another model).
+found it right, so the other one serves less (a shorter context, fewer pages, another model). Nor is one asked again that has a
+setting of its own to blame, which it names.
 """
 
 from __future__ import annotations
 
-from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, NumericalError, RequestError
+from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, NumericalError, RequestError, Unavailable
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
@@ -24,7 +25,7 @@ def is_final(error: RequestError | None) -> bool:
 
 def is_unfit(error: RequestError | None) -> bool:
     """Whether `error` says that its worker, and no other, can never serve the request."""
-    return isinstance(error, _UNFIT)
+    return isinstance(error, _UNFIT) or (isinstance(error, Unavailable) and error.field is not None)
 
 
 class Ladder:
@@ -67,8 +68,11 @@ class Ladder:
 
     @property
     def verdict(self) -> RequestError | None:
-        """What a peer said of the request if all of them found it wrong; None while one was only lost, or not asked."""
-        return self._unfit[self.peers[-1]] if self.peers and len(self._unfit) == len(self.peers) else None
+        """What a peer said of the request if none of them can serve it, one that blames itself before one that finds it wrong;
+        None while one was only lost, or not asked."""
+        if not self.peers or len(self._unfit) < len(self.peers):
+            return None
+        return next((error for error in self._unfit.values() if isinstance(error, Unavailable)), self._unfit[self.peers[-1]])
 
     def pause(self) -> float:
         """Seconds to wait before everyone who was full may be asked again; doubles with every call."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from jdisagg.core.errors import InvalidRequest, RequestError
+from jdisagg.core.errors import RequestError, Unavailable
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
 from jdisagg.handoff import actions as act
@@ -109,7 +109,8 @@ class PrefillRole:
         backends = opening.backends or ((opening.backend,) if opening.backend else ())
         if not self._publishers.open(handoff, backends):
             wanted, got = ", ".join(self._publishers.names), ", ".join(backends)
-            error = InvalidRequest(f"transfer backend: wanted one of {wanted}, got {got}; see --kv-transfer-backend")
+            text = f"transfer backend: wanted one of {wanted}, got {got}; see --kv-transfer-backend"
+            error = Unavailable(text, field="kv_transfer_backend")
             reply.send(Refused(error=error))
             reply.close()
             return

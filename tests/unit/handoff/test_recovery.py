@@ -335,6 +335,16 @@ def test_a_request_that_is_wrong_for_everybody_ends_with_what_the_last_one_says(
     assert side.is_idle
 
 
+@pytest.mark.parametrize("other", [InvalidRequest("short"), Unavailable("no backend in common", field="kv_transfer_backend")])
+def test_a_worker_whose_settings_forbid_it_is_not_asked_again_and_does_not_blame_the_request(other: RequestError) -> None:
+    side, unlike = decode_side(NEVER), Unavailable("no backend in common", field="kv_transfer_backend")
+    side.start(request(), 0, ("p", "q"), 0.0)
+    assert only(act.OpenStream, side.on_message(H, Refused(error=unlike), 0.0)).peer == "q"
+    failed = only(act.Fail, side.on_message(H2, Refused(error=other), 0.0)).error
+    assert isinstance(failed, Unavailable), "at once, as what the operator can mend"
+    assert side.is_idle
+
+
 @pytest.mark.parametrize(
     "answers", [(Refused(error=InvalidRequest("short")), DEAD), (DEAD, Refused(error=InvalidRequest("short")))]
 )

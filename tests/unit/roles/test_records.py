@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jdisagg.core.errors import DeadlineExceeded, Overloaded
+from jdisagg.core.errors import DeadlineExceeded, Overloaded, Unavailable
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role
 from jdisagg.handoff.events import PeerOpened
@@ -325,3 +325,13 @@ def test_a_full_prefill_worker_tells_its_peer_when_to_come_again() -> None:
     assert all(isinstance(reply.said[0], Accepted) for reply in replies[:taken])
     refused = [reply.said[0].error for reply in replies[taken:] if isinstance(reply.said[0], Refused)]
     assert [error.retry_after_s for error in refused if isinstance(error, Overloaded)] == pytest.approx([1.0, 2.0])
+
+
+def test_a_prefill_worker_without_the_peers_backend_blames_its_setting_and_not_the_request() -> None:
+    world, reply = World(), Reply()
+    opening = Open(request=request("r", PROMPT, 4), held_tokens=0, backend="fast")
+    world.prefill.inbox.post(PeerOpened(HandoffId("r", 1), opening, "d0", reply))
+    world.prefill.tick(0.01)
+    (refused,) = reply.said
+    assert (type(refused.error), refused.error.field) == (Unavailable, "kv_transfer_backend")
+    assert "wanted one of fake, got fast; see --kv-transfer-backend" in refused.error.message
