@@ -23,12 +23,15 @@ from pathlib import Path
 from eval_tasks.tasks import TASKS, Answers, Probe, Scores, load_examples
 
 from jdisagg.batch.__main__ import main as run_batch
+from jdisagg.core.errors import ConfigError
 from jdisagg.models.resolve import resolve_model
 from jdisagg.text.tokenizer import Tokenizer
 
+EXIT_BAD_TASK = 2
+
 
 def main() -> int:
-    """Evaluate one task; returns the exit status of the batch when that fails."""
+    """Evaluate one task; returns the exit status: that of the batch when it fails, 2 for a task that cannot be evaluated."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -41,11 +44,19 @@ def main() -> int:
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="keep batch input and output here")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the scores here as well")
     args, flags = parser.parse_known_args()
-    directory = resolve_model(args.model)
-    tokenizer = Tokenizer.from_directory(directory)
-    examples = load_examples(args.task, args.kind)[: args.limit]
+    if args.limit is not None and args.limit < 1:
+        parser.error(f"--limit: wanted at least 1, got {args.limit}")
     task = TASKS[args.kind]
-    probes = [probe for example in examples for probe in task.probes(example, tokenizer)]
+    try:
+        directory = resolve_model(args.model)
+        tokenizer = Tokenizer.from_directory(directory)
+        examples = load_examples(args.task, args.kind)[: args.limit]
+        probes = [probe for example in examples for probe in task.probes(example, tokenizer)]
+        if not probes:
+            raise ValueError(f"{args.task}: no text of more than one token, so that there is nothing to score")
+    except (ValueError, OSError, ConfigError) as error:
+        print(f"eval_batch: {error}", file=sys.stderr)
+        return EXIT_BAD_TASK
     flags = ["--server", args.server, *flags] if args.server else ["--model", args.model, *flags]
     scores: dict[str, Scores] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -74,7 +85,7 @@ def run_probes(probes: list[Probe], work_dir: Path, flags: list[str]) -> int:
 def read_answers(work_dir: Path) -> Answers:
     """First choices by probe name. Raises ValueError for the first request that failed."""
     answers: Answers = {}
-    for raw in (work_dir / "out.jsonl").read_text("utf-8").splitlines():
+    for raw in (work_dir / "out.jsonl").read_bytes().splitlines():
         line = json.loads(raw)
         response = line["response"]
         if response is None or response["status_code"] != 200:

@@ -147,18 +147,43 @@ TASKS: dict[str, Task] = {"choice": Choice(), "generate": Generate(), "perplexit
 def load_examples(path: Path, kind: str) -> list[Example]:
     """The task file's lines; ids become text, an absent one the line number. Raises ValueError naming the line."""
     examples: list[Example] = []
-    for number, raw in enumerate(path.read_text("utf-8").splitlines(), start=1):
-        if not raw.strip():
-            continue
-        example = {"id": number, **json.loads(raw)}
-        example["id"] = str(example["id"])  # of a batch line it must be
-        missing = [name for name in TASKS[kind].required if name not in example]
-        if missing:
-            raise ValueError(f"{path}:{number}: a {kind} example needs {', '.join(missing)}; it has {', '.join(example)}")
-        examples.append(example)
+    first: dict[str, int] = {}  # id -> its line
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.strip():
+                continue
+            try:
+                example = _read_example(number, raw, kind)
+                if (earlier := first.setdefault(example["id"], number)) != number:
+                    raise ValueError(f"its id {example['id']!r} is that of line {earlier}; give each its own")
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from error
+            examples.append(example)
     if not examples:
         raise ValueError(f"{path} holds no example")
     return examples
+
+
+def _read_example(number: int, raw: bytes, kind: str) -> Example:
+    """Raises ValueError for one that cannot be scored."""
+    fields = json.loads(raw)
+    if not isinstance(fields, dict):
+        raise ValueError(f"wanted a JSON object, got {type(fields).__name__}")
+    example = {"id": number, **fields}
+    example["id"] = str(example["id"])  # of a batch line it must be
+    missing = [name for name in TASKS[kind].required if name not in example]
+    if missing:
+        raise ValueError(f"a {kind} example needs {', '.join(missing)}; it has {', '.join(example)}")
+    if kind == "choice":
+        _check_choices(example["choices"], example["answer"])
+    return example
+
+
+def _check_choices(choices: Sequence[str], answer: int) -> None:
+    if "" in choices:
+        raise ValueError(f"choices[{choices.index('')}] is empty: it has no likelihood")
+    if not 0 <= answer < len(choices):
+        raise ValueError(f"answer must be in [0, {len(choices)}); got {answer}")
 
 
 def windows(ids: tuple[int, ...]) -> list[tuple[tuple[int, ...], int]]:

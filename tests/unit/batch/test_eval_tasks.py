@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
+import eval_batch
 import pytest
 from eval_tasks.tasks import STRIDE, TASKS, WINDOW, load_examples, until_stop, windows
 
@@ -92,3 +95,52 @@ def test_ids_are_text_whatever_the_task_file_has(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a"}\n{"id": 7, "prompt": "b"}\n', "utf-8")
     examples = load_examples(path, "generate")
     assert [probe.line()["custom_id"] for each in examples for probe in TASKS["generate"].probes(each, TOKENIZER)] == ["1", "7"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines", "wrong"),
+    [
+        ("choice", [{"context": "a", "choices": ["b", ""], "answer": 0}], r"task\.jsonl:1: .*choices\[1\] is empty"),
+        ("choice", [{"context": "a", "choices": [], "answer": 0}], r"task\.jsonl:1: .*answer must be in \[0, 0\); got 0"),
+        ("choice", [{"context": "a", "choices": ["b"], "answer": 1}], r"task\.jsonl:1: .*answer must be in \[0, 1\); got 1"),
+        ("generate", [{"id": 2, "prompt": "a"}, {"prompt": "b"}], r"task\.jsonl:2: .*id '2' is that of line 1"),
+    ],
+)
+def test_an_example_that_cannot_be_scored_is_named(tmp_path: Path, kind: str, lines: list[dict[str, Any]], wrong: str) -> None:
+    path = tmp_path / "task.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    with pytest.raises(ValueError, match=wrong):
+        load_examples(path, kind)
+
+
+@pytest.mark.parametrize("separator", ["\x85", "\u2028", "\u2029"])
+def test_text_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: Path, separator: str) -> None:
+    """JSON lets them be; only a line feed ends a line."""
+    path = tmp_path / "task.jsonl"
+    path.write_text(json.dumps({"text": f"a{separator}b"}, ensure_ascii=False) + "\n", "utf-8")
+    assert [example["text"] for example in load_examples(path, "perplexity")] == [f"a{separator}b"]
+    body = {"choices": [{"text": f"c{separator}d"}]}
+    line = {"custom_id": "x", "response": {"status_code": 200, "body": body}, "error": None}
+    (tmp_path / "out.jsonl").write_text(json.dumps(line, ensure_ascii=False) + "\n", "utf-8")
+    assert eval_batch.read_answers(tmp_path)["x"]["text"] == f"c{separator}d"
+
+
+@pytest.mark.parametrize("limit", ["0", "-1"])
+def test_no_examples_are_no_evaluation(limit: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["eval_batch.py", "choice", "--task", "configs/eval/choice.jsonl", "--limit", limit]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        eval_batch.main()
+    assert (ended.value.code, f"--limit: wanted at least 1, got {limit}" in capsys.readouterr().err) == (2, True)
+
+
+@pytest.mark.parametrize(("content", "wrong"), [("not JSON", "task.jsonl:1: "), ('{"text": ""}', "nothing to score")])
+def test_a_task_that_cannot_be_evaluated_is_one_line(
+    content: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "task.jsonl"
+    path.write_text(content, "utf-8")
+    monkeypatch.setattr(sys, "argv", ["eval_batch.py", "perplexity", "--task", str(path)])
+    assert eval_batch.main() == 2
+    told = capsys.readouterr().err
+    assert (told.count("\n"), wrong in told) == (1, True)
