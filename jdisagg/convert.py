@@ -23,6 +23,7 @@ from jdisagg.models.resolve import read_config, resolve_model
 from jdisagg.models.safetensors_source import load_safetensors
 from jdisagg.models.sharding import make_mesh
 from jdisagg.models.spec import ModelSpec
+from jdisagg.text.tokenizer import ADDITIONAL_TEMPLATES
 
 COMPANIONS = (
     "generation_config.json",
@@ -59,6 +60,8 @@ def convert(source: Path, output: Path, *, dtype: str | None) -> None:
         for name in COMPANIONS:
             if (source / name).is_file():
                 shutil.copyfile(source / name, partial / name)
+        if (source / ADDITIONAL_TEMPLATES).is_dir():
+            shutil.copytree(source / ADDITIONAL_TEMPLATES, partial / ADDITIONAL_TEMPLATES)
         written = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype}
         (partial / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
         partial.chmod(0o755)  # mkdtemp's 0700 would hide the model from other users

@@ -31,10 +31,11 @@ class _GenerationBlock(Extension):
 
 
 class ChatTemplate:
-    """One compiled template and the special tokens it may name."""
+    """A model's compiled template, or the two of a model that has its own for tools, and the special tokens they may name."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens`: variable name (`bos_token`) to text. Raises ConfigError when the template does not compile."""
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
+        """`special_tokens`: variable name (`bos_token`) to text. `tool_source`: in place of `source` where tools are offered.
+        Raises ConfigError when a template does not compile."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
@@ -42,9 +43,10 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = dict(special_tokens)
-        self.shows_tools = "tools" in source
+        self.shows_tools = "tools" in (source if tool_source is None else tool_source)
         try:
             self._template = environment.from_string(source)
+            self._tool_template = self._template if tool_source is None else environment.from_string(tool_source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}", field="model") from error
 
@@ -58,8 +60,9 @@ class ChatTemplate:
     ) -> str:
         """The prompt text. Raises InvalidRequest when the template refuses the messages."""
         scope = self._special_tokens | variables
+        template = self._template if tools is None else self._tool_template
         try:
-            return self._template.render(
+            return template.render(
                 messages=[dict(message) for message in messages],
                 tools=tools,
                 documents=scope.pop("documents", None),

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import tokenizers
@@ -22,6 +23,7 @@ from jdisagg.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokeni
 
 T = TypeVar("T")
 
+ADDITIONAL_TEMPLATES = "additional_chat_templates"  # a folder of the model's directory: NAME.jinja
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NAMED_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -29,8 +31,13 @@ _NAMED_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 class Tokenizer:
     """One model's tokenizer. Immutable after construction; safe to use from several threads."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None, chat_template: str | None = None):
-        """`config` is the content of tokenizer_config.json; `chat_template` wins over the one inside it."""
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        config: dict[str, Any] | None = None,
+        chat_templates: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`config` is the content of tokenizer_config.json; `chat_templates`, by name, win over those inside it."""
         config = config or {}
         self._backend = backend
         self.special_tokens = {name: text for name in _NAMED_SPECIAL if (text := _token_text(config.get(name))) is not None}
@@ -38,8 +45,9 @@ class Tokenizer:
         backend.no_truncation()  # both may be saved in tokenizer.json and are for training
         backend.no_padding()
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        template = chat_template if chat_template is not None else _default_template(config.get("chat_template"))
-        self.chat = None if template is None else ChatTemplate(template, self.special_tokens)
+        templates = chat_templates or _named_templates(config.get("chat_template"))
+        template = templates.get("default", next(iter(templates.values()), None))
+        self.chat = None if template is None else ChatTemplate(template, self.special_tokens, templates.get("tool_use"))
         decoder, vocabulary = json.loads(backend.to_str())["decoder"] or {}, backend.get_vocab(with_added_tokens=True)
         self.max_token_characters = max(map(len, vocabulary), default=1)
         self._bytes = ByteLevelVocabulary(backend) if decoder.get("type") == "ByteLevel" else None
@@ -47,8 +55,8 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises ConfigError when the first is missing, or
-        one that is there cannot be read."""
+        """Read tokenizer.json, tokenizer_config.json, chat_template.jinja and additional_chat_templates/NAME.jinja. Raises
+        ConfigError when the first is missing, or one that is there cannot be read."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(
@@ -56,8 +64,9 @@ class Tokenizer:
             )
         config_path, template_path = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         config = _read(config_path, _read_object) if config_path.is_file() else {}
-        template = _read(template_path, _read_text) if template_path.is_file() else None
-        return cls(_read(path, _read_backend), config, template)
+        files = {"default": template_path} if template_path.is_file() else {}
+        files |= {file.stem: file for file in sorted((directory / ADDITIONAL_TEMPLATES).glob("*.jinja"))}
+        return cls(_read(path, _read_backend), config, {name: _read(file, _read_text) for name, file in files.items()})
 
     @property
     def vocab_size(self) -> int:
@@ -152,9 +161,8 @@ def _add_missing_specials(backend: tokenizers.Tokenizer, texts: Iterable[str]) -
         backend.add_special_tokens(missing)
 
 
-def _default_template(entry: Any) -> str | None:
-    """tokenizer_config.json holds one template, or a list of named ones."""
+def _named_templates(entry: Any) -> Mapping[str, str]:
+    """tokenizer_config.json holds one template, or named ones: a list or an object."""
     if isinstance(entry, list):
-        named = {item.get("name"): item.get("template") for item in entry}
-        return named.get("default", next(iter(named.values()), None))
-    return entry
+        return {item["name"]: item["template"] for item in entry}
+    return entry if isinstance(entry, dict) else {} if entry is None else {"default": entry}

@@ -28,6 +28,8 @@ def test_a_converted_model_is_the_same_model(model_directory: Path, tmp_path: Pa
     (model_directory / "generation_config.json").write_text(json.dumps(generation))
     (model_directory / "tokenizer.json").write_text("{}")
     (model_directory / "chat_template.jinja").write_text("{{ messages }}")
+    (model_directory / "additional_chat_templates").mkdir()
+    (model_directory / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     output = tmp_path / "converted"
     assert main(["--model", str(model_directory), "--output", str(output)]) == 0
     assert json.loads(capsys.readouterr().out)["output"] == str(output)
@@ -36,6 +38,7 @@ def test_a_converted_model_is_the_same_model(model_directory: Path, tmp_path: Pa
     assert model.eos_token_ids == (3, 5)
     assert model.generation_defaults == {"temperature": 0.6, "top_k": 20}
     assert (output / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (output / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
     assert not (output / "model.safetensors").exists()
     assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
 

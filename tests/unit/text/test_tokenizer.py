@@ -67,6 +67,41 @@ def test_a_template_file_wins_and_refusals_name_the_messages(byte_level_director
     assert caught.value.field == "messages"
 
 
+NAMED = {"default": "plain {{ messages[0].content }}", "tool_use": "{{ tools | length }} tools", "rag": "{{ documents }}"}
+
+
+def _write_named(directory: Path, form: str) -> None:
+    """The templates of NAMED as lists of tokenizer_config.json have them, as an object, or as files."""
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["chat_template"] = "not this one"
+    if form == "list":
+        config["chat_template"] = [{"name": name, "template": template} for name, template in NAMED.items()]
+    elif form == "object":
+        config["chat_template"] = NAMED
+    else:
+        (directory / "chat_template.jinja").write_text(NAMED["default"])
+        (directory / "additional_chat_templates").mkdir()
+        for name in ("tool_use", "rag"):
+            (directory / "additional_chat_templates" / f"{name}.jinja").write_text(NAMED[name])
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("form", ["list", "object", "files"])
+def test_of_named_templates_tools_have_their_own_as_in_transformers(
+    byte_level_directory: Path, tmp_path: Path, form: str
+) -> None:
+    shutil.copytree(byte_level_directory, tmp_path, dirs_exist_ok=True)
+    _write_named(tmp_path, form)
+    chat, theirs = Tokenizer.from_directory(tmp_path).chat, PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert chat is not None
+    assert chat.shows_tools
+    for tools in (None, [TOOL]):
+        expected = theirs.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
+        assert chat.render(MESSAGES, tools=tools, add_generation_prompt=False) == expected
+    assert expected == "1 tools"
+
+
 def test_templates_are_sandboxed_and_checked_at_load(byte_level_directory: Path, tmp_path: Path) -> None:
     shutil.copytree(byte_level_directory, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "chat_template.jinja"
