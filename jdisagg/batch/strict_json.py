@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-MAX_DEPTH = 200  # Python gives up near 1000 levels, less what is on its stack and what the output wraps around a value
+from jdisagg.core.json_depth import MAX_DEPTH, deeper_than
 
 
 def decode(raw: bytes) -> Any:
@@ -21,7 +21,7 @@ def decode(raw: bytes) -> Any:
 
 def flaw(value: object) -> str | None:
     """Why a decoded value cannot be written as JSON in UTF-8 again; None when it can."""
-    if _deeper_than(value, MAX_DEPTH):
+    if deeper_than(value):
         return f"nested more than {MAX_DEPTH} deep"
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -36,13 +36,3 @@ def encode(value: object) -> bytes:
     """`value` on one line. Half a surrogate pair stays the escape that it was; NaN is the caller's to keep out."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode(errors="backslashreplace")
-
-
-def _deeper_than(value: object, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit + 1):
-        containers = [node for node in level if isinstance(node, dict | list)]
-        level = [child for node in containers for child in (node.values() if isinstance(node, dict) else node)]
-        if not level:
-            return False
-    return True

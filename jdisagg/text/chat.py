@@ -19,6 +19,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jdisagg.core.errors import ConfigError, InvalidRequest
 
+_STUMBLES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)  # over what clients send
+
 
 class _GenerationBlock(Extension):
     """`{% generation %}` marks the assistant's tokens for training; serving renders its body."""
@@ -69,8 +71,9 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **scope,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise InvalidRequest(f"the model's chat template refuses these messages: {error}", field="messages") from error
+        except (jinja2.TemplateError, *_STUMBLES) as error:
+            told = f"the model's chat template refuses these messages: {error}"
+            raise InvalidRequest(told, field="messages") from error
 
 
 def _to_json(

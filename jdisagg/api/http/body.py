@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from jdisagg.api.intake import Prompt
 from jdisagg.core.errors import Cancelled, InvalidRequest
+from jdisagg.core.json_depth import MAX_DEPTH, deeper_than
 
 MAX_BODY_BYTES = 16 * 2**20  # parsing them holds up everybody else for a quarter of a second
 _NEAR = 0.85  # max_token is that near to max_tokens, logprobs is not to top_logprobs
@@ -135,12 +136,16 @@ async def read_body(request: Request) -> Body:
     try:
         raw = b"".join(chunks)
         fields = json.loads(raw.decode("utf-8-sig"))
+        if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and deeper_than(fields):
+            raise RecursionError  # as whoever writes it again would
         if _ESCAPED_SURROGATE.search(raw):
             json.dumps(fields, ensure_ascii=False).encode()  # half of a pair is no character: nothing could tokenize it
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not UTF-8, as JSON must be: byte {_shown_byte(error)}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidRequest(f"the body is nested more than {MAX_DEPTH} deep") from error
     if not isinstance(fields, dict):
         raise InvalidRequest(f"the body must be a JSON object; got {type(fields).__name__}")
     return Body(fields)

@@ -8,6 +8,7 @@ from typing import Any
 
 from jdisagg.api.http.body import Body
 from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.json_depth import deeper_than
 from jdisagg.text.chat import ChatTemplate
 
 
@@ -81,7 +82,7 @@ def _with_object(call: Any) -> Any:
         json.dumps(value, ensure_ascii=False).encode()  # no half of a pair, see `read_body`
     except (ValueError, RecursionError):
         return call
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or deeper_than(value):
         return call
     return {**call, "function": {**function, "arguments": _Arguments(value, arguments or "{}")}}
 

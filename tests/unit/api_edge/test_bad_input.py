@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from jdisagg.api.http import body, server
+from jdisagg.core.json_depth import MAX_DEPTH
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
 
@@ -206,6 +207,25 @@ def test_a_body_sent_slowly_is_read_whole(tokenizer: Tokenizer) -> None:
 def _json(body: dict[str, Any]) -> bytes:
     """JSON with NaN and Infinity, which httpx refuses to write."""
     return json.dumps(body).encode()
+
+
+def test_a_body_that_is_nested_too_deep_is_the_callers_fault(tokenizer: Tokenizer) -> None:
+    """Whatever its depth: Python reads more than it can write again, and more than a template can."""
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            for depth in (MAX_DEPTH, *range(900, 1000, 3)):
+                for path, begin, end in (
+                    ("/v1/completions", '{"prompt": "a", "temperature": ', "}"),
+                    ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "a"}], "tools": [{"a": ', "}]}"),
+                ):
+                    nested = begin + "[" * depth + "1" + "]" * depth + end
+                    answer = await http.post(path, content=nested)
+                    assert (answer.status_code, "nested" in answer.text) == (400, True), depth
+            fine = {"max_tokens": 2, "metadata": "[" * 5000, "user": [[[[]]] * 999]}
+            assert (await http.post("/v1/chat/completions", json=CHAT | fine)).status_code == 200
+
+    run(check())
 
 
 @pytest.mark.parametrize("text", ['{"prompt": "\\ud800"}', '{"prompt": "a", "stop": ["\\uDFff"]}'])

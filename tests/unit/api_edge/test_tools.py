@@ -93,6 +93,7 @@ OF_CALLS = "{% for m in messages %}{% for c in m.tool_calls %}call {{ ARGUMENTS 
         ("c.function.arguments", "not JSON", "not JSON"),
         ("c.function.arguments", "[1]", "[1]"),
         ("c.function.arguments | length", '{"a": "\\ud800"}', "15"),  # half of a pair: left as it is
+        ("c.function.arguments | length", '{"a":' + "[" * 300 + "]" * 300 + "}", "606"),  # deeper than templates can write
     ],
 )
 def test_arguments_of_calls_are_objects_for_templates_that_want_them(way: str, arguments: str, shown: str) -> None:

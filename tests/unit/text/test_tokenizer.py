@@ -12,6 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from jdisagg.core.errors import ConfigError, InvalidRequest
+from jdisagg.text.chat import ChatTemplate
 from jdisagg.text.tokenizer import Tokenizer
 
 TEXTS = ["the quick fox", "", " leading", "😀 é€x", "</s> in text", "line\n\nline"]
@@ -65,6 +66,14 @@ def test_a_template_file_wins_and_refusals_name_the_messages(byte_level_director
     with pytest.raises(InvalidRequest, match="no user") as caught:
         chat.render([{"role": "user", "content": "x"}])
     assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    "way", ["{{ 1 / q }}", "{% for i in range(10 ** 9) %}{% endfor %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
+)
+def test_whatever_a_template_stumbles_over_is_a_refusal(way: str) -> None:
+    with pytest.raises(InvalidRequest, match="chat template refuses"):
+        ChatTemplate(way, {}).render(MESSAGES, q=0)
 
 
 NAMED = {"default": "plain {{ messages[0].content }}", "tool_use": "{{ tools | length }} tools", "rag": "{{ documents }}"}
