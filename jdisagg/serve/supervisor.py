@@ -106,7 +106,10 @@ class Supervisor:
                 return
             if time.monotonic() - began_s >= self._patience.stable_s:
                 delay_s = self._patience.first_delay_s
-            log.warning("%s: %s; starting it again in %.1f s", spec.name, _ending(status), delay_s)
+            if status == 0 and ready is not None:  # after a SIGTERM it drains and exits so
+                log.info("%s: ended as it was told to; starting it again in %.1f s", spec.name, delay_s)
+            else:
+                log.warning("%s: %s; starting it again in %.1f s", spec.name, _ending(status), delay_s)
             await self._pause(delay_s)
             delay_s = min(2 * delay_s, self._patience.max_delay_s)
             self.restarts += 1

@@ -131,6 +131,17 @@ def test_a_killed_child_is_started_again_with_the_same_flags(fleet, role: str) -
     assert len(one.events("started prefill")) == 1
 
 
+@pytest.mark.parametrize(("number", "level"), [(signal.SIGTERM, " I local"), (signal.SIGKILL, " W local")])
+def test_a_child_that_was_told_to_end_is_no_warning(fleet, number: int, level: str) -> None:
+    one = fleet()
+    (victim,) = [worker for worker in one.ready()["workers"] if worker["role"] == "decode"]
+    os.kill(victim["pid"], number)
+    until(lambda: len(one.events("started decode")) == 2, "decode was not started again")
+    (told,) = [line for line in one.log.read_text().splitlines() if "decode-0: " in line and "starting it again in" in line]
+    assert level in told
+    assert ("ended as it was told to" in told) == (number == signal.SIGTERM)
+
+
 def test_a_worker_that_crashes_while_starting_is_tried_again(fleet) -> None:
     one = fleet("crash-once")
     assert one.ready()["role"] == "local"
