@@ -50,6 +50,7 @@ class FleetClient:
         self._registered: dict[str, bool] = dict.fromkeys(routers, False)
         self._leaving: set[str] = set()  # routers that said goodbye: their end is no outage
         self._refused: set[str] = set()  # routers that did not take our API key: said once
+        self._displaced: set[str] = set()  # routers where another process has our address: said once each time
         self._unheard = set(routers)  # never registered with: said once
         self._began_s = monotonic()
         self._tasks = [asyncio.create_task(self._keep(router)) for router in routers]
@@ -105,6 +106,10 @@ class FleetClient:
             log.error("router %s refuses this worker: %s", router, error.details())
         elif draining:
             return
+        elif code is grpc.StatusCode.ALREADY_EXISTS:
+            if router not in self._displaced:
+                self._displaced.add(router)
+                log.warning("router %s does not take this worker: %s; registering until it does", router, error.details())
         elif self._registered[router] and router in self._leaving:
             log.info("router %s has stopped, as it said; registering again when it is back", router)
         elif self._registered[router]:
@@ -124,6 +129,7 @@ class FleetClient:
             self._registered[router] = True
             self._leaving.discard(router)
             self._unheard.discard(router)
+            self._displaced.discard(router)
             log.info("registered with router %s", router)
             interval_s = max(answer.heartbeat_ms, 10) / 1000
             while await self._heartbeat(router, stub):

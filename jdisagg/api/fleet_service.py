@@ -24,7 +24,7 @@ class Registry(Protocol):
     """Who is in the fleet; `jdisagg.router.fleet_engine.FleetEngine`."""
 
     def register(self, member: Member) -> None:
-        """Add it, or replace what was at its address. Raises Unavailable while that is alive."""
+        """Add it, or replace what was at its address. Raises AddressTaken while that is alive."""
         ...
 
     def heartbeat(self, address: str, epoch: str, load: Load, draining: bool) -> bool:

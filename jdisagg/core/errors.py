@@ -71,6 +71,12 @@ class Unavailable(RequestError):
     reason = "unavailable"
 
 
+class AddressTaken(Unavailable):
+    """Another process lives at the address; a worker that registers is told by a status of its own."""
+
+    grpc_status, http_status = "ALREADY_EXISTS", 409
+
+
 class DeadlineExceeded(RequestError):
     """The request's deadline passed."""
 

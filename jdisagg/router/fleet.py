@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from jdisagg.core.errors import Unavailable
+from jdisagg.core.errors import AddressTaken
 from jdisagg.core.fleet import MAX_PREFILL_PEERS, Load, Member
 from jdisagg.core.requests import Role
 from jdisagg.router.pairing import differing
@@ -44,7 +44,7 @@ class Fleet:
     def register(self, member: Member, now_s: float) -> Entry | None:
         """Add a process. Returns the older process it replaces at that address, or None; the same one again is a heartbeat.
 
-        Raises Unavailable while the other one is alive: two cannot have one address, so that what comes now was sent long ago,
+        Raises AddressTaken while the other one is alive: two cannot have one address, so that what comes now was sent long ago,
         by a process that is gone (or both advertise the same address: then the first one has it).
         """
         old = self._entries.get(member.address)
@@ -52,7 +52,7 @@ class Fleet:
             old.member, old.last_seen_s = member, now_s
             return None
         if old is not None and now_s - old.last_seen_s <= self._dead_after_s:
-            raise Unavailable(
+            raise AddressTaken(
                 f"{member.worker} cannot register: {old.member.worker} of that address was heard less than "
                 f"{self._dead_after_s:g} s ago; try again, or give each worker an address of its own"
             )

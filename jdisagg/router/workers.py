@@ -67,8 +67,8 @@ class Workers:
     # --- Registry
 
     def register(self, member: Member) -> None:
-        """A worker is there, or there again. Raises Unavailable while another process of its address is alive, and once this
-        router is closed."""
+        """A worker is there, or there again. Raises AddressTaken while another process of its address is alive, and Unavailable
+        once this router is closed."""
         if self._closed:
             raise Unavailable("the router is ending; register again when it is back")
         known = any(entry.key == (member.address, member.epoch) for entry in self.fleet.entries())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
+from time import monotonic
 
 import pytest
 
@@ -71,6 +73,29 @@ def test_a_registration_at_a_router_that_is_closed_is_refused_and_opens_no_strea
             router.engine.workers.register(replace(MEMBER, role=Role.DECODE, address=worker.address))
         assert worker.registration.registered() == {router.address: False}
         assert router.engine.workers.members() == []
+        await worker.die()
+        await router.stop()
+
+    run_quiet(body())
+
+
+def test_a_worker_whose_address_is_anothers_says_so_whenever_that_begins(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        router = await Router().start()
+        worker = await FakeWorker((router.address,)).start()
+        await until(lambda: router.linked() == 1)
+        fleet = router.engine.workers.fleet
+        told = "does not take this worker: fake @ .* cannot register: the usurper of that address was heard"
+        for times in (1, 2):
+            (entry,) = fleet.entries()
+            other = replace(entry.member, epoch=f"other-{times}", worker="the usurper")
+            fleet.remove(entry)
+            fleet.register(other, monotonic() + 0.5)  # heard for that long
+            await until(lambda times=times: len(re.findall(told, caplog.text)) == times)
+            await until(lambda: fleet.members() and fleet.members()[0].epoch == worker._member["epoch"])
+        await asyncio.sleep(0.1)
+        assert len(re.findall(told, caplog.text)) == 2, "once each time, however often it tries"
+        assert "does not answer" not in caplog.text
         await worker.die()
         await router.stop()
 
