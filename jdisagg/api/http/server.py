@@ -16,12 +16,15 @@ from jdisagg.core.errors import ConfigError
 
 _START_TIMEOUT_S = 10.0
 HEADER_TIMEOUT_S = 30.0  # from connecting, or from a request's first byte, to the end of its headers
+UNREAD_TIMEOUT_S = 60.0  # a client that takes nothing of what waits for it for so long is gone
 
 
 class _Protocol(HttpToolsProtocol):
-    """Hangs up on a client that does not finish its headers: uvicorn alone would keep its descriptor for ever."""
+    """Hangs up on a client that does not finish its headers, or takes nothing of its answer: uvicorn alone would keep the
+    descriptors of both for ever."""
 
     _header_timer: asyncio.TimerHandle | None = None
+    _reader_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -29,6 +32,7 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._stop_waiting_for_reader()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -38,6 +42,29 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_waiting()
         super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        self._stop_waiting_for_reader()
+        super().resume_writing()
+
+    def _await_reader(self, unread_bytes: int) -> None:
+        self._reader_timer = self.loop.call_later(UNREAD_TIMEOUT_S, self._reader_is_late, unread_bytes)
+
+    def _reader_is_late(self, unread_bytes: int) -> None:
+        left_bytes = self.transport.get_write_buffer_size()
+        if left_bytes < unread_bytes:
+            self._await_reader(left_bytes)
+        else:
+            self.transport.abort()
+
+    def _stop_waiting_for_reader(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
 
     def _await_headers(self) -> None:
         self._stop_waiting()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
 import httpx
 import pytest
 
+from jdisagg.api.http import server
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, Served, run, serving
 
@@ -121,3 +123,46 @@ def test_stopping_the_server_ends_streams_and_frees_the_port(tokenizer: Tokenize
             assert probe.connect_ex(("127.0.0.1", port)) != 0
 
     run(check())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_client_that_takes_nothing_of_its_answer_loses_its_connection(
+    tokenizer: Tokenizer, stream: bool, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing it would wait for ever for the rest to be taken. One that reads slowly keeps it."""
+    monkeypatch.setattr(server, "UNREAD_TIMEOUT_S", 0.3)
+    ends: list[asyncio.Transport] = []
+    monkeypatch.setattr(server._Protocol, "connection_made", _noting(ends, server._Protocol.connection_made))
+
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, "the quick brown fox " * 1000, max_model_len=20_000)
+        engine.tokens_per_output = 100
+        async with serving(engine, tokenizer) as served:
+            body = json.dumps({"prompt": "the", "max_tokens": 9000, "stream": stream, "logprobs": 1, "n": 4}).encode()
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.connect(("127.0.0.1", served.port))
+                head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+                client.sendall(head.encode() + body)
+                while not ends:
+                    await asyncio.sleep(0.01)
+                ends[0].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+                for _ in range(10 if reads else 100):
+                    await asyncio.sleep(0.1)
+                    if reads:
+                        assert client.recv(4096)
+                    if ends[0].is_closing() and not ends[0].get_write_buffer_size():
+                        break
+                assert ends[0].is_closing() is not reads
+            await served.wait_idle()
+
+    run(check())
+
+
+def _noting(ends: list[asyncio.Transport], connection_made: Callable[..., None]) -> Callable[..., None]:
+    def noting(protocol: server._Protocol, transport: asyncio.Transport) -> None:
+        ends.append(transport)
+        connection_made(protocol, transport)
+
+    return noting
