@@ -114,6 +114,7 @@ async def admit(
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 fork_group=f"{request.request_id}/{number}" if request.n > 1 else "",
+                fills_context=request.max_tokens is None and request.default_max_tokens is None,
                 traceparent=request.traceparent,
             )
             for choice in range(request.n)

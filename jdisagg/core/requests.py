@@ -69,6 +69,7 @@ class EngineRequest:
     cache_salt: str = ""  # prefix-cache tenancy
     fork_group: str = ""  # live requests of one group with one prompt share its KV; the choices of one client prompt
     prefill_peers: tuple[str, ...] = ()  # for D: addresses of P in order of preference; empty = its own static list
+    fills_context: bool = False  # no max_tokens was asked for: it is what the model leaves, and a shorter worker gives less
     traceparent: str = ""  # W3C trace context of the client's call, carried along and logged; empty = none came
 
     @property

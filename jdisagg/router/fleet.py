@@ -113,12 +113,13 @@ class Fleet:
         now_s: float,
         *,
         num_tokens: int = 0,
+        wanted_tokens: int = 0,
         but_not: frozenset[str] = frozenset(),
         home: str = "",
     ) -> Entry | None:
         """The worker for the next request of that fingerprint (None = any) and of `num_tokens`, its output included; addresses
-        in `but_not` only as a last resort, and the one at `home` before others, and one that has prefill workers of its weights
-        before less busy ones."""
+        in `but_not` only as a last resort, and one that holds `wanted_tokens` before others, then the one at `home`, then one
+        that has prefill workers of its weights before less busy ones."""
         usable, _ = self._usable(fingerprint, num_tokens)
         if not usable:
             return None
@@ -127,7 +128,8 @@ class Fleet:
         def rank(entry: Entry) -> tuple[object, ...]:
             address = entry.member.address
             lonely = entry.member.role is Role.DECODE and entry.member.fingerprint not in prefilled
-            return (address in but_not, entry.suspect_until_s > now_s, address != home, lonely, *_busy(entry))
+            is_short = entry.member.max_model_len < wanted_tokens
+            return (address in but_not, entry.suspect_until_s > now_s, is_short, address != home, lonely, *_busy(entry))
 
         return min(usable, key=rank)
 

@@ -181,14 +181,15 @@ class FleetEngine:
                 self._submit(flight, entry)
                 return
             weights = self._weights(flight)
-            lacks = self.workers.fleet.lacks(weights, flight.most_tokens)
+            lacks = self.workers.fleet.lacks(weights, flight.least_tokens)
             self._recovery.wait(flight, lacks, now_s - began_s, weights=weights, late=late)
             await self.workers.changed(min(0.25, flight.request.deadline_s - now_s))
 
     def _choose(self, flight: Flight, now_s: float) -> Entry | None:
         """A worker for the attempt."""
-        tried, num_tokens, home = flight.setbacks.tried, flight.most_tokens, self._homes.of(flight.request.fork_group)
-        return self.workers.fleet.choose(self._weights(flight), now_s, num_tokens=num_tokens, but_not=tried, home=home)
+        lengths = {"num_tokens": flight.least_tokens, "wanted_tokens": flight.most_tokens}
+        tried, home = flight.setbacks.tried, self._homes.of(flight.request.fork_group)
+        return self.workers.fleet.choose(self._weights(flight), now_s, **lengths, but_not=tried, home=home)
 
     def _weights(self, flight: Flight) -> str | None:
         """Those that answered this request or one of its siblings so far; None = any will do."""
@@ -204,7 +205,8 @@ class FleetEngine:
         if peers:
             flight.prefill = peers[0]
             flight.prefill.pending += 1
-        self.workers.submit(entry, flight.attempt_request(tuple(peer.member.address for peer in peers)))
+        named = tuple(peer.member.address for peer in peers)
+        self.workers.submit(entry, flight.attempt_request(named, entry.member.max_model_len))
 
     async def _next(self, flight: Flight) -> Output | None:
         """The next thing to tell the client; None after an attempt was replaced by another."""
@@ -255,7 +257,7 @@ class FleetEngine:
     def _is_tried_everywhere(self, flight: Flight, now_s: float) -> bool:
         fingerprint = None if flight.is_untouched else flight.fingerprint
         fingerprint = fingerprint or self._homes.spoken_fingerprint(flight.request.fork_group)
-        tried, num_tokens = flight.setbacks.tried, flight.most_tokens
+        tried, num_tokens = flight.setbacks.tried, flight.least_tokens
         best = self.workers.fleet.choose(fingerprint, now_s, num_tokens=num_tokens, but_not=tried)
         return best is None or best.member.address in flight.setbacks.tried
 

@@ -42,13 +42,23 @@ class Flight:
         return len(self.request.prompt_token_ids) + self.request.sampling.max_tokens
 
     @property
+    def least_tokens(self) -> int:
+        """What a worker must hold for another token to come: all of them, or, of an answer of no stated length, one more."""
+        if not self.request.fills_context:
+            return self.most_tokens
+        return len(self.request.prompt_token_ids) + max(self.num_delivered + 1, self.request.sampling.min_tokens)
+
+    @property
     def is_untouched(self) -> bool:
         """Whether nothing of it has reached the client: another model could still answer."""
         return not self._delivered and not self._sent_prompt_logprobs
 
-    def attempt_request(self, prefill_peers: tuple[str, ...]) -> EngineRequest:
-        """The request for the current attempt: everything delivered so far counts as generated."""
+    def attempt_request(self, prefill_peers: tuple[str, ...], max_model_len: int) -> EngineRequest:
+        """The request for the current attempt, at a worker of that context: everything delivered so far counts as generated."""
         sampling = self.request.sampling
+        if self.request.fills_context:
+            room = max_model_len - len(self.request.prompt_token_ids)
+            sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, room))
         if self._sent_prompt_logprobs:
             sampling = dataclasses.replace(sampling, prompt_logprobs=None)
         return dataclasses.replace(

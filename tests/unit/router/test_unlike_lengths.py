@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from jdisagg.core.errors import Unavailable
-from jdisagg.core.requests import EngineRequest, Output, Role, SamplingParams
+from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role, SamplingParams
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router, expected
 from tests.unit.wire.rig import request, run_quiet, until
@@ -74,6 +75,31 @@ def test_a_model_is_as_long_as_the_longest_worker_that_takes_requests() -> None:
         assert router.engine.card.max_model_len == 90
         for worker in (short, long):
             await worker.die()
+        await router.stop()
+
+    run_quiet(body())
+
+
+def test_an_answer_of_no_stated_length_goes_on_where_less_of_it_fits() -> None:
+    async def body() -> None:
+        router = await Router(ReplayConfig(place_wait_s=0.3)).start()
+        short, long = [await FakeWorker((router.address,), max_model_len=length).start() for length in (50, 90)]
+        await until(lambda: router.linked() == 2)
+        asked = [replace(ask(f"r{number}", max_tokens=87), fills_context=True) for number in range(2)]
+        tasks = [asyncio.create_task(collect(router, one)) for one in asked]
+        await until(lambda: len(long.engine.live) == 2)
+        assert short.engine.seen == [], "while there is one that holds all of it"
+        await until(lambda: all(len(tokens) > 2 for _, _, tokens in long.engine.live.values()))
+        await long.die()
+        for one, task in zip(asked, tasks, strict=True):
+            outputs = await task
+            assert [token for output in outputs for token in output.token_ids] == expected(one)[:47]
+            assert (outputs[-1].finish, outputs[-1].error) == (FinishReason.LENGTH, None)
+        assert {seen.sampling.max_tokens for seen in short.engine.seen} == {47}
+        least = replace(asked[0], request_id="r3", sampling=SamplingParams(max_tokens=87, min_tokens=48))
+        with pytest.raises(Unavailable, match=r"holds 51 tokens \(at most 50\)"):
+            await collect(router, least)
+        await short.die()
         await router.stop()
 
     run_quiet(body())
