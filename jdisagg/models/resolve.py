@@ -71,8 +71,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Ids that end a sequence: of generation_config.json, or else of config.json, and the tokenizer's own, which is all that some
-    fine-tunes change; may be empty. Raises ConfigError for what is no id."""
+    """Ids that end a sequence: of generation_config.json, or else of config.json, and the tokenizer's own, which is all that
+    some fine-tunes change; may be empty. Raises ConfigError for what is no id."""
     ids = _configured_eos(directory)
     named = _object_if_there(directory / "tokenizer_config.json").get("eos_token")
     text = named.get("content") if isinstance(named, dict) else named
