@@ -31,7 +31,7 @@ from jdisagg.router.blame import Lost
 from jdisagg.router.drill import with_late_outputs
 from jdisagg.router.fleet import Entry
 from jdisagg.router.flight import Flight
-from jdisagg.router.homes import Homes
+from jdisagg.router.placement import Placement
 from jdisagg.router.recovery import Recovery, ReplayConfig
 from jdisagg.router.workers import Workers
 
@@ -72,7 +72,7 @@ class FleetEngine:
         self._card = card
         self._flights: dict[str, Flight] = {}
         self._attempts = Attempts()
-        self._homes = Homes()
+        self._placement = Placement(self.workers)
         self._recovery = Recovery(replay or ReplayConfig(), metrics, worker_wait_s=config.worker_wait_s)
         self._draining = False
         self._closed = asyncio.Event()
@@ -104,7 +104,7 @@ class FleetEngine:
             timeline.failed(error, monotonic())
             raise
         flight = self._flights[request.request_id] = Flight(self._attempts.behind(request))
-        self._homes.enter(request.fork_group)
+        self._placement.begin(flight)
         try:
             await self._place(flight)  # raises: not admitted at all
             while not flight.finished:
@@ -124,8 +124,7 @@ class FleetEngine:
                 (timeline.stopped if flight.enough else timeline.aborted)(monotonic())
             self._attempts.left(request.request_id, flight.attempt)
             del self._flights[request.request_id]
-            self._leave(flight)
-            self._homes.leave(request.fork_group)
+            self._placement.end(flight)
 
     def _check(self, request: EngineRequest) -> None:
         if self._draining:
@@ -176,37 +175,11 @@ class FleetEngine:
                 raise _shutting_down(flight)
             now_s = monotonic()
             late = now_s >= flight.request.deadline_s
-            if not late and (entry := self._choose(flight, now_s)) is not None:
-                self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.fingerprint)
-                self._submit(flight, entry)
+            if not late and self._placement.place(flight, now_s):
                 return
-            weights = self._weights(flight)
-            lacks = self.workers.fleet.lacks(weights, flight.least_tokens)
+            weights, lacks = self._placement.weights(flight), self._placement.lacks(flight)
             self._recovery.wait(flight, lacks, now_s - began_s, weights=weights, late=late)
             await self.workers.changed(min(0.25, flight.request.deadline_s - now_s))
-
-    def _choose(self, flight: Flight, now_s: float) -> Entry | None:
-        """A worker for the attempt."""
-        lengths = {"num_tokens": flight.least_tokens, "wanted_tokens": flight.most_tokens}
-        tried, home = flight.setbacks.tried, self._homes.of(flight.request.fork_group)
-        return self.workers.fleet.choose(self._weights(flight), now_s, **lengths, but_not=tried, home=home)
-
-    def _weights(self, flight: Flight) -> str | None:
-        """Those that answered this request or one of its siblings so far; None = any will do."""
-        return flight.fingerprint or self._homes.spoken_fingerprint(flight.request.fork_group)
-
-    def _submit(self, flight: Flight, entry: Entry) -> None:
-        flight.entry = entry
-        flight.fingerprint = entry.member.fingerprint
-        entry.pending += 1
-        peers: list[Entry] = []
-        if entry.member.role is Role.DECODE:
-            peers = self.workers.fleet.prefill_peers(flight.fingerprint, len(flight.request.token_ids) + flight.num_delivered)
-        if peers:
-            flight.prefill = peers[0]
-            flight.prefill.pending += 1
-        named = tuple(peer.member.address for peer in peers)
-        self.workers.submit(entry, flight.attempt_request(named, entry.member.max_model_len))
 
     async def _next(self, flight: Flight) -> Output | None:
         """The next thing to tell the client; None after an attempt was replaced by another."""
@@ -218,10 +191,10 @@ class FleetEngine:
         if isinstance(event, Output):
             if isinstance(event.error, _RECOVERABLE):
                 event = Lost(event.error, death=False)
-            elif not self._may_speak(flight, event):
+            elif not self._placement.may_speak(flight, event):
                 event = Lost(Unavailable("other choices of this request are answered by other weights"), death=False)
             else:
-                self._leave_prefill(flight, event)
+                self._placement.heard(flight, event)
                 self._recovery.heard(flight, event, monotonic())
                 return flight.accept(event)
         try:
@@ -233,13 +206,13 @@ class FleetEngine:
         """Start the next attempt, or end the request; raises the error that ends it."""
         assert flight.entry is not None  # events come from a worker, one per attempt
         failed, now_s, num_live = flight.entry.member, monotonic(), len(self._flights)
-        self._leave(flight)
+        self._placement.leave(flight)
         if (complete := flight.complete()) is not None:
             return complete
         if self._closed.is_set():
             raise _shutting_down(flight)
         flight.setbacks.tried |= {failed.address}
-        alone = self._is_tried_everywhere(flight, now_s)
+        alone = self._placement.is_tried_everywhere(flight, now_s)
         pause_s = self._recovery.next_attempt(flight, lost, worker=failed.worker, alone=alone, num_live=num_live, now_s=now_s)
         if alone:
             flight.setbacks.tried = frozenset({failed.address})  # begin another round
@@ -248,33 +221,6 @@ class FleetEngine:
                 await self._closed.wait()
         await self._place(flight)
         return None
-
-    def _may_speak(self, flight: Flight, output: Output) -> bool:
-        """False when this would be the first of a choice whose siblings have moved to other weights."""
-        first = flight.is_untouched and bool(output.token_ids or output.prompt_logprobs)
-        return not first or flight.fingerprint is None or self._homes.speak(flight.request.fork_group, flight.fingerprint)
-
-    def _is_tried_everywhere(self, flight: Flight, now_s: float) -> bool:
-        fingerprint = None if flight.is_untouched else flight.fingerprint
-        fingerprint = fingerprint or self._homes.spoken_fingerprint(flight.request.fork_group)
-        tried, num_tokens = flight.setbacks.tried, flight.least_tokens
-        best = self.workers.fleet.choose(fingerprint, now_s, num_tokens=num_tokens, but_not=tried)
-        return best is None or best.member.address in flight.setbacks.tried
-
-    def _leave(self, flight: Flight) -> None:
-        """The flight's one release path: off its worker, off every count. Idempotent."""
-        if flight.prefill is not None:
-            flight.prefill.pending -= 1
-            flight.prefill = None
-        if flight.entry is not None:
-            flight.entry.pending -= 1
-            self.workers.cancel(flight.entry, flight.request.request_id, flight.attempt, enough=flight.enough)
-            flight.entry = None
-
-    def _leave_prefill(self, flight: Flight, output: Output) -> None:
-        if flight.prefill is not None and output.token_ids:
-            flight.prefill.pending -= 1
-            flight.prefill = None
 
     # --- what the workers bring
 

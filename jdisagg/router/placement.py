@@ -1,0 +1,94 @@
+"""Requests on workers: who gets the next attempt of one, what is counted for it there, and how it leaves."""
+
+from __future__ import annotations
+
+from jdisagg.core.requests import Output, Role
+from jdisagg.router.fleet import Entry
+from jdisagg.router.flight import Flight
+from jdisagg.router.homes import Homes
+from jdisagg.router.workers import Workers
+
+
+class Placement:
+    """Least load among those that have the request's weights, near its siblings. Lives on the loop of `workers`."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._fleet = workers.fleet
+        self._homes = Homes()
+
+    def __len__(self) -> int:
+        """Groups of siblings that live."""
+        return len(self._homes)
+
+    def begin(self, flight: Flight) -> None:
+        """Before its first attempt; `end` must follow."""
+        self._homes.enter(flight.request.fork_group)
+
+    def end(self, flight: Flight) -> None:
+        """The request is over, whatever became of it."""
+        self.leave(flight)
+        self._homes.leave(flight.request.fork_group)
+
+    def place(self, flight: Flight, now_s: float) -> bool:
+        """Send the attempt to a worker; False when nobody can take it: `lacks` says why."""
+        home, tried = self._homes.of(flight.request.fork_group), flight.setbacks.tried
+        lengths = {"num_tokens": flight.least_tokens, "wanted_tokens": flight.most_tokens}
+        entry = self._fleet.choose(self.weights(flight), now_s, **lengths, but_not=tried, home=home)
+        if entry is None:
+            return False
+        self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.fingerprint)
+        self._submit(flight, entry)
+        return True
+
+    def weights(self, flight: Flight) -> str | None:
+        """Those that answered this request or one of its siblings so far; None = any will do."""
+        return flight.fingerprint or self._homes.spoken_fingerprint(flight.request.fork_group)
+
+    def lacks(self, flight: Flight) -> str:
+        """What there is none of that the attempt needs."""
+        return self._fleet.lacks(self.weights(flight), flight.least_tokens)
+
+    def is_tried_everywhere(self, flight: Flight, now_s: float) -> bool:
+        """Nobody is left in this round of attempts."""
+        fingerprint = None if flight.is_untouched else flight.fingerprint
+        fingerprint = fingerprint or self._homes.spoken_fingerprint(flight.request.fork_group)
+        tried = flight.setbacks.tried
+        best = self._fleet.choose(fingerprint, now_s, num_tokens=flight.least_tokens, but_not=tried)
+        return best is None or best.member.address in tried
+
+    def may_speak(self, flight: Flight, output: Output) -> bool:
+        """False when this would be the first of a choice whose siblings have moved to other weights."""
+        first = flight.is_untouched and bool(output.token_ids or output.prompt_logprobs)
+        return not first or flight.fingerprint is None or self._homes.speak(flight.request.fork_group, flight.fingerprint)
+
+    def heard(self, flight: Flight, output: Output) -> None:
+        """With its first token it has left its prefill worker."""
+        if output.token_ids:
+            self._leave_prefill(flight)
+
+    def leave(self, flight: Flight) -> None:
+        """A flight's one release path: off its worker, off every count. Idempotent."""
+        self._leave_prefill(flight)
+        if flight.entry is not None:
+            flight.entry.pending -= 1
+            self._workers.cancel(flight.entry, flight.request.request_id, flight.attempt, enough=flight.enough)
+            flight.entry = None
+
+    def _submit(self, flight: Flight, entry: Entry) -> None:
+        flight.entry = entry
+        flight.fingerprint = entry.member.fingerprint
+        entry.pending += 1
+        peers: list[Entry] = []
+        if entry.member.role is Role.DECODE:
+            peers = self._fleet.prefill_peers(flight.fingerprint, len(flight.request.token_ids) + flight.num_delivered)
+        if peers:
+            flight.prefill = peers[0]
+            flight.prefill.pending += 1
+        named = tuple(peer.member.address for peer in peers)
+        self._workers.submit(entry, flight.attempt_request(named, entry.member.max_model_len))
+
+    def _leave_prefill(self, flight: Flight) -> None:
+        if flight.prefill is not None:
+            flight.prefill.pending -= 1
+            flight.prefill = None
