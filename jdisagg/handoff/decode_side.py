@@ -196,7 +196,8 @@ class DecodeSide:
             return self._late()
         record, stream = found
         ready = stream.settle(key)
-        stream.progress_s = stream.line.arrived_s = now_s
+        stream.progress_s = now_s
+        stream.line.arrived(now_s)
         record.take(ready, stream.peer)
         actions: list[DecodeAction] = [act.Import(handoff.request_id, handoff, key), act.Send(handoff, msg.Ack(key=key))]
         if stream is not record.stream:
@@ -211,6 +212,7 @@ class DecodeSide:
             return self._late()
         record, stream = found
         piece = stream.pieces[key]
+        stream.line.failed(piece, reason, now_s)
         if stream is not record.stream:
             stream.put_off(piece)  # once more, should P come back
             return []

@@ -28,7 +28,7 @@ from jdisagg.handoff import actions as act
 from jdisagg.handoff.actions import DecodeAction
 from jdisagg.handoff.credit import Credit, window_bytes_of
 from jdisagg.handoff.inbound import Doubted, Inbound, InboundStage
-from jdisagg.handoff.inbound_stream import InboundStream, Line
+from jdisagg.handoff.inbound_stream import InboundStream, Inflow, Line
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.handoff.spans import GroupSpans
 
@@ -54,6 +54,7 @@ class Recovery:
         self._head_shards = head_shards
         self._forget = forget
         self._serial = 0
+        self._inflow = Inflow()
         self._lines = WeakValueDictionary[str, Line]()  # kept by their streams
 
     def begin(self, record: Inbound, now_s: float) -> list[DecodeAction]:
@@ -162,7 +163,7 @@ class Recovery:
         handoff = HandoffId(record.request.request_id, self._serial)
         record.move(InboundStage.OPENING)
         spans, credit = (GroupSpans(self._num_groups), GroupSpans(self._num_groups)), Credit(self._window_bytes)
-        line = self._lines.setdefault(peer, Line(peer))
+        line = self._lines.setdefault(peer, Line(peer, self._inflow))
         record.stream = InboundStream(handoff, line, now_s, *spans, credit, backends=(self._backend,))
         message = record.opening(self._backend, self._head_shards, self._config.transfer_chunk_tokens)
         return [act.OpenStream(handoff, peer, message), *record.grant()]
