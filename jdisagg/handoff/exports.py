@@ -1,13 +1,17 @@
 """Which tokens are published next, for all hand-offs of a worker within one buffer: P's chunks, or what D lends.
 
-`transfer_buffer_bytes` bounds what is exported and not yet discarded. Hand-offs with something to cut take turns, one piece
-each, in the order in which they became ready; one that does not fit makes the others wait, so a big piece is never overtaken
-for ever. A piece larger than the whole buffer goes when the buffer is empty.
+`transfer_buffer_bytes` bounds what is exported and not yet discarded. Receivers take turns, and so do the hand-offs of each
+that have something to cut, one piece each, in the order in which they became ready; one that does not fit makes the others
+wait, so a big piece is never overtaken for ever. A piece larger than the whole buffer goes when the buffer is empty.
+
+A receiver that has two pieces or more out gets no more than what is free beside them: alone it fills half of the buffer, and
+one that stands still, or has a slow network, leaves room for others.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
@@ -26,6 +30,7 @@ class Source(Protocol):
     """What pieces are cut from: one hand-off's tokens, and the receiver's credit."""
 
     handoff: HandoffId
+    receiver: str  # "" = unknown: no share of the buffer is kept from it
     credit_bytes: int
     spent_bytes: int
     pieces: dict[str, OutgoingPiece]
@@ -52,44 +57,72 @@ class ExportQueue:
         self._config = config
         self._bytes_per_token = bytes_per_token
         self._new_key = new_key
-        self._turns: dict[HandoffId, Source] = {}  # hand-offs that may have something to cut, in turn
-        self._buffered_bytes = 0
+        self._turns: dict[str, dict[HandoffId, Source]] = {}  # by receiver: who may have something to cut; both in turn
+        self._num_out: Counter[str] = Counter()  # pieces exported and not yet discarded, by receiver
+        self._bytes_out: Counter[str] = Counter()
 
     @property
     def buffered_bytes(self) -> int:
         """Bytes exported and not yet discarded."""
-        return self._buffered_bytes
+        return self._bytes_out.total()
 
     def pump(self, ready: Source | None = None) -> list[PrefillAction]:
         """Cut whatever credit and buffer allow, one piece per turn; `ready` has something new to cut."""
         if ready is not None:
-            self._turns.setdefault(ready.handoff, ready)
+            self._turns.setdefault(ready.receiver, {}).setdefault(ready.handoff, ready)
         actions: list[PrefillAction] = []
-        while self._turns:
-            handoff, record = next(iter(self._turns.items()))
+        num_passed = 0  # receivers, in turn, that have their share
+        while num_passed < len(self._turns):
+            receiver, sources = next(iter(self._turns.items()))
+            found = self._next_of(sources)
+            if found is None:
+                del self._turns[receiver]  # comes back with a chunk or grant of one of its hand-offs
+                continue
+            record, span, num_bytes = found
+            free_bytes = self._config.transfer_buffer_bytes - self.buffered_bytes
+            has_share = self._has_share(receiver, num_bytes, free_bytes)
+            if not has_share and self.buffered_bytes and num_bytes > free_bytes:
+                break
+            self._turns[receiver] = self._turns.pop(receiver)  # to the end of the queue
+            if has_share:
+                num_passed += 1
+                continue
+            num_passed = 0
+            key = self._new_key()
+            record.take(span, num_bytes, key)
+            self._num_out[receiver] += 1
+            self._bytes_out[receiver] += num_bytes
+            sources[record.handoff] = sources.pop(record.handoff)
+            actions.append(Export(record.handoff, record.engine_request_id, *span, key))
+        return actions
+
+    def _next_of(self, sources: dict[HandoffId, Source]) -> tuple[Source, tuple[int, int], int] | None:
+        """A receiver's hand-off whose turn it is, what it cuts and how many bytes that is. Those with nothing to cut leave."""
+        while sources:
+            handoff, record = next(iter(sources.items()))
             span = record.next_span()
             num_bytes = 0 if span is None else (span[1] - span[0]) * self._bytes_per_token
             if span is not None and record.spent_bytes + num_bytes <= record.credit_bytes:
-                if self._buffered_bytes and self._buffered_bytes + num_bytes > self._config.transfer_buffer_bytes:
-                    break
-                key = self._new_key()
-                record.take(span, num_bytes, key)
-                self._buffered_bytes += num_bytes
-                self._turns[handoff] = self._turns.pop(handoff)  # to the end of the queue
-                actions.append(Export(handoff, record.engine_request_id, *span, key))
-            else:
-                del self._turns[handoff]  # comes back with its next chunk or grant
-        return actions
+                return record, span, num_bytes
+            del sources[handoff]  # comes back with its next chunk or grant
+        return None
+
+    def _has_share(self, receiver: str, num_bytes: int, free_bytes: int) -> bool:
+        """Whether the receiver has enough out, so that others go first."""
+        return bool(receiver) and self._num_out[receiver] >= 2 and self._bytes_out[receiver] + num_bytes > free_bytes
 
     def discard(self, record: Source, key: str) -> list[PrefillAction]:
         """Give up a piece of `record`; unknown keys are ignored."""
         piece = record.pieces.pop(key, None)
         if piece is None:
             return []
-        self._buffered_bytes -= piece.num_bytes
+        self._num_out[record.receiver] -= 1
+        self._bytes_out[record.receiver] -= piece.num_bytes
+        if not self._num_out[record.receiver]:
+            del self._num_out[record.receiver], self._bytes_out[record.receiver]
         return [Discard(key)]
 
     def remove(self, record: Source) -> list[PrefillAction]:
         """The hand-off is over: its pieces are discarded, others may use the room."""
-        self._turns.pop(record.handoff, None)
+        self._turns.get(record.receiver, {}).pop(record.handoff, None)
         return [action for key in list(record.pieces) for action in self.discard(record, key)]

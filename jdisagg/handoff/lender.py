@@ -34,6 +34,7 @@ class Loan:
     piece_tokens: int  # of a piece: the smaller of what D cuts and what P takes
     heard_s: float  # last sign of P, or last publication
     cut: int
+    receiver: str = ""  # not told apart: a loan that is not fetched ends with its lease
     credit_bytes: int = 0  # cumulative
     spent_bytes: int = 0
     pieces: dict[str, OutgoingPiece] = field(default_factory=dict)

@@ -55,6 +55,7 @@ class Outbound:
     held_tokens: int
     heard_s: float  # last sign of life of D, or last publication
     chunk_tokens: int  # of a piece: the smaller of what P cuts and what D takes
+    receiver: str = ""  # the D that opened it, as far as this P tells them apart
     stage: OutboundStage = OutboundStage.QUEUED
     credit_bytes: int = 0  # cumulative
     spent_bytes: int = 0  # cumulative, at most `credit_bytes`

@@ -56,8 +56,8 @@ class PrefillSide:
 
     # --- streams
 
-    def open(self, handoff: HandoffId, message: Open, now_s: float) -> list[PrefillAction]:
-        """A D opened the stream `handoff`, an id no other stream of this P has had."""
+    def open(self, handoff: HandoffId, message: Open, now_s: float, receiver: str = "") -> list[PrefillAction]:
+        """A D, `receiver`, opened the stream `handoff`, an id no other stream of this P has had."""
         assert handoff not in self._live, f"hand-off {handoff} is open already"
         request = message.request
         if not 0 <= message.held_tokens <= len(request.token_ids):
@@ -66,7 +66,7 @@ class PrefillSide:
             )
             return [act.Reply(handoff, Refused(error=error)), act.CloseReply(handoff)]
         chunk_tokens = min(self._config.transfer_chunk_tokens, message.max_piece_tokens or self._config.transfer_chunk_tokens)
-        record = Outbound(handoff, request, message.held_tokens, now_s, chunk_tokens, cut=message.held_tokens)
+        record = Outbound(handoff, request, message.held_tokens, now_s, chunk_tokens, receiver, cut=message.held_tokens)
         self._live[handoff] = record
         self._by_request[record.engine_request_id] = record
         request = replace(request, request_id=record.engine_request_id, fork_group="")

@@ -116,7 +116,7 @@ class PrefillRole:
             return
         self._replies[handoff] = reply
         self._receivers[handoff] = (opened.peer, opening.head_shards)
-        self._execute(self._handoffs.open(handoff, opening, now_s), now_s)
+        self._execute(self._handoffs.open(handoff, opening, now_s, opened.peer), now_s)
 
     def _change_backend(self, failed: PublishFailed) -> None:
         """The hand-off goes on over the next backend that both sides have, if there is one and it is the backend's fault."""
