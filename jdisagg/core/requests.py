@@ -78,6 +78,11 @@ class EngineRequest:
         return self.prompt_token_ids + self.generated_token_ids
 
     @property
+    def num_tokens(self) -> int:
+        """How many those are; `token_ids` of a resumed request costs a copy."""
+        return len(self.prompt_token_ids) + len(self.generated_token_ids)
+
+    @property
     def remaining_tokens(self) -> int:
         """Tokens still to generate."""
         return self.sampling.max_tokens - len(self.generated_token_ids)

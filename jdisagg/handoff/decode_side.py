@@ -57,7 +57,7 @@ class DecodeSide:
         """Begin the hand-off of a request that has none; KV of its first `held_tokens` tokens is in place and pinned."""
         request_id = request.request_id
         assert request_id not in self._live, f"request {request_id} has a live hand-off already"
-        assert 0 <= held_tokens <= len(request.token_ids), f"request {request_id}: held_tokens is {held_tokens}"
+        assert 0 <= held_tokens <= request.num_tokens, f"request {request_id}: held_tokens is {held_tokens}"
         record = self._live[request_id] = Inbound(request, held_tokens, Ladder(peers))
         return self._recovery.begin(record, now_s)
 

@@ -154,7 +154,7 @@ class Inbound:
     @property
     def num_tokens(self) -> int:
         """Tokens whose KV must be in place, whoever computes them."""
-        return len(self.request.token_ids)
+        return self.request.num_tokens
 
     @property
     def needs_kv(self) -> bool:

@@ -80,7 +80,7 @@ class Outbound:
     @property
     def total(self) -> int:
         """One past the last token D needs; nothing is sent for a request that ends with the first token."""
-        return len(self.request.token_ids) if self.request.remaining_tokens > 1 else 0
+        return self.request.num_tokens if self.request.remaining_tokens > 1 else 0
 
     def next_span(self) -> tuple[int, int] | None:
         """The next range that is ready to be cut."""

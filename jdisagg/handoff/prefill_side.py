@@ -60,9 +60,9 @@ class PrefillSide:
         """A D, `receiver`, opened the stream `handoff`, an id no other stream of this P has had."""
         assert handoff not in self._live, f"hand-off {handoff} is open already"
         request = message.request
-        if not 0 <= message.held_tokens <= len(request.token_ids):
+        if not 0 <= message.held_tokens <= request.num_tokens:
             error = InvalidRequest(
-                f"request {request.request_id}: held_tokens is {message.held_tokens}, wanted 0 to {len(request.token_ids)}"
+                f"request {request.request_id}: held_tokens is {message.held_tokens}, wanted 0 to {request.num_tokens}"
             )
             return [act.Reply(handoff, Refused(error=error)), act.CloseReply(handoff)]
         chunk_tokens = min(self._config.transfer_chunk_tokens, message.max_piece_tokens or self._config.transfer_chunk_tokens)
@@ -204,7 +204,7 @@ class PrefillSide:
         for record in list(self._live.values()):
             silent_s = now_s - record.heard_s
             if now_s >= record.request.deadline_s:
-                where = f"at stage {record.stage.value}, {record.computed} of {len(record.request.token_ids)} tokens computed"
+                where = f"at stage {record.stage.value}, {record.computed} of {record.request.num_tokens} tokens computed"
                 text = f"request {record.request.request_id}: deadline passed on the prefill side {where}"
                 actions += self._refuse(record, DeadlineExceeded(text))
             elif silent_s >= self._config.lease_s and any(piece.published for piece in record.pieces.values()):

@@ -75,7 +75,7 @@ class KVBorrowing:
             return
         if request.sampling.prompt_logprobs is not None:
             return  # every position is computed for them
-        end = min(admit.held_tokens, len(request.token_ids) - 1) // self._page_size * self._page_size
+        end = min(admit.held_tokens, request.num_tokens - 1) // self._page_size * self._page_size
         cached_tokens = self._scheduler.held_tokens(request_id)
         if end - cached_tokens < self._min_tokens:
             return

@@ -25,7 +25,7 @@ class PeerChoice:
             return False
         if request.sampling.prompt_logprobs is not None and not self.of(request):
             return True
-        return self._policy is LocalPrefill.BELOW_TOKENS and len(request.token_ids) < self._below_tokens
+        return self._policy is LocalPrefill.BELOW_TOKENS and request.num_tokens < self._below_tokens
 
     def of(self, request: EngineRequest) -> tuple[str, ...]:
         """Prefill workers to ask, the best first."""

@@ -81,7 +81,7 @@ class Placement:
         entry.pending += 1
         peers: list[Entry] = []
         if entry.member.role is Role.DECODE:
-            peers = self._fleet.prefill_peers(flight.fingerprint, len(flight.request.token_ids) + flight.num_delivered)
+            peers = self._fleet.prefill_peers(flight.fingerprint, flight.request.num_tokens + flight.num_delivered)
         if peers:
             flight.prefill = peers[0]
             flight.prefill.pending += 1

@@ -53,7 +53,7 @@ class Arrivals:
             status=status,
             generated=list(request.generated_token_ids),
             stop_ids=stop_ids(request.sampling, self._limits.eos_token_ids),
-            target=len(request.token_ids),
+            target=request.num_tokens,
             wait=WaitState(is_remote=remote, is_open=is_open),
         )
         self._num_added += 1

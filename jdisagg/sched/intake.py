@@ -83,7 +83,7 @@ def check_request(request: EngineRequest, limits: Limits) -> None:
         )
     _check_for_device(request, limits)
     if limits.role is Role.PREFILL:
-        num_known = len(request.token_ids)
+        num_known = request.num_tokens
         _check_total(num_known, limits.max_model_len, "this worker's context length is", request, spare=num_known)
         _check_total(num_known, limits.pool_tokens, "this worker's KV pool holds", request, spare=num_known)
         if limits.read_tokens:
