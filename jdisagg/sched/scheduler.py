@@ -134,8 +134,8 @@ class Scheduler:
     def park(self, request_ids: tuple[str, ...]) -> str | None:
         """P: of these, the computed prompt whose turn comes last gives its pages to those that wait, until `unpark`. Returns
         its id, None when none of them has pages and its token."""
-        published = self._table.queues[Status.PUBLISHING]
-        parkable = [s for s in published if s.request_id in request_ids and not s.told.is_final]
+        published, named = self._table.queues[Status.PUBLISHING], frozenset(request_ids)
+        parkable = [s for s in published if s.request_id in named and not s.told.is_final]
         if not parkable:
             return None
         last = max(parkable, key=lambda s: s.order)

@@ -11,7 +11,7 @@ PROMPT = tuple(range(1, 20))
 
 def published(*names: str, **options: object) -> FakeEngine:
     """A prefill worker that has computed a prompt for each of `names`, the first with the best priority."""
-    engine = FakeEngine(Role.PREFILL, caching=False, num_pages=40, **options)
+    engine = FakeEngine(Role.PREFILL, caching=False, **{"num_pages": 40, **options})
     for priority, name in enumerate(names):
         engine.add(request(name, (priority + 1, *PROMPT), 5, priority=priority, generated=(7, 8)))
     while engine.scheduler.counts()["publishing"] < len(names):
@@ -67,3 +67,24 @@ def test_a_parked_prompt_can_be_given_up() -> None:
     engine.scheduler.release("a")
     engine.run()
     assert engine.scheduler.num_free_pages == engine.scheduler.num_pages
+
+
+class Counted(str):
+    """Counts comparisons."""
+
+    __slots__ = ()
+    count = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counted.count += 1
+        return super().__eq__(other)
+
+
+def test_choosing_among_many_compares_each_of_them_a_few_times() -> None:
+    """A tick of a worker with 2,000 computed prompts took 24 ms."""
+    names = [str(number) for number in range(40)]
+    engine = published(*names, num_pages=1 + 6 * len(names))
+    Counted.count = 0
+    assert engine.scheduler.park(tuple(Counted(name) for name in names)) is not None
+    assert 0 < Counted.count <= 3 * len(names)
