@@ -37,7 +37,8 @@ from jdisagg.transfer.target import PieceError
 NUM_ADDRESSES = 2  # sockets for bytes; equal on all workers of a version
 TRANSFER_BYTES = 4 * 2**20  # of one copy on its way
 PARALLEL_COPIES = 8
-OFFER_S = 60.0  # an offer that is never pulled is forgotten then; its arrays are freed earlier, by `withdraw`
+OFFER_S = 3600.0  # one that is never pulled is forgotten then; its arrays are freed earlier, by `withdraw`. A pull may wait
+# minutes for its turn on a slow network, for as long as its request has
 CONNECT_TIMEOUT_S = 2.0
 IDLE_SERVER_S = 60.0  # a receiver's server ends after so long without a piece: workers that restart connect anew
 MAX_SERVERS = 64  # of a worker: four threads and three descriptors each

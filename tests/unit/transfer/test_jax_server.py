@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from jdisagg.core.config import ServerConfig, TransferConfig
 from jdisagg.transfer import jax_server
 from jdisagg.transfer.jax_server import TransferConnection, TransferServer, TransferServers, Unsupported
 from jdisagg.transfer.target import PieceError
@@ -67,6 +68,11 @@ def test_a_withdrawn_offer_fails_at_once_and_leaves_the_connection_alone(
     assert time.monotonic() - began_s < 1.0
     assert pull(connection, other)[0] == 2.0
     ours.withdraw(kept)
+
+
+def test_an_offer_is_there_for_as_long_as_a_request_may_wait_for_its_turn() -> None:
+    """A pull of an offer that has expired never ends. On a slow network a piece waits for minutes behind others."""
+    assert ServerConfig().default_deadline_s + TransferConfig().lease_s < jax_server.OFFER_S
 
 
 @pytest.mark.covers("X14")
