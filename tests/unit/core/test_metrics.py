@@ -5,6 +5,7 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jdisagg.core.config import DeviceConfig, ServerConfig
 from jdisagg.core.metrics import CONTENT_TYPE, Metrics
 
 WANTED = """
@@ -38,6 +39,24 @@ def test_observations_show_in_the_text(metrics: Metrics) -> None:
     assert 'jdisagg_time_to_first_token_seconds_bucket{le="0.1"} 0.0' in text
     assert 'jdisagg_recoveries_total{rung="replay"} 1.0' in text
     assert 'jdisagg_requests{state="running"} 3.0' in text
+
+
+@pytest.mark.parametrize(
+    ("name", "longest_s"),
+    [
+        ("time_to_first_token_seconds", ServerConfig().default_deadline_s),
+        ("request_seconds", ServerConfig().default_deadline_s),
+        ("step_seconds", DeviceConfig().step_timeout_s),
+        ("inter_token_latency_seconds", DeviceConfig().step_timeout_s),
+        ("transfer_seconds", DeviceConfig().step_timeout_s),
+    ],
+)
+def test_what_may_take_long_with_a_large_model_has_a_bucket(name: str, longest_s: float) -> None:
+    metrics = Metrics()
+    metrics.step_seconds.labels(phase="prefill").observe(1.0)
+    metrics.transfer_seconds.labels(backend="tcp").observe(1.0)
+    ends = re.findall(rf'jdisagg_{name}_bucket{{.*le="([0-9.]+)"', metrics.text())
+    assert max(map(float, ends)) >= longest_s
 
 
 def test_every_rung_is_there_before_it_is_taken(metrics: Metrics) -> None:
