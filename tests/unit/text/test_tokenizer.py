@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -158,3 +161,29 @@ def test_the_packaged_model_tokenizes_and_chats_as_in_transformers() -> None:
     assert ours.chat is not None
     expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
     assert ours.chat.render(MESSAGES) == expected
+
+
+@pytest.mark.parametrize("work", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_is_tokenized(byte_level_directory: Path, work: str) -> None:
+    tokenizer = Tokenizer.from_directory(byte_level_directory)
+    text = "the quick fox jumps\n" * 60_000
+    ids = tokenizer.encode(text) * 4
+    done = threading.Event()
+    functions: dict[str, Callable[[], object]] = {
+        "encode": lambda: tokenizer.encode(text),
+        "decode": lambda: tokenizer.decode(ids),
+    }
+
+    def run() -> None:
+        functions[work]()
+        done.set()
+
+    thread = threading.Thread(target=run)
+    began_s = last_s = time.monotonic()
+    thread.start()
+    longest_s = 0.0
+    while not done.wait(0.001):
+        longest_s, last_s = max(longest_s, time.monotonic() - last_s), time.monotonic()
+    longest_s = max(longest_s, time.monotonic() - last_s)
+    thread.join()
+    assert longest_s < (time.monotonic() - began_s) / 2
