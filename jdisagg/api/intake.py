@@ -20,7 +20,7 @@ MAX_SEQUENCES = 1024  # prompts times choices of one client request
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
 MAX_LOGIT_BIAS = 300
-_INLINE_TOKENIZE_CHARACTERS = 16_384  # of all prompts of a request; more are tokenized off the event loop
+_INLINE_TOKENIZE_CHARACTERS = 16_384  # or tokens, of all prompts of a request; more are tokenized off the event loop
 
 Prompt = str | tuple[int, ...]
 
@@ -84,15 +84,11 @@ async def admit(
     check_model(request.model, card)
     _check_counts(request)
     check_sampling(request.sampling, card)
-    num_characters = sum(len(prompt) for prompt in request.prompts if isinstance(prompt, str))
-    inline = num_characters <= _INLINE_TOKENIZE_CHARACTERS
+    inline = sum(map(len, request.prompts)) <= _INLINE_TOKENIZE_CHARACTERS
     prompts = [await _token_ids(prompt, request, card, tokenizer, inline=inline) for prompt in request.prompts]
     echo_texts = None
     if request.echo:
-        echo_texts = tuple(
-            prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=request.special_tokens.skip)
-            for prompt in request.prompts
-        )
+        echo_texts = tuple([await _echo_text(prompt, request, tokenizer, inline=inline) for prompt in request.prompts])
     first_seed = draw_seed() if request.seed is None else request.seed
     engine_requests = []
     for number, prompt in enumerate(prompts):
@@ -204,6 +200,15 @@ async def _token_ids(
         raise _invalid("prompt", "must hold at least one token", "none")
     check_token_ids(prompt, card.vocab_size, "prompt")
     return prompt
+
+
+async def _echo_text(prompt: Prompt, request: TextRequest, tokenizer: Tokenizer, *, inline: bool) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    skip = request.special_tokens.skip
+    if inline:
+        return tokenizer.decode(prompt, skip_special_tokens=skip)
+    return await asyncio.to_thread(tokenizer.decode, prompt, skip_special_tokens=skip)
 
 
 def _check_length(text: str, max_model_len: int, max_token_characters: int) -> None:

@@ -75,6 +75,22 @@ def test_many_short_prompts_are_tokenized_beside_the_loop_as_one_long_one_is(
     assert (threading.main_thread() in threads) == inline
 
 
+@pytest.mark.parametrize(("num_prompts", "inline"), [(2, True), (200, False)])
+def test_many_prompts_are_echoed_as_text_beside_the_loop(
+    tokenizer: Tokenizer, threads: set[threading.Thread], num_prompts: int, inline: bool
+) -> None:
+    engine = FakeEngine(tokenizer, "fox")
+    fields = GOOD | {"prompt": [[3, 4] * 45] * num_prompts, "echo": True}
+
+    async def asked() -> int:
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            threads.clear()
+            return (await http.post("/v1/completions", json=fields)).status_code
+
+    assert run(asked()) == 200
+    assert (threading.main_thread() in threads) == inline
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [("/tokenize", {"prompt": "a " * 50, "return_token_strs": True}), ("/detokenize", {"tokens": [3] * 50})],
