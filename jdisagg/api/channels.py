@@ -18,6 +18,7 @@ from jdisagg.api.listening import listen
 from jdisagg.core.errors import ConfigError
 
 MAX_MESSAGE_BYTES = 256 * 2**20
+FULL_MESSAGE_BYTES = 4 * 2**20  # a message that gathers what has come since the last one takes no more behind so much
 
 _COMMON_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

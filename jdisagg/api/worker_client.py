@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
 import grpc
 import grpc.aio
 
-from jdisagg.api.channels import INSECURE, Credentials, open_channel
+from jdisagg.api.channels import FULL_MESSAGE_BYTES, INSECURE, Credentials, open_channel
 from jdisagg.api.codec import decode_output, encode_request
 from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
@@ -56,7 +57,7 @@ class WorkerLink:
         self._credentials = credentials
         self._router = router
         self._live: dict[str, int] = {}  # request id -> attempt
-        self._submits: list[worker_pb2.Submit] = []
+        self._submits: deque[EngineRequest] = deque()  # long ones take time to encode, and thousands fit no message
         self._cancels: list[worker_pb2.Cancel] = []
         self._wake = asyncio.Event()
         self._wake.set()
@@ -69,11 +70,11 @@ class WorkerLink:
         return not self._task.done()
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue for the next message up; outputs come through `on_outputs` until one has `finish`."""
+        """Queue for the next messages up; outputs come through `on_outputs` until one has `finish`."""
         if not self._live:
             self._progress.restart()
         self._live[request.request_id] = request.attempt
-        self._submits.append(worker_pb2.Submit(request=encode_request(request, monotonic())))
+        self._submits.append(request)
         self._wake.set()
 
     def cancel(self, request_id: str, attempt: int, *, enough: bool = False) -> None:
@@ -81,7 +82,7 @@ class WorkerLink:
         way still arrive."""
         if self._live.get(request_id) == attempt:
             del self._live[request_id]
-            self._submits = [submit for submit in self._submits if submit.request.request_id != request_id]
+            self._submits = deque(request for request in self._submits if request.request_id != request_id)
             self._cancels.append(worker_pb2.Cancel(request_id=request_id, attempt=attempt, enough=enough))
             self._wake.set()
 
@@ -150,11 +151,22 @@ class WorkerLink:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            submits, self._submits = self._submits, []
+            submits = self._next_submits()
             cancels, self._cancels = self._cancels, []
             heartbeat = worker_pb2.Heartbeat(ticks=0)
             await call.write(worker_pb2.RunRequest(submits=submits, cancels=cancels, heartbeat=heartbeat, router=router))
             router = ""
+
+    def _next_submits(self) -> list[worker_pb2.Submit]:
+        """As many as one message takes; another one follows when some are left."""
+        submits, num_bytes = [], 0
+        while self._submits and num_bytes < FULL_MESSAGE_BYTES:
+            submit = worker_pb2.Submit(request=encode_request(self._submits.popleft(), monotonic()))
+            num_bytes += submit.ByteSize()
+            submits.append(submit)
+        if self._submits:
+            self._wake.set()
+        return submits
 
     async def _watch_ticks(self) -> None:
         """Returns once the engine has stood still for too long while requests run."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from time import monotonic
@@ -19,6 +20,7 @@ from typing import Protocol
 
 import grpc.aio
 
+from jdisagg.api.channels import FULL_MESSAGE_BYTES
 from jdisagg.api.codec import decode_request, encode_output
 from jdisagg.api.fleet_codec import encode_load
 from jdisagg.api.pulse import Pulse, cancel_and_wait
@@ -101,7 +103,7 @@ class _RunStream:
         self._loop = loop
         self._router = ""
         self._live: dict[str, int] = {}  # request id -> attempt
-        self._outputs: list[common_pb2.Output] = []
+        self._outputs: deque[common_pb2.Output] = deque()
         self._heartbeat_due = True
         self._wake = asyncio.Event()
         self._wake.set()  # the first message goes out at once: the router learns that we are there
@@ -120,16 +122,26 @@ class _RunStream:
                 self._submit(submit.request)
 
     async def write(self, context: grpc.aio.ServicerContext) -> None:
-        """One message per wake-up with everything there is."""
+        """One message per wake-up with everything there is, or several."""
         while True:
             await self._wake.wait()
             self._wake.clear()
-            outputs, self._outputs = self._outputs, []
+            outputs = self._next_outputs()
             heartbeat, self._heartbeat_due = self._heartbeat_due, False
             message = worker_pb2.RunResponse(outputs=outputs, load=encode_load(self._engine.load))
             if heartbeat:
                 message.heartbeat.ticks = self._engine.ticks
             await context.write(message)
+
+    def _next_outputs(self) -> list[common_pb2.Output]:
+        """As many as one message takes; another one follows when some are left."""
+        outputs, num_bytes = [], 0
+        while self._outputs and num_bytes < FULL_MESSAGE_BYTES:
+            outputs.append(self._outputs.popleft())
+            num_bytes += outputs[-1].ByteSize()
+        if self._outputs:
+            self._wake.set()
+        return outputs
 
     def beat(self) -> None:
         """Have the next message carry the tick counter, and send one."""
