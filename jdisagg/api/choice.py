@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jdisagg.core.requests import FinishReason, Output, Provenance, TokenLogprob
@@ -10,6 +10,7 @@ from jdisagg.text.detokenize import Detokenizer
 from jdisagg.text.stops import StopStrings
 from jdisagg.text.tokenizer import Tokenizer
 
+LONG_POSITIONS = 256  # scored tokens: with alternatives, some milliseconds to write
 _MIN_LOGPROB = -9999.0  # JSON has no -Infinity, which a token that was filtered out has
 
 
@@ -164,6 +165,11 @@ class ChoiceResult:
     def text(self) -> str:
         """All of its text."""
         return "".join(self.texts)
+
+
+def has_many_scores(parts: Iterable[ChoiceResult | Delta]) -> bool:
+    """Whether to write them takes longer than an event loop may stand still."""
+    return sum(len(part.logprobs) + len(part.prompt_logprobs) for part in parts) > LONG_POSITIONS
 
 
 class Transcript:

@@ -11,16 +11,21 @@ import logging
 import random
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
+from functools import partial
 from time import monotonic
+from typing import TypeVar
 from weakref import WeakSet
 
 from jdisagg.api.choice import ChoiceText, Delta, Transcript
+from jdisagg.api.in_order import is_long
 from jdisagg.api.intake import Job, TextRequest, admit
 from jdisagg.api.token_engine import Enough, ModelCard, TokenEngine
 from jdisagg.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 _DEADLINE_GRACE_S = 6.0  # the engine ends a request at its deadline; this is for an engine that no longer can
 
@@ -54,6 +59,7 @@ class Edge:
         self._metrics = metrics
         self._told: WeakSet[RequestError] = WeakSet()  # errors of requests that the engine had, which counts them
         self._live: dict[str, asyncio.Queue[Delta | Exception | _Abort]] = {}
+        self._one_thread = asyncio.Lock()
 
     @property
     def card(self) -> ModelCard:
@@ -118,6 +124,13 @@ class Edge:
                 transcript.add(delta)
         return transcript
 
+    async def beside(self, function: Callable[[], T], *, is_long: bool) -> T:
+        """What `function` returns; a long one runs beside the event loop, where more than one would only take turns with it."""
+        if not is_long:
+            return function()
+        async with self._one_thread:
+            return await asyncio.to_thread(function)
+
     def refused(self, error: RequestError) -> None:
         """A call ended with `error`: it is counted here unless its engine has done so, or its client is gone."""
         if self._metrics is not None and error not in self._told and not isinstance(error, Cancelled):
@@ -161,7 +174,7 @@ class Edge:
                     raise output.error
                 if output.finish is FinishReason.ERROR:
                     raise RequestError(f"request {request.request_id}: the engine failed it without saying why")
-                delta = choice.absorb(output)
+                delta = await self.beside(partial(choice.absorb, output), is_long=is_long(output))
                 yield delta
                 if delta.finish is not None:
                     if output.finish is None:

@@ -10,10 +10,11 @@ import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 import grpc.aio
 
-from jdisagg.api.choice import ChoiceResult, Delta, ScoredToken, Transcript
+from jdisagg.api.choice import ChoiceResult, Delta, ScoredToken, Transcript, has_many_scores
 from jdisagg.api.codec import encode_finish, encode_provenance, status_of
 from jdisagg.api.edge import Edge
 from jdisagg.api.intake import Prompt, TextRequest, check_model
@@ -48,7 +49,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             async with aclosing(self._edge.stream(job)) as deltas:
                 async for delta in deltas:
                     transcript.add(delta)
-                    await context.write(generation_pb2.GenerateResponse(request_id=job.request_id, delta=encode_delta(delta)))
+                    message = await self._edge.beside(partial(encode_delta, delta), is_long=has_many_scores([delta]))
+                    await context.write(generation_pb2.GenerateResponse(request_id=job.request_id, delta=message))
             complete = encode_complete(transcript)
             await context.write(generation_pb2.GenerateResponse(request_id=job.request_id, complete=complete))
         except RequestError as error:

@@ -18,6 +18,7 @@ import grpc.aio
 
 from jdisagg.api.channels import FULL_MESSAGE_BYTES, INSECURE, Credentials, open_channel
 from jdisagg.api.codec import decode_output, encode_request
+from jdisagg.api.in_order import InOrder
 from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.requests import EngineRequest, Output
@@ -52,6 +53,7 @@ class WorkerLink:
         self._config = config
         self._step_timeout_s = step_timeout_s
         self._on_outputs = on_outputs
+        self._decoded = InOrder(decode_output, self._deliver)
         self._on_up = on_up
         self._on_down = on_down
         self._credentials = credentials
@@ -121,6 +123,7 @@ class WorkerLink:
             done, _ = await asyncio.wait({read, beat, stall}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             call.cancel()
+            self._decoded.close()
             await cancel_and_wait(read, write, beat, stall)
         if read in done:
             error = read.exception()
@@ -139,12 +142,13 @@ class WorkerLink:
                 self._on_up()
             if message.HasField("heartbeat"):
                 self._progress.saw(message.heartbeat.ticks)
-            if message.outputs:
-                outputs = [decode_output(output) for output in message.outputs]
-                for output in outputs:
-                    if output.finish is not None and self._live.get(output.request_id) == output.attempt:
-                        del self._live[output.request_id]
-                self._on_outputs(outputs)
+            self._decoded.put(list(message.outputs))
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            if output.finish is not None and self._live.get(output.request_id) == output.attempt:
+                del self._live[output.request_id]
+        self._on_outputs(outputs)
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
         router = self._router  # said once

@@ -23,6 +23,7 @@ import grpc.aio
 from jdisagg.api.channels import FULL_MESSAGE_BYTES
 from jdisagg.api.codec import decode_request, encode_output
 from jdisagg.api.fleet_codec import encode_load
+from jdisagg.api.in_order import InOrder
 from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import RequestError
@@ -104,6 +105,7 @@ class _RunStream:
         self._router = ""
         self._live: dict[str, int] = {}  # request id -> attempt
         self._outputs: deque[common_pb2.Output] = deque()
+        self._encoded = InOrder(encode_output, self._append)
         self._heartbeat_due = True
         self._wake = asyncio.Event()
         self._wake.set()  # the first message goes out at once: the router learns that we are there
@@ -153,6 +155,7 @@ class _RunStream:
         live, self._live = self._live, {}
         for request_id, attempt in live.items():
             self._engine.cancel(request_id, attempt, self._sink)
+        self._encoded.close()
 
     def _submit(self, message: common_pb2.EngineRequest) -> None:
         try:
@@ -171,5 +174,8 @@ class _RunStream:
         for output in outputs:
             if output.finish is not None and self._live.get(output.request_id) == output.attempt:
                 del self._live[output.request_id]
-            self._outputs.append(encode_output(output))
+        self._encoded.put(outputs)
+
+    def _append(self, outputs: list[common_pb2.Output]) -> None:
+        self._outputs += outputs
         self._wake.set()

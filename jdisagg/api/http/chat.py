@@ -10,10 +10,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jdisagg.api.choice import Delta, ScoredToken, Transcript
+from jdisagg.api.choice import Delta, ScoredToken, Transcript, has_many_scores
 from jdisagg.api.edge import Edge
 from jdisagg.api.http.body import Body, read_body
-from jdisagg.api.http.connection import open_stream, while_connected
+from jdisagg.api.http.connection import Event, open_stream, while_connected
+from jdisagg.api.http.long_json import long_json
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens
 from jdisagg.api.http.request_id import request_id_of
@@ -43,7 +44,7 @@ class ChatCompletions:
         if options.stream:
             return await open_stream(request, answer.events())
         transcript = await while_connected(request.receive, self._edge.complete(job))
-        return JSONResponse(answer.whole(transcript))
+        return await answer.response(transcript)
 
 
 def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, traceparent: str = "") -> TextRequest:
@@ -90,6 +91,13 @@ class _Answer:
         self._num_top = num_top
         self._created = int(time.time())
 
+    async def response(self, transcript: Transcript) -> Response:
+        """Of a request that does not stream."""
+        if not has_many_scores(transcript.choices):
+            return JSONResponse(self.whole(transcript))
+        content = await self._edge.beside(lambda: long_json(self.whole(transcript)), is_long=True)
+        return Response(content, media_type="application/json")
+
     def whole(self, transcript: Transcript) -> dict[str, Any]:
         """The response of a request that does not stream."""
         choices = []
@@ -112,7 +120,7 @@ class _Answer:
             answer["jdisagg"] = provenance_object(transcript)
         return answer
 
-    async def events(self) -> AsyncGenerator[dict[str, Any]]:
+    async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams: the role first, then text, then a finish reason for each choice."""
         transcript = self._edge.transcript(self._job, keep_text=False)
         opened: set[int] = set()

@@ -6,15 +6,17 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jdisagg.api.choice import ChoiceResult, Delta, Transcript
+from jdisagg.api.choice import ChoiceResult, Delta, Transcript, has_many_scores
 from jdisagg.api.edge import Edge
 from jdisagg.api.http.body import Body, read_body
-from jdisagg.api.http.connection import open_stream, while_connected
+from jdisagg.api.http.connection import Event, open_stream, while_connected
+from jdisagg.api.http.long_json import long_json
 from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens
 from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import completion_logprobs, prompt_logprobs, provenance_object, usage_object, wants_provenance
@@ -50,7 +52,7 @@ class Completions:
         if options.stream:
             return await open_stream(request, answer.events())
         transcript = await while_connected(request.receive, self._edge.complete(job))
-        return JSONResponse(answer.whole(transcript))
+        return await answer.response(transcript)
 
 
 def read_completion(body: Body, defaults: SamplingParams, request_id: str, *, traceparent: str = "") -> TextRequest:
@@ -98,6 +100,13 @@ class _Answer:
         self._show_prompt_logprobs = show_prompt_logprobs
         self._created = int(time.time())
 
+    async def response(self, transcript: Transcript) -> Response:
+        """Of a request that does not stream."""
+        if not has_many_scores(transcript.choices):
+            return JSONResponse(self.whole(transcript))
+        content = await self._edge.beside(lambda: long_json(self.whole(transcript)), is_long=True)
+        return Response(content, media_type="application/json")
+
     def whole(self, transcript: Transcript) -> dict[str, Any]:
         """The response of a request that does not stream."""
         answer = self._envelope([self._choice(choice) for choice in transcript.choices])
@@ -106,19 +115,26 @@ class _Answer:
             answer["jdisagg"] = provenance_object(transcript)
         return answer
 
-    async def events(self) -> AsyncGenerator[dict[str, Any]]:
+    async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams."""
         transcript = self._edge.transcript(self._job, keep_text=False)
         async with aclosing(self._edge.stream(self._job)) as deltas:
             async for delta in deltas:
                 transcript.add(delta)
-                if event := self._chunk(delta, transcript):
+                if has_many_scores([delta]):
+                    yield await self._edge.beside(partial(self._long_chunk, delta, transcript), is_long=True)
+                elif event := self._chunk(delta, transcript):
                     yield event
         if self._options.include_usage:
             event = self._envelope([]) | {"usage": usage_object(transcript.usage)}
             if self._options.provenance:
                 event["jdisagg"] = provenance_object(transcript)
             yield event
+
+    def _long_chunk(self, delta: Delta, transcript: Transcript) -> bytes:
+        event = self._chunk(delta, transcript)
+        assert event is not None
+        return long_json(event)
 
     def _chunk(self, delta: Delta, transcript: Transcript) -> dict[str, Any] | None:
         shows_tokens = self._options.return_token_ids and delta.token_ids

@@ -17,6 +17,7 @@ from jdisagg.api.http.errors import error_object
 from jdisagg.core.errors import Cancelled, JdisaggError
 
 T = TypeVar("T")
+Event = dict[str, Any] | bytes  # or its JSON
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long is gone
@@ -53,7 +54,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: dict[str, Any], rest: AsyncGenerator[dict[str, Any]]) -> None:
+    def __init__(self, first: Event, rest: AsyncGenerator[Event]) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._first = first
@@ -85,7 +86,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def open_stream(request: Request, events: AsyncGenerator[dict[str, Any]]) -> EventStream:
+async def open_stream(request: Request, events: AsyncGenerator[Event]) -> EventStream:
     """Wait for the first event (or the client's going away) and return the response. Raises what the first event raises."""
     try:
         first = await while_connected(request.receive, anext(events))
@@ -100,5 +101,6 @@ async def _send_data(send: Send, data: bytes) -> None:
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
-def _encode(event: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def _encode(event: Event) -> bytes:
+    text = event if isinstance(event, bytes) else json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
+    return b"data: " + text + b"\n\n"

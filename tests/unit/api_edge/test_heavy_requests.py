@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from difflib import get_close_matches
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from jdisagg.api.http import body, server, tokens
+from jdisagg.api import choice, generation
+from jdisagg.api.http import body, chat, completions, server, tokens
 from jdisagg.text.tokenizer import Tokenizer
+from jdisagg.v1 import common_pb2, generation_pb2
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
 
 GOOD = {"model": "tiny", "prompt": "the", "max_tokens": 2}
@@ -142,3 +145,77 @@ def test_an_answer_is_not_cut_because_the_request_after_the_next_one_came_in_par
             writer.close()
 
     run(check())
+
+
+LONG_PROMPT = [3 + number % 40 for number in range(choice.LONG_POSITIONS + 2)]
+WRITERS = ((completions, "prompt_logprobs"), (chat, "chat_logprobs"), (generation, "encode_delta"), (choice, "_score"))
+
+
+@pytest.fixture
+def writers(monkeypatch: pytest.MonkeyPatch) -> set[threading.Thread]:
+    """Threads in which scored tokens were written."""
+    seen: set[threading.Thread] = set()
+    for module, name in WRITERS:
+
+        def noted(*rest: Any, original: Any = getattr(module, name), **options: Any) -> Any:
+            seen.add(threading.current_thread())
+            return original(*rest, **options)
+
+        monkeypatch.setattr(module, name, noted)
+    return seen
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_tokens", [choice.LONG_POSITIONS - 2, choice.LONG_POSITIONS + 2])
+def test_many_scored_tokens_are_written_beside_the_loop_and_read_the_same(
+    tokenizer: Tokenizer, writers: set[threading.Thread], num_tokens: int, stream: bool
+) -> None:
+    fields = {"prompt": LONG_PROMPT[:num_tokens], "max_tokens": 1, "stream": stream, "prompt_logprobs": 1, "logprobs": 1}
+    engine = FakeEngine(tokenizer, "fox", max_model_len=1000)
+
+    async def asked() -> httpx.Response:
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            return await http.post("/v1/completions", json=fields)
+
+    answer = run(asked())
+    first = answer.text.partition("\n")[0].removeprefix("data: ")
+    (shown,) = json.loads(first)["choices"]
+    assert first == json.dumps(json.loads(first), ensure_ascii=False, separators=(",", ":"))
+    assert [None if entry is None else next(iter(entry)) for entry in shown["prompt_logprobs"]] == [
+        None,
+        *map(str, LONG_PROMPT[1:num_tokens]),
+    ]
+    assert (writers - {threading.main_thread()} != set()) == (num_tokens > choice.LONG_POSITIONS)
+
+
+def test_many_scored_tokens_go_into_a_grpc_message_beside_the_loop(
+    tokenizer: Tokenizer, writers: set[threading.Thread]
+) -> None:
+    engine = FakeEngine(tokenizer, "", max_model_len=1000)
+    asked = generation_pb2.GenerateRequest(
+        token_ids=generation_pb2.TokenIds(ids=LONG_PROMPT),
+        sampling=common_pb2.SamplingParams(prompt_logprobs=1, max_tokens=1),
+    )
+
+    async def ask() -> list[generation_pb2.GenerateResponse]:
+        async with serving(engine, tokenizer) as served:
+            return [response async for response in served.stub.Generate(asked)]
+
+    responses = run(ask())
+    assert [entry.token_id for entry in responses[0].delta.prompt_logprobs][1:] == LONG_PROMPT[1:]
+    assert threading.main_thread() not in writers
+
+
+def test_many_scored_tokens_of_a_chat_are_written_beside_the_loop(tokenizer: Tokenizer, writers: set[threading.Thread]) -> None:
+    engine = FakeEngine(tokenizer, "fox " * choice.LONG_POSITIONS, max_model_len=2000)
+    engine.tokens_per_output = 50
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1000, "logprobs": True, "top_logprobs": 2}
+
+    async def ask() -> httpx.Response:
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            return await http.post("/v1/chat/completions", json=asked)
+
+    answer = run(ask())
+    assert len(answer.json()["choices"][0]["logprobs"]["content"]) > choice.LONG_POSITIONS
+    assert answer.text == json.dumps(answer.json(), ensure_ascii=False, separators=(",", ":"))
+    assert len(writers) == 2

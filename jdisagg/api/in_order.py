@@ -1,0 +1,82 @@
+"""Outputs change their form between processes: short ones at once, long ones in a thread, each request's in their order.
+
+Thirty thousand prompt tokens with twenty alternatives each take the better part of a second, in which an event loop that
+does nothing else sends no heartbeat: the other side gives up all requests of the stream, and gets the long one again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sized
+from typing import Generic, Protocol, TypeVar
+
+LONG_POSITIONS = 256  # of prompt logprobs: some milliseconds
+
+
+class AnyOutput(Protocol):
+    """An Output, or its message."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def prompt_logprobs(self) -> Sized | None: ...
+
+
+From = TypeVar("From", bound=AnyOutput)
+To = TypeVar("To")
+
+
+class InOrder(Generic[From, To]):
+    """One direction of one stream. Use from one event loop; `close` it with the stream."""
+
+    def __init__(self, convert: Callable[[From], To], deliver: Callable[[list[To]], None]) -> None:
+        self._convert = convert
+        self._deliver = deliver
+        self._behind: dict[tuple[str, int], deque[From]] = {}  # by request and attempt: a long one, and what came after it
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._one_thread = asyncio.Lock()  # more would only take turns with the event loop
+
+    def put(self, outputs: list[From]) -> None:
+        """Deliver them: together and at once, but for long ones and those behind them."""
+        at_once: list[To] = []
+        if self._closed:
+            return
+        for output in outputs:
+            key = output.request_id, output.attempt
+            if key in self._behind:
+                self._behind[key].append(output)
+            elif is_long(output):
+                self._behind[key] = deque([output])
+                task = asyncio.create_task(self._convert_beside(key))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            else:
+                at_once.append(self._convert(output))
+        if at_once:
+            self._deliver(at_once)
+
+    def close(self) -> None:
+        """Deliver nothing more; idempotent."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+
+    async def _convert_beside(self, key: tuple[str, int]) -> None:
+        outputs = self._behind[key]
+        async with self._one_thread:
+            converted = [await asyncio.to_thread(self._convert, outputs.popleft())]
+        while outputs:
+            converted.append(self._convert(outputs.popleft()))
+        del self._behind[key]
+        self._deliver(converted)
+
+
+def is_long(output: AnyOutput) -> bool:
+    """Whether to convert it takes longer than an event loop may stand still."""
+    return output.prompt_logprobs is not None and len(output.prompt_logprobs) > LONG_POSITIONS

@@ -1,0 +1,68 @@
+"""Outputs that take long to encode or decode do so beside the event loop, and stay where they are in their request."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from jdisagg.api import worker_client, worker_service
+from jdisagg.api.in_order import LONG_POSITIONS
+from jdisagg.core.requests import Output, SamplingParams, TokenLogprob
+from tests.unit.router.fakes import FakeWorker
+from tests.unit.wire.rig import request, run_quiet, until
+from tests.unit.wire.test_worker import Client
+
+SCORED = (None, *(TokenLogprob(token, -1.0, ((token, -1.0),)) for token in range(LONG_POSITIONS)))
+
+
+@pytest.mark.parametrize(("module", "name"), [(worker_service, "encode_output"), (worker_client, "decode_output")])
+@pytest.mark.parametrize("num_positions", [LONG_POSITIONS, LONG_POSITIONS + 1])
+def test_long_prompt_logprobs_are_converted_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, num_positions: int
+) -> None:
+    threads: dict[int, threading.Thread] = {}  # by the first token of the output
+    convert = getattr(module, name)
+
+    def noted(output: Any) -> Any:
+        threads[output.token_ids[0]] = threading.current_thread()
+        return convert(output)
+
+    monkeypatch.setattr(module, name, noted)
+
+    async def body() -> None:
+        worker = await FakeWorker(()).start()
+        client = Client(worker.address)
+        client.link.submit(request("other", sampling=SamplingParams(max_tokens=1)))
+        await until(lambda: client.outputs("other"))
+        threads.clear()
+        worker.engine.say(Output(request_id="r", token_ids=(1,), prompt_logprobs=SCORED[:num_positions]))
+        for token in (2, 3):
+            worker.engine.say(Output(request_id="r", token_ids=(token,)))
+        worker.engine.say(Output(request_id="s", token_ids=(4,)))
+        await until(lambda: len(client.outputs("r")) == 3 and client.outputs("s"))
+        assert [output.token_ids for output in client.outputs("r")] == [(1,), (2,), (3,)]
+        assert client.outputs("r")[0].prompt_logprobs == SCORED[:num_positions]
+        await client.link.close()
+        await worker.die()
+
+    run_quiet(body())
+    on_loop = {token for token, thread in threads.items() if thread is threading.main_thread()}
+    assert on_loop == ({2, 3, 4} if num_positions > LONG_POSITIONS else {1, 2, 3, 4})
+
+
+def test_nothing_is_left_of_a_stream_that_ends_while_long_outputs_are_converted() -> None:
+    async def body() -> None:
+        worker = await FakeWorker(()).start()
+        client = Client(worker.address)
+        client.link.submit(request("other", sampling=SamplingParams(max_tokens=1)))
+        await until(lambda: client.outputs("other"))
+        for number in range(20):
+            worker.engine.say(Output(request_id=f"r{number}", prompt_logprobs=SCORED * 20))
+        await until(lambda: client.outputs("r0"))
+        await client.link.close()
+        worker.engine.say(Output(request_id="late", prompt_logprobs=SCORED * 20))
+        await worker.die()
+
+    run_quiet(body())
