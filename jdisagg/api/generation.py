@@ -25,6 +25,7 @@ from jdisagg.core.trace import TRACEPARENT, read_traceparent
 from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 _DEFAULT_MAX_TOKENS = 16
+MAX_REQUEST_BYTES = 16 * 2**20  # as over HTTP: to read one of 256 MiB holds up everybody else for ten seconds
 _SAMPLING_FIELDS = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 _OPTIONAL = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs",
@@ -86,7 +87,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 def read_generate(
     request: generation_pb2.GenerateRequest, defaults: SamplingParams, timeout_s: float | None, *, traceparent: str = ""
 ) -> TextRequest:
-    """The message as a TextRequest. Raises InvalidRequest when it has no prompt."""
+    """The message as a TextRequest. Raises InvalidRequest when it has no prompt, or more than MAX_REQUEST_BYTES."""
+    if (num_bytes := request.ByteSize()) > MAX_REQUEST_BYTES:
+        raise InvalidRequest(f"the request has {num_bytes} bytes, more than {MAX_REQUEST_BYTES}; shorten its prompt")
     sampling = request.sampling
     return TextRequest(
         request_id=request.request_id or f"gen-{uuid.uuid4().hex}",

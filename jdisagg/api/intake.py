@@ -16,6 +16,7 @@ from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, EngineReques
 from jdisagg.text.tokenizer import Tokenizer
 
 MAX_N = 64
+MAX_REQUEST_ID = 256  # characters: every token carries them from process to process
 MAX_SEQUENCES = 1024  # prompts times choices of one client request
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
@@ -167,6 +168,8 @@ def check_token_ids(token_ids: Iterable[int], vocab_size: int, field: str) -> No
 
 
 def _check_counts(request: TextRequest) -> None:
+    if len(request.request_id) > MAX_REQUEST_ID:
+        raise _invalid("request_id", f"may have at most {MAX_REQUEST_ID} characters", len(request.request_id))
     _check_range("n", request.n, 1, MAX_N)
     if not request.prompts:
         raise _invalid("prompt", "must hold at least one prompt", "none")

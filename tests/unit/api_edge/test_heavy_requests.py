@@ -8,6 +8,7 @@ import threading
 from difflib import get_close_matches
 from typing import Any
 
+import grpc.aio
 import httpx
 import pytest
 
@@ -219,3 +220,30 @@ def test_many_scored_tokens_of_a_chat_are_written_beside_the_loop(tokenizer: Tok
     assert len(answer.json()["choices"][0]["logprobs"]["content"]) > choice.LONG_POSITIONS
     assert answer.text == json.dumps(answer.json(), ensure_ascii=False, separators=(",", ":"))
     assert len(writers) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit", "told"),
+    [
+        ({"token_ids": generation_pb2.TokenIds(ids=[3] * 200)}, 199, "the request has"),
+        ({"text": "a " * 150}, 199, "the request has"),
+        ({"text": "the", "request_id": "r" * 257}, 300, "request_id: may have at most 256 characters; got 257"),
+    ],
+)
+def test_what_is_too_long_in_a_grpc_request_is_refused_before_it_is_looked_at(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], limit: int, told: str
+) -> None:
+    monkeypatch.setattr(generation, "MAX_REQUEST_BYTES", limit)
+    engine = FakeEngine(tokenizer, "fox", max_model_len=1000)
+
+    async def ask() -> grpc.aio.AioRpcError:
+        async with serving(engine, tokenizer) as served:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in served.stub.Generate(generation_pb2.GenerateRequest(**fields)):
+                    pass
+            return caught.value
+
+    error = run(ask())
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert told in (error.details() or "")
+    assert engine.requests == []
