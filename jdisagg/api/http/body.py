@@ -21,6 +21,7 @@ from jdisagg.core.errors import Cancelled, InvalidRequest
 from jdisagg.core.json_depth import MAX_DEPTH, deeper_than
 
 MAX_BODY_BYTES = 16 * 2**20  # parsing them holds up everybody else for a quarter of a second
+_INLINE_BYTES = 2**18  # a chat of more is rendered off the event loop: 16 MiB of messages take a second
 _NEAR = 0.85  # max_token is that near to max_tokens, logprobs is not to top_logprobs
 _MAX_COMPARED, _MAX_NAME = 32, 40  # unknown names that are compared with known ones, and their characters: each takes time
 BODY_TIMEOUT_S = 60.0  # from the end of the headers to the end of the body
@@ -30,8 +31,9 @@ _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 class Body:
     """The fields of one request."""
 
-    def __init__(self, fields: dict[str, Any]) -> None:
+    def __init__(self, fields: dict[str, Any], num_bytes: int = 0) -> None:
         self._fields = fields
+        self.is_long = num_bytes > _INLINE_BYTES
         self._known: set[str] = set()  # what was asked for
 
     def get(self, name: str) -> Any:
@@ -148,7 +150,7 @@ async def read_body(request: Request) -> Body:
         raise InvalidRequest(f"the body is nested more than {MAX_DEPTH} deep") from error
     if not isinstance(fields, dict):
         raise InvalidRequest(f"the body must be a JSON object; got {type(fields).__name__}")
-    return Body(fields)
+    return Body(fields, num_bytes)
 
 
 def wrong_type(name: str, wanted: str, got: Any) -> InvalidRequest:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -38,7 +40,8 @@ class ChatCompletions:
         options = read_options(body, provenance=wants_provenance(request))
         num_top = _read_top_logprobs(body)
         trace, request_id = read_traceparent(request.headers.get(TRACEPARENT)), request_id_of(request)
-        text_request = read_chat(body, self._edge, num_top, request_id=request_id, traceparent=trace)
+        read = partial(read_chat, body, self._edge, num_top, request_id=request_id, traceparent=trace)
+        text_request = await asyncio.to_thread(read) if body.is_long else read()
         job = await while_connected(request.receive, self._edge.admit(text_request))
         answer = _Answer(self._edge, job, options, num_top=num_top)
         if options.stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -32,7 +33,9 @@ class TokenEndpoints:
         check_model(body.text("model") or "", self._edge.card)
         tokenizer = self._edge.tokenizer
         if body.get("messages") is not None:
-            text, special = render_prompt(body, tokenizer.chat), body.boolean("add_special_tokens", False)
+            render = partial(render_prompt, body, tokenizer.chat)
+            text = await asyncio.to_thread(render) if body.is_long else render()
+            special = body.boolean("add_special_tokens", False)
         else:
             text, special = body.text("prompt"), body.boolean("add_special_tokens", True)
         if text is None:

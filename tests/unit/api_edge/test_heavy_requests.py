@@ -14,6 +14,7 @@ import pytest
 
 from jdisagg.api import choice, generation
 from jdisagg.api.http import body, chat, completions, server, tokens
+from jdisagg.text.chat import ChatTemplate
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import common_pb2, generation_pb2
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
@@ -247,3 +248,22 @@ def test_what_is_too_long_in_a_grpc_request_is_refused_before_it_is_looked_at(
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert told in (error.details() or "")
     assert engine.requests == []
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(("limit", "inline"), [(2000, True), (100, False)])
+def test_a_long_chat_is_rendered_beside_the_loop(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str, limit: int, inline: bool
+) -> None:
+    seen: set[threading.Thread] = set()
+    render = ChatTemplate.render
+
+    def noted(self: ChatTemplate, *rest: Any, **options: Any) -> str:
+        seen.add(threading.current_thread())
+        return render(self, *rest, **options)
+
+    monkeypatch.setattr(ChatTemplate, "render", noted)
+    monkeypatch.setattr(body, "_INLINE_BYTES", limit)
+    answer = post(tokenizer, path, {"messages": [{"role": "user", "content": "the fox"}] * 5, "max_tokens": 2})
+    assert answer.status_code == 200
+    assert (seen == {threading.main_thread()}) == inline
