@@ -7,9 +7,12 @@ does nothing else sends no heartbeat: the other side gives up all requests of th
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Sized
 from typing import Generic, Protocol, TypeVar
+
+log = logging.getLogger(__name__)
 
 LONG_POSITIONS = 256  # of prompt logprobs: some milliseconds
 
@@ -40,13 +43,17 @@ class InOrder(Generic[From, To]):
         self._behind: dict[tuple[str, int], deque[From]] = {}  # by request and attempt: a long one, and what came after it
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._bug: Exception | None = None
         self._one_thread = asyncio.Lock()  # more would only take turns with the event loop
 
     def put(self, outputs: list[From]) -> None:
-        """Deliver them: together and at once, but for long ones and those behind them."""
+        """Deliver them: together and at once, but for long ones and those behind them. Raises what a conversion raised that ran
+        beside the loop: the stream has lost outputs."""
         at_once: list[To] = []
         if self._closed:
             return
+        if self._bug is not None:
+            raise self._bug
         for output in outputs:
             key = output.request_id, output.attempt
             if key in self._behind:
@@ -69,12 +76,16 @@ class InOrder(Generic[From, To]):
 
     async def _convert_beside(self, key: tuple[str, int]) -> None:
         outputs = self._behind[key]
-        async with self._one_thread:
-            converted = [await asyncio.to_thread(self._convert, outputs.popleft())]
-        while outputs:
-            converted.append(self._convert(outputs.popleft()))
-        del self._behind[key]
-        self._deliver(converted)
+        try:
+            async with self._one_thread:
+                converted = [await asyncio.to_thread(self._convert, outputs.popleft())]
+            while outputs:
+                converted.append(self._convert(outputs.popleft()))
+            del self._behind[key]
+            self._deliver(converted)
+        except Exception as error:
+            log.exception("request %s, attempt %d", *key)
+            self._bug = error
 
 
 def is_long(output: AnyOutput) -> bool:

@@ -31,6 +31,9 @@ STALLED = "stalled"
 SILENT = "heartbeat"  # nothing came for too long: a dead machine, a frozen process, or a network or host that paused
 
 
+_OVER = (grpc.aio.AioRpcError, asyncio.InvalidStateError)  # what is written on a stream that has ended raises
+
+
 class WorkerLink:
     """Submits requests to one worker and delivers their outputs."""
 
@@ -120,7 +123,9 @@ class WorkerLink:
         beat = asyncio.create_task(pulse.run(self._beat))
         stall = asyncio.create_task(self._watch_ticks())
         try:
-            done, _ = await asyncio.wait({read, beat, stall}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({read, write, beat, stall}, return_when=asyncio.FIRST_COMPLETED)
+            if done == {write} and (write.cancelled() or isinstance(write.exception(), _OVER)):  # its reading half knows why
+                done, _ = await asyncio.wait({read, beat, stall}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             call.cancel()
             self._decoded.close()
@@ -132,6 +137,8 @@ class WorkerLink:
             if isinstance(error, grpc.aio.AioRpcError):
                 return f"{error.code().name}: {error.details()}"
             raise error
+        if write in done and not write.cancelled():
+            await write  # raises: a bug of ours
         return STALLED if stall in done else SILENT
 
     async def _read(self, call: grpc.aio.StreamStreamCall, pulse: Pulse) -> None:

@@ -308,7 +308,7 @@ def test_a_refused_request_ends_with_its_error_through_the_link():
     run_quiet(body())
 
 
-@pytest.mark.parametrize("side", ["worker reads", "worker writes", "router"])
+@pytest.mark.parametrize("side", ["worker reads", "worker writes", "router reads", "router writes", "router decodes beside"])
 def test_a_bug_that_ends_a_run_stream_is_no_end_in_good_order_and_in_the_log(
     side: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,8 +333,13 @@ def test_a_bug_that_ends_a_run_stream_is_no_end_in_good_order_and_in_the_log(
             engine.submit = fail
         elif side == "worker writes":
             monkeypatch.setattr("jdisagg.api.worker_service.encode_load", fail)
-        else:
+        elif side == "router reads":
             link._on_outputs = fail
+        elif side == "router writes":
+            monkeypatch.setattr("jdisagg.api.worker_client.encode_request", fail)
+        else:
+            monkeypatch.setattr("jdisagg.api.in_order.is_long", lambda output: True)
+            monkeypatch.setattr(link._decoded, "_convert", fail)
         link.submit(request("r"))
         ticking = asyncio.create_task(engine.run())
         await until(lambda: reasons)
