@@ -13,6 +13,8 @@ from jdisagg.roles.pipeline import Turn
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
 
+SEQUENCES_PER_TICK = 256  # that are looked at for `pending_prefill_tokens`, on average: of thousands every so many ticks
+
 
 class TickObserver:
     """Publishes the scheduler's state of one engine; `load` is replaced whole every tick, so that any thread may read it.
@@ -26,6 +28,7 @@ class TickObserver:
         self._metrics = metrics
         self._role = role.value
         self._kv_feed = kv_feed
+        self._pending_age = 0  # ticks
         self._seen = replace(scheduler.stats)
         self._requests = {state: GaugeShare(metrics.requests.labels(state=state)) for state in scheduler.counts()}
         self._free_pages, self._used_pages = GaugeShare(metrics.kv_pages_free), GaugeShare(metrics.kv_pages_used)
@@ -45,7 +48,7 @@ class TickObserver:
             waiting=max(0, num_unfinished - running),
             free_pages=free,
             total_pages=total,
-            pending_prefill_tokens=scheduler.pending_prefill_tokens if self._role == Role.PREFILL.value else 0,
+            pending_prefill_tokens=self._pending(counts) if self._role == Role.PREFILL.value else 0,
         )
         if turn.plan is not None:
             metrics.step_seconds.labels(phase=_phase(turn.plan)).observe(turn.host_s + turn.waited_s)
@@ -54,6 +57,13 @@ class TickObserver:
             self._count()
         if self._kv_feed is not None:
             self._kv_feed.publish()
+
+    def _pending(self, counts: dict[str, int]) -> int:
+        self._pending_age += 1
+        if self._pending_age <= (counts["waiting"] + counts["running"]) // SEQUENCES_PER_TICK:
+            return self.load.pending_prefill_tokens
+        self._pending_age = 0
+        return self._scheduler.pending_prefill_tokens
 
     def _count(self) -> None:
         now, seen, metrics = self._scheduler.stats, self._seen, self._metrics
