@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from jdisagg.api.http import server
 from jdisagg.text.tokenizer import Tokenizer
@@ -136,28 +137,66 @@ def test_a_client_that_takes_nothing_of_its_answer_loses_its_connection(
     monkeypatch.setattr(server._Protocol, "connection_made", _noting(ends, server._Protocol.connection_made))
 
     async def check() -> None:
+        loop = asyncio.get_running_loop()
         engine = FakeEngine(tokenizer, "the quick brown fox " * 1000, max_model_len=20_000)
         engine.tokens_per_output = 100
         async with serving(engine, tokenizer) as served:
             body = json.dumps({"prompt": "the", "max_tokens": 9000, "stream": stream, "logprobs": 1, "n": 4}).encode()
             with socket.socket() as client:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                client.connect(("127.0.0.1", served.port))
+                client.setblocking(False)
+                await loop.sock_connect(client, ("127.0.0.1", served.port))
                 head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-                client.sendall(head.encode() + body)
+                await loop.sock_sendall(client, head.encode() + body)
                 while not ends:
                     await asyncio.sleep(0.01)
                 ends[0].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
                 for _ in range(10 if reads else 100):
                     await asyncio.sleep(0.1)
                     if reads:
-                        assert client.recv(4096)
+                        assert await loop.sock_recv(client, 4096)
                     if ends[0].is_closing() and not ends[0].get_write_buffer_size():
                         break
                 assert ends[0].is_closing() is not reads
             await served.wait_idle()
 
     run(check())
+
+
+def test_a_client_that_reads_slowly_keeps_its_connection_however_much_the_kernel_holds_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel takes more only when a third of what it holds was read, which takes such a client longer than the limit."""
+    monkeypatch.setattr(server, "UNREAD_TIMEOUT_S", 1.0)
+    ends: list[asyncio.Transport] = []
+    monkeypatch.setattr(server._Protocol, "connection_made", _noting(ends, server._Protocol.connection_made))
+
+    async def check() -> None:
+        loop = asyncio.get_running_loop()
+        served = server.make_server(_megabytes, stop_timeout_s=0.1)
+        await served.start()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**15)
+            client.setblocking(False)
+            await loop.sock_connect(client, (served.host, served.port))
+            while not ends:
+                await asyncio.sleep(0.01)
+            ends[0].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
+            await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            for _ in range(40):
+                assert await loop.sock_recv(client, 2**14)
+                await asyncio.sleep(0.05)
+                assert not ends[0].is_closing()
+        await served.stop()
+
+    run(check())
+
+
+async def _megabytes(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(2**10):
+        await send({"type": "http.response.body", "body": bytes(2**14), "more_body": True})
+    await send({"type": "http.response.body"})
 
 
 def _noting(ends: list[asyncio.Transport], connection_made: Callable[..., None]) -> Callable[..., None]:
