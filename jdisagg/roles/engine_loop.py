@@ -77,6 +77,9 @@ class EngineLoop:
         stages.start()
         kept, self._kept = self._kept, []
         messages = kept + self.inbox.drain(IDLE_WAIT_S if self._was_idle else 0.0)
+        if self._was_idle:  # what woke it came now, not when it fell asleep
+            woke_s = self._clock()
+            now_s, began_s = now_s + woke_s - began_s, woke_s
         stages.lap(Stage.IDLE if self._was_idle else Stage.INBOX)
         outputs: list[Output] = []
         for message in messages:

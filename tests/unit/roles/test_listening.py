@@ -101,3 +101,23 @@ def test_a_prefill_worker_counts_the_step_that_computes_a_prompt_as_its_prefill(
             engine.tick(clock.now_s)
     world.settle()
     assert read(world.prefill.metrics, "request_prefill_seconds_sum") == pytest.approx(step_s, abs=0.05)
+
+
+def test_a_request_that_wakes_an_idle_engine_came_then_and_not_when_it_fell_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time to the first token would be too long by up to `IDLE_WAIT_S`, more than a short prompt takes."""
+    clock, engine, slept_s = Ticking(), Engine(Role.UNIFIED, 9, True), 0.04
+    engine.run(ComputeSide(engine.scheduler), clock=clock)
+    engine.tick(clock.now_s)
+    drain = engine.inbox.drain
+
+    def drain_asleep(timeout_s: float) -> list[Message]:
+        clock.now_s += slept_s
+        engine.inbox.post(Submit(request("a", PROMPT[:4], 1), lambda outputs: None))
+        return drain(timeout_s)
+
+    with monkeypatch.context() as asleep:
+        asleep.setattr(engine.inbox, "drain", drain_asleep)
+        engine.tick(clock.now_s)
+    engine.tick(clock.now_s)
+    assert read(engine.metrics, "time_to_first_token_seconds_count") == 1
+    assert read(engine.metrics, "time_to_first_token_seconds_sum") < slept_s / 2
