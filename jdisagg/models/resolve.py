@@ -76,7 +76,7 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
     ids = _configured_eos(directory)
     named = _object_if_there(directory / "tokenizer_config.json").get("eos_token")
     text = named.get("content") if isinstance(named, dict) else named
-    own = None if text is None else _token_id(_object_if_there(directory / "tokenizer.json"), text)
+    own = _token_id(_object_if_there(directory / "tokenizer.json"), text) if isinstance(text, str) else None
     return ids if own is None or own in ids else (*ids, own)
 
 

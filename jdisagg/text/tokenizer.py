@@ -144,8 +144,11 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _token_text(entry: Any) -> str | None:
-    """A special token is written as text or as an object with `content`."""
-    return entry.get("content") if isinstance(entry, dict) else entry
+    """A special token is written as text or as an object with `content`. Raises ConfigError for anything else."""
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    if text is not None and not isinstance(text, str):
+        raise ConfigError(f"tokenizer_config.json: a special token is {entry!r}, wanted its text", field="model")
+    return text
 
 
 def _has_byte_fallback(decoder: Mapping[str, Any]) -> bool:
@@ -168,7 +171,13 @@ def _add_missing_specials(backend: tokenizers.Tokenizer, texts: Iterable[str]) -
 
 
 def _named_templates(entry: Any) -> Mapping[str, str]:
-    """tokenizer_config.json holds one template, or named ones: a list or an object."""
+    """tokenizer_config.json holds one template, or named ones: a list or an object. Raises ConfigError for anything else."""
+    named: dict[Any, Any] = {} if entry is None else entry if isinstance(entry, dict) else {"default": entry}
     if isinstance(entry, list):
-        return {item["name"]: item["template"] for item in entry}
-    return entry if isinstance(entry, dict) else {} if entry is None else {"default": entry}
+        objects = [item if isinstance(item, dict) else {} for item in entry]
+        named = {item.get("name"): item.get("template") for item in objects}
+    if not all(isinstance(name, str) and isinstance(text, str) for name, text in named.items()):
+        raise ConfigError(
+            "tokenizer_config.json: chat_template is neither a text nor a list of objects with name and template", field="model"
+        )
+    return named

@@ -15,6 +15,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from jdisagg.core.errors import ConfigError, InvalidRequest
+from jdisagg.models.resolve import eos_token_ids
 from jdisagg.text.chat import ChatTemplate
 from jdisagg.text.tokenizer import Tokenizer
 
@@ -147,6 +148,29 @@ def test_a_file_that_cannot_be_read_is_named(byte_level_directory: Path, tmp_pat
     directory = shutil.copytree(byte_level_directory, tmp_path / "model")
     (directory / name).write_bytes(content)
     with pytest.raises(ConfigError, match=f"{name}: not readable: ") as caught:
+        Tokenizer.from_directory(directory)
+    assert caught.value.field == "model"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"chat_template": 5},
+        {"chat_template": ["{{ messages }}"]},
+        {"chat_template": [{"template": "{{ messages }}"}]},
+        {"chat_template": {"default": None}},
+        {"eos_token": ["</s>"]},
+        {"eos_token": {"content": 2}},
+    ],
+)
+def test_what_tokenizer_config_says_with_a_value_of_the_wrong_kind_is_a_bad_configuration(
+    byte_level_directory: Path, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    directory = shutil.copytree(byte_level_directory, tmp_path / "model")
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text("{}")
+    eos_token_ids(directory)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: ") as caught:
         Tokenizer.from_directory(directory)
     assert caught.value.field == "model"
 
