@@ -179,7 +179,11 @@ def _read_example(number: int, raw: bytes, kind: str) -> Example:
     return example
 
 
-def _check_choices(choices: Sequence[str], answer: int) -> None:
+def _check_choices(choices: Any, answer: Any) -> None:
+    if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
+        raise ValueError(f"choices must be a list of texts; got {choices!r}")
+    if not isinstance(answer, int):
+        raise ValueError(f"answer must be the index of a choice; got {answer!r}")
     if "" in choices:
         raise ValueError(f"choices[{choices.index('')}] is empty: it has no likelihood")
     if not 0 <= answer < len(choices):

@@ -103,6 +103,9 @@ def test_ids_are_text_whatever_the_task_file_has(tmp_path: Path) -> None:
         ("choice", [{"context": "a", "choices": ["b", ""], "answer": 0}], r"task\.jsonl:1: .*choices\[1\] is empty"),
         ("choice", [{"context": "a", "choices": [], "answer": 0}], r"task\.jsonl:1: .*answer must be in \[0, 0\); got 0"),
         ("choice", [{"context": "a", "choices": ["b"], "answer": 1}], r"task\.jsonl:1: .*answer must be in \[0, 1\); got 1"),
+        ("choice", [{"context": "a", "choices": ["b"], "answer": "A"}], r"task\.jsonl:1: answer must be the index .* got 'A'"),
+        ("choice", [{"context": "a", "choices": 5, "answer": 0}], r"task\.jsonl:1: choices must be a list of texts; got 5"),
+        ("choice", [{"context": "a", "choices": ["b", 3], "answer": 0}], r"task\.jsonl:1: choices must be a list of texts"),
         ("generate", [{"id": 2, "prompt": "a"}, {"prompt": "b"}], r"task\.jsonl:2: .*id '2' is that of line 1"),
     ],
 )
