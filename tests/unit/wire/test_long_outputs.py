@@ -64,5 +64,7 @@ def test_nothing_is_left_of_a_stream_that_ends_while_long_outputs_are_converted(
         await client.link.close()
         worker.engine.say(Output(request_id="late", prompt_logprobs=SCORED * 20))
         await worker.die()
+        assert not client.outputs("late")
+        assert not client.outputs("r19"), "the stream ended before"
 
     run_quiet(body())
