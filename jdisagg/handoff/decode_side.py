@@ -25,9 +25,10 @@ from jdisagg.handoff import messages as msg
 from jdisagg.handoff.actions import DecodeAction
 from jdisagg.handoff.inbound import Inbound, InboundStage
 from jdisagg.handoff.inbound_stream import InboundStream
-from jdisagg.handoff.ladder import MAX_REFETCHES, Ladder, is_final, is_unfit
+from jdisagg.handoff.ladder import Ladder, is_final, is_unfit
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
 from jdisagg.handoff.recovery import Recovery
+from jdisagg.handoff.refetch import cause_of, try_again
 
 ANSWER_TIMEOUT_S = 10.0  # from Open to Accepted or Refused
 
@@ -216,24 +217,8 @@ class DecodeSide:
         if stream is not record.stream:
             stream.put_off(piece)  # once more, should P come back
             return []
-        ready = piece.ready
-        span = (ready.group, ready.begin, ready.end)
-        num_refetches = stream.refetches.get(span, 0)
-        cause = f"fetch of [{ready.begin}, {ready.end}) over {ready.backend}: {reason}"
-        other = stream.backend_beside(ready.backend)
-        if num_refetches and other is not None and ready.backend not in stream.broken:
-            stream.progress_s = now_s
-            note = record.note("other_backend", stream.peer, f"{cause}; going on over {other}")
-            return [note, *stream.change_backend(ready.backend, other, reason), *record.grant()]
-        if num_refetches >= MAX_REFETCHES:
-            return self._recovery.lose(record, cause, now_s)
-        stream.progress_s = now_s
-        stream.refetches[span] = num_refetches + 1
-        actions: list[DecodeAction] = [record.note("refetch", stream.peer, cause)]
-        if num_refetches == 0 and reason != "unknown_key" and ready.backend not in stream.broken:
-            return [*actions, stream.fetch(piece, record.request.deadline_s, now_s)]
-        stream.give_up(key)
-        return [*actions, *record.grant(), stream.want(ready, reason)]
+        actions = try_again(record, stream, piece, reason, now_s)
+        return self._recovery.lose(record, cause_of(piece, reason), now_s) if actions is None else actions
 
     def _complete(self, record: Inbound) -> list[DecodeAction]:
         if record.stage is not InboundStage.COMPUTED or not record.reserved or not record.covered:

@@ -1,0 +1,37 @@
+"""A piece that did not arrive: the same key once more, another backend, a new key from P; behind that its stream is lost."""
+
+from __future__ import annotations
+
+from jdisagg.handoff.actions import DecodeAction
+from jdisagg.handoff.inbound import Inbound
+from jdisagg.handoff.inbound_stream import InboundStream, IncomingPiece
+from jdisagg.handoff.ladder import MAX_REFETCHES
+
+
+def try_again(
+    record: Inbound, stream: InboundStream, piece: IncomingPiece, reason: str, now_s: float
+) -> list[DecodeAction] | None:
+    """The next try for a piece of the hand-off's own stream; None when there is none left."""
+    ready, cause = piece.ready, cause_of(piece, reason)
+    span = (ready.group, ready.begin, ready.end)
+    num_refetches = stream.refetches.get(span, 0)
+    other = stream.backend_beside(ready.backend)
+    if num_refetches and other is not None and ready.backend not in stream.broken:
+        stream.progress_s = now_s
+        note = record.note("other_backend", stream.peer, f"{cause}; going on over {other}")
+        return [note, *stream.change_backend(ready.backend, other, reason), *record.grant()]
+    if num_refetches >= MAX_REFETCHES:
+        return None
+    stream.progress_s = now_s
+    stream.refetches[span] = num_refetches + 1
+    actions: list[DecodeAction] = [record.note("refetch", stream.peer, cause)]
+    if num_refetches == 0 and reason != "unknown_key" and ready.backend not in stream.broken:
+        return [*actions, stream.fetch(piece, record.request.deadline_s, now_s)]
+    stream.give_up(ready.key)
+    return [*actions, *record.grant(), stream.want(ready, reason)]
+
+
+def cause_of(piece: IncomingPiece, reason: str) -> str:
+    """For logs and counters."""
+    ready = piece.ready
+    return f"fetch of [{ready.begin}, {ready.end}) over {ready.backend}: {reason}"
