@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import selectors
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from jdisagg.api.channels import open_blocking_channel
@@ -19,6 +21,7 @@ from jdisagg.v1 import generation_pb2, generation_pb2_grpc
 
 ROOT = Path(__file__).resolve().parent.parent
 STOP_TIMEOUT_S = 45.0
+PORTS = range(16_000, 32_000)  # below those that systems give to connections
 
 
 class FleetProcess:
@@ -76,10 +79,13 @@ class FleetProcess:
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port nobody listens on now, and that no connection is given: one that tries to reach it while nobody listens there can
+    even get the port itself, at both of its ends."""
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError(f"every port of {PORTS.start} to {PORTS.stop - 1} is taken")
 
 
 def stream(

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+from fleet_process import free_port
 
 from tests.e2e.client import OPTIONS, Asked, Got, generate, run_all
 from tests.e2e.conftest import Pair, Start, starting
 from tests.e2e.processes import ServerProcess, wait_until
-from tests.e2e.test_two_processes import free_port
 
 ROUNDS = int(os.environ.get("JDISAGG_DRILL_ROUNDS", "2"))
 STREAMS = 8

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import socket
+from fleet_process import free_port
 
 from tests.e2e.client import Asked, run_all
 from tests.e2e.conftest import Start
 from tests.e2e.processes import ServerProcess, wait_until
 
 ASK = Asked(prompt="def read_lines(path):", sampling={"max_tokens": 16, "temperature": 0.0, "ignore_eos": True})
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def answer(decode: ServerProcess) -> tuple[list[int], str]:
