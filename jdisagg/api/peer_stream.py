@@ -11,7 +11,8 @@ import grpc
 import grpc.aio
 
 from jdisagg.api.codec import error_from_rpc
-from jdisagg.api.peer_codec import DOWN_HEARTBEAT, UpStream, encode_down
+from jdisagg.api.in_order import is_long
+from jdisagg.api.peer_codec import DOWN_HEARTBEAT, Up, UpStream, encode_down
 from jdisagg.api.peer_link import PeerLink
 from jdisagg.api.pulse import QUIET_SHARE, Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
@@ -100,11 +101,22 @@ class PeerStream:
     async def _read(self, call: grpc.aio.StreamStreamCall, pulse: Pulse, deliver: Callable[[PrefillToDecode], None]) -> None:
         up = UpStream()
         async for wire in call:
-            for message in up.read(wire):
+            for message in await self._decoded(up, wire, pulse):
                 self.answered = True
                 self._sent.clear()
                 deliver(message)
             pulse.heard()  # afterwards: who only wakes up to refuse is not gone back to
+
+    async def _decoded(self, up: UpStream, wire: peer_pb2.PrefillResponse, pulse: Pulse) -> list[Up]:
+        """The messages in `wire`. A first token with the log-probabilities of a long prompt takes up to seconds to read: beside
+        the loop, and P is not silent meanwhile."""
+        if not is_long(wire.done.first):
+            return up.read(wire)
+        reading = asyncio.create_task(asyncio.to_thread(up.read, wire))
+        while not reading.done():
+            pulse.heard()
+            await asyncio.wait({reading}, timeout=self._config.heartbeat_s)
+        return reading.result()
 
     def _end(self, error: BaseException | None) -> StreamEnded:
         if error is None:

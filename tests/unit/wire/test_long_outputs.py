@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
 
-from jdisagg.api import worker_client, worker_service
+from jdisagg.api import peer_codec, worker_client, worker_service
 from jdisagg.api.in_order import LONG_POSITIONS
 from jdisagg.core.requests import Output, SamplingParams, TokenLogprob
+from jdisagg.handoff.messages import Accepted, Done, Started
 from tests.unit.router.fakes import FakeWorker
-from tests.unit.wire.rig import request, run_quiet, until
+from tests.unit.wire.rig import FAST, identity, request, run_quiet, until
+from tests.unit.wire.test_peer import H1, Decode, Prefill, opening
 from tests.unit.wire.test_worker import Client
 
 SCORED = (None, *(TokenLogprob(token, -1.0, ((token, -1.0),)) for token in range(LONG_POSITIONS)))
@@ -68,3 +71,37 @@ def test_nothing_is_left_of_a_stream_that_ends_while_long_outputs_are_converted(
         assert not client.outputs("r19"), "the stream ended before"
 
     run_quiet(body())
+
+
+def test_a_first_token_that_takes_long_to_decode_holds_up_no_loop_and_makes_its_peer_seem_neither_quiet_nor_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[threading.Thread] = []
+    decode = peer_codec.decode_output
+
+    def slow(output: Any) -> Output:
+        threads.append(threading.current_thread())
+        time.sleep(2 * FAST.dead_after_s)
+        return decode(output)
+
+    monkeypatch.setattr(peer_codec, "decode_output", slow)
+    first = Output(request_id="r", token_ids=(7,), prompt_logprobs=(*SCORED, SCORED[-1]))
+
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.open(address, H1, opening())
+        await until(p.opened)
+        reply = p.opened()[0].reply
+        for message in (Accepted(cached_tokens=0), Started(), Done(first=first, num_chunks=0)):
+            reply.send(message)
+        await until(lambda: any(isinstance(message, Done) for message in d.messages(H1)))
+        assert d.messages(H1)[-1].first.prompt_logprobs == first.prompt_logprobs
+        assert d.pulse(H1) == []
+        d.client.close(H1)
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+    assert threads
+    assert threads[0] is not threading.main_thread()
