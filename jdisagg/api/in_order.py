@@ -47,13 +47,30 @@ class InOrder(Generic[From, To]):
         self._one_thread = asyncio.Lock()  # more would only take turns with the event loop
 
     def put(self, outputs: list[From]) -> None:
-        """Deliver them: together and at once, but for long ones and those behind them. Raises what a conversion raised that ran
-        beside the loop: the stream has lost outputs."""
-        at_once: list[To] = []
+        """Deliver them: together and at once, but for long ones and those behind them. Raises what a conversion or delivery
+        raised, now or before: see `check`."""
         if self._closed:
             return
+        self.check()
+        try:
+            self._put(outputs)
+        except Exception as error:
+            self._bug = error
+            raise
+
+    def check(self) -> None:
+        """Raises what went wrong in an earlier `put`, or beside the loop: the stream has lost outputs and is to end."""
         if self._bug is not None:
             raise self._bug
+
+    def close(self) -> None:
+        """Deliver nothing more; idempotent."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+
+    def _put(self, outputs: list[From]) -> None:
+        at_once: list[To] = []
         for output in outputs:
             key = output.request_id, output.attempt
             if key in self._behind:
@@ -67,12 +84,6 @@ class InOrder(Generic[From, To]):
                 at_once.append(self._convert(output))
         if at_once:
             self._deliver(at_once)
-
-    def close(self) -> None:
-        """Deliver nothing more; idempotent."""
-        self._closed = True
-        for task in self._tasks:
-            task.cancel()
 
     async def _convert_beside(self, key: tuple[str, int]) -> None:
         outputs = self._behind[key]

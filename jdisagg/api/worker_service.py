@@ -124,10 +124,11 @@ class _RunStream:
                 self._submit(submit.request)
 
     async def write(self, context: grpc.aio.ServicerContext) -> None:
-        """One message per wake-up with everything there is, or several."""
+        """One message per wake-up with everything there is, or several. Raises once outputs were lost on their way here."""
         while True:
             await self._wake.wait()
             self._wake.clear()
+            self._encoded.check()
             outputs = self._next_outputs()
             heartbeat, self._heartbeat_due = self._heartbeat_due, False
             message = worker_pb2.RunResponse(outputs=outputs, load=encode_load(self._engine.load))

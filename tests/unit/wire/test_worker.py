@@ -308,7 +308,13 @@ def test_a_refused_request_ends_with_its_error_through_the_link():
     run_quiet(body())
 
 
-@pytest.mark.parametrize("side", ["worker reads", "worker writes", "router reads", "router writes", "router decodes beside"])
+@pytest.mark.parametrize(
+    "side",
+    [
+        *("worker reads", "worker writes", "worker encodes", "worker encodes beside"),
+        *("router reads", "router writes", "router decodes beside"),
+    ],
+)
 def test_a_bug_that_ends_a_run_stream_is_no_end_in_good_order_and_in_the_log(
     side: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +323,10 @@ def test_a_bug_that_ends_a_run_stream_is_no_end_in_good_order_and_in_the_log(
 
     async def body() -> None:
         engine, reasons = ArithmeticEngine(), list[str]()
+        if side.endswith("beside"):
+            monkeypatch.setattr("jdisagg.api.in_order.is_long", lambda output: True)
+        if side.startswith("worker encodes"):
+            monkeypatch.setattr("jdisagg.api.worker_service.encode_output", fail)
         server, address = await start_server(
             lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(engine, FAST), server)
         )
@@ -337,8 +347,7 @@ def test_a_bug_that_ends_a_run_stream_is_no_end_in_good_order_and_in_the_log(
             link._on_outputs = fail
         elif side == "router writes":
             monkeypatch.setattr("jdisagg.api.worker_client.encode_request", fail)
-        else:
-            monkeypatch.setattr("jdisagg.api.in_order.is_long", lambda output: True)
+        elif side == "router decodes beside":
             monkeypatch.setattr(link._decoded, "_convert", fail)
         link.submit(request("r"))
         ticking = asyncio.create_task(engine.run())
