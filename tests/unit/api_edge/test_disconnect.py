@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from time import monotonic
 from typing import Any
 
@@ -13,7 +13,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from jdisagg.api.http import server
+from jdisagg.api.http import connection, server
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, Served, run, serving
 
@@ -163,8 +163,9 @@ def test_a_client_that_takes_nothing_of_its_answer_loses_its_connection(
     run(check())
 
 
+@pytest.mark.parametrize("streams", [False, True])
 def test_a_client_that_reads_slowly_keeps_its_connection_however_much_the_kernel_holds_for_it(
-    monkeypatch: pytest.MonkeyPatch,
+    streams: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel takes more only when a third of what it holds was read, which takes such a client longer than the limit."""
     monkeypatch.setattr(server, "UNREAD_TIMEOUT_S", 1.0)
@@ -173,7 +174,7 @@ def test_a_client_that_reads_slowly_keeps_its_connection_however_much_the_kernel
 
     async def check() -> None:
         loop = asyncio.get_running_loop()
-        served = server.make_server(_megabytes, stop_timeout_s=0.1)
+        served = server.make_server(_events if streams else _megabytes, stop_timeout_s=0.1)
         await served.start()
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**15)
@@ -197,6 +198,14 @@ async def _megabytes(scope: Scope, receive: Receive, send: Send) -> None:
     for _ in range(2**10):
         await send({"type": "http.response.body", "body": bytes(2**14), "more_body": True})
     await send({"type": "http.response.body"})
+
+
+async def _events(scope: Scope, receive: Receive, send: Send) -> None:
+    async def rest() -> AsyncGenerator[connection.Event]:
+        for _ in range(2**10):
+            yield {"text": "x" * 2**14}
+
+    await connection.EventStream({}, rest())(scope, receive, send)
 
 
 def _noting(ends: list[asyncio.Transport], connection_made: Callable[..., None]) -> Callable[..., None]:
