@@ -213,7 +213,8 @@ class DecodeSide:
             return self._late()
         record, stream = found
         piece = stream.pieces[key]
-        stream.line.failed(piece, reason, now_s)
+        if piece.fetch_deadline_s != record.request.deadline_s:  # else it was the request's time that was too short
+            stream.line.failed(piece, reason, now_s)
         if stream is not record.stream:
             stream.put_off(piece)  # once more, should P come back
             return []

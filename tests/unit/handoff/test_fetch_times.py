@@ -59,3 +59,17 @@ def test_a_connection_that_stalls_before_its_time_is_over_changes_no_times() -> 
     side = decode_side(NEVER)
     fetches(side, ["p"])
     assert fetched(side.on_failed(HandoffId("r1", 1), "r1", "timeout", 1.0)) == 1.0 + 5.0
+
+
+def test_a_request_whose_own_time_is_over_says_nothing_about_its_peers() -> None:
+    """Its piece may have had a tenth of a second: a lost piece of the next request is to be noticed as soon as ever."""
+    side = decode_side(NEVER)
+    for number, name in enumerate(("short", "other"), start=1):
+        handoff = HandoffId(name, number)
+        side.start(request(4, request_id=name, deadline_s=0.1 if name == "short" else 1e6), 0, ("p",), 0.0)
+        side.on_message(handoff, Accepted(cached_tokens=0), 0.0)
+        side.on_reserved(name, 0.0)
+    short, other = HandoffId("short", 1), HandoffId("other", 2)
+    assert fetched(side.on_message(short, ready("short", 0, 4), 0.0)) == 0.1
+    side.on_failed(short, "short", "timeout", 0.1)
+    assert fetched(side.on_message(other, ready("other", 0, 4), 0.1)) == 0.1 + 5.0
