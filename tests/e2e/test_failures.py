@@ -211,7 +211,8 @@ def test_killed_client_frees_its_pages_within_a_second(pair: Pair, tmp_path: Pat
 
 
 def _with_repository_path() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    root = Path(__file__).parents[2]
+    return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'scripts'}"}
 
 
 def test_restarted_prefill_worker_joins_and_is_used(fleet: Fleet, unified: ServerProcess) -> None:
