@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from jdisagg.api.in_order import LONG_POSITIONS
 from jdisagg.core.requests import FinishReason, Output, Provenance, TokenLogprob
 from jdisagg.text.detokenize import Detokenizer
 from jdisagg.text.stops import StopStrings
 from jdisagg.text.tokenizer import Tokenizer
 
-LONG_POSITIONS = 256  # scored tokens: with alternatives, some milliseconds to write
 _MIN_LOGPROB = -9999.0  # JSON has no -Infinity, which a token that was filtered out has
 
 

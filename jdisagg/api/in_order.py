@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 log = logging.getLogger(__name__)
 
-LONG_POSITIONS = 256  # of prompt logprobs: some milliseconds
+LONG_POSITIONS = 256  # scored tokens: with alternatives, some milliseconds to convert or to write
 
 
 class AnyOutput(Protocol):

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from jdisagg.api.choice import Delta, ScoredToken, Transcript, has_many_scores
+from jdisagg.api.choice import Delta, ScoredToken, Transcript
 from jdisagg.api.edge import Edge
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import Event, open_stream, while_connected
-from jdisagg.api.http.long_json import long_json
+from jdisagg.api.http.long_json import whole_response
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens
 from jdisagg.api.http.request_id import request_id_of
@@ -47,7 +47,7 @@ class ChatCompletions:
         if options.stream:
             return await open_stream(request, answer.events())
         transcript = await while_connected(request.receive, self._edge.complete(job))
-        return await answer.response(transcript)
+        return await whole_response(self._edge, transcript, answer.whole)
 
 
 def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, traceparent: str = "") -> TextRequest:
@@ -93,13 +93,6 @@ class _Answer:
         self._options = options
         self._num_top = num_top
         self._created = int(time.time())
-
-    async def response(self, transcript: Transcript) -> Response:
-        """Of a request that does not stream."""
-        if not has_many_scores(transcript.choices):
-            return JSONResponse(self.whole(transcript))
-        content = await self._edge.beside(lambda: long_json(self.whole(transcript)), is_long=True)
-        return Response(content, media_type="application/json")
 
     def whole(self, transcript: Transcript) -> dict[str, Any]:
         """The response of a request that does not stream."""

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from starlette.responses import JSONResponse, Response
+
+from jdisagg.api.choice import Transcript, has_many_scores
+from jdisagg.api.edge import Edge
+
 _LEVELS = 5  # of answer, choices, choice, logprobs, tokens; below lies one token
+
+
+async def whole_response(edge: Edge, transcript: Transcript, whole: Callable[[Transcript], dict[str, Any]]) -> Response:
+    """The response of a request that does not stream; a long one is made and written beside the event loop."""
+    if not has_many_scores(transcript.choices):
+        return JSONResponse(whole(transcript))
+    content = await edge.beside(lambda: long_json(whole(transcript)), is_long=True)
+    return Response(content, media_type="application/json")
 
 
 def long_json(answer: dict[str, Any]) -> bytes:
