@@ -58,6 +58,17 @@ class FleetProcess:
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
         raise RuntimeError(f"not ready (exit status {self.process.poll()}); the end of {self._log}:\n{tail}")
 
+    @property
+    def has_ended(self) -> bool:
+        """Asked without reaping it: whoever reaps a process that was just killed has been seen to wait for a second, in the
+        kernel, which then clears what it knows of /proc. So loops ask this, and threads reap."""
+        if self.process.returncode is not None:
+            return True
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # a thread has just reaped it
+            return True
+
     def stop(self) -> int:
         """End it; its exit status."""
         if self.process.poll() is None:

@@ -184,7 +184,9 @@ class Fleet:
             await asyncio.sleep(WATCH_S)
             for member in self.members:
                 if member.gone and member.name not in self._busy and member.process is not None:
-                    self.ends.found.append((member.name, member.process.process.poll(), _tail(member)))
+                    self._busy.add(member.name)
+                    status = await asyncio.to_thread(member.process.process.wait)
+                    self.ends.found.append((member.name, status, _tail(member)))
                     await self.restart(member, Member.kill)
 
     async def close(self) -> None:

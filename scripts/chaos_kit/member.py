@@ -62,7 +62,7 @@ class Member:
     @property
     def gone(self) -> bool:
         """Whether the process has ended."""
-        return self.process is None or self.process.process.poll() is not None
+        return self.process is None or self.process.has_ended
 
     def start(self, env: Mapping[str, str]) -> None:
         """Start a process; call it on the thread that outlives it: it dies with its parent thread."""

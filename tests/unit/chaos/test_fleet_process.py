@@ -1,0 +1,38 @@
+"""The process that drills strike: what a loop may ask of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+from fleet_process import FleetProcess
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def process(tmp_path: Path):
+    one = FleetProcess("--help", log=tmp_path / "log")
+    yield one
+    one.close()
+
+
+def test_that_a_process_has_ended_is_seen_without_reaping_it(process: FleetProcess) -> None:
+    assert not process.has_ended
+    process.process.kill()
+    until_s = monotonic() + LIMIT_S
+    while not process.has_ended:
+        assert monotonic() < until_s
+        sleep(0.01)
+    assert process.process.returncode is None
+    os.kill(process.process.pid, 0)  # its number is not free yet: nobody has reaped it
+    assert process.process.wait(LIMIT_S) == -9
+    assert process.has_ended
+
+
+def test_a_process_that_somebody_else_reaped_has_ended(process: FleetProcess) -> None:
+    process.process.kill()
+    os.waitpid(process.process.pid, 0)
+    assert process.has_ended
