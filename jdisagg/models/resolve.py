@@ -105,14 +105,20 @@ def _object_if_there(path: Path) -> Mapping[str, Any]:
 
 
 def _token_id(tokenizer: Mapping[str, Any], text: str) -> int | None:
-    """Of a token that is written so, in the content of tokenizer.json; None when there is none."""
-    added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
-    if text in added:
-        return added[text]
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    if isinstance(vocabulary, dict):
-        return vocabulary.get(text)
-    return next((index for index, (piece, _) in enumerate(vocabulary) if piece == text), None)  # Unigram: pairs in order
+    """Of a token that is written so, in the content of tokenizer.json; None when there is none. Raises ConfigError when that is
+    no tokenizer's."""
+    try:
+        added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+        if text in added:
+            return added[text]
+        vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
+        if isinstance(vocabulary, dict):
+            return vocabulary.get(text)
+        return next((index for index, (piece, _) in enumerate(vocabulary) if piece == text), None)  # Unigram: pairs in order
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"tokenizer.json: is not a tokenizer's file: {error!r}; download the model again", field="model"
+        ) from error
 
 
 def _from_hub(name: str) -> Path:

@@ -175,6 +175,26 @@ def test_what_tokenizer_config_says_with_a_value_of_the_wrong_kind_is_a_bad_conf
     assert caught.value.field == "model"
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"added_tokens": [{"id": 3}]},
+        {"added_tokens": 5},
+        {"added_tokens": ["<s>"]},
+        {"model": [1]},
+        {"model": {"vocab": 5}},
+        {"model": {"vocab": [["a", 0.0, 1]]}},
+    ],
+)
+def test_a_file_that_is_json_and_no_tokenizer_is_a_bad_configuration(tmp_path: Path, content: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: is not a tokenizer's file: ") as caught:
+        eos_token_ids(tmp_path)
+    assert caught.value.field == "model"
+
+
 def test_the_packaged_model_tokenizes_and_chats_as_in_transformers() -> None:
     directory = Path(str(resources.files("jdisagg"))) / "demo"
     ours, theirs = Tokenizer.from_directory(directory), PreTrainedTokenizerFast.from_pretrained(directory)
