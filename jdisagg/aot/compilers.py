@@ -34,7 +34,11 @@ def abstract_devices(topology: Topology, count: int) -> Sequence[Any]:
 
 def _tpu_devices(topology: Topology) -> Sequence[Any]:
     if find_spec("libtpu") is None:
-        raise ConfigError("--topology: TPU topologies need the TPU compiler; install jdisagg[aot] (libtpu)", field="--topology")
+        raise ConfigError(
+            "--topology: TPU topologies need the TPU compiler, libtpu; in a checkout: python -m pip install -c "
+            "constraints.txt -e '.[aot]'; or add --no-compile for what arithmetic alone can tell",
+            field="--topology",
+        )
     name = f"{topology.accelerator.name}:{topology.compile_shape}"
     return _describe(topology, "tpu", {"topology_name": name})
 

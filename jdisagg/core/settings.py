@@ -240,8 +240,9 @@ def _unknown_key(path: Path, section: str | None, key: str) -> NoReturn:
 
 
 def _nearest(name: str, candidates: list[str]) -> str:
-    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else "; see --help for the list"
+    spelt = {candidate.lstrip("-"): candidate for candidate in candidates}  # two dashes alike are no likeness
+    close = difflib.get_close_matches(name.lstrip("-"), spelt, n=1, cutoff=0.6)
+    return f"; did you mean {spelt[close[0]]}?" if close else "; see --help for the list"
 
 
 def _members(hint: Any) -> tuple[str, ...]:

@@ -109,6 +109,7 @@ def test_a_pool_size_flag_replaces_another_pool_size_of_the_file(write) -> None:
     ("argv", "wanted"),
     [
         (["--pge-size", "3"], "--pge-size: unknown flag; did you mean --page-size?"),
+        (["--bogus"], "--bogus: unknown flag; see --help for the list"),
         (["--zzz"], "--zzz: unknown flag; see --help for the list"),
         (["demo"], "demo: unexpected argument; settings are flags like --model demo"),
         (["--role", "boss"], "--role: got 'boss', wanted one of unified, prefill, decode, colocated, router, local"),
