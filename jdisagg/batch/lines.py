@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from jdisagg.batch import strict_json
+from jdisagg.core.errors import ConfigError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _SHORT_FORMS = {"prompt": COMPLETIONS, "token_ids": COMPLETIONS, "messages": CHAT}
@@ -39,13 +41,24 @@ class BadLine:
     message: str
 
 
+def open_input(path: Path) -> BufferedReader:
+    """For reading. Raises ConfigError when there is no such file any more, or it may not be read."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise ConfigError(
+            f"--input: {path} cannot be read: {error.strerror}; mend that and run the same command again to go on from here"
+        ) from error
+
+
 def read_lines(path: Path, *, seed: int) -> Iterator[Call | BadLine]:
     """Every line that is not blank. A request without a seed gets `seed` + its line number: a rerun draws the same tokens.
 
     The second line of one custom_id is a bad line without any: its answer could not be told from the first one's.
+    Raises ConfigError for a file that cannot be read.
     """
     first: dict[str, int] = {}  # custom_id -> its line
-    with path.open("rb") as file:
+    with open_input(path) as file:
         for number, raw in enumerate(file, start=1):
             if not raw.strip():
                 continue

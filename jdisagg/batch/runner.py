@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 from jdisagg.batch import strict_json
 from jdisagg.batch.journal import Journal, journal_path
-from jdisagg.batch.lines import BadLine, Call, read_lines
+from jdisagg.batch.lines import BadLine, Call, open_input, read_lines
 from jdisagg.batch.results import answer_line, bad_answer_line, error_line, is_output_line, line_id
 from jdisagg.batch.sender import BadAnswer, Sender
 from jdisagg.core.config import Config
@@ -22,6 +23,7 @@ from jdisagg.core.errors import ConfigError
 
 _ANSWERING = ("model", "load_format", "dtype", "kv_cache_dtype", "max_model_len", "numerics")  # what answers depend on
 _JOURNAL = 2  # the form of journals: lines of form 1 do not name their batch
+_BLOCK_BYTES = 2**20
 Finished = tuple[int, dict[str, Any]]  # input line number, output line
 
 
@@ -38,8 +40,7 @@ class Batch:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What the answers depend on, as far as it is known before a server is asked."""
-        with self.input.open("rb") as file:
-            identity: dict[str, Any] = {"input_sha256": hashlib.file_digest(file, "sha256").hexdigest(), "seed": self.seed}
+        identity: dict[str, Any] = {"input_sha256": self._found[0], "seed": self.seed}
         if self.config is not None:
             settings = asdict(self.config.model) | {"numerics": self.config.model.numerics.value}
             identity |= {"--" + name.replace("_", "-"): settings[name] for name in _ANSWERING}
@@ -55,21 +56,43 @@ class Batch:
         """What the journal must agree with; `model`: the name of the one that answers."""
         return {"journal": _JOURNAL, "model": model} | self.identity
 
+    @cached_property
+    def _found(self) -> tuple[str, int, int]:
+        """SHA-256, bytes and time of change (seconds) of the input when it was first read."""
+        with open_input(self.input) as file:
+            changed_s = int(os.fstat(file.fileno()).st_mtime)
+            return hashlib.file_digest(file, "sha256").hexdigest(), file.tell(), changed_s
+
     @property
     def created(self) -> int:
         """Seconds; stands in for the time of an answer, so that a resumed run writes what an undisturbed one would."""
-        return int(self.input.stat().st_mtime)
+        return self._found[2]
 
     def numbers(self) -> list[int]:
         """Input lines that get an output line."""
-        with self.input.open("rb") as file:
+        with open_input(self.input) as file:
             return [number for number, raw in enumerate(file, start=1) if raw.strip()]
+
+    def check_input(self) -> None:
+        """Raise ConfigError when the input does not begin as it was found. What came behind that has numbers of its own."""
+        found, left_bytes, _ = self._found
+        digest = hashlib.sha256()
+        with open_input(self.input) as file:
+            while block := file.read(min(left_bytes, _BLOCK_BYTES)):
+                digest.update(block)
+                left_bytes -= len(block)
+        if digest.hexdigest() != found:
+            raise ConfigError(
+                f"the input changed while its batch ran: {self.input} has no longer the lines that it had, and answers may be "
+                f"those of others; remove {journal_path(self.output)} to begin anew"
+            )
 
 
 async def run_batch(batch: Batch, journal: Journal, sender: Sender, on_progress: Callable[[int], object]) -> None:
     """Do what the journal lacks, then publish the output. `on_progress(n)`: n more lines are durable.
 
-    Raises Unavailable when the server stays away, WriteFailed when the disk is full; the journal then holds what was answered.
+    Raises Unavailable when the server stays away, WriteFailed when the disk is full, ConfigError when the input is gone or
+    changed meanwhile; the journal then holds what was answered.
     """
     pending = (line for line in read_lines(batch.input, seed=batch.seed) if line.number not in journal)
     answers: asyncio.Queue[Finished | None] = asyncio.Queue(maxsize=batch.max_concurrency)
@@ -80,6 +103,7 @@ async def run_batch(batch: Batch, journal: Journal, sender: Sender, on_progress:
             await answers.put(None)
     except BaseExceptionGroup as failures:
         raise _first(failures) from failures
+    await asyncio.to_thread(batch.check_input)
     await _to_its_end(journal.publish, batch.numbers())
 
 

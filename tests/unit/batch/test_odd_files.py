@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
+import threading
+import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -114,3 +118,58 @@ def test_a_disk_that_has_no_room_for_the_output_keeps_the_journal(tmp_path: Path
         assert main(arguments(source, output, server.url)) == 0
         assert server.asked.total() == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def ran_while(directory: Path, change: Callable[[Path], object]) -> tuple[int, Path]:
+    """Exit status and output of a batch of twelve lines, four at a time, whose input meets `change` when four have answers."""
+    source, output = source_in(directory, "".join(f'{{"prompt": "p{n}"}}\n' for n in range(12))), directory / "out.jsonl"
+    with serving(delay_s=0.3) as server:
+
+        def wait() -> None:
+            while len(server.asked) <= 4:
+                time.sleep(0.01)
+            change(source)
+
+        changing = threading.Thread(target=wait)
+        changing.start()
+        status = main(arguments(source, output, server.url, "--max-concurrency", "4"))
+        changing.join()
+    return status, output
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda source: source.write_text("".join(f'{{"prompt": "q{n}"}}\n' for n in range(12)), encoding="utf-8"),
+        lambda source: os.truncate(source, 60),
+        lambda source: source.with_name("new").rename(source),
+    ],
+    ids=["edited", "cut", "replaced"],
+)
+def test_an_input_that_changed_while_its_batch_ran_is_not_answered_in_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], object]
+) -> None:
+    (tmp_path / "new").write_text('{"prompt": "p0"}\n', encoding="utf-8")
+    status, output = ran_while(tmp_path, change)
+    assert status == 2
+    assert "the input changed while its batch ran" in capsys.readouterr().err
+    assert not output.exists()
+    assert journal_path(output).exists()
+
+
+def test_an_input_that_goes_while_its_batch_runs_is_told_of_and_costs_no_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, output = ran_while(tmp_path, lambda source: source.rename(tmp_path / "elsewhere"))
+    assert status == 2
+    assert "in.jsonl cannot be read: No such file or directory; mend that and run the same" in capsys.readouterr().err
+    (tmp_path / "elsewhere").rename(tmp_path / "in.jsonl")
+    with serving() as server:
+        assert main(arguments(tmp_path / "in.jsonl", output, server.url)) == 0
+        assert not server.asked  # all was in the journal
+
+
+def test_a_batch_keeps_the_time_of_the_input_that_it_found(tmp_path: Path) -> None:
+    _, output = ran_while(tmp_path, lambda source: os.utime(source, (1, 1)))
+    lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert len({line["response"]["body"]["created"] for line in lines}) == 1
