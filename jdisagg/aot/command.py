@@ -55,6 +55,8 @@ def parse_command(argv: Sequence[str]) -> Command:
         raise ConfigError("--topology: wanted a kind of device and how many, like v6e:2x4 or h200:1", field="--topology")
     if args.json is not None and not args.json.parent.is_dir():
         raise ConfigError(f"--json: no directory {str(args.json.parent)!r}; make it first", field="--json")
+    if args.json is not None and args.json.is_dir():
+        raise ConfigError(f"--json: {str(args.json)!r} is a directory; name a file in it", field="--json")
     return Command(
         topology=topology,
         config=None if args.gates else _config(serve_flags, args.tp),

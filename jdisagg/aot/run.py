@@ -12,6 +12,7 @@ from jdisagg.aot.check import Effort, Question, check
 from jdisagg.aot.command import Command
 from jdisagg.aot.gates import passed, render_gates, run_gates
 from jdisagg.aot.table import render
+from jdisagg.core.errors import ConfigError
 
 EXIT_YES, EXIT_NO = 0, 1
 
@@ -37,7 +38,10 @@ def _run_gates(command: Command) -> int:
 
 
 def _write(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    try:
+        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json: {path} cannot be written: {error.strerror}; name another file", field="--json") from error
 
 
 def _say(text: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from jdisagg.aot.__main__ import main
 from jdisagg.aot.command import parse_command
+from jdisagg.aot.run import run
 from jdisagg.core.errors import ConfigError
 from tests.unit.aot.test_budget import MODELS
 
@@ -34,6 +35,7 @@ def test_flags_that_are_not_its_own_configure_the_engine(tmp_path: Path) -> None
         (["--topology", "cpu", "--max-num-sequences", "4"], "--max-num-sequences: unknown flag; did you mean --max-num-seqs"),
         (["--gates", "--model", "demo"], "--gates: leave out --model"),
         (["--topology", "cpu", "--json", "/nowhere/at/all.json"], "--json: no directory"),
+        (["--topology", "cpu", "--json", "/"], "--json: '/' is a directory; name a file in it"),
         (["--topology", "cpu", "--tp", "many"], "--tensor-parallel-size: got 'many'"),
     ],
 )
@@ -41,6 +43,13 @@ def test_a_command_that_cannot_be_answered_says_what_to_change(argv: list[str], 
     with pytest.raises(ConfigError) as caught:
         parse_command(argv)
     assert caught.value.message.startswith(message)
+
+
+def test_an_answer_that_cannot_be_written_is_no_no(capsys: pytest.CaptureFixture[str]) -> None:
+    command = parse_command(["--topology", "cpu", "--model", "demo", "--no-compile", "--json", "/dev/full"])
+    with pytest.raises(ConfigError, match="--json: /dev/full cannot be written: No space left on device; name another file"):
+        run(command)
+    assert "verdict  fits" in capsys.readouterr().out
 
 
 def test_a_question_that_cannot_be_answered_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
