@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,9 +83,13 @@ def parse_command(argv: Sequence[str]) -> Command:
     server = None if args.server is None else _server_url(args.server)
     if args.max_concurrency < 1:
         raise ConfigError(f"--max-concurrency: wanted at least 1, got {args.max_concurrency}")
+    if not args.patience_s >= 0:  # nor NaN
+        raise ConfigError(f"--patience-s: wanted seconds, got {args.patience_s:g}")
+    if not 0 < args.request_timeout_s < math.inf:
+        raise ConfigError(f"--request-timeout-s: wanted seconds above 0, got {args.request_timeout_s:g}")
     if not args.input.is_file():
         raise ConfigError(f"--input: no file {str(args.input)!r}")
-    _check_output(args.output)
+    _check_output(args.output, args.input)
     role = "colocated" if args.disagg else "unified"
     config = load_config(["--role", role, *serve_flags]) if args.server is None else None
     return Command(
@@ -114,9 +119,11 @@ def _is_base(url: str) -> bool:
     return parts.scheme in ("http", "https") and bool(host_and_port) and not parts.query and not parts.fragment
 
 
-def _check_output(output: Path) -> None:
+def _check_output(output: Path, source: Path) -> None:
     if not output.parent.is_dir():
         raise ConfigError(f"--output: no directory {str(output.parent)!r}; make it first")
     for path in (output, journal_path(output), temporary_path(output)):
         if path.is_dir():
             raise ConfigError(f"--output: {str(path)!r} is a directory; remove it or choose another --output")
+        if path.exists() and path.samefile(source):
+            raise ConfigError(f"--output: {str(path)!r} is the input and would be overwritten; choose another --output")

@@ -85,3 +85,15 @@ def test_a_server_may_be_named_as_openai_clients_name_it(source: Path, end: str)
     with serving() as server:
         assert main(arguments(source, output, server.url + end)) == 0
     assert "on /v1/completions" in output.read_text()
+
+
+@pytest.mark.parametrize(
+    "flag", ["--request-timeout-s=-1", "--request-timeout-s=0", "--request-timeout-s=nan", "--patience-s=nan"]
+)
+def test_times_that_are_none_are_told_of_at_once(source: Path, capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    name, _, value = flag.partition("=")
+    with serving() as server:
+        assert main(arguments(source, source.with_name("out.jsonl"), server.url, "--patience-s=0.5", flag)) == 2
+    said = capsys.readouterr().err
+    assert f"{name}: wanted seconds" in said
+    assert f"got {value}" in said

@@ -61,6 +61,17 @@ def test_a_directory_in_the_way_is_told_of_before_anything_is_asked(
     assert f"{name}' is a directory; remove it or choose another --output" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.journal", "out.jsonl.tmp"])
+def test_an_input_that_the_output_would_overwrite_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    source = source_in(tmp_path, '{"prompt": "x"}\n').rename(tmp_path / name)
+    with serving() as server:
+        assert main(arguments(source, tmp_path / "out.jsonl", server.url)) == 2
+    assert f"{name}' is the input and would be overwritten; choose another --output" in capsys.readouterr().err
+    assert source.read_text(encoding="utf-8") == '{"prompt": "x"}\n'
+
+
 def test_a_journal_that_cannot_be_opened_is_told_of(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     journal_path(output).symlink_to(tmp_path / "no" / "such")
