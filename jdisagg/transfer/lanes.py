@@ -39,6 +39,11 @@ class Lane:
         """Let the thread end after the jobs already submitted; does not wait."""
         self._queue.put(None)
 
+    @property
+    def is_alive(self) -> bool:
+        """False once the last job is over and the thread has ended."""
+        return self._thread.is_alive()
+
     def join(self, timeout_s: float) -> None:
         """Wait for the thread; says so in the log when it is still busy."""
         self._thread.join(timeout_s)
@@ -80,13 +85,14 @@ class LaneFetcher:
         *,
         on_end: Callable[[str], None] = lambda peer: None,
     ) -> None:
-        """`name`: the backend's; `on_end(peer)` is the last thing a lane runs."""
+        """`name`: the backend's; `on_end(peer)` is the last thing a lane runs, before the peer's next lane begins."""
         self.name = name
         self._obtain = obtain
         self._post = post
         self._on_end = on_end
         self._lanes: dict[str, Lane] = {}
         self._used_s: dict[str, float] = {}  # per lane, when it last got a job
+        self._ending: dict[str, Lane] = {}  # idle ones that were told to end
         self._jobs: dict[int, FetchJob] = {}  # written here, popped by lanes: single dict operations only
         self._ids = itertools.count()
         self._closed = False
@@ -100,10 +106,12 @@ class LaneFetcher:
         if peer not in self._lanes:
             self._end_idle_lanes(now_s)
             try:
-                self._lanes[peer] = Lane(f"{self.name}-fetch-{peer}")
+                lane = self._lanes[peer] = Lane(f"{self.name}-fetch-{peer}")
             except RuntimeError as error:  # no thread is left
                 self._post(PieceFailed(handoff=handoff, ready=ready, reason="connection", detail=str(error)))
                 return
+            if (former := self._ending.get(peer)) is not None:
+                lane.submit(lambda: former.join(CLOSE_TIMEOUT_S))
         self._used_s[peer] = now_s
         job_id, job = next(self._ids), FetchJob(handoff, peer, ready, deadline_s)
         self._jobs[job_id] = job
@@ -137,10 +145,12 @@ class LaneFetcher:
         return len(self._lanes)
 
     def _end_idle_lanes(self, now_s: float) -> None:
+        self._ending = {peer: lane for peer, lane in self._ending.items() if lane.is_alive}
         busy = {job.peer for job in list(self._jobs.values())}
         for peer in [peer for peer, used_s in self._used_s.items() if now_s - used_s > IDLE_LANE_S and peer not in busy]:
             del self._used_s[peer]
-            self._stop(peer, self._lanes.pop(peer))
+            self._ending[peer] = self._lanes.pop(peer)
+            self._stop(peer, self._ending[peer])
 
     def _stop(self, peer: str, lane: Lane) -> None:
         lane.submit(lambda: self._on_end(peer))

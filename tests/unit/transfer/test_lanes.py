@@ -63,6 +63,33 @@ def test_peers_that_come_back_elsewhere_leave_no_thread_behind(monkeypatch: pyte
     ]
 
 
+@pytest.mark.timeout(20)
+def test_the_end_of_an_idle_lane_is_over_when_the_next_one_of_its_peer_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lets go of the peer's connection, which must not be the one that the next lane has made."""
+    monkeypatch.setattr(lanes, "IDLE_LANE_S", 0.0)
+    told, posted, done = threading.Event(), queue.SimpleQueue[str](), list[tuple[str, str]]()
+
+    def post(event: TransferEvent) -> None:
+        posted.put(event.handoff.request_id)
+        if event.handoff.request_id == "first":
+            told.wait(10.0)  # the engine's inbox is locked, say: its lane has no job any more, and is not over
+
+    def obtain(job: FetchJob) -> Piece:
+        done.append((job.peer, job.handoff.request_id))
+        return NOTHING
+
+    fetches = LaneFetcher("test", obtain, post, on_end=lambda peer: done.append((peer, "end")))
+    for number, (name, peer) in enumerate([("first", "p:1"), ("other", "q:1"), ("second", "p:1")]):
+        fetches.fetch(HandoffId(name, number), peer, READY, float("inf"))
+        if name != "second":
+            assert posted.get(timeout=5.0) == name
+    time.sleep(0.1)
+    told.set()
+    assert posted.get(timeout=5.0) == "second"
+    fetches.close()
+    assert [what for peer, what in done if peer == "p:1"] == ["first", "end", "second", "end"]
+
+
 @pytest.mark.covers("X05")
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("error", [NameError("executor"), PieceError("checksum", "spoilt"), MemoryError(), KeyError("peer")])
