@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import nullcontext
 from dataclasses import dataclass
 from time import monotonic
@@ -15,12 +16,15 @@ from jdisagg.batch.lines import Call
 from jdisagg.core.errors import ConfigError, JdisaggError, Unavailable
 from jdisagg.core.settings import API_KEY_VARIABLE
 
+log = logging.getLogger(__name__)
+
 LOST = 502  # on its way, or by workers that went down with it
 RETRIED = frozenset({429, LOST, 503})  # "not now"
 Answer = tuple[int, dict[str, Any]]  # HTTP status, JSON object
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 MOST_TIMES_TAKEN = 5  # and not answered, by a server that was there each time afterwards
 PROBE_TIMEOUT_S = 10.0
+SILENT_S, TOLD_EVERY_S = 1.0, 30.0  # a wait is told of when it has lasted that long, whichever request's it is; and so often
 _SHOWN_BYTES = 200  # of an answer that is quoted in a message
 
 
@@ -46,6 +50,7 @@ class Sender:
         self._client = client
         self._patience_s = patience_s
         self._served_s = float("-inf")  # when the latest request that was answered had been sent
+        self._told_s = float("-inf")  # of a wait
         self._suspect = asyncio.Lock()  # a request that may bring the server down is asked again beside no other such
 
     async def send(self, call: Call) -> Answer:
@@ -98,6 +103,10 @@ class Sender:
                 f"{what}: no answer for {self._patience_s:g} s: {why}; "
                 "check the server, then run the same command again to go on from here"
             )
+        now_s = monotonic()
+        if now_s - since_s >= SILENT_S and now_s - self._told_s >= TOLD_EVERY_S:
+            self._told_s = now_s
+            log.warning("%s: %s; waiting for the server, up to %.0f s more", what, why, left_s)
         await asyncio.sleep(min(pause_s, left_s))
 
     async def _once(self, request: httpx.Request) -> Answer | _NotNow:

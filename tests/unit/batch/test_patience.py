@@ -100,3 +100,15 @@ def test_a_server_that_never_comes_back_stops_the_batch() -> None:
     (error,) = ask(Server(60.0, a=[(0, DROPPED)]), "a")
     assert isinstance(error, Unavailable)
     assert "disconnected" in error.message
+
+
+def test_a_wait_is_told_of_once_however_many_wait(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("jdisagg.batch.sender.SILENT_S", 0.1)
+    ask(Server(0.0, a=[(0, BUSY)] * 20, b=[(0, BUSY)] * 20), "a", "b")
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith('line 1: HTTP 503: {"error":{"message":"busy"}}; waiting for the server, up to ')
+
+
+def test_a_short_wait_is_nobody_s_business(caplog: pytest.LogCaptureFixture) -> None:
+    ask(Server(0.0, a=[(0, BUSY), (0, FINE)]), "a")
+    assert not caplog.records
