@@ -54,7 +54,10 @@ def test_every_accelerator_has_rates_for_the_default_dtype_and_a_source() -> Non
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("v6e:2x2", r"install jdisagg\[aot\] \(libtpu\)"), ("h200:1", "install jax-cuda13-plugin .* or add --no-compile")],
+    [
+        ("v6e:2x2", r"pip install .* -e '\.\[aot\]'; or add --no-compile"),
+        ("h200:1", "install jax-cuda13-plugin .* or add --no-compile"),
+    ],
 )
 def test_a_compiler_that_is_not_installed_is_named(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "find_spec", lambda name: None)
