@@ -80,7 +80,7 @@ class _Cuts:
     def put(self, key: str, piece: Piece) -> ChunkReady:
         num_parts = self._cutter.num_parts(piece.head_shards)
         parts, checksum = self._cutter.cut(piece.arrays, num_parts, piece.end - piece.begin)
-        server = self._servers.of(piece.receiver, busy=[server for server, _ in self._offered.values()])
+        server = self._servers.of(piece.receiver, busy=self._busy())
         uuid = server.offer(parts)
         self._offered[key] = (server, parts)
         locator = Locator(server.address, uuid, num_parts, parts[0].shape[1], self._cutter.sum_kind)
@@ -90,6 +90,12 @@ class _Cuts:
         if offer := self._offered.pop(key, None):
             server, parts = offer
             server.withdraw(parts)
+
+    def rest(self) -> None:
+        self._servers.end_idle(busy=self._busy())
+
+    def _busy(self) -> list[TransferServer]:
+        return [server for server, _ in self._offered.values()]
 
     def close(self) -> None:
         self._servers.clear()

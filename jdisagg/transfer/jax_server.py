@@ -40,7 +40,8 @@ PARALLEL_COPIES = 8
 OFFER_S = 3600.0  # one that is never pulled is forgotten then; its arrays are freed earlier, by `withdraw`. A pull may wait
 # minutes for its turn on a slow network, for as long as its request has
 CONNECT_TIMEOUT_S = 2.0
-IDLE_SERVER_S = 60.0  # a receiver's server ends after so long without a piece: workers that restart connect anew
+IDLE_SERVER_S = 10.0  # a receiver's server ends after so long without a piece: workers that restart connect anew, and a
+# server and its connection cost 2 ms
 MAX_SERVERS = 64  # of a worker: four threads and three descriptors each
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.0001, 0.0005
 _MAX_REMEMBERED = 4096
@@ -81,21 +82,31 @@ class ServerPerReceiver:
         self._used_s: dict[str, float] = {}
 
     def of(self, receiver: str, *, busy: Sequence[TransferServer]) -> TransferServer:
-        """The receiver's, started if there is none. Those not in `busy` end when they were not used for a while, or are too
-        many. Raises Unsupported when all are busy."""
-        now_s = monotonic()
+        """The receiver's, started if there is none. Of those not in `busy` the idle end, and the longest unused beyond
+        MAX_SERVERS. Raises Unsupported when all are busy."""
         used_s = self._used_s.pop(receiver, None)
-        free = [name for name in self._used_s if self._by_receiver[name] not in busy]  # longest unused first
-        num_surplus = len(self._used_s) + 1 - MAX_SERVERS
-        for number, name in enumerate(free):
-            if number < num_surplus or now_s - self._used_s[name] > IDLE_SERVER_S:
-                del self._by_receiver[name], self._used_s[name]
+        self.end_idle(busy=busy)
         if used_s is None:
+            num_surplus = max(0, len(self._used_s) + 1 - MAX_SERVERS)
+            self._end(self._free(busy)[:num_surplus])
             if len(self._used_s) >= MAX_SERVERS:
                 raise Unsupported(f"{MAX_SERVERS} receivers have offers, and each has a transfer server of its own")
             self._by_receiver[receiver] = self._all.start()
-        self._used_s[receiver] = now_s
+        self._used_s[receiver] = monotonic()
         return self._by_receiver[receiver]
+
+    def end_idle(self, *, busy: Sequence[TransferServer]) -> None:
+        """End those that were not used for a while, but none in `busy`."""
+        now_s = monotonic()
+        self._end([name for name in self._free(busy) if now_s - self._used_s[name] > IDLE_SERVER_S])
+
+    def _free(self, busy: Sequence[TransferServer]) -> list[str]:
+        """Whose server has no offers; longest unused first."""
+        return [name for name in self._used_s if self._by_receiver[name] not in busy]
+
+    def _end(self, receivers: Sequence[str]) -> None:
+        for receiver in receivers:
+            del self._by_receiver[receiver], self._used_s[receiver]
 
     def clear(self) -> None:
         """End all."""

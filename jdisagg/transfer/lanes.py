@@ -1,4 +1,4 @@
-"""Threads that transfer. A Lane runs jobs one after the other; LaneFetcher gives every peer a lane of its own.
+"""Threads that transfer. A Lane runs jobs one after the other; LaneFetcher gives every peer a lane, until it is idle.
 
 One stalled peer must not hold up the others, and on some devices a connection belongs to its thread: hence a thread per
 peer. A job that raises fails its piece alone; the thread goes on.
@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 
 from jdisagg.handoff.messages import ChunkReady, HandoffId
@@ -20,14 +21,17 @@ from jdisagg.transfer.target import PieceError
 
 log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
-IDLE_LANE_S = 60.0  # a peer's thread ends after so long without a fetch: peers that restart come back under new addresses
+IDLE_S = 10.0  # without a job: a peer's thread ends. Peers that restart come back under new addresses; to begin anew costs 2 ms
+MAX_LANES = 64  # of a fetcher; the longest unused ones end beyond it, once they are through
 
 
 class Lane:
     """One daemon thread and its queue."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_idle: Callable[[], None] = lambda: None) -> None:
+        """`on_idle` is a job for whenever there was none for IDLE_S; it may stop the lane."""
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._on_idle = on_idle
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -40,9 +44,9 @@ class Lane:
         self._queue.put(None)
 
     @property
-    def is_alive(self) -> bool:
-        """False once the last job is over and the thread has ended."""
-        return self._thread.is_alive()
+    def has_jobs(self) -> bool:
+        """Whether jobs wait for the one that runs."""
+        return not self._queue.empty()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread; says so in the log when it is still busy."""
@@ -51,12 +55,18 @@ class Lane:
             log.error("transfer thread %s did not end within %.1f s", self._thread.name, timeout_s)
 
     def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
+        while (job := self._next()) is not None:
             try:
                 job()
             except Exception:  # without its thread every later job would wait for ever
                 log.exception("transfer thread %s", self._thread.name)
             del job  # and what it holds: the next one may be long in coming
+
+    def _next(self) -> Callable[[], None] | None:
+        try:
+            return self._queue.get(timeout=IDLE_S)
+        except queue.Empty:
+            return self._on_idle
 
 
 @dataclass(slots=True, eq=False)
@@ -85,14 +95,13 @@ class LaneFetcher:
         *,
         on_end: Callable[[str], None] = lambda peer: None,
     ) -> None:
-        """`name`: the backend's; `on_end(peer)` is the last thing a lane runs, before the peer's next lane begins."""
+        """`name`: the backend's; `on_end(peer)` runs on the peer's lane when that is idle, and before it ends."""
         self.name = name
         self._obtain = obtain
         self._post = post
         self._on_end = on_end
-        self._lanes: dict[str, Lane] = {}
-        self._used_s: dict[str, float] = {}  # per lane, when it last got a job
-        self._ending: dict[str, Lane] = {}  # idle ones that were told to end
+        self._lanes: dict[str, Lane] = {}  # longest unused first
+        self._lock = threading.Lock()  # of these: whoever finds a lane submits to it before it can end
         self._jobs: dict[int, FetchJob] = {}  # written here, popped by lanes: single dict operations only
         self._ids = itertools.count()
         self._closed = False
@@ -102,20 +111,14 @@ class LaneFetcher:
         if self._closed:
             self._post(PieceFailed(handoff=handoff, ready=ready, reason="connection", detail="the fetcher is closed"))
             return
-        now_s = monotonic()
-        if peer not in self._lanes:
-            self._end_idle_lanes(now_s)
-            try:
-                lane = self._lanes[peer] = Lane(f"{self.name}-fetch-{peer}")
-            except RuntimeError as error:  # no thread is left
-                self._post(PieceFailed(handoff=handoff, ready=ready, reason="connection", detail=str(error)))
-                return
-            if (former := self._ending.get(peer)) is not None:
-                lane.submit(lambda: former.join(CLOSE_TIMEOUT_S))
-        self._used_s[peer] = now_s
         job_id, job = next(self._ids), FetchJob(handoff, peer, ready, deadline_s)
         self._jobs[job_id] = job
-        self._lanes[peer].submit(lambda: self._run(job_id, job))
+        try:
+            with self._lock:
+                self._lane(peer).submit(lambda: self._run(job_id, job))
+        except RuntimeError as error:  # no thread is left
+            del self._jobs[job_id]
+            self._post(PieceFailed(handoff=handoff, ready=ready, reason="connection", detail=str(error)))
 
     def cancel(self, handoff: HandoffId) -> None:
         """Drop the results of every fetch of `handoff` that has not been posted yet."""
@@ -133,28 +136,39 @@ class LaneFetcher:
         self._closed = True
         for job in list(self._jobs.values()):
             job.cancelled = True
-        for peer, lane in self._lanes.items():
-            self._stop(peer, lane)
-        for lane in self._lanes.values():
+        with self._lock:
+            lanes, self._lanes = self._lanes, {}
+        for peer, lane in lanes.items():
+            lane.submit(partial(self._on_end, peer))
+            lane.stop()
+        for lane in lanes.values():
             lane.join(CLOSE_TIMEOUT_S)
-        self._lanes.clear()
 
     @property
     def num_lanes(self) -> int:
         """Threads."""
         return len(self._lanes)
 
-    def _end_idle_lanes(self, now_s: float) -> None:
-        self._ending = {peer: lane for peer, lane in self._ending.items() if lane.is_alive}
-        busy = {job.peer for job in list(self._jobs.values())}
-        for peer in [peer for peer, used_s in self._used_s.items() if now_s - used_s > IDLE_LANE_S and peer not in busy]:
-            del self._used_s[peer]
-            self._ending[peer] = self._lanes.pop(peer)
-            self._stop(peer, self._ending[peer])
+    def _lane(self, peer: str) -> Lane:
+        """The peer's, started if there is none."""
+        lane = self._lanes.pop(peer, None)
+        if lane is None:
+            lane = Lane(f"{self.name}-fetch-{peer}", partial(self._leave, peer))
+            num_surplus = max(0, len(self._lanes) + 1 - MAX_LANES)
+            for unused in list(self._lanes)[:num_surplus]:
+                self._lanes[unused].submit(partial(self._leave, unused))
+        self._lanes[peer] = lane
+        return lane
 
-    def _stop(self, peer: str, lane: Lane) -> None:
-        lane.submit(lambda: self._on_end(peer))
-        lane.stop()
+    def _leave(self, peer: str) -> None:
+        """On the peer's lane: end it, unless there is a new fetch. The connection goes first, so that the peer's next lane
+        finds nothing of this one."""
+        self._on_end(peer)
+        with self._lock:
+            lane = self._lanes.get(peer)
+            if lane is not None and not lane.has_jobs:
+                del self._lanes[peer]
+                lane.stop()
 
     def _run(self, job_id: int, job: FetchJob) -> None:
         try:

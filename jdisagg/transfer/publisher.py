@@ -23,7 +23,7 @@ _EXPECTED = (RuntimeError, ValueError, MemoryError, OSError)  # of a device, an 
 
 
 class Offers(Protocol):
-    """Pieces where D can get them; `put` and `discard` run on the publisher's lane, `close` when that is over."""
+    """Pieces where D can get them. All run on the publisher's lane, `close` as the last."""
 
     def put(self, key: str, piece: Piece) -> ChunkReady:
         """Wait for the device and make the piece fetchable; returns its announcement. Whatever it raises fails this piece."""
@@ -31,6 +31,10 @@ class Offers(Protocol):
 
     def discard(self, key: str) -> None:
         """Free the piece; unknown keys are ignored."""
+        ...
+
+    def rest(self) -> None:
+        """Nothing was asked for a while: free what receivers cost that get nothing any more."""
         ...
 
     def close(self) -> None:
@@ -47,7 +51,7 @@ class LanePublisher:
         self._offers = offers
         self._post = post
         self._room = Room(max_bytes)
-        self._lane = Lane(f"{name}-publish")
+        self._lane = Lane(f"{name}-publish", offers.rest)
 
     def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
         """Make the piece fetchable on the transfer thread; answers Published or PublishFailed, nothing once discarded."""

@@ -23,7 +23,7 @@ READY = ChunkReady(key="k", begin=0, end=1, shape=(1, 1, 1, 1), dtype="float32",
 
 
 def test_decode_workers_that_come_back_elsewhere_leave_no_channel_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "IDLE_LANE_S", 0.0)
+    monkeypatch.setattr(lanes, "IDLE_S", 0.05)
     dropped, fetchers, inbox = list[str](), list[LaneFetcher](), Inbox()
     monkeypatch.setattr(deployments.GrpcByteSource, "read_into", lambda *_: iter(()))  # a peer that has nothing
     monkeypatch.setattr(deployments.GrpcByteSource, "drop", lambda self, peer: dropped.append(peer))
@@ -36,9 +36,9 @@ def test_decode_workers_that_come_back_elsewhere_leave_no_channel_behind(monkeyp
     for serial in range(3):
         fetchers[0].fetch(HandoffId("a", serial), f"restarted:{serial}", READY, time.monotonic() + 5.0)
         assert inbox.drain(5.0)
-    for close in deployment.closers:
-        close()
-    deadline_s = time.monotonic() + 5.0  # their threads may be about to end
-    while not {"restarted:0", "restarted:1"} <= set(dropped):
+    deadline_s = time.monotonic() + 5.0
+    while not {"restarted:0", "restarted:1", "restarted:2"} <= set(dropped):
         assert time.monotonic() < deadline_s, dropped
         time.sleep(0.01)
+    for close in deployment.closers:
+        close()

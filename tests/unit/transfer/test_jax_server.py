@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 import weakref
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
 from jdisagg.core.config import ServerConfig, TransferConfig
-from jdisagg.transfer import jax_server
+from jdisagg.transfer import jax_server, lanes
 from jdisagg.transfer.jax_server import TransferConnection, TransferServer, TransferServers, Unsupported
 from jdisagg.transfer.target import PieceError
-from tests.unit.transfer.rig import error_array, transfer_servers
+from tests.unit.transfer.rig import Rig, error_array, piece, tokens, transfer_servers
 
 ONE = jax.sharding.SingleDeviceSharding
 
@@ -159,9 +161,14 @@ def test_every_receiver_has_a_server_until_it_is_idle(monkeypatch: pytest.Monkey
     now_s[0] += jax_server.IDLE_SERVER_S + 1
     ended = weakref.ref(first)
     del first
-    servers.of("d3", busy=[busy])
+    servers.end_idle(busy=[busy])
     assert ended() is None
     assert servers.of("d2", busy=[busy]) is busy
+    ended = weakref.ref(busy)
+    del busy
+    now_s[0] += jax_server.IDLE_SERVER_S + 1
+    servers.of("d3", busy=[])
+    assert ended() is None
     servers.clear()
 
 
@@ -181,3 +188,42 @@ def test_receivers_that_come_back_over_new_connections_do_not_pile_up_servers(mo
     servers.of("d:5", busy=[busy, third])
     assert ended() is None
     servers.clear()
+
+
+@pytest.mark.timeout(60)
+def test_servers_and_threads_of_both_sides_end_though_nothing_moves_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What peers cost that were replaced is gone within seconds, not with the next request."""
+    monkeypatch.setattr(lanes, "IDLE_S", 0.3)
+    monkeypatch.setattr(jax_server, "IDLE_SERVER_S", 0.1)
+    rig = Rig("jax").start()
+
+    def receive(key: str) -> None:
+        rig.peer = f"p-{key}"
+        rig.arrived(rig.published(key, replace(piece(tokens(5)), receiver=f"d-{key}")))
+        rig.publisher.discard(key)
+
+    receive("first")  # whatever begins with the first piece, and stays
+    before = _settled()
+    for number in range(6):
+        receive(f"k{number}")
+    busy = _num_held()
+    assert busy[0] >= before[0] + 6 * 8, f"threads and descriptors {busy}, before {before}: a server on either side"
+    after = _settled()
+    assert (after[0] - before[0], after[1] - before[1]) <= (1, 2), f"threads and descriptors {after}, before {before}"
+    receive("again")
+    rig.close()
+
+
+def _num_held() -> tuple[int, int]:
+    """Threads and descriptors of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def _settled() -> tuple[int, int]:
+    """Once it has not changed for two seconds."""
+    held, since_s, until_s = _num_held(), time.monotonic(), time.monotonic() + 15.0
+    while time.monotonic() < min(since_s + 2.0, until_s):
+        time.sleep(0.05)
+        if _num_held() != held:
+            held, since_s = _num_held(), time.monotonic()
+    return held

@@ -37,57 +37,91 @@ def test_a_job_that_raises_is_in_the_log_and_the_thread_goes_on(caplog: pytest.L
     assert "no memory" in caplog.text
 
 
-@pytest.mark.timeout(10)
-def test_peers_that_come_back_elsewhere_leave_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "IDLE_LANE_S", 0.0)
-    stuck, posted = threading.Event(), queue.SimpleQueue[TransferEvent]()
+def threads_called(prefix: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(prefix)]
 
-    def obtain(job: FetchJob) -> None:
+
+def wait_until(is_true: Callable[[], bool], what: str) -> None:
+    until_s = time.monotonic() + 5.0
+    while not is_true():
+        assert time.monotonic() < until_s, what
+        time.sleep(0.005)
+
+
+@pytest.mark.timeout(20)
+def test_peers_that_come_back_elsewhere_leave_no_thread_behind_though_nothing_is_fetched_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lanes, "IDLE_S", 0.05)
+    stuck, posted, ended = threading.Event(), queue.SimpleQueue[TransferEvent](), queue.SimpleQueue[str]()
+
+    def obtain(job: FetchJob) -> Piece:
         if job.peer == "slow:1":
             stuck.wait(5.0)
         raise PieceError("connection", job.peer)
 
-    fetches = LaneFetcher("test", obtain, posted.put)  # type: ignore[arg-type]
+    fetches = LaneFetcher("test-leaving", obtain, posted.put, on_end=ended.put)
     fetches.fetch(HandoffId("slow", 0), "slow:1", READY, float("inf"))
     for serial in range(20):
         fetches.fetch(HandoffId("a", serial), f"restarted:{serial}", READY, float("inf"))
         assert posted.get(timeout=5.0).handoff == HandoffId("a", serial)
-    assert fetches.num_lanes <= 3, "the busy one, the last one, and one whose job may just be ending"
+    wait_until(lambda: len(threads_called("test-leaving")) == 1, "one by one they were idle")
+    assert fetches.num_lanes == 1
+    assert {ended.get(timeout=5.0) for _ in range(20)} == {f"restarted:{serial}" for serial in range(20)}
     stuck.set()
     assert posted.get(timeout=5.0).handoff == HandoffId("slow", 0), "a lane at work is not ended"
+    wait_until(lambda: not threads_called("test-leaving"), "the last one as well")
     fetches.close()
-    assert not [
-        thread
-        for thread in threading.enumerate()
-        if thread.name.startswith("test-") and not thread.join(2.0) and thread.is_alive()
-    ]
 
 
 @pytest.mark.timeout(20)
-def test_the_end_of_an_idle_lane_is_over_when_the_next_one_of_its_peer_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lets go of the peer's connection, which must not be the one that the next lane has made."""
-    monkeypatch.setattr(lanes, "IDLE_LANE_S", 0.0)
-    told, posted, done = threading.Event(), queue.SimpleQueue[str](), list[tuple[str, str]]()
-
-    def post(event: TransferEvent) -> None:
-        posted.put(event.handoff.request_id)
-        if event.handoff.request_id == "first":
-            told.wait(10.0)  # the engine's inbox is locked, say: its lane has no job any more, and is not over
+def test_more_peers_than_threads_may_wait_end_those_that_were_unused_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "MAX_LANES", 3)
+    stuck, posted, ended = threading.Event(), queue.SimpleQueue[str](), queue.SimpleQueue[str]()
 
     def obtain(job: FetchJob) -> Piece:
-        done.append((job.peer, job.handoff.request_id))
+        if job.peer == "slow:1":
+            stuck.wait(10.0)
         return NOTHING
 
-    fetches = LaneFetcher("test", obtain, post, on_end=lambda peer: done.append((peer, "end")))
-    for number, (name, peer) in enumerate([("first", "p:1"), ("other", "q:1"), ("second", "p:1")]):
-        fetches.fetch(HandoffId(name, number), peer, READY, float("inf"))
-        if name != "second":
-            assert posted.get(timeout=5.0) == name
-    time.sleep(0.1)
-    told.set()
-    assert posted.get(timeout=5.0) == "second"
+    fetches = LaneFetcher("test-many", obtain, lambda event: posted.put(event.handoff.request_id), on_end=ended.put)
+    for peer in ("slow:1", "p:1", "q:1", "p:1", "r:1", "s:1"):
+        fetches.fetch(HandoffId(peer, 0), peer, READY, float("inf"))
+        if peer != "slow:1":
+            assert posted.get(timeout=5.0) == peer
+    assert ended.get(timeout=5.0) == "q:1", "p:1 was used again"
+    wait_until(lambda: fetches.num_lanes == 4, "p:1, r:1, s:1 and the busy one")
+    stuck.set()
+    assert posted.get(timeout=5.0) == "slow:1", "it was told to end, and is through first"
+    assert ended.get(timeout=5.0) == "slow:1"
     fetches.close()
-    assert [what for peer, what in done if peer == "p:1"] == ["first", "end", "second", "end"]
+
+
+@pytest.mark.timeout(20)
+def test_an_idle_lane_lets_go_of_its_peer_before_that_gets_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end must not take the connection that the next lane has made; a fetch that comes meanwhile is not lost."""
+    monkeypatch.setattr(lanes, "IDLE_S", 0.05)
+    ending, told, posted, done = threading.Event(), threading.Event(), queue.SimpleQueue[str](), list[str]()
+
+    def disconnect(peer: str) -> None:
+        if not ending.is_set():
+            ending.set()
+            told.wait(10.0)
+        done.append("end")
+
+    def obtain(job: FetchJob) -> Piece:
+        done.append(job.handoff.request_id)
+        return NOTHING
+
+    fetches = LaneFetcher("test", obtain, lambda event: posted.put(event.handoff.request_id), on_end=disconnect)
+    fetches.fetch(HandoffId("first", 0), "p:1", READY, float("inf"))
+    assert ending.wait(5.0)
+    fetches.fetch(HandoffId("second", 1), "p:1", READY, float("inf"))
+    told.set()
+    assert [posted.get(timeout=5.0), posted.get(timeout=5.0)] == ["first", "second"]
+    assert done[:3] == ["first", "end", "second"]
+    fetches.close()
+    assert done[-1] == "end"
 
 
 @pytest.mark.covers("X05")
@@ -153,7 +187,7 @@ def test_a_thread_that_runs_at_once_finds_all_it_needs(monkeypatch: pytest.Monke
 class ImmediateLane:
     """As fast as a thread can be: a job is over before `submit` returns."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_idle: Callable[[], None]) -> None:
         self.name = name
 
     def submit(self, job: Callable[[], None]) -> None:
@@ -206,7 +240,7 @@ def test_a_lane_that_cannot_start_fails_its_fetch_alone(monkeypatch: pytest.Monk
     posted = queue.SimpleQueue[TransferEvent]()
     fetches = LaneFetcher("test", lambda job: NOTHING, posted.put)
 
-    def no_thread(name: str) -> Lane:
+    def no_thread(name: str, on_idle: Callable[[], None]) -> Lane:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:

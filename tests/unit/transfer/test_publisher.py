@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.transfer import lanes
 from jdisagg.transfer.base import Piece, Published, PublishFailed, TransferEvent
 from jdisagg.transfer.publisher import LanePublisher
 from jdisagg.transfer.target import announce
@@ -23,6 +24,7 @@ class Noted:
         self.told: list[str] = []
         self.began, self.may_end = threading.Event(), threading.Event()
         self.may_end.set()
+        self.rested = threading.Event()
         self.raises: dict[str, Exception] = {}
 
     def put(self, key: str, piece: Piece) -> ChunkReady:
@@ -35,6 +37,9 @@ class Noted:
 
     def discard(self, key: str) -> None:
         self.told.append(f"discard {key}")
+
+    def rest(self) -> None:
+        self.rested.set()
 
     def close(self) -> None:
         self.told.append("close")
@@ -145,3 +150,15 @@ def test_close_frees_what_is_offered_and_puts_nothing_more() -> None:
     assert rig.publisher.num_buffered_bytes == 0
     assert rig.posted.empty()
     assert "noted-publish" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_offers_that_nobody_asks_for_may_rest_and_serve_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "IDLE_S", 0.05)
+    rig = Rig()
+    for key in ("a", "b"):
+        assert rig.offers.rested.wait(WAIT_S)
+        rig.publish(key)
+        assert isinstance(rig.answer(), Published)
+        rig.offers.rested.clear()
+    rig.publisher.close()
+    assert rig.offers.told == ["put a", "put b", "discard a", "discard b", "close"]
