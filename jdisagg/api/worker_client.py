@@ -124,7 +124,7 @@ class WorkerLink:
         stall = asyncio.create_task(self._watch_ticks())
         try:
             done, _ = await asyncio.wait({read, write, beat, stall}, return_when=asyncio.FIRST_COMPLETED)
-            if done == {write} and (write.cancelled() or isinstance(write.exception(), _OVER)):  # its reading half knows why
+            if done == {write} and _ended_with_stream(write):  # its reading half knows why
                 done, _ = await asyncio.wait({read, beat, stall}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             call.cancel()
@@ -137,7 +137,7 @@ class WorkerLink:
             if isinstance(error, grpc.aio.AioRpcError):
                 return f"{error.code().name}: {error.details()}"
             raise error
-        if write in done and not write.cancelled():
+        if write in done and not _ended_with_stream(write):
             await write  # raises: a bug of ours
         return STALLED if stall in done else SILENT
 
@@ -187,6 +187,10 @@ class WorkerLink:
 
     def _beat(self) -> None:
         self._wake.set()
+
+
+def _ended_with_stream(write: asyncio.Task[None]) -> bool:
+    return write.cancelled() or isinstance(write.exception(), _OVER)
 
 
 class _Progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 
 import grpc
 import grpc.aio
@@ -15,6 +16,7 @@ from jdisagg.api import channels
 from jdisagg.api.admin import AdminService
 from jdisagg.api.fleet_codec import decode_member
 from jdisagg.api.grpc_health import HealthReporter
+from jdisagg.api.pulse import Pulse
 from jdisagg.api.token_engine import Health
 from jdisagg.api.worker_client import CLOSED, WorkerLink
 from jdisagg.api.worker_service import WorkerService
@@ -306,6 +308,33 @@ def test_a_refused_request_ends_with_its_error_through_the_link():
         await worker.die()
 
     run_quiet(body())
+
+
+def test_a_stream_that_breaks_as_the_silence_gets_too_long_is_a_worker_lost_and_no_bug(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        both = asyncio.Event()
+
+        async def silent(pulse: Pulse, beat: Callable[[], None]) -> None:
+            await both.wait()
+
+        async def broken(link: WorkerLink, call: grpc.aio.StreamStreamCall) -> None:
+            await both.wait()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+        monkeypatch.setattr(Pulse, "run", silent)
+        monkeypatch.setattr(WorkerLink, "_write", broken)
+        worker = await FakeWorker(()).start()
+        client = Client(worker.address)
+        await asyncio.sleep(0.05)
+        both.set()
+        await until(lambda: client.downs)
+        assert client.downs == ["heartbeat"]
+        await worker.die()
+
+    run_quiet(body())
+    assert not [record for record in caplog.records if record.exc_info], "it is no bug of ours"
 
 
 @pytest.mark.parametrize(
