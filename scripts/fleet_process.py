@@ -27,8 +27,8 @@ PORTS = range(16_000, 32_000)  # below those that systems give to connections
 class FleetProcess:
     """The process, in a group of its own; it ends when this one does, however that ends. Logs go to `log`.
 
-    No session of its own: Linux shares the cores between sessions first (sched_autogroup), and where there are fewer cores than
-    processes a thread that could run has been seen waiting for 0.9 s.
+    No session of its own: Linux shares the cores between sessions first (sched_autogroup), which starves those of many threads
+    where cores are short.
     """
 
     def __init__(self, *flags: str, log: Path, env: Mapping[str, str] | None = None) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jdisagg.batch import strict_json
 from jdisagg.batch.journal import Journal, journal_path
@@ -27,6 +27,14 @@ _BLOCK_BYTES = 2**20
 Finished = tuple[int, dict[str, Any]]  # input line number, output line
 
 
+class _Found(NamedTuple):
+    """An input as it was when it was first read."""
+
+    sha256: str
+    num_bytes: int
+    changed_s: int  # time of its last change
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """One input file and how to run it."""
@@ -40,7 +48,7 @@ class Batch:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What the answers depend on, as far as it is known before a server is asked."""
-        identity: dict[str, Any] = {"input_sha256": self._found[0], "seed": self.seed}
+        identity: dict[str, Any] = {"input_sha256": self._found.sha256, "seed": self.seed}
         if self.config is not None:
             settings = asdict(self.config.model) | {"numerics": self.config.model.numerics.value}
             identity |= {"--" + name.replace("_", "-"): settings[name] for name in _ANSWERING}
@@ -57,16 +65,15 @@ class Batch:
         return {"journal": _JOURNAL, "model": model} | self.identity
 
     @cached_property
-    def _found(self) -> tuple[str, int, int]:
-        """SHA-256, bytes and time of change (seconds) of the input when it was first read."""
+    def _found(self) -> _Found:
         with open_input(self.input) as file:
             changed_s = int(os.fstat(file.fileno()).st_mtime)
-            return hashlib.file_digest(file, "sha256").hexdigest(), file.tell(), changed_s
+            return _Found(hashlib.file_digest(file, "sha256").hexdigest(), file.tell(), changed_s)
 
     @property
     def created(self) -> int:
         """Seconds; stands in for the time of an answer, so that a resumed run writes what an undisturbed one would."""
-        return self._found[2]
+        return self._found.changed_s
 
     def numbers(self) -> list[int]:
         """Input lines that get an output line."""
@@ -75,13 +82,12 @@ class Batch:
 
     def check_input(self) -> None:
         """Raise ConfigError when the input does not begin as it was found. What came behind that has numbers of its own."""
-        found, left_bytes, _ = self._found
-        digest = hashlib.sha256()
+        digest, left_bytes = hashlib.sha256(), self._found.num_bytes
         with open_input(self.input) as file:
             while block := file.read(min(left_bytes, _BLOCK_BYTES)):
                 digest.update(block)
                 left_bytes -= len(block)
-        if digest.hexdigest() != found:
+        if digest.hexdigest() != self._found.sha256:
             raise ConfigError(
                 f"the input changed while its batch ran: {self.input} has no longer the lines that it had, and answers may be "
                 f"those of others; remove {journal_path(self.output)} to begin anew"
