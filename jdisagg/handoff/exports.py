@@ -122,7 +122,11 @@ class ExportQueue:
             del self._num_out[record.receiver], self._bytes_out[record.receiver]
         return [Discard(key)]
 
+    def withdraw(self, record: Source) -> None:
+        """Nothing more is cut from it, unless it has something new."""
+        self._turns.get(record.receiver, {}).pop(record.handoff, None)
+
     def remove(self, record: Source) -> list[PrefillAction]:
         """The hand-off is over: its pieces are discarded, others may use the room."""
-        self._turns.get(record.receiver, {}).pop(record.handoff, None)
+        self.withdraw(record)
         return [action for key in list(record.pieces) for action in self.discard(record, key)]

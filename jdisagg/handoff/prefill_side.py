@@ -160,6 +160,11 @@ class PrefillSide:
         record.computed = max(record.computed, record.total)
         return [done, *self._exports.pump(record), *self._release_delivered(record)]
 
+    def on_pages_gone(self, engine_request_id: str) -> None:
+        """The engine gave the request up, `on_failed_request` follows: room that others leave meanwhile is not for it."""
+        if record := self._by_request.get(engine_request_id):
+            self._exports.withdraw(record)
+
     def on_failed_request(self, engine_request_id: str, error: RequestError) -> list[PrefillAction]:
         """The engine gave the request up."""
         record = self._by_request.get(engine_request_id)

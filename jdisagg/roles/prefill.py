@@ -159,6 +159,9 @@ class PrefillRole:
 
     def after_step(self, plan: Plan | None, outputs: list[Output], now_s: float) -> list[Output]:
         """Publish what the dispatched chunks made, and answer first tokens."""
+        for output in outputs:
+            if output.error is not None:
+                self._handoffs.on_pages_gone(output.request_id)
         if self._borrowing is not None:
             self._execute(self._borrowing.planned(plan, now_s), now_s)
         if plan is not None:

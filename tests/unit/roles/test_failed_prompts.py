@@ -1,0 +1,34 @@
+"""Prompts that a prefill worker cannot compute: they fail alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from jdisagg.core.errors import NumericalError
+from jdisagg.roles import engine_loop
+from tests.unit.roles.world import World
+from tests.unit.sched.engine_fake import expected, request
+
+
+@pytest.fixture(autouse=True)
+def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.0)
+    monkeypatch.setattr(engine_loop, "LISTEN_S", 0.0)
+
+
+@pytest.mark.parametrize("bad_slots", [{1}, {0, 1}])
+def test_one_that_waits_for_room_in_the_buffer_does_not_get_what_another_leaves_as_it_fails(bad_slots: set[int]) -> None:
+    world = World()
+    world.prefill.runner.meanwhile = None
+    first_ends_it = (*range(1, 17), 19)
+    world.submit(request("a", first_ends_it, 4, ignore_eos=False))
+    world.submit(request("b", tuple(range(3, 10)), 4))
+    for _ in range(4):  # both are computed in one step, and of "a" so much is published that "b" waits
+        world.prefill.runner.device.bad |= bad_slots
+        world.prefill.tick(world.now_s)
+        world.decode.tick(world.now_s)
+    world.prefill.runner.device.bad.clear()
+    world.settle()
+    failed = {name: isinstance(outputs[-1].error, NumericalError) for name, outputs in world.outputs.items()}
+    assert failed == {"a": 0 in bad_slots, "b": True}
+    assert world.tokens("a") == ([] if 0 in bad_slots else expected(first_ends_it, 4, ignore_eos=False))
