@@ -77,7 +77,7 @@ class DecodeRole:
             self._scheduler.add(request, now_s)
             return
         self._scheduler.add(request, now_s, remote=True, is_open=False)
-        if not self._scheduler.awaits_sibling(request.request_id):
+        if self._scheduler.awaits_peer(request.request_id):
             self._start(request, now_s)
 
     def _start(self, request: EngineRequest, now_s: float) -> None:

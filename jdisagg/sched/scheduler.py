@@ -98,10 +98,10 @@ class Scheduler:
         """
         self._arrivals.add(request, now_s, remote=remote, held_limit=held_limit, is_open=is_open)
 
-    def awaits_sibling(self, request_id: str) -> bool:
-        """It will take the prompt's KV from another choice of its group: no peer need be asked for it now."""
+    def awaits_peer(self, request_id: str) -> bool:
+        """Whether to ask a peer for it now: it was not over when it came, and gets no KV from another choice of its group."""
         sequence = self._table.live.get(request_id)
-        return sequence is not None and sequence.status is Status.FORKING
+        return sequence is not None and sequence.status is not Status.FORKING
 
     def held_tokens(self, request_id: str) -> int:
         """Leading tokens whose KV is here: pinned ones of a remote sequence, computed ones of any other, and for one that

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from jdisagg.core.requests import Output, Role
+from jdisagg.core.requests import FinishReason, Output, Role
 from jdisagg.handoff.events import PeerAlive
 from jdisagg.handoff.messages import ChunkReady, HandoffId, PrefillToDecode
 from jdisagg.roles import engine_loop
@@ -14,7 +14,7 @@ from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.inbox import Message, Submit
 from tests.unit.roles.engine import Engine
 from tests.unit.roles.test_records import Ticking, read
-from tests.unit.roles.world import World
+from tests.unit.roles.world import PEERS, World
 from tests.unit.sched.engine_fake import expected, request
 
 PROMPT = tuple(range(3, 39))  # three steps of 12 tokens
@@ -40,6 +40,27 @@ def test_kv_of_a_chunk_is_announced_while_a_later_one_is_computed(monkeypatch: p
     world.settle()
     assert world.tokens("a") == expected(PROMPT, 4)
     assert any(during_a_step), f"{len(during_a_step)} pieces, all announced between steps"
+
+
+def test_nobody_is_asked_for_a_request_that_was_over_when_it_came() -> None:
+    """Its prefill worker could answer within the step in which its end is still to be told."""
+    world = World()
+    world.wire.down = set(PEERS)
+    world.submit(request("here", PROMPT, 3))
+    world.tick()
+    world.wire.down = set()
+
+    def meanwhile() -> None:
+        for _ in range(3):
+            world.prefill.tick(world.now_s)
+
+    world.decode.runner.meanwhile = meanwhile
+    prompt, num_opened = (1, 2, 3), world.wire.num_opened
+    world.submit(request("over", prompt, 4, generated=tuple(expected(prompt, 4))))
+    world.settle()
+    assert [(output.token_ids, output.finish) for output in world.outputs["over"]] == [((), FinishReason.LENGTH)]
+    assert world.tokens("here") == expected(PROMPT, 3)
+    assert world.wire.num_opened == num_opened
 
 
 def test_a_call_that_comes_during_a_step_is_run_between_two() -> None:

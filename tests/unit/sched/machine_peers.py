@@ -43,7 +43,7 @@ class DecodeMachine(WorkerMachine):
     def accepted(self, asked: EngineRequest, remote: bool) -> None:
         """The hand-off of a remote request begins, unless a sibling's will do."""
         name, scheduler = asked.request_id, self.engine.scheduler
-        if remote and not scheduler.awaits_sibling(name):
+        if remote and scheduler.awaits_peer(name):
             self._fetches[name] = Fetch(asked.token_ids, held_tokens=scheduler.held_tokens(name))
 
     def stepped(self) -> None:

@@ -61,12 +61,12 @@ def test_a_choice_whose_leader_was_cancelled_leads() -> None:
 def test_a_remote_group_fetches_once_and_a_new_leader_is_announced() -> None:
     engine = FakeEngine(Role.DECODE, caching=False)
     engine.add(*choices(3), remote=True)
-    assert [engine.scheduler.awaits_sibling(f"r/{i}") for i in range(3)] == [False, True, True]
+    assert [engine.scheduler.awaits_peer(f"r/{i}") for i in range(3)] == [True, False, False]
     engine.tick()
     assert [r.request_id for r in engine.scheduler.take_reserved()] == ["r/0"]
     engine.scheduler.cancel("r/0")
     assert [r.request_id for r in engine.scheduler.take_retracted()] == ["r/1"]
-    assert [engine.scheduler.awaits_sibling(f"r/{i}") for i in (1, 2)] == [False, True]
+    assert [engine.scheduler.awaits_peer(f"r/{i}") for i in (1, 2)] == [True, False]
 
 
 def test_what_cannot_be_shared_is_not_waited_for() -> None:
