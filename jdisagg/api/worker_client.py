@@ -1,7 +1,7 @@
 """The router's end of one worker's Run stream. Lives on one event loop.
 
 A link is made for one worker process and ends once: `on_up` is called when the worker first answers, `on_down` exactly once
-with the reason, unless `abandon` was called first. "stalled" = heartbeats arrive but the engine's ticks stand still while
+with the reason, unless `abandon` was called first. STALLED = heartbeats arrive but the engine's ticks stand still while
 requests run.
 """
 
@@ -27,8 +27,8 @@ from jdisagg.v1 import worker_pb2, worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 CLOSED = "closed"  # the worker ended the stream in good order; every other reason is a failure
-STALLED = "stalled"
-SILENT = "heartbeat"  # nothing came for too long: a dead machine, a frozen process, or a network or host that paused
+STALLED = "its engine stood still with requests to run for --step-timeout-s"
+SILENT = "no heartbeat for --dead-after-s"  # a dead machine, a frozen process, or a network or host that paused
 
 
 _OVER = (grpc.aio.AioRpcError, asyncio.InvalidStateError)  # what is written on a stream that has ended raises

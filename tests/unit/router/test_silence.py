@@ -76,6 +76,7 @@ def test_silence_everywhere_ends_in_quarantine() -> None:
         end = (await task)[-1]
         assert isinstance(end.error, HandoffLost)
         assert "workers went down" in end.error.message
+        assert "was lost: no heartbeat for --dead-after-s)" in end.error.message
         with pytest.raises(HandoffLost, match="quarantined for"):
             await collect(router, ask("r1"))
         await stop(router)

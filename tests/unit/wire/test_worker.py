@@ -18,7 +18,7 @@ from jdisagg.api.fleet_codec import decode_member
 from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.pulse import Pulse
 from jdisagg.api.token_engine import Health
-from jdisagg.api.worker_client import CLOSED, WorkerLink
+from jdisagg.api.worker_client import CLOSED, SILENT, WorkerLink
 from jdisagg.api.worker_service import WorkerService
 from jdisagg.core.errors import InvalidRequest, Overloaded, Unavailable
 from jdisagg.core.requests import FinishReason, Output, Role, SamplingParams
@@ -100,7 +100,7 @@ def test_links_tell_death_stall_and_absence_apart():
         assert client.downs == []  # an idle engine may sleep
         client.link.submit(request("r"))
         await until(lambda: client.downs)
-        assert client.downs == ["stalled"]
+        assert client.downs == ["its engine stood still with requests to run for --step-timeout-s"]
         again = Client(worker.address)
         await until(lambda: again.ups)
         await worker.die()
@@ -330,7 +330,7 @@ def test_a_stream_that_breaks_as_the_silence_gets_too_long_is_a_worker_lost_and_
         await asyncio.sleep(0.05)
         both.set()
         await until(lambda: client.downs)
-        assert client.downs == ["heartbeat"]
+        assert client.downs == [SILENT]
         await worker.die()
 
     run_quiet(body())
