@@ -170,6 +170,8 @@ def _read(flag: Flag | str, raw: object, where: str, *, is_text: bool) -> Values
         return {"local_prefill": LocalPrefill.BELOW_TOKENS, "local_prefill_below_tokens": int(count)}
     if flag.name == "local_prefill" and raw == LocalPrefill.BELOW_TOKENS.value:
         fail(where, raw, "below-tokens=N with a whole number N")
+    if flag.name == "local_prefill" and raw not in [choice.value for choice in LocalPrefill]:
+        fail(where, raw, "one of on-failure, never, below-tokens=N")
     return {flag.name: read_value(flag, _HINTS[flag.name], raw, where, is_text=is_text)}
 
 

@@ -125,6 +125,10 @@ def test_a_pool_size_flag_replaces_another_pool_size_of_the_file(write) -> None:
             ["--local-prefill", "below-tokens"],
             "--local-prefill: got 'below-tokens', wanted below-tokens=N with a whole number N",
         ),
+        (
+            ["--local-prefill", "sometimes"],
+            "--local-prefill: got 'sometimes', wanted one of on-failure, never, below-tokens=N",
+        ),
         (["--local-prefill", "below-tokens=-1"], "wanted below-tokens=N with a whole number N"),
         (["--prefill", "host"], "--prefill: got 'host', wanted HOST:PORT with a port of 1 to 65535"),
         (["--prefill", "h:0"], "--prefill: got 'h:0', wanted HOST:PORT with a port of 1 to 65535"),
