@@ -259,6 +259,17 @@ def test_a_draining_worker_is_waited_for_when_nobody_else_may_compute_the_prompt
     assert side.counts()["accepted"] == 1, "another one in its place"
 
 
+def test_a_draining_worker_that_ended_with_none_in_its_place_is_asked_once_more_and_given_up() -> None:
+    side = decode_side(NEVER)
+    side.start(request(), 0, ("p",), 0.0)
+    side.on_message(H, DRAINING, 0.0)
+    gone = StreamEnded(reason="unreachable", error=Unavailable("prefill peer p: Hello: UNAVAILABLE"))
+    assert only(act.OpenStream, side.tick(0.1)).handoff == H2
+    assert only(act.Recovered, side.on_message(H2, gone, 0.1)).rung == "reconnect"
+    assert only(act.OpenStream, side.tick(0.5)).peer == "p"
+    assert isinstance(only(act.Fail, side.on_message(HandoffId("r", 3), gone, 0.5)).error, HandoffLost)
+
+
 def test_a_draining_worker_is_left_at_once_when_the_prompt_may_be_computed_here() -> None:
     side = decode_side()
     side.start(request(), 0, ("p", "q"), 0.0)
