@@ -36,6 +36,10 @@ log = logging.getLogger(__name__)
 LEASE_NEWS = 0.25  # of a lease: how often the engine hears that a silent D is alive
 LAST_WRITE_S = 15.0  # gRPC finds out in this time that a connection is dead
 LINGER_SHARE = 0.3  # of `dead_after_s`: D takes silence of P up to here for nothing
+_BROKEN = {
+    "dead": "the connection to its decode worker is gone",
+    "heartbeat": "no heartbeat of its decode worker for --dead-after-s",
+}
 
 
 class PeerServer(PieceServer):
@@ -91,7 +95,7 @@ class PeerServer(PieceServer):
         handoff = HandoffId(opened.request.request_id, next(self._serials))
         reply = _StreamReply(asyncio.get_running_loop())
         self._num_streams += 1
-        reason = "dead"  # what a cancelled handler means: the connection is gone
+        reason, unread = "dead", None  # what a cancelled handler means: the connection is gone
         self._post(PeerOpened(handoff, opened, context.peer(), reply))
         write = asyncio.create_task(reply.pump(context))
         try:
@@ -101,6 +105,8 @@ class PeerServer(PieceServer):
                 self._num_streams -= 1
                 reply.abandon()
                 self._post(PeerMessage(handoff, StreamEnded(reason=reason)))
+                if reason in _BROKEN and unread is None:
+                    log.info("request %s of %s: %s; the hand-off is over", handoff.request_id, context.peer(), _BROKEN[reason])
             await asyncio.wait({write}, timeout=LAST_WRITE_S)  # gRPC accepts no status while the first message is on its way
             if not write.done():
                 raise asyncio.CancelledError

@@ -296,6 +296,35 @@ def test_watched_peers_are_known_to_be_down_until_they_answer(monkeypatch):
     run_quiet(body())
 
 
+@pytest.mark.parametrize(("dies", "why"), [(True, "the connection"), (False, "no heartbeat"), (None, "")])
+def test_a_decode_worker_that_goes_in_the_middle_of_a_hand_off_is_in_the_prefill_worker_s_log(
+    dies: bool | None, why: str, caplog: pytest.LogCaptureFixture
+):
+    """`dies`: None = it ends its stream in good order, which nobody needs to read of."""
+    caplog.set_level(logging.INFO, "jdisagg.api.peer_server")
+
+    async def body() -> None:
+        p = Prefill(identity())
+        address = await p.start()
+        async with channels.open_channel(address) as channel:
+            call = await opened_by_hand(peer_pb2_grpc.PeerServiceStub(channel), p, "r")
+            if dies is None:
+                await call.done_writing()
+            elif dies:
+                await channel.close()
+            await until(p.ends)
+        await p.server.stop(0)
+
+    run_quiet(body())
+    told = [record.getMessage() for record in caplog.records if record.name == "jdisagg.api.peer_server"]
+    if dies is None:
+        assert told == []
+    else:
+        (line,) = told
+        assert line.startswith("request r of ipv4:127.0.0.1:")
+        assert why in line
+
+
 @pytest.mark.covers("X22")
 def test_death_of_prefill_ends_every_stream_once_within_a_second():
     async def body() -> None:
