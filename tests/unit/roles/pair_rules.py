@@ -9,12 +9,13 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from jdisagg.core.errors import NumericalError
 from tests.unit.roles.world import World
 from tests.unit.sched.engine_fake import expected, request
 
 
 class PairRules(RuleBasedStateMachine):
-    """Random arrivals, choices of one request, cancels, deadlines, cut streams, lost pieces, uneven progress, deaths."""
+    """Random arrivals, choices of one request, cancels, deadlines, NaN, cut streams, lost pieces, uneven progress, deaths."""
 
     local_prefill = True
 
@@ -23,6 +24,7 @@ class PairRules(RuleBasedStateMachine):
         self.world: World
         self.wanted: dict[str, list[int]] = {}
         self.spoiled: set[str] = set()
+        self.had_nan = False
 
     def some_decoder(self, number: int) -> int:
         """A decode worker that there is."""
@@ -108,10 +110,19 @@ class PairRules(RuleBasedStateMachine):
     def lose_pieces(self, count: int) -> None:
         self.world.network.lose_next = count
 
+    @rule(slots=st.sets(st.integers(0, 3), min_size=1), at_decode=st.booleans())
+    def compute_nan(self, slots: set[int], at_decode: bool) -> None:
+        """Whatever these slots compute next fails alone."""
+        engine = self.world.decoders[0].engine if at_decode else self.world.prefill
+        engine.runner.device.bad |= slots
+        self.had_nan = True
+
     def teardown(self) -> None:
         if isinstance(sys.exc_info()[1], AssertionError):
             return  # there is nothing to add to it
         self.world.network.lose_next = 0
+        for engine in (self.world.prefill, *(decoder.engine for decoder in self.world.decoders)):
+            engine.runner.device.bad.clear()
         self.world.settle()
         for name, wanted in self.wanted.items():
             outputs = self.world.outputs[name]
@@ -119,6 +130,8 @@ class PairRules(RuleBasedStateMachine):
             assert len(ends) <= 1, f"{name} ended twice"
             got = self.world.tokens(name)
             assert got == wanted[: len(got)], f"{name}: a wrong token"
+            if self.had_nan and ends and isinstance(ends[0].error, NumericalError):
+                continue
             if name in self.spoiled or (ends and ends[0].error is not None and not self.local_prefill):
                 continue  # cancelled, timed out, or out of peers: what came was right
             assert ends, f"{name} never ended"
