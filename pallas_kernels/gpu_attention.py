@@ -76,10 +76,8 @@ def attend_gpu(
     else:
         work = plan_work(rows, num_queries=num_queries, query_block=tile, key_block=blocks.keys, window=window)
     shape = GpuShape(
+        blocks=blocks,
         num_items=work.row.shape[0],
-        splits=blocks.splits,
-        rows=blocks.rows,
-        keys=blocks.keys,
         tile=tile,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -90,8 +88,6 @@ def attend_gpu(
         scale=scale,
         compute_dtype=dtype,
         out_dtype=q.dtype,
-        warps=blocks.warps,
-        stages=blocks.stages,
     )
     out = attend_items(
         work.packed,
@@ -104,7 +100,7 @@ def attend_gpu(
         parts=parts,
         interpret=interpret,
     )
-    return out[0].reshape(q.shape) if shape.splits == 1 else _joined(out, q)
+    return out[0].reshape(q.shape) if blocks.splits == 1 else _joined(out, q)
 
 
 def _work_of_rows(rows: Rows, *, key_block: int, window: int | None) -> Work:

@@ -25,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from pallas_kernels.gpu_blocks import GpuBlocks
 from pallas_kernels.work import BLOCK, FIRST, HIGH, LOW, OFFSET, ROW, STOP
 
 LOWEST = -1e30  # finite: exp(LOWEST - LOWEST) must be 1, not NaN
@@ -35,11 +36,9 @@ _LOG2_E = 1.4426950408889634
 class GpuShape:
     """What is fixed when the kernel is compiled."""
 
+    blocks: GpuBlocks
     num_items: int
-    splits: int
-    rows: int  # (query, head of the group) rows of a program
-    keys: int  # tokens of a step
-    tile: int  # queries of an item; tile * group <= rows
+    tile: int  # queries of an item; tile * group <= blocks.rows
     num_heads: int
     num_kv_heads: int
     dim: int
@@ -49,8 +48,6 @@ class GpuShape:
     scale: float
     compute_dtype: jnp.dtype
     out_dtype: jnp.dtype
-    warps: int
-    stages: int
 
     @property
     def group(self) -> int:
@@ -99,21 +96,22 @@ def attend_items(  # noqa: PLR0917
     Returns (out [T * H, D],) with one split; else (sums f32[splits * T * H, D], largest scores and totals
     f32[splits * T * H], to the base 2). What belongs to no item is undefined.
     """
-    if shape.splits == 1:
+    if shape.blocks.splits == 1:
         out_shape: list[Any] = [jax.ShapeDtypeStruct(q.shape, shape.out_dtype)]
     else:
-        each = shape.splits * q.shape[0]
+        each = shape.blocks.splits * q.shape[0]
         out_shape = [jax.ShapeDtypeStruct((each, shape.dim), jnp.float32), *[jax.ShapeDtypeStruct((each,), jnp.float32)] * 2]
     operands = [work, page_tables, layer, q, cache, *([] if scales is None else [scales])]
     kernel = partial(_kernel, shape=shape, parts=parts, quantised=scales is not None)
     return tuple(
         pl.pallas_call(
             kernel,
-            grid=(shape.num_kv_heads, shape.splits, shape.num_items),  # the first runs fastest: a token's heads lie together
+            # the first runs fastest: a token's heads lie together
+            grid=(shape.num_kv_heads, shape.blocks.splits, shape.num_items),
             in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(operands),
             out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(out_shape),
             out_shape=out_shape,
-            compiler_params=triton.CompilerParams(num_warps=shape.warps, num_stages=shape.stages),
+            compiler_params=triton.CompilerParams(num_warps=shape.blocks.warps, num_stages=shape.blocks.stages),
             interpret=interpret,
             name="ragged_paged_decode" if shape.tile == 1 else "ragged_paged_prefill",
         )(*operands)
@@ -127,7 +125,7 @@ def _kernel(
     item = shape.num_items - 1 - pl.program_id(2)  # the last of a prompt have the most keys: they begin first
     head = pl.program_id(0)
     row, block, offset, low, high, first, stop = (work[field, item] for field in (ROW, BLOCK, OFFSET, LOW, HIGH, FIRST, STOP))
-    lane = jnp.arange(shape.rows, dtype=jnp.int32)
+    lane = jnp.arange(shape.blocks.rows, dtype=jnp.int32)
     query, member = lax.div(lane, shape.group), lax.rem(lane, shape.group)
     mine = (query >= low) & (query < high)
     # Lanes of no query are masked; interpreted, only what is written out of bounds is sure to be left alone.
@@ -158,7 +156,7 @@ def _kernel(
 
     def step(number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         largest, total, sums = carry
-        key = number * shape.keys + jnp.arange(shape.keys, dtype=jnp.int32)
+        key = number * shape.blocks.keys + jnp.arange(shape.blocks.keys, dtype=jnp.int32)
         inside = parts.read((key >= least) & (key < most))
         page = triton.load(tables.at[row, parts.entry(lax.div(key, shape.page_size))], mask=inside, other=0)
         at = ((of_layer + page) * shape.page_size + lax.rem(key, shape.page_size)) * shape.num_kv_heads + head
@@ -180,18 +178,18 @@ def _kernel(
         new = dot(weights.astype(shape.compute_dtype), values, 0)
         return new_largest, total, sums * shrink[:, None] + new
 
-    each = lax.div(stop - first + (shape.splits - 1), shape.splits)
+    each = lax.div(stop - first + (shape.blocks.splits - 1), shape.blocks.splits)
     begin = first + pl.program_id(1) * each
     start = (
-        jnp.full((shape.rows,), LOWEST, jnp.float32),
-        jnp.zeros((shape.rows,), jnp.float32),
-        jnp.zeros((shape.rows, shape.lanes), jnp.float32),
+        jnp.full((shape.blocks.rows,), LOWEST, jnp.float32),
+        jnp.zeros((shape.blocks.rows,), jnp.float32),
+        jnp.zeros((shape.blocks.rows, shape.lanes), jnp.float32),
     )
     largest, total, sums = lax.fori_loop(begin, parts.end(jnp.minimum(begin + each, stop)), step, start)
-    if shape.splits == 1:
+    if shape.blocks.splits == 1:
         sums = (sums / jnp.where(total > 0, total, 1.0)[:, None]).astype(shape.out_dtype)
     else:
-        place = jnp.where(mine, pl.program_id(1) * q.shape[0] + place, shape.splits * q.shape[0])
+        place = jnp.where(mine, pl.program_id(1) * q.shape[0] + place, shape.blocks.splits * q.shape[0])
         triton.store(outs[1].at[place], largest, mask=mine)
         triton.store(outs[2].at[place], total, mask=mine)
     index, mask = pairs(place, mine, feature, real)

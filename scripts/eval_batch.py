@@ -31,7 +31,8 @@ EXIT_BAD_TASK = 2
 
 
 def main() -> int:
-    """Evaluate one task; returns the exit status: that of the batch when it fails, 2 for a task that cannot be evaluated."""
+    """Evaluate one task; returns the exit status: that of the batch when it fails, 2 for a task that cannot be evaluated, be it
+    that one of its requests failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -46,6 +47,8 @@ def main() -> int:
     args, flags = parser.parse_known_args()
     if args.limit is not None and args.limit < 1:
         parser.error(f"--limit: wanted at least 1, got {args.limit}")
+    if args.json is not None and not args.json.parent.is_dir():
+        parser.error(f"--json: no directory {str(args.json.parent)!r}; make it first")
     task = TASKS[args.kind]
     try:
         directory = resolve_model(args.model)
@@ -64,7 +67,12 @@ def main() -> int:
         status = run_probes(probes, work_dir, flags)
         if status:
             return status
-        scores["jdisagg"] = task.score(examples, read_answers(work_dir), tokenizer)
+        try:
+            answers = read_answers(work_dir)
+        except ValueError as error:
+            print(f"eval_batch: {error}", file=sys.stderr)
+            return EXIT_BAD_TASK
+        scores["jdisagg"] = task.score(examples, answers, tokenizer)
     if args.reference:
         reference = importlib.import_module("eval_tasks.reference")  # needs torch
         scores[args.reference] = task.score(examples, reference.reference_answers(directory, probes), tokenizer)

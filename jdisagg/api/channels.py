@@ -1,4 +1,4 @@
-"""The only place that creates gRPC channels and servers: credentials, API key, message limits, keepalive, addresses.
+"""The only place that creates gRPC channels and servers: credentials, API key, limits of messages, keepalive, addresses.
 
 Every channel has its own connection (no shared sub-channel pool), so closing one and opening another really reconnects at
 once instead of inheriting the old one's back-off. Ports are never shared: a second bind of one port is an error.
@@ -7,11 +7,14 @@ once instead of inheriting the old one's back-off. Ports are never shared: a sec
 from __future__ import annotations
 
 import socket
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeVar, cast
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from jdisagg.api.api_key import KeyedChannel, KeyGuard
 from jdisagg.api.listening import listen
@@ -19,6 +22,9 @@ from jdisagg.core.errors import ConfigError
 
 MAX_MESSAGE_BYTES = 256 * 2**20
 FULL_MESSAGE_BYTES = 4 * 2**20  # a message that gathers what has come since the last one takes no more behind so much
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 _COMMON_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -110,3 +116,13 @@ def advertised(bound: str, advertise_host: str | None, advertise_port: int | Non
 def join_address(host: str, port: int) -> str:
     """HOST:PORT, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def fill_message(waiting: deque[T], encode: Callable[[T], M]) -> list[M]:
+    """Take from `waiting` what one message takes, encoded; what is left is for the next one."""
+    taken: list[M] = []
+    num_bytes = 0
+    while waiting and num_bytes < FULL_MESSAGE_BYTES:
+        taken.append(encode(waiting.popleft()))
+        num_bytes += taken[-1].ByteSize()
+    return taken

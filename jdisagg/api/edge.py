@@ -72,12 +72,14 @@ class Edge:
         return len(self._live)
 
     async def admit(self, request: TextRequest) -> Job:
-        """Check a request and tokenize it; nothing runs yet. Raises InvalidRequest or ModelNotFound."""
+        """Check a request and tokenize it; nothing runs yet. Raises InvalidRequest, ModelNotFound, or Unavailable at a
+        router that no worker has registered with, and none does within seconds."""
         if request.request_id in self._live:
             raise InvalidRequest(f"request_id {request.request_id!r} is still running; choose another", field="request_id")
         timeout_s = self._default_deadline_s if request.timeout_s is None else request.timeout_s
         deadline_s = monotonic() + min(timeout_s, self._default_deadline_s)
-        return await admit(request, self.card, self.tokenizer, deadline_s=deadline_s, draw_seed=self._draw_seed)
+        card = await self._engine.first_card(deadline_s)
+        return await admit(request, card, self.tokenizer, deadline_s=deadline_s, draw_seed=self._draw_seed)
 
     def transcript(self, job: Job, *, keep_text: bool = True) -> Transcript:
         """An empty transcript for the deltas of `job`."""
@@ -134,7 +136,7 @@ class Edge:
     def refused(self, error: RequestError) -> None:
         """A call ended with `error`: it is counted here unless its engine has done so, or its client is gone."""
         if self._metrics is not None and error not in self._told and not isinstance(error, Cancelled):
-            self._metrics.requests_finished.labels(reason=error.reason).inc()
+            self._metrics.requests.finished.labels(reason=error.reason).inc()
 
     def abort(self, request_id: str) -> bool:
         """End a running request: its choices finish with ABORT. False when no such request runs."""

@@ -17,6 +17,7 @@ from jdisagg.text.tokenizer import Tokenizer
 
 MAX_N = 64
 MAX_REQUEST_ID = 256  # characters: every token carries them from process to process
+MAX_CACHE_SALT = 1024  # characters: every choice of every prompt carries them, too
 MAX_SEQUENCES = 1024  # prompts times choices of one client request
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
@@ -136,6 +137,20 @@ def check_model(name: str, card: ModelCard) -> None:
 
 def check_sampling(sampling: SamplingParams, card: ModelCard) -> None:
     """Raise InvalidRequest when a parameter is out of range."""
+    check_ranges(sampling)
+    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
+        raise _invalid("logit_bias", f"may hold at most {MAX_LOGIT_BIAS} tokens", len(sampling.logit_bias))
+    for token_id, bias in sampling.logit_bias:
+        _check_range(f"logit_bias[{token_id}]", bias, -100, 100, field="logit_bias")
+    max_stop_ids = MAX_STOP_TOKEN_IDS - len(card.eos_token_ids)
+    if len(sampling.stop_token_ids) > max_stop_ids:
+        raise _invalid("stop_token_ids", f"may hold at most {max_stop_ids} ids", len(sampling.stop_token_ids))
+    check_token_ids((token_id for token_id, _ in sampling.logit_bias), card.vocab_size, "logit_bias")
+    check_token_ids(sampling.stop_token_ids, card.vocab_size, "stop_token_ids")
+
+
+def check_ranges(sampling: SamplingParams) -> None:
+    """Raise InvalidRequest when a number is out of range, whatever the model."""
     _check_range("temperature", sampling.temperature, 0, 100)
     _check_range("top_p", sampling.top_p, 0, 1, open_below=True)
     _check_range("min_p", sampling.min_p, 0, 1)
@@ -149,15 +164,6 @@ def check_sampling(sampling: SamplingParams, card: ModelCard) -> None:
         _check_range("logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
     if sampling.prompt_logprobs is not None:
         _check_range("prompt_logprobs", sampling.prompt_logprobs, 0, MAX_LOGPROBS)
-    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
-        raise _invalid("logit_bias", f"may hold at most {MAX_LOGIT_BIAS} tokens", len(sampling.logit_bias))
-    for token_id, bias in sampling.logit_bias:
-        _check_range(f"logit_bias[{token_id}]", bias, -100, 100, field="logit_bias")
-    max_stop_ids = MAX_STOP_TOKEN_IDS - len(card.eos_token_ids)
-    if len(sampling.stop_token_ids) > max_stop_ids:
-        raise _invalid("stop_token_ids", f"may hold at most {max_stop_ids} ids", len(sampling.stop_token_ids))
-    check_token_ids((token_id for token_id, _ in sampling.logit_bias), card.vocab_size, "logit_bias")
-    check_token_ids(sampling.stop_token_ids, card.vocab_size, "stop_token_ids")
 
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int, field: str) -> None:
@@ -170,6 +176,8 @@ def check_token_ids(token_ids: Iterable[int], vocab_size: int, field: str) -> No
 def _check_counts(request: TextRequest) -> None:
     if len(request.request_id) > MAX_REQUEST_ID:
         raise _invalid("request_id", f"may have at most {MAX_REQUEST_ID} characters", len(request.request_id))
+    if len(request.cache_salt) > MAX_CACHE_SALT:
+        raise _invalid("cache_salt", f"may have at most {MAX_CACHE_SALT} characters", len(request.cache_salt))
     _check_range("n", request.n, 1, MAX_N)
     if not request.prompts:
         raise _invalid("prompt", "must hold at least one prompt", "none")

@@ -38,11 +38,11 @@ class KVEventsService(kv_events_pb2_grpc.KVEventsServiceServicer):
         await context.send_initial_metadata(())
         write = asyncio.create_task(_write(ring, request, context))
         closed = asyncio.create_task(_wait(self._closed))
-        self._metrics.kv_event_listeners.inc()
+        self._metrics.cache.event_listeners.inc()
         try:
             await asyncio.wait({write, closed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._metrics.kv_event_listeners.dec()
+            self._metrics.cache.event_listeners.dec()
             await cancel_and_wait(write, closed)
         if not write.cancelled() and (error := write.exception()) is not None:
             raise error  # our bug, or a broken stream: gRPC tells the listener

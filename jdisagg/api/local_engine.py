@@ -56,6 +56,10 @@ class LocalEngine:
         """The served model."""
         return self._card
 
+    async def first_card(self, deadline_s: float) -> ModelCard:
+        """`card`, at once."""
+        return self._card
+
     # --- for WorkerService: requests that come as tokens from a router
 
     def submit(self, request: EngineRequest, sink: OutputSink, front_end: str = "") -> None:

@@ -71,6 +71,11 @@ class PeerBook:
         known = self._peers.get(peer)
         return None if known is None else known.why
 
+    def refuses(self, peer: str) -> bool:
+        """Whether it is there, and does not pair with us. Any thread."""
+        known = self._peers.get(peer)
+        return known is not None and known.refuses and bool(known.why)
+
     def whys(self) -> dict[str, str]:
         """Of all that were spoken to. Any thread."""
         return {peer: known.why for peer, known in list(self._peers.items()) if known.why is not None}

@@ -88,6 +88,10 @@ class GrpcPeerClient:
         """Whether a watched peer did not answer last time. Others are found out by asking."""
         return peer in self._watched and bool(self._book.why(peer))
 
+    def refuses(self, peer: str) -> bool:
+        """Whether it did not pair with this worker last time; forgotten like everything else of peers that nobody asks."""
+        return self._book.refuses(peer)
+
     def failures(self) -> dict[str, str]:
         """Peers spoken to, and why each cannot be used; "" = it can. For /ready."""
         return self._book.whys()

@@ -44,6 +44,11 @@ class TokenEngine(Protocol):
         """The served model."""
         ...
 
+    async def first_card(self, deadline_s: float) -> ModelCard:
+        """`card`, for a request; at a router that no worker has registered with, waits for one, and not beyond the (monotonic)
+        deadline. Raises Unavailable when none came."""
+        ...
+
     def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
         """Yield outputs until one has `finish`. Closing the generator cancels the request and frees everything;
         throwing Enough into it (which comes out again) does so, too, and counts the request as stopped.

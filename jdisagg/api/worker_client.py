@@ -16,7 +16,7 @@ from time import monotonic
 import grpc
 import grpc.aio
 
-from jdisagg.api.channels import FULL_MESSAGE_BYTES, INSECURE, Credentials, open_channel
+from jdisagg.api.channels import INSECURE, Credentials, fill_message, open_channel
 from jdisagg.api.codec import decode_output, encode_request
 from jdisagg.api.in_order import InOrder
 from jdisagg.api.pulse import Pulse, cancel_and_wait
@@ -54,7 +54,6 @@ class WorkerLink:
         self.address = address
         self.answered = False
         self._config = config
-        self._step_timeout_s = step_timeout_s
         self._on_outputs = on_outputs
         self._decoded = InOrder(decode_output, self._deliver)
         self._on_up = on_up
@@ -66,7 +65,7 @@ class WorkerLink:
         self._cancels: list[worker_pb2.Cancel] = []
         self._wake = asyncio.Event()
         self._wake.set()
-        self._progress = _Progress()
+        self._progress = _Progress(step_timeout_s)
         self._task = asyncio.create_task(self._run())
 
     @property
@@ -162,31 +161,26 @@ class WorkerLink:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            submits = self._next_submits()
+            submits = fill_message(self._submits, _encode_submit)
+            if self._submits:
+                self._wake.set()
             cancels, self._cancels = self._cancels, []
             heartbeat = worker_pb2.Heartbeat(ticks=0)
             await call.write(worker_pb2.RunRequest(submits=submits, cancels=cancels, heartbeat=heartbeat, router=router))
             router = ""
 
-    def _next_submits(self) -> list[worker_pb2.Submit]:
-        """As many as one message takes; another one follows when some are left."""
-        submits, num_bytes = [], 0
-        while self._submits and num_bytes < FULL_MESSAGE_BYTES:
-            submit = worker_pb2.Submit(request=encode_request(self._submits.popleft(), monotonic()))
-            num_bytes += submit.ByteSize()
-            submits.append(submit)
-        if self._submits:
-            self._wake.set()
-        return submits
-
     async def _watch_ticks(self) -> None:
         """Returns once the engine has stood still for too long while requests run."""
-        while not (self._live and self._progress.still_s > self._step_timeout_s):
+        while not (self._live and self._progress.is_stalled):
             await asyncio.sleep(self._config.heartbeat_s)
             self._progress.wait(self._config.heartbeat_s)
 
     def _beat(self) -> None:
         self._wake.set()
+
+
+def _encode_submit(request: EngineRequest) -> worker_pb2.Submit:
+    return worker_pb2.Submit(request=encode_request(request, monotonic()))
 
 
 def _ended_with_stream(write: asyncio.Task[None]) -> bool:
@@ -196,20 +190,25 @@ def _ended_with_stream(write: asyncio.Task[None]) -> bool:
 class _Progress:
     """How long the worker's tick counter has stood still, counted in our own beats (see `pulse`)."""
 
-    def __init__(self) -> None:
-        self.still_s = 0.0
+    def __init__(self, step_timeout_s: float) -> None:
+        self._step_timeout_s = step_timeout_s
+        self._still_s = 0.0
         self._ticks = -1
 
+    @property
+    def is_stalled(self) -> bool:
+        return self._still_s > self._step_timeout_s
+
     def restart(self) -> None:
-        self.still_s = 0.0
+        self._still_s = 0.0
 
     def saw(self, ticks: int) -> None:
         if ticks != self._ticks:
             self._ticks = ticks
-            self.still_s = 0.0
+            self._still_s = 0.0
 
     def wait(self, seconds: float) -> None:
-        self.still_s += seconds
+        self._still_s += seconds
 
 
 def _ignore(*_: object) -> None:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import grpc.aio
 
-from jdisagg.api.channels import FULL_MESSAGE_BYTES
+from jdisagg.api.channels import fill_message
 from jdisagg.api.codec import decode_request, encode_output
 from jdisagg.api.fleet_codec import encode_load
 from jdisagg.api.in_order import InOrder
@@ -129,22 +129,14 @@ class _RunStream:
             await self._wake.wait()
             self._wake.clear()
             self._encoded.check()
-            outputs = self._next_outputs()
+            outputs = fill_message(self._outputs, lambda output: output)
+            if self._outputs:
+                self._wake.set()
             heartbeat, self._heartbeat_due = self._heartbeat_due, False
             message = worker_pb2.RunResponse(outputs=outputs, load=encode_load(self._engine.load))
             if heartbeat:
                 message.heartbeat.ticks = self._engine.ticks
             await context.write(message)
-
-    def _next_outputs(self) -> list[common_pb2.Output]:
-        """As many as one message takes; another one follows when some are left."""
-        outputs, num_bytes = [], 0
-        while self._outputs and num_bytes < FULL_MESSAGE_BYTES:
-            outputs.append(self._outputs.popleft())
-            num_bytes += outputs[-1].ByteSize()
-        if self._outputs:
-            self._wake.set()
-        return outputs
 
     def beat(self) -> None:
         """Have the next message carry the tick counter, and send one."""

@@ -25,6 +25,7 @@ from jdisagg.batch.sender import Sender, served_model
 from jdisagg.core.errors import ConfigError, JdisaggError
 from jdisagg.core.logs import setup_logs
 from jdisagg.core.settings import API_KEY_VARIABLE
+from jdisagg.core.values import check_key
 from jdisagg.serve.environment import keep_freed_memory, prepare_jax
 
 EXIT_DONE, EXIT_STOPPED, EXIT_BAD_COMMAND = 0, 1, 2
@@ -68,11 +69,12 @@ async def _run(command: Command) -> None:
 
 
 def _open_client(command: Command) -> AbstractAsyncContextManager[httpx.AsyncClient]:
-    """Of the server that was named, or of an engine in this process."""
+    """Of the server that was named, or of an engine in this process. Raises ConfigError for a key that cannot be sent."""
     config = command.batch.config
     timeout = httpx.Timeout(command.request_timeout_s, connect=10.0)
     if config is None:
-        key = os.environ.get(API_KEY_VARIABLE)
+        if key := os.environ.get(API_KEY_VARIABLE):
+            check_key(key, API_KEY_VARIABLE)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=command.batch.max_concurrency + 1)  # and one that asks whether it is there
         return httpx.AsyncClient(base_url=command.server or "", timeout=timeout, headers=headers, limits=limits)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -87,9 +88,11 @@ def parse_command(argv: Sequence[str]) -> Command:
         raise ConfigError(f"--patience-s: wanted seconds, got {args.patience_s:g}")
     if not 0 < args.request_timeout_s < math.inf:
         raise ConfigError(f"--request-timeout-s: wanted seconds above 0, got {args.request_timeout_s:g}")
-    if not args.input.is_file():
-        raise ConfigError(f"--input: no file {str(args.input)!r}")
-    _check_output(args.output, args.input)
+    with _usable("--input", args.input):
+        if not args.input.is_file():
+            raise ConfigError(f"--input: no file {str(args.input)!r}")
+    with _usable("--output", args.output):
+        _check_output(args.output, args.input)
     role = "colocated" if args.disagg else "unified"
     config = load_config(["--role", role, *serve_flags]) if args.server is None else None
     return Command(
@@ -119,11 +122,22 @@ def _is_base(url: str) -> bool:
     return parts.scheme in ("http", "https") and bool(host_and_port) and not parts.query and not parts.fragment
 
 
+@contextmanager
+def _usable(flag: str, path: Path) -> Iterator[None]:
+    """Raise ConfigError for a path that cannot even be looked at, as one with too long a name."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{flag}: {str(path)!r} cannot be used: {error.strerror}; choose another") from error
+
+
 def _check_output(output: Path, source: Path) -> None:
     if not output.parent.is_dir():
         raise ConfigError(f"--output: no directory {str(output.parent)!r}; make it first")
     for path in (output, journal_path(output), temporary_path(output)):
         if path.is_dir():
             raise ConfigError(f"--output: {str(path)!r} is a directory; remove it or choose another --output")
+        if path.is_fifo() or (path == output and path.is_char_device()):  # opening or reading one waits for somebody
+            raise ConfigError(f"--output: {str(path)!r} is no regular file; choose another --output")
         if path.exists() and path.samefile(source):
             raise ConfigError(f"--output: {str(path)!r} is the input and would be overwritten; choose another --output")

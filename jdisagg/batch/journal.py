@@ -1,6 +1,7 @@
 """What makes a batch survive kill -9: an append-only journal beside the output, and one atomic rename at the end.
 
-    OUTPUT.journal     header line, then "NUMBER CRC32 JSON" per finished input line, in order of finishing, fsynced
+    OUTPUT.journal     header line, then "NUMBER CRC32 JSON" per finished input line, in order of finishing, fsynced; the CRC32
+                       is that of "NUMBER JSON": an answer cannot become another line's
     OUTPUT.tmp         written from the journal in input order once every line has finished, fsynced
     OUTPUT             the renamed .tmp; only then is the journal removed
 
@@ -67,7 +68,7 @@ class Journal:
             assert number not in self._lines, f"line {number} finished twice"
             assert number not in added, f"line {number} finished twice"
             text = strict_json.encode(line)
-            prefix = b"%d %08x " % (number, zlib.crc32(text))
+            prefix = b"%d %08x " % (number, _crc(b"%d" % number, text))
             added[number] = (end + len(block) + len(prefix), len(text))
             block += prefix + text + b"\n"
         self._write(block)
@@ -182,8 +183,12 @@ def _decode(raw: bytes) -> tuple[int | None, int, bytes]:
     """(input line, length of the prefix, JSON) of a journal line; (None, ..) when it is torn."""
     number, _, rest = raw.partition(b" ")
     crc, _, text = rest.removesuffix(b"\n").partition(b" ")
-    whole = raw.endswith(b"\n") and number.isdigit() and len(number) <= _LONGEST_NUMBER and crc == b"%08x" % zlib.crc32(text)
+    whole = raw.endswith(b"\n") and number.isdigit() and len(number) <= _LONGEST_NUMBER and crc == b"%08x" % _crc(number, text)
     return (int(number) if whole else None, len(number) + len(crc) + 2, text)
+
+
+def _crc(number: bytes, text: bytes) -> int:
+    return zlib.crc32(b"%b %b" % (number, text))
 
 
 def _open(path: Path) -> BinaryIO:

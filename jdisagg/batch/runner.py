@@ -22,7 +22,7 @@ from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
 
 _ANSWERING = ("model", "load_format", "dtype", "kv_cache_dtype", "max_model_len", "numerics")  # what answers depend on
-_JOURNAL = 2  # the form of journals: lines of form 1 do not name their batch
+_JOURNAL = 3  # the form of journals: lines of form 1 do not name their batch, the CRC32 of form 2 says nothing of the number
 _BLOCK_BYTES = 2**20
 Finished = tuple[int, dict[str, Any]]  # input line number, output line
 
@@ -144,7 +144,7 @@ async def _answer_all(
                 await answers.put((line.number, output))
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(batch.max_concurrency):
+        for _ in range(min(batch.max_concurrency, len(batch.numbers()))):
             group.create_task(answer_lines())
 
 

@@ -1,7 +1,13 @@
 """Every metric of the process, defined here and nowhere else. Prometheus text format, `jdisagg_*`, base units.
 
-A composition root makes one `Metrics` and hands it down; the parts call `metrics.ttft_seconds.observe(0.12)`. Each instance has
-a registry of its own, so two engines in one test do not meet. All metric objects are thread-safe.
+A composition root makes one `Metrics` and hands it down; the parts call `metrics.requests.ttft_seconds.observe(0.12)`. Each
+instance has a registry of its own, so two engines in one test do not meet. All metric objects are thread-safe.
+
+    requests    their lives: how many, how long in which phase, how they end
+    engine      steps, ticks, and what goes wrong in them
+    cache       KV pages and the prefix cache
+    transfer    KV on its way, seen from both sides
+    fleet       workers, and steps taken to survive their failures
 """
 
 from __future__ import annotations
@@ -35,110 +41,138 @@ _WITHOUT_ENGINE = frozenset(
 )
 
 
-class Metrics:
-    """All metrics of one process.
+class _Registry:
+    """Names and registers what is defined below. `engine` False: only what a router feeds is exposed."""
 
-    More attributes than a class should have, on purpose: a flat list is what a reader of `/metrics` looks for.
-    """
+    def __init__(self, *, engine: bool) -> None:
+        disable_created_metrics()  # a switch of the library, not of a registry: it would double the number of series
+        self.exposed = CollectorRegistry(auto_describe=True)
+        self.engine = engine
+
+    def gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        """`jdisagg_NAME`."""
+        return Gauge(f"jdisagg_{name}", help_text, labels, registry=self._of(name))
+
+    def counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        """`jdisagg_NAME_total`."""
+        return Counter(f"jdisagg_{name}_total", help_text, labels, registry=self._of(name))
+
+    def histogram(self, name: str, help_text: str, buckets_s: tuple[float, ...], *labels: str) -> Histogram:
+        """`jdisagg_NAME`, with these upper bounds."""
+        return Histogram(f"jdisagg_{name}", help_text, labels, registry=self._of(name), buckets=buckets_s)
+
+    def _of(self, name: str) -> CollectorRegistry | None:
+        return self.exposed if self.engine or name in _WITHOUT_ENGINE else None
+
+
+class RequestMetrics:
+    """How many, how long in which phase, how they end."""
+
+    def __init__(self, new: _Registry) -> None:
+        buckets_s = _REQUEST_BUCKETS_S
+        self.live = new.gauge("requests", "Live requests by state; a router's: running (a worker has it), waiting.", "state")
+        self.finished = new.counter("requests_finished", "Requests that ended, by finish reason or error.", "reason")
+        self.ttft_seconds = new.histogram("time_to_first_token_seconds", "Admission to first token sent.", buckets_s)
+        self.itl_seconds = new.histogram("inter_token_latency_seconds", "Gap between tokens of one stream.", _STEP_BUCKETS_S)
+        self.queue_seconds = new.histogram(
+            "request_queue_seconds", "Time in which nobody worked on a request, here or on a peer.", buckets_s
+        )
+        self.prefill_seconds = new.histogram(
+            "request_prefill_seconds", "Work on the prompt to first token; again after a preemption.", buckets_s
+        )
+        self.transfer_seconds = new.histogram(
+            "request_transfer_seconds", "First token known to KV complete: what the transfer adds.", buckets_s
+        )
+        self.decode_seconds = new.histogram(
+            "request_decode_seconds", "First token, with its KV in place, to last token.", buckets_s
+        )
+        self.seconds = new.histogram("request_seconds", "A request from coming to end: the sum of its phases.", buckets_s)
+        self.prompt_tokens = new.counter("prompt_tokens", "Prompt tokens of requests that got their first token.")
+        self.generated_tokens = new.counter("generated_tokens", "Tokens sampled and delivered.")
+
+
+class EngineMetrics:
+    """Steps, ticks, and what goes wrong in them."""
+
+    def __init__(self, new: _Registry) -> None:
+        self.step_seconds = new.histogram("step_seconds", "Dispatch of a step to its tokens.", _STEP_BUCKETS_S, "phase")
+        self.host_overhead_seconds = new.histogram(
+            "host_overhead_seconds", "Host time of one tick that dispatched a step, without waiting.", _HOST_BUCKETS_S
+        )
+        self.tick_seconds = new.counter("tick_seconds", "Time of an engine's thread by stage of its tick.", "stage")
+        self.prefill_tokens = new.counter("prefill_tokens", "Prompt tokens computed, by the role that did it.", "role")
+        self.dispatched_decode_steps = new.counter("dispatched_decode_steps", "Decode steps; several may be one dispatch.")
+        self.preemptions = new.counter(
+            "preemptions", "Times a running request, or a computed prompt that waited, gave up its pages."
+        )
+        self.retractions = new.counter("retractions", "Decode requests retracted and resumed later.")
+        self.nan_requests = new.counter("nan_requests", "Requests failed because their logits held NaN or infinity.")
+        self.compiles_after_ready = new.counter("compiles_after_ready", "XLA compilations after READY; stays 0.")
+
+
+class CacheMetrics:
+    """KV pages and the prefix cache."""
+
+    def __init__(self, new: _Registry) -> None:
+        self.pages_free = new.gauge("kv_pages_free", "KV pages nobody references (reusable prefix pages included).")
+        self.pages_used = new.gauge("kv_pages_used", "KV pages referenced by at least one request.")
+        self.query_tokens = new.counter("prefix_cache_query_tokens", "Prompt tokens looked up in the cache.")
+        self.hit_tokens = new.counter("prefix_cache_hit_tokens", "Prompt tokens served from the prefix cache.")
+        self.forks = new.counter("forks", "Choices that took the KV of a sibling's prompt.")
+        self.host_tokens = new.counter("host_kv_tokens", "KV moved to host memory (out) and back (in).", "direction")
+        self.events = new.counter("kv_events", "Published changes of the prefix cache: stored, removed, cleared.", "kind")
+        self.event_listeners = new.gauge("kv_event_listeners", "Streams of KVEventsService that are open.")
+
+
+class TransferMetrics:
+    """KV on its way, seen from both sides."""
+
+    def __init__(self, new: _Registry) -> None:
+        self.seconds = new.histogram("transfer_seconds", "Time to fetch one KV piece.", _STEP_BUCKETS_S, "backend")
+        self.bytes = new.counter("transfer_bytes", "KV bytes received and verified, by backend.", "backend")
+        self.failures = new.counter("transfer_failures", "KV pieces that did not arrive.", "backend", "reason")
+        self.hidden_seconds = new.counter(
+            "transfer_hidden_seconds", "The part of transfer_seconds that passed while the prompt was still computed."
+        )
+        self.published_bytes = new.gauge("published_bytes", "Bytes of KV pieces held for fetching peers.")
+        self.leases = new.gauge("leases", "Live hand-offs that a prefill worker serves, and loans of a decode worker.")
+        self.borrowed_tokens = new.counter("borrowed_tokens", "Tokens that were fetched from the receiver instead of computed.")
+        self.borrowings = new.counter("borrowings", "KV asked back from a receiver, by how it ended.", "outcome")
+
+
+class FleetMetrics:
+    """Workers, and steps taken to survive their failures."""
+
+    def __init__(self, new: _Registry) -> None:
+        self.workers = new.gauge("workers", "Workers this router knows (decode and unified: connected ones).", "role")
+        self.peers = new.gauge("peers", "Prefill workers that a decode worker has spoken to.", "state")
+        self.recoveries = new.counter("recoveries", "Steps taken to survive failures, by rung.", "rung")
+        for rung in _RUNGS if new.engine else _RUNGS_OF_ROUTERS:  # an alert on an increase must see the first
+            self.recoveries.labels(rung=rung)
+        self.hedges = new.counter("prefill_hedges", "Prompts for which a second P was asked, by outcome.", "outcome")
+        for outcome in _HEDGE_OUTCOMES:
+            self.hedges.labels(outcome=outcome)
+        self.replays_refused = new.counter("replays_refused", "Requests that failed as the replay budget was spent.")
+
+
+class Metrics:
+    """All metrics of one process."""
 
     def __init__(self, *, engine: bool = True) -> None:
         """`engine` False: expose only what a router feeds; a 0 that nobody measured would read as "no page is free"."""
-        disable_created_metrics()  # a switch of the library, not of a registry: it would double the number of series
-        self.registry = CollectorRegistry(auto_describe=True)
-        self._engine = engine
-        self._define_state()
-        self._define_latencies()
-        self._define_counters()
-
-    def _define_state(self) -> None:
-        self.requests = self._gauge(
-            "requests", "Live requests by state; a router's: running (a worker has it), waiting.", "state"
-        )
-        self.kv_pages_free = self._gauge("kv_pages_free", "KV pages nobody references (reusable prefix pages included).")
-        self.kv_pages_used = self._gauge("kv_pages_used", "KV pages referenced by at least one request.")
-        self.published_bytes = self._gauge("published_bytes", "Bytes of KV pieces held for fetching peers.")
-        self.peers = self._gauge("peers", "Prefill workers that a decode worker has spoken to.", "state")
-        self.leases = self._gauge("leases", "Live hand-offs that a prefill worker serves, and loans of a decode worker.")
-        self.workers = self._gauge("workers", "Workers this router knows (decode and unified: connected ones).", "role")
-        self.kv_event_listeners = self._gauge("kv_event_listeners", "Streams of KVEventsService that are open.")
-        self.build_info = self._gauge("build_info", "Constant 1; the labels name the build.", "role", "model", "python")
-
-    def _define_latencies(self) -> None:
-        request, step = _REQUEST_BUCKETS_S, _STEP_BUCKETS_S
-        self.ttft_seconds = self._histogram("time_to_first_token_seconds", "Admission to first token sent.", request)
-        self.itl_seconds = self._histogram("inter_token_latency_seconds", "Gap between tokens of one stream.", step)
-        self.request_queue_seconds = self._histogram(
-            "request_queue_seconds", "Time in which nobody worked on a request, here or on a peer.", request
-        )
-        self.request_prefill_seconds = self._histogram(
-            "request_prefill_seconds", "Work on the prompt to first token; again after a preemption.", request
-        )
-        self.request_transfer_seconds = self._histogram(
-            "request_transfer_seconds", "First token known to KV complete: what the transfer adds.", request
-        )
-        self.request_decode_seconds = self._histogram(
-            "request_decode_seconds", "First token, with its KV in place, to last token.", request
-        )
-        self.request_seconds = self._histogram(
-            "request_seconds", "A request from coming to end: the sum of its phases.", request
-        )
-        self.transfer_seconds = self._histogram("transfer_seconds", "Time to fetch one KV piece.", step, "backend")
-        self.step_seconds = self._histogram("step_seconds", "Dispatch of a step to its tokens.", step, "phase")
-        self.host_overhead_seconds = self._histogram(
-            "host_overhead_seconds", "Host time of one tick that dispatched a step, without waiting.", _HOST_BUCKETS_S
-        )
-
-    def _define_counters(self) -> None:
-        self.tick_seconds = self._counter("tick_seconds", "Time of an engine's thread by stage of its tick.", "stage")
-        self.prefill_tokens = self._counter("prefill_tokens", "Prompt tokens computed, by the role that did it.", "role")
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got their first token.")
-        self.generated_tokens = self._counter("generated_tokens", "Tokens sampled and delivered.")
-        self.requests_finished = self._counter("requests_finished", "Requests that ended, by finish reason or error.", "reason")
-        self.transfer_bytes = self._counter("transfer_bytes", "KV bytes received and verified, by backend.", "backend")
-        self.transfer_failures = self._counter("transfer_failures", "KV pieces that did not arrive.", "backend", "reason")
-        self.transfer_hidden_seconds = self._counter(
-            "transfer_hidden_seconds", "The part of transfer_seconds that passed while the prompt was still computed."
-        )
-        self.borrowed_tokens = self._counter(
-            "borrowed_tokens", "Tokens that were fetched from the receiver instead of computed."
-        )
-        self.borrowings = self._counter("borrowings", "KV asked back from a receiver, by how it ended.", "outcome")
-        self.recoveries = self._counter("recoveries", "Steps taken to survive failures, by rung.", "rung")
-        self.prefill_hedges = self._counter("prefill_hedges", "Prompts for which a second P was asked, by outcome.", "outcome")
-        for outcome in _HEDGE_OUTCOMES:
-            self.prefill_hedges.labels(outcome=outcome)
-        for rung in _RUNGS if self._engine else _RUNGS_OF_ROUTERS:  # an alert on an increase must see the first
-            self.recoveries.labels(rung=rung)
-        self.replays_refused = self._counter("replays_refused", "Requests that failed as the replay budget was spent.")
-        self.prefix_cache_query_tokens = self._counter("prefix_cache_query_tokens", "Prompt tokens looked up in the cache.")
-        self.forks = self._counter("forks", "Choices that took the KV of a sibling's prompt.")
-        self.host_kv_tokens = self._counter("host_kv_tokens", "KV moved to host memory (out) and back (in).", "direction")
-        self.dispatched_decode_steps = self._counter("dispatched_decode_steps", "Decode steps; several may be one dispatch.")
-        self.prefix_cache_hit_tokens = self._counter("prefix_cache_hit_tokens", "Prompt tokens served from the prefix cache.")
-        self.kv_events = self._counter("kv_events", "Published changes of the prefix cache: stored, removed, cleared.", "kind")
-        self.preemptions = self._counter(
-            "preemptions", "Times a running request, or a computed prompt that waited, gave up its pages."
-        )
-        self.retractions = self._counter("retractions", "Decode requests retracted and resumed later.")
-        self.nan_requests = self._counter("nan_requests", "Requests failed because their logits held NaN or infinity.")
-        self.compiles_after_ready = self._counter("compiles_after_ready", "XLA compilations after READY; stays 0.")
+        new = _Registry(engine=engine)
+        self.registry = new.exposed
+        self.requests = RequestMetrics(new)
+        self.engine = EngineMetrics(new)
+        self.cache = CacheMetrics(new)
+        self.transfer = TransferMetrics(new)
+        self.fleet = FleetMetrics(new)
+        self._build_info = new.gauge("build_info", "Constant 1; the labels name the build.", "role", "model", "python")
 
     def set_build(self, *, role: str, model: str) -> None:
         """Publish what this process is; call once, at start."""
-        self.build_info.labels(role=role, model=model, python=platform.python_version()).set(1)
+        self._build_info.labels(role=role, model=model, python=platform.python_version()).set(1)
 
     def text(self) -> str:
         """Everything in Prometheus text format 0.0.4 (`CONTENT_TYPE`)."""
         return generate_latest(self.registry).decode("utf-8")
-
-    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
-        return Gauge(f"jdisagg_{name}", help_text, labels, registry=self._registry_of(name))
-
-    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        return Counter(f"jdisagg_{name}_total", help_text, labels, registry=self._registry_of(name))
-
-    def _histogram(self, name: str, help_text: str, buckets_s: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"jdisagg_{name}", help_text, labels, registry=self._registry_of(name), buckets=buckets_s)
-
-    def _registry_of(self, name: str) -> CollectorRegistry | None:
-        return self.registry if self._engine or name in _WITHOUT_ENGINE else None

@@ -24,7 +24,7 @@ from jdisagg.core.config import Config, LocalPrefill
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.flags import BY_NAME, FLAGS, ROLES, SECTIONS, Flag
 from jdisagg.core.scope import applies, check_flags, remark_on_file
-from jdisagg.core.values import fail, read_value
+from jdisagg.core.values import check_key, fail, read_value
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,6 @@ API_KEY_VARIABLE = "JDISAGG_API_KEY"
 SECTION_TYPES: dict[str, type] = {name: hint for name, hint in get_type_hints(Config).items() if name in SECTIONS}
 _HINTS = {flag.name: get_type_hints(SECTION_TYPES[flag.section])[flag.name] for flag in FLAGS}
 _POOL_SIZES = ("num_pages", "kv_cache_bytes", "device_memory_utilization")  # three ways to say one thing
-_BELOW_PREFIX = LocalPrefill.BELOW_TOKENS.value + "="
 Values = dict[str, Any]  # field name -> typed value; only what was given
 
 
@@ -138,7 +137,8 @@ def to_flags(config: Config) -> list[str]:
             if isinstance(value, bool):
                 argv.append(flag.option if value else "--no-" + flag.option[2:])
             else:
-                argv += [flag.option, ",".join(value) if isinstance(value, list) else str(value)]
+                text = ",".join(value) if isinstance(value, list) else str(value)
+                argv.append(f"{flag.option}={text}")  # it may begin with a dash
     return argv
 
 
@@ -149,7 +149,7 @@ def _printed(config: Config, section: str) -> dict[str, Any]:
     for flag in (flag for flag in FLAGS if flag.section == section and flag.name != "print_config"):
         value = getattr(part, flag.name)
         if value is LocalPrefill.BELOW_TOKENS:
-            found[flag.name] = f"{_BELOW_PREFIX}{part.local_prefill_below_tokens}"
+            found[flag.name] = f"{value.value}={part.local_prefill_below_tokens}"
         elif isinstance(value, Enum):
             found[flag.name] = value.value
         elif value is not None:
@@ -163,16 +163,21 @@ def _read(flag: Flag | str, raw: object, where: str, *, is_text: bool) -> Values
     """Typed value(s) of one setting; "role" stands above the sections."""
     if isinstance(flag, str):
         return {"role": raw} if raw in ROLES else fail(where, raw, "one of " + ", ".join(ROLES))
-    if flag.name == "local_prefill" and isinstance(raw, str) and raw.startswith(_BELOW_PREFIX):
-        count = raw.removeprefix(_BELOW_PREFIX)
-        if not count.isdecimal():
+    if flag.name == "local_prefill":
+        return _read_local_prefill(raw, where)
+    return {flag.name: read_value(flag, _HINTS[flag.name], raw, where, is_text=is_text)}
+
+
+def _read_local_prefill(raw: object, where: str) -> Values:
+    """One of the modes; `below-tokens` comes with its number, which is a field of its own."""
+    mode, equals, count = raw.partition("=") if isinstance(raw, str) else ("", "", "")
+    if mode == LocalPrefill.BELOW_TOKENS.value:
+        if not count.isdecimal() or len(count) > 9:
             fail(where, raw, "below-tokens=N with a whole number N")
         return {"local_prefill": LocalPrefill.BELOW_TOKENS, "local_prefill_below_tokens": int(count)}
-    if flag.name == "local_prefill" and raw == LocalPrefill.BELOW_TOKENS.value:
-        fail(where, raw, "below-tokens=N with a whole number N")
-    if flag.name == "local_prefill" and raw not in [choice.value for choice in LocalPrefill]:
+    if equals or mode not in _members(LocalPrefill):
         fail(where, raw, "one of on-failure, never, below-tokens=N")
-    return {flag.name: read_value(flag, _HINTS[flag.name], raw, where, is_text=is_text)}
+    return {"local_prefill": LocalPrefill(mode)}
 
 
 def _default(flag: Flag) -> Any:
@@ -200,12 +205,8 @@ def _check_together(values: Values) -> None:
             f"{BY_NAME[sizes[1]].option}: got it beside {BY_NAME[sizes[0]].option}; keep one of them", field=sizes[1]
         )
     config = _build(values)
-    key = config.server.api_key
-    if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
-        raise ConfigError(
-            f"--api-key: a key of {len(key)} characters is not a word of printable ASCII; a header could not carry it",
-            field="api_key",
-        )
+    if config.server.api_key is not None:
+        check_key(config.server.api_key, "--api-key")
     step, slots = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     if step < slots:
         fail(

@@ -17,6 +17,7 @@ from jdisagg.core.flags import Flag
 
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s\[\]:,/]+):(\d{1,5})")
+_DIGITS = r"\d{1,30}"  # of a number: beyond that int() may refuse, and no float holds it
 _MAX_INDEX = 4095  # of a device or core
 
 
@@ -51,7 +52,7 @@ def parse_ranges(text: str, where: str = "ranges") -> tuple[int, ...]:
     """Indices named by "0-3,5", in order, without repeats. Raises ConfigError."""
     found: dict[int, None] = {}
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        match = re.fullmatch(rf"({_DIGITS})(?:-({_DIGITS}))?", part.strip())
         if match is None:
             fail(where, text, "indices like 0-3,5")
         first, last = int(match[1]), int(match[2] or match[1])
@@ -59,6 +60,15 @@ def parse_ranges(text: str, where: str = "ranges") -> tuple[int, ...]:
             fail(where, text, f"ascending indices up to {_MAX_INDEX}")
         found.update(dict.fromkeys(range(first, last + 1)))
     return tuple(found)
+
+
+def check_key(key: str, where: str) -> None:
+    """Raise ConfigError for an API key that no HTTP header carries; the message does not show it."""
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError(
+            f"{where}: a key of {len(key)} characters is not a word of printable ASCII; a header could not carry it",
+            field="api_key",
+        )
 
 
 def fail(where: str, got: object, wanted: str) -> NoReturn:
@@ -86,7 +96,7 @@ def _choice(raw: object, choices: tuple[str, ...], where: str, role: str = "") -
 
 
 def _integer(raw: object, where: str, is_text: bool) -> int:
-    if is_text and isinstance(raw, str) and re.fullmatch(r"[+-]?\d+", raw.strip()):
+    if is_text and isinstance(raw, str) and re.fullmatch(rf"[+-]?{_DIGITS}", raw.strip()):
         return int(raw)
     if isinstance(raw, bool) or not isinstance(raw, int):
         fail(where, raw, "a whole number")
@@ -112,7 +122,7 @@ def _in_bounds(flag: Flag, value: Any, where: str) -> Any:
 
 
 def _bytes(raw: str, where: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", raw.strip())
+    match = re.fullmatch(rf"({_DIGITS}(?:\.\d+)?)\s*([A-Za-z]*)", raw.strip())
     if match is None or match[2].lower() not in _UNITS:
         fail(where, raw, "a number of bytes like 536870912, 512MiB or 8GiB")
     return int(float(match[1]) * _UNITS[match[2].lower()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].lower()]

@@ -79,12 +79,7 @@ class Inbound:
     retry_at_s: float = 0.0
     first: Output | None = None  # as it was delivered
     computed: Provenance | None = None  # what the last P to compute the prompt says of itself
-    recoveries: list[str] = field(default_factory=list)
-    transferred_tokens: int = 0
-    transferred_bytes: int = 0
-    brought_by: str = ""  # the peer that brought the last of them
-    borrowed_tokens: int = 0  # that P fetched from here, over all streams
-    borrowed_bytes: int = 0
+    arrived: Provenance = field(default_factory=Provenance)  # what was brought, the last of it by `prefill_worker`; rungs taken
 
     def move(self, stage: InboundStage) -> None:
         """Change stage; anything the table does not list is our bug."""
@@ -148,7 +143,7 @@ class Inbound:
 
     def note(self, rung: str, peer: str, cause: str, stage: InboundStage | None = None) -> Recovered:
         """A rung of the ladder is taken because of `peer`, whose stream was at `stage`, or is at this one's."""
-        self.recoveries.append(rung)
+        self.arrived = replace(self.arrived, recoveries=(*self.arrived.recoveries, rung))
         return Recovered(rung, self.request.request_id, peer, (stage or self.stage).value, cause)
 
     @property
@@ -185,8 +180,11 @@ class Inbound:
         """P has said with its first token who it is, and what it fetched from here."""
         self.computed = provenance
         if provenance is not None:
-            self.borrowed_tokens += provenance.borrowed_tokens
-            self.borrowed_bytes += provenance.borrowed_bytes
+            self.arrived = replace(
+                self.arrived,
+                borrowed_tokens=self.arrived.borrowed_tokens + provenance.borrowed_tokens,
+                borrowed_bytes=self.arrived.borrowed_bytes + provenance.borrowed_bytes,
+            )
 
     def provenance(self) -> Provenance:
         """Where the KV came from, as far as this side knows; pages and the decode worker are for the role to fill in.
@@ -196,16 +194,19 @@ class Inbound:
         assert self.stream is not None, f"request {self.request.request_id}: complete without a stream"
         known = self.computed or Provenance()
         return replace(
-            self.arrived(),
+            self.arrived,
             prefill_worker=known.prefill_worker or self.stream.peer,
             prefilled_tokens=known.prefilled_tokens or self.num_tokens - self.stream.cached_tokens,
         )
 
     def take(self, ready: ChunkReady, peer: str) -> None:
         """A piece has arrived from `peer`."""
-        self.transferred_tokens += ready.end - ready.begin
-        self.transferred_bytes += ready.num_bytes
-        self.brought_by = peer
+        self.arrived = replace(
+            self.arrived,
+            prefill_worker=peer,
+            transferred_tokens=self.arrived.transferred_tokens + ready.end - ready.begin,
+            transferred_bytes=self.arrived.transferred_bytes + ready.num_bytes,
+        )
 
     @property
     def is_covered_by_doubted(self) -> bool:
@@ -214,17 +215,6 @@ class Inbound:
         if doubted is None or doubted.stage is not InboundStage.COMPUTED or not self.reserved:
             return False
         return doubted.stream.imported.reach(self.held_tokens) >= self.num_tokens
-
-    def arrived(self) -> Provenance:
-        """What was brought before nobody was left to ask; the rest is computed here."""
-        return Provenance(
-            prefill_worker=self.brought_by,
-            transferred_tokens=self.transferred_tokens,
-            transferred_bytes=self.transferred_bytes,
-            borrowed_tokens=self.borrowed_tokens,
-            borrowed_bytes=self.borrowed_bytes,
-            recoveries=tuple(self.recoveries),
-        )
 
     def opening(self, backend: str, head_shards: int, max_piece_tokens: int) -> Open:
         """What P is asked to compute and send.
@@ -275,5 +265,5 @@ class Inbound:
             "held_tokens": self.held_tokens,
             "num_tokens": self.num_tokens,
             "pieces_on_the_way": len(stream.pieces) if stream else 0,
-            "recoveries": list(self.recoveries),
+            "recoveries": list(self.arrived.recoveries),
         }

@@ -1,7 +1,7 @@
 """One hand-off as P sees it: what D lacks, what was cut from it so far, and what is published.
 
-    QUEUED -> COMPUTING -> COMPUTED -> (released)
-       |___________|___________|  stream end, deadline, lease, failure, or everything delivered
+    QUEUED -> COMPUTING -> COMPUTED <-> PARKED
+       |___________|___________|__________|  stream end, deadline, lease, failure, or everything delivered: released
 
 A computed prompt whose D has no pages may be parked: it gives its pages to prompts that wait, and is computed again, without
 another token being told, when D grants credit.
@@ -27,12 +27,14 @@ class OutboundStage(Enum):
     QUEUED = "queued"  # Admit was given
     COMPUTING = "computing"  # Accepted was sent
     COMPUTED = "computed"  # Done was sent; pieces may be missing
+    PARKED = "parked"  # computed once; its pages were given to others until D has some
 
 
 _NEXT = {
     OutboundStage.QUEUED: frozenset({OutboundStage.COMPUTING}),
     OutboundStage.COMPUTING: frozenset({OutboundStage.COMPUTED}),
-    OutboundStage.COMPUTED: frozenset(),
+    OutboundStage.COMPUTED: frozenset({OutboundStage.PARKED}),
+    OutboundStage.PARKED: frozenset({OutboundStage.COMPUTED}),
 }
 
 
@@ -65,7 +67,6 @@ class Outbound:
     pieces: dict[str, OutgoingPiece] = field(default_factory=dict)
     num_cut: int = 0
     num_failures: int = 0
-    is_parked: bool = False  # computed once; its pages were given to others until D has some
 
     def move(self, stage: OutboundStage) -> None:
         """Change stage; anything the table does not list is our bug."""
@@ -116,12 +117,12 @@ class Outbound:
     @property
     def is_parkable(self) -> bool:
         """D has its token, and no pages for its KV."""
-        return self.stage is OutboundStage.COMPUTED and self.credit_bytes == 0 and not self.is_parked
+        return self.stage is OutboundStage.COMPUTED and self.credit_bytes == 0
 
     def park(self) -> None:
         """Its KV is gone. Nothing of it was cut: that takes credit."""
         assert self.is_parkable, f"hand-off {self.handoff} cannot be parked: {self.summary()}"
-        self.is_parked = True
+        self.move(OutboundStage.PARKED)
         self.computed = 0
 
     @property
@@ -136,7 +137,7 @@ class Outbound:
     def summary(self) -> dict[str, Any]:
         """JSON-able state."""
         return {
-            "stage": "parked" if self.is_parked else self.stage.value,
+            "stage": self.stage.value,
             "held_tokens": self.held_tokens,
             "computed_tokens": self.computed,
             "cut_tokens": self.cut,

@@ -13,7 +13,7 @@ What is published when is `ExportQueue`'s part.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -160,15 +160,12 @@ class PrefillSide:
         record.computed = max(record.computed, record.total)
         return [done, *self._exports.pump(record), *self._release_delivered(record)]
 
-    def on_pages_gone(self, engine_request_id: str) -> None:
-        """The engine gave the request up, `on_failed_request` follows: room that others leave meanwhile is not for it."""
-        if record := self._by_request.get(engine_request_id):
+    def on_failed_requests(self, errors: Mapping[str, RequestError]) -> list[PrefillAction]:
+        """The engine gave these up, and their pages: what one of them leaves of the buffer is for none of the others."""
+        records = [self._by_request[engine_request_id] for engine_request_id in errors]
+        for record in records:
             self._exports.withdraw(record)
-
-    def on_failed_request(self, engine_request_id: str, error: RequestError) -> list[PrefillAction]:
-        """The engine gave the request up."""
-        record = self._by_request.get(engine_request_id)
-        return self._late() if record is None else self._refuse(record, error)
+        return [action for record in records for action in self._refuse(record, errors[record.engine_request_id])]
 
     # --- the transfer
 
@@ -250,9 +247,9 @@ class PrefillSide:
         return actions + self._exports.pump(record)
 
     def _unpark(self, record: Outbound) -> list[PrefillAction]:
-        if not record.is_parked:
+        if record.stage is not OutboundStage.PARKED:
             return []
-        record.is_parked = False
+        record.move(OutboundStage.COMPUTED)
         return [act.Unpark(record.engine_request_id)]
 
     def _release_delivered(self, record: Outbound) -> list[PrefillAction]:

@@ -173,5 +173,5 @@ class Recovery:
         if self._config.local_prefill is not LocalPrefill.NEVER:
             note = record.note("local_prefill", peer, cause)
             self._forget(request_id)
-            return [note, act.ComputeLocally(request_id, record.held_tokens, record.arrived())]
+            return [note, act.ComputeLocally(request_id, record.held_tokens, record.arrived)]
         return self.fail(record, record.ladder.verdict or record.lost(peer, cause))

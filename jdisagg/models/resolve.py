@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -63,7 +64,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ConfigError naming the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not readable as JSON: {error}", field="model") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: holds {type(value).__name__}, wanted a JSON object", field="model")
@@ -84,16 +85,21 @@ def _configured_eos(directory: Path) -> tuple[int, ...]:
     for file, values in (("generation_config.json", _generation(directory)), ("config.json", read_config(directory))):
         if (value := values.get("eos_token_id")) is not None:
             ids = value if isinstance(value, list) else [value]
-            if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            if not all(isinstance(i, int) and not isinstance(i, bool) and i < 2**31 for i in ids):
                 raise ConfigError(f"{file}: eos_token_id is {value!r}, wanted a token id or a list of them", field="model")
             return tuple(i for i in ids if i >= 0)  # -1 is some models' way to say none
     return ()
 
 
 def generation_defaults(directory: Path) -> dict[str, float]:
-    """Sampling parameters that the model's authors recommend (generation_config.json), for requests that name none."""
+    """Sampling parameters that the model's authors recommend (generation_config.json), for requests that name none.
+    Raises ConfigError for what is no number; in what range one must be is the edge's to say."""
     values = _generation(directory)
-    return {key: values[key] for key in SAMPLING_KEYS if isinstance(values.get(key), int | float)}
+    found = {key: values[key] for key in SAMPLING_KEYS if values.get(key) is not None}
+    for key, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"generation_config.json: {key} is {value!r}, wanted a number", field="model")
+    return found
 
 
 def _generation(directory: Path) -> Mapping[str, Any]:

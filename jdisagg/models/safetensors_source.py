@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jdisagg.core.errors import ConfigError
@@ -19,6 +20,7 @@ from jdisagg.models.sharding import param_sharding
 from jdisagg.models.spec import ModelSpec
 
 SLAB_ELEMENTS = 2**20  # read unit: 2 or 4 MiB
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -26,6 +28,8 @@ def load_safetensors(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -
     """The parameter dict as `dtype`, on its devices. Raises ConfigError naming tensor, file, and what was wanted and got."""
     files = tensor_files(directory)
     _check_names(directory, spec, files)
+    if spec.tied and OUTPUT in files:
+        _check_tied(files)
 
     def make(_: ParamPath, declared: Declared) -> jax.Array:
         file, stored = files[declared.name], _stored_shape(declared)
@@ -52,11 +56,31 @@ def _check_names(directory: Path, spec: ModelSpec, files: Mapping[str, Path]) ->
         raise ConfigError(f"{directory}: {len(missing)} tensors are missing, first {missing[0]}", field="model")
     extra = sorted(name for name in files.keys() - wanted if not name.endswith(DERIVED))
     if spec.tied:
-        extra = [name for name in extra if name != "lm_head.weight"]
+        extra = [name for name in extra if name != OUTPUT]
     if extra:
         raise ConfigError(
             f"{files[extra[0]]}: {len(extra)} tensors that {spec.architecture} does not have, first {extra[0]}; "
             "is config.json of the same checkpoint?",
+            field="model",
+        )
+
+
+def _check_tied(files: Mapping[str, Path]) -> None:
+    """A copy of the embedding does no harm; another matrix is what the model was trained with, whatever config.json says."""
+    with opened(files[EMBEDDING]) as handle:
+        shape = tuple(handle.get_slice(EMBEDDING).get_shape())
+    with opened(files[OUTPUT]) as handle:
+        same = tuple(handle.get_slice(OUTPUT).get_shape()) == shape
+    rows = max(1, SLAB_ELEMENTS // math.prod(shape[1:]))
+    for slab in slabs(shape, (rows, *shape[1:])) if same else ():
+        with opened(files[EMBEDDING]) as embedding, opened(files[OUTPUT]) as output:
+            same = np.array_equal(embedding.get_slice(EMBEDDING)[slab], output.get_slice(OUTPUT)[slab])
+        if not same:
+            break
+    if not same:
+        raise ConfigError(
+            f"{files[OUTPUT]}: {OUTPUT} is not the embedding, which by tie_word_embeddings in config.json it is; "
+            "write false there, or remove the tensor",
             field="model",
         )
 

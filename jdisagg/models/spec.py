@@ -136,10 +136,9 @@ def _windows(config: Mapping[str, Any], architecture: str) -> tuple[int | None, 
         window = None
     if window is None:
         return (None,) * num_layers
-    window = _positive(config, "sliding_window")
-    if architecture == "MistralForCausalLM":
+    window, types = _positive(config, "sliding_window"), config.get("layer_types")
+    if architecture == "MistralForCausalLM" and types is None:  # with them it is a Ministral, which transformers tells so, too
         return (window,) * num_layers
-    types = config.get("layer_types")
     if types is None:
         first = config.get("max_window_layers", 28)
         if not isinstance(first, int):

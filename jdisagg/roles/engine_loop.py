@@ -154,7 +154,7 @@ class EngineLoop:
                 raise Unavailable(f"{taken}; use a new id, or ask again when it has ended")
             self._side.admit(request, now_s)
         except RequestError as error:
-            self._metrics.requests_finished.labels(reason="refused").inc()
+            self._metrics.requests.finished.labels(reason="refused").inc()
             message.sink([_failure(request.request_id, request.attempt, error)])
             return
         timeline = Timeline(self._metrics, request, now_s, self._slow_request_s)
@@ -176,7 +176,7 @@ class EngineLoop:
             if output.finish is not None:
                 self._side.forget(output.request_id)
             if isinstance(output.error, NumericalError):
-                self._metrics.nan_requests.inc()
+                self._metrics.engine.nan_requests.inc()
         named = [self._named(output) for output in outputs]
         self._streams.deliver(named, now_s)
 

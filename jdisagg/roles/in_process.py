@@ -50,6 +50,10 @@ class InProcessPeers:
         """It lives and dies with this process."""
         return False
 
+    def refuses(self, peer: str) -> bool:
+        """Both were made for each other."""
+        return False
+
     def failures(self) -> dict[str, str]:
         """Never any."""
         return {self.ADDRESS: ""}

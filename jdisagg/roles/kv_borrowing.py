@@ -159,8 +159,8 @@ class KVBorrowing:
     def _end(self, borrowed: Borrowed) -> None:
         tally = self._tallies[borrowed.engine_request_id]
         tally.num_tokens, tally.num_bytes = borrowed.num_tokens, borrowed.num_bytes
-        self._metrics.borrowings.labels(outcome=borrowed.outcome.value).inc()
-        self._metrics.borrowed_tokens.inc(borrowed.num_tokens)
+        self._metrics.transfer.borrowings.labels(outcome=borrowed.outcome.value).inc()
+        self._metrics.transfer.borrowed_tokens.inc(borrowed.num_tokens)
         if borrowed.outcome is not Outcome.COMPLETE:
             where = f"request {borrowed.handoff.request_id}: borrowing {borrowed.outcome.value}"
             log.warning("%s after %d tokens: %s; the rest is computed here", where, borrowed.num_tokens, borrowed.cause)

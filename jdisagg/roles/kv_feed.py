@@ -31,5 +31,5 @@ class KVEventFeed:
             return
         self._sequence += 1
         for event in events:
-            self._metrics.kv_events.labels(kind=type(event).__name__.lower()).inc()
+            self._metrics.cache.events.labels(kind=type(event).__name__.lower()).inc()
         self._sink(Batch(self._sequence, self._clock(), events))

@@ -43,7 +43,7 @@ class KVLending:
         self._runner = runner
         self._publisher = publisher
         self._metrics = metrics
-        self._published_bytes, self._leases = GaugeShare(metrics.published_bytes), GaugeShare(metrics.leases)
+        self._published_bytes, self._leases = GaugeShare(metrics.transfer.published_bytes), GaugeShare(metrics.transfer.leases)
 
     # --- streams
 
@@ -68,7 +68,7 @@ class KVLending:
         """A transfer thread is through with a piece."""
         if isinstance(event, Published):
             return self._execute(self._lender.on_published(event.handoff, event.ready, now_s))
-        self._metrics.transfer_failures.labels(backend=self._publisher.name, reason="publish").inc()
+        self._metrics.transfer.failures.labels(backend=self._publisher.name, reason="publish").inc()
         log.warning("request %s: publishing lent KV failed: %s", event.handoff.request_id, event.reason)
         return self._execute(self._lender.on_publish_failed(event.handoff, event.key, event.reason))
 

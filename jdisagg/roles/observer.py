@@ -30,8 +30,8 @@ class TickObserver:
         self._kv_feed = kv_feed
         self._pending_age = 0  # ticks
         self._seen = replace(scheduler.stats)
-        self._requests = {state: GaugeShare(metrics.requests.labels(state=state)) for state in scheduler.counts()}
-        self._free_pages, self._used_pages = GaugeShare(metrics.kv_pages_free), GaugeShare(metrics.kv_pages_used)
+        self._requests = {state: GaugeShare(metrics.requests.live.labels(state=state)) for state in scheduler.counts()}
+        self._free_pages, self._used_pages = GaugeShare(metrics.cache.pages_free), GaugeShare(metrics.cache.pages_used)
 
     def observe(self, turn: Turn, num_unfinished: int) -> None:
         """After a tick; `num_unfinished`: requests of clients and of other workers."""
@@ -51,9 +51,9 @@ class TickObserver:
             pending_prefill_tokens=self._pending(counts) if self._role == Role.PREFILL.value else 0,
         )
         if turn.plan is not None:
-            metrics.step_seconds.labels(phase=_phase(turn.plan)).observe(turn.host_s + turn.waited_s)
+            metrics.engine.step_seconds.labels(phase=_phase(turn.plan)).observe(turn.host_s + turn.waited_s)
             if turn.plan.decode:
-                metrics.dispatched_decode_steps.inc(turn.plan.num_steps)
+                metrics.engine.dispatched_decode_steps.inc(turn.plan.num_steps)
             self._count()
         if self._kv_feed is not None:
             self._kv_feed.publish()
@@ -67,14 +67,14 @@ class TickObserver:
 
     def _count(self) -> None:
         now, seen, metrics = self._scheduler.stats, self._seen, self._metrics
-        metrics.prefill_tokens.labels(role=self._role).inc(now.prefill_tokens - seen.prefill_tokens)
-        metrics.prefix_cache_hit_tokens.inc(now.prefix_hit_tokens - seen.prefix_hit_tokens)
-        metrics.prefix_cache_query_tokens.inc(now.prefix_query_tokens - seen.prefix_query_tokens)
-        metrics.forks.inc(now.forks - seen.forks)
-        metrics.host_kv_tokens.labels(direction="out").inc(now.offloaded_tokens - seen.offloaded_tokens)
-        metrics.host_kv_tokens.labels(direction="in").inc(now.restored_tokens - seen.restored_tokens)
-        metrics.preemptions.inc(now.preemptions - seen.preemptions)
-        metrics.retractions.inc(now.retractions - seen.retractions)
+        metrics.engine.prefill_tokens.labels(role=self._role).inc(now.prefill_tokens - seen.prefill_tokens)
+        metrics.cache.hit_tokens.inc(now.prefix_hit_tokens - seen.prefix_hit_tokens)
+        metrics.cache.query_tokens.inc(now.prefix_query_tokens - seen.prefix_query_tokens)
+        metrics.cache.forks.inc(now.forks - seen.forks)
+        metrics.cache.host_tokens.labels(direction="out").inc(now.offloaded_tokens - seen.offloaded_tokens)
+        metrics.cache.host_tokens.labels(direction="in").inc(now.restored_tokens - seen.restored_tokens)
+        metrics.engine.preemptions.inc(now.preemptions - seen.preemptions)
+        metrics.engine.retractions.inc(now.retractions - seen.retractions)
         self._seen = replace(now)
 
 

@@ -30,6 +30,7 @@ class PeerChoice:
     def of(self, request: EngineRequest) -> tuple[str, ...]:
         """Prefill workers to ask, the best first."""
         peers = request.prefill_peers or self._known_peers()
-        answering = tuple(peer for peer in peers if not self._peers.is_down(peer))
+        there = [peer for peer in peers if not self._peers.is_down(peer)]
+        answering = tuple(sorted(there, key=self._peers.refuses))  # an idle one of another kind is the first choice of routers
         never = self._policy is LocalPrefill.NEVER
         return answering or (peers if never else ())  # with nothing to fall back on, asking is better than failing

@@ -57,6 +57,10 @@ class PeerClient(Protocol):
         """The peer is asked again and again by itself, and did not answer last time: no request need find that out."""
         ...
 
+    def refuses(self, peer: str) -> bool:
+        """The peer is there, and when it was spoken to last, it did not pair with this worker: others are asked first."""
+        ...
+
     def failures(self) -> dict[str, str]:
         """Peers spoken to, and why each cannot be used; "" = it can."""
         ...

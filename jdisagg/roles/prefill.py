@@ -61,7 +61,7 @@ class PrefillRole:
         self._publishers = publishers
         self._receivers: dict[HandoffId, tuple[str, int]] = {}  # of open hand-offs: peer, parts it splits heads into
         self._metrics = metrics
-        self._published_bytes, self._leases = GaugeShare(metrics.published_bytes), GaugeShare(metrics.leases)
+        self._published_bytes, self._leases = GaugeShare(metrics.transfer.published_bytes), GaugeShare(metrics.transfer.leases)
         self._worker = worker
         self._slow_request_s = slow_request_s
         self._borrowing = borrowing
@@ -97,7 +97,7 @@ class PrefillRole:
             case Published(handoff=handoff, ready=ready):
                 self._execute(self._handoffs.on_published(handoff, ready, now_s), now_s)
             case PublishFailed(handoff=handoff, key=key, reason=reason, backend=backend):
-                self._metrics.transfer_failures.labels(backend=backend, reason="publish").inc()
+                self._metrics.transfer.failures.labels(backend=backend, reason="publish").inc()
                 self._change_backend(message)
                 self._execute(self._handoffs.on_publish_failed(handoff, key, reason, now_s), now_s)
             case _:
@@ -123,7 +123,7 @@ class PrefillRole:
         if failed.reason == "buffer_full":
             return
         if other := self._publishers.give_up(failed.handoff, failed.backend):
-            self._metrics.recoveries.labels(rung="other_backend").inc()
+            self._metrics.fleet.recoveries.labels(rung="other_backend").inc()
             log.warning(
                 "request %s: recovering by other_backend; stage publishing [%d, %d) over %s: %s; going on over %s",
                 *(failed.handoff.request_id, failed.begin, failed.end, failed.backend, failed.reason, other),
@@ -158,10 +158,9 @@ class PrefillRole:
                 self._execute(self._handoffs.on_parked(parked), now_s)
 
     def after_step(self, plan: Plan | None, outputs: list[Output], now_s: float) -> list[Output]:
-        """Publish what the dispatched chunks made, and answer first tokens."""
-        for output in outputs:
-            if output.error is not None:
-                self._handoffs.on_pages_gone(output.request_id)
+        """Publish what the dispatched chunks made, and answer first tokens; failures come first, their pages are gone."""
+        failed = {o.request_id: o.error for o in outputs if o.error is not None and self._handoffs.owns(o.request_id)}
+        self._execute(self._handoffs.on_failed_requests(failed), now_s)
         if self._borrowing is not None:
             self._execute(self._borrowing.planned(plan, now_s), now_s)
         if plan is not None:
@@ -174,10 +173,10 @@ class PrefillRole:
                 self._execute(self._handoffs.on_computed(chunk.request_id, upto), now_s)
         own: list[Output] = []
         for output in outputs:
+            if output.request_id in failed:
+                continue
             if not self._handoffs.owns(output.request_id):
                 own.append(self._ended(output))
-            elif output.error is not None:
-                self._execute(self._handoffs.on_failed_request(output.request_id, output.error), now_s)
             else:
                 if output.token_ids and (record := self._records.get(output.request_id)):
                     record.produced(now_s)

@@ -77,14 +77,14 @@ class RequestRecord:
         self._note(Event.FINISHED, now_s)
         metrics, seconds = self._metrics, self._phases.seconds
         for phase, histogram in (
-            (Phase.QUEUE, metrics.request_queue_seconds),
-            (Phase.PREFILL, metrics.request_prefill_seconds),
-            (Phase.TRANSFER, metrics.request_transfer_seconds),
-            (Phase.DECODE, metrics.request_decode_seconds),
+            (Phase.QUEUE, metrics.requests.queue_seconds),
+            (Phase.PREFILL, metrics.requests.prefill_seconds),
+            (Phase.TRANSFER, metrics.requests.transfer_seconds),
+            (Phase.DECODE, metrics.requests.decode_seconds),
         ):
             if phase in seconds:
                 histogram.observe(seconds[phase])
-        metrics.request_seconds.observe(self._phases.total_s)
+        metrics.requests.seconds.observe(self._phases.total_s)
         level = logging.INFO if self._phases.total_s > self._slow_s else logging.DEBUG
         if log.isEnabledFor(level):
             log.log(level, "request %s%s: %s", self._request_id, self._trace_text(), self._life(reason, num_tokens))

@@ -18,9 +18,9 @@ class Recoveries:
     """Feeds `jdisagg_recoveries_total`, `jdisagg_prefill_hedges_total` and `jdisagg_peers`. Owned by the engine thread."""
 
     def __init__(self, metrics: Metrics, peers: PeerClient) -> None:
-        self._recoveries = metrics.recoveries
-        self._hedges = metrics.prefill_hedges
-        self._gauge = metrics.peers
+        self._recoveries = metrics.fleet.recoveries
+        self._hedges = metrics.fleet.hedges
+        self._gauge = metrics.fleet.peers
         self._peers = peers
         self._num_alone = 0  # prompts computed here since a prefill worker last served, as none was known to answer
 

@@ -28,9 +28,9 @@ class StageClock:
     """A stopwatch that never stops; owned by one engine thread."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
-        self._counters = {stage: metrics.tick_seconds.labels(stage=stage.value) for stage in Stage}
+        self._counters = {stage: metrics.engine.tick_seconds.labels(stage=stage.value) for stage in Stage}
         self._clock = clock
-        self._host_seconds = metrics.host_overhead_seconds
+        self._host_seconds = metrics.engine.host_overhead_seconds
         self._last_s: float | None = None
         self._host_s = 0.0  # of this tick
 

@@ -32,14 +32,14 @@ class Timeline:
             return
         self.record.produced(now_s)
         if self._last_s is None:
-            self._metrics.ttft_seconds.observe(now_s - self._arrived_s)
-            self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
+            self._metrics.requests.ttft_seconds.observe(now_s - self._arrived_s)
+            self._metrics.requests.prompt_tokens.inc(self._num_prompt_tokens)
         else:
             for _ in range(num_tokens):
-                self._metrics.itl_seconds.observe((now_s - self._last_s) / num_tokens)
+                self._metrics.requests.itl_seconds.observe((now_s - self._last_s) / num_tokens)
         self._last_s = now_s
         self._num_tokens += num_tokens
-        self._metrics.generated_tokens.inc(num_tokens)
+        self._metrics.requests.generated_tokens.inc(num_tokens)
 
     def delivered(self, output: Output, now_s: float) -> None:
         """`output` is on its way to the client; a gap that a replay fills is one gap, as the client feels it."""
@@ -71,5 +71,5 @@ class Timeline:
         self._end(FinishReason.STOP.value, "stop string", now_s)
 
     def _end(self, reason: str, text: str, now_s: float) -> None:
-        self._metrics.requests_finished.labels(reason=reason).inc()
+        self._metrics.requests.finished.labels(reason=reason).inc()
         self.record.ended(text, self._num_tokens, now_s)

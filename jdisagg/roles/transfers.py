@@ -14,9 +14,9 @@ class Transfers:
     """Feeds `jdisagg_transfer_*` of a worker that fetches. Owned by its engine thread."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._seconds = metrics.transfer_seconds
-        self._bytes = metrics.transfer_bytes
-        self._failures = metrics.transfer_failures
+        self._seconds = metrics.transfer.seconds
+        self._bytes = metrics.transfer.bytes
+        self._failures = metrics.transfer.failures
 
     def arrived(self, event: PieceArrived) -> None:
         """A piece is on the device."""
@@ -37,7 +37,7 @@ class HiddenTransfers:
     `jdisagg_transfer_hidden_seconds_total`."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._hidden_seconds = metrics.transfer_hidden_seconds
+        self._hidden_seconds = metrics.transfer.hidden_seconds
         self._computed_s: dict[str, float] = {}
 
     def computed(self, request_id: str, now_s: float) -> None:

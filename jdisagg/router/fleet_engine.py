@@ -66,9 +66,9 @@ class FleetEngine:
         )
         self._metrics = metrics
         for role in Role:
-            metrics.workers.labels(role=role.value).set_function(partial(self.workers.fleet.count, role))
+            metrics.fleet.workers.labels(role=role.value).set_function(partial(self.workers.fleet.count, role))
         for state in ("running", "waiting"):
-            metrics.requests.labels(state=state).set_function(partial(self._count, running=state == "running"))
+            metrics.requests.live.labels(state=state).set_function(partial(self._count, running=state == "running"))
         self._card = card
         self._flights: dict[str, Flight] = {}
         self._attempts = Attempts()
@@ -94,6 +94,16 @@ class FleetEngine:
         if self._card is None:
             raise Unavailable("no worker has registered with this router yet; start one with --router pointing here")
         return self._card
+
+    async def first_card(self, deadline_s: float) -> ModelCard:
+        """`card`; where no worker has registered yet, as right after a restart of this router, waits for one, as long as a new
+        request waits for a worker. Raises Unavailable."""
+        until_s = min(deadline_s, monotonic() + self._recovery.place_wait_s)
+        while self._card is None and self.workers.fleet.longest() is None and not self._draining:
+            if (left_s := until_s - monotonic()) <= 0:
+                break
+            await self.workers.changed(min(0.25, left_s))
+        return self.card
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
         """Yield the request's outputs until one has `finish`; see TokenEngine."""
@@ -191,6 +201,8 @@ class FleetEngine:
         if isinstance(event, Output):
             if isinstance(event.error, _RECOVERABLE):
                 event = Lost(event.error, death=False)
+            elif doubt := flight.doubt(event):
+                event = Lost(HandoffLost(doubt), death=False)
             elif not self._placement.may_speak(flight, event):
                 event = Lost(Unavailable("other choices of this request are answered by other weights"), death=False)
             else:

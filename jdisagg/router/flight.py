@@ -79,6 +79,19 @@ class Flight:
         while not self.events.empty():
             self.events.get_nowait()
 
+    def doubt(self, output: Output) -> str:
+        """Why `output` is no answer to this attempt, and is not delivered; empty = it may be one."""
+        assert self.entry is not None  # an attempt's outputs come from its worker
+        member, room = self.entry.member, self.request.remaining_tokens - self.num_delivered
+        odd = [token_id for token_id in output.token_ids if not 0 <= token_id < member.vocab_size]
+        if odd:
+            what = f"token {odd[0]}, wanted one of [0, {member.vocab_size})"
+        elif len(output.token_ids) > room:
+            what = f"{len(output.token_ids)} tokens, wanted {room} at most"
+        else:
+            return ""
+        return f"worker {member.worker} sent {what}; take it, or the prefill worker that it names, out of the fleet"
+
     def accept(self, output: Output) -> Output:
         """Note what is delivered; returns it as the client should see it: one attempt, nothing twice."""
         self._delivered.extend(output.token_ids)

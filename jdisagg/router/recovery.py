@@ -50,6 +50,11 @@ class Recovery:
         """Keys under quarantine."""
         return len(self._quarantine)
 
+    @property
+    def place_wait_s(self) -> float:
+        """The longest that a new request waits for a worker."""
+        return min(self._worker_wait_s, self._config.place_wait_s)
+
     def admit(self, request: EngineRequest, now_s: float) -> None:
         """A new request. Raises HandoffLost while it is quarantined."""
         self._quarantine.check(request, now_s)
@@ -75,7 +80,7 @@ class Recovery:
             log.log(level, "request %s: not replayed; stage %s%s: %s", *told)
             raise
         if not (is_full and flight.is_untouched):  # else a full worker passed it on: overload, not recovery
-            self._metrics.recoveries.labels(rung="replay").inc()
+            self._metrics.fleet.recoveries.labels(rung="replay").inc()
         log.log(level, "request %s: recovering by replay; stage %s%s: %s; attempt %d", *told, flight.attempt + 1)
         flight.replay()
         return 0.0 if lost.death or not alone else min(FIRST_PAUSE_S * 2**flight.setbacks.refusals, LONGEST_PAUSE_S)
@@ -86,7 +91,7 @@ class Recovery:
         late to be placed."""
         request_id, longest_s = flight.request.request_id, self._worker_wait_s
         if flight.attempt == flight.request.attempt:
-            longest_s = min(longest_s, self._config.place_wait_s)
+            longest_s = self.place_wait_s
         if not late and waited_s < longest_s:
             return
         missing = f" ({lacks})" if lacks else ""
@@ -125,7 +130,7 @@ class Recovery:
         refused = not lost.death and flight.is_untouched and isinstance(error, Overloaded | Unavailable)
         if refused or self._budget.take(num_live, now_s):
             return  # a worker that is full or drains did nothing for it: moving on costs nothing
-        self._metrics.replays_refused.inc()
+        self._metrics.fleet.replays_refused.inc()
         raise Unavailable(
             f"request {request_id}: {error.message}; not replayed: this router has spent its replay budget of "
             f"{self._config.budget_floor} + {num_live} live requests a minute ({WINDOW_S:.0f} s); "

@@ -26,18 +26,12 @@ class Admission:
     def take_memory(self, sequence: Sequence, promised: int) -> bool:
         """Reserve pages of all tokens known so far; the gate also keeps room for the start of the output."""
         pages, holding = self._table.pages, sequence.holding
-        total = pages.pages_for(self.gate_tokens(sequence))
+        hits, total = self._hits(sequence), pages.pages_for(self.gate_tokens(sequence))
+        if self._cost(sequence, hits, total) > pages.num_free - promised:
+            return False
         if sequence.wait.host_tokens:
-            if total > pages.num_free - promised:
-                return False
             sequence.continue_from(sequence.wait.host_tokens)
-        elif sequence.status is Status.PREALLOC:
-            if total - len(holding.pages) > pages.num_free - promised:
-                return False
-        else:
-            hits = self.find_prefix(sequence)
-            if pages.cost(hits, total) > pages.num_free - promised:
-                return False
+        elif sequence.status is not Status.PREALLOC:
             pages.pin(holding, hits)
             self._skip_computed(sequence, len(hits) * pages.page_size)
         grown = pages.grow(holding, pages.pages_for(sequence.num_known))
@@ -61,19 +55,50 @@ class Admission:
         child.told.cached_tokens = child.num_computed
         return True
 
-    def gate_tokens(self, sequence: Sequence) -> int:
-        """Tokens for which there must be room before this sequence gets any memory."""
+    def gate_tokens(self, sequence: Sequence, num_coming: int = 0) -> int:
+        """Tokens for which there must be room before this sequence gets any memory, once `num_coming` more are known."""
         if self._reserved_decode_tokens is None:
             return sequence.target
+        num_known = sequence.num_known + num_coming
         least = MIN_ROOM if sequence.wait.was_preempted else 0
-        more = min(sequence.max_len - sequence.num_known, max(least, self._reserved_decode_tokens))
-        return max(sequence.num_known, sequence.num_known + more - 1)
+        more = min(sequence.max_len - num_known, max(least, self._reserved_decode_tokens))
+        return max(num_known, num_known + more - 1)
+
+    def lift_pins(self) -> None:
+        """Nobody waits for memory that only pins take up whose owners cannot go on either."""
+        while (sequence := self.pin_in_the_way()) is not None:
+            self._table.unpin(sequence)
+
+    def pin_in_the_way(self) -> Sequence | None:
+        """Who is to give up its pins, since nobody holds memory and whoever could take it finds too little beside them: the
+        last of those whose peers have not begun, which may take long."""
+        queues, pages = self._table.queues, self._table.pages
+        if self._table.someone_holds_memory:
+            return None
+        prealloc = list(queues[Status.PREALLOC])
+        pinned = [s for s in prealloc if s.holding.pages and not s.wait.is_open]
+        local, remote = queues[Status.WAITING].at(0), next((s for s in prealloc if s.wait.is_open), None)
+        candidates = [s for s in (local, remote) if s is not None]
+        if not (pinned and candidates):
+            return None
+        first = min(candidates, key=lambda s: s.order)
+        total = pages.pages_for(self.gate_tokens(first))
+        return pinned[-1] if self._cost(first, self._hits(first), total) > pages.num_free else None
 
     def find_prefix(self, sequence: Sequence) -> tuple[int, ...]:
         """At least one token stays to be computed, for its logits; prompt log-probabilities need every position computed."""
         if sequence.wants_prompt_logprobs:
             return ()
         return self._table.pages.find(sequence, sequence.target - 1)
+
+    def _hits(self, sequence: Sequence) -> tuple[int, ...]:
+        """Pages it would take over: one that fetches has pinned them, one whose KV is on the host has it all."""
+        is_here = sequence.status is Status.PREALLOC or sequence.wait.host_tokens
+        return () if is_here else self.find_prefix(sequence)
+
+    def _cost(self, sequence: Sequence, hits: tuple[int, ...], total: int) -> int:
+        """Free pages that a sequence without memory needs to have `total`."""
+        return self._table.pages.cost(hits, total) - len(sequence.holding.pages)
 
     def _skip_computed(self, sequence: Sequence, num_tokens: int) -> None:
         sequence.num_computed = sequence.num_scheduled = num_tokens
@@ -110,5 +135,14 @@ class Admission:
         waiting = [*table.queues[Status.PREALLOC], *table.queues[Status.WAITING], sequence]
         pinned = num_hits + sum(len(s.holding.pages) for s in waiting)
         own = {id(sequence): num_hits}
-        largest = max(pages.pages_for(self.gate_tokens(s)) - own.get(id(s), len(s.holding.pages)) for s in waiting)
+        needed = [self.gate_tokens(s, num_coming=_is_first_coming(s)) for s in waiting]
+        largest = max(
+            pages.pages_for(num) - own.get(id(s), len(s.holding.pages)) for num, s in zip(needed, waiting, strict=True)
+        )
         return pinned + largest <= pages.num_usable
+
+
+def _is_first_coming(sequence: Sequence) -> bool:
+    """Its peer may tell its first token before there is memory here, and that is not its last one."""
+    has_none = sequence.status is Status.PREALLOC and sequence.num_known == sequence.target
+    return has_none and sequence.max_len > sequence.num_known + 1

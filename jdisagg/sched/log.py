@@ -137,7 +137,8 @@ class LoggedScheduler(Scheduler):
 
     def take_retracted(self) -> list[EngineRequest]:
         """As Scheduler.take_retracted."""
-        return self._call("take_retracted", super().take_retracted, quiet=not self._table.retracted)
+        quiet = not self._table.retracted and self._admission.pin_in_the_way() is None
+        return self._call("take_retracted", super().take_retracted, quiet=quiet)
 
     def remote_first_token(self, request_id: str, first: Output, now_s: float) -> Output:
         """As Scheduler.remote_first_token."""

@@ -189,7 +189,8 @@ class Scheduler:
         ]
 
     def take_retracted(self) -> list[EngineRequest]:
-        """Sequences that lost their KV since the last call and are back in PREALLOC: open their hand-off again with these."""
+        """Sequences that lost their KV since the last call and are in PREALLOC: open their hand-off again with these."""
+        self._admission.lift_pins()
         taken, self._table.retracted = self._table.retracted, []
         return [s.resumed_request() for s in taken if s.status is Status.PREALLOC]
 

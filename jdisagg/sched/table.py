@@ -113,6 +113,11 @@ class SequenceTable:
         self._strip(sequence)
         self.move(sequence, Status.WAITING)
 
+    def unpin(self, sequence: Sequence) -> None:
+        """A remote sequence that waits for its peer gives up what was found for it, and asks anew for all of its KV."""
+        self._strip(sequence)
+        self._ask_anew(sequence)
+
     def vacate(self, sequence: Sequence) -> None:
         """Give its slot back, when it has one."""
         if sequence.slot is not None:

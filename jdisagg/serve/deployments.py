@@ -85,7 +85,7 @@ class Deployment:
     def count_compiles(self) -> None:
         """Bring `compiles_after_ready_total` up to date; called at every scrape."""
         count = self._compiles.count
-        self._core.metrics.compiles_after_ready.inc(count - self._counted_compiles)
+        self._core.metrics.engine.compiles_after_ready.inc(count - self._counted_compiles)
         self._counted_compiles = count
 
     def not_ready_reason(self) -> str:

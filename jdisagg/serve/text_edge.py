@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from jdisagg.api.edge import Edge
+from jdisagg.api.intake import check_ranges
 from jdisagg.api.token_engine import TokenEngine
 from jdisagg.core.config import ServerConfig
+from jdisagg.core.errors import ConfigError, InvalidRequest
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import SamplingParams
 from jdisagg.models.resolve import generation_defaults
@@ -24,7 +26,7 @@ class TextModel:
 
 
 def read_text_model(directory: Path) -> TextModel:
-    """Raises ConfigError when `directory` holds no usable tokenizer."""
+    """Raises ConfigError when `directory` holds no usable tokenizer, or recommends sampling parameters that are none."""
     return TextModel(tokenizer=Tokenizer.from_directory(directory), defaults=sampling_defaults(directory))
 
 
@@ -34,8 +36,14 @@ def make_edge(engine: TokenEngine, text: TextModel, server: ServerConfig, metric
 
 
 def sampling_defaults(directory: Path) -> SamplingParams:
-    """What a request that names no sampling parameters gets: the model's own recommendation. A top_k of 0 or -1 means none."""
+    """What a request that names no sampling parameters gets: the model's own recommendation. A top_k of 0 or -1 means none.
+    Raises ConfigError for what no request may ask for: clients that leave it out would be told that they sent it."""
     values: dict[str, Any] = dict(generation_defaults(directory))
     if "top_k" in values:
         values["top_k"] = int(values["top_k"]) if values["top_k"] > 0 else None
-    return SamplingParams(**values)
+    defaults = SamplingParams(**values)
+    try:
+        check_ranges(defaults)
+    except InvalidRequest as error:
+        raise ConfigError(f"{directory / 'generation_config.json'}: {error.message}; change it there", field="model") from error
+    return defaults

@@ -21,7 +21,8 @@ from jdisagg.transfer.target import PieceError
 
 log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
-IDLE_S = 10.0  # without a job: a peer's thread ends. Peers that restart come back under new addresses; to begin anew costs 2 ms
+IDLE_S = 10.0  # without a piece: a peer's thread ends, and its transfer server. Peers that restart come back under new
+# addresses; to begin anew costs 2 ms
 MAX_LANES = 64  # of a fetcher; the longest unused ones end beyond it, once they are through
 
 

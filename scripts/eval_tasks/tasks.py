@@ -16,6 +16,7 @@ from jdisagg.text.stops import StopStrings
 from jdisagg.text.tokenizer import Tokenizer
 
 WINDOW, STRIDE = 1024, 512  # tokens of perplexity windows; every token but a text's first sees at least WINDOW - STRIDE
+_TEXTS = {"choice": ("context",), "generate": ("prompt", "expected", "contains"), "perplexity": ("text",)}  # by kind
 Example = dict[str, Any]
 Answers = dict[str, dict[str, Any]]  # probe name -> choice
 Scores = dict[str, float]
@@ -91,12 +92,13 @@ class Generate:
 
     def probes(self, example: Example, tokenizer: Tokenizer) -> list[Probe]:
         """One."""
+        stop = example.get("stop") or ()
         return [
             Probe(
                 name=example["id"],
                 token_ids=tuple(tokenizer.encode(example["prompt"])),
                 max_tokens=example.get("max_tokens", 32),
-                stop=tuple(example.get("stop", ())),
+                stop=(stop,) if isinstance(stop, str) else tuple(stop),
             )
         ]
 
@@ -174,9 +176,27 @@ def _read_example(number: int, raw: bytes, kind: str) -> Example:
     missing = [name for name in TASKS[kind].required if name not in example]
     if missing:
         raise ValueError(f"a {kind} example needs {', '.join(missing)}; it has {', '.join(example)}")
+    for name in _TEXTS[kind]:
+        _check_text(name, example.get(name), optional=name not in TASKS[kind].required)
     if kind == "choice":
         _check_choices(example["choices"], example["answer"])
+    if kind == "generate":
+        _check_limits(example.get("max_tokens", 32), example.get("stop"))
     return example
+
+
+def _check_text(name: str, value: Any, *, optional: bool) -> None:
+    if not isinstance(value, str) and not (optional and value is None):
+        raise ValueError(f"{name} must be a text; got {value!r}")
+    (value or "").encode()  # half of a surrogate pair is a ValueError
+
+
+def _check_limits(max_tokens: Any, stop: Any) -> None:
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+        raise ValueError(f"max_tokens must be a whole number from 1 on; got {max_tokens!r}")
+    stops = stop if isinstance(stop, list) else [stop or ""]
+    if not all(isinstance(each, str) for each in stops):
+        raise ValueError(f"stop must be a text or a list of texts; got {stop!r}")
 
 
 def _check_choices(choices: Any, answer: Any) -> None:

@@ -45,12 +45,12 @@ ONE_B_LAYERS, TINY_LAYERS = 16, 2
 def run(setting: Setting, findings: Findings) -> None:
     """See Section. Both get the same prompts at once and answer greedily to the last token."""
     scale = setting.scale
-    longest = scale.batch_prompt + scale.batch_output
+    longest = scale.batch.prompt + scale.batch.output
     shape = Shape(sizes=TINY if setting.small else ONE_B, num_layers=TINY_LAYERS if setting.small else ONE_B_LAYERS)
     directory = shape.write(setting.scratch / "batch", longest)
     prompts = Prompts(31)
-    asked = [prompts.next(scale.batch_prompt) for _ in range(scale.batch_requests)]
-    findings.fact(requests=len(asked), prompt_tokens=scale.batch_prompt, output_tokens=scale.batch_output)
+    asked = [prompts.next(scale.batch.prompt) for _ in range(scale.batch.requests)]
+    findings.fact(requests=len(asked), prompt_tokens=scale.batch.prompt, output_tokens=scale.batch.output)
     theirs = _theirs(setting, directory, asked, findings)
     answers: dict[str, Any] = {}
     findings.attempt("jdisagg.batch", lambda: answers.update(asyncio.run(_ours(setting, directory, asked, theirs is None))))
@@ -73,7 +73,7 @@ def _theirs(setting: Setting, directory: Path, asked: list[list[int]], findings:
         findings.left_out(part, f"not installed: {', '.join(missing)}")
         return None
     question = setting.scratch / "batch_question.json"
-    question.write_text(json.dumps({"prompts": asked, "max_tokens": setting.scale.batch_output}))
+    question.write_text(json.dumps({"prompts": asked, "max_tokens": setting.scale.batch.output}))
     command = [sys.executable, "-m", "gpu_kit.transformers_batch", str(directory), str(question)]
     limit_s = THEIR_SHARE * setting.clock.left_s()
     with setting.log("transformers").open("wb") as log:
@@ -110,7 +110,7 @@ async def _ours(setting: Setting, directory: Path, asked: list[list[int]], dummy
     """The same file of requests through the same code as `python -m jdisagg.batch`, timed once the engine is ready."""
     scale = setting.scale
     source, output = setting.scratch / "batch.jsonl", setting.scratch / "batch_output.jsonl"
-    lines = [{"token_ids": ids, "max_tokens": scale.batch_output, "temperature": 0, "ignore_eos": True} for ids in asked]
+    lines = [{"token_ids": ids, "max_tokens": scale.batch.output, "temperature": 0, "ignore_eos": True} for ids in asked]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     batch = Batch(input=source, output=output, max_concurrency=len(asked))
     timeout = httpx.Timeout(max(5.0, setting.clock.left_s()), connect=10.0)
@@ -126,14 +126,14 @@ async def _ours(setting: Setting, directory: Path, asked: list[list[int]], dummy
     counts = [body["usage"]["completion_tokens"] for body in bodies]
     return {
         "tokens_per_s": sum(counts) / seconds,
-        "num_ok": sum(count == scale.batch_output for count in counts),
+        "num_ok": sum(count == scale.batch.output for count in counts),
         "texts": [body["choices"][0]["text"] for body in bodies],
     }
 
 
 def _config(setting: Setting, directory: Path, dummy: bool) -> Config:
-    scale, longest = setting.scale, setting.scale.batch_prompt + setting.scale.batch_output
-    pages = (len_pages := -(-longest // 16)) * scale.batch_requests + len_pages
+    scale, longest = setting.scale, setting.scale.batch.prompt + setting.scale.batch.output
+    pages = (len_pages := -(-longest // 16)) * scale.batch.requests + len_pages
     return Config(
         role="unified",
         model=ModelConfig(
@@ -144,6 +144,6 @@ def _config(setting: Setting, directory: Path, dummy: bool) -> Config:
         ),
         cache=CacheConfig(num_pages=pages),
         scheduler=SchedulerConfig(
-            max_num_seqs=min(scale.batch_requests, 128), max_num_batched_tokens=64 if setting.small else 2048
+            max_num_seqs=min(scale.batch.requests, 128), max_num_batched_tokens=64 if setting.small else 2048
         ),
     )

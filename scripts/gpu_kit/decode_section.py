@@ -22,8 +22,8 @@ def run(setting: Setting, findings: Findings) -> None:
     scale = setting.scale
     rate = statistics.median(copy_bytes_per_s(scale.copy_bytes, repeats=scale.repeats))
     room = PAGE_SIZE * 8  # the steps of all measurements make sequences longer
-    bench = StepBench(setting, num_slots=max(scale.decode_batches), max_model_len=max(scale.decode_contexts) + room)
-    batches = {batch: bench.decode_rows(batch) for batch in scale.decode_batches}
+    bench = StepBench(setting, num_slots=max(scale.decode.batches), max_model_len=max(scale.decode.contexts) + room)
+    batches = {batch: bench.decode_rows(batch) for batch in scale.decode.batches}
     executables = bench.compiled("decode", batches, COMPILE_SHARE * setting.clock.left_s())
     findings.fact(
         copy_gb_per_s=rate / 1e9,
@@ -33,11 +33,11 @@ def run(setting: Setting, findings: Findings) -> None:
     )
     reached: float | None = None
     why = "no accelerator" if setting.small else "out of time"
-    for batch in scale.decode_batches:
+    for batch in scale.decode.batches:
         if batch not in executables:
             findings.left_out(f"batch {batch}", "not compiled in time")
             continue
-        for wanted in scale.decode_contexts:
+        for wanted in scale.decode.contexts:
             if setting.clock.left_s() < (0 if setting.small else LEAST_S):
                 findings.left_out(f"batch {batch}, context {wanted}", "out of time")
                 continue
@@ -52,10 +52,10 @@ def _measure(  # noqa: PLR0917
 ) -> float:
     """One row; the share of the roofline that was reached."""
     scale = setting.scale
-    steps = (scale.repeats + 2) * scale.decode_steps
+    steps = (scale.repeats + 2) * scale.decode.steps
     context = min(wanted, bench.num_tokens // batch - PAGE_SIZE - steps)
     bench.set_lengths(batch, context, room=steps)
-    times = bench.seconds(executable, bench.decode_rows(batch), repeats=scale.repeats, steps=scale.decode_steps)
+    times = bench.seconds(executable, bench.decode_rows(batch), repeats=scale.repeats, steps=scale.decode.steps)
     bound_s = bench.costs.decode_bytes(batch, context) / rate
     seconds = statistics.median(times)
     findings.row(

@@ -9,6 +9,24 @@ from gpu_kit.findings import Clock
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecodeScale:
+    """Decode steps."""
+
+    batches: tuple[int, ...]  # the most telling first, time may run out
+    contexts: tuple[int, ...]
+    steps: int  # of one measurement
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchScale:
+    """An offline batch: its requests, tokens of each prompt and of each answer."""
+
+    requests: int
+    prompt: int
+    output: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scale:
     """Sizes of one run. Times are medians of `repeats` runs."""
 
@@ -24,13 +42,9 @@ class Scale:
     piece_bytes: int
     moved_bytes: int  # between two processes
     gathered_tokens: int
-    decode_batches: tuple[int, ...]  # the most telling first, time may run out
-    decode_contexts: tuple[int, ...]
-    decode_steps: int  # of one measurement
+    decode: DecodeScale
     prefill_tokens: tuple[int, ...]
-    batch_requests: int
-    batch_prompt: int
-    batch_output: int
+    batch: BatchScale
 
 
 FULL = Scale(
@@ -46,13 +60,9 @@ FULL = Scale(
     piece_bytes=16 * 2**20,
     moved_bytes=2**30,
     gathered_tokens=4096,
-    decode_batches=(32, 8, 128, 1),
-    decode_contexts=(1024, 8192),
-    decode_steps=10,
+    decode=DecodeScale(batches=(32, 8, 128, 1), contexts=(1024, 8192), steps=10),
     prefill_tokens=(4096, 512, 8192, 2048),
-    batch_requests=256,
-    batch_prompt=256,
-    batch_output=128,
+    batch=BatchScale(requests=256, prompt=256, output=128),
 )
 SMALL = Scale(
     repeats=2,
@@ -67,13 +77,9 @@ SMALL = Scale(
     piece_bytes=2**20,
     moved_bytes=2**22,
     gathered_tokens=64,
-    decode_batches=(2, 1),
-    decode_contexts=(16, 48),
-    decode_steps=2,
+    decode=DecodeScale(batches=(2, 1), contexts=(16, 48), steps=2),
     prefill_tokens=(32,),
-    batch_requests=4,
-    batch_prompt=12,
-    batch_output=6,
+    batch=BatchScale(requests=4, prompt=12, output=6),
 )
 
 

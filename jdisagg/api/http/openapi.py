@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from jdisagg.api.http.tokens import MAX_CHARACTERS, MAX_TOKENS
-from jdisagg.api.intake import MAX_LOGIT_BIAS, MAX_N, MAX_SEQUENCES, MAX_STOP_LENGTH, MAX_STOP_STRINGS
+from jdisagg.api.intake import MAX_CACHE_SALT, MAX_LOGIT_BIAS, MAX_N, MAX_SEQUENCES, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
 _INTEGER, _STRING, _BOOLEAN = ({"type": kind} for kind in ("integer", "string", "boolean"))
@@ -50,7 +50,7 @@ _SHARED: dict[str, Any] = {
     "skip_special_tokens": _BOOLEAN,
     "add_special_tokens": _BOOLEAN,
     "priority": _range("integer", -_INT32_MAX - 1, _INT32_MAX),
-    "cache_salt": _STRING,
+    "cache_salt": _STRING | {"maxLength": MAX_CACHE_SALT},
     "response_format": {"type": "object", "properties": {"type": {"enum": ["text"]}}},
 }
 _COMPLETION = _SHARED | {

@@ -3,95 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import socket
-import struct
-import termios
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from jdisagg.api.http.protocol import Protocol
 from jdisagg.api.listening import BACKLOG, listen
 from jdisagg.core.errors import ConfigError
 
 _START_TIMEOUT_S = 10.0
-HEADER_TIMEOUT_S = 30.0  # from connecting, or from a request's first byte, to the end of its headers
-UNREAD_TIMEOUT_S = 60.0  # a client that takes nothing of what waits for it for so long is gone
-
-
-class _Protocol(HttpToolsProtocol):
-    """Hangs up on a client that does not finish its headers, or takes nothing of its answer: uvicorn alone would keep the
-    descriptors of both for ever."""
-
-    _header_timer: asyncio.TimerHandle | None = None
-    _reader_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._await_headers()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        self._stop_waiting_for_reader()
-        super().connection_lost(exc)
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._await_headers()
-
-    def on_headers_complete(self) -> None:
-        self._stop_waiting()
-        super().on_headers_complete()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._await_reader(_unread_bytes(self.transport))
-
-    def resume_writing(self) -> None:
-        self._stop_waiting_for_reader()
-        super().resume_writing()
-
-    def _await_reader(self, unread_bytes: int) -> None:
-        self._reader_timer = self.loop.call_later(UNREAD_TIMEOUT_S, self._reader_is_late, unread_bytes)
-
-    def _reader_is_late(self, unread_bytes: int) -> None:
-        left_bytes = _unread_bytes(self.transport)
-        if left_bytes < unread_bytes:
-            self._await_reader(left_bytes)
-        else:
-            self.transport.abort()
-
-    def _stop_waiting_for_reader(self) -> None:
-        if self._reader_timer is not None:
-            self._reader_timer.cancel()
-            self._reader_timer = None
-
-    def _await_headers(self) -> None:
-        self._stop_waiting()
-        self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._headers_are_late)
-
-    def _headers_are_late(self) -> None:
-        answering = self.cycle is not None and not self.cycle.response_complete
-        if answering:  # a pipelined request: while one waits behind the answer, nothing is read
-            self._await_headers()
-        else:
-            self.transport.close()
-
-    def _stop_waiting(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
-
-
-def _unread_bytes(transport: asyncio.WriteTransport) -> int:
-    """What waits here for the client, and in the kernel, which asks for more only when a third of its megabytes is taken."""
-    queued = b"\0" * 4
-    with suppress(OSError):  # where it cannot tell
-        queued = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
-    return transport.get_write_buffer_size() + struct.unpack("i", queued)[0]
 
 
 class _Server(uvicorn.Server):
@@ -113,7 +36,7 @@ class HttpServer:
         config = uvicorn.Config(
             app,
             loop="none",
-            http=_Protocol,
+            http=Protocol,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -46,6 +46,10 @@ class FakeEngine:
         self.had_enough: list[str] = []  # of the cancelled ones
         self.state = Health(healthy=True, ready=True)
 
+    async def first_card(self, deadline_s: float) -> ModelCard:
+        """See TokenEngine."""
+        return self.card
+
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
         """See TokenEngine."""
         if self.refusal is not None:
@@ -131,7 +135,7 @@ class Served:
 
     def ends(self) -> dict[str, float]:
         """Requests that no engine saw, by reason; a FakeEngine counts nothing."""
-        samples = [sample for family in self.metrics.requests_finished.collect() for sample in family.samples]
+        samples = [sample for family in self.metrics.requests.finished.collect() for sample in family.samples]
         return {sample.labels["reason"]: sample.value for sample in samples}
 
     async def wait_idle(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jdisagg.api.http import body, server
+from jdisagg.api.http import body, protocol
 from jdisagg.core.json_depth import MAX_DEPTH
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
@@ -260,7 +260,7 @@ def test_hopelessly_long_text_is_refused_without_tokenizing_it(tokenizer: Tokeni
 
 @pytest.mark.parametrize("sent", [b"GET /hea", b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"])
 def test_a_request_that_never_comes_whole_is_ended(tokenizer: Tokenizer, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEADER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", 0.2)
     monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.2)
 
     async def check() -> None:

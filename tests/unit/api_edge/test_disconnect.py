@@ -13,7 +13,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from jdisagg.api.http import connection, server
+from jdisagg.api.http import connection, protocol, server
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, Served, run, serving
 
@@ -132,9 +132,9 @@ def test_a_client_that_takes_nothing_of_its_answer_loses_its_connection(
     tokenizer: Tokenizer, stream: bool, reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closing it would wait for ever for the rest to be taken. One that reads slowly keeps it."""
-    monkeypatch.setattr(server, "UNREAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(protocol, "UNREAD_TIMEOUT_S", 0.3)
     ends: list[asyncio.Transport] = []
-    monkeypatch.setattr(server._Protocol, "connection_made", _noting(ends, server._Protocol.connection_made))
+    monkeypatch.setattr(protocol.Protocol, "connection_made", _noting(ends, protocol.Protocol.connection_made))
 
     async def check() -> None:
         loop = asyncio.get_running_loop()
@@ -168,9 +168,9 @@ def test_a_client_that_reads_slowly_keeps_its_connection_however_much_the_kernel
     streams: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel takes more only when a third of what it holds was read, which takes such a client longer than the limit."""
-    monkeypatch.setattr(server, "UNREAD_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(protocol, "UNREAD_TIMEOUT_S", 1.0)
     ends: list[asyncio.Transport] = []
-    monkeypatch.setattr(server._Protocol, "connection_made", _noting(ends, server._Protocol.connection_made))
+    monkeypatch.setattr(protocol.Protocol, "connection_made", _noting(ends, protocol.Protocol.connection_made))
 
     async def check() -> None:
         loop = asyncio.get_running_loop()
@@ -209,8 +209,8 @@ async def _events(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def _noting(ends: list[asyncio.Transport], connection_made: Callable[..., None]) -> Callable[..., None]:
-    def noting(protocol: server._Protocol, transport: asyncio.Transport) -> None:
+    def noting(one: protocol.Protocol, transport: asyncio.Transport) -> None:
         ends.append(transport)
-        connection_made(protocol, transport)
+        connection_made(one, transport)
 
     return noting

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from jdisagg.api import choice, generation
-from jdisagg.api.http import body, chat, completions, server, tokens
+from jdisagg.api.http import body, chat, completions, protocol, tokens
 from jdisagg.text.chat import ChatTemplate
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import common_pb2, generation_pb2
@@ -126,7 +126,7 @@ def test_tokenizing_is_not_done_on_the_loop(tokenizer: Tokenizer, threads: set[t
 def test_an_answer_is_not_cut_because_the_request_after_the_next_one_came_in_part(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "HEADER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", 0.2)
     engine = FakeEngine(tokenizer, "the fox the fox the fox")
     engine.delay_s = 0.2
     sent = b'{"prompt": "the"}'

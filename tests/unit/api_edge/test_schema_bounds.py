@@ -49,6 +49,7 @@ def test_as_many_as_the_schema_allows_are_served_and_one_more_is_refused(tokeniz
     cases: list[tuple[str, int, Callable[[int], object]]] = [
         ("stop", stop["maxLength"], lambda n: "a" * n),
         ("stop", stops["maxItems"], lambda n: ["a"] * n),
+        ("cache_salt", listed["cache_salt"]["maxLength"], lambda n: "a" * n),
         ("logit_bias", listed["logit_bias"]["maxProperties"], lambda n: {str(token): 100 for token in range(n)}),
         ("stop_token_ids", listed["stop_token_ids"]["maxItems"] - 1, lambda n: [5] * n),  # the fake has one EOS id
         ("prompt", prompts, lambda n: ["a"] * n),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -15,7 +16,9 @@ import pytest
 
 from jdisagg.batch.__main__ import main
 from jdisagg.batch.journal import Journal, journal_path
+from jdisagg.batch.lines import Call
 from jdisagg.batch.runner import Batch
+from jdisagg.batch.sender import Answer, Sender
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.settings import load_config
 from tests.unit.batch.fake_server import serving
@@ -133,6 +136,22 @@ def test_concurrency_is_bounded_and_used(tmp_path: Path) -> None:
     with serving(delay_s=0.05) as server:
         assert main(arguments(source, tmp_path / "out.jsonl", server.url, "--max-concurrency", "5")) == 0
         assert server.most_at_once == 5
+
+
+def test_no_more_of_a_batch_is_under_way_than_it_has_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large a --max-concurrency: a task for each of a thousand million is no memory that anybody has."""
+    tasks: list[int] = []
+    send = Sender.send
+
+    async def counted(self: Sender, call: Call) -> Answer:
+        tasks.append(len(asyncio.all_tasks()))
+        return await send(self, call)
+
+    monkeypatch.setattr(Sender, "send", counted)
+    source = write(tmp_path / "in.jsonl", ['{"prompt": "one"}', "", '{"prompt": "two"}'])
+    with serving() as server:
+        assert main(arguments(source, tmp_path / "out.jsonl", server.url, "--max-concurrency", "2000")) == 0
+    assert max(tasks) < 10
 
 
 def test_a_busy_server_is_asked_again_and_a_dead_one_stops_the_batch(

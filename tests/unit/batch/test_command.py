@@ -47,6 +47,17 @@ def test_another_flag_beside_a_server_says_nothing_of_keys(source: Path, capsys:
         assert capsys.readouterr().err == f"jdisagg.batch: --server: leave out {flag}, the server has its own settings\n"
 
 
+@pytest.mark.parametrize("key", ["schlüssel", "two words", "line\nbreak", "end "])
+def test_a_key_that_no_header_carries_is_told_of_at_once(
+    source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv(KEY, key)
+    assert main(arguments(source, source.with_name("out.jsonl"), "http://127.0.0.1:9", "--patience-s", "600")) == 2
+    said = capsys.readouterr().err
+    assert f"{KEY}: a key of {len(key)} characters is not a word of printable ASCII" in said
+    assert (said.count("\n"), key in said) == (1, False)
+
+
 def test_the_help_names_where_the_key_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])

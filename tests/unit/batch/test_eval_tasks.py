@@ -58,6 +58,18 @@ def test_generate_leaves_spaces_aside_on_both_sides_and_counts_nothing_that_nobo
     assert TASKS["generate"].score(examples, answers, TOKENIZER) == {"exact_match": 0.5, "contains": 0.5}
 
 
+@pytest.mark.parametrize(
+    ("stop", "sent"), [({"stop": "def"}, ["def"]), ({"stop": ["a", "b"]}, ["a", "b"]), ({"stop": None}, []), ({}, [])]
+)
+def test_one_stop_string_may_stand_alone_as_in_a_request(tmp_path: Path, stop: dict[str, Any], sent: list[str]) -> None:
+    """Not a stop string for each of its letters."""
+    path = tmp_path / "task.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "expected": None, **stop}) + "\n", "utf-8")
+    (example,) = load_examples(path, "generate")
+    (probe,) = TASKS["generate"].probes(example, TOKENIZER)
+    assert probe.line()["body"]["stop"] == sent
+
+
 @pytest.mark.parametrize(("stops", "shown"), [((), "x abc y"), (("abc", "b"), "x a"), (("y", " a"), "x"), (("z",), "x abc y")])
 def test_a_reference_is_cut_where_a_server_stops(stops: tuple[str, ...], shown: str) -> None:
     assert until_stop("x abc y", stops) == shown
@@ -106,7 +118,17 @@ def test_ids_are_text_whatever_the_task_file_has(tmp_path: Path) -> None:
         ("choice", [{"context": "a", "choices": ["b"], "answer": "A"}], r"task\.jsonl:1: answer must be the index .* got 'A'"),
         ("choice", [{"context": "a", "choices": 5, "answer": 0}], r"task\.jsonl:1: choices must be a list of texts; got 5"),
         ("choice", [{"context": "a", "choices": ["b", 3], "answer": 0}], r"task\.jsonl:1: choices must be a list of texts"),
+        ("choice", [{"context": None, "choices": ["b"], "answer": 0}], r"task\.jsonl:1: context must be a text; got None"),
         ("generate", [{"id": 2, "prompt": "a"}, {"prompt": "b"}], r"task\.jsonl:2: .*id '2' is that of line 1"),
+        ("generate", [{"prompt": ["a"]}], r"task\.jsonl:1: prompt must be a text; got \['a'\]"),
+        ("generate", [{"prompt": "a", "expected": 5}], r"task\.jsonl:1: expected must be a text; got 5"),
+        ("generate", [{"prompt": "a", "contains": ["b"]}], r"task\.jsonl:1: contains must be a text"),
+        ("generate", [{"prompt": "a", "max_tokens": 0}], r"task\.jsonl:1: max_tokens must be a whole number from 1 on; got 0"),
+        ("generate", [{"prompt": "a", "max_tokens": "9"}], r"task\.jsonl:1: max_tokens must be .*; got '9'"),
+        ("generate", [{"prompt": "a", "stop": 5}], r"task\.jsonl:1: stop must be a text or a list of texts; got 5"),
+        ("generate", [{"prompt": "a", "stop": ["b", 5]}], r"task\.jsonl:1: stop must be a text or a list of texts"),
+        ("perplexity", [{"text": 5}], r"task\.jsonl:1: text must be a text; got 5"),
+        ("perplexity", [{"text": "\ud800"}], r"task\.jsonl:1: .*surrogate"),
     ],
 )
 def test_an_example_that_cannot_be_scored_is_named(tmp_path: Path, kind: str, lines: list[dict[str, Any]], wrong: str) -> None:
@@ -147,3 +169,27 @@ def test_a_task_that_cannot_be_evaluated_is_one_line(
     assert eval_batch.main() == 2
     told = capsys.readouterr().err
     assert (told.count("\n"), wrong in told) == (1, True)
+
+
+def test_a_request_that_failed_is_one_line_and_no_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "task.jsonl"
+    path.write_text('{"text": "import os"}\n', "utf-8")
+    line = {"custom_id": "1/0", "response": {"status_code": 400, "body": {"message": "too long"}}, "error": None}
+    (tmp_path / "out.jsonl").write_text(json.dumps(line) + "\n", "utf-8")
+    monkeypatch.setattr(eval_batch, "run_batch", lambda _: 0)
+    monkeypatch.setattr(sys, "argv", ["eval_batch.py", "perplexity", "--task", str(path), "--work-dir", str(tmp_path)])
+    assert eval_batch.main() == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", "eval_batch: 1/0 was not answered: {'message': 'too long'}\n")
+
+
+def test_scores_that_could_not_be_written_are_told_of_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["eval_batch.py", "choice", "--task", "configs/eval/choice.jsonl", "--json", str(tmp_path / "no" / "scores.json")]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        eval_batch.main()
+    assert (ended.value.code, "--json: no directory" in capsys.readouterr().err) == (2, True)

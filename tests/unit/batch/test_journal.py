@@ -46,6 +46,19 @@ def test_a_damaged_line_and_all_after_it_are_done_again(tmp_path: Path) -> None:
         assert 1 in journal
 
 
+@pytest.mark.parametrize("at", range(32))
+def test_no_answer_becomes_another_line_s_whatever_byte_is_damaged(tmp_path: Path, at: int) -> None:
+    """Line 12 does not become line 13, nor is it lost: what is behind the damage is done again."""
+    output = tmp_path / "out.jsonl"
+    fill(output, [11, 12])
+    raw = bytearray(journal_path(output).read_bytes())
+    start = raw.rindex(b"\n12 ") + 1
+    raw[start + at] ^= 1
+    journal_path(output).write_bytes(raw)
+    with Journal(output, HEADER) as journal:
+        assert [number for number in range(200) if number in journal] == [11]
+
+
 def test_an_input_that_grew_while_its_batch_ran_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     fill(output, [1, 2, 3])

@@ -46,7 +46,7 @@ def test_a_journal_line_with_a_huge_number_is_torn(tmp_path: Path) -> None:
     with Journal(output, HEADER) as journal:
         journal.append([(1, {"id": 1})])
     with journal_path(output).open("ab") as file:
-        file.write(b"1" * 5000 + b" %08x {}\n" % zlib.crc32(b"{}"))
+        file.write(b"1" * 5000 + b" %08x {}\n" % zlib.crc32(b"1" * 5000 + b" {}"))
     with Journal(output, HEADER) as journal:
         assert len(journal) == 1
 
@@ -59,6 +59,29 @@ def test_a_directory_in_the_way_is_told_of_before_anything_is_asked(
     (tmp_path / name).mkdir()
     assert main(arguments(source, tmp_path / "out.jsonl", NOWHERE)) == 2
     assert f"{name}' is a directory; remove it or choose another --output" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.journal", "out.jsonl.tmp"])
+@pytest.mark.timeout(20)
+def test_a_pipe_in_the_way_is_told_of_and_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """/dev/stdout is one: it would be read, to see whether the batch is complete, and never end."""
+    source = source_in(tmp_path, '{"prompt": "x"}\n')
+    os.mkfifo(tmp_path / name)
+    assert main(arguments(source, tmp_path / "out.jsonl", NOWHERE)) == 2
+    assert f"{name}' is no regular file; choose another --output" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flag", "length"), [("--output", 250), ("--output", 300), ("--input", 300)])
+def test_a_name_that_is_too_long_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, length: int
+) -> None:
+    """That of the journal may be, where the output's is not."""
+    named = {"--input": source_in(tmp_path, '{"prompt": "x"}\n'), "--output": tmp_path / "out.jsonl"} | {
+        flag: tmp_path / ("a" * length)
+    }
+    assert main(arguments(named["--input"], named["--output"], NOWHERE)) == 2
+    said = capsys.readouterr().err
+    assert (said.count("\n"), said.startswith(f"jdisagg.batch: {flag}: "), "File name too long" in said) == (1, True, True)
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.journal", "out.jsonl.tmp"])

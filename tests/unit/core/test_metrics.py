@@ -31,9 +31,9 @@ def test_every_documented_metric_is_exposed_with_help_and_type(metrics: Metrics,
 
 
 def test_observations_show_in_the_text(metrics: Metrics) -> None:
-    metrics.ttft_seconds.observe(0.2)
-    metrics.recoveries.labels(rung="replay").inc()
-    metrics.requests.labels(state="running").set(3)
+    metrics.requests.ttft_seconds.observe(0.2)
+    metrics.fleet.recoveries.labels(rung="replay").inc()
+    metrics.requests.live.labels(state="running").set(3)
     text = metrics.text()
     assert 'jdisagg_time_to_first_token_seconds_bucket{le="0.25"} 1.0' in text
     assert 'jdisagg_time_to_first_token_seconds_bucket{le="0.1"} 0.0' in text
@@ -53,8 +53,8 @@ def test_observations_show_in_the_text(metrics: Metrics) -> None:
 )
 def test_what_may_take_long_with_a_large_model_has_a_bucket(name: str, longest_s: float) -> None:
     metrics = Metrics()
-    metrics.step_seconds.labels(phase="prefill").observe(1.0)
-    metrics.transfer_seconds.labels(backend="tcp").observe(1.0)
+    metrics.engine.step_seconds.labels(phase="prefill").observe(1.0)
+    metrics.transfer.seconds.labels(backend="tcp").observe(1.0)
     ends = re.findall(rf'jdisagg_{name}_bucket{{.*le="([0-9.]+)"', metrics.text())
     assert max(map(float, ends)) >= longest_s
 
@@ -86,7 +86,7 @@ def test_every_line_parses_and_there_are_no_created_series(metrics: Metrics) -> 
 
 def test_two_instances_do_not_share_state() -> None:
     first, second = Metrics(), Metrics()
-    first.preemptions.inc()
+    first.engine.preemptions.inc()
     assert "jdisagg_preemptions_total 1.0" in first.text()
     assert "jdisagg_preemptions_total 0.0" in second.text()
 
@@ -94,7 +94,7 @@ def test_two_instances_do_not_share_state() -> None:
 def test_a_process_without_an_engine_exposes_no_series_of_one() -> None:
     router = Metrics(engine=False)
     router.set_build(role="router", model="demo")
-    router.kv_pages_free.set(3)  # goes nowhere
+    router.cache.pages_free.set(3)  # goes nowhere
     names = {family.name for family in text_string_to_metric_families(router.text())}
     assert {"jdisagg_time_to_first_token_seconds", "jdisagg_inter_token_latency_seconds", "jdisagg_build_info"} <= names
     assert not [name for name in names if re.search("kv_|queue|prefill|transfer|step|compiles|lease", name)]

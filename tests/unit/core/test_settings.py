@@ -278,9 +278,24 @@ def test_children_get_only_flags_that_mean_something_to_them() -> None:
     roles = {role: " ".join(to_flags(replace(config, role=role))) for role in ("router", "prefill", "decode")}
     assert roles == {
         "router": "--role router",
-        "prefill": "--role prefill --page-size 32",
-        "decode": "--role decode --page-size 32 --local-prefill never",
+        "prefill": "--role prefill --page-size=32",
+        "decode": "--role decode --page-size=32 --local-prefill=never",
     }
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "9" * 400 + ".5"])
+@pytest.mark.parametrize("flag", ["--page-size", "--kv-cache-bytes", "--devices", "--local-prefill"])
+def test_a_number_beyond_all_bounds_is_named(flag: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{flag}: got "):
+        load(flag, f"below-tokens={text}" if flag == "--local-prefill" else text)
+
+
+def test_a_value_that_begins_with_a_dash_reaches_a_child() -> None:
+    with NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
+        file.write('model = "-odd"')
+        file.flush()
+        config = load("--role", "unified", "--config", file.name)
+    assert load(*to_flags(config)).model == config.model
 
 
 argv_strategy = st.fixed_dictionaries(

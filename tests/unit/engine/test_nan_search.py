@@ -140,7 +140,7 @@ def test_the_layer_of_a_bad_weight_is_named(case: str) -> None:
     message = world.run().message("prompt")
     assert wanted in message, message
     assert "request prompt: step " in message
-    assert world.metrics.nan_requests._value.get() == 1
+    assert world.metrics.engine.nan_requests._value.get() == 1
 
 
 def test_a_bad_embedding_row_fails_only_requests_that_use_it(healthy: World) -> None:

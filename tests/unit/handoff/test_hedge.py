@@ -271,10 +271,16 @@ def test_a_quiet_one_that_wakes_up_to_find_the_request_wrong_leaves_it_to_the_ot
     assert only(act.ComputeLocally, say(side, H2, UNREACHABLE)).held_tokens == 4
 
 
-def test_when_the_quiet_one_and_the_other_find_it_wrong_the_request_ends_with_that() -> None:
-    side = hedged(config=NEVER)
-    say(side, H, StreamEnded(reason="closed", error=SHORT))
-    assert only(act.Fail, say(side, H2, Refused(error=SHORT))).error is SHORT
+@pytest.mark.parametrize(
+    "first", [(H, StreamEnded(reason="closed", error=SHORT)), (H, Refused(error=SHORT)), (H2, Refused(error=SHORT))]
+)
+def test_when_the_quiet_one_and_the_other_find_it_wrong_the_request_ends_with_that(
+    first: tuple[HandoffId, PrefillToDecode],
+) -> None:
+    side, (handoff, message) = hedged(config=NEVER), first
+    say(side, handoff, message)
+    last = H2 if handoff is H else H
+    assert only(act.Fail, say(side, last, Refused(error=SHORT))).error is SHORT
 
 
 @pytest.mark.parametrize("answer", [FULL, UNREACHABLE, Refused(error=InvalidRequest("its context is short"))])

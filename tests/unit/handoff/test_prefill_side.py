@@ -137,11 +137,10 @@ def test_events_after_the_end_are_dropped_and_counted() -> None:
     assert side.on_refused(H, Overloaded("full")) == []
     assert side.on_computed("r#1", 10) == []
     assert side.on_first_token("r#1", FIRST) == []
-    assert side.on_failed_request("r#1", HandoffLost("x")) == []
     assert side.on_published(H, ready("k0", 0, 4), 0.0) == [act.Discard("k0")]
     assert side.on_publish_failed(H, "k0", "device", 0.0) == []
     assert side.on_message(H, Ack(key="k0"), 0.0) == []
-    assert side.snapshot()["late"] == 7
+    assert side.snapshot()["late"] == 6
     assert side.is_idle
 
 
@@ -157,7 +156,7 @@ def test_a_request_that_fails_in_the_engine_tells_d_why() -> None:
     side = prefill_side()
     opened(side)
     error = HandoffLost("gone")
-    actions = side.on_failed_request("r#1", error)
+    actions = side.on_failed_requests({"r#1": error})
     assert actions[0] == act.Reply(H, Refused(error=error))
     assert actions[-1] == act.CloseReply(H)
     assert side.is_idle
@@ -321,9 +320,9 @@ def test_keys_cannot_be_guessed_and_are_new_each_time() -> None:
 def test_accepted_carries_the_prefix_hits_and_counts_follow_the_stage() -> None:
     side = prefill_side()
     side.open(H, Open(request=request(), held_tokens=0, backend="fake"), 0.0)
-    assert side.counts() == {"queued": 1, "computing": 0, "computed": 0}
+    assert side.counts() == {"queued": 1, "computing": 0, "computed": 0, "parked": 0}
     assert side.on_admitted(H, 7) == [act.Reply(H, Accepted(cached_tokens=7))]
-    assert side.counts() == {"queued": 0, "computing": 1, "computed": 0}
+    assert side.counts() == {"queued": 0, "computing": 1, "computed": 0, "parked": 0}
     assert side.snapshot()["handoffs"]["r#1"]["stage"] == "computing"
 
 

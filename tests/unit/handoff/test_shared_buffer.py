@@ -79,3 +79,13 @@ def test_two_pieces_are_always_let_go_when_there_is_room_for_them() -> None:
     for _ in range(8):
         prefill.acknowledge("only")
     assert prefill.shares == {"only": 2}
+
+
+def test_what_was_taken_long_ago_counts_for_nobody_s_share() -> None:
+    prefill = Prefill(num_pieces_of_room=2)
+    prefill.opened("again", 0)
+    for _ in range(10):
+        prefill.acknowledge("again")
+    assert prefill.shares == {}
+    prefill.opened("again", 1)
+    assert prefill.shares == {"again": 2}

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from jdisagg.core.config import LayerLoop, ModelConfig, Numerics
 from jdisagg.core.errors import ConfigError
+from jdisagg.models import safetensors_source
 from jdisagg.models.load import LoadedModel, load_model
 from jdisagg.models.orbax_source import save_orbax
 from jdisagg.models.sharding import make_mesh
@@ -179,11 +180,28 @@ def test_scan_stacks_the_layers_and_keeps_the_fingerprint(model_directory: Path)
 
 
 def test_a_tied_model_may_lack_or_hold_an_output_matrix(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
     held = load(write_model(tmp_path / "held", tensors, tie_word_embeddings=True))
     del tensors["lm_head.weight"]
     lacking = load(write_model(tmp_path / "lacking", tensors, tie_word_embeddings=True))
     assert "lm_head" not in held.params
     assert held.fingerprint == lacking.fingerprint
+
+
+@pytest.mark.parametrize("slab_elements", [2**20, 16], ids=["one slab", "a row each"])
+def test_an_output_matrix_of_its_own_in_a_tied_model_is_refused(
+    tmp_path: Path, tensors: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch, slab_elements: int
+) -> None:
+    """transformers 5 uses it in spite of config.json, so that leaving it out would give other tokens."""
+    monkeypatch.setattr(safetensors_source, "SLAB_ELEMENTS", slab_elements)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["lm_head.weight"][-1, -1] += 1
+    told = r"model\.safetensors: lm_head\.weight is not .* tie_word_embeddings .* write false there, or remove the tensor"
+    with pytest.raises(ConfigError, match=told):
+        load(write_model(tmp_path / "held", tensors, tie_word_embeddings=True))
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][1:].copy()
+    with pytest.raises(ConfigError, match=told):
+        load(write_model(tmp_path / "cut", tensors, tie_word_embeddings=True))
 
 
 def test_derived_buffers_of_old_checkpoints_are_ignored(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:

@@ -109,7 +109,7 @@ def test_generation_config_wins_over_config(tmp_path: Path) -> None:
     assert eos_token_ids(tmp_path) == (), "never"
 
 
-@pytest.mark.parametrize("value", ["</s>", ["2"], [[2]], {"id": 2}, 2.5, True])
+@pytest.mark.parametrize("value", ["</s>", ["2"], [[2]], {"id": 2}, 2.5, True, 2**31])
 def test_an_end_of_text_that_is_no_token_id_is_refused(value: object, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(ConfigError, match=r"config\.json: eos_token_id is .*, wanted a token id"):
@@ -139,3 +139,9 @@ def test_the_end_of_its_tokenizer_ends_a_model_too(tmp_path: Path, tokenizer: ob
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<other>"}))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
     assert eos_token_ids(tmp_path) == (2,)
+
+
+def test_json_that_is_nested_too_deep_is_not_readable(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a":' * 5000 + "1" + "}" * 5000)
+    with pytest.raises(ConfigError, match=r"config\.json: not readable as JSON: maximum recursion depth exceeded"):
+        read_config(tmp_path)

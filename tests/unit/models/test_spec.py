@@ -39,6 +39,8 @@ def test_families_differ_in_biases_and_norms(
         ("LlamaForCausalLM", {"sliding_window": 8}, (None, None)),
         ("MistralForCausalLM", {"sliding_window": 8}, (8, 8)),
         ("MistralForCausalLM", {"sliding_window": None}, (None, None)),
+        ("MistralForCausalLM", {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}, (None, 8)),
+        ("MistralForCausalLM", {"sliding_window": 8, "layer_types": None}, (8, 8)),
         ("Qwen2ForCausalLM", {"sliding_window": 8}, (None, None)),
         ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (None, 8)),
         ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": True}, (None, None)),

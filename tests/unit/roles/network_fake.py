@@ -154,10 +154,14 @@ class Wire:
         self.open_streams: dict[HandoffId, HandoffId] = {}
         self.down: set[str] = set()
         self.draining: set[str] = set()
+        self.refusing: set[str] = set()
         self.num_opened = 0
 
     def is_down(self, peer: str) -> bool:
         return peer in self.down | self.draining
+
+    def refuses(self, peer: str) -> bool:
+        return peer in self.refusing
 
     def snapshot(self) -> dict[str, Any]:
         return dict(self.failures())

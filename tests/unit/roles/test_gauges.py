@@ -18,11 +18,11 @@ def test_what_two_engines_publish_adds_up(monkeypatch: pytest.MonkeyPatch) -> No
     world.submit(request("r", tuple(range(3, 22)), 6))
     while not shown or not world.outputs["r"] or world.outputs["r"][-1].finish is None:
         world.tick()
-        shown.append((shared.leases._value.get(), shared.published_bytes._value.get()))
+        shown.append((shared.transfer.leases._value.get(), shared.transfer.published_bytes._value.get()))
     leases, published_bytes = map(max, zip(*shown, strict=True))
     assert leases == 1
     assert published_bytes > 0
     world.settle()
     for _ in range(2):
         world.tick()
-    assert (shared.leases._value.get(), shared.published_bytes._value.get()) == (0, 0)
+    assert (shared.transfer.leases._value.get(), shared.transfer.published_bytes._value.get()) == (0, 0)

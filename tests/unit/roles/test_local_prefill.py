@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.roles import engine_loop
 from jdisagg.roles.decode import DecodeRole
+from jdisagg.roles.peer_choice import PeerChoice
 from tests.unit.roles.world import PEERS, FakeFetcher, World
 from tests.unit.sched.engine_fake import expected, request
 
@@ -59,3 +62,15 @@ def test_a_short_prompt_that_loses_its_pages_is_computed_here_again() -> None:
     assert world.decode.scheduler.stats.retractions > 0, "four requests of 35 tokens in 23 pages of 4"
     assert {name: world.tokens(name) for name in prompts} == {name: expected(prompt, 24) for name, prompt in prompts.items()}
     assert world.wire.num_opened == 0
+
+
+def test_who_did_not_pair_is_asked_last_and_who_is_down_not_at_all() -> None:
+    wire = World().wire
+    choice = PeerChoice(TransferConfig(), wire, lambda: PEERS)
+    assert choice.of(request("r", (3, 4), 2)) == ("p0", "p1")
+    wire.refusing.add("p0")
+    assert choice.of(request("r", (3, 4), 2)) == ("p1", "p0")
+    named = replace(request("r", (3, 4), 2), prefill_peers=("p0", "p2", "p1"))
+    assert choice.of(named) == ("p2", "p1", "p0")
+    wire.down.add("p2")
+    assert choice.of(named) == ("p1", "p0")

@@ -174,7 +174,7 @@ def test_a_silent_receiver_costs_p_a_second_and_no_more() -> None:
     down, up, computed = serve_second_turn(world, prompt)
     world.lent.publish = publish  # type: ignore[method-assign]
     assert (down, up, computed) == (len(prompt) - 24, 0, len(prompt) - 8)
-    assert world.prefill.metrics.borrowings.labels(outcome="stalled")._value.get() == 1
+    assert world.prefill.metrics.transfer.borrowings.labels(outcome="stalled")._value.get() == 1
 
 
 @pytest.mark.covers("I-3", "X17")

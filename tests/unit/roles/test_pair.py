@@ -95,7 +95,7 @@ def test_cut_stream_is_recovered_by_another_peer() -> None:
         world.wire.cut(handoff, "dead")
     world.settle()
     assert world.tokens("a") == expected(PROMPT, 6)
-    assert world.decode.metrics.recoveries.labels(rung="other_prefill")._value.get() == 1
+    assert world.decode.metrics.fleet.recoveries.labels(rung="other_prefill")._value.get() == 1
 
 
 def test_without_any_working_peer_the_prompt_is_computed_here() -> None:
@@ -135,7 +135,7 @@ def test_the_log_says_once_that_nobody_prefills_and_when_somebody_does_again(cap
 
 
 def peers(world: World, state: str) -> float:
-    return world.decode.metrics.peers.labels(state=state)._value.get()
+    return world.decode.metrics.fleet.peers.labels(state=state)._value.get()
 
 
 def test_peers_known_to_be_down_are_not_asked() -> None:

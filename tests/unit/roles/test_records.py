@@ -82,7 +82,7 @@ def test_events_of_a_preempted_request_are_shown_live_and_logged_when_it_took_lo
         for _ in range(100):
             unified.tick()
             live |= unified.requests()
-    assert unified.engine.metrics.preemptions._value.get() >= 1
+    assert unified.engine.metrics.engine.preemptions._value.get() >= 1
     assert unified.requests() == {}
     shown = live["r2"]
     names = [event["event"] for event in shown["events"]]
@@ -138,7 +138,7 @@ def test_phases_add_up_on_both_workers_whatever_happens(seed: int) -> None:
         metrics = engine.metrics
         assert read(metrics, "request_seconds_count") == read(metrics, "request_queue_seconds_count") > 0
         assert phase_sum(metrics) == pytest.approx(read(metrics, "request_seconds_sum"), abs=1e-9)
-    ended = sum(sample.value for family in world.decode.metrics.requests_finished.collect() for sample in family.samples)
+    ended = sum(sample.value for family in world.decode.metrics.requests.finished.collect() for sample in family.samples)
     assert read(world.decode.metrics, "request_seconds_count") == ended == 24
 
 
@@ -239,7 +239,7 @@ def test_stages_of_ticks_and_phases_of_requests_add_up_to_the_time_that_passed()
     assert sum(measured.values()) == pytest.approx(clock.now_s - 50.0)
     assert read(metrics, "host_overhead_seconds_count") == num_steps
     assert read(metrics, "host_overhead_seconds_sum") == pytest.approx(sum(in_dispatching_ticks))
-    assert metrics.preemptions._value.get() > 0
+    assert metrics.engine.preemptions._value.get() > 0
     assert len(took_s) == 5
     assert read(metrics, "request_seconds_count") == 5
     assert phase_sum(metrics) == pytest.approx(read(metrics, "request_seconds_sum"))

@@ -10,7 +10,7 @@ from jdisagg.roles.timeline import DEADLINE_SLACK_S, Timeline
 
 
 def ends(metrics: Metrics) -> dict[str, float]:
-    samples = [sample for family in metrics.requests_finished.collect() for sample in family.samples]
+    samples = [sample for family in metrics.requests.finished.collect() for sample in family.samples]
     return {sample.labels["reason"]: sample.value for sample in samples}
 
 
@@ -47,7 +47,7 @@ def test_a_prompt_counts_when_it_brings_its_first_token_once_for_all_its_choices
         )
         timeline = Timeline(metrics, asked, 90.0)
         timeline.produced(0, 91.0)
-        assert metrics.prompt_tokens._value.get() == (4 if choice else 0)
+        assert metrics.requests.prompt_tokens._value.get() == (4 if choice else 0)
         timeline.produced(1, 92.0)
         timeline.produced(2, 93.0)
-        assert metrics.prompt_tokens._value.get() == 4
+        assert metrics.requests.prompt_tokens._value.get() == 4

@@ -28,7 +28,7 @@ def hidden(computed_s: float | None, *arrivals: tuple[float, float]) -> float:
         transfers.arrived("r", seconds, now_s)
     transfers.forget("r")
     transfers.forget("r")
-    return metrics.transfer_hidden_seconds._value.get()
+    return metrics.transfer.hidden_seconds._value.get()
 
 
 def test_pieces_are_hidden_as_far_as_the_first_token_was_not_known() -> None:
@@ -52,10 +52,10 @@ def test_a_piece_that_comes_too_late_or_twice_hides_nothing(monkeypatch: pytest.
     monkeypatch.setattr(world.decode.inbox, "post", note)
     world.submit(request("a", tuple(range(3, 22)), 6))
     world.settle()
-    hidden_s = world.decode.metrics.transfer_hidden_seconds._value.get()
+    hidden_s = world.decode.metrics.transfer.hidden_seconds._value.get()
     assert hidden_s > 0
     assert len(arrived) > 1
     for message in arrived:
         post(message)
     world.settle()
-    assert world.decode.metrics.transfer_hidden_seconds._value.get() == hidden_s
+    assert world.decode.metrics.transfer.hidden_seconds._value.get() == hidden_s

@@ -168,4 +168,4 @@ class Router:
         return sum(entry.linked for entry in self.engine.workers.fleet.entries())
 
     def replays(self) -> float:
-        return self.metrics.recoveries.labels(rung="replay")._value.get()
+        return self.metrics.fleet.recoveries.labels(rung="replay")._value.get()

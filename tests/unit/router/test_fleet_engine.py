@@ -291,7 +291,7 @@ def test_replays_are_budgeted_per_fleet(caplog):
         errors = [end.error for end in ends if end.error]
         assert len(errors) == 2 + num_struck
         assert all(isinstance(error, Unavailable) and "replay budget of 0 + " in error.message for error in errors)
-        assert router.metrics.replays_refused._value.get() == len(errors)
+        assert router.metrics.fleet.replays_refused._value.get() == len(errors)
         assert f'jdisagg_requests_finished_total{{reason="unavailable"}} {len(errors)}.0' in router.metrics.text()
         assert caplog.text.count("not replayed; stage ") == len(errors), "behind some tokens, or before the first"
         await stop(router, again)
@@ -632,3 +632,32 @@ def test_deaths_fail_only_requests_that_saw_two_of_them():
         await stop(router, workers[2])
 
     run_quiet(body())
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        ((-3,), r"sent token -3, wanted one of \[0, 1000\)"),
+        ((1000,), r"sent token 1000, wanted one of \[0, 1000\)"),
+        ((5,) * 41, "sent 41 tokens, wanted 40 at most"),
+    ],
+)
+def test_tokens_that_no_worker_of_the_model_sends_are_not_delivered(
+    odd: tuple[int, ...], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        router = await Router().start()
+        liar, other = await fleet(FakeWorker((router.address,)), FakeWorker((router.address,)), router=router)
+        liar.engine.frozen = other.engine.frozen = True
+        task = asyncio.create_task(collect(router, asked := ask("r1")))
+        await until(lambda: liar.engine.live or other.engine.live)
+        if other.engine.live:
+            liar, other = other, liar
+        liar.engine.say(Output(request_id="r1", attempt=0, token_ids=odd))
+        liar.engine.frozen = other.engine.frozen = False
+        assert_whole(asked, await task)
+        assert [seen.generated_token_ids for seen in other.engine.seen] == [()]
+        await stop(router, liar, other)
+
+    run_quiet(body())
+    assert re.search(rf"request r1: recovering by replay; .*{told}; take it, or", caplog.text)

@@ -51,6 +51,38 @@ def test_streams_that_wait_for_another_worker_in_vain_are_logged_once_each(caplo
         assert re.fullmatch(pattern, line), line
 
 
+def test_a_request_that_comes_before_any_worker_waits_for_one() -> None:
+    """A router that restarted is spoken to before its fleet has found it again."""
+
+    async def body() -> None:
+        router = await Router().start()
+        asked = asyncio.create_task(router.engine.first_card(monotonic() + 60.0))
+        await asyncio.sleep(0.05)
+        assert not asked.done()
+        (worker,) = await fleet(FakeWorker((router.address,)), router=router)
+        assert (await asked).fingerprint == "weights-1"
+        await stop(router, worker)
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("why", ["nobody comes", "its deadline", "the router drains"])
+def test_a_request_that_comes_before_any_worker_does_not_wait_for_ever(why: str) -> None:
+    async def body() -> None:
+        router = await Router(ReplayConfig(place_wait_s=0.2 if why == "nobody comes" else 60.0)).start()
+        asked = asyncio.create_task(router.engine.first_card(monotonic() + (0.2 if why == "its deadline" else 60.0)))
+        await asyncio.sleep(0.05)
+        assert not asked.done()
+        if why == "the router drains":
+            await router.engine.drain(monotonic())
+        with pytest.raises(Unavailable, match="no worker has registered with this router yet"):
+            async with asyncio.timeout(2.0):
+                await asked
+        await router.stop()
+
+    run_quiet(body())
+
+
 def test_a_new_request_never_waits_longer_than_a_lost_one(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         router = await Router(config=replace(FAST, worker_wait_s=0.1)).start()

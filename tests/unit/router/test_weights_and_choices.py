@@ -132,7 +132,7 @@ def test_every_end_of_a_request_has_its_reason(error, reason):
         router = await Router(ReplayConfig(place_wait_s=0.05)).start()
 
         def count(label: str) -> float:
-            return router.metrics.requests_finished.labels(reason=label)._value.get()
+            return router.metrics.requests.finished.labels(reason=label)._value.get()
 
         with pytest.raises(RequestError):
             await collect(router, ask("r1"))
@@ -174,7 +174,7 @@ def test_workers_hear_whether_a_client_left_or_had_enough(enough: bool, reason: 
             await outputs.aclose()
         await until(lambda: not worker.engine.live)
         assert worker.engine.had_enough == (["r1"] if enough else [])
-        assert router.metrics.requests_finished.labels(reason=reason)._value.get() == 1
+        assert router.metrics.requests.finished.labels(reason=reason)._value.get() == 1
         await stop(router, worker)
 
     run_quiet(body())

@@ -90,9 +90,9 @@ class DecodeMachine(WorkerMachine):
         self.engine.collect([output])
 
     @precondition(lambda self: self.fetches)
-    @rule(data=st.data())
-    def peer_shakes_hands(self, data: st.DataObject) -> None:
-        self.engine.scheduler.peer_ready(data.draw(st.sampled_from(sorted(self.fetches))))
+    @rule(data=st.data(), is_ready=st.sampled_from([True, True, False]))
+    def peer_shakes_hands_or_is_lost(self, data: st.DataObject, is_ready: bool) -> None:
+        self.engine.scheduler.peer_ready(data.draw(st.sampled_from(sorted(self.fetches))), is_ready)
 
     def take_first(self, name: str) -> None:
         """The peer's first token, or one of a second peer."""

@@ -12,6 +12,7 @@ from jdisagg.core.requests import Role
 from jdisagg.sched.admission import MAX_WAITING_WEIGHED
 from jdisagg.sched.states import Status
 from tests.unit.sched.engine_fake import FakeEngine, expected, request
+from tests.unit.sched.test_decode import arrive, first_of
 
 SIZE = 4  # tokens per page
 SIDES = st.tuples(st.integers(1, 20), st.integers(1, 12), st.booleans())  # prompt tokens, output tokens, remote
@@ -230,3 +231,83 @@ def test_choices_of_one_step_leave_each_other_what_they_are_promised(num_pages: 
     assert engine.scheduler.stats.forks == num_forks
     engine.run()
     assert all(engine.seen[f"r/{i}"].tokens == expected(prompt, 8) for i in range(3))
+
+
+@pytest.mark.parametrize("local_prefill", [True, False])
+def test_pins_of_those_whose_peer_has_not_begun_hold_up_nobody_who_could_go_on(local_prefill: bool) -> None:
+    engine = FakeEngine(Role.DECODE, num_pages=11, local_prefill=local_prefill)
+    shared, prompts = tuple(range(1, 17)), {"runs": (9, 8, 7), "pins": (*range(1, 17), 5), "less": (*range(1, 9), 6)}
+    engine.add(request("before", shared, 1))
+    engine.run()
+    engine.add(request("runs", prompts["runs"], 30), remote=True)  # 8 of 10 pages in the end
+    engine.tick()
+    arrive(engine, engine.scheduler.take_reserved()[0], prompts["runs"])
+    engine.tick()
+    engine.add(request("pins", prompts["pins"], 3), request("less", prompts["less"], 3), remote=True, is_open=False)
+    assert [engine.scheduler.held_tokens(name) for name in ("pins", "less")] == [16, 8]
+    again: list[str] = []
+    for _ in range(100):
+        engine.tick()
+        for resumed in engine.scheduler.take_retracted():
+            again.append(resumed.request_id)
+            prompts[resumed.request_id] = resumed.token_ids
+            engine.scheduler.peer_ready(resumed.request_id, resumed.request_id == "runs")
+        for reserved in engine.scheduler.take_reserved():
+            arrive(engine, reserved, prompts[reserved.request_id])
+    assert engine.seen["runs"].tokens == expected((9, 8, 7), 30)
+    assert engine.scheduler.held_tokens("pins") == 0
+    for name in ("pins", "less"):
+        engine.scheduler.peer_ready(name)
+        engine.tick()
+        (reserved,) = engine.scheduler.take_reserved()
+        assert reserved.held_tokens == engine.scheduler.held_tokens(name)
+        arrive(engine, reserved, prompts[name])
+    engine.run()
+    assert again == ([] if local_prefill else ["runs"]) + ["less", "pins"]
+    assert [engine.seen[name].tokens for name in ("pins", "less")] == [expected(prompts[name], 3) for name in ("pins", "less")]
+
+
+def test_who_gives_its_pins_up_asks_anew_with_the_token_that_it_has() -> None:
+    engine, cached = warm(10, 4)
+    prompt = (*cached, 5)
+    engine.add(request("pins", prompt, 4), remote=True, is_open=False)
+    engine.collect([engine.scheduler.remote_first_token("pins", first_of(prompt, "pins"), 0.0)])  # then its peer is lost
+    engine.add(request("long", (9,) * 28, 2))  # 7 of the 6 pages that are free
+    engine.tick()
+    (again,) = engine.scheduler.take_retracted()
+    assert again.token_ids == (*prompt, *expected(prompt, 1))
+    engine.scheduler.peer_ready("pins")
+    while not (reserved := engine.scheduler.take_reserved()):
+        engine.tick()
+    assert (reserved[0].held_tokens, reserved[0].num_tokens) == (0, len(again.token_ids))
+    arrive(engine, reserved[0], again.token_ids)
+    engine.run()
+    assert engine.seen["pins"].tokens == expected(prompt, 4)
+    assert engine.seen["long"].tokens == expected((9,) * 28, 2)
+
+
+@pytest.mark.parametrize(("reserve", "num_pages", "both_fit"), [(5, 10, False), (5, 11, True), (0, 9, False), (0, 10, True)])
+def test_two_whose_first_tokens_come_before_their_memory_do_not_wait_for_each_others_pins(
+    reserve: int, num_pages: int, both_fit: bool
+) -> None:
+    """Each shares 4 pages and needs two more until its first token is known, then three; without a reserve one, then two."""
+    engine = FakeEngine(Role.DECODE, num_pages=num_pages + 1, reserved_decode_tokens=reserve)
+    prompts = {name: (*range(first, first + 16), 5, 6, 7, 8) for name, first in (("a", 1), ("b", 101))}
+    for name, prompt in prompts.items():
+        engine.add(request(f"before {name}", prompt[:16], 1))
+        engine.run()
+    engine.add(request("runs", (9,), 3), remote=True)
+    engine.tick()
+    (runs,) = engine.scheduler.take_reserved()
+    engine.add(*(request(name, prompt, 8) for name, prompt in prompts.items()), remote=True)
+    held = {name: engine.scheduler.held_tokens(name) for name in prompts}
+    for name, prompt in prompts.items():
+        engine.collect([engine.scheduler.remote_first_token(name, first_of(prompt, name), 0.0)])
+    arrive(engine, runs, (9,))
+    for _ in range(100):
+        engine.tick()
+        for reserved in engine.scheduler.take_reserved():
+            assert reserved.held_tokens == held[reserved.request_id]
+            arrive(engine, reserved, prompts[reserved.request_id], first=False)
+    assert [engine.seen[name].tokens for name in prompts] == [expected(prompt, 8) for prompt in prompts.values()]
+    assert held == {"a": 16, "b": both_fit * 16}

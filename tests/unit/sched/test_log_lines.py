@@ -165,6 +165,23 @@ def test_polls_that_change_nothing_are_not_written_and_those_that_do_are(tmp_pat
     assert same_when_replayed(path)
 
 
+def test_a_poll_that_takes_pins_away_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    engine = FakeEngine(Role.DECODE, schedule_log=str(path), num_pages=8)
+    engine.add(request("before", PROMPT[:8], 1))
+    engine.run()
+    engine.add(request("pins", (*PROMPT[:8], 1), 2), remote=True, is_open=False)
+    engine.add(request("long", (9,) * 24, 2))  # 6 of the 5 pages that are free
+    engine.tick()
+    (again,) = engine.scheduler.take_retracted()
+    assert lines(path)[-1] == {"call": "take_retracted", "args": [], "kwargs": {}, "result": [encode(again)]}
+    assert [c.request_id for c in engine.tick().prefill] == ["long"]
+    engine.drop("pins")
+    engine.run()
+    engine.scheduler.close_log()
+    assert same_when_replayed(path)
+
+
 def test_without_a_file_nothing_is_encoded() -> None:
     scheduler = make_scheduler(SchedulerConfig(), role=Role.UNIFIED, **SIZES)
     assert not scheduler.cancel(object())  # type: ignore[arg-type] # no log line could hold it

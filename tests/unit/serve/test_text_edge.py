@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
+from jdisagg.core.errors import ConfigError
 from jdisagg.serve.text_edge import sampling_defaults
 
 
@@ -15,3 +17,34 @@ def test_a_top_k_that_is_off_is_none(tmp_path: Path, top_k: float, wanted: int |
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": top_k, "temperature": 0.6}))
     defaults = sampling_defaults(tmp_path)
     assert (defaults.top_k, defaults.temperature) == (wanted, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", math.inf),
+        ("temperature", "0.6"),
+        ("temperature", True),
+        ("top_p", 0),
+        ("top_p", math.nan),
+        ("top_p", [0.5]),
+        ("top_k", math.inf),
+        ("top_k", math.nan),
+        ("top_k", 0.5),
+        ("top_k", 2**40),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+    ],
+)
+def test_a_recommendation_that_no_request_may_have_is_the_model_s_fault(tmp_path: Path, key: str, value: object) -> None:
+    """Else every client that leaves it out is told that it sent it."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
+    with pytest.raises(ConfigError, match=f"generation_config.json: {key}") as refused:
+        sampling_defaults(tmp_path)
+    assert refused.value.field == "model"
+
+
+def test_a_recommendation_that_is_null_is_none(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": None, "top_k": None, "top_p": 1}))
+    assert sampling_defaults(tmp_path).temperature == 1.0

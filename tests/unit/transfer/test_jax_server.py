@@ -158,7 +158,7 @@ def test_every_receiver_has_a_server_until_it_is_idle(monkeypatch: pytest.Monkey
     first, busy = servers.of("d1", busy=[]), servers.of("d2", busy=[])
     assert first.address != busy.address
     assert servers.of("d1", busy=[]) is first
-    now_s[0] += jax_server.IDLE_SERVER_S + 1
+    now_s[0] += jax_server.IDLE_S + 1
     ended = weakref.ref(first)
     del first
     servers.end_idle(busy=[busy])
@@ -166,7 +166,7 @@ def test_every_receiver_has_a_server_until_it_is_idle(monkeypatch: pytest.Monkey
     assert servers.of("d2", busy=[busy]) is busy
     ended = weakref.ref(busy)
     del busy
-    now_s[0] += jax_server.IDLE_SERVER_S + 1
+    now_s[0] += jax_server.IDLE_S + 1
     servers.of("d3", busy=[])
     assert ended() is None
     servers.clear()
@@ -194,7 +194,7 @@ def test_receivers_that_come_back_over_new_connections_do_not_pile_up_servers(mo
 def test_servers_and_threads_of_both_sides_end_though_nothing_moves_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """What peers cost that were replaced is gone within seconds, not with the next request."""
     monkeypatch.setattr(lanes, "IDLE_S", 0.3)
-    monkeypatch.setattr(jax_server, "IDLE_SERVER_S", 0.1)
+    monkeypatch.setattr(jax_server, "IDLE_S", 0.1)
     rig = Rig("jax").start()
 
     def receive(key: str) -> None:

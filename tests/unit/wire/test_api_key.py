@@ -200,7 +200,7 @@ def member(address: str) -> Member:
         fingerprint="f",
         model="m",
         max_model_len=64,
-        vocab_size=99,
+        vocab_size=1000,
     )
 
 

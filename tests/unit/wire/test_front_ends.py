@@ -237,7 +237,7 @@ def test_a_stop_string_counts_as_a_stop_and_a_client_that_leaves_as_an_abort(eno
             worker.local.submit(request("own", (1, 2), 40), sink)
             worker.local.cancel("own", 0, sink, enough=enough)
             worker.thread.thaw()
-            finished = worker.engine.metrics.requests_finished
+            finished = worker.engine.metrics.requests.finished
             await until(lambda: finished.labels(reason=reason)._value.get() == 1)
 
     checked(body)

@@ -84,7 +84,7 @@ class Worker:
 
     @property
     def listeners(self) -> float:
-        return self.metrics.kv_event_listeners._value.get()
+        return self.metrics.cache.event_listeners._value.get()
 
     def is_known_to(self, view: KVCacheView) -> bool:
         cache = self.engine.scheduler.snapshot()["prefix_cache"]

@@ -1,0 +1,169 @@
+"""What uvicorn's HTTP/1.1 protocol does not do: bounds on headers, on clients that stand still, and on who may hang up.
+
+    headers     end within HEADER_TIMEOUT_S and MAX_HEADER_BYTES; so do trailers
+    answers     UNREAD_TIMEOUT_S without a byte taken, and the connection ends
+    pipelines   a client that goes away cancels the request that is answered, not only the last of those behind it
+    offers      of another protocol (h2c) are passed over
+
+Rests on uvicorn's httptools protocol, private parts included; the tests that fail when those change are test_odd_http.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import struct
+import termios
+from contextlib import suppress
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+HEADER_TIMEOUT_S = 30.0  # from connecting, or from the first byte behind an answered request, to the end of the headers
+MAX_HEADER_BYTES = 2**20  # of one request, its first line included, and again behind its chunks; what came in one piece with
+# their end is not counted
+MOST_BEHIND = 16  # requests that wait behind the one that is answered, before nothing more is read
+UNREAD_TIMEOUT_S = 60.0  # a client that takes nothing of what waits for it for so long is gone
+
+
+class _Parser(httptools.HttpRequestParser):
+    """Reads a request that offers another protocol (`Upgrade: h2c`, as Java's client does) as one that does not: the library
+    leaves its body for that protocol."""
+
+    def __init__(self, protocol: Protocol) -> None:
+        super().__init__(protocol)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self._protocol = protocol
+
+    @property
+    def is_offered_another(self) -> bool:
+        """The request whose headers were read last will come again, without the offer."""
+        return self.should_upgrade() and self.get_method() != b"CONNECT"
+
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # what asyncio brings
+        """Raises HttpParserError."""
+        while True:
+            try:
+                return super().feed_data(data)
+            except httptools.HttpParserUpgrade as error:
+                if not self.is_offered_another:
+                    raise
+                (num_read,) = error.args
+                data = self._protocol.head_without_offer() + data[num_read:]
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection. uvicorn alone would keep the descriptors of clients that stand still, and headers without an end."""
+
+    parser: _Parser
+    _answered: RequestResponseCycle | None = None
+    _num_header_bytes: int | None = None  # in the pieces since the one in which headers, or a chunk, began; None: neither
+    _header_timer: asyncio.TimerHandle | None = None
+    _reader_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.parser = _Parser(self)
+        super().connection_made(transport)
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        self._stop_waiting_for_reader()
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        answered = self.cycle is not None and self.cycle.response_complete
+        if answered and self._header_timer is None:  # the rest of a body that nobody wanted, or an empty line
+            self._await_headers()
+        if self._num_header_bytes is not None:
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"The headers have more than {MAX_HEADER_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_header_bytes = 0
+        self._await_headers()
+
+    def on_headers_complete(self) -> None:
+        if not self.parser.is_offered_another:
+            self._stop_waiting()
+            self._num_header_bytes = None
+            super().on_headers_complete()
+            if len(self.pipeline) < MOST_BEHIND:
+                self.flow.resume_reading()  # else nobody would hear that the client goes away
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_chunk_header(self) -> None:
+        """Headers follow unless data does."""
+        self._num_header_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._num_header_bytes = None
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_header_bytes = None
+        if not self.parser.is_offered_another:
+            super().on_message_complete()
+
+    def head_without_offer(self) -> bytes:
+        """The head of the request whose headers were read last."""
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader(_unread_bytes(self.transport))
+
+    def resume_writing(self) -> None:
+        self._stop_waiting_for_reader()
+        super().resume_writing()
+
+    def _await_reader(self, unread_bytes: int) -> None:
+        self._reader_timer = self.loop.call_later(UNREAD_TIMEOUT_S, self._reader_is_late, unread_bytes)
+
+    def _reader_is_late(self, unread_bytes: int) -> None:
+        left_bytes = _unread_bytes(self.transport)
+        if left_bytes < unread_bytes:
+            self._await_reader(left_bytes)
+        else:
+            self.transport.abort()
+
+    def _stop_waiting_for_reader(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+    def _await_headers(self) -> None:
+        self._stop_waiting()
+        self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._headers_are_late)
+
+    def _headers_are_late(self) -> None:
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering:  # a pipelined request: while one waits behind the answer, nothing is read
+            self._await_headers()
+        else:
+            self.transport.close()
+
+    def _stop_waiting(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+def _unread_bytes(transport: asyncio.WriteTransport) -> int:
+    """What waits here for the client, and in the kernel, which asks for more only when a third of its megabytes is taken."""
+    queued = b"\0" * 4
+    with suppress(OSError):  # where it cannot tell
+        queued = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
+    return transport.get_write_buffer_size() + struct.unpack("i", queued)[0]

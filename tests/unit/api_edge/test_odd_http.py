@@ -1,0 +1,197 @@
+"""What HTTP allows and few clients send."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from jdisagg.api.http import protocol
+from jdisagg.text.tokenizer import Tokenizer
+from tests.unit.api_edge.fakes import FakeEngine, run, serving
+
+BODY = b'{"prompt": "the"}'
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAARAAAAA\r\n"
+WHOLE = b"content-length: 17\r\n\r\n" + BODY
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n8\r\n" + BODY[:8] + b"\r\n9\r\n" + BODY[8:] + b"\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 40], ids=["at once", "head and body", "byte by byte"])
+@pytest.mark.parametrize("content", [WHOLE, CHUNKED], ids=["length", "chunked"])
+def test_a_request_that_offers_http_2_is_answered_in_http_1(
+    tokenizer: Tokenizer, content: bytes, pieces: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Java's client offers it with each request of its default settings."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    offered = head + OFFER + content
+    ends = {1: [len(offered)], 2: [offered.index(b"\r\n\r\n") + 4, len(offered)], 40: list(range(1, len(offered) + 1))}[pieces]
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            for begin, end in zip([0, *ends], ends, strict=False):
+                writer.write(offered[begin:end])
+                await writer.drain()
+                await asyncio.sleep(0.001)
+            writer.write(offered + head + content)  # the connection goes on
+            got = b""
+            async with asyncio.timeout(10.0):
+                while got.count(b'"text":"fox"') < 3:
+                    part = await reader.read(65536)
+                    assert part, f"ended after {got!r}"
+                    got += part
+            assert got.count(b"HTTP/1.1 200 OK") == 3
+            writer.close()
+
+    run(check())
+    assert not caplog.records
+
+
+def test_thousands_of_offers_at_once_are_answered(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write((b"GET /health HTTP/1.1\r\nhost: x\r\n" + OFFER + b"\r\n") * 2000)
+            got = 0
+            async with asyncio.timeout(15.0):
+                while got < 2000:
+                    got += (await reader.readuntil(b'{"status":"ok"}')).count(b"200 OK")
+            writer.close()
+
+    run(check())
+
+
+def test_a_tunnel_is_refused(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
+            for target in (b"example.com:443", b"/v1/completions"):
+                reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+                writer.write(b"CONNECT %s HTTP/1.1\r\nhost: example.com\r\n\r\n" % target)
+                async with asyncio.timeout(3.0):
+                    assert (await reader.readline()).startswith(b"HTTP/1.1 40")
+                writer.close()
+
+    run(check())
+
+
+@pytest.mark.parametrize("late", [b"}", b"\r\n"], ids=["rest of a body", "empty line"])
+def test_a_connection_on_which_something_came_behind_its_answer_ends_nevertheless(
+    tokenizer: Tokenizer, late: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", 0.3)
+    length = b"content-length: 3\r\n\r\n{" if late == b"}" else b"\r\n"
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\n" + length)
+            async with asyncio.timeout(5.0):
+                assert b"404" in await reader.readuntil(b"}")
+                writer.write(late)
+                assert b"HTTP" not in await reader.read()
+            writer.close()
+
+    run(check())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_client_that_goes_away_with_requests_behind_the_first_cancels_it(
+    tokenizer: Tokenizer, stream: bool, apart: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = b'{"prompt": "the", "stream": %s}' % (b"true" if stream else b"false")
+    one = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(asked), asked)
+    engine = FakeEngine(tokenizer, "the quick brown fox " * 4)
+    engine.delay_s = 0.1
+
+    async def check() -> None:
+        async with serving(engine, tokenizer) as served:
+            _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            for part in (one, one, one) if apart else (one * 3,):
+                writer.write(part)
+                await asyncio.sleep(0.05)
+            async with asyncio.timeout(2.0):
+                while not engine.live:
+                    await asyncio.sleep(0.005)
+            writer.close()
+            async with asyncio.timeout(0.5):
+                while engine.live:
+                    await asyncio.sleep(0.005)
+            await asyncio.sleep(0.1)
+            assert len(engine.requests) == len(engine.cancelled) == 1
+
+    run(check())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("begin", [b"GET /", b"GET / HTTP/1.1\r\nhost: x\r\na: "], ids=["first line", "header"])
+def test_headers_without_an_end_are_not_collected(tokenizer: Tokenizer, begin: bytes) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\na: " + b"a" * 500_000 + b"\r\n\r\n")
+            assert b"200 OK" in await reader.readuntil(b"}")
+            writer.write(begin)
+            async with asyncio.timeout(5.0):
+                for _ in range(20):
+                    writer.write(b"a" * 2**16)
+                    await writer.drain()
+                assert b"400 Bad Request" in await reader.readline()
+            writer.transport.abort()
+
+    run(check())
+
+
+@pytest.mark.parametrize("part", [b"a" * 2**16, b"a: b\r\n" * 2**13], ids=["one", "many"])
+def test_trailers_without_an_end_are_not_collected(tokenizer: Tokenizer, part: bytes) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            chunks = b"%x\r\n%s\r\n1\r\n}\r\n" % (2_000_016, BODY[:-1] + b" " * 2_000_000)
+            writer.write(head + chunks + b"0\r\na: " + b"a" * 500_000 + b"\r\n\r\n")
+            async with asyncio.timeout(10.0):
+                assert b"200 OK" in await reader.readuntil(b'"text":"fox"')
+                writer.write(head + chunks + b"0\r\na: ")
+                for _ in range(20):
+                    writer.write(part)
+                    await writer.drain()
+                assert b"400 Bad Request" in await reader.readuntil(b"headers have more")
+            writer.transport.abort()
+
+    run(check())
+
+
+def test_the_rest_of_a_long_body_and_many_requests_are_no_long_headers(tokenizer: Tokenizer) -> None:
+    health = b"GET /health HTTP/1.1\r\nhost: x\r\na: " + b"a" * 60_000 + b"\r\n\r\n"
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 3000000\r\n\r\n")
+            async with asyncio.timeout(10.0):
+                assert b"404" in await reader.readuntil(b"}}")
+                writer.write(b"a" * 3_000_000 + health[:1000])
+                for _ in range(50):
+                    await writer.drain()
+                    writer.write(health[1000:] + health[:1000])
+                    assert b"200 OK" in await reader.readuntil(b"}")
+            writer.transport.abort()
+
+    run(check())
+
+
+def test_many_requests_at_once_on_one_connection_are_answered_in_order(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            for number in range(100):
+                writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nx-request-id: r%d\r\n\r\n" % number)
+                await asyncio.sleep(0)
+            async with asyncio.timeout(10.0):
+                for number in range(100):
+                    assert b"x-request-id: r%d\r\n" % number in await reader.readuntil(b"}")
+            writer.close()
+
+    run(check())
