@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,13 +78,29 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, exact_flags: tuple[str, ...]
         yield fleet
 
 
-async def interrupt(address: str, requests: list[Asked], after_s: float, blow: object) -> list[Got]:
-    """Run the requests together and call `blow` once every stream has tokens and `after_s` more have passed."""
+async def interrupt(address: str, requests: list[Asked], after_s: float, blow: Callable[[], object]) -> list[Got]:
+    """Run the requests together and call `blow` after `after_s`, on a thread: it may wait for its moment."""
     async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
         tasks = [asyncio.create_task(generate(channel, asked)) for asked in requests]
         await asyncio.sleep(after_s)
-        blow()  # type: ignore[operator]
+        await asyncio.to_thread(blow)
         return await asyncio.wait_for(asyncio.gather(*tasks), 120)
+
+
+def streaming_on(router: ServerProcess, worker: ServerProcess) -> set[str]:
+    """IDs of the streams that this worker has begun to answer."""
+    flights = router.state()["flights"]
+    return {flight["request_id"] for flight in flights if flight["worker"] == worker.grpc and flight["delivered"]}
+
+
+def once_streaming(router: ServerProcess, victim: ServerProcess, strike: Callable[[], object]) -> Callable[[], None]:
+    """Call `strike` at once when the victim has a stream with tokens, however slow the machine is."""
+
+    def blow() -> None:
+        wait_until(lambda: streaming_on(router, victim), 30, "a stream of the victim has tokens", router.state)
+        strike()
+
+    return blow
 
 
 @dataclass
@@ -138,7 +154,8 @@ def test_killed_decode_worker_is_replayed_exactly(fleet: Fleet, unified: ServerP
         wanted = run_all(unified.grpc, requests)
         victim = fleet.decode[number % 2]
         after_s = 0.15 + 0.25 * random.Random(number).random()
-        got = asyncio.run(interrupt(fleet.router.grpc, requests, after_s, victim.kill))
+        strike = once_streaming(fleet.router, victim, victim.kill)
+        got = asyncio.run(interrupt(fleet.router.grpc, requests, after_s, strike))
         assert_exact(got, wanted)
         again = gaps.take(got, requests)
         fleet.decode[number % 2] = fleet.add("decode").wait_ready()
@@ -162,7 +179,8 @@ def test_frozen_decode_worker_is_replayed_exactly(fleet: Fleet, unified: ServerP
         requests = long_requests(STREAMS, seed=300 + number)
         wanted = run_all(unified.grpc, requests)
         victim = fleet.decode[number % 2]
-        got = asyncio.run(interrupt(fleet.router.grpc, requests, 0.25, lambda v=victim: v.signal(signal.SIGSTOP)))
+        strike = once_streaming(fleet.router, victim, lambda v=victim: v.signal(signal.SIGSTOP))
+        got = asyncio.run(interrupt(fleet.router.grpc, requests, 0.25, strike))
         assert_exact(got, wanted)
         again = gaps.take(got, requests)
         victim.signal(signal.SIGCONT)

@@ -22,7 +22,7 @@ from tests.e2e.test_failures import assert_exact, interrupt, long_requests, wait
 from tests.e2e.tiny_model import make_tiny_model
 
 KINDS: tuple[dict[str, object], ...] = (
-    {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.1},
+    {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.1, "logprobs": 1},
     {"temperature": 0.8, "logprobs": 3, "top_p": 0.95},
     {"temperature": 1.0, "top_k": 50, "min_p": 0.01, "prompt_logprobs": 2},
     {"temperature": 0.0, "logprobs": 0, "repetition_penalty": 1.2},
@@ -30,13 +30,13 @@ KINDS: tuple[dict[str, object], ...] = (
 
 
 def numbered(name: str, count: int, max_tokens: int, seed: int = 1) -> list[Asked]:
-    """Requests of every kind, twice in a row so that two workers get one each; every fourth pair has three choices."""
+    """Requests of every kind in turn; every eighth has three choices."""
     rng = random.Random(seed)
     return [
         Asked(
             prompt=tuple(rng.randrange(16, 1024) for _ in range(rng.choice((5, 20, 40)))),
-            n=3 if number % 8 < 2 else 1,
-            sampling={"max_tokens": max_tokens, "seed": rng.randrange(2**31), "ignore_eos": True, **KINDS[number // 2 % 4]},
+            n=3 if number % 8 == 0 else 1,
+            sampling={"max_tokens": max_tokens, "seed": rng.randrange(2**31), "ignore_eos": True, **KINDS[number % 4]},
             request_id=f"{name}-{number}",
         )
         for number in range(count)
@@ -108,25 +108,32 @@ def assert_all_equal(requests: list[Asked], wanted: list[Got], got: list[Got]) -
 def test_a_replay_is_exact_with_seeds_penalties_choices_and_logprobs(
     fleet: Fleet, unified: ServerProcess, tiny_model: Path
 ) -> None:
-    requests = numbered("whole", 8, 120)
+    requests = numbered("whole", 8, 180)
     wanted = run_all(unified.grpc, requests)
     router = fleet.routers[0]
 
+    def begun(server: ServerProcess) -> bool:
+        flights = [flight for flight in router.state()["flights"] if flight["worker"] == server.grpc]
+        mine = any(flight["request_id"] == "whole-0/0" for flight in flights)
+        return mine and all(flight["delivered"] for flight in flights)
+
     def kill_the_one_with_three_choices() -> None:
-        flight = next(flight for flight in router.state()["flights"] if flight["request_id"] == "whole-0/0")
-        victim = next(server for server in fleet.decode if server.grpc == flight["worker"])
+        found: list[ServerProcess] = []
+        what = "every stream of the worker of whole-0/0 has tokens"
+        wait_until(lambda: found.extend(filter(begun, fleet.decode)) or found, 30, what, router.state)
+        victim = found[0]
         victim.kill()
         fleet.decode.remove(victim)
 
-    got = asyncio.run(interrupt(router.grpc, requests, 0.5, kill_the_one_with_three_choices))
+    got = asyncio.run(interrupt(router.grpc, requests, 0.0, kill_the_one_with_three_choices))
     assert_all_equal(requests, wanted, got)
     replayed = [
         one.complete is not None and any("replay" in c.provenance.recoveries for c in one.complete.choices) for one in got
     ]
-    kinds = {number // 2 % 4 for number, struck in enumerate(replayed) if struck}
+    kinds = {number % 4 for number, struck in enumerate(replayed) if struck}
     print(f"\nreplayed: {sum(replayed)} of 8 requests, kinds {sorted(kinds)}")
-    assert replayed[0], "penalties, a seed and three choices"
-    assert kinds & {1, 2, 3}, "logprobs"
+    assert replayed[0], "penalties, a seed, logprobs and three choices"
+    assert kinds & {1, 2, 3}, "ten streams, five for each worker: two others at least, one of them of another kind"
     choices = sum("replay" in c.provenance.recoveries for one in got if one.complete for c in one.complete.choices)
     assert router.metric("jdisagg_recoveries_total", rung="replay") >= choices
     lines = [line for line in router.log_since_ready().splitlines() if "recovering by replay" in line]
