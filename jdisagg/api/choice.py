@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jdisagg.api.in_order import LONG_POSITIONS
@@ -34,7 +34,7 @@ class Delta:
     logprobs: tuple[ScoredToken, ...] = ()
     prompt_logprobs: tuple[ScoredToken, ...] = ()
     finish: FinishReason | None = None
-    stop: str | int | None = None  # the stop string or stop token id that ended it
+    stop: str | int | None = None  # the stop string or id of `stop_token_ids` that ended it; None for EOS
     provenance: Provenance | None = None
     cached_tokens: int = 0
 
@@ -50,15 +50,18 @@ class ChoiceText:
         prompt_token_ids: Sequence[int],
         echo_text: str | None,
         stop: Sequence[str],
+        stop_token_ids: Collection[int],
         min_tokens: int,
         skip_special_tokens: bool,
         scores_only: bool,
     ) -> None:
-        """`scores_only`: drop generated tokens. `min_tokens`: no stop string ends in that many first tokens."""
+        """`stop_token_ids`: those the client named; the model's own end is not one that `Delta.stop` tells. `scores_only`: drop
+        generated tokens. `min_tokens`: no stop string ends in that many first tokens."""
         self._index = index
         self._prompt_token_ids = prompt_token_ids
         self._echo_text = echo_text
         self._min_tokens = min_tokens
+        self._stop_token_ids = stop_token_ids
         self._scores_only = scores_only
         self._tokenizer = tokenizer
         self._prompt_detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
@@ -114,10 +117,13 @@ class ChoiceText:
             logprobs=scored,
             prompt_logprobs=prompt_logprobs,
             finish=finish,
-            stop=self._stops.matched if self._stops.matched is not None else output.stop_token_id,
+            stop=self._stops.matched if self._stops.matched is not None else self._named_stop(output.stop_token_id),
             provenance=output.provenance,
             cached_tokens=output.cached_tokens,
         )
+
+    def _named_stop(self, token_id: int | None) -> int | None:
+        return token_id if token_id in self._stop_token_ids else None
 
     def _score_prompt(self, logprobs: Sequence[TokenLogprob | None], echoed: str) -> tuple[ScoredToken, ...]:
         """With offsets into `echoed`, where a special token has its name unless it was put around the text or is not shown."""

@@ -166,6 +166,7 @@ class Edge:
             prompt_token_ids=request.prompt_token_ids,
             echo_text=job.echo_texts[index // job.n] if job.echo_texts is not None else None,
             stop=job.stop,
+            stop_token_ids=request.sampling.stop_token_ids,
             min_tokens=request.sampling.min_tokens,
             skip_special_tokens=job.skip_special_tokens,
             scores_only=job.scores_only,

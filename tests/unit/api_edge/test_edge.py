@@ -160,6 +160,7 @@ def test_a_token_that_was_filtered_out_has_a_finite_logprob(tokenizer: Tokenizer
         prompt_token_ids=(0,),
         echo_text=None,
         stop=(),
+        stop_token_ids=(),
         min_tokens=0,
         skip_special_tokens=True,
         scores_only=False,
@@ -172,17 +173,18 @@ def test_a_token_that_was_filtered_out_has_a_finite_logprob(tokenizer: Tokenizer
 
 @pytest.mark.parametrize("special", [True, False])
 def test_the_text_of_a_stop_token_is_never_shown(tokenizer: Tokenizer, special: bool) -> None:
+    stop_id = EOS if special else tokenizer.encode("x", add_special_tokens=False)[0]
     choice = ChoiceText(
         tokenizer,
         index=0,
         prompt_token_ids=(0,),
         echo_text=None,
         stop=(),
+        stop_token_ids=(stop_id,),
         min_tokens=0,
         skip_special_tokens=False,
         scores_only=False,
     )
-    stop_id = EOS if special else tokenizer.encode("x", add_special_tokens=False)[0]
     [a] = tokenizer.encode("a", add_special_tokens=False)
     output = Output(request_id="r", token_ids=(a, stop_id), finish=FinishReason.STOP, stop_token_id=stop_id)
     delta = choice.absorb(output)

@@ -9,7 +9,7 @@ import pytest
 
 from jdisagg.core.errors import NumericalError, Overloaded
 from jdisagg.text.tokenizer import Tokenizer
-from tests.unit.api_edge.fakes import PROVENANCE, FakeEngine, run, serving
+from tests.unit.api_edge.fakes import EOS, PROVENANCE, FakeEngine, run, serving
 
 ANSWER = "the quick brown fox 😀 jumps é"
 
@@ -149,7 +149,20 @@ def test_text_that_might_become_a_stop_string_is_shown_at_the_end(tokenizer: Tok
             answer = await served.client.completions.create(model="tiny", prompt="the", stop="world")
             assert answer.choices[0].text == "hello wor"
             assert answer.choices[0].finish_reason == "stop"
-            assert answer.choices[0].model_dump()["stop_reason"] == 1
+            assert answer.choices[0].model_dump()["stop_reason"] is None
+
+    run(check())
+
+
+@pytest.mark.parametrize(("named", "told"), [([EOS], EOS), ([EOS + 8], None), ([], None)])
+def test_stop_reason_tells_a_token_the_client_named_and_not_the_end_of_the_model_s_answer(
+    tokenizer: Tokenizer, named: list[int], told: int | None
+) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "hello"), tokenizer) as served:
+            answer = await served.client.completions.create(model="tiny", prompt="the", extra_body={"stop_token_ids": named})
+            assert answer.choices[0].finish_reason == "stop"
+            assert answer.choices[0].model_dump()["stop_reason"] == told
 
     run(check())
 
