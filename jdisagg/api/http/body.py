@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
 from jdisagg.api.intake import Prompt
@@ -121,7 +122,11 @@ class Body:
 
 
 async def read_body(request: Request) -> Body:
-    """Read and parse; raises InvalidRequest when it is not one JSON object of at most MAX_BODY_BYTES."""
+    """Read and parse; raises InvalidRequest when it is not one JSON object of at most MAX_BODY_BYTES, HTTPException (415) when
+    it is compressed."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise HTTPException(415, f"the body has content-encoding {encoding[:80]}; send it without one")
     chunks: list[bytes] = []
     num_bytes = 0
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from typing import Any
 
@@ -135,6 +136,21 @@ def test_paths_methods_models_and_bodies_that_are_wrong(tokenizer: Tokenizer) ->
             missing = await http.post("/v1/completions", json=GOOD | {"model": "other"})
             assert missing.json()["error"]["code"] == "model_not_found"
             assert served.engine.requests == []
+
+    run(check())
+
+
+@pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("br, gzip", 415), ("identity", 200), ("Identity", 200)])
+def test_a_compressed_body_is_refused_by_its_encoding(tokenizer: Tokenizer, encoding: str, status: int) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "x"), tokenizer) as served, httpx.AsyncClient(timeout=10) as http:
+            content = b'{"prompt": "the"}' if status == 200 else gzip.compress(b'{"prompt": "the"}')
+            url = f"http://127.0.0.1:{served.port}/v1/completions"
+            answer = await http.post(url, content=content, headers={"content-encoding": encoding})
+            assert answer.status_code == status, answer.text
+            if status != 200:
+                wanted = f"the body has content-encoding {encoding}; send it without one: POST /v1/completions"
+                assert answer.json()["error"]["message"] == wanted
 
     run(check())
 
