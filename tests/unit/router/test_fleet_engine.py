@@ -439,6 +439,29 @@ def test_requests_stay_within_one_fingerprint_and_draining_workers_get_nothing_n
     run_quiet(body())
 
 
+def test_a_router_that_drains_says_once_for_whom_it_waits_and_takes_nobody_else(caplog):
+    async def body() -> None:
+        router = await Router().start()
+        worker = FakeWorker((router.address,))
+        await fleet(worker, router=router)
+        outputs: list[Output] = []
+        task = asyncio.create_task(collect(router, ask("r1", max_tokens=200), outputs))
+        await until(lambda: tokens(outputs))
+        drains = [asyncio.create_task(router.engine.drain(monotonic() + 30)) for _ in range(2)]
+        await until(lambda: "draining" in caplog.text)
+        with pytest.raises(Unavailable):
+            await collect(router, ask("r2"))
+        assert await asyncio.gather(*drains) == [0, 0]
+        await task
+        assert_whole(ask("r1", max_tokens=200), outputs)
+        [line] = [r.getMessage() for r in caplog.records if "draining" in r.getMessage()]
+        assert line == "draining: nothing more is admitted, 1 requests are waited for 30 s"
+        await stop(router, worker)
+
+    with caplog.at_level("INFO"):
+        run_quiet(body())
+
+
 @pytest.mark.parametrize("draining", [False, True])
 def test_a_router_that_goes_is_one_short_line_and_none_while_the_worker_drains(draining, caplog):
     async def body() -> None:
