@@ -138,9 +138,10 @@ class DecodeRole:
                 self._scheduler.kv_arrived(reserved.request_id, now_s)
             else:
                 more += self._execute(self._handoffs.on_reserved(reserved.request_id, now_s), now_s)
-        for request in self._scheduler.take_retracted():
-            self._execute(self._handoffs.release(request.request_id), now_s)
-            self._start(request, now_s)
+        while retracted := self._scheduler.take_retracted():
+            for request in retracted:
+                self._execute(self._handoffs.release(request.request_id), now_s)
+                self._start(request, now_s)
         early, self._early = self._early, []
         return [self._provenance.signed(output) for output in early + more + outputs]
 

@@ -64,9 +64,10 @@ class Admission:
         more = min(sequence.max_len - num_known, max(least, self._reserved_decode_tokens))
         return max(num_known, num_known + more - 1)
 
-    def lift_pins(self) -> None:
-        """Nobody waits for memory that only pins take up whose owners cannot go on either."""
-        while (sequence := self.pin_in_the_way()) is not None:
+    def lift_pin(self) -> None:
+        """Nobody waits for memory that only pins take up whose owners cannot go on either. One at a time: where that one ends
+        its stream, what others lend may be read."""
+        if (sequence := self.pin_in_the_way()) is not None:
             self._table.unpin(sequence)
 
     def pin_in_the_way(self) -> Sequence | None:

@@ -206,6 +206,26 @@ def test_a_full_pool_at_p_is_waited_for_and_nobody_waits_for_ever() -> None:
     assert world.tokens("a") == world.tokens("b") == expected(tuple(range(20, 44)), 4, ignore_eos=True)
 
 
+def test_two_that_lend_give_way_to_one_that_needs_the_pages_of_both() -> None:
+    """Their peer borrows and has not begun; the first to give way leaves room in the buffer for what the other lends."""
+    world = World(local_prefill=False, decode_pages=18, prefill_pages=60, want_min_tokens=4, scheduling_policy="priority")
+    asked = {}
+    for number, prompt in enumerate((PROMPT, PROMPT[::-1])):
+        world.submit(request(f"t{number}", prompt, 14))
+        world.settle()
+        asked[f"late{number}"] = (*prompt, *world.tokens(f"t{number}"), *QUESTION)
+    world.prefill.scheduler.reset_prefix_cache()
+    asked["long"] = tuple(range(1, 45))
+    for priority, name in ((1, "late0"), (0, "late1"), (2, "long")):
+        world.submit(request(name, asked[name], 4, priority=priority))
+        for _ in range(4):  # the transfer stands still
+            world.prefill.tick(world.now_s)
+            world.decode.tick(world.now_s)
+    assert world.decode.scheduler.counts()["transfer"] == 1, "the long one has its pages"
+    world.settle()
+    assert {name: world.tokens(name) for name in asked} == {name: expected(prompt, 4) for name, prompt in asked.items()}
+
+
 class MirrorMachine(PairRules):
     """The pair's random histories, with P borrowing whatever it can, and conversations that go on."""
 
