@@ -47,8 +47,13 @@ class ForkGroups:
         if not members:
             del self._members[group]
             return None
-        choices = [s for s in members if _shares_prompt(s.request, sequence.request)]
-        return choices[0] if choices and all(s.status is Status.FORKING for s in choices) else None
+        # Most end together, when nobody waits any more: prompts are long, and not compared for nothing.
+        waiting = (s for s in members if s.status is Status.FORKING)
+        heir = next((s for s in waiting if _shares_prompt(s.request, sequence.request)), None)
+        if heir is None:
+            return None
+        others = (s for s in members if s.status is not Status.FORKING)
+        return None if any(_shares_prompt(s.request, heir.request) for s in others) else heir
 
     def donor(self, child: Sequence) -> Sequence | None:
         """A sibling in whose pages all of the prompt but its last token is written, or will be by a dispatched step."""

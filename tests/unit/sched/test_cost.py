@@ -189,6 +189,29 @@ def counting_sequences(num: int, seen: Comparisons) -> list[Sequence]:
     ]
 
 
+def test_the_last_of_many_choices_to_end_compare_no_prompts() -> None:
+    """Prompts are long: 64 choices of one that compare it with each other when they end together stand in everybody's way."""
+    seen = Comparisons()
+
+    class CountedPrompt(tuple[int, ...]):
+        __slots__ = ()
+        __hash__ = tuple.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            seen.count += 1
+            return super().__eq__(other)
+
+    engine = FakeEngine(max_num_seqs=64, max_num_batched_tokens=64, num_pages=400)
+    for number in range(64):
+        engine.add(request(f"r/{number}", CountedPrompt(range(1, 13)), 4, fork_group="r"))
+    while engine.scheduler.counts()["running"] < 64:
+        engine.tick()
+    seen.count = 0
+    engine.run()
+    assert {len(one.tokens) for one in engine.seen.values()} == {4}
+    assert seen.count == 0
+
+
 @pytest.mark.covers("X19")
 def test_removing_one_of_5000_from_a_queue_compares_a_logarithm_of_them() -> None:
     seen, queue = Comparisons(), SequenceQueue()
