@@ -46,8 +46,8 @@ class Completions:
             self._edge,
             job,
             options,
-            show_logprobs=text_request.sampling.logprobs is not None,
-            show_prompt_logprobs=body.integer("prompt_logprobs") is not None,
+            num_top=text_request.sampling.logprobs,
+            num_prompt_top=body.integer("prompt_logprobs"),
         )
         if options.stream:
             return await open_stream(request, answer.events())
@@ -65,8 +65,8 @@ def read_completion(body: Body, defaults: SamplingParams, request_id: str, *, tr
         raise InvalidRequest(f"best_of: must equal n = {n} or be left out; got {best_of}", field="best_of")
     logprobs, echo = body.integer("logprobs"), body.boolean("echo")
     sampling = read_sampling(body, defaults, logprobs=logprobs)
-    if echo and logprobs is not None and sampling.prompt_logprobs is None:
-        sampling = replace(sampling, prompt_logprobs=logprobs)
+    if echo and logprobs is not None:
+        sampling = replace(sampling, prompt_logprobs=max(logprobs, sampling.prompt_logprobs or 0))
     request = TextRequest(
         request_id=request_id,
         prompts=body.prompts("prompt"),
@@ -91,13 +91,14 @@ class _Answer:
     """Writes one job's answer."""
 
     def __init__(
-        self, edge: Edge, job: Job, options: ResponseOptions, *, show_logprobs: bool, show_prompt_logprobs: bool
+        self, edge: Edge, job: Job, options: ResponseOptions, *, num_top: int | None, num_prompt_top: int | None
     ) -> None:
+        """Alternatives in `logprobs`, those of an echoed prompt too, and in `prompt_logprobs`; None: not shown."""
         self._edge = edge
         self._job = job
         self._options = options
-        self._show_logprobs = show_logprobs
-        self._show_prompt_logprobs = show_prompt_logprobs
+        self._num_top = num_top
+        self._num_prompt_top = num_prompt_top
         self._created = int(time.time())
 
     def whole(self, transcript: Transcript) -> dict[str, Any]:
@@ -168,10 +169,10 @@ class _Answer:
             "stop_reason": choice.stop,
         }
         echoed = choice.prompt_logprobs if self._job.echo_texts is not None else []
-        if self._show_logprobs:
-            shown["logprobs"] = completion_logprobs(self._edge.tokenizer, [*echoed, *choice.logprobs])
-        if choice.prompt_logprobs and self._show_prompt_logprobs:
-            shown["prompt_logprobs"] = prompt_logprobs(self._edge.tokenizer, choice.prompt_logprobs)
+        if self._num_top is not None:
+            shown["logprobs"] = completion_logprobs(self._edge.tokenizer, [*echoed, *choice.logprobs], self._num_top)
+        if choice.prompt_logprobs and self._num_prompt_top is not None:
+            shown["prompt_logprobs"] = prompt_logprobs(self._edge.tokenizer, choice.prompt_logprobs, self._num_prompt_top)
         if self._options.return_token_ids:
             shown["token_ids"] = choice.token_ids
             shown["prompt_token_ids"] = list(self._job.requests[choice.index].prompt_token_ids) if choice.finish else None

@@ -38,12 +38,12 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[ScoredToken], num_top: int) -> dict[str, Any]:
     """`logprobs` of /v1/completions: four parallel lists. Alternatives that spell the same text keep the likelier one."""
     return {
         "tokens": [tokenizer.token_text(token.token_id) for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [_alternatives(tokenizer, token) for token in tokens],
+        "top_logprobs": [_alternatives(tokenizer, token, num_top) for token in tokens],
         "text_offset": [token.text_offset for token in tokens],
     }
 
@@ -58,17 +58,17 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[ScoredToken], num_top: 
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(tokenizer: Tokenizer, tokens: Sequence[ScoredToken]) -> list[dict[str, Any] | None]:
+def prompt_logprobs(tokenizer: Tokenizer, tokens: Sequence[ScoredToken], num_top: int) -> list[dict[str, Any] | None]:
     """Per prompt token: token id to logprob, rank and text (vLLM's form); None for the first."""
-    return [None if token.logprob is None else _ranked(tokenizer, token) for token in tokens]
+    return [None if token.logprob is None else _ranked(tokenizer, token, num_top) for token in tokens]
 
 
-def _alternatives(tokenizer: Tokenizer, token: ScoredToken) -> dict[str, float] | None:
+def _alternatives(tokenizer: Tokenizer, token: ScoredToken, num_top: int) -> dict[str, float] | None:
     """The chosen token is always among them, as OpenAI has it."""
     if token.logprob is None:
         return None
     shown: dict[str, float] = {}
-    for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
+    for token_id, logprob in (*token.top[:num_top], (token.token_id, token.logprob)):
         shown.setdefault(tokenizer.token_text(token_id), logprob)
     return shown
 
@@ -78,10 +78,10 @@ def _entry(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[s
     return {"token": spelled.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(spelled)}
 
 
-def _ranked(tokenizer: Tokenizer, token: ScoredToken) -> dict[str, Any]:
+def _ranked(tokenizer: Tokenizer, token: ScoredToken, num_top: int) -> dict[str, Any]:
     ranked = {
         str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": tokenizer.token_text(token_id)}
-        for rank, (token_id, logprob) in enumerate(token.top, start=1)
+        for rank, (token_id, logprob) in enumerate(token.top[:num_top], start=1)
     }
     chosen = {"logprob": token.logprob, "rank": None, "decoded_token": tokenizer.token_text(token.token_id)}
     return {str(token.token_id): chosen} | ranked

@@ -29,7 +29,7 @@ PROVENANCE = Provenance(prefill_worker="pid 1 @ p", decode_worker="pid 2 @ d", p
 
 
 class FakeEngine:
-    """Answers choice c with `answers[c % len]` and EOS. Token i has logprob -(i + 1), its only alternative is token i + 2."""
+    """Answers choice c with `answers[c % len]` and EOS. Token i has logprob -(i + 1), its alternatives begin at token i + 2."""
 
     def __init__(self, tokenizer: Tokenizer, *answers: str, max_model_len: int = 200) -> None:
         self.card = ModelCard(
@@ -81,7 +81,8 @@ class FakeEngine:
             stopped = last and part[-1] == EOS
             if self.failure is not None and begin >= self.failure[0]:
                 return [*outputs, Output(request_id=request.request_id, finish=FinishReason.ERROR, error=self.failure[1])]
-            scored = tuple(_logprob(position, token) for position, token in enumerate(part, start=begin))
+            num_top = sampling.logprobs or 0
+            scored = tuple(_logprob(position, token, num_top) for position, token in enumerate(part, start=begin))
             finish = (FinishReason.STOP if stopped else FinishReason.LENGTH) if last else None
             outputs.append(
                 Output(
@@ -110,14 +111,16 @@ class FakeEngine:
         return len(self.live)
 
 
-def _logprob(position: int, token_id: int) -> TokenLogprob:
-    return TokenLogprob(token_id=token_id, logprob=-(position + 1.0), top=((position + 2, -0.25),))
+def _logprob(position: int, token_id: int, num_top: int) -> TokenLogprob:
+    top = tuple((position + 2 + rank, -0.25 - rank) for rank in range(num_top))
+    return TokenLogprob(token_id=token_id, logprob=-(position + 1.0), top=top)
 
 
 def _prompt_logprobs(request: EngineRequest) -> tuple[TokenLogprob | None, ...] | None:
     if request.sampling.prompt_logprobs is None:
         return None
-    scored = (TokenLogprob(token_id=token, logprob=-0.5, top=((9, -0.1),)) for token in request.prompt_token_ids[1:])
+    top = tuple((9 + rank, -0.1 - rank) for rank in range(request.sampling.prompt_logprobs))
+    scored = (TokenLogprob(token_id=token, logprob=-0.5, top=top) for token in request.prompt_token_ids[1:])
     return (None, *scored)
 
 

@@ -47,6 +47,17 @@ def test_offsets_of_echoed_token_ids_are_those_of_their_text(tokenizer: Tokenize
         assert (skips and token in ("<s>", "</s>")) or choice["text"].startswith(token, at)
 
 
+@pytest.mark.parametrize(("num_top", "num_prompt_top"), [(3, 0), (0, 3), (1, 2)])
+def test_an_echo_has_as_many_alternatives_as_its_answer_whatever_else_is_asked_of_the_prompt(
+    tokenizer: Tokenizer, num_top: int, num_prompt_top: int
+) -> None:
+    asked = {"prompt": "the fox", "echo": True, "logprobs": num_top, "prompt_logprobs": num_prompt_top, "max_tokens": 2}
+    choice = _choice(tokenizer, asked)
+    _, *shown = choice["logprobs"]["top_logprobs"]
+    assert {len(alternatives) for alternatives in shown} == {num_top + 1}  # the token itself is none of the fake's
+    assert {len(entry) for entry in choice["prompt_logprobs"][1:]} == {num_prompt_top + 1}
+
+
 def test_prompt_scores_that_were_asked_for_are_in_an_echo_too(tokenizer: Tokenizer) -> None:
     asked = {"prompt": "the fox", "max_tokens": 2, "prompt_logprobs": 1}
     plain, echoed = _choice(tokenizer, asked), _choice(tokenizer, asked | {"echo": True})
