@@ -40,7 +40,7 @@ _SHARED: dict[str, Any] = {
     "logit_bias": {
         "type": "object",
         "additionalProperties": _range("number", -100, 100),
-        "propertyNames": {"pattern": "^[0-9]+$"},
+        "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"},
         "maxProperties": MAX_LOGIT_BIAS,
     },
     "min_tokens": _range("integer", 0, _INT32_MAX),

@@ -83,6 +83,8 @@ def _logit_bias(entries: dict[str, Any]) -> tuple[tuple[int, float], ...]:
     for key, bias in entries.items():
         try:
             token_id = int(key)
+            if str(token_id) != key:  # 1_0 and 05 are numbers to Python, too
+                raise ValueError(key)
         except ValueError:
             raise wrong_type("logit_bias", "an object whose keys are token ids", key) from None
         if isinstance(bias, bool) or not isinstance(bias, int | float):
