@@ -19,7 +19,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jdisagg.core.errors import ConfigError, InvalidRequest
 
-_STUMBLES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)  # over what clients send
+_STUMBLES = (  # over what clients send
+    *(TypeError, ValueError, LookupError, ArithmeticError, AttributeError),
+    *(RuntimeError, AssertionError, MemoryError),  # jinja2's own filters and globals raise these, too
+)
 
 
 class _GenerationBlock(Extension):

@@ -73,7 +73,15 @@ def test_a_template_file_wins_and_refusals_name_the_messages(byte_level_director
 
 
 @pytest.mark.parametrize(
-    "way", ["{{ 1 / q }}", "{% for i in range(10 ** 9) %}{% endfor %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
+    "way",
+    [
+        "{{ 1 / q }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ messages[0].content | truncate(2 + q) }}",
+        "{{ cycler(*[q][:0]) }}",
+        "{{ 'x' * (10 ** 15 + q) }}",
+    ],
 )
 def test_whatever_a_template_stumbles_over_is_a_refusal(way: str) -> None:
     with pytest.raises(InvalidRequest, match="chat template refuses"):
