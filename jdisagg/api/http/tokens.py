@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from jdisagg.api.edge import Edge
 from jdisagg.api.http.body import read_body
 from jdisagg.api.http.messages import render_prompt
+from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_unserved
 from jdisagg.api.intake import check_model, check_token_ids
 from jdisagg.core.errors import InvalidRequest
 
@@ -28,11 +29,12 @@ class TokenEndpoints:
         self._started = int(time.time())
 
     async def tokenize(self, request: Request) -> Response:
-        """`prompt` or `messages` to token ids."""
+        """`prompt` to token ids, or `messages` to those that a chat of them begins with."""
         body = await read_body(request)
         check_model(body.text("model") or "", self._edge.card)
         tokenizer = self._edge.tokenizer
         if body.get("messages") is not None:
+            refuse_unserved(body, CHAT_FIELDS)
             render = partial(render_prompt, body, tokenizer.chat)
             text = await asyncio.to_thread(render) if body.is_long else render()
             special = body.boolean("add_special_tokens", False)

@@ -76,7 +76,7 @@ def test_the_schema_lists_what_the_endpoints_read(tokenizer: Tokenizer, monkeypa
     endpoints = {
         "/v1/completions": ([{"prompt": "x"}], COMPLETION_FIELDS + STREAM_OPTIONS),
         "/v1/chat/completions": ([{"messages": messages}], CHAT_FIELDS + STREAM_OPTIONS),
-        "/tokenize": ([{"prompt": "x"}, {"messages": messages}], ()),
+        "/tokenize": ([{"prompt": "x"}, {"messages": messages}], CHAT_FIELDS),
         "/detokenize": ([{"tokens": [3]}], ()),
     }
 

@@ -133,6 +133,18 @@ def test_what_asks_for_nothing_is_accepted(tokenizer: Tokenizer) -> None:
     run(check())
 
 
+def test_messages_are_tokenized_as_chat_would_or_not_at_all(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            for name, value in REFUSED_IN_CHAT:
+                answer = await http.post("/tokenize", json=GOOD[CHAT] | {name: value})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+            for name, value in ACCEPTED_IN_CHAT:
+                assert (await http.post("/tokenize", json=GOOD[CHAT] | {name: value})).status_code == 200
+
+    run(check())
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_usage_in_every_chunk_is_refused(tokenizer: Tokenizer, path: str) -> None:
     async def check() -> None:
