@@ -77,7 +77,7 @@ def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, t
 def _read_top_logprobs(body: Body) -> int | None:
     """Alternatives per token; None = no logprobs at all."""
     wanted, num_top = body.boolean("logprobs"), body.integer("top_logprobs")
-    if num_top is not None and not wanted:
+    if num_top and not wanted:
         raise InvalidRequest("top_logprobs: needs logprobs=true", field="top_logprobs")
     if num_top is not None and not 0 <= num_top <= MAX_LOGPROBS:
         raise InvalidRequest(f"top_logprobs: must be in [0, {MAX_LOGPROBS}]; got {num_top}", field="top_logprobs")

@@ -98,6 +98,7 @@ ACCEPTED_IN_CHAT: list[tuple[str, Any]] = [
     ("continue_final_message", False),
     ("web_search_options", None),
     ("chat_template_kwargs", {"enable_thinking": False}),
+    ("top_logprobs", 0),
 ]
 CASES_REFUSED = [
     *((path, name, value) for path in GOOD for name, value in REFUSED),
