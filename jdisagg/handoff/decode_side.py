@@ -158,6 +158,8 @@ class DecodeSide:
             return self._on_error(record, first.error, f"failed: {first.error}", now_s)
         if record.first is None and first.finish is None and not (first.token_ids and record.needs_kv):
             return self._recovery.lose(record, "protocol: Done without a token, or without finish on the last one", now_s)
+        if record.first is None and (num_tokens := len(first.token_ids)) > 1:  # KV of those before the last is nowhere
+            return self._recovery.lose(record, f"protocol: Done with {num_tokens} tokens, wanted one at most", now_s)
         record.move(InboundStage.COMPUTED)
         record.computed_by(first.provenance)
         if record.first is not None:

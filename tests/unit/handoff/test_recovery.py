@@ -516,6 +516,17 @@ def test_messages_out_of_order_cost_the_stream() -> None:
     assert "protocol" in only(act.Recovered, side.on_message(H, Done(first=FIRST, num_chunks=1), 0.0)).cause
 
 
+@pytest.mark.parametrize("finish", [None, FinishReason.STOP])
+def test_a_done_with_more_than_one_token_costs_the_stream_as_nobody_has_their_kv(finish: FinishReason | None) -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    many = Output(request_id="r#1", token_ids=(5, 6, 7), finish=finish)
+    actions = side.on_message(H, Done(first=many, num_chunks=0), 0.0)
+    assert only(act.Recovered, actions).cause == "protocol: Done with 3 tokens, wanted one at most"
+    assert none_of(act.FirstToken, actions)
+
+
 @pytest.mark.parametrize(("max_tokens", "first"), [(5, Output(request_id="r#1")), (1, FIRST)])
 def test_a_done_that_neither_ends_nor_continues_the_request_costs_the_stream(max_tokens: int, first: Output) -> None:
     side = decode_side()
