@@ -77,6 +77,8 @@ class Borrowing:
         span = f"piece [{ready.begin}, {ready.end}) of group {ready.group}"
         if ready.group or not self.begin <= ready.begin < ready.end <= self.end or ready.end - ready.begin > chunk_tokens:
             return f"{span}: wanted at most {chunk_tokens} tokens of [{self.begin}, {self.end}) of group 0"
+        if ready.backend not in ("", self.lending.backend):
+            return f"{span} is announced over {ready.backend!r}, wanted {self.lending.backend}"
         if self.announced.overlaps(ready.begin, ready.end):
             return f"{span} was announced before"
         return None

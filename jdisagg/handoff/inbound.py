@@ -172,6 +172,8 @@ class Inbound:
             return f"{span} lies outside [{self.held_tokens}, {self.num_tokens})"
         if ready.end - ready.begin > chunk_tokens:
             return f"{span} is longer than --transfer-chunk-tokens {chunk_tokens}"
+        if ready.backend not in ("", *self.stream.backends):
+            return f"{span} is announced over {ready.backend!r}, wanted one of {', '.join(self.stream.backends)}"
         if self.stream.announced.of(ready.group).overlaps(ready.begin, ready.end):
             return f"{span} was announced before"
         return None

@@ -30,7 +30,7 @@ from jdisagg.handoff.messages import (
 from jdisagg.handoff.outbound import Outbound
 from tests.unit.handoff.rig import BPT, CONFIG, FIRST, NEVER, H, decode_side, none_of, only, prefill_side, ready, request
 
-LENDING = Lending(address="d0:1", backend="grpc", dtype="float32")
+LENDING = Lending(address="d0:1", backend="fake", dtype="float32")
 OTHER = HandoffId("other", 2)
 
 

@@ -269,7 +269,7 @@ def test_a_second_open_is_refused_by_name() -> None:
 
 def test_a_borrowing_counts_the_bytes_of_all_its_pieces_and_grants_no_more_than_them() -> None:
     side = Borrower(CONFIG, bytes_per_token=BPT)
-    side.start(H, "r#1", Lending(address="d0:1", backend="grpc", dtype="float32"), (2, 11), 100.0)
+    side.start(H, "r#1", Lending(address="d0:1", backend="fake", dtype="float32"), (2, 11), 100.0)
     side.on_reserved("r#1", 5.0)
     for key, begin, end in (("a", 2, 6), ("b", 6, 10)):
         side.on_message(H, ready(key, begin, end), 5.0)
@@ -278,7 +278,7 @@ def test_a_borrowing_counts_the_bytes_of_all_its_pieces_and_grants_no_more_than_
     last = side.on_arrived(H, "c", 5.0)
     assert only(Borrowed, last).num_bytes == 80
     empty = Borrower(CONFIG, bytes_per_token=BPT)
-    empty.start(H, "r#1", Lending(address="d0:1", backend="grpc", dtype="float32"), (2, 11), 100.0)
+    empty.start(H, "r#1", Lending(address="d0:1", backend="fake", dtype="float32"), (2, 11), 100.0)
     empty.on_reserved("r#1", 5.0)
     empty.on_message(H, replace(ready("a", 2, 6), num_bytes=0), 5.0)
     assert empty.on_arrived(H, "a", 5.0) == [act.Import("r#1", H, "a"), act.Reply(H, Ack(key="a"))]

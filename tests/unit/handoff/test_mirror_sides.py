@@ -17,7 +17,7 @@ from tests.unit.handoff.rig import BPT, CONFIG, H, none_of, only, prefill_side, 
 from tests.unit.handoff.test_both_sides import DEADLINE_S, HandoffMachine, config
 from tests.unit.handoff.world import World
 
-LENDING = Lending(address="d0:1", backend="grpc", dtype="float32")
+LENDING = Lending(address="d0:1", backend="fake", dtype="float32")
 WANT = Want(begin=2, end=11, reason="held")
 
 
@@ -101,6 +101,13 @@ def test_a_piece_that_was_not_wanted_ends_it(begin: int, end: int, group: int) -
     actions = side.on_message(H, ChunkReady(**{**fields, "group": group}), 5.1)
     assert ended(actions)[2] is Outcome.FAILED
     assert {action.message.key for action in actions if isinstance(action, act.Reply)} == {"a", "b"}  # type: ignore[union-attr]
+
+
+def test_a_piece_over_another_backend_than_was_offered_ends_it() -> None:
+    side = borrower()
+    actions = side.on_message(H, ready("a", 2, 6, "pigeon"), 5.1)
+    assert ended(actions)[2] is Outcome.FAILED
+    assert none_of(act.Fetch, actions)
 
 
 def test_it_ends_after_a_second_without_progress() -> None:

@@ -527,6 +527,16 @@ def test_a_done_with_more_than_one_token_costs_the_stream_as_nobody_has_their_kv
     assert none_of(act.FirstToken, actions)
 
 
+def test_a_piece_over_a_backend_that_was_not_agreed_on_costs_the_stream() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    side.on_message(H, Agreed(backends=("tcp", "grpc")), 0.0)
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    assert none_of(act.Recovered, side.on_message(H, ready("a", 0, 4, "grpc"), 0.0))
+    actions = side.on_message(H, ready("b", 4, 8, "pigeon"), 0.0)
+    assert only(act.Recovered, actions).cause == "protocol: piece [4, 8) is announced over 'pigeon', wanted one of tcp, grpc"
+
+
 @pytest.mark.parametrize(("max_tokens", "first"), [(5, Output(request_id="r#1")), (1, FIRST)])
 def test_a_done_that_neither_ends_nor_continues_the_request_costs_the_stream(max_tokens: int, first: Output) -> None:
     side = decode_side()

@@ -68,7 +68,7 @@ def test_a_parked_prompt_is_shown_as_one_of_which_nothing_is_computed() -> None:
 
 def test_what_is_borrowed_and_what_is_lent_is_shown_by_request() -> None:
     side = Borrower(CONFIG, bytes_per_token=BPT)
-    side.start(H, "r#1", Lending(address="d0:1", backend="grpc", dtype="float32"), (2, 11), 100.0)
+    side.start(H, "r#1", Lending(address="d0:1", backend="fake", dtype="float32"), (2, 11), 100.0)
     fresh = {"wanted": [2, 11], "arrived_tokens": 0, "reserved": False, "from": "d0:1"}
     assert side.snapshot() == {"r#1": fresh}
     side.on_reserved("r#1", 5.0)
