@@ -103,7 +103,7 @@ class _RunStream:
         self._engine = engine
         self._loop = loop
         self._router = ""
-        self._live: dict[str, int] = {}  # request id -> attempt
+        self._live: set[tuple[str, int]] = set()  # request id, attempt
         self._outputs: deque[common_pb2.Output] = deque()
         self._encoded = InOrder(encode_output, self._append)
         self._heartbeat_due = True
@@ -117,8 +117,7 @@ class _RunStream:
             pulse.heard()
             self._router = message.router or self._router
             for cancel in message.cancels:
-                if self._live.get(cancel.request_id) == cancel.attempt:
-                    del self._live[cancel.request_id]
+                self._live.discard((cancel.request_id, cancel.attempt))
                 self._engine.cancel(cancel.request_id, cancel.attempt, self._sink, enough=cancel.enough)
             for submit in message.submits:
                 self._submit(submit.request)
@@ -145,15 +144,15 @@ class _RunStream:
 
     def end(self) -> None:
         """Cancel everything unfinished; idempotent."""
-        live, self._live = self._live, {}
-        for request_id, attempt in live.items():
+        live, self._live = self._live, set()
+        for request_id, attempt in live:
             self._engine.cancel(request_id, attempt, self._sink)
         self._encoded.close()
 
     def _submit(self, message: common_pb2.EngineRequest) -> None:
         try:
             request = decode_request(message, monotonic())
-            self._live[request.request_id] = request.attempt
+            self._live.add((request.request_id, request.attempt))
             self._engine.submit(request, self._sink, self._router)
         except RequestError as error:
             failed = Output(request_id=message.request_id, attempt=message.attempt, finish=FinishReason.ERROR, error=error)
@@ -165,8 +164,8 @@ class _RunStream:
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
-            if output.finish is not None and self._live.get(output.request_id) == output.attempt:
-                del self._live[output.request_id]
+            if output.finish is not None:
+                self._live.discard((output.request_id, output.attempt))
         self._encoded.put(outputs)
 
     def _append(self, outputs: list[common_pb2.Output]) -> None:

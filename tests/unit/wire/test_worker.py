@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from time import monotonic
 
 import grpc
 import grpc.aio
@@ -14,6 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jdisagg.api import channels
 from jdisagg.api.admin import AdminService
+from jdisagg.api.codec import encode_request
 from jdisagg.api.fleet_codec import decode_member
 from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.pulse import Pulse
@@ -85,6 +87,30 @@ def test_the_end_of_a_run_stream_cancels_its_requests_and_no_others():
         other.link.cancel("theirs", 0)
         await until(lambda: not worker.engine.live)
         await other.link.close()
+        await worker.die()
+
+    run_quiet(body())
+
+
+def test_an_older_attempt_that_comes_late_and_is_refused_takes_the_newer_one_from_nobody():
+    async def body() -> None:
+        worker = await FakeWorker(()).start()
+        channel = channels.open_channel(worker.address)
+        call = worker_pb2_grpc.WorkerServiceStub(channel).Run()
+
+        async def submit(attempt: int) -> None:
+            asked = encode_request(request("r", attempt=attempt, sampling=SamplingParams(max_tokens=10_000)), monotonic())
+            await call.write(worker_pb2.RunRequest(submits=[worker_pb2.Submit(request=asked)]))
+
+        await submit(1)
+        await until(lambda: worker.engine.live)
+        worker.engine.refuse = Unavailable("it is running here already")
+        await submit(0)
+        await until(lambda: len(worker.engine.seen) == 2)
+        call.cancel()
+        await until(lambda: worker.service.num_streams == 0)
+        assert not worker.engine.live, "it runs on for nobody"
+        await channel.close()
         await worker.die()
 
     run_quiet(body())
