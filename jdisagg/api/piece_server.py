@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
 from typing import Any, Protocol
 
 import grpc
@@ -12,6 +12,7 @@ from jdisagg.api.piece_wire import FETCH, encode_part
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 FETCH_PART_BYTES = 2**18  # as fast as larger ones, and a slow network is seen to move
+STALL_TIMEOUT_S = 10.0  # for a reader that takes nothing; what it reads stays in memory until then
 _KEY_SHOWN = 200  # characters
 
 
@@ -33,15 +34,26 @@ class PieceServer(peer_pb2_grpc.PeerServiceServicer):
     def drain(self) -> None:
         """Nothing new is taken on from now; what only lends has nothing to refuse."""
 
-    async def Fetch(self, request: peer_pb2.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        """The bytes of one piece in FetchResponses, as they travel, of at most 256 KiB; NOT_FOUND when there is none."""
-        found = None if self._pieces is None else self._pieces.get(request.key)
+    async def Fetch(self, request: peer_pb2.FetchRequest, context: grpc.aio.ServicerContext) -> None:
+        """The bytes of one piece in FetchResponses, as they travel, of at most 256 KiB; NOT_FOUND when there is none,
+        DEADLINE_EXCEEDED when nothing is taken for STALL_TIMEOUT_S."""
+        failure = await self._send(request.key, context)
+        if failure is not None:
+            await context.abort(*failure)  # waits for a reader that stands still, and holds no piece meanwhile
+
+    async def _send(self, key: str, context: grpc.aio.ServicerContext) -> tuple[grpc.StatusCode, str] | None:
+        """The bytes, or as many as are taken; returns what went wrong."""
+        found, name = None if self._pieces is None else self._pieces.get(key), key[:_KEY_SHOWN]  # a status is small
         if found is None:
-            name = request.key[:_KEY_SHOWN]  # a status is small
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no piece {name!r} here: acknowledged, or its lease is over")
+            return grpc.StatusCode.NOT_FOUND, f"no piece {name!r} here: acknowledged, or its lease is over"
         view = memoryview(found).cast("B")
         for begin in range(0, len(view), FETCH_PART_BYTES):
-            yield encode_part(view[begin : begin + FETCH_PART_BYTES])
+            try:
+                async with asyncio.timeout(STALL_TIMEOUT_S):
+                    await context.write(encode_part(view[begin : begin + FETCH_PART_BYTES]))
+            except TimeoutError:
+                return grpc.StatusCode.DEADLINE_EXCEEDED, f"piece {name!r}: nothing was taken for {STALL_TIMEOUT_S:g} s"
+        return None
 
 
 def add_peer_service(service: PieceServer, server: grpc.aio.Server) -> None:

@@ -7,13 +7,14 @@ import dataclasses
 import logging
 import socket
 import threading
+import weakref
 from time import monotonic
 from typing import Any
 
 import grpc
 import pytest
 
-from jdisagg.api import channels, peer_server, peer_stream
+from jdisagg.api import channels, peer_server, peer_stream, piece_server
 from jdisagg.api.byte_source import GrpcByteSource
 from jdisagg.api.codec import encode_request
 from jdisagg.api.identity_codec import encode_identity
@@ -98,6 +99,10 @@ class Decode:
 
     def ends(self, handoff: HandoffId) -> list[str]:
         return [message.reason for message in self.messages(handoff) if isinstance(message, StreamEnded)]
+
+
+class _Bytes(bytearray):
+    """They can be seen to be freed."""
 
 
 def opening(request_id: str = "r") -> Open:
@@ -846,6 +851,34 @@ def test_fetch_streams_the_bytes_and_unknown_keys_answer_at_once():
         await p.start(port=int(address.rpartition(":")[2]))
         assert await asyncio.to_thread(read, "k") == p.pieces["k"]  # a restarted peer is reached at once
         source.close()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_bytes_that_nobody_takes_are_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(piece_server, "STALL_TIMEOUT_S", 0.3, raising=False)
+
+    async def body() -> None:
+        p = Prefill(identity())
+        address = await p.start()
+        piece = p.pieces["k"] = _Bytes(16 * 2**20)
+        channel = channels.open_channel(address)
+        call = peer_pb2_grpc.PeerServiceStub(channel).Fetch(peer_pb2.FetchRequest(key="k"))
+        await call.read()
+        del p.pieces["k"]  # acknowledged, or its lease is over
+        held = weakref.ref(piece)
+        del piece
+        assert held() is not None
+        await until(lambda: held() is None)
+
+        async def take_the_rest() -> None:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+
+        with pytest.raises(grpc.aio.AioRpcError, match="nothing was taken"):
+            await take_the_rest()
+        await channel.close()
         await p.server.stop(0)
 
     run_quiet(body())
