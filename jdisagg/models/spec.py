@@ -63,6 +63,8 @@ class ModelSpec:
             raise _unsupported("quantization_config", config["quantization_config"], "unquantized weights")
         if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
             raise _unsupported("hidden_act", activation, "silu")
+        if config.get("is_causal") not in (None, True):
+            raise _unsupported("is_causal", config["is_causal"], "true: a token that sees later ones cannot be generated")
         attention = _attention(config, architecture)
         rope = RopeSpec.from_config(config, attention.head_dim)
         return cls(

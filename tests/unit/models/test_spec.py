@@ -108,6 +108,7 @@ def test_kv_spec_is_a_window_group_only_when_every_layer_has_it(config: dict[str
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"rope_parameters": [1]}, "rope_parameters"),
         ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "rope_scaling"),
+        ({"is_causal": False}, "is_causal"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_key(config: dict[str, Any], change: dict[str, Any], key: str) -> None:
