@@ -47,6 +47,9 @@ class RopeSpec:
             raise ConfigError(
                 f"config.json: {key}.high_freq_factor is {high}, wanted more than low_freq_factor = {low}", field=key
             )
+        beside = config.get("original_max_position_embeddings")  # where it stands for some models, and then counts first
+        if beside is not None:
+            values["original_max_position_embeddings"] = beside
         return cls(
             head_dim=head_dim,
             theta=theta,

@@ -151,6 +151,17 @@ def test_old_and_new_rope_forms_are_equal(config: dict[str, Any]) -> None:
     assert ModelSpec.from_config({**config, **old}).rope == ModelSpec.from_config({**config, **new}).rope
 
 
+def test_the_length_that_llama3_stretches_may_stand_beside_the_rope(config: dict[str, Any]) -> None:
+    """transformers takes that one first."""
+    values = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    inside = {**config, "rope_parameters": {**values, "original_max_position_embeddings": 32}}
+    wanted = ModelSpec.from_config(inside).rope
+    beside = {**config, "rope_parameters": values, "original_max_position_embeddings": 32}
+    assert ModelSpec.from_config(beside).rope == wanted
+    both = {**inside, "rope_parameters": {**values, "original_max_position_embeddings": 8}}
+    assert ModelSpec.from_config({**both, "original_max_position_embeddings": 32}).rope == wanted
+
+
 def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones(config: dict[str, Any]) -> None:
     values = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     plain = ModelSpec.from_config({**config, "head_dim": 16}).rope.inverse_frequencies()
