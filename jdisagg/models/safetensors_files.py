@@ -25,7 +25,7 @@ def has_safetensors(directory: Path) -> bool:
 def tensor_files(directory: Path) -> dict[str, Path]:
     """Name -> file of every tensor. Raises ConfigError for an unreadable file and an index that does not hold."""
     found: dict[str, Path] = {}
-    index = directory / INDEX
+    index, single = directory / INDEX, directory / "model.safetensors"
     if index.is_file():
         weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -35,8 +35,9 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         for name, file in found.items():
             if name not in held[file]:
                 raise ConfigError(f"{file}: no tensor {name}, which {index.name} says is there", field="model")
+        if single.is_file() and single not in held:
+            raise ConfigError(f"{single} is there, too, and {index.name} does not name it; remove one of them", field="model")
         return found
-    single = directory / "model.safetensors"
     for file in [single] if single.is_file() else sorted(directory.glob("*.safetensors")):
         for name in _names(file):
             if name in found:

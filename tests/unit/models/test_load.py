@@ -263,6 +263,19 @@ def test_a_truncated_or_absent_file_is_named(model_directory: Path) -> None:
         load(model_directory)
 
 
+def test_weights_in_one_file_beside_others_in_an_index_are_refused(
+    model_directory: Path, tensors: dict[str, np.ndarray]
+) -> None:
+    """transformers takes the one file, vLLM those of the index."""
+    save_file(tensors, model_directory / "old.safetensors")
+    index = model_directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "old.safetensors")}))
+    with pytest.raises(ConfigError, match=r"model\.safetensors is there, too, and .*index\.json does not name it; remove one"):
+        load(model_directory)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")}))
+    assert load(model_directory).params
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
