@@ -17,6 +17,13 @@ _FAMILIES: Mapping[str, tuple[bool | None, bool]] = {
     "Qwen2ForCausalLM": (True, False),
     "Qwen3ForCausalLM": (None, True),
 }
+# By which transformers chooses the model; it calls a Mistral with layer_types a Ministral.
+_MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
+    "LlamaForCausalLM": ("llama",),
+    "MistralForCausalLM": ("mistral", "ministral"),
+    "Qwen2ForCausalLM": ("qwen2",),
+    "Qwen3ForCausalLM": ("qwen3",),
+}
 # What a config.json without the key means in transformers; with a key that is null it means none.
 _LEFT_OUT: Mapping[str, Mapping[str, int]] = {
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -103,8 +110,12 @@ def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures") or []
     for name in names if isinstance(names, list) else ():
         if name in _FAMILIES:
-            return name
-    raise _unsupported("architectures", names, " | ".join(_FAMILIES))
+            break
+    else:
+        raise _unsupported("architectures", names, " | ".join(_FAMILIES))
+    if (model_type := config.get("model_type")) is not None and model_type not in _MODEL_TYPES[name]:
+        raise _unsupported("model_type", model_type, f"{' | '.join(_MODEL_TYPES[name])}, as architectures says {name}")
+    return name
 
 
 def _attention(config: Mapping[str, Any], architecture: str) -> AttentionSpec:

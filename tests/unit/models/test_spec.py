@@ -109,6 +109,8 @@ def test_kv_spec_is_a_window_group_only_when_every_layer_has_it(config: dict[str
         ({"rope_parameters": [1]}, "rope_parameters"),
         ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "rope_scaling"),
         ({"is_causal": False}, "is_causal"),
+        ({"model_type": "granite"}, "model_type"),
+        ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen3"}, "model_type"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_key(config: dict[str, Any], change: dict[str, Any], key: str) -> None:
@@ -138,6 +140,15 @@ def test_a_rope_that_was_added_to_another_one_is_refused(config: dict[str, Any])
 def test_a_rope_per_kind_of_layer_is_refused(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"rope_parameters\.full_attention"):
         ModelSpec.from_config({**config, "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type"),
+    [("LlamaForCausalLM", "llama"), ("MistralForCausalLM", "ministral"), ("Qwen3ForCausalLM", None)],
+)
+def test_a_model_type_of_the_architecture_changes_nothing(config: dict[str, Any], architecture: str, model_type: Any) -> None:
+    config["architectures"] = [architecture]
+    assert ModelSpec.from_config({**config, "model_type": model_type}) == ModelSpec.from_config(config)
 
 
 def test_a_partial_rotary_factor_that_is_null_is_none(config: dict[str, Any]) -> None:
