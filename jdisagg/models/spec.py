@@ -83,8 +83,8 @@ class ModelSpec:
             attention=attention,
             rope=rope,
             norm_eps=positive_number(config.get("rms_norm_eps", 1e-6), "rms_norm_eps", field="rms_norm_eps"),
-            mlp_bias=architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
-            tied=bool(config.get("tie_word_embeddings", False)),
+            mlp_bias=architecture == "LlamaForCausalLM" and _flag(config, "mlp_bias"),
+            tied=_flag(config, "tie_word_embeddings"),
             max_model_len=rope.longest(_positive(config, "max_position_embeddings")),
         )
 
@@ -120,7 +120,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 def _attention(config: Mapping[str, Any], architecture: str) -> AttentionSpec:
     qkv_bias, qk_norm = _FAMILIES[architecture]
-    config_bias = bool(config.get("attention_bias", False))
+    config_bias = _flag(config, "attention_bias")
     num_heads = _positive(config, "num_attention_heads")
     num_kv_heads = _positive(config, "num_key_value_heads") if config.get("num_key_value_heads") else num_heads
     if num_heads % num_kv_heads:
@@ -145,7 +145,7 @@ def _attention(config: Mapping[str, Any], architecture: str) -> AttentionSpec:
 def _windows(config: Mapping[str, Any], architecture: str) -> tuple[int | None, ...]:
     num_layers = _positive(config, "num_hidden_layers")
     window = config.get("sliding_window")
-    if architecture == "LlamaForCausalLM" or (architecture.startswith("Qwen") and not config.get("use_sliding_window", False)):
+    if architecture == "LlamaForCausalLM" or (architecture.startswith("Qwen") and not _flag(config, "use_sliding_window")):
         window = None
     if window is None:
         return (None,) * num_layers
@@ -167,6 +167,13 @@ def _positive(config: Mapping[str, Any], key: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise _unsupported(key, value, "a positive integer")
     return value
+
+
+def _flag(config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key)
+    if value not in (None, False, True):
+        raise _unsupported(key, value, "true or false")
+    return bool(value)
 
 
 def _unsupported(key: str, got: object, wanted: str) -> ConfigError:

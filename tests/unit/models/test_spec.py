@@ -111,6 +111,10 @@ def test_kv_spec_is_a_window_group_only_when_every_layer_has_it(config: dict[str
         ({"is_causal": False}, "is_causal"),
         ({"model_type": "granite"}, "model_type"),
         ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen3"}, "model_type"),
+        ({"attention_bias": "false"}, "attention_bias"),
+        ({"mlp_bias": "no"}, "mlp_bias"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": "false"}, "use_sliding_window"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_key(config: dict[str, Any], change: dict[str, Any], key: str) -> None:
