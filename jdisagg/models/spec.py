@@ -109,7 +109,7 @@ class ModelSpec:
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures") or []
     for name in names if isinstance(names, list) else ():
-        if name in _FAMILIES:
+        if isinstance(name, str) and name in _FAMILIES:
             break
     else:
         raise _unsupported("architectures", names, " | ".join(_FAMILIES))
@@ -157,7 +157,8 @@ def _windows(config: Mapping[str, Any], architecture: str) -> tuple[int | None, 
         if not isinstance(first, int):
             raise _unsupported("max_window_layers", first, "an integer")
         types = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != num_layers or not all(kind in known for kind in types):
         raise _unsupported("layer_types", types, f"{num_layers} times full_attention | sliding_attention")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 

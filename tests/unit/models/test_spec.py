@@ -109,6 +109,8 @@ def test_kv_spec_is_a_window_group_only_when_every_layer_has_it(config: dict[str
         ({"rope_parameters": [1]}, "rope_parameters"),
         ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "rope_scaling"),
         ({"is_causal": False}, "is_causal"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 8, "layer_types": [[], {}]}, "layer_types"),
         ({"model_type": "granite"}, "model_type"),
         ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen3"}, "model_type"),
         ({"attention_bias": "false"}, "attention_bias"),
