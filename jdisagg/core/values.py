@@ -62,6 +62,14 @@ def parse_ranges(text: str, where: str = "ranges") -> tuple[int, ...]:
     return tuple(found)
 
 
+def expand_home(text: str, where: str) -> Path:
+    """The path `text`, with the home directory that a leading `~` or `~user` means. Raises ConfigError when there is none."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        fail(where, text, "a path without ~ (this machine knows no such home directory)")
+
+
 def check_key(key: str, where: str) -> None:
     """Raise ConfigError for an API key that no HTTP header carries; the message does not show it."""
     if not (key.isascii() and key.isprintable() and " " not in key):
@@ -146,8 +154,8 @@ def _secret(raw: object, where: str) -> str:
     if not isinstance(raw, str) or not raw.startswith("@"):
         raise ConfigError(f"{where}: a secret is not given in the open; put it in a file and pass @FILE", field=where)
     try:
-        lines = Path(raw[1:]).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = expand_home(raw[1:], where).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:  # no UTF-8, or a path that none can be
         raise ConfigError(f"{where}: cannot read the file {raw[1:]!r}: {error}", field=where) from error
     if not lines or not lines[0].strip():
         raise ConfigError(f"{where}: the file {raw[1:]!r} is empty; its first line must be the secret", field=where)

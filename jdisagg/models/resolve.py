@@ -13,6 +13,7 @@ import huggingface_hub
 from huggingface_hub import errors as hub_errors
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.values import expand_home
 
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "orbax/**")
 INDEX = "model.safetensors.index.json"  # of weights in several files
@@ -29,7 +30,7 @@ def resolve_model(name: str) -> Path:
         if not (directory / "config.json").is_file():
             raise ConfigError(f"--model demo: {directory} holds no model; reinstall the package", field="model")
         return directory
-    path = Path(name).expanduser()
+    path = expand_home(name, "--model")
     if path.is_dir():
         return path.resolve()
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
@@ -52,7 +53,7 @@ def read_model_config(name: str) -> dict[str, Any]:
 
     Raises ConfigError when there is no such file, or it is not a JSON object.
     """
-    path = Path(name).expanduser()
+    path = expand_home(name, "--model")
     if path.is_file():
         return read_object(path)
     if name == "demo" or path.is_dir() or name.endswith(".json") or name.count("/") != 1:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jdisagg.core.config import Config, DeviceConfig
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.values import parse_ranges
+from jdisagg.core.values import expand_home, parse_ranges
 
 PARENT_VARIABLE = "JDISAGG_PARENT_PID"  # set by a supervisor that holds the write end of our stdin
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -111,14 +111,13 @@ def _exit_at_end_of_stdin() -> None:
 
 def _usable_cache_dir(chosen: str | None) -> Path:
     """The directory, created; without a choice the user's cache directory, or one beside us when that is not writable."""
-    candidates = (
-        [Path(chosen).expanduser()] if chosen else [Path("~/.cache/jdisagg/xla").expanduser(), Path(".jdisagg-cache/xla")]
-    )
-    problem: OSError | None = None
-    for path in candidates:
+    candidates = [chosen] if chosen else ["~/.cache/jdisagg/xla", ".jdisagg-cache/xla"]
+    problem: OSError | ConfigError | None = None
+    for candidate in candidates:
         try:
+            path = expand_home(candidate, "--compilation-cache-dir")
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             problem = error
         else:
             if os.access(path, os.W_OK):

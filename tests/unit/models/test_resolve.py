@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub
@@ -19,6 +20,12 @@ def test_a_directory_is_itself(tmp_path: Path) -> None:
 def test_a_path_that_is_no_directory_is_refused_without_asking_the_hub(name: str) -> None:
     with pytest.raises(ConfigError, match="is not a directory"):
         resolve_model(name)
+
+
+@pytest.mark.parametrize("read", [resolve_model, read_model_config])
+def test_a_home_directory_that_is_not_there_is_refused(read: Callable[[str], object]) -> None:
+    with pytest.raises(ConfigError, match="--model: got '~nobody-of-that-name/model', wanted a path without ~"):
+        read("~nobody-of-that-name/model")
 
 
 def cached(root: Path, owner: str, name: str) -> Path:

@@ -1,5 +1,6 @@
 """What is settled before jax is imported."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -67,6 +68,17 @@ def test_an_unusable_cache_directory_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--compilation-cache-dir: .* is not writable .* name another directory, or 'off'"):
         prepare_jax(config(cache=str(tmp_path / "file" / "dir")), {})
+
+
+def test_the_cache_is_in_the_working_directory_of_a_user_without_a_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # as in a container that runs as any number
+    monkeypatch.chdir(tmp_path)
+    environ: dict[str, str] = {}
+    prepare_jax(config(cache=None), environ)
+    assert environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / ".jdisagg-cache/xla")
 
 
 TAKE_TWICE = """
