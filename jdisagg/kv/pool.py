@@ -24,7 +24,9 @@ class KVPool:
     """Arrays of every KV group; freed with the object."""
 
     def __init__(self, layouts: tuple[KVLayout, ...], mesh: Mesh, num_pages: int) -> None:
-        """Allocate `num_pages` zeroed pages per group, the null page included, sharded by head over mesh axis "tp"."""
+        """Allocate `num_pages` zeroed pages per group, the null page included, sharded by head over mesh axis "tp".
+
+        Raises ConfigError for a number of pages that no pool can have, or the devices do not hold."""
         if num_pages < MIN_PAGES:
             raise ConfigError(
                 f"--num-pages: got {num_pages}, wanted at least {MIN_PAGES} (page 0 is never used); raise --num-pages",
@@ -35,7 +37,17 @@ class KVPool:
         self.shardings = tuple(NamedSharding(mesh, layout.partition) for layout in layouts)
         shapes = tuple(layout.abstract(num_pages) for layout in layouts)
         zeros = jax.jit(partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=self.shardings)
-        self._arrays: tuple[KVGroup, ...] | None = zeros()
+        try:
+            self._arrays: tuple[KVGroup, ...] | None = jax.block_until_ready(zeros())
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            size_bytes = num_pages * sum(layout.bytes_per_page for layout in layouts)
+            raise ConfigError(
+                f"--num-pages: {num_pages} pages of KV take {size_bytes} bytes, more than is free on {mesh.devices.size} "
+                f"device(s); lower --num-pages, or --kv-cache-bytes or --device-memory-utilization if that was given",
+                field="num_pages",
+            ) from error
 
     def take(self) -> tuple[KVGroup, ...]:
         """Hand out the arrays, by group; the pool is empty until `put`."""

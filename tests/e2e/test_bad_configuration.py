@@ -173,6 +173,10 @@ CONFIGURATIONS: dict[str, tuple[Callable[[Place], Flags], tuple[str, ...]]] = {
         lambda p: ("--role", "unified", "--model", str(p.model), "--num-pages", "1"),
         ("--num-pages", "1", "at least 2"),
     ),
+    "pool larger than the machine": (
+        lambda p: (*WORKER, "--model", str(p.model), "--kv-cache-bytes", "1000TiB"),
+        ("--num-pages", f"{1000 * 2**40} bytes", "more than is free", "lower", "--kv-cache-bytes"),
+    ),
     "backend of another role": (
         lambda p: (*WORKER, "--role", "prefill", "--model", str(p.model), "--kv-transfer-backend", "device_put"),
         ("--kv-transfer-backend", "'device_put'", "--role prefill", "grpc"),
