@@ -44,8 +44,15 @@ DTYPES = ("float32", "bfloat16", "float16")
 def convert(source: Path, output: Path, *, dtype: str | None) -> None:
     """Write `source` to `output` as an Orbax checkpoint; `dtype` None keeps the type config.json names (else float32).
 
-    Raises ConfigError when `output` exists or `source` cannot be read; then nothing is left behind.
+    Raises ConfigError when `output` exists or cannot be written, or `source` cannot be read; then nothing is left behind.
     """
+    try:
+        _convert(source, output, dtype)
+    except OSError as error:  # of files that are written: those of a model are read elsewhere, and named
+        raise _unwritable(output, error.strerror or str(error)) from error
+
+
+def _convert(source: Path, output: Path, dtype: str | None) -> None:
     if output.exists() or output.is_symlink():
         raise ConfigError(f"--output: {output} exists; give a new name or remove it", field="output")
     if not output.parent.is_dir():
@@ -56,7 +63,11 @@ def convert(source: Path, output: Path, *, dtype: str | None) -> None:
     dtype = dtype or (named if named in DTYPES else "float32")
     partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
     try:
-        save_orbax(partial, spec, load_safetensors(source, spec, make_mesh(jax.devices("cpu"), 1), dtype))
+        params = load_safetensors(source, spec, make_mesh(jax.devices("cpu"), 1), dtype)
+        try:
+            save_orbax(partial, spec, params)
+        except ValueError as error:  # tensorstore's name for a disk that takes no more
+            raise _unwritable(output, str(error).partition("\n")[0]) from error
         for name in COMPANIONS:
             if (source / name).is_file():
                 shutil.copyfile(source / name, partial / name)
@@ -86,6 +97,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(json.dumps({"event": "converted", "output": str(args.output.resolve())}))
     return 0
+
+
+def _unwritable(output: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"--output: {output} cannot be written: {why}; make room there or choose another --output", field="output"
+    )
 
 
 def _rename_new(partial: Path, output: Path) -> None:

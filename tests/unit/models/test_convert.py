@@ -61,6 +61,26 @@ def test_it_refuses_to_overwrite(model_directory: Path, tmp_path: Path, capsys: 
     assert list(output.iterdir()) == []
 
 
+@pytest.mark.parametrize("output", ["/proc/converted", "x" * 300])
+def test_a_place_that_cannot_be_written_is_one_line(
+    model_directory: Path, output: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model", str(model_directory), "--output", output]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("jdisagg.convert: --output: ")
+    assert "choose another" in message
+    assert message.count("\n") == 1
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(model_directory: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "jdisagg.convert", "--model", str(model_directory), "--output", str(tmp_path / "out")]
+    limited = ["bash", "-c", 'ulimit -f 2; exec "$@"', "bash", *command]  # KiB of one file
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "\njdisagg.convert: --output: " in "\n" + done.stderr  # beside what Orbax logs
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
 def test_a_failed_conversion_leaves_nothing(model_directory: Path, tmp_path: Path) -> None:
     (model_directory / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(ConfigError, match="not readable as safetensors"):
