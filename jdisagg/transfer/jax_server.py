@@ -38,7 +38,7 @@ from jdisagg.transfer.lanes import IDLE_S
 from jdisagg.transfer.target import PieceError
 
 NUM_ADDRESSES = 2  # sockets for bytes; equal on all workers of a version
-TRANSFER_BYTES = 4 * 2**20  # of one copy on its way
+TRANSFER_BYTES = 2**19  # of one copy on its way
 PARALLEL_COPIES = 8
 OFFER_S = 3600.0  # one that is never pulled is forgotten then; its arrays are freed earlier, by `withdraw`. A pull may wait
 # minutes for its turn on a slow network, for as long as its request has
