@@ -35,7 +35,7 @@ class PieceServer(peer_pb2_grpc.PeerServiceServicer):
         """Nothing new is taken on from now; what only lends has nothing to refuse."""
 
     async def Fetch(self, request: peer_pb2.FetchRequest, context: grpc.aio.ServicerContext) -> None:
-        """The bytes of one piece in FetchResponses, as they travel, of at most 256 KiB; NOT_FOUND when there is none,
+        """The bytes of one piece in FetchResponses, as they travel, of at most 512 KiB; NOT_FOUND when there is none,
         DEADLINE_EXCEEDED when nothing is taken for STALL_TIMEOUT_S."""
         failure = await self._send(request.key, context)
         if failure is not None:
