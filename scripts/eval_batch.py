@@ -23,11 +23,13 @@ from pathlib import Path
 from eval_tasks.tasks import TASKS, Answers, Probe, Scores, load_examples
 
 from jdisagg.batch.__main__ import main as run_batch
+from jdisagg.batch.journal import journal_path
 from jdisagg.core.errors import ConfigError
 from jdisagg.models.resolve import resolve_model
 from jdisagg.text.tokenizer import Tokenizer
 
 EXIT_BAD_TASK = 2
+OUTPUT = "out.jsonl"
 
 
 def main() -> int:
@@ -47,8 +49,11 @@ def main() -> int:
     args, flags = parser.parse_known_args()
     if args.limit is not None and args.limit < 1:
         parser.error(f"--limit: wanted at least 1, got {args.limit}")
-    if args.json is not None and not args.json.parent.is_dir():
-        parser.error(f"--json: no directory {str(args.json.parent)!r}; make it first")
+    if args.json is not None:
+        try:
+            args.json.open("a").close()
+        except OSError as error:
+            parser.error(f"--json: cannot write {str(args.json)!r}: {error.strerror}; choose another")
     task = TASKS[args.kind]
     try:
         directory = resolve_model(args.model)
@@ -64,7 +69,12 @@ def main() -> int:
     scores: dict[str, Scores] = {}
     with tempfile.TemporaryDirectory() as scratch:
         work_dir = args.work_dir or Path(scratch)
-        status = run_probes(probes, work_dir, flags)
+        try:
+            source = write_probes(probes, work_dir)
+        except (OSError, ConfigError) as error:
+            print(f"eval_batch: --work-dir: {error}", file=sys.stderr)
+            return EXIT_BAD_TASK
+        status = run_batch(["--input", str(source), "--output", str(work_dir / OUTPUT), *flags])
         if status:
             return status
         try:
@@ -80,20 +90,23 @@ def main() -> int:
     return 0
 
 
-def run_probes(probes: list[Probe], work_dir: Path, flags: list[str]) -> int:
-    """Run the probes as a batch in `work_dir`; the exit status of the batch."""
+def write_probes(probes: list[Probe], work_dir: Path) -> Path:
+    """The input file of the batch. Raises ConfigError when `work_dir` holds the answers to another one, and OSError."""
     work_dir.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(probe.line()) + "\n" for probe in probes)
-    source = work_dir / "in.jsonl"
-    if not source.exists() or source.read_text("utf-8") != text:
-        source.write_text(text, "utf-8")
-    return run_batch(["--input", str(source), "--output", str(work_dir / "out.jsonl"), *flags])
+    source, output = work_dir / "in.jsonl", work_dir / OUTPUT
+    if source.exists() and source.read_bytes() == text.encode():
+        return source
+    if source.exists() and (output.exists() or journal_path(output).exists()):
+        raise ConfigError(f"{str(work_dir)!r} holds another evaluation; choose another directory or empty this one")
+    source.write_text(text, "utf-8")
+    return source
 
 
 def read_answers(work_dir: Path) -> Answers:
     """First choices by probe name. Raises ValueError for the first request that failed."""
     answers: Answers = {}
-    for raw in (work_dir / "out.jsonl").read_bytes().splitlines():
+    for raw in (work_dir / OUTPUT).read_bytes().splitlines():
         line = json.loads(raw)
         response = line["response"]
         if response is None or response["status_code"] != 200:

@@ -185,11 +185,41 @@ def test_a_request_that_failed_is_one_line_and_no_score(
     assert (told.out, told.err) == ("", "eval_batch: 1/0 was not answered: {'message': 'too long'}\n")
 
 
+@pytest.mark.parametrize("name", ["no/scores.json", "."], ids=["no directory", "a directory"])
 def test_scores_that_could_not_be_written_are_told_of_before_anything_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["eval_batch.py", "choice", "--task", "configs/eval/choice.jsonl", "--json", str(tmp_path / "no" / "scores.json")]
+    command = ["eval_batch.py", "choice", "--task", "configs/eval/choice.jsonl", "--json", str(tmp_path / name)]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as ended:
         eval_batch.main()
-    assert (ended.value.code, "--json: no directory" in capsys.readouterr().err) == (2, True)
+    assert (ended.value.code, "--json: cannot write" in capsys.readouterr().err) == (2, True)
+
+
+def test_a_work_dir_takes_one_evaluation_and_no_other_begins_on_its_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task, work_dir = tmp_path / "task.jsonl", tmp_path / "work"
+    monkeypatch.setattr(sys, "argv", ["eval_batch.py", "perplexity", "--task", str(task), "--work-dir", str(work_dir)])
+    runs: list[list[str]] = []
+    monkeypatch.setattr(eval_batch, "run_batch", lambda command: runs.append(command) or 1)
+    for text in ("import os", "import sys"):  # nothing has been answered: another task may take its place
+        task.write_text(json.dumps({"text": text}) + "\n", "utf-8")
+        assert eval_batch.main() == 1
+    (work_dir / "out.jsonl.journal").write_text("", "utf-8")
+    assert eval_batch.main() == 1
+    task.write_text('{"text": "import re"}\n', "utf-8")
+    assert eval_batch.main() == 2
+    assert f"--work-dir: {str(work_dir)!r} holds another evaluation" in capsys.readouterr().err
+    assert len(runs) == 3
+
+
+def test_a_work_dir_that_is_a_file_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = tmp_path / "task.jsonl"
+    task.write_text('{"text": "import os"}\n', "utf-8")
+    monkeypatch.setattr(sys, "argv", ["eval_batch.py", "perplexity", "--task", str(task), "--work-dir", str(task)])
+    assert eval_batch.main() == 2
+    told = capsys.readouterr().err
+    assert (told.count("\n"), told.startswith("eval_batch: --work-dir: ")) == (1, True)
