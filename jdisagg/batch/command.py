@@ -141,3 +141,5 @@ def _check_output(output: Path, source: Path) -> None:
             raise ConfigError(f"--output: {str(path)!r} is no regular file; choose another --output")
         if path.exists() and path.samefile(source):
             raise ConfigError(f"--output: {str(path)!r} is the input and would be overwritten; choose another --output")
+        if path.is_file():
+            path.open("rb").close()  # of a former run, which may have been another user's

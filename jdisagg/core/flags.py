@@ -75,7 +75,7 @@ _CACHE = (
 )
 _SCHEDULER = (
     Flag("scheduler", "max_num_seqs", "sequences decoded together", minimum=1, maximum=65536),
-    Flag("scheduler", "max_num_batched_tokens", "tokens per step", minimum=1),
+    Flag("scheduler", "max_num_batched_tokens", "tokens per step", minimum=1, maximum=2**24),
     Flag("scheduler", "long_prefill_token_threshold", "prompt tokens per request and step; 0 = no cap", minimum=0),
     Flag("scheduler", "max_num_kv_read_tokens", "tokens of KV one step may read; 0 = no bound", minimum=0),
     Flag("scheduler", "enable_chunked_prefill", "compute long prompts over several steps"),

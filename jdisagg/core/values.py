@@ -19,6 +19,7 @@ _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 1
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s\[\]:,/]+):(\d{1,5})")
 _DIGITS = r"\d{1,30}"  # of a number: beyond that int() may refuse, and no float holds it
 _MAX_INDEX = 4095  # of a device or core
+_MAX_SECRET = 2**16  # characters of its file that are read
 
 
 def read_value(flag: Flag, hint: Any, raw: object, where: str, *, is_text: bool) -> Any:
@@ -154,7 +155,8 @@ def _secret(raw: object, where: str) -> str:
     if not isinstance(raw, str) or not raw.startswith("@"):
         raise ConfigError(f"{where}: a secret is not given in the open; put it in a file and pass @FILE", field=where)
     try:
-        lines = expand_home(raw[1:], where).read_text(encoding="utf-8").splitlines()
+        with expand_home(raw[1:], where).open(encoding="utf-8-sig") as file:
+            lines = file.read(_MAX_SECRET).splitlines()
     except (OSError, ValueError) as error:  # no UTF-8, or a path that none can be
         raise ConfigError(f"{where}: cannot read the file {raw[1:]!r}: {error}", field=where) from error
     if not lines or not lines[0].strip():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -12,6 +13,7 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +51,24 @@ def test_a_journal_line_with_a_huge_number_is_torn(tmp_path: Path) -> None:
         file.write(b"1" * 5000 + b" %08x {}\n" % zlib.crc32(b"1" * 5000 + b" {}"))
     with Journal(output, HEADER) as journal:
         assert len(journal) == 1
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.journal", "out.jsonl.tmp"])
+def test_a_file_of_another_user_in_the_way_is_told_of_before_anything_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    source = source_in(tmp_path, '{"prompt": "x"}\n')
+    (tmp_path / name).touch()
+    open_it = Path.open
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:  # root, as whom tests may run, may read everything
+        if path.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return open_it(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert main(arguments(source, tmp_path / "out.jsonl", NOWHERE)) == 2
+    assert "cannot be used: Permission denied; choose another" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.journal", "out.jsonl.tmp"])

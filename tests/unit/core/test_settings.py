@@ -191,8 +191,11 @@ def test_the_api_key_comes_from_a_file_or_the_environment_and_is_never_printed(t
     assert load_config([], {"JDISAGG_API_KEY": "from-env"}).server.api_key == "from-env"
     assert "s3cret" not in to_toml(from_file) + " ".join(to_flags(from_file))
     assert "# api_key is set" in to_toml(from_file)
+    path.write_bytes(b"\xef\xbb\xbfs3cret\r\n")  # as Windows writes it
+    assert load("--api-key", f"@{path}").server.api_key == "s3cret"
     path.write_text("\n")
     assert "is empty" in message("--api-key", f"@{path}")
+    assert "printable" in message("--api-key", "@/dev/zero")
 
 
 @pytest.mark.parametrize("key", ["two words", "schlüssel", "tab\tbed", "bell\a"])
@@ -290,6 +293,11 @@ def test_children_get_only_flags_that_mean_something_to_them() -> None:
 def test_a_number_beyond_all_bounds_is_named(flag: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"^{flag}: got "):
         load(flag, f"below-tokens={text}" if flag == "--local-prefill" else text)
+
+
+def test_a_step_has_no_more_tokens_than_memory_for_their_ids() -> None:
+    assert load("--max-num-batched-tokens", str(2**24)).scheduler.max_num_batched_tokens == 2**24
+    assert message("--max-num-batched-tokens", str(2**24 + 1)).startswith("--max-num-batched-tokens: got ")
 
 
 def test_a_value_that_begins_with_a_dash_reaches_a_child() -> None:
