@@ -116,9 +116,9 @@ def test_a_stream_goes_on_exactly_when_its_worker_dies_or_stalls(kill, caplog):
             await victim.die()
         else:
             victim.engine.frozen = True
-        await until(lambda: heir.engine.live)
-        assert monotonic() - began_s < 1.2
+        assert await until(lambda: heir.engine.live) < 1.2
         await task
+        lasted_s = monotonic() - began_s
         assert_whole(asked, outputs)
         assert len(heir.engine.seen[-1].generated_token_ids) >= before
         assert heir.engine.seen[-1].attempt == 1
@@ -127,9 +127,9 @@ def test_a_stream_goes_on_exactly_when_its_worker_dies_or_stalls(kill, caplog):
         assert provenance.recoveries == ("replay", "refetch")
         assert router.replays() == 1
         (told,) = (record.getMessage() for record in caplog.records if "goes on" in record.getMessage())
-        said = re.fullmatch(r"request r1: goes on (\d\.\d\d) s after it was lost; attempt 1, worker (.+)", told)
+        said = re.fullmatch(r"request r1: goes on (\d+\.\d\d) s after it was lost; attempt 1, worker (.+)", told)
         assert said
-        assert float(said[1]) < 1.2
+        assert float(said[1]) <= lasted_s + 0.01
         assert said[2] == f"fake @ {heir.address}"
         text = router.metrics.text().splitlines()
         assert "jdisagg_time_to_first_token_seconds_count 1.0" in text
@@ -154,11 +154,9 @@ def test_a_silent_worker_is_left_within_about_dead_after():
         mute.engine.frozen = True  # no outputs, no heartbeats: as after SIGSTOP
         asked = ask("r1")
         task = asyncio.create_task(collect(router, asked))
-        began_s = monotonic()
-        await until(lambda: mute.engine.seen)
+        took_s = await until(lambda: mute.engine.seen)
         heir = await FakeWorker((router.address,)).start()
-        await until(lambda: heir.engine.seen)
-        assert monotonic() - began_s < 1.2
+        assert took_s + await until(lambda: heir.engine.seen) < 1.2
         assert_whole(asked, await task)
         await mute.die()
         await stop(router, heir)
@@ -274,11 +272,14 @@ def test_a_request_seen_at_two_deaths_is_aborted_and_quarantined():
 
 def test_replays_are_budgeted_per_fleet(caplog):
     async def body() -> None:
-        router = await Router(ReplayConfig(budget_floor=0, budget_share=0.0, max_deaths=9)).start()
+        config = ReplayConfig(budget_floor=0, budget_share=0.0, max_deaths=9)
+        router = await Router(config, step_timeout_s=60.0).start()
         d1, d2, d3 = await fleet(*(FakeWorker((router.address,)) for _ in range(3)), router=router)
         asked = [ask(f"r{i}", max_tokens=400) for i in range(6)]
         results = [asyncio.create_task(collect(router, one)) for one in asked]
         await until(lambda: all(len(d.engine.live) == 2 for d in (d1, d2, d3)))
+        for d in (d1, d2, d3):
+            d.engine.frozen = True  # nobody ends while they die
         await d1.die()  # 2 replays of 6 requests
         await until(lambda: len(d2.engine.live) + len(d3.engine.live) == 6)
         victim, heir = sorted((d2, d3), key=lambda d: -len(d.engine.live))
@@ -324,7 +325,7 @@ def test_without_a_worker_a_request_waits_a_little_then_fails_or_is_served():
         began_s = monotonic()
         with pytest.raises(Unavailable, match="no decode or unified worker"):
             await collect(router, ask("r1"))
-        assert 0.25 < monotonic() - began_s < 1.0
+        assert 0.25 < monotonic() - began_s < ReplayConfig().place_wait_s
         with pytest.raises(DeadlineExceeded):
             await collect(router, ask("r2", left_s=0.1))
         assert not router.engine.health().ready
@@ -346,7 +347,7 @@ def test_a_request_ends_at_its_deadline_even_when_the_worker_does_not():
         began_s = monotonic()
         (output,) = await collect(router, ask("r1", left_s=0.2))
         assert isinstance(output.error, DeadlineExceeded)
-        assert monotonic() - began_s < 2.0
+        assert monotonic() - began_s < 20.0
         await until(lambda: not worker.engine.live)
         await stop(router, worker)
 
@@ -362,12 +363,12 @@ def test_a_client_that_goes_away_frees_its_worker():
         async with contextlib.aclosing(router.engine.generate(ask("r1", max_tokens=10_000))) as stream:
             async for _ in stream:
                 break
-        await until(lambda: not worker.engine.live, limit_s=1.0)
+        await until(lambda: not worker.engine.live)
         async with contextlib.aclosing(router.engine.generate(ask("r2", max_tokens=10_000))) as first:
             await anext(first)
             with pytest.raises(InvalidRequest, match="in use"):
                 await collect(router, ask("r2"))
-        await until(lambda: not worker.engine.live, limit_s=1.0)
+        await until(lambda: not worker.engine.live)
         await stop(router, worker)
 
     run_quiet(body())
@@ -398,13 +399,18 @@ def test_a_router_that_closes_tells_every_client_to_ask_another_one(state):
         for worker in workers if state == "pausing" else ():
             worker.engine.refuse = Unavailable("it drains")
         asked = asyncio.create_task(collect(router, ask("r1", max_tokens=10_000), outputs))
-        await asyncio.sleep(0.5)
+        if state == "waiting":
+            await until(lambda: router.engine._flights)
+        elif state == "pausing":
+            await until(lambda: len(workers[0].engine.seen) >= 2)
+        else:
+            await until(lambda: tokens(outputs))
         began_s = monotonic()
         if state == "losing":  # its worker, in the same moment
             router.engine._on_lost(router.engine.workers.fleet.entries()[0], "heartbeat")
         await router.stop()
         ended = (await asyncio.gather(asked, return_exceptions=True))[0]
-        assert monotonic() - began_s < 0.3
+        assert monotonic() - began_s < ReplayConfig().place_wait_s - 0.5, "at once, not when it would have given up"
         error = ended if state == "waiting" else outputs[-1].error  # the one who was not admitted yet, and the others
         assert isinstance(error, Unavailable)
         assert "shutting down" in error.message
@@ -535,14 +541,13 @@ def test_a_router_that_never_answered_is_told_of_once_and_after_a_while(draining
 
 def test_a_goodbye_never_waits_for_a_worker_that_is_dead():
     async def body() -> None:
-        router = await Router().start()
+        router = await Router(config=replace(FAST, dead_after_s=60.0)).start()
         (worker,) = await fleet(FakeWorker((router.address,), Role.PREFILL), router=router)
         await until(router.engine.workers.members)
         await worker.die()
         router.service.leave()
-        began_s = monotonic()
         await router.service.everybody_told()
-        assert monotonic() - began_s < 4 * FAST.heartbeat_s
+        assert router.engine.workers.members(), "it was not waited for until it was given up"
         await router.stop()
 
     run_quiet(body())
@@ -626,20 +631,26 @@ def test_two_hundred_streams_survive_random_deaths():
         assert router.replays() > 20
         await stop(router, *workers)
 
-    run_quiet(body(), limit_s=50.0)
+    run_quiet(body())
 
 
 def test_deaths_fail_only_requests_that_saw_two_of_them():
     async def body() -> None:
-        router = await Router().start()
+        router = await Router(step_timeout_s=60.0).start()
         workers = await fleet(*(FakeWorker((router.address,)) for _ in range(3)), router=router)
         asked = [ask(f"r{i}", max_tokens=150) for i in range(60)]
         results: list[list[Output]] = [[] for _ in asked]
         tasks = [asyncio.create_task(collect(router, item, result)) for item, result in zip(asked, results, strict=True)]
+        for worker in workers:
+            worker.engine.frozen = True  # nobody ends before both are dead
+        await until(lambda: sum(len(worker.engine.live) for worker in workers) == 60)
+        for worker in workers:
+            worker.engine.tick()
         await until(lambda: all(results))
         await workers[0].die()
         await until(lambda: len(workers[1].engine.live) + len(workers[2].engine.live) == 60)
         await workers[1].die()
+        workers[2].engine.frozen = False
         await asyncio.gather(*tasks)
         aborted = 0
         for item, outputs in zip(asked, results, strict=True):

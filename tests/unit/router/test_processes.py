@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from time import monotonic
 
 import pytest
 
@@ -26,7 +25,7 @@ def test_a_stream_goes_on_within_about_a_second(how):
         command = [sys.executable, "-m", "tests.unit.router.worker_process", router.address, "epoch-x"]
         process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         try:
-            await until(lambda: router.linked() == 1, limit_s=25.0)
+            await until(lambda: router.linked() == 1, limit_s=60.0)
             asked = request("r", prompt=(5, 6), sampling=SamplingParams(max_tokens=60))
             outputs: list[Output] = []
 
@@ -38,9 +37,7 @@ def test_a_stream_goes_on_within_about_a_second(how):
             await until(lambda: len(outputs) >= 3)
             heir = await FakeWorker((router.address,), config=TransferConfig()).start()
             process.send_signal(how)
-            stopped_s = monotonic()
-            await until(lambda: heir.engine.live)
-            assert monotonic() - stopped_s < 1.6
+            assert await until(lambda: heir.engine.live) < 1.6
             await task
             assert [token for output in outputs for token in output.token_ids] == expected(asked)
             assert outputs[-1].finish is not None
@@ -53,4 +50,4 @@ def test_a_stream_goes_on_within_about_a_second(how):
             process.communicate()
         await router.stop()
 
-    run_quiet(body(), limit_s=50.0)
+    run_quiet(body())

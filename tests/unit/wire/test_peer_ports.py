@@ -100,7 +100,7 @@ def test_a_port_that_refuses_is_left_out_at_once(refusing: str) -> None:
     (failed,) = reached.unreachable
     assert (failed.backend, failed.endpoint) == ("tcp", refusing)
     assert "refused" in failed.why
-    assert monotonic() - began_s < 4.0
+    assert monotonic() - began_s < NOT_YET / 2
 
 
 @pytest.mark.parametrize("endpoint", ["", "x", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:70000", "127.0.0.1:-1", "..:1"])
@@ -136,11 +136,12 @@ def test_behind_a_better_backend_a_port_costs_no_wait_and_is_believed_until_it_f
         ports, agreed = PeerPorts(), ("shm", "tcp", "grpc")
         theirs = identity(backends=(SHM, tcp("127.0.0.1:1"), GRPC))
         assert await ports.reach(theirs, agreed) == Reached(agreed)
-        await asyncio.sleep(0.3)
+        while "tcp" in (await ports.reach(theirs, agreed)).backends:
+            await asyncio.sleep(0.01)
         assert (await ports.reach(theirs, agreed)).backends == ("shm", "grpc")
         await ports.close()
 
-    run_quiet(body(), limit_s=10.0)
+    run_quiet(body())
 
 
 def test_the_only_backend_is_used_whatever_its_proof_says(refusing: str) -> None:
@@ -155,10 +156,15 @@ def test_a_firewall_costs_hand_offs_a_moment_and_it_is_tried_again(firewall: Fir
     async def body() -> None:
         ports, agreed = PeerPorts(), ("tcp", "grpc")
         theirs = identity(backends=(tcp("127.0.0.1:1"), GRPC))
-        began_s = monotonic()
+        waited_s: list[float] = []
         for _ in range(20):
-            assert await ports.reach(theirs, agreed) == Reached(("grpc",), pending=("tcp",))
-        assert monotonic() - began_s < 0.4
+            began_s = monotonic()
+            reached = await ports.reach(theirs, agreed)
+            waited_s.append(monotonic() - began_s)
+            if reached.unreachable:
+                break
+            assert reached == Reached(("grpc",), pending=("tcp",))
+        assert sorted(waited_s)[len(waited_s) // 2] < 0.1, "one waits for PATIENCE_S, the others for nothing"
         while not (reached := await ports.reach(theirs, agreed)).unreachable:
             await asyncio.sleep(0.01)
         assert reached == Reached(("grpc",), (Unreachable("tcp", "127.0.0.1:1", "no answer within 0.5 s"),))
@@ -170,7 +176,7 @@ def test_a_firewall_costs_hand_offs_a_moment_and_it_is_tried_again(firewall: Fir
         assert firewall.tries == tries, "proven is proven"
         await ports.close()
 
-    run_quiet(body(), limit_s=10.0)
+    run_quiet(body())
 
 
 def test_another_process_at_the_peers_address_is_proven_anew(firewall: Firewall) -> None:
@@ -201,7 +207,7 @@ def test_a_resolver_that_does_not_answer_is_given_up_on(monkeypatch: pytest.Monk
         patched.setattr(socket, "getaddrinfo", silent)
         began_s = monotonic()
         assert "no answer" in reaching(tcp("there:1"), GRPC).unreachable[0].why
-        assert monotonic() - began_s < 2.0
+        assert monotonic() - began_s < 15.0
         answers.set()
 
 
@@ -271,8 +277,10 @@ def test_a_port_that_is_still_tried_is_said_and_shown(
     caplog.set_level("INFO")
     monkeypatch.setattr(peer_ports, "PATIENCE_S", 0.1)
 
+    answers = asyncio.Event()
+
     async def late(self: object) -> None:
-        await asyncio.sleep(0.5)
+        await answers.wait()
 
     async def body() -> None:
         with monkeypatch.context() as patched:
@@ -283,7 +291,8 @@ def test_a_port_that_is_still_tried_is_said_and_shown(
             assert await hand_off(d, address, H1) == ("grpc",)
             assert peer_log(caplog, address) == [("INFO", ": KV comes over grpc; tcp is still being tried")]
             assert d.client.snapshot() == {address: {"backends": ["grpc"], "why_not": ""}}
-            await asyncio.sleep(0.6)
+            answers.set()
+            await asyncio.sleep(0.1)  # a few turns of the loop are enough
             assert await hand_off(d, address, H2) == ("tcp", "grpc")
             assert d.client.snapshot() == {address: {"backends": ["tcp", "grpc"], "why_not": ""}}
         await d.client.aclose()

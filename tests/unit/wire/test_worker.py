@@ -26,7 +26,7 @@ from jdisagg.core.errors import InvalidRequest, Overloaded, Unavailable
 from jdisagg.core.requests import FinishReason, Output, Role, SamplingParams
 from jdisagg.v1 import admin_pb2, admin_pb2_grpc, common_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.unit.router.fakes import ArithmeticEngine, FakeWorker, Router, expected
-from tests.unit.wire.rig import FAST, request, run_quiet, start_server, until
+from tests.unit.wire.rig import FAST, pause, request, run_quiet, start_server, until
 
 
 class Client:
@@ -55,14 +55,17 @@ class Client:
 def test_outputs_of_one_tick_share_a_message():
     async def body() -> None:
         worker = await FakeWorker(()).start()
-        client = Client(worker.address)
+        client = Client(worker.address, step_timeout_s=30.0)
         asked = [request(f"r{i}", prompt=(i, 1), sampling=SamplingParams(max_tokens=12)) for i in range(20)]
+        worker.engine.frozen = True
         for one in asked:
             client.link.submit(one)
+        await until(lambda: len(worker.engine.live) == 20)
+        worker.engine.frozen = False  # all of them have their first tick together
         await until(lambda: sum(output.finish is not None for batch in client.batches for output in batch) == 20)
         for one in asked:
             assert [token for output in client.outputs(one.request_id) for token in output.token_ids] == expected(one)
-        assert len(client.batches) <= 12 + 2  # a tick each, a little slack for arrivals, not 240
+        assert len(client.batches) <= 12  # a tick each, not 240
         assert client.ups == 1
         await client.link.close()
         await until(lambda: worker.service.num_streams == 0)
@@ -248,7 +251,7 @@ def test_a_drain_goes_through_when_its_client_hangs_up(fails: bool, caplog: pyte
         call.cancel()
         await asyncio.sleep(0.2)
         announced.set()
-        await until(lambda: not admits[0])
+        await until(lambda: not admits[0] and ("our bug" in caplog.text or not fails))
         await asyncio.sleep(0.05)
         assert ("our bug" in caplog.text) == fails
         await channel.close()
@@ -293,16 +296,18 @@ def test_grpc_health_follows_the_engine_within_a_second_and_reflection_lists_ser
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
             return answer.status == health_pb2.HealthCheckResponse.SERVING
 
+        async def turns(to: bool) -> float:
+            asked_s = 0.0
+            while await serving() is not to:
+                asked_s += await pause(0.02)
+            return asked_s
+
         assert await serving()
         assert await serving("")
         status = Health(healthy=True, ready=False, reason="draining")
-        async with asyncio.timeout(1.0):
-            while await serving():
-                await asyncio.sleep(0.02)
+        assert await turns(False) < 1.0
         status = Health(healthy=True, ready=True)
-        async with asyncio.timeout(1.0):
-            while not await serving():
-                await asyncio.sleep(0.02)
+        assert await turns(True) < 1.0
         call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
             iter([reflection_pb2.ServerReflectionRequest(list_services="")])
         )
