@@ -49,7 +49,7 @@ from jdisagg.handoff.prefill_side import PrefillSide
 from jdisagg.kv.spec import KVSpec
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 from tests.unit.reading import read_whole
-from tests.unit.wire.rig import FAST, identity, request, run_quiet, start_server, until
+from tests.unit.wire.rig import FAST, WAIT_LIMIT_S, identity, narrow_channel, request, run_quiet, start_server, until
 
 
 class Prefill:
@@ -268,9 +268,9 @@ def test_a_failed_question_never_ends_the_streams_beside_it(monkeypatch):
         p.service._identity = dataclasses.replace(p.service._identity, fingerprint="refuses every Hello from now on")
         monkeypatch.setattr("jdisagg.api.peer_client.PROBE_INTERVAL_S", 0.05)
         d.client.watch((address,))
-        await asyncio.sleep(0.6)
+        await until(lambda: not d.usable(address))
+        await asyncio.sleep(0.2)
         assert d.ends(H1) == []
-        assert not d.usable(address)
         p.opened()[0].reply.send(Accepted(cached_tokens=3))
         await until(lambda: d.messages(H1) == [Accepted(cached_tokens=3)])
         d.client.close(H1)
@@ -449,7 +449,7 @@ def test_silence_of_either_side_is_seen_by_the_other():
         q, e = Prefill(identity()), Decode(config=frozen)
         e.client.open(await q.start(), H1, opening())
         await until(q.opened)
-        await until(q.ends, limit_s=4 * FAST.dead_after_s)
+        assert await until(q.ends) < 4 * FAST.dead_after_s
         assert q.ends() == ["heartbeat"]
         await until(lambda: e.ends(H1))
         for client in (d.client, e.client):
@@ -503,7 +503,7 @@ def test_a_stream_that_decode_ends_while_prefill_writes_ends_for_both(size: int,
                     p.opened()[-1].reply.send(dataclasses.replace(CHUNK, locator="x" * size))
                 await asyncio.sleep(serial * 0.001)
                 await call.done_writing()
-                async with asyncio.timeout(FAST.dead_after_s):
+                async with asyncio.timeout(WAIT_LIMIT_S):
                     while await call.read() is not grpc.aio.EOF:
                         pass
                     assert await call.code() is grpc.StatusCode.OK
@@ -546,7 +546,7 @@ def test_a_quiet_prefill_worker_is_heard_again_with_its_next_message():
         frozen = TransferConfig(heartbeat_s=5.0, dead_after_s=30.0)
         p, d = Prefill(identity(), frozen), Decode(config=TransferConfig(heartbeat_s=0.1, dead_after_s=5.0))
         d.client.open(await p.start(), H1, opening())
-        await until(lambda: d.pulse(H1), limit_s=10.0)
+        await until(lambda: d.pulse(H1))
         p.opened()[0].reply.send(Accepted(cached_tokens=0))
         await until(lambda: d.pulse(H1) == [Quiet, Awake])
         order = [event.message for event in d.events if not isinstance(event.message, Agreed)]
@@ -762,7 +762,7 @@ def test_an_open_that_does_not_come_in_time_is_sent_again_and_no_fault_of_the_re
     async def body() -> None:
         p, d = Prefill(identity()), Decode(config=TransferConfig(heartbeat_s=0.1, dead_after_s=5.0))
         d.client.open(await p.start(), H1, opening())
-        await until(p.opened, limit_s=10.0)
+        await until(p.opened)
         assert stalled[0].done()
         assert await stalled[0].code() is grpc.StatusCode.UNAVAILABLE
         assert await stalled[0].details() == "prefill stream: no `open` came within 0.5 s"
@@ -832,7 +832,7 @@ def test_fetch_streams_the_bytes_and_unknown_keys_answer_at_once():
         p.pieces["empty"] = b""
         source = GrpcByteSource()
 
-        def read(key: str, peer: str = address, left_s: float = 5.0) -> bytes:
+        def read(key: str, peer: str = address, left_s: float = 30.0) -> bytes:
             return read_whole(source, peer, key, monotonic() + left_s)
 
         assert await asyncio.to_thread(read, "k") == p.pieces["k"]
@@ -846,8 +846,8 @@ def test_fetch_streams_the_bytes_and_unknown_keys_answer_at_once():
         await p.server.stop(0)
         began_s = monotonic()
         with pytest.raises(ConnectionError, match=address):
-            await asyncio.to_thread(read, "k")
-        assert monotonic() - began_s < 2.0
+            await asyncio.to_thread(read, "k", address, 60.0)
+        assert monotonic() - began_s < 20.0
         await p.start(port=int(address.rpartition(":")[2]))
         assert await asyncio.to_thread(read, "k") == p.pieces["k"]  # a restarted peer is reached at once
         source.close()
@@ -862,8 +862,8 @@ def test_bytes_that_nobody_takes_are_given_up(monkeypatch: pytest.MonkeyPatch):
     async def body() -> None:
         p = Prefill(identity())
         address = await p.start()
-        piece = p.pieces["k"] = _Bytes(16 * 2**20)
-        channel = channels.open_channel(address)
+        piece = p.pieces["k"] = _Bytes(64 * 2**20)
+        channel = narrow_channel(address)
         call = peer_pb2_grpc.PeerServiceStub(channel).Fetch(peer_pb2.FetchRequest(key="k"))
         await call.read()
         del p.pieces["k"]  # acknowledged, or its lease is over
