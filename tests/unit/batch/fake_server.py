@@ -16,12 +16,13 @@ from typing import Any
 HANGS_UP, SAYS_NOTHING = 0, -1  # in place of an HTTP status
 SILENCE_S = 3.0
 AWAY_S = 0.3
+LIMIT_S = 30.0
 
 
 class FakeServer(ThreadingHTTPServer):
     """Answers after `delay_s`. `refusals`: how many requests to answer with 503 first. `odd`: HTTP status and body by prompt
     (a GET: by path) in place of what it would say. `dies_of`: a prompt at which it hangs up on
-    everybody, for `AWAY_S`."""
+    everybody, for `AWAY_S`. `together`: nothing is answered before so many requests were there at once."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -33,12 +34,15 @@ class FakeServer(ThreadingHTTPServer):
         refusals: int = 0,
         odd: Mapping[str, tuple[int, bytes]] | None = None,
         dies_of: str | None = None,
+        together: int = 0,
     ) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.delay_s = delay_s
         self.refusals = refusals
         self.odd = odd or {}
         self.dies_of = dies_of
+        self.together = together
+        self.were_together = threading.Event()
         self.back_s = 0.0  # monotonic
         self.open: set[socket.socket] = set()
         self.asked: Counter[str] = Counter()  # prompts
@@ -103,6 +107,9 @@ class _Handler(BaseHTTPRequestHandler):
             server.refusals -= refused
             server.at_once += 1
             server.most_at_once = max(server.most_at_once, server.at_once)
+            if server.at_once >= server.together:
+                server.were_together.set()
+        server.were_together.wait(LIMIT_S)
         time.sleep(server.delay_s)
         if refused:
             status, answer = 503, {"error": {"message": "loading"}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,25 @@ from jdisagg.batch.journal import Journal
 from jdisagg.batch.runner import Batch, run_batch
 from jdisagg.batch.sender import Sender
 
-WRITE_S = 0.3
+HANG_S = 60.0
 
 
 class SlowJournal(Journal):
-    """On a slow disk."""
+    """On a disk that takes as long as the test wants."""
 
-    is_writing = False
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.is_writing = False
+        self.may_go_on = threading.Event()
 
     def append(self, finished: Iterable[tuple[int, dict[str, Any]]]) -> None:
         self.is_writing = True
-        time.sleep(WRITE_S)
+        assert self.may_go_on.wait(HANG_S)
         super().append(finished)
 
     def publish(self, numbers: Iterable[int]) -> None:
         self.is_writing = True
-        time.sleep(WRITE_S)
+        assert self.may_go_on.wait(HANG_S)
         super().publish(numbers)
 
 
@@ -52,6 +55,8 @@ def cancelled(directory: Path, text: str, times: int = 1) -> tuple[Batch, bool]:
                 for _ in range(times):
                     run.cancel()
                     await asyncio.sleep(0.02)
+                assert not run.done(), "it waits for what is being written"
+                journal.may_go_on.set()
                 with pytest.raises(asyncio.CancelledError):
                     await run
                 return batch.output.exists()
