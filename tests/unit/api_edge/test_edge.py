@@ -82,8 +82,9 @@ def test_the_shorter_deadline_wins(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         edge = Edge(FakeEngine(tokenizer, "fox"), tokenizer, default_deadline_s=50.0)
         for timeout_s, expected_s in [(None, 50.0), (5.0, 5.0), (500.0, 50.0)]:
+            before_s = monotonic()
             job = await edge.admit(_request(timeout_s=timeout_s))
-            assert job.requests[0].deadline_s - monotonic() == pytest.approx(expected_s, abs=1.0)
+            assert before_s <= job.requests[0].deadline_s - expected_s <= monotonic()
 
     run(check())
 

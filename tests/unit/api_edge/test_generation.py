@@ -19,9 +19,13 @@ from tests.unit.api_edge.fakes import PROVENANCE, FakeEngine, Served, run, servi
 ANSWER = "the quick brown fox 😀 jumps"
 
 
-async def _collect(served: Served, **fields: Any) -> tuple[list[generation_pb2.Delta], generation_pb2.Complete]:
-    """Deltas and the one complete, which is last."""
-    messages = [message async for message in served.stub.Generate(generation_pb2.GenerateRequest(**fields))]
+async def _collect(
+    served: Served, heard: list[generation_pb2.GenerateResponse] | None = None, **fields: Any
+) -> tuple[list[generation_pb2.Delta], generation_pb2.Complete]:
+    """Deltas and the one complete, which is last. Into `heard` as they come."""
+    messages = [] if heard is None else heard
+    async for message in served.stub.Generate(generation_pb2.GenerateRequest(**fields)):
+        messages.append(message)
     assert [message.WhichOneof("event") for message in messages[:-1]] == ["delta"] * (len(messages) - 1)
     assert messages[-1].WhichOneof("event") == "complete"
     assert len({message.request_id for message in messages}) == 1
@@ -72,10 +76,11 @@ def test_abort_finishes_with_what_there_is(tokenizer: Tokenizer) -> None:
         engine.delay_s = 0.02
         async with serving(engine, tokenizer) as served:
             await served.stub.Abort(generation_pb2.AbortRequest(request_id="unknown"))
-            work = asyncio.create_task(_collect(served, request_id="mine", text="the", n=2))
-            while len(engine.live) < 2:
+            heard: list[generation_pb2.GenerateResponse] = []
+            work = asyncio.create_task(_collect(served, heard, request_id="mine", text="the", n=2))
+            while {message.delta.index for message in heard if message.delta.token_ids} != {0, 1}:
                 await asyncio.sleep(0.005)
-            await asyncio.sleep(0.05)
+            engine.delay_s = 60.0  # nothing ends by itself
             twin = served.stub.Generate(generation_pb2.GenerateRequest(request_id="mine", text="the"))
             with pytest.raises(grpc.aio.AioRpcError, match="still running"):
                 await twin.read()

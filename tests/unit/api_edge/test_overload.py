@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from jdisagg.api.token_engine import ModelCard, TokenEngine
 from jdisagg.api.worker_service import WorkerService
 from jdisagg.core.errors import InvalidRequest, Overloaded
 from jdisagg.core.requests import EngineRequest, Role, SamplingParams
+from jdisagg.roles import engine_thread
 from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.sched.plan import StepResult
@@ -38,22 +39,24 @@ from tests.unit.wire.rig import FAST, start_server, until
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 STEP_S = 0.02
+LONG_STEP_S = 0.25
 LONG = {"prompt": [1, 2, 3], "max_tokens": 40, "extra_body": {"ignore_eos": True}}
 
 
 class Worker:
-    """A unified engine on its thread: one slot, one place in the queue, 20 ms a step."""
+    """A unified engine on its thread: one slot, one place in the queue, `step_s` a step."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, step_s: float = STEP_S, **options: Any) -> None:
+        self.step_s = step_s
         self.engine = Engine(Role.UNIFIED, 40, True, max_num_seqs=1, max_queue_len=1)
         collect = self.engine.runner.collect
 
         def slow(handle: StepResult) -> StepResult:
-            time.sleep(STEP_S)
+            time.sleep(self.step_s)
             return collect(handle)
 
         self.engine.runner.collect = slow  # type: ignore[method-assign]
-        self.engine.run(ComputeSide(self.engine.scheduler))
+        self.engine.run(ComputeSide(self.engine.scheduler), **options)
         assert self.engine.loop is not None
         self.thread = EngineThread(self.engine.loop, name="engine", on_crash=lambda error: None)
         self.thread.start()
@@ -61,7 +64,7 @@ class Worker:
         self.local = LocalEngine(self.thread, card, not_ready_reason=lambda: "")
 
     async def fill(self, client: openai.AsyncOpenAI) -> list[asyncio.Task[Any]]:
-        """Two requests: one runs, one waits; the queue is full from now on, for most of a second."""
+        """Two requests: one runs, one waits; the queue is full from now on, for forty steps."""
         tasks = []
         for waiting in (0, 1):
             tasks.append(asyncio.create_task(client.completions.create(model="tiny", **LONG)))
@@ -72,14 +75,14 @@ class Worker:
 @asynccontextmanager
 async def edge_over(engine: TokenEngine, tokenizer: Tokenizer) -> AsyncIterator[tuple[openai.AsyncOpenAI, Any]]:
     """An HTTP client and a gRPC stub of a real edge over `engine`."""
-    edge = Edge(engine, tokenizer, default_deadline_s=10.0)
+    edge = Edge(engine, tokenizer, default_deadline_s=60.0)
     server = make_server(make_app(edge, engine, lambda: "x 1\n"), stop_timeout_s=1.0)
     await server.start()
     grpc_server, address = await start_server(
         lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
     )
     async with (
-        openai.AsyncOpenAI(base_url=f"http://{server.address}/v1", api_key="none", max_retries=0, timeout=10.0) as client,
+        openai.AsyncOpenAI(base_url=f"http://{server.address}/v1", api_key="none", max_retries=0, timeout=60.0) as client,
         grpc.aio.insecure_channel(address) as channel,
     ):
         try:
@@ -110,12 +113,21 @@ async def assert_full(client: openai.AsyncOpenAI, stub: Any, first_s: int) -> No
     assert first_s + 1 < retry.retry_delay.ToMilliseconds() / 1000 <= first_s + 2
 
 
-def test_a_worker_says_when_to_come_again(tokenizer: Tokenizer) -> None:
+@pytest.fixture
+def standing_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
+    """The engine's: how long its queue has been full is part of when to come again."""
+    now_s = time.monotonic()
+    monkeypatch.setattr(engine_thread, "monotonic", lambda: now_s)
+    return lambda: now_s
+
+
+def test_a_worker_says_when_to_come_again(tokenizer: Tokenizer, standing_clock: Callable[[], float]) -> None:
     async def check() -> None:
-        worker = Worker(tokenizer.vocab_size)
+        worker = Worker(tokenizer.vocab_size, LONG_STEP_S, clock=standing_clock)
         async with edge_over(worker.local, tokenizer) as (client, stub):
             tasks = await worker.fill(client)
             await assert_full(client, stub, 1)
+            worker.step_s = 0.0
             for answer in await asyncio.gather(*tasks):
                 assert answer.usage.completion_tokens == 40  # those in the queue are not disturbed
         assert worker.thread.stop()
@@ -123,9 +135,12 @@ def test_a_worker_says_when_to_come_again(tokenizer: Tokenizer) -> None:
     run(check())
 
 
-def test_a_router_passes_it_on(tokenizer: Tokenizer) -> None:
+def test_a_router_passes_it_on(tokenizer: Tokenizer, standing_clock: Callable[[], float]) -> None:
     async def check() -> None:
-        worker, router = Worker(tokenizer.vocab_size), await Router(step_timeout_s=5.0).start()
+        worker, router = (
+            Worker(tokenizer.vocab_size, LONG_STEP_S, clock=standing_clock),
+            await Router(step_timeout_s=60.0).start(),
+        )
         fake = FakeWorker((router.address,), Role.UNIFIED, fingerprint="weights-1")
         fake.service = WorkerService(worker.local, FAST)
         await fake.start()
@@ -146,6 +161,7 @@ def test_a_router_passes_it_on(tokenizer: Tokenizer) -> None:
             assert status is not None
             assert status.details[0].Unpack(retry)
             assert 1.0 < retry.retry_delay.ToMilliseconds() / 1000 <= 2.0
+            worker.step_s = 0.0
             await asyncio.gather(*tasks)
         await fake.die()
         await router.stop()
