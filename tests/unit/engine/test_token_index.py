@@ -44,13 +44,16 @@ def test_ranges_beyond_pages_or_width_are_refused(begin, end):
 
 @pytest.mark.covers("C01")
 @pytest.mark.parametrize("piece", [256, 32768])
-def test_the_index_of_32k_tokens_takes_about_a_millisecond(piece):
-    """0.2 ms as one range, 0.5 ms in pieces of 256, on a quiet core; a loop over tokens takes 10. The best of many counts."""
-    pages, took_s = tuple(np.random.default_rng(0).permutation(np.arange(1, 2049)).tolist()), []
+def test_the_index_of_32k_tokens_takes_a_small_part_of_a_loop_over_them(piece):
+    """0.2 ms as one range, 0.5 ms in pieces of 256, on a quiet core; such a loop takes 5. The best of many counts."""
+    pages, took_s, loop_s = tuple(np.random.default_rng(0).permutation(np.arange(1, 2049)).tolist()), [], []
     for _ in range(30):
         started_s = time.perf_counter()
         for begin in range(0, 32768, piece):
             token_index(pages, begin, begin + piece, page_size=16, width=piece)
         took_s.append(time.perf_counter() - started_s)
-    print(f"\n32768 tokens in pieces of {piece}: {min(took_s) * 1e3:.2f} ms")
-    assert min(took_s) < 2e-3
+        started_s = time.perf_counter()
+        np.array([(pages[token // 16], token % 16) for token in range(32768)], np.int32)
+        loop_s.append(time.perf_counter() - started_s)
+    print(f"\n32768 tokens in pieces of {piece}: {min(took_s) * 1e3:.2f} ms; a loop: {min(loop_s) * 1e3:.2f} ms")
+    assert min(took_s) < min(loop_s) / 3

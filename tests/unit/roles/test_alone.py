@@ -21,7 +21,6 @@ def answer(plan: Plan) -> StepResult:
 
 
 @pytest.mark.covers("P04")
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 def test_each_role_passes_its_self_test_without_the_other(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(local_prefill=False)

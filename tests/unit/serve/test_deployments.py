@@ -18,6 +18,7 @@ from jdisagg.roles.compute import ComputeSide
 from jdisagg.serve.deployments import Deployment
 from tests.unit.roles.engine import Engine
 from tests.unit.sched.engine_fake import request
+from tests.unit.wire.rig import until
 
 CARD = ModelCard(name="m", max_model_len=48, vocab_size=31, eos_token_ids=(0,), fingerprint="f")
 
@@ -68,9 +69,7 @@ def test_a_process_is_healthy_while_both_turn_over(
         assert front.health().ready
         monkeypatch.setattr(engine_thread, "STALLED_AFTER_S", 0.3)
         deployment.engines[0].freeze()
-        await asyncio.sleep(0.6)
-        health = front.health()
-        assert not health.healthy
-        assert "no tick has ended" in health.reason
+        await until(lambda: not front.health().healthy)
+        assert "no tick has ended" in front.health().reason
 
     asyncio.run(body())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from jdisagg.serve.local import router_spec, split_devices, worker_specs
 from jdisagg.serve.ready import Ready
 
 ROOT = Path(__file__).parents[3]
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Fleet:
@@ -103,7 +104,8 @@ def test_sigterm_ends_router_then_decode_then_prefill_and_exits_zero(fleet) -> N
     one.ready()
     one.process.send_signal(signal.SIGTERM)
     assert one.wait() == 0
-    stopped = sorted(fields for line in one.events_path.read_text().splitlines() if (fields := line.split())[1] == "stopped")
+    noted = [line.split() for line in one.events_path.read_text().splitlines()]
+    stopped = sorted((fields for fields in noted if fields[1] == "stopped"), key=lambda fields: float(fields[0]))
     assert [fields[2] for fields in stopped] == ["router", "decode", "prefill"]
 
 
@@ -193,16 +195,17 @@ def test_a_childs_stderr_carries_its_name(fleet) -> None:
     one = fleet()
     one.ready()
     until(lambda: "a line of the log" in one.log.read_text(), "no line")
-    assert "prefill-0 | a line of the log" in one.log.read_text()
+    until(lambda: "prefill-0 | a line of the log" in one.log.read_text(), "no line with its name")
 
 
 def test_sigusr1_shows_stacks_and_children(fleet) -> None:
     one = fleet()
     one.ready()
     one.process.send_signal(signal.SIGUSR1)
-    until(lambda: '"event": "state"' in one.log.read_text(), "no state on stderr")
+    whole = re.compile(r'^\{"event": "state".*\}$', re.MULTILINE)
+    until(lambda: whole.search(one.log.read_text()) is not None, "no state on stderr")
     text = one.log.read_text()
-    (line,) = [line for line in text.splitlines() if line.startswith('{"event": "state"')]
+    (line,) = whole.findall(text)
     assert set(json.loads(line)["children"]) == {"router", "prefill-0", "decode-0"}
     assert "most recent call first" in text
     assert one.process.poll() is None

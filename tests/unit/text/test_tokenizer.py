@@ -220,22 +220,27 @@ def test_other_threads_run_while_a_long_text_is_tokenized(byte_level_directory: 
     tokenizer = Tokenizer.from_directory(byte_level_directory)
     text = "the quick fox jumps\n" * 60_000
     ids = tokenizer.encode(text) * 4
-    done = threading.Event()
     functions: dict[str, Callable[[], object]] = {
         "encode": lambda: tokenizer.encode(text),
         "decode": lambda: tokenizer.decode(ids),
     }
 
-    def run() -> None:
-        functions[work]()
-        done.set()
+    def share() -> float:
+        """Of the time that it takes, the longest in which this thread did not run."""
+        done = threading.Event()
 
-    thread = threading.Thread(target=run)
-    began_s = last_s = time.monotonic()
-    thread.start()
-    longest_s = 0.0
-    while not done.wait(0.001):
-        longest_s, last_s = max(longest_s, time.monotonic() - last_s), time.monotonic()
-    longest_s = max(longest_s, time.monotonic() - last_s)
-    thread.join()
-    assert longest_s < (time.monotonic() - began_s) / 2
+        def run() -> None:
+            functions[work]()
+            done.set()
+
+        thread = threading.Thread(target=run)
+        began_s = last_s = time.monotonic()
+        thread.start()
+        longest_s = 0.0
+        while not done.wait(0.001):
+            longest_s, last_s = max(longest_s, time.monotonic() - last_s), time.monotonic()
+        longest_s = max(longest_s, time.monotonic() - last_s)
+        thread.join()
+        return longest_s / (time.monotonic() - began_s)
+
+    assert any(share() < 0.5 for _ in range(5)), "a machine that does other things does not keep it from running each time"

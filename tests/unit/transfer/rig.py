@@ -178,7 +178,7 @@ class Rig:
         self.cleanups += [source.close, lambda: server.stop(0).wait(5)]
         return source
 
-    def event(self, timeout_s: float = 10.0) -> TransferEvent:
+    def event(self, timeout_s: float = 30.0) -> TransferEvent:
         """The next event; runs the fake's steps."""
         self.network.run()
         return self.events.get(timeout=timeout_s)
@@ -196,7 +196,7 @@ class Rig:
         assert (event.handoff, event.ready.key) == (handoff, key)
         return event.ready
 
-    def fetch(self, ready: ChunkReady, handoff: HandoffId = H, *, within_s: float = 10.0) -> None:
+    def fetch(self, ready: ChunkReady, handoff: HandoffId = H, *, within_s: float = 30.0) -> None:
         self.fetcher.fetch(handoff, self.peer, ready, time.monotonic() + within_s)
 
     def arrived(self, ready: ChunkReady) -> PieceArrived:

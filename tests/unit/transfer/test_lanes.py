@@ -22,7 +22,6 @@ NOTHING = Piece(begin=0, end=1, data=cast(Any, None))
 READY = ChunkReady(key="k", begin=0, end=1, shape=(1, 1, 1, 1), dtype="float32", num_bytes=4, checksum=0)
 
 
-@pytest.mark.timeout(10)
 def test_a_job_that_raises_is_in_the_log_and_the_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     lane, ran = Lane("lane"), threading.Event()
 
@@ -31,7 +30,7 @@ def test_a_job_that_raises_is_in_the_log_and_the_thread_goes_on(caplog: pytest.L
 
     lane.submit(freeing)
     lane.submit(ran.set)
-    assert ran.wait(5.0)
+    assert ran.wait(30.0)
     lane.stop()
     lane.join(5.0)
     assert "no memory" in caplog.text
@@ -42,13 +41,12 @@ def threads_called(prefix: str) -> list[threading.Thread]:
 
 
 def wait_until(is_true: Callable[[], bool], what: str) -> None:
-    until_s = time.monotonic() + 5.0
+    until_s = time.monotonic() + 30.0
     while not is_true():
         assert time.monotonic() < until_s, what
         time.sleep(0.005)
 
 
-@pytest.mark.timeout(20)
 def test_peers_that_come_back_elsewhere_leave_no_thread_behind_though_nothing_is_fetched_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -57,47 +55,45 @@ def test_peers_that_come_back_elsewhere_leave_no_thread_behind_though_nothing_is
 
     def obtain(job: FetchJob) -> Piece:
         if job.peer == "slow:1":
-            stuck.wait(5.0)
+            stuck.wait(60.0)
         raise PieceError("connection", job.peer)
 
     fetches = LaneFetcher("test-leaving", obtain, posted.put, on_end=ended.put)
     fetches.fetch(HandoffId("slow", 0), "slow:1", READY, float("inf"))
     for serial in range(20):
         fetches.fetch(HandoffId("a", serial), f"restarted:{serial}", READY, float("inf"))
-        assert posted.get(timeout=5.0).handoff == HandoffId("a", serial)
+        assert posted.get(timeout=30.0).handoff == HandoffId("a", serial)
     wait_until(lambda: len(threads_called("test-leaving")) == 1, "one by one they were idle")
     assert fetches.num_lanes == 1
-    assert {ended.get(timeout=5.0) for _ in range(20)} == {f"restarted:{serial}" for serial in range(20)}
+    assert {ended.get(timeout=30.0) for _ in range(20)} == {f"restarted:{serial}" for serial in range(20)}
     stuck.set()
-    assert posted.get(timeout=5.0).handoff == HandoffId("slow", 0), "a lane at work is not ended"
+    assert posted.get(timeout=30.0).handoff == HandoffId("slow", 0), "a lane at work is not ended"
     wait_until(lambda: not threads_called("test-leaving"), "the last one as well")
     fetches.close()
 
 
-@pytest.mark.timeout(20)
 def test_more_peers_than_threads_may_wait_end_those_that_were_unused_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "MAX_LANES", 3)
     stuck, posted, ended = threading.Event(), queue.SimpleQueue[str](), queue.SimpleQueue[str]()
 
     def obtain(job: FetchJob) -> Piece:
         if job.peer == "slow:1":
-            stuck.wait(10.0)
+            stuck.wait(60.0)
         return NOTHING
 
     fetches = LaneFetcher("test-many", obtain, lambda event: posted.put(event.handoff.request_id), on_end=ended.put)
     for peer in ("slow:1", "p:1", "q:1", "p:1", "r:1", "s:1"):
         fetches.fetch(HandoffId(peer, 0), peer, READY, float("inf"))
         if peer != "slow:1":
-            assert posted.get(timeout=5.0) == peer
-    assert ended.get(timeout=5.0) == "q:1", "p:1 was used again"
+            assert posted.get(timeout=30.0) == peer
+    assert ended.get(timeout=30.0) == "q:1", "p:1 was used again"
     wait_until(lambda: fetches.num_lanes == 4, "p:1, r:1, s:1 and the busy one")
     stuck.set()
-    assert posted.get(timeout=5.0) == "slow:1", "it was told to end, and is through first"
-    assert ended.get(timeout=5.0) == "slow:1"
+    assert posted.get(timeout=30.0) == "slow:1", "it was told to end, and is through first"
+    assert ended.get(timeout=30.0) == "slow:1"
     fetches.close()
 
 
-@pytest.mark.timeout(20)
 def test_an_idle_lane_lets_go_of_its_peer_before_that_gets_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its end must not take the connection that the next lane has made; a fetch that comes meanwhile is not lost."""
     monkeypatch.setattr(lanes, "IDLE_S", 0.05)
@@ -106,7 +102,7 @@ def test_an_idle_lane_lets_go_of_its_peer_before_that_gets_another_one(monkeypat
     def disconnect(peer: str) -> None:
         if not ending.is_set():
             ending.set()
-            told.wait(10.0)
+            told.wait(60.0)
         done.append("end")
 
     def obtain(job: FetchJob) -> Piece:
@@ -115,17 +111,16 @@ def test_an_idle_lane_lets_go_of_its_peer_before_that_gets_another_one(monkeypat
 
     fetches = LaneFetcher("test", obtain, lambda event: posted.put(event.handoff.request_id), on_end=disconnect)
     fetches.fetch(HandoffId("first", 0), "p:1", READY, float("inf"))
-    assert ending.wait(5.0)
+    assert ending.wait(30.0)
     fetches.fetch(HandoffId("second", 1), "p:1", READY, float("inf"))
     told.set()
-    assert [posted.get(timeout=5.0), posted.get(timeout=5.0)] == ["first", "second"]
+    assert [posted.get(timeout=30.0), posted.get(timeout=30.0)] == ["first", "second"]
     assert done[:3] == ["first", "end", "second"]
     fetches.close()
     assert done[-1] == "end"
 
 
 @pytest.mark.covers("X05")
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("error", [NameError("executor"), PieceError("checksum", "spoilt"), MemoryError(), KeyError("peer")])
 def test_whatever_a_fetch_raises_costs_its_piece_and_the_same_thread_brings_the_next(error: Exception) -> None:
     posted, threads = queue.SimpleQueue[TransferEvent](), list[threading.Thread]()
@@ -139,7 +134,7 @@ def test_whatever_a_fetch_raises_costs_its_piece_and_the_same_thread_brings_the_
     fetches = LaneFetcher("test", obtain, posted.put)
     for name in ("bad", "good"):
         fetches.fetch(HandoffId(name, 1), "p:1", READY, float("inf"))
-    failed, arrived = posted.get(timeout=5.0), posted.get(timeout=5.0)
+    failed, arrived = posted.get(timeout=30.0), posted.get(timeout=30.0)
     assert isinstance(failed, PieceFailed)
     assert (failed.handoff.request_id, failed.reason) == ("bad", "checksum" if isinstance(error, PieceError) else "device")
     assert isinstance(arrived, PieceArrived)
@@ -166,7 +161,6 @@ class EagerThread(threading.Thread):
 
 
 @pytest.mark.covers("X06")
-@pytest.mark.timeout(10)
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_runs_at_once_finds_all_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that the thread uses is made after it was started."""
@@ -174,14 +168,14 @@ def test_a_thread_that_runs_at_once_finds_all_it_needs(monkeypatch: pytest.Monke
     done = queue.SimpleQueue[str]()
     lane = Lane("test-eager")
     lane.submit(lambda: done.put("job"))
-    assert done.get(timeout=5.0) == "job"
+    assert done.get(timeout=30.0) == "job"
     lane.stop()
     posted = queue.SimpleQueue[TransferEvent]()
     fetches = LaneFetcher("test", lambda job: NOTHING, posted.put, on_end=done.put)
     fetches.fetch(HandoffId("r", 1), "p:1", READY, float("inf"))
-    assert isinstance(posted.get(timeout=5.0), PieceArrived)
+    assert isinstance(posted.get(timeout=30.0), PieceArrived)
     fetches.close()
-    assert done.get(timeout=5.0) == "p:1"
+    assert done.get(timeout=30.0) == "p:1"
 
 
 class ImmediateLane:
@@ -222,14 +216,13 @@ def test_a_fetch_that_is_over_before_it_was_noted_down_stays_over(monkeypatch: p
     assert [type(event) for event in posted] == kind
 
 
-@pytest.mark.timeout(10)
 def test_what_a_job_held_is_free_while_the_lane_waits_for_the_next() -> None:
     lane, ran, piece = Lane("test"), threading.Event(), np.zeros(4)
     held = weakref.ref(piece)
     lane.submit(lambda piece=piece: ran.set())
     del piece
-    assert ran.wait(5.0)
-    until_s = time.monotonic() + 5.0
+    assert ran.wait(30.0)
+    until_s = time.monotonic() + 30.0
     while held() is not None and time.monotonic() < until_s:
         time.sleep(0.005)
     assert held() is None
@@ -246,9 +239,9 @@ def test_a_lane_that_cannot_start_fails_its_fetch_alone(monkeypatch: pytest.Monk
     with monkeypatch.context() as patched:
         patched.setattr(lanes, "Lane", no_thread)
         fetches.fetch(HandoffId("a", 0), "p:1", READY, float("inf"))
-    failed = posted.get(timeout=5.0)
+    failed = posted.get(timeout=30.0)
     assert isinstance(failed, PieceFailed)
     assert (failed.reason, failed.detail) == ("connection", "can't start new thread")
     fetches.fetch(HandoffId("b", 0), "p:1", READY, float("inf"))
-    assert posted.get(timeout=5.0).handoff == HandoffId("b", 0)
+    assert posted.get(timeout=30.0).handoff == HandoffId("b", 0)
     fetches.close()
