@@ -24,7 +24,9 @@ JAX_ENVIRONMENT = {
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
-TIME_LIMITS_S = {"kernels": 180, "golden": 240, "e2e": 240}  # by directory; everywhere else the 60 s of pyproject.toml
+# Only a hang takes so long. By directory; where none is named the 60 s of pyproject.toml.
+TIME_LIMITS_S = {"unit": 180, "compat": 180, "kernels": 180, "golden": 240, "e2e": 240}
+MARKED = frozenset({"kernels", "golden", "e2e"})
 TESTS = Path(__file__).parent
 
 os.environ.update(JAX_ENVIRONMENT)
@@ -48,13 +50,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by directory and give the slow kinds their time limit; refuse over-broad `covers`."""
+    """Mark tests by directory and give them their time limit; refuse over-broad `covers`."""
     for item in items:
         kind = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
-        if kind in TIME_LIMITS_S:
+        if kind in MARKED:
             item.add_marker(getattr(pytest.mark, kind))
-            if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(TIME_LIMITS_S[kind]))
+        if kind in TIME_LIMITS_S and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIME_LIMITS_S[kind]))
         for marker in item.iter_markers("covers"):
             if not 1 <= len(marker.args) <= 3:
                 raise pytest.UsageError(f"{item.nodeid}: covers(...) takes one to three ids, got {len(marker.args)}")

@@ -173,7 +173,7 @@ def test_a_hand_off_with_an_old_prefill_worker_over_the_wire() -> None:
 
         carry(side.start(request(8, 4, loop.time() + 20.0), 0, (address,), loop.time()))
         while not any(isinstance(action, act.KVComplete) for action in done):
-            event = await asyncio.wait_for(events.get(), 5.0)
+            event = await asyncio.wait_for(events.get(), 30.0)
             carry(side.on_message(event.handoff, event.message, loop.time()))
         kinds = [type(action) for action in done]
         assert kinds.count(act.PeerReady) == 1
@@ -200,7 +200,7 @@ def test_hello_settles_the_newest_protocol_both_know_or_names_it(ours, theirs, a
             identity=encode_identity(identity(min_protocol=theirs[0], max_protocol=theirs[1], epoch="d"))
         )
         async with grpc.aio.insecure_channel(address) as channel:
-            hello = peer_pb2_grpc.PeerServiceStub(channel).Hello(asked, timeout=5.0)
+            hello = peer_pb2_grpc.PeerServiceStub(channel).Hello(asked, timeout=30.0)
             if agreed is not None:
                 assert (await hello).protocol == agreed
             else:

@@ -147,7 +147,7 @@ def test_paths_methods_models_and_bodies_that_are_wrong(tokenizer: Tokenizer) ->
 @pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("br, gzip", 415), ("identity", 200), ("Identity", 200)])
 def test_a_compressed_body_is_refused_by_its_encoding(tokenizer: Tokenizer, encoding: str, status: int) -> None:
     async def check() -> None:
-        async with serving(FakeEngine(tokenizer, "x"), tokenizer) as served, httpx.AsyncClient(timeout=10) as http:
+        async with serving(FakeEngine(tokenizer, "x"), tokenizer) as served, httpx.AsyncClient(timeout=30) as http:
             content = b'{"prompt": "the"}' if status == 200 else gzip.compress(b'{"prompt": "the"}')
             url = f"http://127.0.0.1:{served.port}/v1/completions"
             answer = await http.post(url, content=content, headers={"content-encoding": encoding})
@@ -287,7 +287,7 @@ def test_a_request_that_never_comes_whole_is_ended(tokenizer: Tokenizer, sent: b
         async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
             writer.write(sent)
-            async with asyncio.timeout(3.0):
+            async with asyncio.timeout(30.0):
                 answer = await reader.read(4096)
             assert (b"did not arrive within 0.2 s" in answer) if b"{" in sent else answer == b""
             writer.close()

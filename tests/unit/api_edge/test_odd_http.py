@@ -35,7 +35,7 @@ def test_a_request_that_offers_http_2_is_answered_in_http_1(
                 await asyncio.sleep(0.001)
             writer.write(offered + head + content)  # the connection goes on
             got = b""
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(60.0):
                 while got.count(b'"text":"fox"') < 3:
                     part = await reader.read(65536)
                     assert part, f"ended after {got!r}"
@@ -53,7 +53,7 @@ def test_thousands_of_offers_at_once_are_answered(tokenizer: Tokenizer) -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
             writer.write((b"GET /health HTTP/1.1\r\nhost: x\r\n" + OFFER + b"\r\n") * 2000)
             got = 0
-            async with asyncio.timeout(15.0):
+            async with asyncio.timeout(60.0):
                 while got < 2000:
                     got += (await reader.readuntil(b'{"status":"ok"}')).count(b"200 OK")
             writer.close()
@@ -67,7 +67,7 @@ def test_a_tunnel_is_refused(tokenizer: Tokenizer) -> None:
             for target in (b"example.com:443", b"/v1/completions"):
                 reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
                 writer.write(b"CONNECT %s HTTP/1.1\r\nhost: example.com\r\n\r\n" % target)
-                async with asyncio.timeout(3.0):
+                async with asyncio.timeout(60.0):
                     assert (await reader.readline()).startswith(b"HTTP/1.1 40")
                 writer.close()
 
@@ -78,14 +78,14 @@ def test_a_tunnel_is_refused(tokenizer: Tokenizer) -> None:
 def test_a_connection_on_which_something_came_behind_its_answer_ends_nevertheless(
     tokenizer: Tokenizer, late: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", 1.0)
     length = b"content-length: 3\r\n\r\n{" if late == b"}" else b"\r\n"
 
     async def check() -> None:
         async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
             writer.write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\n" + length)
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(60.0):
                 assert b"404" in await reader.readuntil(b"}")
                 writer.write(late)
                 assert b"HTTP" not in await reader.read()
@@ -110,11 +110,11 @@ def test_a_client_that_goes_away_with_requests_behind_the_first_cancels_it(
             for part in (one, one, one) if apart else (one * 3,):
                 writer.write(part)
                 await asyncio.sleep(0.05)
-            async with asyncio.timeout(2.0):
+            async with asyncio.timeout(60.0):
                 while not engine.live:
                     await asyncio.sleep(0.005)
             writer.close()
-            async with asyncio.timeout(0.5):
+            async with asyncio.timeout(60.0):
                 while engine.live:
                     await asyncio.sleep(0.005)
             await asyncio.sleep(0.1)
@@ -132,7 +132,7 @@ def test_headers_without_an_end_are_not_collected(tokenizer: Tokenizer, begin: b
             writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\na: " + b"a" * 500_000 + b"\r\n\r\n")
             assert b"200 OK" in await reader.readuntil(b"}")
             writer.write(begin)
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(60.0):
                 for _ in range(20):
                     writer.write(b"a" * 2**16)
                     await writer.drain()
@@ -151,7 +151,7 @@ def test_trailers_without_an_end_are_not_collected(tokenizer: Tokenizer, part: b
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
             chunks = b"%x\r\n%s\r\n1\r\n}\r\n" % (2_000_016, BODY[:-1] + b" " * 2_000_000)
             writer.write(head + chunks + b"0\r\na: " + b"a" * 500_000 + b"\r\n\r\n")
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(60.0):
                 assert b"200 OK" in await reader.readuntil(b'"text":"fox"')
                 writer.write(head + chunks + b"0\r\na: ")
                 for _ in range(20):
@@ -170,7 +170,7 @@ def test_the_rest_of_a_long_body_and_many_requests_are_no_long_headers(tokenizer
         async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
             writer.write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 3000000\r\n\r\n")
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(60.0):
                 assert b"404" in await reader.readuntil(b"}}")
                 writer.write(b"a" * 3_000_000 + health[:1000])
                 for _ in range(50):
@@ -189,7 +189,7 @@ def test_many_requests_at_once_on_one_connection_are_answered_in_order(tokenizer
             for number in range(100):
                 writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nx-request-id: r%d\r\n\r\n" % number)
                 await asyncio.sleep(0)
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(60.0):
                 for number in range(100):
                     assert b"x-request-id: r%d\r\n" % number in await reader.readuntil(b"}")
             writer.close()

@@ -148,7 +148,7 @@ def test_a_disk_that_fills_up_stops_the_batch_and_costs_nothing_that_was_answere
         flags = arguments(source, full, server.url, "--max-concurrency", "2")
         command = shlex.join([sys.executable, "-m", "jdisagg.batch", *flags])
         stopped = subprocess.run(
-            ["bash", "-c", f"ulimit -f 8; exec {command}"], capture_output=True, text=True, timeout=60, check=False
+            ["bash", "-c", f"ulimit -f 8; exec {command}"], capture_output=True, text=True, timeout=150, check=False
         )
         assert stopped.returncode == 1
         assert "Traceback" not in stopped.stderr

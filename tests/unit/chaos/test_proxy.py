@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from chaos_kit.proxy import TRANSFER_BYTES, Connection, Proxy, Weather
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Line:
     writer: asyncio.StreamWriter
     transfers: list[Connection] = field(default_factory=list)
 
-    async def ask(self, num_bytes: int = 1, timeout_s: float = 5.0) -> bytes:
+    async def ask(self, num_bytes: int = 1, timeout_s: float = 30.0) -> bytes:
         self.writer.write(b"?")
         return await asyncio.wait_for(self.reader.readexactly(num_bytes), timeout_s)
 
@@ -83,7 +83,7 @@ def test_a_stall_holds_bytes_back_and_lets_them_go() -> None:
         line.proxy.set_weather(Weather.STALL)
         assert await line.silent()
         line.proxy.set_weather(Weather.CLEAR)
-        assert await asyncio.wait_for(line.reader.readexactly(1), 5) == b"!"
+        assert await asyncio.wait_for(line.reader.readexactly(1), 30) == b"!"
 
     on_a_line(body)
 
@@ -118,7 +118,7 @@ def test_a_worker_that_is_not_there_refuses() -> None:
         line.proxy.target_port = None
         reader, writer = await asyncio.open_connection("127.0.0.1", line.proxy.port)
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-            await asyncio.wait_for(reader.readexactly(1), 5)
+            await asyncio.wait_for(reader.readexactly(1), 30)
         writer.close()
 
     on_a_line(body)

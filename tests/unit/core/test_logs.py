@@ -24,7 +24,7 @@ except ZeroDivisionError:
 
 def test_a_traceback_stays_on_one_stderr_line_with_role_and_pid() -> None:
     env = {k: v for k, v in os.environ.items() if k != "JDISAGG_LOG_LEVEL"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=30, env=env, check=True)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=90, env=env, check=True)
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert " E decode[" in line

@@ -22,7 +22,7 @@ def test_print_config_of_a_shipped_file_loads_back_equal(path: Path, tmp_path: P
         [sys.executable, "-m", "jdisagg.serve", "--config", str(path), "--print-config", *extra],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=90,
         check=True,
     )
     printed = tmp_path / "printed.toml"

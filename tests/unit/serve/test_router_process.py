@@ -17,7 +17,7 @@ from jdisagg.serve.ready import Ready, parse
 from jdisagg.v1 import admin_pb2, admin_pb2_grpc
 
 SERVE = [sys.executable, "-m", "jdisagg.serve"]
-WAIT_S = 30.0
+WAIT_S = 90.0
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def router() -> Iterator[tuple[subprocess.Popen[str], Ready]]:
 
 def get(address: str | None, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as response:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=30) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -52,7 +52,7 @@ def test_a_router_without_workers_is_healthy_but_not_ready_and_sigterm_ends_it_w
     assert "no decode or unified worker" in body
     assert 'jdisagg_build_info{model="m"' in get(ready.http, "/metrics")[1]
     with grpc.insecure_channel(ready.grpc) as channel:
-        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
     assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
     process.send_signal(signal.SIGTERM)
     assert process.wait(WAIT_S) == 0
@@ -62,11 +62,11 @@ def test_a_router_counts_bad_calls_and_has_no_prefix_cache_to_reset(router) -> N
     _, ready = router
     bad = urllib.request.Request(f"http://{ready.http}/v1/completions", data=b"{", method="POST")
     with pytest.raises(urllib.error.HTTPError, match="400") as caught:
-        urllib.request.urlopen(bad, timeout=10)
+        urllib.request.urlopen(bad, timeout=30)
     caught.value.close()
     assert 'jdisagg_requests_finished_total{reason="invalid"} 1.0' in get(ready.http, "/metrics")[1]
     with grpc.insecure_channel(ready.grpc) as channel, pytest.raises(grpc.RpcError) as refused:
-        admin_pb2_grpc.AdminServiceStub(channel).ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest(), timeout=10)
+        admin_pb2_grpc.AdminServiceStub(channel).ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest(), timeout=30)
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]
 
 

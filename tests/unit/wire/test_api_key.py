@@ -123,7 +123,7 @@ async def code_of(channel: grpc.aio.Channel, method: tuple[str, str, bool, bool]
     """What an empty message is answered with; OK for a stream that has begun to answer."""
     service, name, streams_up, streams_down = method
     kind = f"{'stream' if streams_up else 'unary'}_{'stream' if streams_down else 'unary'}"
-    options = {"metadata": metadata, "timeout": 5.0} if metadata is not None else {"timeout": 5.0}
+    options = {"metadata": metadata, "timeout": 30.0} if metadata is not None else {"timeout": 30.0}
     call = getattr(channel, kind)(f"/{service}/{name}")(iter([b""]) if streams_up else b"", **options)
     try:
         if streams_down:

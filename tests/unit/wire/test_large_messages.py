@@ -31,7 +31,7 @@ def test_many_long_requests_at_once_do_not_end_the_stream_that_carries_them():
         for one in asked:
             client.link.submit(one)
         client.link.cancel("r11", 0)  # it has not been sent yet
-        await until(lambda: client.downs or sum(map(len, client.batches)) == NUM - 1, limit_s=20.0)
+        await until(lambda: client.downs or sum(map(len, client.batches)) == NUM - 1)
         assert client.downs == []
         for one in asked[:-1]:
             assert [token for output in client.outputs(one.request_id) for token in output.token_ids] == expected(one)
@@ -51,7 +51,7 @@ def test_many_long_outputs_at_once_do_not_end_the_stream_that_carries_them():
         tokens = tuple(range(100_000, 100_000 + NUM_TOKENS))
         for number in range(NUM):
             worker.engine.say(Output(request_id=f"r{number}", token_ids=tokens))
-        await until(lambda: client.downs or sum(map(len, client.batches)) == NUM + 1, limit_s=20.0)
+        await until(lambda: client.downs or sum(map(len, client.batches)) == NUM + 1)
         assert client.downs == []
         said = [output for batch in client.batches for output in batch][1:]
         assert [output.request_id for output in said] == [f"r{number}" for number in range(NUM)]
