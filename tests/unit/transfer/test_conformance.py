@@ -217,7 +217,7 @@ def test_calls_of_the_engine_thread_do_not_wait(rig: Rig) -> None:
             call()
             took_s.append(time.perf_counter() - began_s)
     busy.block_until_ready()
-    assert sorted(took_s)[len(took_s) * 3 // 4] < 0.03, took_s
+    assert sorted(took_s)[len(took_s) * 3 // 4] < 0.005, took_s
     rig.quiet()
 
 
