@@ -17,6 +17,7 @@ SMALL = (
     *("--max-model-len", str(MAX_MODEL_LEN), "--page-size", "16", "--num-pages", "400"),
     *("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--transfer-chunk-tokens", "64"),
 )
+PATIENT = ("--dead-after-s", "20")  # where nothing may have to recover: a machine that stands still is not a dead worker
 
 
 @pytest.fixture(scope="session")
@@ -75,8 +76,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory, exact_flags: tuple[str, ...])
     """P + D with `--local-prefill never`: what D serves has crossed the wire."""
     with starting(tmp_path_factory.mktemp("pair")) as starter:
         log = {"JAX_LOG_COMPILES": "1"}
-        caching = "--no-enable-prefix-caching"
-        prefill = starter("prefill", "--role", "prefill", *exact_flags, caching, env=log).wait_ready()
+        common = (*exact_flags, "--no-enable-prefix-caching", *PATIENT)
+        prefill = starter("prefill", "--role", "prefill", *common, env=log).wait_ready()
         flags = ("--prefill", prefill.grpc, "--local-prefill", "never")
-        decode = starter("decode", "--role", "decode", *flags, *exact_flags, caching, env=log).wait_ready()
+        decode = starter("decode", "--role", "decode", *flags, *common, env=log).wait_ready()
         yield Pair(prefill, decode)

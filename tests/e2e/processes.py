@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 READY_TIMEOUT_S = 150.0
-STOP_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 60.0  # beyond --drain-s
 GRPC_THREADS = "event_engine"  # its pool grows and shrinks with the load and the machine
 
 

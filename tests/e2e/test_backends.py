@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
 
 from tests.e2e.client import run_all
-from tests.e2e.conftest import Pair, Start, starting
+from tests.e2e.conftest import PATIENT, Pair, Start, starting
 from tests.e2e.processes import ServerProcess, wait_until
-from tests.e2e.test_failures import assert_exact, interrupt, long_requests, wait_all_free
+from tests.e2e.test_failures import assert_exact, kill_prefill_amid_handoffs, long_requests, wait_all_free
 
 BACKENDS = ("grpc", "tcp", "shm", "jax")
 MOVED = "jdisagg_transfer_bytes_total"
@@ -25,7 +24,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 def moving(backend: str, tmp_path_factory: pytest.TempPathFactory, exact_flags: tuple[str, ...]) -> Iterator[Pair]:
     """P over one device, D over two, both with one backend; KV comes from P or not at all."""
     with starting(tmp_path_factory.mktemp(backend)) as start:
-        flags = ("--kv-transfer-backend", backend, "--no-enable-prefix-caching", *exact_flags)
+        flags = ("--kv-transfer-backend", backend, "--no-enable-prefix-caching", *PATIENT, *exact_flags)
         prefill = start("prefill", "--role", "prefill", *flags).wait_ready()
         mine = ("--prefill", prefill.grpc, "--local-prefill", "never", "--tensor-parallel-size", "2")
         yield Pair(prefill, start("decode", "--role", "decode", *mine, *flags).wait_ready())
@@ -53,17 +52,9 @@ def test_a_prefill_worker_killed_while_it_sends_is_survived_exactly(
     start: Start, killed: str, exact_flags: tuple[str, ...], unified: ServerProcess
 ) -> None:
     flags = ("--kv-transfer-backend", killed, *exact_flags)
-    prefill = start("prefill", "--role", "prefill", *flags).wait_ready()
-    decode = start("decode", "--role", "decode", "--prefill", prefill.grpc, *flags).wait_ready()
     requests = long_requests(40, seed=510, max_tokens=40)  # more than D has room for: the last ones are still at P
     wanted = run_all(unified.grpc, requests)
-
-    def kill_in_the_middle() -> None:
-        wait_until(lambda: decode.state()["handoff"]["handoffs"], 10, "hand-offs are under way")
-        prefill.kill()
-
-    got = asyncio.run(interrupt(decode.grpc, requests, 0.05, kill_in_the_middle))
-    assert_exact(got, wanted)
+    decode = kill_prefill_amid_handoffs(start, flags, requests, wanted)
     assert decode.metric("jdisagg_recoveries_total", rung="local_prefill") > 0
     wait_all_free(decode)
 
@@ -75,7 +66,7 @@ def test_a_backend_that_fails_is_left_for_grpc_on_the_same_worker_and_nothing_is
 ) -> None:
     """`publish`: P cannot offer a piece. `fetch`: D cannot get at what P offers."""
     env = {"JDISAGG_BROKEN_BACKEND": f"{where}:{broken}"}
-    flags = ("--kv-transfer-backend", broken, "--no-enable-prefix-caching", *exact_flags)
+    flags = ("--kv-transfer-backend", broken, "--no-enable-prefix-caching", *PATIENT, *exact_flags)
     options = {"env": env, "module": "tests.e2e.broken_serve"}
     prefill = start("prefill", "--role", "prefill", *flags, **options).wait_ready()
     mine = ("--prefill", prefill.grpc, "--local-prefill", "never")
@@ -103,7 +94,7 @@ def test_a_backend_that_fails_is_left_for_grpc_on_the_same_worker_and_nothing_is
 def test_auto_is_tcp_between_hosts_and_grpc_where_its_port_is_not_reachable(
     start: Start, where: str, backend: str, exact_flags: tuple[str, ...], unified: ServerProcess
 ) -> None:
-    flags = ("--no-enable-prefix-caching", *exact_flags)
+    flags = ("--no-enable-prefix-caching", *PATIENT, *exact_flags)
     options = {"env": {"JDISAGG_BROKEN_BACKEND": where}, "module": "tests.e2e.broken_serve"}
     prefill = start("prefill", "--role", "prefill", *flags, **options).wait_ready()
     mine = ("--prefill", prefill.grpc, "--local-prefill", "never")

@@ -29,7 +29,8 @@ CELLS = (
     (Stage.DECODING, Victim.DECODE, Blow.KILL),
 )
 GAP_LIMIT_S = 10.0  # a hang is a failure; times are printed, machines differ
-LIMIT_S = 200.0
+LIMIT_S = 400.0
+TRIES = 3  # to strike a prompt that takes a tenth of a second
 
 
 async def drilled(model: Path, directory: Path) -> tuple[list[Cell], GapDrill]:
@@ -39,7 +40,10 @@ async def drilled(model: Path, directory: Path) -> tuple[list[Cell], GapDrill]:
         try:
             cells = [await CellRunner(fleet, answers).run(*cell) for cell in CELLS]
             drill = GapDrill(fleet, answers)
-            await drill.strike("P", Trouble.HOLE)
+            for _ in range(TRIES):
+                await drill.strike("P", Trouble.HOLE)
+                if any(figures.gaps_s for figures in drill.figures.values()):
+                    break  # else the prompt it was meant for was computed and gone when it came
             return cells, drill
         finally:
             await fleet.close()
@@ -59,6 +63,5 @@ def test_whoever_dies_in_whatever_state_the_stream_is_exact_and_nothing_is_left(
     assert "replay" in cells[4].ending.went_on
     assert drill.is_fine, drill.figures
     (figures,) = drill.figures.values()
-    assert figures.strikes == 1
-    assert figures.missed == 0
-    assert figures.became == {"exact": 6}
+    assert figures.missed == figures.strikes - 1
+    assert figures.became == {"exact": 6 * figures.strikes}

@@ -8,14 +8,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
+TRIES = 3  # it kills in the middle of half a second, and says so when it came too late
 
 
+@pytest.mark.timeout(620)
 def test_the_plug_is_pulled_and_both_streams_are_identical() -> None:
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": "80"}
     env.pop("XLA_FLAGS", None)
     command = [sys.executable, "scripts/pull_the_plug.py"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    for _ in range(TRIES):
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+        if "over before the kill" not in done.stderr and "nothing noticed" not in done.stdout:
+            break
     assert done.returncode == 0, done.stdout + done.stderr
     assert "identical: yes" in done.stdout
     killed = re.search(r"== kill -9 (\d+) ==", done.stdout)

@@ -21,6 +21,7 @@ from tests.e2e.processes import ServerProcess, wait_until
 from tests.e2e.test_failures import assert_exact, interrupt, long_requests, wait_all_free
 from tests.e2e.tiny_model import make_tiny_model
 
+LIMIT_S = 10.0  # of what takes a second; the figures themselves are printed: machines differ
 KINDS: tuple[dict[str, object], ...] = (
     {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.1, "logprobs": 1},
     {"temperature": 0.8, "logprobs": 3, "top_p": 0.95},
@@ -151,10 +152,9 @@ def test_a_router_that_dies_loses_its_own_streams_only_and_comes_back_knowing_th
     fleet: Fleet, unified: ServerProcess, tiny_model: Path
 ) -> None:
     a, b = fleet.routers
-    lost, kept = long_requests(6, seed=41, max_tokens=180), long_requests(6, seed=42, max_tokens=180)
+    lost, kept = long_requests(10, seed=41, max_tokens=180), long_requests(6, seed=42, max_tokens=180)
     wanted = run_all(unified.grpc, kept)
     lost_ids = [asked.request_id for asked in lost]
-    seen_by_b: list[int] = []
     killed_s: list[float] = []
     ended_s: list[float] = []
 
@@ -167,14 +167,14 @@ def test_a_router_that_dies_loses_its_own_streams_only_and_comes_back_knowing_th
                 return got
 
             on_a_tasks = [asyncio.create_task(on_a(asked)) for asked in lost]
-            await asyncio.sleep(0.4)
-            state = await asyncio.to_thread(b.state)
-            seen_by_b.append(sum(member["running"] + member["waiting"] for member in state["members"]))
+            await asyncio.to_thread(wait_until, lambda: num_known(b) > 0, 10, "B knows what A has given the workers", b.state)
             on_b_tasks = [asyncio.create_task(generate(to_b, asked)) for asked in kept]
-            await asyncio.sleep(0.2)
+            await asyncio.to_thread(wait_streaming, b, 1)
+            before = await asyncio.to_thread(num_whole, fleet)
             killed_s.append(time.monotonic())
             a.kill()
             await asyncio.to_thread(wait_forgotten, fleet, lost_ids)
+            assert await asyncio.to_thread(num_whole, fleet) - before <= len(kept), "workers went on for nobody"
             freed_s = time.monotonic() - killed_s[0]
             print(f"\nworkers forgot the dead router's requests after {freed_s:.2f} s")
             return (
@@ -183,23 +183,22 @@ def test_a_router_that_dies_loses_its_own_streams_only_and_comes_back_knowing_th
             )
 
     on_a, on_b = asyncio.run(both())
-    assert seen_by_b[0] > 0, "B did not know what A had given the workers"
     cut = [got for got in on_a if got.error is not None]
     assert cut, "no stream of the dead router was running"
     assert {got.error.code() for got in cut if got.error} == {grpc.StatusCode.UNAVAILABLE}
-    assert max(ended_s) - killed_s[0] < 2.0
+    assert max(ended_s) - killed_s[0] < LIMIT_S
     assert_exact(on_b, wanted)
     assert b.metric("jdisagg_recoveries_total") == 0
     for worker in fleet.workers:
-        wait_all_free(worker, 2.0)
+        wait_all_free(worker)
     fleet.routers[0] = again = fleet.add_router(tiny_model, int(a.grpc.rpartition(":")[2]))
     seconds = fleet.wait_members(again)
     print(f"a restarted router knew its fleet {seconds:.2f} s after READY")
-    assert seconds < 3.0
+    assert seconds < LIMIT_S
     assert_exact(run_all(again.grpc, kept), wanted)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_router_that_froze_goes_on_with_its_streams_when_it_wakes(fleet: Fleet, unified: ServerProcess) -> None:
     frozen, other = fleet.routers
     slept = long_requests(48, seed=51, max_tokens=180)  # more than the workers can finish before they notice
@@ -209,7 +208,7 @@ def test_a_router_that_froze_goes_on_with_its_streams_when_it_wakes(fleet: Fleet
     async def body() -> list[Got]:
         async with grpc.aio.insecure_channel(frozen.grpc, options=OPTIONS) as channel:
             tasks = [asyncio.create_task(generate(channel, asked)) for asked in slept]
-            await asyncio.sleep(0.4)
+            await asyncio.to_thread(wait_streaming, frozen, 8)
             frozen.signal(signal.SIGSTOP)
             try:
                 await asyncio.to_thread(wait_forgotten, fleet, [asked.request_id for asked in slept])
@@ -218,7 +217,7 @@ def test_a_router_that_froze_goes_on_with_its_streams_when_it_wakes(fleet: Fleet
                 await asyncio.sleep(1.0)
             finally:
                 frozen.signal(signal.SIGCONT)
-            return await asyncio.wait_for(asyncio.gather(*tasks), 60)
+            return await asyncio.wait_for(asyncio.gather(*tasks), 120)
 
     got = asyncio.run(body())
     assert_exact(got, wanted)
@@ -229,10 +228,29 @@ def test_a_router_that_froze_goes_on_with_its_streams_when_it_wakes(fleet: Fleet
         wait_all_free(worker)
 
 
+def num_known(router: ServerProcess) -> int:
+    """Requests that the router knows its workers to have, whoever gave them to them."""
+    return sum(member["running"] + member["waiting"] for member in router.state()["members"])
+
+
+def num_whole(fleet: Fleet) -> float:
+    """Requests that decode workers have served to their end."""
+    return sum(worker.metric("jdisagg_requests_finished_total", reason="length") for worker in fleet.decode)
+
+
+def wait_streaming(router: ServerProcess, count: int) -> None:
+    """Until so many streams of this router have tokens."""
+
+    def enough() -> bool:
+        return sum(bool(flight["delivered"]) for flight in router.state()["flights"]) >= count
+
+    wait_until(enough, 30, f"{count} streams have tokens", router.state)
+
+
 def wait_forgotten(fleet: Fleet, request_ids: list[str]) -> None:
     """Until no worker holds anything of these requests."""
     for worker in fleet.workers:
-        wait_until(lambda w=worker: not any(name in str(w.state()["streams"]) for name in request_ids), 2.0, "forgotten")
+        wait_until(lambda w=worker: not any(name in str(w.state()["streams"]) for name in request_ids), LIMIT_S, "forgotten")
 
 
 class Load:
