@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Start
+from tests.e2e.processes import wait_until
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 PHASES = ("queue", "prefill", "transfer", "decode")
@@ -27,12 +28,13 @@ def test_a_request_is_told_by_log_metrics_and_replay(start: Start, exact_flags: 
     with urllib.request.urlopen(asked, timeout=60) as response:
         answer = json.loads(response.read())
     name = answer["id"] + "/0"
-    assert f"request {name} (traceparent {TRACE}): length, 8 tokens in" in server.log_since_ready()
+    told = f"request {name} (traceparent {TRACE}): length, 8 tokens in"
+    wait_until(lambda: told in server.log_since_ready(), 10, "the log tells of it", server.log_since_ready)
+    wait_until(lambda: not server.state()["requests"], 10, "nothing is known of it any more", server.state)
     whole_s = server.metric("jdisagg_request_seconds_sum")
     assert 0 < whole_s < 60
     assert sum(server.metric(f"jdisagg_request_{phase}_seconds_sum") for phase in PHASES) == pytest.approx(whole_s)
     assert server.metric("jdisagg_tick_seconds_total", stage="wait") > 0
-    assert server.state()["requests"] == {}
     assert server.stop() == 0
     command = [sys.executable, "-m", "jdisagg.replay", str(schedule), "--why"]
     told = subprocess.run([*command, name], capture_output=True, text=True, timeout=60, check=True).stdout

@@ -125,7 +125,7 @@ class TransferPair:
     def fetched(self, ready: dict[str, Any], *, within_s: float = 10.0, consumer: Peer | None = None) -> dict[str, Any]:
         consumer = consumer or self.consumer
         consumer.ask("fetch", ready=ready, peer=self.peer, within_s=within_s)
-        return consumer.ask("event", timeout_s=within_s + 3)
+        return consumer.ask("event", timeout_s=within_s + 10)
 
     def digest(self, seed: int, tokens: int = CHUNK, dtype: str = "") -> str:
         array = values(seed, tokens, self._form["features"], self._form["dtype"])

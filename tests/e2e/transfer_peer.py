@@ -45,6 +45,7 @@ from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 LAYERS, HEADS = 2, 8
 PART_BYTES = 2**20
+SHORT_OFFER_S = 2.0  # what is never pulled is to be gone within a test
 BUFFER_BYTES = 64 * 2**20
 NP_DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -173,10 +174,22 @@ class Half:
         data = jax.device_put(padded, sharding(self.form["tp"]))
         piece = Piece(begin=0, end=tokens, data=data, head_shards=head_shards, receiver=receiver)
         self.publisher.publish(HandoffId(key, 1), key, piece)
-        event = self.events.get(timeout=20)
+        event = self._answer_to(key)
         if isinstance(event, Published):
             return {"ready": asdict(event.ready)}
         return {"failed": getattr(event, "reason", repr(event))}
+
+    def _answer_to(self, key: str) -> TransferEvent:
+        """Drops answers to pieces that were discarded as they came."""
+        while True:
+            event = self.events.get(timeout=20)
+            if key == (event.ready.key if isinstance(event, Published) else getattr(event, "key", key)):
+                return event
+
+    def offers_last(self, seconds: float = SHORT_OFFER_S) -> dict[str, Any]:
+        """From now on."""
+        jax_server.OFFER_S = seconds
+        return {}
 
     def discard(self, keys: list[str]) -> dict[str, Any]:
         assert self.publisher is not None
@@ -277,7 +290,7 @@ class Half:
 
 
 def main() -> None:
-    jax_server.OFFER_S = 2.0  # what is never pulled is to be gone within a test
+    jax_server.OFFER_S = SHORT_OFFER_S
     half = Half()
     print(json.dumps({"pid": os.getpid()}), flush=True)
     for line in sys.stdin:
