@@ -18,7 +18,7 @@ from tests.e2e.processes import ServerProcess, wait_until
 from tests.e2e.table import Table
 from tests.e2e.tiny_model import make_tiny_model
 
-REQUEST_S = 1.0
+REQUEST_S = 5.0  # of what takes milliseconds: no limit of a request was waited for
 GOOD = Asked(prompt=tuple(range(30, 60)), sampling={"max_tokens": 8, "temperature": 0.0, "ignore_eos": True})
 
 
@@ -98,7 +98,7 @@ def test_bad_requests_are_answered_at_once(name: str, unified: ServerProcess, pa
         for word in words:
             assert word in error["message"], case
         assert took_s < REQUEST_S
-    assert server.state()["streams"] == []
+    wait_until(lambda: not server.state()["streams"], 10, "no stream is left", server.state)
     assert_serves(server)
 
 
@@ -151,7 +151,7 @@ def test_other_weights_are_refused_by_name_and_bystanders_go_on(
     table.add("other weights: a request", refused.error.code().name, took_s, refused.error.details() or "")
     assert "(also: weights.layers, weights.head)" in (refused.error.details() or "")
     assert refused.error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED)
-    assert took_s < 5
+    assert took_s < 20  # the request had two minutes
     (got,) = run_all(pair.decode.grpc, [GOOD])
     assert got.essence() == wanted.essence()
     assert stranger.get("/health")[0] == 200
