@@ -189,8 +189,7 @@ class Scheduler:
         ]
 
     def take_retracted(self) -> list[EngineRequest]:
-        """Sequences that lost their KV since the last call and are in PREALLOC: open their hand-off again with these, and then
-        ask again, as long as there are any."""
+        """Sequences in PREALLOC that lost their KV since the last call: open their hand-off again, then ask for more."""
         self._admission.lift_pin()
         taken, self._table.retracted = self._table.retracted, []
         return [s.resumed_request() for s in taken if s.status is Status.PREALLOC]

@@ -194,8 +194,9 @@ def test_sigterm_while_starting_ends_everything_without_waiting_for_a_drain(flee
 def test_a_childs_stderr_carries_its_name(fleet) -> None:
     one = fleet()
     one.ready()
-    until(lambda: "a line of the log" in one.log.read_text(), "no line")
-    until(lambda: "prefill-0 | a line of the log" in one.log.read_text(), "no line with its name")
+    until(lambda: one.log.read_text().count("a line of the log\n") == 3, "one of the three has said nothing")
+    for name in ("router", "prefill-0", "decode-0"):
+        assert f"{name} | a line of the log\n" in one.log.read_text()
 
 
 def test_sigusr1_shows_stacks_and_children(fleet) -> None:
