@@ -38,8 +38,7 @@ from jdisagg.transfer.lanes import IDLE_S
 from jdisagg.transfer.target import PieceError
 
 NUM_ADDRESSES = 2  # sockets for bytes; equal on all workers of a version
-CPU_TRANSFER_BYTES = 2**19  # of one copy on its way: what fits the caches of a core
-TRANSFER_BYTES = 4 * 2**20  # where each is a copy to or from a device
+TRANSFER_BYTES = 4 * 2**20  # of one copy on its way; a pull of several that is given up leaves some KiB in the receiver
 PARALLEL_COPIES = 8
 OFFER_S = 3600.0  # one that is never pulled is forgotten then; its arrays are freed earlier, by `withdraw`. A pull may wait
 # minutes for its turn on a slow network, for as long as its request has
@@ -131,7 +130,7 @@ class TransferServer:
                 f"{host}:0",
                 [f"{host}:0"] * NUM_ADDRESSES,
                 max_num_parallel_copies=PARALLEL_COPIES,
-                transfer_size=CPU_TRANSFER_BYTES if devices[0].platform == "cpu" else TRANSFER_BYTES,
+                transfer_size=TRANSFER_BYTES,
             )
             port = int(self._server.address().rpartition(":")[2])
         except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
