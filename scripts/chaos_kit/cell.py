@@ -19,7 +19,7 @@ from chaos_kit.stages import SCENES, Stage
 from chaos_kit.stream import LOST, Stream
 
 TRIES = 5  # to be in time for a state
-AT_REST_S = 15.0  # a lease of 4 s, and whatever a busy machine adds
+AT_REST_S = 5.0  # a lease of 4 s and a tick
 FELT = {(Stage.DECODING, Victim.DECODE), (Stage.D_MEMORY, Victim.PREFILL)}  # a blow that nobody notices came too late
 Answers = Mapping[tuple[int, ...], list[int]]  # by prompt
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext, suppress
 
 import pytest
 
 from tests.e2e.client import Asked, Got, run_all
 from tests.e2e.conftest import MAX_MODEL_LEN, Pair, Start
 from tests.e2e.mixed import mixed_requests
-from tests.e2e.processes import Resources, ServerProcess, wait_until
+from tests.e2e.processes import ServerProcess, wait_until
 from tests.e2e.tiny_model import HEAD_DIM, KV_HEADS, LAYERS
 
 VOCAB = 1024  # token ids used in prompts; inside every demo tokenizer
@@ -38,9 +37,10 @@ def assert_same(requests: list[Asked], wanted: list[Got], got: list[Got]) -> Non
 
 
 def assert_quiescent(server: ServerProcess) -> None:
-    for name in ("jdisagg_kv_pages_used", "jdisagg_leases", "jdisagg_published_bytes"):
-        wait_until(lambda name=name: server.metric(name) == 0, 10, f"{server.flags[1]}: {name} is 0")
-    wait_until(lambda: not server.state()["streams"], 10, f"{server.flags[1]}: no stream", server.state)
+    wait_until(lambda: server.metric("jdisagg_kv_pages_used") == 0, 5, f"{server.flags[1]}: all pages free")
+    wait_until(lambda: server.metric("jdisagg_leases") == 0, 5, f"{server.flags[1]}: no lease")
+    wait_until(lambda: server.metric("jdisagg_published_bytes") == 0, 5, f"{server.flags[1]}: nothing published")
+    assert server.state()["streams"] == []
 
 
 def assert_nothing_compiled_since_ready(server: ServerProcess) -> None:
@@ -91,30 +91,18 @@ def test_unified_leaks_nothing(unified: ServerProcess, requests: list[Asked]) ->
 
 
 def assert_leaks_nothing(edge: ServerProcess, requests: list[Asked], *servers: ServerProcess) -> None:
-    """Rounds of requests end with the pages, threads, descriptors and sockets of the round before.
-
-    A pool of threads that has not been used to its bound may grow once more; what leaks grows every time.
-    """
+    """Rounds of requests end with the pages, threads, descriptors and sockets of the round before."""
     for _ in range(2):  # pools of threads fill up to their bound, connections open
         run_all(edge.grpc, requests)
-    for last in (False, True):
-        before = [resources_at_rest(server) for server in servers]
-        for _ in range(3):
-            run_all(edge.grpc, requests)
-        for server, was in zip(servers, before, strict=True):
-            assert_quiescent(server)
-            with nullcontext() if last else suppress(AssertionError):
-                what = f"{server.flags[1]}: no more than {was}"
-                wait_until(lambda s=server, w=was: s.resources() <= w, 10, what, server.resources)
-            print(f"\n{server.flags[1]}: {was} -> {server.resources()} after 3 x {len(requests)} requests")
-        if all(server.resources() <= was for server, was in zip(servers, before, strict=True)):
-            break
-
-
-def resources_at_rest(server: ServerProcess) -> Resources:
-    """What the process itself holds."""
-    assert_quiescent(server)
-    return server.resources()
+    for server in servers:
+        assert_quiescent(server)
+    before = [server.resources() for server in servers]
+    for _ in range(3):
+        run_all(edge.grpc, requests)
+    for server, was in zip(servers, before, strict=True):
+        assert_quiescent(server)
+        wait_until(lambda s=server, w=was: s.resources() <= w, 10, f"{server.flags[1]}: no more than {was}", server.resources)
+        print(f"\n{server.flags[1]}: {was} -> {server.resources()} after 3 x {len(requests)} requests")
 
 
 def test_nothing_compiles_after_ready(unified: ServerProcess, pair: Pair, reference: list[Got]) -> None:
