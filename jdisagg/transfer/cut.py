@@ -1,14 +1,15 @@
 """Cutting a piece for another mesh and joining it there, on the device, with a checksum of what travels.
 
 A piece `[L, T, K, F]` (and its scales, `[L, T, K, 2]`) is cut into `num_parts` along heads, so many that every part lies on
-one device of P and goes to one device of D, and trimmed along tokens to the smallest of a few lengths. A full piece between
-meshes that hold heads alike is neither cut nor joined nor copied: its own arrays travel. All functions are compiled by
-`warm_up`; nothing compiles later.
+one device of P and goes to one device of D, and trimmed along tokens to the smallest of a few lengths. What travels are the
+slabs of the parts. A full piece between meshes that hold heads alike, with parts of one slab, is neither cut nor joined nor
+copied: its own arrays travel. All functions are compiled by `warm_up`; nothing compiles later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, islice
 from math import gcd
 from typing import Any
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.transfer.head_mesh import HEADS, HeadMesh
+from jdisagg.transfer.slabs import Shape, join_slabs, slabs_of
 from jdisagg.transfer.sums import PartSums, SumKind
 
 MAX_PARTS = 8  # beyond it only as many as either mesh has
@@ -47,6 +49,8 @@ class Cutter:
         self._example = example
         self._num_heads, self._chunk_tokens = example[0].shape[HEADS], example[0].shape[1]
         self._buckets = token_buckets(self._chunk_tokens)
+        shards = [self.mesh.local(array)[0] for array in example]
+        self._is_slab = all(len(slabs_of(shard.shape, shard.dtype)) == 1 for shard in shards)
         self._cut = self.mesh.jit(_cut_shard, "num_parts", "num_tokens")
         self._sums = PartSums(self.mesh)
         self.sum_kind = self._sums.native if checksums else SumKind.NONE
@@ -64,18 +68,21 @@ class Cutter:
         num_parts = num_parts_for(self.mesh.num_shards, receiver_shards, self._num_heads)
         return num_parts if num_parts in possible_parts(self.mesh.num_shards, self._num_heads) else self.mesh.num_shards
 
+    def padded(self, num_tokens: int) -> int:
+        """The length to which `cut` trims a piece of so many tokens."""
+        return next(bucket for bucket in self._buckets if bucket >= num_tokens)
+
     def cut(self, arrays: Sequence[jax.Array], num_parts: int, num_tokens: int) -> tuple[list[jax.Array], int]:
-        """Parts in order of (array, head), at least `num_tokens` long, and their checksum. Waits for the device. Parts of a
-        full piece may be its own memory."""
+        """Slabs in order of (array, head, slab), together at least `num_tokens` long, and their checksum. Waits for the
+        device. Those of a full piece may be its own memory."""
         whole = self._whole(arrays)
-        if num_parts == self.mesh.num_shards and num_tokens == self._chunk_tokens:
+        if num_parts == self.mesh.num_shards and num_tokens == self._chunk_tokens and self._is_slab:
             slices = [(array,) for array in whole]
         else:
-            bucket = next(bucket for bucket in self._buckets if bucket >= num_tokens)
-            slices = self._cut_parts(whole, num_parts, num_tokens, bucket)
-        parts = [self.mesh.parts(of_array) for of_array in slices]
-        jax.block_until_ready(parts)
-        return [part for of_array in parts for part in of_array], self._sums.of(parts, self.sum_kind)
+            slices = self._cut_parts(whole, num_parts, num_tokens, self.padded(num_tokens))
+        slabs = [self.mesh.parts(of_array) for of_array in slices]
+        jax.block_until_ready(slabs)
+        return [slab for of_array in slabs for slab in of_array], self._sums.of(slabs, self.sum_kind)
 
     def _whole(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         return [self.mesh.whole(self.mesh.local(array)) for array in arrays]
@@ -93,7 +100,7 @@ class Joiner:
         self._dtypes = dtypes
         self._chunk_tokens = shapes[0][1]
         self._buckets = token_buckets(self._chunk_tokens)
-        self._join = self.mesh.jit(_join_shard, "num_arrays", "chunk_tokens")
+        self._join = self.mesh.jit(_join_shard, "shapes", "num_parts", "chunk_tokens")
         self._sums = PartSums(self.mesh)
         self._known: set[tuple[int, int]] = set()  # (parts, tokens) that are compiled
 
@@ -103,8 +110,8 @@ class Joiner:
         wanted = [(n, t) for n in possible_parts(self.mesh.num_shards, num_heads) for t in self._buckets]
         for num_parts, num_tokens in wanted:
             self._known.add((num_parts, num_tokens))
-            parts = [jnp.zeros(spec.shape, spec.dtype, device=spec.sharding) for spec in self.specs(num_parts, num_tokens)]
-            self.join(parts, num_parts, self._sums.native)
+            slabs = [jnp.zeros(spec.shape, spec.dtype, device=spec.sharding) for spec in self.specs(num_parts, num_tokens)]
+            self.join(slabs, num_parts, num_tokens, self._sums.native)
         return len(wanted)
 
     def knows(self, num_parts: int, num_tokens: int) -> bool:
@@ -121,37 +128,64 @@ class Joiner:
     def specs(self, num_parts: int, num_tokens: int) -> list[jax.ShapeDtypeStruct]:
         """What `join` takes."""
         return [
-            jax.ShapeDtypeStruct(
-                (layers, num_tokens, heads // num_parts, features), dtype, sharding=jax.sharding.SingleDeviceSharding(device)
-            )
-            for (layers, _, heads, features), dtype in zip(self._shapes, self._dtypes, strict=True)
+            jax.ShapeDtypeStruct(slab.shape(part), dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+            for part, dtype in zip(self.part_shapes(num_parts, num_tokens), self._dtypes, strict=True)
             for device in self.devices(num_parts)
+            for slab in slabs_of(part, dtype)
         ]
 
-    def join(self, parts: Sequence[jax.Array], num_parts: int, kind: SumKind) -> tuple[list[jax.Array], int]:
-        """The arrays, padded with zeros, on the devices of `mesh`, and the parts' checksum of this `kind`. Waits. Arrays that
-        came whole are the parts' memory."""
-        of_arrays = [parts[begin : begin + num_parts] for begin in range(0, len(parts), num_parts)]
+    def part_shapes(self, num_parts: int, num_tokens: int) -> tuple[Shape, ...]:
+        """Of a part of each array."""
+        return tuple((layers, num_tokens, heads // num_parts, features) for layers, _, heads, features in self._shapes)
+
+    def by_array(self, slabs: Sequence[Any], num_parts: int, num_tokens: int) -> list[Sequence[Any]]:
+        """What `specs` described, array by array."""
+        shapes = self.part_shapes(num_parts, num_tokens)
+        counts = [num_parts * len(slabs_of(part, dtype)) for part, dtype in zip(shapes, self._dtypes, strict=True)]
+        ends = list(accumulate(counts))
+        return [slabs[end - count : end] for count, end in zip(counts, ends, strict=True)]
+
+    def join(self, slabs: Sequence[jax.Array], num_parts: int, num_tokens: int, kind: SumKind) -> tuple[list[jax.Array], int]:
+        """The arrays, padded with zeros, on the devices of `mesh`, and the slabs' checksum of this `kind`. Waits. Arrays that
+        came whole are the slabs' memory."""
+        of_arrays = self.by_array(slabs, num_parts, num_tokens)
         slices = [self.mesh.slices(of_array) for of_array in of_arrays]
-        if num_parts == self.mesh.num_shards and parts[0].shape[1] == self._chunk_tokens:
+        if all(len(of_array) == 1 for of_array in slices) and num_tokens == self._chunk_tokens:
             arrays = [of_array[0] for of_array in slices]
         else:
             flat = [one for of_array in slices for one in of_array]
-            arrays = list(self._join(*flat, num_arrays=len(slices), chunk_tokens=self._chunk_tokens))
+            shapes = self.part_shapes(num_parts, num_tokens)
+            per_shard = num_parts // self.mesh.num_shards
+            arrays = list(self._join(*flat, shapes=shapes, num_parts=per_shard, chunk_tokens=self._chunk_tokens))
         return jax.block_until_ready(arrays), self._sums.of(of_arrays, kind)
+
+    def join_on_host(self, slabs: Sequence[np.ndarray], num_parts: int, num_tokens: int) -> list[np.ndarray]:
+        """The arrays as numbers of the host, `num_tokens` long."""
+        arrays, shapes = [], self.part_shapes(num_parts, num_tokens)
+        for of_array, shape in zip(self.by_array(slabs, num_parts, num_tokens), shapes, strict=True):
+            per_part = len(of_array) // num_parts
+            parts = [of_array[begin : begin + per_part] for begin in range(0, len(of_array), per_part)]
+            arrays.append(np.concatenate([join_slabs(part, shape, np) for part in parts], axis=HEADS))
+        return arrays
 
 
 def _cut_shard(length: jax.Array, *arrays: jax.Array, num_parts: int, num_tokens: int) -> Any:
     is_token = (jnp.arange(num_tokens, dtype=jnp.int32) < length)[None, :, None, None]  # padding is nobody's business
     trimmed = [jnp.where(is_token, array[:, :num_tokens], jnp.zeros((), array.dtype)) for array in arrays]
-    return tuple(tuple(jnp.split(array, num_parts, axis=HEADS)) for array in trimmed)
+    parts = [jnp.split(array, num_parts, axis=HEADS) for array in trimmed]
+    return tuple(tuple(slab.of(part) for part in of_array for slab in slabs_of(part.shape, part.dtype)) for of_array in parts)
 
 
-def _join_shard(*parts: jax.Array, num_arrays: int, chunk_tokens: int) -> Any:
-    per_array = len(parts) // num_arrays
-    arrays = []
-    for begin in range(0, len(parts), per_array):
-        whole = jnp.concatenate(parts[begin : begin + per_array], axis=HEADS)
+def _join_shard(*slabs: jax.Array, shapes: tuple[Shape, ...], num_parts: int, chunk_tokens: int) -> Any:
+    """`num_parts` parts of each array, of these `shapes`."""
+    arrays, rest = [], iter(slabs)
+    for shape in shapes:
+        parts: list[jax.Array] = []
+        for _ in range(num_parts):
+            first = next(rest)
+            num_more = len(slabs_of(shape, first.dtype)) - 1
+            parts.append(join_slabs([first, *islice(rest, num_more)], shape, jnp))
+        whole = jnp.concatenate(parts, axis=HEADS)
         padding = [(0, 0), (0, chunk_tokens - whole.shape[1]), (0, 0), (0, 0)]
         arrays.append(jnp.pad(whole, padding))
     return tuple(arrays)

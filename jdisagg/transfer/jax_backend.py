@@ -3,11 +3,11 @@
     P's engine   publish -> lane: cut for D's mesh, checksum, confirm, offer under a uuid -> Published(locator)
     D's engine   fetch -> lane of the peer: pull every part onto its device, confirm, join, verify, confirm -> PieceArrived
 
-A locator is "HOST:PORT uuid parts tokens sums": P offers `parts` arrays of each of the piece's arrays, cut along heads and
-padded to `tokens`; `sums` is the kind of checksum. D makes the pull's specs from the announcement, after comparing that with
-what it can import; what arrives is as long as they say, or the pull fails. Pieces in a form that nothing was compiled for
-(another dtype or chunk size) pass through D's host memory. Between meshes that hold heads alike a full piece is copied
-nowhere: what the gather made is offered, and what arrives is imported.
+A locator is "HOST:PORT uuid parts tokens sums": P offers the slabs of `parts` parts of each of the piece's arrays, cut along
+heads and padded to `tokens`; `sums` is the kind of checksum. D makes the pull's specs from the announcement, after comparing
+that with what it can import; what arrives is as long as they say, or the pull fails. Pieces in a form that nothing was
+compiled for (another dtype or chunk size) pass through D's host memory. Between meshes that hold heads alike a full piece of
+one slab a device is copied nowhere: what the gather made is offered, and what arrives is imported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from jdisagg.kv.spec import QUANTISED, SCALES
 from jdisagg.transfer.base import Piece, Post
 from jdisagg.transfer.convert import NP_DTYPES
 from jdisagg.transfer.cut import Cutter, Joiner
-from jdisagg.transfer.head_mesh import HEADS
 from jdisagg.transfer.jax_server import ServerPerReceiver, TransferConnection, TransferServer, TransferServers
 from jdisagg.transfer.lanes import FetchJob, LaneFetcher
 from jdisagg.transfer.publisher import LanePublisher
@@ -33,7 +32,7 @@ from jdisagg.transfer.sums import SumKind, sum_on_host
 from jdisagg.transfer.target import PieceError, PieceTarget, announce
 
 NAME = "jax"
-VERSION = f"{jax.__version__}, format 2"  # unlike ones do not pair over this backend
+VERSION = f"{jax.__version__}, format 3"  # unlike ones do not pair over this backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +78,18 @@ class _Cuts:
 
     def put(self, key: str, piece: Piece) -> ChunkReady:
         num_parts = self._cutter.num_parts(piece.head_shards)
-        parts, checksum = self._cutter.cut(piece.arrays, num_parts, piece.end - piece.begin)
+        num_tokens = self._cutter.padded(piece.end - piece.begin)
+        slabs, checksum = self._cutter.cut(piece.arrays, num_parts, piece.end - piece.begin)
         server = self._servers.of(piece.receiver, busy=self._busy())
-        uuid = server.offer(parts)
-        self._offered[key] = (server, parts)
-        locator = Locator(server.address, uuid, num_parts, parts[0].shape[1], self._cutter.sum_kind)
+        uuid = server.offer(slabs)
+        self._offered[key] = (server, slabs)
+        locator = Locator(server.address, uuid, num_parts, num_tokens, self._cutter.sum_kind)
         return announce(key, piece, checksum, backend=NAME, locator=str(locator))
 
     def discard(self, key: str) -> None:
         if offer := self._offered.pop(key, None):
-            server, parts = offer
-            server.withdraw(parts)
+            server, slabs = offer
+            server.withdraw(slabs)
 
     def rest(self) -> None:
         self._servers.end_idle(busy=self._busy())
@@ -123,9 +123,9 @@ class _Pulls:
         locator = Locator.of(ready, self._target)
         known = ready.dtype == self._target.dtype and self._joiner.knows(locator.num_parts, locator.num_tokens)
         specs = self._specs(ready.dtype, locator)
-        parts = self._connection(job.peer, locator.address).pull(locator.uuid, specs, job.deadline_s, lambda: job.cancelled)
+        slabs = self._connection(job.peer, locator.address).pull(locator.uuid, specs, job.deadline_s, lambda: job.cancelled)
         try:
-            rows = self._joined(parts, locator, ready) if known else self._through_host(parts, locator, ready)
+            rows = self._joined(slabs, locator, ready) if known else self._through_host(slabs, locator, ready)
         except RuntimeError as error:
             raise PieceError("device", str(error)) from error
         return self._target.arrived(ready, rows, alias=True)
@@ -135,19 +135,18 @@ class _Pulls:
             self._forms[dtype] = joiner_of(self._target, dtype)
         return self._forms[dtype].specs(locator.num_parts, locator.num_tokens)
 
-    def _joined(self, parts: list[jax.Array], locator: Locator, ready: ChunkReady) -> KVGroup:
+    def _joined(self, slabs: list[jax.Array], locator: Locator, ready: ChunkReady) -> KVGroup:
         kind = locator.sum_kind if ready.checksum else SumKind.NONE
-        arrays, checksum = self._joiner.join(parts, locator.num_parts, kind)
+        arrays, checksum = self._joiner.join(slabs, locator.num_parts, locator.num_tokens, kind)
         _verify(checksum, ready)
         return KVGroup(*arrays)
 
-    def _through_host(self, parts: list[jax.Array], locator: Locator, ready: ChunkReady) -> KVGroup:
-        per_array, on_host = locator.num_parts, [np.asarray(part) for part in parts]
+    def _through_host(self, slabs: list[jax.Array], locator: Locator, ready: ChunkReady) -> KVGroup:
+        on_host = [np.asarray(slab) for slab in slabs]
         if ready.checksum:
             _verify(sum_on_host(on_host, locator.sum_kind), ready)
-        slices = [on_host[begin : begin + per_array] for begin in range(0, len(parts), per_array)]
-        num_tokens = ready.end - ready.begin
-        data = b"".join(np.concatenate(of_array, axis=HEADS)[:, :num_tokens].tobytes() for of_array in slices)
+        arrays = self._forms[ready.dtype].join_on_host(on_host, locator.num_parts, locator.num_tokens)
+        data = b"".join(array[:, : ready.end - ready.begin].tobytes() for array in arrays)
         return self._target.unpack(data, replace(ready, checksum=0))
 
     def _connection(self, peer: str, address: str) -> TransferConnection:
@@ -177,9 +176,9 @@ def joiner_of(target: PieceTarget, dtype: str) -> Joiner:
 
 def warm_up_fetches(joiner: Joiner, target: PieceTarget) -> int:
     """Compile what joins and places pieces, before READY; returns how many functions."""
-    num_functions, num_parts = joiner.warm_up(), joiner.mesh.num_shards
-    parts = [jnp.zeros(spec.shape, spec.dtype, device=spec.sharding) for spec in joiner.specs(num_parts, target.chunk_tokens)]
-    target.place(KVGroup(*joiner.join(parts, num_parts, SumKind.NONE)[0]), alias=True)
+    num_functions, form = joiner.warm_up(), (joiner.mesh.num_shards, target.chunk_tokens)
+    slabs = [jnp.zeros(spec.shape, spec.dtype, device=spec.sharding) for spec in joiner.specs(*form)]
+    target.place(KVGroup(*joiner.join(slabs, *form, SumKind.NONE)[0]), alias=True)
     return num_functions
 
 

@@ -7,6 +7,8 @@
     hangs      a uuid that was pulled before                       a connection pulls each one once
                an unknown uuid, a dead or frozen peer              `pull` has its own deadline, then breaks the connection
                arrays without elements                             refused here
+               an array of several copies that is withdrawn while  arrays are cut into slabs of one copy, and `offer` takes
+               it is pulled: some such pulls; the others leak on D none that is larger
                a frozen peer in the middle of a transfer: a        every peer has a server of its own, on P one to offer on,
                server's threads send to and receive from all       on D one for each connection
                of its peers in turn, and wait
@@ -38,7 +40,7 @@ from jdisagg.transfer.lanes import IDLE_S
 from jdisagg.transfer.target import PieceError
 
 NUM_ADDRESSES = 2  # sockets for bytes; equal on all workers of a version
-TRANSFER_BYTES = 4 * 2**20  # of one copy on its way; a pull of several that is given up leaves some KiB in the receiver
+COPY_BYTES = 4 * 2**20  # of one copy on its way, and of an array at most
 PARALLEL_COPIES = 8
 OFFER_S = 3600.0  # one that is never pulled is forgotten then; its arrays are freed earlier, by `withdraw`. A pull may wait
 # minutes for its turn on a slow network, for as long as its request has
@@ -130,7 +132,7 @@ class TransferServer:
                 f"{host}:0",
                 [f"{host}:0"] * NUM_ADDRESSES,
                 max_num_parallel_copies=PARALLEL_COPIES,
-                transfer_size=TRANSFER_BYTES,
+                transfer_size=COPY_BYTES,
             )
             port = int(self._server.address().rpartition(":")[2])
         except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -140,6 +142,7 @@ class TransferServer:
     def offer(self, arrays: Sequence[jax.Array]) -> int:
         """Let one peer pull these arrays, which are whole and no errors (waited for); returns the uuid to pull."""
         for array in arrays:
+            assert array.nbytes <= COPY_BYTES, f"an array of {array.nbytes} bytes would take several copies"
             assert array.size, f"an array of shape {array.shape} has no elements and would never arrive"
             assert not array.is_deleted(), "a deleted array cannot be offered"
             assert len(array.sharding.device_set) == 1, "arrays are offered shard by shard"

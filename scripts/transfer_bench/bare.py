@@ -18,7 +18,7 @@ import numpy as np
 
 from jdisagg.api.channels import bind, make_server, open_blocking_channel
 from jdisagg.api.piece_server import FETCH_PART_BYTES
-from jdisagg.transfer.jax_server import TransferServer
+from jdisagg.transfer.jax_server import COPY_BYTES, TransferServer
 from transfer_bench.consumer import Moved
 from transfer_bench.parts import HOST, cpu_s
 
@@ -100,14 +100,20 @@ class BareGrpc(_Bare):
 
 def _serve_jax(piece_bytes: int, pipe: Connection) -> None:
     server = TransferServer(jax.devices(), HOST)
-    piece = jax.block_until_ready(jax.numpy.zeros(piece_bytes, np.uint8))
+    piece = jax.block_until_ready([jax.numpy.zeros(size, np.uint8) for size in _slab_sizes(piece_bytes)])
     pipe.send(server.address)
     while True:
-        pipe.send(cpu_s() if pipe.recv() is None else server.offer([piece]))
+        pipe.send(cpu_s() if pipe.recv() is None else server.offer(piece))
+
+
+def _slab_sizes(piece_bytes: int) -> list[int]:
+    """As a backend cuts a piece: none takes two copies."""
+    whole, rest = divmod(piece_bytes, COPY_BYTES)
+    return [COPY_BYTES] * whole + [rest] * bool(rest)
 
 
 class BareJax(_Bare):
-    """One array a piece, pulled one after the other."""
+    """Slabs of a piece, one pull a piece, one after the other."""
 
     def __init__(self, piece_bytes: int) -> None:
         super().__init__(piece_bytes, _serve_jax)
@@ -116,6 +122,6 @@ class BareJax(_Bare):
 
     def _obtain(self, num_pieces: int) -> None:
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        spec = jax.ShapeDtypeStruct((self._piece_bytes,), np.uint8, sharding=device)
+        specs = [jax.ShapeDtypeStruct((size,), np.uint8, sharding=device) for size in _slab_sizes(self._piece_bytes)]
         for _ in range(num_pieces):
-            jax.block_until_ready(self._connection.pull(self._ask("offer"), [spec]))
+            jax.block_until_ready(self._connection.pull(self._ask("offer"), specs))

@@ -5,12 +5,10 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from tests.e2e.processes import wait_until
-from tests.e2e.transfer_pair import CHUNK, Peer, TransferPair
+from tests.e2e.transfer_pair import CHUNK, Peer, TransferPair, wait_no_more
 
 BACKENDS = ("grpc", "tcp", "shm", "jax")
 MIB = 2**20
@@ -93,11 +91,6 @@ def test_a_piece_fetched_twice_arrives_again_or_is_unknown_at_once(pair: Transfe
     again = pair.fetched(ready)
     assert again.get("digest") == pair.digest(9) or again["failed"] == "unknown_key"
     pair.moves()
-
-
-def wait_no_more(peer: Peer, **most: int) -> None:
-    """Until the process holds no more than this: what has just been closed takes a moment to be gone."""
-    wait_until(lambda: all(peer.ask("look")[name] <= most[name] for name in most), 10, str(most), lambda: peer.ask("look"))
 
 
 def test_a_killed_producer_ends_every_fetch_and_the_next_one_is_used(pair: TransferPair) -> None:
@@ -215,47 +208,6 @@ def test_closing_with_work_under_way_leaves_no_thread(pair: TransferPair) -> Non
     assert pair.producer.ask("close")["buffered"] == 0
     for peer, before in zip(peers, quiet, strict=True):
         wait_no_more(peer, threads=before["threads"], descriptors=before["descriptors"] + 1)
-
-
-@pytest.mark.covers("C10")
-@pytest.mark.timeout(400)
-def test_two_thousand_abandoned_pieces_leave_nothing(pair: TransferPair) -> None:
-    chunk_bytes = 2 * CHUNK * 8 * 256 * 4
-    assert chunk_bytes == MIB
-    pair.start(features=256)
-
-    def abandon(count: int, first: int) -> None:
-        assert pair.producer.ask("churn", count=count, tokens=CHUNK, first=first, answer_s=90)["buffered"] == 0
-        for index in range(first, first + count // 10):
-            ready = pair.published(f"c{index}", 1)
-            pair.consumer.ask("fetch", ready=ready, peer=pair.peer)
-            if index % 2:
-                pair.consumer.ask("cancel")
-            pair.producer.ask("discard", keys=[f"c{index}"])
-            pair.consumer.ask("drain")
-        assert pair.consumer.ask("settle")["jobs"] == 0
-
-    def look() -> list[dict[str, Any]]:
-        return [peer.ask("look") for peer in (pair.producer, pair.consumer)]
-
-    abandon(400, 0)
-    before = after = look()
-    growth = [chunk_bytes]
-    for round_ in range(3):  # a pool of the runtime may grow once, by about a chunk; a leak grows every time
-        before = after
-        abandon(1000, 4000 * round_ + 1000)
-        abandon(1000, 4000 * round_ + 3000)
-        after = look()
-        growth = [b["rss"] - a["rss"] for a, b in zip(before, after, strict=True)]
-        print(f"\n{pair.backend}: RSS growth after 2,200 abandoned pieces of 1 MiB: {[round(g / 1024) for g in growth]} KiB")
-        if max(growth) < chunk_bytes:
-            break
-    assert max(growth) < chunk_bytes, growth
-    for peer, was in zip((pair.producer, pair.consumer), before, strict=True):
-        wait_no_more(peer, threads=was["threads"] + 1, descriptors=was["descriptors"] + 2)  # a server's pool grows lazily
-        assert peer.ask("look")["shm"] == []
-    pair.moves()
-    assert pair.producer.ask("discard", keys=[])["buffered"] == 0
 
 
 def test_nothing_of_a_killed_producer_stays_on_the_machine() -> None:

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from jdisagg.kv.group import KVGroup
+from jdisagg.transfer import slabs
 from jdisagg.transfer.cut import Cutter, Joiner, possible_parts, token_buckets
 from jdisagg.transfer.head_mesh import HeadMesh
+from jdisagg.transfer.slabs import slabs_of
 from jdisagg.transfer.sums import PartSums, SumKind, sum_on_host
 from jdisagg.transfer.target import PieceTarget
 from tests.unit.transfer.rig import NP_DTYPES, sharding
@@ -47,11 +49,52 @@ def test_a_piece_with_scales_is_whole_again_on_every_mesh_and_the_checksums_agre
     there = [
         jax.device_put(np.asarray(part), spec.sharding) for part, spec in zip(parts, joiner.specs(num_parts, 8), strict=True)
     ]
-    joined, received = joiner.join(there, num_parts, cutter.sum_kind)
+    joined, received = joiner.join(there, num_parts, 8, cutter.sum_kind)
     assert sent == received != 0
     for was, now in zip((data, scales), joined, strict=True):
         assert np.asarray(now)[:, :7].tobytes() == was[:, :7].tobytes()
         assert not np.asarray(now)[:, 7:].view(np.uint8).any(), "what lies behind the tokens is another request's"
+
+
+@pytest.mark.covers("C02")
+@pytest.mark.parametrize("copy_bytes", [1, 64, 300, 4096])
+@pytest.mark.parametrize(("tp_p", "tp_d", "num_tokens"), [(1, 1, T), (1, 1, 7), (2, 4, T), (4, 1, 9)])
+def test_a_piece_cut_into_slabs_is_whole_again_and_none_takes_two_copies(
+    tp_p: int, tp_d: int, num_tokens: int, copy_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slabs, "COPY_BYTES", copy_bytes)
+    data, scales = rows(1, dtype="bfloat16"), rows(2, features=2)
+    placed = [jax.device_put(array, sharding(0, tp_p)) for array in (data, scales)]
+    cutter = Cutter(placed, checksums=True)
+    joiner = Joiner([data.shape, scales.shape], [data.dtype, scales.dtype], sharding(0, tp_d))
+    num_parts, padded = cutter.num_parts(tp_d), cutter.padded(num_tokens)
+    sent, checksum = cutter.cut(placed, num_parts, num_tokens)
+    specs = joiner.specs(num_parts, padded)
+    assert [(one.shape, one.dtype) for one in sent] == [(one.shape, one.dtype) for one in specs]
+    row_bytes = K // num_parts * F * max(data.itemsize, scales.itemsize)
+    assert max(one.nbytes for one in sent) <= max(copy_bytes, row_bytes), "a token of a layer is not cut"
+    assert len(sent) > 2 * num_parts or copy_bytes == 4096
+    there = [jax.device_put(np.asarray(one), spec.sharding) for one, spec in zip(sent, specs, strict=True)]
+    joined, received = joiner.join(there, num_parts, padded, cutter.sum_kind)
+    assert received == checksum != 0
+    on_host = joiner.join_on_host([np.asarray(one) for one in sent], num_parts, padded)
+    for was, now, host in zip((data, scales), joined, on_host, strict=True):
+        assert np.asarray(now)[:, :num_tokens].tobytes() == was[:, :num_tokens].tobytes()
+        assert not np.asarray(now)[:, num_tokens:].view(np.uint8).any()
+        assert host[:, :num_tokens].tobytes() == was[:, :num_tokens].tobytes()
+
+
+def test_slabs_are_as_few_and_as_alike_as_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slabs, "COPY_BYTES", 1000)
+    assert [slab.layers for slab in slabs_of((10, 5, 2, 6), np.float32)] == [(0, 3), (3, 6), (6, 10)]  # at most 4 layers
+    assert slabs_of((2, 50, 2, 6), np.float32) == [
+        ((0, 1), (0, 16)),
+        ((0, 1), (16, 33)),
+        ((0, 1), (33, 50)),
+        ((1, 2), (0, 16)),
+        ((1, 2), (16, 33)),
+        ((1, 2), (33, 50)),
+    ]
 
 
 def parts_of(tp: int, arrays: list[np.ndarray], num_parts: int) -> list[list[jax.Array]]:
@@ -114,7 +157,7 @@ def test_a_full_piece_between_like_meshes_is_copied_nowhere(tp: int) -> None:
         shard.data.unsafe_buffer_pointer() for shard in placed[0].addressable_shards
     ]
     joiner = Joiner([(L, T, K, F)], [np.float32], sharding(0, tp))
-    joined, _ = joiner.join(parts, tp, SumKind.HOST)
+    joined, _ = joiner.join(parts, tp, T, SumKind.HOST)
     target = PieceTarget(sharding=sharding(0, tp), dtype="float32", chunk_tokens=T, num_layers=L, num_kv_heads=K, features=F)
     arrived = target.place(KVGroup(*joined), alias=True)
     assert arrived.data.sharding == target.sharding
@@ -153,5 +196,5 @@ def test_nothing_compiles_after_the_warm_up(chunk_tokens: int) -> None:
                     jax.device_put(np.asarray(p), s.sharding)
                     for p, s in zip(parts, joiner.specs(4, parts[0].shape[1]), strict=True)
                 ]
-                joiner.join(there, 4, SumKind.HOST)
+                joiner.join(there, 4, cutter.padded(num_tokens), SumKind.HOST)
     assert (cutter._cut._cache_size(), joiner._join._cache_size()) == compiled
