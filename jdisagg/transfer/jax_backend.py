@@ -12,7 +12,8 @@ one slab a device is copied nowhere: what the gather made is offered, and what a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import jax
@@ -25,13 +26,14 @@ from jdisagg.kv.spec import QUANTISED, SCALES
 from jdisagg.transfer.base import Piece, Post
 from jdisagg.transfer.convert import NP_DTYPES
 from jdisagg.transfer.cut import Cutter, Joiner
-from jdisagg.transfer.jax_server import ServerPerReceiver, TransferConnection, TransferServer, TransferServers
+from jdisagg.transfer.jax_server import Pull, ServerPerReceiver, TransferConnection, TransferServer, TransferServers
 from jdisagg.transfer.lanes import FetchJob, LaneFetcher
 from jdisagg.transfer.publisher import LanePublisher
 from jdisagg.transfer.sums import SumKind, sum_on_host
 from jdisagg.transfer.target import PieceError, PieceTarget, announce
 
 NAME = "jax"
+PULLS_AHEAD = 3
 VERSION = f"{jax.__version__}, format 3"  # unlike ones do not pair over this backend
 
 
@@ -104,11 +106,14 @@ class _Cuts:
 def jax_fetcher(servers: TransferServers, joiner: Joiner, target: PieceTarget, post: Post) -> LaneFetcher:
     """D's half."""
     pulls = _Pulls(servers, joiner, target)
-    return LaneFetcher(NAME, pulls.obtain, post, on_end=pulls.disconnect)
+    fetcher = LaneFetcher(NAME, pulls.obtain, post, on_end=pulls.disconnect)
+    pulls.behind = fetcher.behind
+    return fetcher
 
 
 class _Pulls:
-    """Pieces out of P's transfer server. A cancelled pull that is under way costs the connection to its peer."""
+    """Pieces out of P's transfer server, of which several are on their way: while one is verified and placed, the next ones
+    arrive. A cancelled pull that is alone on its way costs the connection to its peer."""
 
     def __init__(self, servers: TransferServers, joiner: Joiner, target: PieceTarget) -> None:
         self._servers = servers
@@ -116,19 +121,35 @@ class _Pulls:
         self._target = target
         self._forms = {target.dtype: joiner}  # by dtype of arriving pieces
         self._connections: dict[str, tuple[str, TransferConnection]] = {}  # by peer, each touched by its lane alone
+        self.behind: Callable[[FetchJob], list[FetchJob]] = lambda job: []
 
     def obtain(self, job: FetchJob) -> Piece:
         ready = job.ready
         self._target.check(ready)
         locator = Locator.of(ready, self._target)
         known = ready.dtype == self._target.dtype and self._joiner.knows(locator.num_parts, locator.num_tokens)
-        specs = self._specs(ready.dtype, locator)
-        slabs = self._connection(job.peer, locator.address).pull(locator.uuid, specs, job.deadline_s, lambda: job.cancelled)
+        connection, pull = job.begun or self._begin(job, locator)
+        self._begin_behind(job, connection)
+        slabs = connection.end(pull, job.deadline_s, lambda: job.cancelled, lambda: self._begin_behind(job, connection))
         try:
             rows = self._joined(slabs, locator, ready) if known else self._through_host(slabs, locator, ready)
         except RuntimeError as error:
             raise PieceError("device", str(error)) from error
         return self._target.arrived(ready, rows, alias=True)
+
+    def _begin(self, job: FetchJob, locator: Locator) -> tuple[TransferConnection, Pull]:
+        connection = self._connection(job.peer, locator.address)
+        return connection, connection.begin(locator.uuid, self._specs(job.ready.dtype, locator), job.deadline_s)
+
+    def _begin_behind(self, job: FetchJob, connection: TransferConnection) -> None:
+        """Begin to pull what comes next over the same connection. What fails here fails again when its turn has come."""
+        for following in self.behind(job)[:PULLS_AHEAD]:
+            if following.begun is None and not following.cancelled and connection.is_open:
+                with suppress(PieceError):
+                    self._target.check(following.ready)
+                    locator = Locator.of(following.ready, self._target)
+                    if self._connections.get(job.peer) == (locator.address, connection):
+                        following.begun = self._begin(following, locator)
 
     def _specs(self, dtype: str, locator: Locator) -> list[jax.ShapeDtypeStruct]:
         if dtype not in self._forms:

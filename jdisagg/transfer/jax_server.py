@@ -27,9 +27,11 @@ from __future__ import annotations
 import importlib
 import secrets
 import socket
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from time import monotonic, sleep
 from typing import Any, NamedTuple
@@ -161,8 +163,20 @@ class TransferServer:
         return self._server.connect(address)
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Pull:
+    """Arrays on their way."""
+
+    arrays: Sequence[Any]
+
+    @property
+    def is_through(self) -> bool:
+        """Whether all are there, or errors."""
+        return all(array.is_ready() for array in self.arrays)
+
+
 class TransferConnection:
-    """To one server, for one thread, over a server of its own."""
+    """To one server, for one thread, over a server of its own. Several pulls may be on their way."""
 
     def __init__(self, start: Callable[[], TransferServer], address: str) -> None:
         self._start = start
@@ -170,13 +184,17 @@ class TransferConnection:
         self._server: TransferServer | None = None
         self._connection: Any = None
         self._pulled: deque[int] = deque(maxlen=_MAX_REMEMBERED)
+        self._begun: weakref.WeakSet[Pull] = weakref.WeakSet()  # over this connection, and wanted by somebody
 
-    def pull(
-        self, uuid: int, specs: Sequence[jax.ShapeDtypeStruct], deadline_s: float, is_cancelled: Callable[[], bool]
-    ) -> list[jax.Array]:
-        """The offered arrays, whole and confirmed. `specs` must be what was offered: nobody checks it for us.
+    @property
+    def is_open(self) -> bool:
+        """Whether to begin a pull takes no time."""
+        return self._connection is not None
 
-        Raises PieceError("unknown_key" | "timeout" | "connection"), before `deadline_s` (monotonic) or soon after a cancel.
+    def begin(self, uuid: int, specs: Sequence[jax.ShapeDtypeStruct], deadline_s: float) -> Pull:
+        """Ask for offered arrays. `specs` must be what was offered: nobody checks it for us.
+
+        Raises PieceError("unknown_key" | "connection"), before `deadline_s` (monotonic).
         """
         if uuid in self._pulled:
             raise PieceError("unknown_key", "it was pulled before, and an offer can be pulled once")
@@ -186,33 +204,65 @@ class TransferConnection:
                 _try(self._address, deadline_s)
                 self._server = self._start()
                 self._connection = self._server.connect(self._address)
-            arrays = self._connection.pull(uuid, list(specs))
-            self._wait(arrays, deadline_s, is_cancelled)
-            return jax.block_until_ready(arrays)
-        except PieceError:
+            pull = Pull(self._connection.pull(uuid, list(specs)))
+        except (RuntimeError, ValueError, OSError) as error:
             self.drop()
-            raise
+            raise PieceError("connection", str(error)) from error
+        self._begun.add(pull)
+        return pull
+
+    def pull(
+        self,
+        uuid: int,
+        specs: Sequence[jax.ShapeDtypeStruct],
+        deadline_s: float,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> list[jax.Array]:
+        """`begin` and `end`."""
+        return self.end(self.begin(uuid, specs, deadline_s), deadline_s, is_cancelled)
+
+    def end(
+        self,
+        pull: Pull,
+        deadline_s: float,
+        is_cancelled: Callable[[], bool] = lambda: False,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[jax.Array]:
+        """What came, whole and confirmed. `meanwhile` runs again and again until then.
+
+        Raises PieceError("unknown_key" | "timeout" | "connection"), before `deadline_s` (monotonic) or soon after a cancel.
+        """
+        try:
+            self._wait(pull, deadline_s, is_cancelled, meanwhile)
+            return jax.block_until_ready(list(pull.arrays))
         except (RuntimeError, ValueError, OSError) as error:
             if "deleted or donated" in str(error):  # withdrawn; the connection is as good as before
                 raise PieceError("unknown_key", f"withdrawn: {error}") from error
             self.drop()
             raise PieceError("connection", str(error)) from error
+        finally:
+            self._begun.discard(pull)
 
-    def _wait(self, arrays: Sequence[Any], deadline_s: float, is_cancelled: Callable[[], bool]) -> None:
+    def _wait(self, pull: Pull, deadline_s: float, is_cancelled: Callable[[], bool], meanwhile: Callable[[], None]) -> None:
         nap_s, grace_ends_s = _FIRST_NAP_S, None
-        while not all(array.is_ready() for array in arrays):  # true of errors as well
+        while not pull.is_through:
             if monotonic() >= deadline_s:
+                self.drop()
                 raise PieceError("timeout", "the pull did not end in time")
             if grace_ends_s is None and is_cancelled():
                 grace_ends_s = monotonic() + _CANCEL_GRACE_S
             if grace_ends_s is not None and monotonic() >= grace_ends_s:
+                if not any(other is not pull and not other.is_through for other in list(self._begun)):
+                    self.drop()  # otherwise it would cost others their pieces, and P withdraws it
                 raise PieceError("connection", "cancelled")
+            meanwhile()
             sleep(nap_s)
             nap_s = min(1.5 * nap_s, _LONGEST_NAP_S)
 
     def drop(self) -> None:
         """Fail what is on its way; forget the connection, and the server, whose thread may wait for bytes that never come."""
         connection, self._connection, self._server = self._connection, None, None
+        self._begun.clear()
         if connection is not None:
             with suppress(RuntimeError, AttributeError):  # broken already, or a jax that breaks it when it is collected
                 connection._poison_connection()

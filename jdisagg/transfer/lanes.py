@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
+from typing import Any
 
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, Post
@@ -79,6 +80,7 @@ class FetchJob:
     ready: ChunkReady
     deadline_s: float
     cancelled: bool = False
+    begun: Any = None  # of a backend that begins before the job's turn has come
 
 
 class LaneFetcher:
@@ -126,6 +128,11 @@ class LaneFetcher:
         for job in list(self._jobs.values()):
             if job.handoff == handoff:
                 job.cancelled = True
+
+    def behind(self, job: FetchJob) -> list[FetchJob]:
+        """The fetches from the job's peer that wait for it, in order."""
+        queued = [one for one in list(self._jobs.values()) if one.peer == job.peer]
+        return queued[queued.index(job) + 1 :] if job in queued else []
 
     @property
     def num_jobs(self) -> int:

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from jdisagg.core.config import ServerConfig, TransferConfig
+from jdisagg.handoff.messages import HandoffId
 from jdisagg.transfer import jax_server, lanes
+from jdisagg.transfer.base import PieceArrived
 from jdisagg.transfer.jax_server import TransferConnection, TransferServer, TransferServers, Unsupported
 from jdisagg.transfer.target import PieceError
 from tests.unit.transfer.rig import Rig, error_array, piece, tokens, transfer_servers
@@ -98,6 +100,36 @@ def test_a_cancelled_pull_ends_soon(connection: TransferConnection) -> None:
     assert time.monotonic() - began_s < 30.0
 
 
+def test_several_pulls_are_on_their_way_and_one_that_is_cancelled_costs_the_others_nothing(
+    ours: TransferServer, connection: TransferConnection
+) -> None:
+    ends_s = time.monotonic() + 60.0
+    offered = [[array(float(value))] for value in range(3)]
+    silent = connection.begin(98765, [spec()], ends_s)
+    begun = [connection.begin(ours.offer(arrays), [spec()], ends_s) for arrays in offered]
+    waiting = connection.begin(98766, [spec()], ends_s)
+    seen: list[int] = []
+    with pytest.raises(PieceError, match="cancelled"):
+        connection.end(silent, ends_s, lambda: True, lambda: seen.append(1))
+    assert seen, "nothing was done meanwhile"
+    assert connection.is_open
+    assert [np.asarray(connection.end(pull, ends_s)[0])[0] for pull in reversed(begun)] == [2.0, 1.0, 0.0]
+    with pytest.raises(PieceError, match="cancelled"):
+        connection.end(waiting, ends_s, lambda: True)
+    assert not connection.is_open, "it stands in the way of what comes next"
+    for arrays in offered:
+        ours.withdraw(arrays)
+
+
+def test_a_deadline_ends_what_is_on_its_way_over_the_same_connection(connection: TransferConnection) -> None:
+    late = connection.begin(87654, [spec()], time.monotonic() + 60.0)
+    with pytest.raises(PieceError, match="timeout"):
+        pull(connection, 87655, within_s=0.3)
+    with pytest.raises(PieceError) as raised:
+        connection.end(late, time.monotonic() + 60.0)
+    assert raised.value.reason == "connection"
+
+
 def test_nobody_at_the_address_costs_the_deadline() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -128,6 +160,8 @@ def test_what_would_kill_or_hang_is_refused_before_the_server_sees_it(ours: Tran
         ours.offer([deleted])
     with pytest.raises(AssertionError, match="no elements"):
         ours.offer([array(1.0, size=0)])
+    with pytest.raises(AssertionError, match="several copies"):
+        ours.offer([array(1.0, size=jax_server.COPY_BYTES // 4 + 1)])
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     spread = jax.device_put(np.zeros(8, np.float32), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
     with pytest.raises(AssertionError, match="shard by shard"):
@@ -226,3 +260,24 @@ def _settled() -> tuple[int, int]:
         if _num_held() != held:
             held, since_s = _num_held(), time.monotonic()
     return held
+
+
+def test_the_next_pieces_arrive_while_one_is_waited_for() -> None:
+    rig = Rig("jax").start()
+    readies = [rig.published(f"k{index}", piece(tokens(5, seed=index))) for index in range(5)]
+    where, _, *rest = readies[0].locator.split(" ")
+    silent = HandoffId("silent", 1)
+    rig.fetch(replace(readies[0], locator=" ".join([where, "abc", *rest])), silent, within_s=120.0)
+    for ready in readies[1:]:
+        rig.fetch(ready, within_s=120.0)
+    assert isinstance(rig.fetcher, lanes.LaneFetcher)
+    queued = list(rig.fetcher._jobs.values())
+    ends_s = time.monotonic() + 60.0
+    while not all(job.begun and job.begun[1].is_through for job in queued[1:4]):
+        assert time.monotonic() < ends_s, [job.begun for job in queued]
+        time.sleep(0.01)
+    assert queued[4].begun is None, "more on its way than is kept in memory"
+    rig.fetcher.cancel(silent)
+    outcomes = [rig.event() for _ in range(4)]
+    assert [event.ready.key for event in outcomes if isinstance(event, PieceArrived)] == ["k1", "k2", "k3", "k4"]
+    rig.close()
