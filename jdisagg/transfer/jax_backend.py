@@ -33,7 +33,7 @@ from jdisagg.transfer.sums import SumKind, sum_on_host
 from jdisagg.transfer.target import PieceError, PieceTarget, announce
 
 NAME = "jax"
-PULLS_AHEAD = 3
+PULLS_AHEAD = 1
 VERSION = f"{jax.__version__}, format 3"  # unlike ones do not pair over this backend
 
 
@@ -112,8 +112,8 @@ def jax_fetcher(servers: TransferServers, joiner: Joiner, target: PieceTarget, p
 
 
 class _Pulls:
-    """Pieces out of P's transfer server, of which several are on their way: while one is verified and placed, the next ones
-    arrive. A cancelled pull that is alone on its way costs the connection to its peer."""
+    """Pieces out of P's transfer server, of which several are on their way: while one is verified and placed, the next one
+    arrives. A cancelled pull that is alone on its way costs the connection to its peer."""
 
     def __init__(self, servers: TransferServers, joiner: Joiner, target: PieceTarget) -> None:
         self._servers = servers
