@@ -42,7 +42,7 @@ class ChatCompletions:
         trace, request_id = read_traceparent(request.headers.get(TRACEPARENT)), request_id_of(request)
         read = partial(read_chat, body, self._edge, num_top, request_id=request_id, traceparent=trace)
         text_request = await asyncio.to_thread(read) if body.is_long else read()
-        job = await while_connected(request.receive, self._edge.admit(text_request))
+        job = await while_connected(request.receive, _admit(self._edge, text_request))
         answer = _Answer(self._edge, job, options, num_top=num_top)
         if options.stream:
             return await open_stream(request, answer.events())
@@ -56,6 +56,8 @@ def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, t
     refuse_formats(body)
     n, max_tokens = body.integer("n"), body.integer("max_completion_tokens")
     max_tokens = body.integer("max_tokens") if max_tokens is None else max_tokens
+    if max_tokens == 0:  # intake would advise to echo the prompt, which a chat cannot
+        raise InvalidRequest("max_tokens: must be at least 1; got 0", field="max_tokens")
     request = TextRequest(
         request_id=request_id,
         prompts=(render_prompt(body, edge.tokenizer.chat),),
@@ -72,6 +74,16 @@ def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, t
     )
     body.refuse_misspelt()
     return request
+
+
+async def _admit(edge: Edge, request: TextRequest) -> Job:
+    """`Edge.admit`, whose errors name a field that a chat has."""
+    try:
+        return await edge.admit(request)
+    except InvalidRequest as error:
+        if error.field == "prompt":
+            error.field = "messages"
+        raise
 
 
 def _read_top_logprobs(body: Body) -> int | None:
