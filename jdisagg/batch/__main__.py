@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import httpx
 from tqdm import tqdm
@@ -29,6 +29,7 @@ from jdisagg.core.values import check_key
 from jdisagg.serve.environment import keep_freed_memory, prepare_jax
 
 EXIT_DONE, EXIT_STOPPED, EXIT_BAD_COMMAND = 0, 1, 2
+_INTERRUPTED = "jdisagg.batch: interrupted; the same command goes on from here"
 _LOCAL_MODULE = "jdisagg.batch.local"  # imports jax: resolved once the environment is ready, and never for --server
 
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"jdisagg.batch: {error.message}", file=sys.stderr)
         return EXIT_STOPPED
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print("jdisagg.batch: interrupted; the same command goes on from here", file=sys.stderr)
+        print(_INTERRUPTED, file=sys.stderr)
         return EXIT_STOPPED
 
 
@@ -60,7 +61,12 @@ async def _run(command: Command) -> None:
     batch = command.batch
     if batch.config is not None:
         check_journal(batch.output, batch.header(batch.config.served_name))
-    async with _open_client(command) as client:
+    async with AsyncExitStack() as stack:
+        try:
+            client = await stack.enter_async_context(_open_client(command))
+        except asyncio.CancelledError:  # threads that compile or test an engine cannot be stopped; there is no answer to lose
+            print(_INTERRUPTED, file=sys.stderr, flush=True)
+            os._exit(EXIT_STOPPED)
         sender = Sender(client, patience_s=command.patience_s)
         with Journal(batch.output, batch.header(await served_model(sender))) as journal:
             total = len(batch.numbers())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -19,9 +20,10 @@ FLAGS = (
 )
 
 
-def start(source: Path, output: Path, model: Path, *more: str) -> subprocess.Popen[bytes]:
+def start(source: Path, output: Path, model: Path, *more: str, stderr: int | None = None) -> subprocess.Popen[bytes]:
     files = ("--input", str(source), "--output", str(output), "--quiet", "--max-concurrency", "4")
-    return subprocess.Popen([sys.executable, "-m", "jdisagg.batch", *files, "--model", str(model), *FLAGS, *more])
+    command = [sys.executable, "-m", "jdisagg.batch", *files, "--model", str(model), *FLAGS, *more]
+    return subprocess.Popen(command, stderr=stderr)
 
 
 def kill_amid_answers(process: subprocess.Popen[bytes], journal: Path) -> None:
@@ -56,3 +58,23 @@ def test_killed_disaggregated_batch_ends_as_an_undisturbed_unified_one(tiny_mode
     assert [answer["response"]["status_code"] for answer in answers] == [200] * 24 + [400]
     texts = [answer["response"]["body"]["choices"][0]["text"] for answer in answers[:-1]]
     assert len(set(texts)) > 20
+
+
+@pytest.mark.timeout(200)
+def test_an_interrupted_start_does_not_wait_for_what_still_compiles(tiny_model: Path, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "def "}\n', "utf-8")
+    process = start(source, output, tiny_model, "--compilation-cache-dir", "off", stderr=subprocess.PIPE)
+    try:
+        assert process.stderr is not None
+        assert any(line.endswith(b"; compiling\n") for line in process.stderr)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=100)[1].decode()
+    finally:
+        process.kill()
+        process.wait(10)
+    assert process.returncode == 1
+    assert said.endswith("interrupted; the same command goes on from here\n")
+    assert "executables compiled and run" not in said, "it had compiled everything first"
+    assert not output.exists()
+    assert not journal_path(output).exists()
