@@ -20,6 +20,7 @@ import jax
 from jdisagg.core.errors import ConfigError
 from jdisagg.models.orbax_source import save_orbax
 from jdisagg.models.resolve import read_config, resolve_model
+from jdisagg.models.safetensors_files import has_safetensors
 from jdisagg.models.safetensors_source import load_safetensors
 from jdisagg.models.sharding import make_mesh
 from jdisagg.models.spec import ModelSpec
@@ -59,6 +60,9 @@ def _convert(source: Path, output: Path, dtype: str | None) -> None:
         raise ConfigError(f"--output: {output.parent} is not a directory; create it first", field="output")
     config = read_config(source)
     spec = ModelSpec.from_config(config)
+    if not has_safetensors(source):
+        message = f"--model: {source} holds no safetensors weights; give a Hugging Face directory that does"
+        raise ConfigError(message, field="model")
     named = config.get("dtype") or config.get("torch_dtype")
     dtype = dtype or (named if named in DTYPES else "float32")
     partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))

@@ -88,6 +88,22 @@ def test_a_failed_conversion_leaves_nothing(model_directory: Path, tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
+@pytest.mark.parametrize("is_orbax", [False, True])
+def test_a_model_without_safetensors_is_told_of_as_such(
+    is_orbax: bool, model_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = model_directory
+    if is_orbax:
+        source = tmp_path / "converted"
+        assert main(["--model", str(model_directory), "--output", str(source)]) == 0
+    else:
+        (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    capsys.readouterr()
+    assert main(["--model", str(source), "--output", str(tmp_path / "again")]) == 2
+    assert f"--model: {source} holds no safetensors weights" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
 def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path: Path, model_directory: Path) -> None:
     # Dozens of MB, so that the kill falls into the writing.
     big = {**CONFIG, "hidden_size": 256, "intermediate_size": 2048, "vocab_size": 8192, "num_hidden_layers": 6}
