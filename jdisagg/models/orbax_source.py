@@ -78,7 +78,13 @@ def _open(path: Path, name: str, context: ts.Context) -> ts.TensorStore:
 
 
 def _stored(path: Path) -> dict[str, Any]:
-    """Shape and type of every stored tensor by name."""
+    """Shape and type of every stored tensor by name. The keys are listed first: where those cannot be read Orbax fails, too,
+    but leaves behind reads whose tracebacks bury the error."""
+    try:
+        ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/"}).result().list().result()
+    except (ValueError, OSError) as error:
+        first = str(error).partition("\n")[0]
+        raise ConfigError(f"{path}: not readable as an Orbax checkpoint: {first}; convert again", field="model") from error
     with ocp.PyTreeCheckpointer() as checkpointer:
         try:
             metadata = checkpointer.metadata(path).item_metadata

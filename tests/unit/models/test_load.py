@@ -252,6 +252,18 @@ def test_a_damaged_orbax_checkpoint_is_named(model_directory: Path, tmp_path: Pa
         load(directory)
 
 
+def test_an_orbax_checkpoint_that_was_copied_in_part_is_named_and_nothing_else_is_said(
+    model_directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory = as_orbax(load(model_directory), tmp_path / "orbax-model")
+    shutil.rmtree(directory / "orbax" / "d")
+    capfd.readouterr()
+    with pytest.raises(ConfigError, match="not readable as an Orbax checkpoint: NOT_FOUND") as caught:
+        load(directory)
+    assert "\n" not in caught.value.message
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_truncated_or_absent_file_is_named(model_directory: Path) -> None:
     file = model_directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
