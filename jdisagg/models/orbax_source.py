@@ -73,15 +73,19 @@ def load_orbax(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -> dict
 
 
 def _open(path: Path, name: str, context: ts.Context) -> ts.TensorStore:
-    store = {"driver": "ocdbt", "base": f"file://{path}/", "path": f"{name}/", "cache_pool": "cache_pool#directory"}
+    store = _database(path) | {"path": f"{name}/", "cache_pool": "cache_pool#directory"}
     return ts.open({"driver": "zarr", "kvstore": store}, context=context, open=True, read=True).result()
+
+
+def _database(path: Path) -> dict[str, Any]:
+    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}  # no URL: a name may hold %, # or ?
 
 
 def _stored(path: Path) -> dict[str, Any]:
     """Shape and type of every stored tensor by name. The keys are listed first: where those cannot be read Orbax fails, too,
     but leaves behind reads whose tracebacks bury the error."""
     try:
-        ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/"}).result().list().result()
+        ts.KvStore.open(_database(path)).result().list().result()
     except (ValueError, OSError) as error:
         first = str(error).partition("\n")[0]
         raise ConfigError(f"{path}: not readable as an Orbax checkpoint: {first}; convert again", field="model") from error

@@ -252,6 +252,12 @@ def test_a_damaged_orbax_checkpoint_is_named(model_directory: Path, tmp_path: Pa
         load(directory)
 
 
+@pytest.mark.parametrize("name", ["50%25", "llama#2", "which?", "a b"])
+def test_an_orbax_checkpoint_may_lie_in_a_directory_of_any_name(name: str, model_directory: Path, tmp_path: Path) -> None:
+    model = load(model_directory)
+    assert load(as_orbax(model, tmp_path / name)).fingerprint == model.fingerprint
+
+
 def test_an_orbax_checkpoint_that_was_copied_in_part_is_named_and_nothing_else_is_said(
     model_directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
