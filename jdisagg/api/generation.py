@@ -68,12 +68,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GetModel(
         self, request: generation_pb2.GetModelRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.GetModelResponse:
-        """The served model; NOT_FOUND for another name."""
-        card = self._edge.card
+        """The served model; NOT_FOUND for another name, UNAVAILABLE at a router that no worker has registered with."""
         try:
+            card = self._edge.card
             check_model(request.model, card)
         except JdisaggError as error:
             await _abort(context, error)
+            raise  # never: abort does
         return generation_pb2.GetModelResponse(
             model=card.name,
             max_model_len=card.max_model_len,

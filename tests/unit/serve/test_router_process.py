@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jdisagg.serve.ready import Ready, parse
-from jdisagg.v1 import admin_pb2, admin_pb2_grpc
+from jdisagg.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 SERVE = [sys.executable, "-m", "jdisagg.serve"]
 WAIT_S = 90.0
@@ -68,6 +68,14 @@ def test_a_router_counts_bad_calls_and_has_no_prefix_cache_to_reset(router) -> N
     with grpc.insecure_channel(ready.grpc) as channel, pytest.raises(grpc.RpcError) as refused:
         admin_pb2_grpc.AdminServiceStub(channel).ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest(), timeout=30)
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]
+
+
+def test_a_router_without_workers_is_unavailable_when_asked_for_its_model(router) -> None:
+    _, ready = router
+    with grpc.insecure_channel(ready.grpc) as channel, pytest.raises(grpc.RpcError) as refused:
+        generation_pb2_grpc.GenerationServiceStub(channel).GetModel(generation_pb2.GetModelRequest(), timeout=30)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE, refused.value  # type: ignore[attr-defined]
+    assert refused.value.details().startswith("no worker has registered with this router yet")  # type: ignore[attr-defined]
 
 
 def exits(*flags: str, env: dict[str, str] | None = None) -> tuple[int, str]:
