@@ -37,6 +37,7 @@ class Delta:
     stop: str | int | None = None  # the stop string or id of `stop_token_ids` that ended it; None for EOS
     provenance: Provenance | None = None
     cached_tokens: int = 0
+    fingerprint: str | None = None  # as in Output
 
 
 class ChoiceText:
@@ -120,6 +121,7 @@ class ChoiceText:
             stop=self._stops.matched if self._stops.matched is not None else self._named_stop(output.stop_token_id),
             provenance=output.provenance,
             cached_tokens=output.cached_tokens,
+            fingerprint=output.fingerprint,
         )
 
     def _named_stop(self, token_id: int | None) -> int | None:
@@ -183,6 +185,7 @@ class Transcript:
 
     def __init__(self, num_choices: int, *, n: int, num_prompt_tokens: int, keep_text: bool = True) -> None:
         """`num_choices` = prompts times `n`."""
+        self.fingerprint: str | None = None  # of the latest delta that has one
         self.choices = [ChoiceResult(index=index) for index in range(num_choices)]
         self._n = n
         self._num_prompt_tokens = num_prompt_tokens
@@ -193,6 +196,7 @@ class Transcript:
         """Append one delta to its choice."""
         choice = self.choices[delta.index]
         self._completion_tokens += len(delta.token_ids)
+        self.fingerprint = delta.fingerprint or self.fingerprint
         choice.cached_tokens = max(choice.cached_tokens, delta.cached_tokens)
         choice.provenance = delta.provenance or choice.provenance
         choice.finish = delta.finish or choice.finish

@@ -133,3 +133,4 @@ class Output:
     error: RequestError | None = None
     cached_tokens: int = 0  # prompt tokens served from a prefix cache; valid on the last output
     provenance: Provenance | None = None  # on the first output with a token, and on the last
+    fingerprint: str | None = None  # a router's: of the worker that answers; None = there is only one, the model card's

@@ -104,6 +104,7 @@ class Flight:
             prompt_logprobs=prompt_logprobs,
             cached_tokens=min(output.cached_tokens, len(self.request.prompt_token_ids)),
             provenance=self._provenance(output),
+            fingerprint=self.fingerprint,
         )
 
     def complete(self) -> Output | None:

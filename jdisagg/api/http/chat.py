@@ -120,7 +120,7 @@ class _Answer:
             if self._options.return_token_ids:
                 shown["token_ids"] = choice.token_ids
             choices.append(shown)
-        answer = self._envelope("chat.completion", choices)
+        answer = self._envelope("chat.completion", choices, transcript.fingerprint)
         answer["usage"] = usage_object(transcript.usage)
         if self._options.return_token_ids:
             answer["prompt_token_ids"] = list(self._job.requests[0].prompt_token_ids)
@@ -137,48 +137,49 @@ class _Answer:
                 transcript.add(delta)
                 if delta.index not in opened:
                     opened.add(delta.index)
-                    yield self._chunk(delta.index, {"role": "assistant", "content": ""})
+                    yield self._chunk(delta, {"role": "assistant", "content": ""})
                 shows_tokens = self._options.return_token_ids and delta.token_ids
                 if delta.text or delta.logprobs or shows_tokens:
                     yield self._text_chunk(delta)
                 if delta.finish is not None:
                     yield self._last_chunk(delta, transcript)
         if self._options.include_usage:
-            event = self._envelope("chat.completion.chunk", []) | {"usage": usage_object(transcript.usage)}
+            event = self._envelope("chat.completion.chunk", [], transcript.fingerprint)
+            event["usage"] = usage_object(transcript.usage)
             if self._options.provenance:
                 event["jdisagg"] = provenance_object(transcript)
             yield event
 
     def _text_chunk(self, delta: Delta) -> dict[str, Any]:
-        event = self._chunk(delta.index, {"content": delta.text}, logprobs=self._logprobs(delta.logprobs))
+        event = self._chunk(delta, {"content": delta.text}, logprobs=self._logprobs(delta.logprobs))
         if self._options.return_token_ids:
             event["choices"][0]["token_ids"] = list(delta.token_ids)
         return event
 
     def _last_chunk(self, delta: Delta, transcript: Transcript) -> dict[str, Any]:
         assert delta.finish is not None
-        event = self._chunk(delta.index, {}, finish=delta.finish.value)
+        event = self._chunk(delta, {}, finish=delta.finish.value)
         event["choices"][0]["stop_reason"] = delta.stop
         if self._options.provenance and not self._options.include_usage and transcript.is_finished:
             event["jdisagg"] = provenance_object(transcript)
         return event
 
     def _chunk(
-        self, index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish: str | None = None
+        self, delta: Delta, shown: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish: str | None = None
     ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        event = self._envelope("chat.completion.chunk", [choice])
+        choice = {"index": delta.index, "delta": shown, "logprobs": logprobs, "finish_reason": finish}
+        event = self._envelope("chat.completion.chunk", [choice], delta.fingerprint)
         if self._options.include_usage:
             event["usage"] = None
         return event
 
-    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _envelope(self, kind: str, choices: list[dict[str, Any]], fingerprint: str | None) -> dict[str, Any]:
         return {
             "id": self._job.request_id,
             "object": kind,
             "created": self._created,
             "model": self._edge.card.name,
-            "system_fingerprint": self._edge.card.fingerprint,
+            "system_fingerprint": fingerprint or self._edge.card.fingerprint,
             "choices": choices,
         }
 

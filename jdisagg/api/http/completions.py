@@ -103,7 +103,7 @@ class _Answer:
 
     def whole(self, transcript: Transcript) -> dict[str, Any]:
         """The response of a request that does not stream."""
-        answer = self._envelope([self._choice(choice) for choice in transcript.choices])
+        answer = self._envelope([self._choice(choice) for choice in transcript.choices], transcript)
         answer["usage"] = usage_object(transcript.usage)
         if self._options.provenance:
             answer["jdisagg"] = provenance_object(transcript)
@@ -120,7 +120,7 @@ class _Answer:
                 elif event := self._chunk(delta, transcript):
                     yield event
         if self._options.include_usage:
-            event = self._envelope([]) | {"usage": usage_object(transcript.usage)}
+            event = self._envelope([], transcript) | {"usage": usage_object(transcript.usage)}
             if self._options.provenance:
                 event["jdisagg"] = provenance_object(transcript)
             yield event
@@ -143,20 +143,20 @@ class _Answer:
             finish=delta.finish,
             stop=delta.stop,
         )
-        event = self._envelope([self._choice(part)])
+        event = self._envelope([self._choice(part)], transcript)
         if self._options.include_usage:
             event["usage"] = None
         elif self._options.provenance and transcript.is_finished:
             event["jdisagg"] = provenance_object(transcript)
         return event
 
-    def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _envelope(self, choices: list[dict[str, Any]], transcript: Transcript) -> dict[str, Any]:
         return {
             "id": self._job.request_id,
             "object": "text_completion",
             "created": self._created,
             "model": self._edge.card.name,
-            "system_fingerprint": self._edge.card.fingerprint,
+            "system_fingerprint": transcript.fingerprint or self._edge.card.fingerprint,
             "choices": choices,
         }
 

@@ -116,6 +116,10 @@ class FakeWorker:
             "max_model_len": 20_000,
         } | member
 
+    @property
+    def fingerprint(self) -> str:
+        return self._member["fingerprint"]
+
     async def start(self, port: int = 0) -> FakeWorker:
         self._server, self.address = await start_server(
             lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.service, server), port
