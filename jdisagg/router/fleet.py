@@ -16,6 +16,7 @@ from jdisagg.core.requests import Role
 from jdisagg.router.pairing import differing
 
 SUSPECT_S = 5.0  # how long a failure counts against a worker
+MANY_MISSES = 4  # seconds: one that ends is evicted before, one that starts is reached before
 
 
 @dataclass(slots=True)
@@ -27,6 +28,7 @@ class Entry:
     linked: bool = False  # its Run stream stands
     pending: int = 0  # our requests on it; for P: those that named it first and have no token yet
     suspect_until_s: float = 0.0
+    misses: int = 0  # attempts in a row to open its Run stream that failed
 
     @property
     def key(self) -> tuple[str, str]:
@@ -142,7 +144,7 @@ class Fleet:
         linked = [entry for entry in self._entries.values() if entry.linked and entry.member.decodes]
         there = [entry for entry in linked if fingerprint in (None, entry.member.fingerprint)]
         if not there:
-            return [], "no decode or unified worker is connected"
+            return [], f"no decode or unified worker is connected{self._unreached(fingerprint)}"
         holding = [entry for entry in there if num_tokens <= entry.member.max_model_len]
         if not holding:
             longest = max(entry.member.max_model_len for entry in there)
@@ -161,6 +163,12 @@ class Fleet:
             unlike = differing([peer.member for peer in prefill], [entry.member for entry in staying])
             why = f"; {unlike} must be the same on both"
         return [], f"no prefill worker that pairs with {_named(staying)} (--local-prefill never){why}"
+
+    def _unreached(self, fingerprint: str | None) -> str:
+        """Which workers of that fingerprint (None = any) send heartbeats all the same."""
+        unreached = [entry for entry in self._entries.values() if entry.misses >= MANY_MISSES and not entry.linked]
+        unreached = [entry for entry in unreached if fingerprint in (None, entry.member.fingerprint)]
+        return f" ({_named(unreached)} has registered, and this router does not reach it)" if unreached else ""
 
     def _prefill(self) -> list[Entry]:
         """Prefill workers that take requests."""

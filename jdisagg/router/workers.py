@@ -25,7 +25,7 @@ from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import EngineRequest, Output
-from jdisagg.router.fleet import Entry, Fleet
+from jdisagg.router.fleet import MANY_MISSES, Entry, Fleet
 from jdisagg.router.pairing import PairingWatch
 
 log = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class Workers:
                 )
 
     def _up(self, entry: Entry) -> None:
-        entry.linked = True
+        entry.linked, entry.misses = True, 0
         self._retry_at_s.pop(entry.key, None)
         log.info("%s worker %s is connected", entry.member.role.value, entry.member.worker)
         self._on_back(entry)
@@ -191,10 +191,20 @@ class Workers:
         now_s = monotonic()
         self._retry_at_s = {key: at_s for key, at_s in self._retry_at_s.items() if at_s > now_s}
         self._retry_at_s[entry.key] = now_s + RECONNECT_S
-        if reason.startswith(grpc.StatusCode.UNAUTHENTICATED.name) and entry.key not in self._refusing:
-            self._refusing.add(entry.key)
-            log.error("%s worker %s refuses this router: %s", entry.member.role.value, entry.member.worker, reason)
+        entry.misses += not entry.linked
+        self._say_why_not(entry, reason)
         self._gone(entry, reason)
+
+    def _say_why_not(self, entry: Entry, reason: str) -> None:
+        """There is no stream to a worker that registered: once each, the worker itself has nothing to complain of."""
+        role, worker = entry.member.role.value, entry.member.worker
+        if reason.startswith(grpc.StatusCode.UNAUTHENTICATED.name):
+            if entry.key not in self._refusing:
+                self._refusing.add(entry.key)
+                log.error("%s worker %s refuses this router: %s", role, worker, reason)
+        elif entry.misses == MANY_MISSES:
+            look = "trying until it does; look at the worker's --advertise-host and --advertise-port, and at firewalls"
+            log.warning("%s worker %s has registered, and this router does not reach it: %s; %s", role, worker, reason, look)
 
     def _lose(self, entry: Entry, reason: str) -> None:
         """The process is not a member any more."""

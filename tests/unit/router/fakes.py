@@ -120,10 +120,11 @@ class FakeWorker:
     def fingerprint(self) -> str:
         return self._member["fingerprint"]
 
-    async def start(self, port: int = 0) -> FakeWorker:
+    async def start(self, port: int = 0, *, advertised: str | None = None) -> FakeWorker:
         self._server, self.address = await start_server(
             lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.service, server), port
         )
+        self.address = advertised or self.address
         member = Member(
             role=self._role,
             address=self.address,

@@ -1,0 +1,65 @@
+"""A worker that registers and that its router cannot reach: heartbeats come, a stream does not. The operator is told."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+import pytest
+
+from tests.unit.router.fakes import FakeWorker, Router
+from tests.unit.router.test_fleet_engine import ask, assert_whole, collect, stop
+from tests.unit.wire.rig import run_quiet, until
+
+NOBODY = "no decode or unified worker is connected"
+
+
+def test_a_worker_that_registers_where_nobody_listens_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    def told() -> list[str]:
+        lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        return [line for line in lines if "does not reach it" in line]
+
+    async def body() -> None:
+        router = await Router().start()
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))  # and does not listen
+            nowhere = f"127.0.0.1:{taken.getsockname()[1]}"
+            worker = await FakeWorker((router.address,), epoch="e").start(advertised=nowhere)
+            await until(told)
+            (entry,) = router.engine.workers.fleet.entries()
+            assert f"fake @ {nowhere} has registered" in told()[0]
+            assert "UNAVAILABLE" in told()[0]
+            misses = entry.misses
+            await until(lambda: entry.misses > misses + 1)
+            reason = router.engine.health().reason
+        await worker.die()
+        assert reason == f"{NOBODY} (fake @ {nowhere} has registered, and this router does not reach it)"
+        assert len(told()) == 1
+
+        heir = await FakeWorker((router.address,)).start()
+        await until(lambda: router.linked() == 1)
+        assert_whole(asked := ask("r1"), await collect(router, asked))
+        await stop(router, heir)
+
+    run_quiet(body())
+
+
+def test_a_worker_that_is_reached_again_is_no_longer_told_of() -> None:
+    async def body() -> None:
+        router = await Router().start()
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+            early = await FakeWorker((router.address,), epoch="e").start(advertised=f"127.0.0.1:{port}")
+            await until(lambda: "does not reach it" in router.engine.health().reason)
+        there = await FakeWorker((), epoch="e").start(port)
+        await until(lambda: router.linked() == 1)
+        assert router.engine.health().reason == ""
+        assert [entry.misses for entry in router.engine.workers.fleet.entries()] == [0]
+        await early.die()
+        await there.die()
+        await until(lambda: not router.engine.workers.members())
+        assert router.engine.health().reason == NOBODY
+        await router.stop()
+
+    run_quiet(body())
