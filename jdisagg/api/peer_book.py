@@ -10,12 +10,14 @@ from jdisagg.api.peer_ports import Reached
 from jdisagg.core.fleet import DRAINING
 
 log = logging.getLogger(__name__)
+SUSPECT_S = 5.0  # how long others are asked before one that could not be reached
 FORGET_S = 60.0  # without a hand-off: workers that restart come back under new addresses
 
 
 @dataclass(slots=True)
 class _Peer:
     used_s: float = 0.0
+    failed_s: float | None = None
     why: str | None = None  # it cannot be used; "" = it can, None = never spoken to
     refuses: bool = False  # it is there, and does not pair with us
     backends: tuple[str, ...] = ()  # last agreed on
@@ -32,12 +34,12 @@ class PeerBook:
         """A hand-off goes there."""
         self._of(peer).used_s = now_s
 
-    def failed(self, peer: str, why: str, *, refuses: bool = False) -> None:
+    def failed(self, peer: str, why: str, now_s: float, *, refuses: bool = False) -> None:
         """It cannot be used. Said when it is news."""
         known = self._of(peer)
         if not known.why or refuses != known.refuses:
             log.warning("prefill peer %s %s: %s", peer, "does not pair with us" if refuses else "is down", why)
-        known.why, known.refuses = why, refuses
+        known.why, known.failed_s, known.refuses = why, now_s, refuses
 
     def drains(self, peer: str) -> None:
         """It is there, and refuses new hand-offs. Said when it is news."""
@@ -71,10 +73,12 @@ class PeerBook:
         known = self._peers.get(peer)
         return None if known is None else known.why
 
-    def refuses(self, peer: str) -> bool:
-        """Whether it is there, and does not pair with us. Any thread."""
+    def is_doubtful(self, peer: str, now_s: float) -> bool:
+        """Whether it is there, and does not pair with us, or could not be reached a moment ago. Any thread."""
         known = self._peers.get(peer)
-        return known is not None and known.refuses and bool(known.why)
+        if known is None or not known.why or known.why == DRAINING:
+            return False
+        return known.refuses or (known.failed_s is not None and now_s - known.failed_s < SUSPECT_S)
 
     def whys(self) -> dict[str, str]:
         """Of all that were spoken to. Any thread."""

@@ -88,9 +88,10 @@ class GrpcPeerClient:
         """Whether a watched peer did not answer last time. Others are found out by asking."""
         return peer in self._watched and bool(self._book.why(peer))
 
-    def refuses(self, peer: str) -> bool:
-        """Whether it did not pair with this worker last time; forgotten like everything else of peers that nobody asks."""
-        return self._book.refuses(peer)
+    def is_doubtful(self, peer: str) -> bool:
+        """Whether it did not pair with this worker last time, or could not be reached a moment ago; forgotten like everything
+        else of peers that nobody asks."""
+        return self._book.is_doubtful(peer, monotonic())
 
     def failures(self) -> dict[str, str]:
         """Peers spoken to, and why each cannot be used; "" = it can. For /ready."""
@@ -221,7 +222,7 @@ class GrpcPeerClient:
         """Forget the connection: the next stream makes a new one. Streams still on it live or die by their own heartbeats."""
         if self._links.get(link.peer) is link:
             del self._links[link.peer]
-            self._book.failed(link.peer, why, refuses=refuses)
+            self._book.failed(link.peer, why, monotonic(), refuses=refuses)
             self._give_up(link)
 
     def _give_up(self, link: PeerLink) -> None:

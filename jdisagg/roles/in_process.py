@@ -50,7 +50,7 @@ class InProcessPeers:
         """It lives and dies with this process."""
         return False
 
-    def refuses(self, peer: str) -> bool:
+    def is_doubtful(self, peer: str) -> bool:
         """Both were made for each other."""
         return False
 

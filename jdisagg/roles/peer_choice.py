@@ -31,6 +31,7 @@ class PeerChoice:
         """Prefill workers to ask, the best first."""
         peers = request.prefill_peers or self._known_peers()
         there = [peer for peer in peers if not self._peers.is_down(peer)]
-        answering = tuple(sorted(there, key=self._peers.refuses))  # an idle one of another kind is the first choice of routers
+        # routers name the least busy first: one of another kind is idle, and so is one that only we cannot reach
+        answering = tuple(sorted(there, key=self._peers.is_doubtful))
         never = self._policy is LocalPrefill.NEVER
         return answering or (peers if never else ())  # with nothing to fall back on, asking is better than failing

@@ -57,8 +57,9 @@ class PeerClient(Protocol):
         """The peer is asked again and again by itself, and did not answer last time: no request need find that out."""
         ...
 
-    def refuses(self, peer: str) -> bool:
-        """The peer is there, and when it was spoken to last, it did not pair with this worker: others are asked first."""
+    def is_doubtful(self, peer: str) -> bool:
+        """When the peer was spoken to last, it did not pair with this worker, or could not be reached, and that a moment ago:
+        others are asked first."""
         ...
 
     def failures(self) -> dict[str, str]:

@@ -160,7 +160,7 @@ class Wire:
     def is_down(self, peer: str) -> bool:
         return peer in self.down | self.draining
 
-    def refuses(self, peer: str) -> bool:
+    def is_doubtful(self, peer: str) -> bool:
         return peer in self.refusing
 
     def snapshot(self) -> dict[str, Any]:

@@ -629,11 +629,11 @@ def test_hello_refuses_an_unlike_peer_and_names_the_field(changes, field):
             raise ended.error or AssertionError("no error")
         assert not d.usable(address)
         assert p.opened() == []
-        assert d.client.refuses(address), "others are asked first"
+        assert d.client.is_doubtful(address), "others are asked first"
         p.service._identity = d.client._identity  # as if it had been started again, and rightly
         d.client.open(address, H2, opening())
         await until(lambda: d.usable(address))
-        assert not d.client.refuses(address)
+        assert not d.client.is_doubtful(address)
         await d.client.aclose()
         await p.server.stop(0)
 

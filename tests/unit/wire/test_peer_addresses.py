@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from time import monotonic
 
@@ -11,6 +12,7 @@ import grpc.aio
 import pytest
 
 from jdisagg.api.byte_source import GrpcByteSource
+from jdisagg.api.peer_book import SUSPECT_S, PeerBook
 from jdisagg.core.errors import Unavailable
 from jdisagg.handoff.messages import Accepted, HandoffId, StreamEnded
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
@@ -135,3 +137,37 @@ def test_a_useless_answer_to_hello_ends_its_hand_offs_with_an_error_and_no_other
             await server.stop(0)
 
     run_quiet(body())
+
+
+def test_a_peer_that_was_not_reached_is_asked_last_until_it_answers():
+    async def body() -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))  # and does not listen
+            port = taken.getsockname()[1]
+            address = f"127.0.0.1:{port}"
+            p, d = Prefill(identity()), Decode()
+            first, second = HandoffId("first", 1), HandoffId("second", 2)
+            assert not d.client.is_doubtful(address), "nobody knows"
+            d.client.open(address, first, opening("first"))
+            await until(lambda: d.ends(first))
+            assert d.client.is_doubtful(address)
+        await p.start(port)
+        d.client.open(address, second, opening("second"))
+        await until(p.opened)
+        assert not d.client.is_doubtful(address)
+        await d.client.aclose()
+        await until(p.ends)
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_a_peer_that_was_not_reached_is_asked_like_others_after_a_while() -> None:
+    book = PeerBook()
+    book.failed("p", "nobody listens", 100.0)
+    book.failed("q", "other weights", 100.0, refuses=True)
+    book.drains("r")
+    assert [book.is_doubtful(peer, 100.0 + SUSPECT_S - 0.1) for peer in "pqrs"] == [True, True, False, False]
+    assert [book.is_doubtful(peer, 100.0 + SUSPECT_S) for peer in "pqrs"] == [False, True, False, False]
+    book.answered("q")
+    assert not book.is_doubtful("q", 100.0)
