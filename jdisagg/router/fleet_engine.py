@@ -157,6 +157,7 @@ class FleetEngine:
 
     async def debug_state(self) -> dict[str, Any]:
         """Members and flights."""
+        self._recovery.expire(monotonic())
         flights = [flight.summary() for flight in self._flights.values()]
         return {"members": self.workers.snapshot(), "flights": flights, "quarantined": self._recovery.num_quarantined}
 

@@ -14,16 +14,23 @@ class Quarantine:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._until_s: dict[str, float] = {}
+        self._until_s: dict[str, float] = {}  # by key, the first to end first
 
     def add(self, request: EngineRequest, now_s: float) -> None:
         """Refuse it from now on."""
-        self._until_s = {key: until_s for key, until_s in self._until_s.items() if until_s > now_s}
+        self.expire(now_s)
         for key in _keys(request):
+            self._until_s.pop(key, None)
             self._until_s[key] = now_s + self._seconds
+
+    def expire(self, now_s: float) -> None:
+        """Forget those whose time is over."""
+        while self._until_s and next(iter(self._until_s.values())) <= now_s:
+            del self._until_s[next(iter(self._until_s))]
 
     def check(self, request: EngineRequest, now_s: float) -> None:
         """Raises HandoffLost while it is quarantined."""
+        self.expire(now_s)
         left_s = max((self._until_s.get(key, 0.0) for key in _keys(request)), default=0.0) - now_s if self._until_s else 0.0
         if left_s > 0:
             raise HandoffLost(

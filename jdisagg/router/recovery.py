@@ -47,8 +47,12 @@ class Recovery:
 
     @property
     def num_quarantined(self) -> int:
-        """Keys under quarantine."""
+        """Keys under quarantine, as of the last request or `expire`."""
         return len(self._quarantine)
+
+    def expire(self, now_s: float) -> None:
+        """Forget what is under quarantine no longer."""
+        self._quarantine.expire(now_s)
 
     @property
     def place_wait_s(self) -> float:

@@ -1,0 +1,41 @@
+"""Requests that are refused for a minute are forgotten after it."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+import pytest
+
+from jdisagg.core.errors import HandoffLost
+from jdisagg.router.quarantine import Quarantine
+from tests.unit.router.fakes import Router
+from tests.unit.router.test_fleet_engine import ask
+from tests.unit.wire.rig import run_quiet
+
+
+def test_what_may_be_asked_again_is_in_quarantine_no_longer() -> None:
+    quarantine = Quarantine(60.0)
+    quarantine.add(ask("r1"), 100.0)
+    quarantine.add(ask("r2"), 110.0)
+    quarantine.add(ask("r1"), 120.0)  # again: from now on
+    quarantine.check(ask("r3"), 169.9)
+    assert len(quarantine) == 4
+    quarantine.check(ask("r2"), 170.0)
+    assert len(quarantine) == 2
+    with pytest.raises(HandoffLost, match="for 10 s more"):
+        quarantine.check(ask("r1"), 170.0)
+    quarantine.expire(180.0)
+    assert len(quarantine) == 0
+
+
+def test_the_state_of_an_idle_router_shows_nothing_in_quarantine_after_its_time() -> None:
+    async def body() -> None:
+        router = await Router().start()
+        recovery = router.engine._recovery
+        recovery._quarantine.add(ask("r1"), monotonic())
+        assert (await router.engine.debug_state())["quarantined"] == 2
+        recovery._quarantine.add(ask("r1"), monotonic() - 61.0)
+        assert (await router.engine.debug_state())["quarantined"] == 0
+        await router.stop()
+
+    run_quiet(body())
