@@ -26,6 +26,7 @@ class Entry:
     member: Member
     last_seen_s: float
     linked: bool = False  # its Run stream stands
+    linked_s: float = 0.0  # .. since then
     pending: int = 0  # our requests on it; for P: those that named it first and have no token yet
     suspect_until_s: float = 0.0
     misses: int = 0  # attempts in a row to open its Run stream that failed

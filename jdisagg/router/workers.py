@@ -20,7 +20,7 @@ from uuid import uuid4
 import grpc
 
 from jdisagg.api.channels import INSECURE, Credentials
-from jdisagg.api.worker_client import WorkerLink
+from jdisagg.api.worker_client import CLOSED, SILENT, STALLED, WorkerLink
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import Load, Member
@@ -31,6 +31,7 @@ from jdisagg.router.pairing import PairingWatch
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.5
+STEADY_S = 0.5  # a stream that stood for so long is opened again at once, should it break
 EVICTED = "its heartbeats stopped"
 
 
@@ -179,7 +180,7 @@ class Workers:
                 )
 
     def _up(self, entry: Entry) -> None:
-        entry.linked, entry.misses = True, 0
+        entry.linked, entry.linked_s, entry.misses = True, monotonic(), 0
         self._retry_at_s.pop(entry.key, None)
         log.info("%s worker %s is connected", entry.member.role.value, entry.member.worker)
         self._on_back(entry)
@@ -190,10 +191,14 @@ class Workers:
         self._links.pop(entry.key, None)
         now_s = monotonic()
         self._retry_at_s = {key: at_s for key, at_s in self._retry_at_s.items() if at_s > now_s}
-        self._retry_at_s[entry.key] = now_s + RECONNECT_S
+        broke = entry.linked and reason not in (CLOSED, SILENT, STALLED)
+        at_once = broke and now_s - entry.linked_s > STEADY_S  # it may be the connection alone: then nobody has died
+        self._retry_at_s[entry.key] = now_s + (0.0 if at_once else RECONNECT_S)
         entry.misses += not entry.linked
         self._say_why_not(entry, reason)
         self._gone(entry, reason)
+        if at_once and not self._closed:
+            self._connect_missing()
 
     def _say_why_not(self, entry: Entry, reason: str) -> None:
         """There is no stream to a worker that registered: once each, the worker itself has nothing to complain of."""

@@ -124,6 +124,7 @@ class FakeWorker:
         self._server, self.address = await start_server(
             lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.service, server), port
         )
+        self.port = int(self.address.rpartition(":")[2])
         self.address = advertised or self.address
         member = Member(
             role=self._role,
