@@ -16,7 +16,7 @@ from jdisagg.api.peer_codec import DOWN_HEARTBEAT, Up, UpStream, encode_down
 from jdisagg.api.peer_link import PeerLink
 from jdisagg.api.pulse import QUIET_SHARE, Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
-from jdisagg.core.errors import RequestError, Unavailable
+from jdisagg.core.errors import HandoffLost, InvalidRequest, RequestError, Unavailable
 from jdisagg.handoff.messages import (
     Ack,
     Agreed,
@@ -101,6 +101,8 @@ class PeerStream:
     async def _read(self, call: grpc.aio.StreamStreamCall, pulse: Pulse, deliver: Callable[[PrefillToDecode], None]) -> None:
         up = UpStream()
         async for wire in call:
+            if wire is None:  # gRPC's word for bytes that are no message
+                raise InvalidRequest("bytes that are no message")
             for message in await self._decoded(up, wire, pulse):
                 self.answered = True
                 self._sent.clear()
@@ -121,8 +123,9 @@ class PeerStream:
     def _end(self, error: BaseException | None) -> StreamEnded:
         if error is None:
             return StreamEnded(reason="closed")
-        if isinstance(error, RequestError):  # a message we cannot read
-            return StreamEnded(reason="dead", error=error)
+        if isinstance(error, RequestError):  # P's fault: its own type would have the client believe that it is the request's
+            lost = HandoffLost(f"a message of prefill peer {self.peer} cannot be read: {error}")
+            return StreamEnded(reason="dead", error=lost)
         if not isinstance(error, grpc.aio.AioRpcError):
             raise error
         reason = _REASONS.get(error.code(), "closed")
