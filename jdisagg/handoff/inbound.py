@@ -21,6 +21,8 @@ from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import Ladder
 from jdisagg.handoff.messages import ChunkReady, Done, HandoffId, Open, PrefillToDecode, Started
 
+MAX_PIECE_BYTES = 2**34  # of any model: credit and time for a fetch are counted before its bytes are compared with its shape
+
 
 class InboundStage(Enum):
     """Where D's hand-off is."""
@@ -172,6 +174,8 @@ class Inbound:
             return f"{span} lies outside [{self.held_tokens}, {self.num_tokens})"
         if ready.end - ready.begin > chunk_tokens:
             return f"{span} is longer than --transfer-chunk-tokens {chunk_tokens}"
+        if not 0 <= ready.num_bytes <= MAX_PIECE_BYTES:
+            return f"{span} is announced with {ready.num_bytes} bytes"
         if ready.backend not in ("", *self.stream.backends):
             return f"{span} is announced over {ready.backend!r}, wanted one of {', '.join(self.stream.backends)}"
         if self.stream.announced.of(ready.group).overlaps(ready.begin, ready.end):

@@ -197,6 +197,8 @@ def test_credit_that_would_not_grow_is_not_sent() -> None:
         (ready("x", 2, 5), "piece [2, 5) lies outside [3, 10)"),
         (ready("x", 3, 8), "piece [3, 8) is longer than --transfer-chunk-tokens 4"),
         (ready("x", 4, 6), "piece [4, 6) was announced before"),
+        (replace(ready("x", 3, 5), num_bytes=-1), "piece [3, 5) is announced with -1 bytes"),
+        (replace(ready("x", 3, 5), num_bytes=2**62), f"piece [3, 5) is announced with {2**62} bytes"),
     ],
 )
 def test_a_piece_that_makes_no_sense_is_named_and_its_stream_replaced_at_once(piece: object, complaint: str) -> None:
