@@ -23,6 +23,7 @@ from time import monotonic
 HEADER_BYTES = 24
 ALIGN_BYTES = 64
 PART_BYTES = 2**18  # stays in the cache until the reader has seen it
+MAX_FILE_BYTES = 2**62
 KEEP_BYTES = 64 * 2**20  # of an empty arena: pages that are there already cost a fifth of new ones to write
 
 
@@ -125,6 +126,8 @@ class ShmSource:
         try:
             pid, number, inode, begin = (int(word) for word in key.split(" ")[:4])
             nonce = bytes.fromhex(key.split(" ")[4])
+            if not 0 <= begin < MAX_FILE_BYTES:  # else pread raises what no OSError is
+                raise ValueError(begin)
         except (ValueError, IndexError) as error:
             raise KeyError(f"piece {key!r} of {peer}: wanted the locator of a shared-memory piece") from error
         try:

@@ -68,6 +68,15 @@ def test_a_locator_of_nothing_is_unknown(locator: str) -> None:
         read(locator)
 
 
+@pytest.mark.parametrize("begin", ["-64", str(2**63), str(2**80)])
+def test_a_locator_of_room_that_no_file_has_is_unknown(begin: str) -> None:
+    store = ShmStore()
+    pid, number, inode, _, nonce = stored(store, "a", b"a").split(" ")
+    with pytest.raises(KeyError, match="wanted the locator"):
+        read(f"{pid} {number} {inode} {begin} {nonce}")
+    store.close()
+
+
 def test_a_closed_arena_is_gone_and_leaves_no_descriptor() -> None:
     before = os.listdir("/proc/self/fd")
     store = ShmStore()
