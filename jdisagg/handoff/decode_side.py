@@ -37,10 +37,18 @@ class DecodeSide:
     """Every hand-off of one decode worker. Owned by its engine thread."""
 
     def __init__(
-        self, config: TransferConfig, *, chunk_bytes_per_token: int, backend: str, num_groups: int = 1, head_shards: int = 1
+        self,
+        config: TransferConfig,
+        *,
+        chunk_bytes_per_token: int,
+        backend: str,
+        num_groups: int = 1,
+        head_shards: int = 1,
+        vocab_size: int = 2**31,
     ) -> None:
         """`backend`: used where the two sides do not settle another; `head_shards`: parts in which pieces lie on this mesh."""
         self._config = config
+        self._vocab_size = vocab_size
         self._live: dict[str, Inbound] = {}
         self._recovery = Recovery(
             config,
@@ -156,10 +164,8 @@ class DecodeSide:
         first = replace(message.first, request_id=request.request_id, attempt=request.attempt)
         if first.error is not None:
             return self._on_error(record, first.error, f"failed: {first.error}", now_s)
-        if record.first is None and first.finish is None and not (first.token_ids and record.needs_kv):
-            return self._recovery.lose(record, "protocol: Done without a token, or without finish on the last one", now_s)
-        if record.first is None and (num_tokens := len(first.token_ids)) > 1:  # KV of those before the last is nowhere
-            return self._recovery.lose(record, f"protocol: Done with {num_tokens} tokens, wanted one at most", now_s)
+        if record.first is None and (objection := record.objection(first, self._vocab_size)):
+            return self._recovery.lose(record, f"protocol: Done {objection}", now_s)
         record.move(InboundStage.COMPUTED)
         record.computed_by(first.provenance)
         if record.first is not None:

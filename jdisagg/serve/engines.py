@@ -205,7 +205,11 @@ def decode_side(
     """Tokens from KV that P computed."""
     config = core.config.transfer
     handoffs = DecodeSide(
-        config, chunk_bytes_per_token=core.kv_spec.most_bytes_per_token, backend=backend, head_shards=head_shards
+        config,
+        chunk_bytes_per_token=core.kv_spec.most_bytes_per_token,
+        backend=backend,
+        head_shards=head_shards,
+        vocab_size=core.loaded.spec.vocab_size,
     )
     return DecodeRole(
         config=config,

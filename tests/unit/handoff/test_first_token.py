@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -109,3 +110,25 @@ def test_once_the_token_was_delivered_the_next_worker_is_asked_for_kv_alone() ->
     again = only(act.OpenStream, side.on_message(HandoffId("r", 1), StreamEnded(reason="dead"), 0.0)).message
     plain = replace(sampling, ignore_eos=True, stop_token_ids=(), logprobs=None, prompt_logprobs=None)
     assert again == replace(opening, request=replace(wanted, sampling=plain))
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"token_ids": (100,)}, "with token 100, wanted one of [0, 100)"),
+        ({"token_ids": (-1,)}, "with token -1, wanted one of [0, 100)"),
+        ({"token_ids": (-1,), "finish": FinishReason.STOP}, "with token -1, wanted one of [0, 100)"),
+        ({"finish": FinishReason.ERROR}, "with finish 'error', and without an error"),
+        ({"token_ids": (), "finish": FinishReason.ABORT}, "with finish 'abort', and without an error"),
+        ({"token_ids": (), "finish": FinishReason.LENGTH}, "with finish 'length', 5 tokens before it"),
+    ],
+)
+def test_a_first_token_that_cannot_be_one_is_not_told_and_the_next_worker_is_asked(changes: dict[str, Any], cause: str) -> None:
+    side = DecodeSide(NEVER, chunk_bytes_per_token=BPT, backend="fake", vocab_size=100)
+    side.start(asked("r"), 0, ("p", "q"), 0.0)
+    side.on_message(HandoffId("r", 1), Accepted(cached_tokens=0), 0.0)
+    wrong = replace(Output(request_id="r#1", token_ids=(42,)), **changes)
+    actions = side.on_message(HandoffId("r", 1), Done(first=wrong, num_chunks=3), 0.0)
+    assert none_of(act.FirstToken, actions)
+    assert only(act.Recovered, actions) == act.Recovered("other_prefill", "r", "p", "accepted", f"protocol: Done {cause}")
+    assert only(act.OpenStream, actions).peer == "q"
