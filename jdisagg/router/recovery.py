@@ -78,10 +78,11 @@ class Recovery:
         flight.setbacks.refusals += not lost.death
         try:
             self._check(flight, lost, alone=alone, num_live=num_live, now_s=now_s)
-        except RequestError:
+        except RequestError as verdict:
             if is_full and flight.is_untouched:
                 level = logging.DEBUG  # nothing was lost: its client is told to come again, and a busy fleet refuses many
-            log.log(level, "request %s: not replayed; stage %s%s: %s", *told)
+            why = verdict.message.removeprefix(f"request {flight.request.request_id}: ")  # and what it was lost to
+            log.log(level, "request %s: not replayed; stage %s%s: %s", *told[:3], why)
             raise
         if not (is_full and flight.is_untouched):  # else a full worker passed it on: overload, not recovery
             self._metrics.fleet.recoveries.labels(rung="replay").inc()

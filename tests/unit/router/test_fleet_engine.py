@@ -244,7 +244,7 @@ def test_errors_of_the_caller_are_not_retried(caplog):
     run_quiet(body())
 
 
-def test_a_request_seen_at_two_deaths_is_aborted_and_quarantined():
+def test_a_request_seen_at_two_deaths_is_aborted_and_quarantined(caplog):
     async def body() -> None:
         router = await Router().start()
         workers = await fleet(*(FakeWorker((router.address,)) for _ in range(3)), router=router)
@@ -258,6 +258,8 @@ def test_a_request_seen_at_two_deaths_is_aborted_and_quarantined():
         await task
         assert isinstance(outputs[-1].error, HandoffLost)
         assert "2 workers went down" in outputs[-1].error.message
+        (told,) = [record.getMessage() for record in caplog.records if "not replayed; stage " in record.getMessage()]
+        assert "in flight when 2 workers went down (last: " in told, "the log says why it is not tried again"
         (survivor,) = workers
         before = len(survivor.engine.seen)
         for again in (ask("r1"), request("other-id", prompt=(1, 2, 3))):  # the id, and the prompt
@@ -295,6 +297,7 @@ def test_replays_are_budgeted_per_fleet(caplog):
         assert router.metrics.fleet.replays_refused._value.get() == len(errors)
         assert f'jdisagg_requests_finished_total{{reason="unavailable"}} {len(errors)}.0' in router.metrics.text()
         assert caplog.text.count("not replayed; stage ") == len(errors), "behind some tokens, or before the first"
+        assert caplog.text.count("spent its replay budget of 0 + ") == len(errors), "the log says why"
         await stop(router, again)
 
     run_quiet(body())
