@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import Mapping
 
 from jdisagg.core.errors import ConfigError
@@ -37,3 +38,25 @@ def setup_logs(role: str, environ: Mapping[str, str] = os.environ) -> None:
     logging.captureWarnings(True)
     for noisy in ("jax", "absl", "orbax", "httpx", "uvicorn", "asyncio"):
         logging.getLogger(noisy).setLevel(max(_LEVELS[value], logging.WARNING))
+
+
+class Seldom:
+    """Of lines that anybody on the network can cause at will: one in `every_s` seconds is said, the others are counted. Any
+    thread."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._next_s = 0.0
+        self._num_kept_back = 0
+        self._lock = threading.Lock()
+
+    def say(self, log: logging.Logger, level: int, text: str, *told: object, now_s: float) -> None:
+        """Log it, and how many were kept back since the last one; or keep it back."""
+        with self._lock:
+            if now_s < self._next_s:
+                self._num_kept_back += 1
+                return
+            self._next_s, kept_back, self._num_kept_back = now_s + self._every_s, self._num_kept_back, 0
+        if kept_back:
+            text, told = f"{text}; %d more since it was last said", (*told, kept_back)
+        log.log(level, text, *told)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from hmac import compare_digest
 from time import monotonic, sleep
 
+from jdisagg.core.logs import Seldom
 from jdisagg.transfer.tcp_wire import (
     IDLE_TIMEOUT_S,
     REPLY,
@@ -37,6 +38,7 @@ LEAST_BYTES_PER_S = 2**20
 MAX_CONNECTIONS = 256
 CLOSE_TIMEOUT_S = 2.0
 DISPLACE_TIMEOUT_S = 1.0  # its thread is blocked in recv and ends at once
+STRANGERS_SAID_S = 10.0  # between two lines of the log
 PAUSE_S = 0.1  # when no descriptor or thread is left
 
 
@@ -57,6 +59,7 @@ class TcpStore:
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._strangers: dict[socket.socket, None] = {}  # of these, oldest first
         self._lock = threading.Lock()  # of these two
+        self._strangers_told = Seldom(STRANGERS_SAID_S)
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="tcp-accept", daemon=True)
         self._thread.start()
@@ -161,7 +164,8 @@ class TcpStore:
             return False
         secret, number = REQUEST.unpack(room)
         if not compare_digest(secret, self._secret):
-            log.warning("tcp: %s asked for a piece of somebody else; hung up", peer)
+            told = "tcp: %s asked for a piece of somebody else; hung up"
+            self._strangers_told.say(log, logging.WARNING, told, peer, now_s=monotonic())
             return False
         with self._lock:
             self._strangers.pop(connection, None)

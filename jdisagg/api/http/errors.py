@@ -24,12 +24,17 @@ def error_object(error: JdisaggError) -> dict[str, Any]:
 
 
 def error_response(error: JdisaggError) -> JSONResponse:
-    """The error with its HTTP status; 429 says when to come back."""
-    headers = {"retry-after": str(max(1, math.ceil(error.retry_after_s)))} if isinstance(error, Overloaded) else None
-    return JSONResponse(error_object(error), status_code=error.http_status, headers=headers)
+    """The error with its HTTP status; 429 and 503 say when to come back."""
+    retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0
+    return JSONResponse(error_object(error), error.http_status, headers=_headers(error.http_status, retry_after_s))
 
 
 def plain_error(status_code: int, message: str) -> JSONResponse:
     """An error of HTTP itself (no such path, wrong method)."""
     kind = "invalid_request_error" if status_code < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status_code=status_code)
+    body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    return JSONResponse(body, status_code, headers=_headers(status_code, 1.0))
+
+
+def _headers(status_code: int, retry_after_s: float) -> dict[str, str] | None:
+    return {"retry-after": str(max(1, math.ceil(retry_after_s)))} if status_code in (429, 503) else None

@@ -28,7 +28,7 @@ def test_probes_are_answered_before_there_is_an_application_and_everything_else_
             assert (ready.status_code, ready.json()) == (503, {"status": "not ready", "reason": REASON})
             for asked in (client.get("/metrics"), client.post("/v1/completions", json={"prompt": "x"})):
                 answer = await asked
-                assert answer.status_code == 503
+                assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
                 assert answer.json()["error"]["message"] == f"{REASON}; ask again when /ready answers 200"
             app.serve(PlainTextResponse("served"))
             assert (await client.get("/health")).text == "served"
