@@ -11,7 +11,7 @@
         ...                                # drain within config.server.drain_s, close the parts
         return 0
 
-The first SIGTERM or SIGINT sets `stopping`; a second one ends the process at once, drained or not.
+The first SIGTERM or SIGINT sets `stopping`; a later one ends the process at once, drained or not.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import uvloop
 log = logging.getLogger(__name__)
 
 EXIT_FORCED = 1
+ONE_TELLING_S = 0.2  # wrappers such as timeout(1) signal the process, and then its group with it
 
 
 class Process:
@@ -39,7 +40,7 @@ class Process:
 
     def __init__(self) -> None:
         self.stopping = asyncio.Event()
-        self._began_s = monotonic()
+        self._began_s = self._told_s = monotonic()
         self._state: Callable[[], Awaitable[Mapping[str, Any]]] = self._starting
         self._dumps: set[asyncio.Task[None]] = set()
 
@@ -58,9 +59,12 @@ class Process:
     def _stop(self, number: int) -> None:
         name = signal.Signals(number).name
         if self.stopping.is_set():
+            if monotonic() - self._told_s < ONE_TELLING_S:
+                return
             log.error("%s again: ending without waiting for the rest", name)
             os._exit(EXIT_FORCED)
         log.info("%s: draining", name)
+        self._told_s = monotonic()
         self.stopping.set()
 
     def _dump(self) -> None:

@@ -7,6 +7,11 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
+from jdisagg.serve import process as module
+from jdisagg.serve.process import ONE_TELLING_S, Process
+
 STARTING = """
 import sys, threading, time
 from jdisagg.serve.process import run_process
@@ -40,3 +45,20 @@ def test_sigusr1_shows_what_a_process_does_that_is_still_starting() -> None:
         assert (state["event"], state["pid"], state["stage"]) == ("state", process.pid, "starting")
         assert state["seconds"] > 0
     assert process.returncode == 0
+
+
+def test_signals_that_come_together_are_one_and_a_later_one_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """timeout(1) signals the process, and then its group, which the process is in."""
+    now_s, exits = [100.0], list[int]()
+    monkeypatch.setattr(module, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(module.os, "_exit", exits.append)
+    told = Process()
+    now_s[0] = 160.0
+    told._stop(signal.SIGTERM)
+    assert told.stopping.is_set()
+    now_s[0] += ONE_TELLING_S / 2
+    told._stop(signal.SIGTERM)
+    assert exits == []
+    now_s[0] += ONE_TELLING_S
+    told._stop(signal.SIGINT)
+    assert exits == [1]
