@@ -6,8 +6,10 @@ the file follows from its path. Initialisation, sharding and loading all read th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -101,7 +103,8 @@ class Decoder(nnx.Module):
             self.lm_head = Linear(("embed", spec.embed), ("vocab", spec.vocab_size), bias=False)
 
 
-def declarations(spec: ModelSpec) -> dict[Path, Declared]:
+@lru_cache(maxsize=16)  # half a second for 126 layers, and `jdisagg.aot` asks for every tensor-parallel size it tries
+def declarations(spec: ModelSpec) -> Mapping[Path, Declared]:
     """All parameters of a model by path, in a fixed order."""
     found: dict[Path, Declared] = {}
     for path, param in nnx.to_flat_state(nnx.state(Decoder(spec))):
@@ -115,7 +118,7 @@ def declarations(spec: ModelSpec) -> dict[Path, Declared]:
             transposed=metadata["transposed"],
             scale=metadata["scale"],
         )
-    return found
+    return MappingProxyType(found)
 
 
 def build(spec: ModelSpec, make: Callable[[Path, Declared], Any]) -> dict[str, Any]:
