@@ -247,7 +247,7 @@ def _max_tokens(request: TextRequest, num_prompt_tokens: int, max_model_len: int
 def _too_long(num_prompt_tokens: int, num_wanted: int, max_model_len: int, field: str) -> ContextLengthExceeded:
     return ContextLengthExceeded(
         f"This model's maximum context length is {max_model_len} tokens, but {num_prompt_tokens} in the prompt and "
-        f"{num_wanted} for the answer were requested; shorten the prompt or lower max_tokens",
+        f"{num_wanted} for the answer were requested; shorten the prompt{' or lower max_tokens' * (num_wanted > 1)}",
         field=field,
     )
 
