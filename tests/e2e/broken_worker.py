@@ -31,7 +31,7 @@ def run(config: Config) -> int:
         case "publish:shm":
             shm_backend.Arena.put = _refuse(OSError("no space left on device"))
         case "fetch:jax":
-            jax_server.TransferConnection.pull = _refuse(PieceError("connection", "nobody there"))
+            jax_server.TransferConnection.begin = _refuse(PieceError("connection", "nobody there"))
         case "publish:jax":
             jax_server.TransferServer.offer = _refuse(RuntimeError("the transfer server is gone"))
         case "other host":
