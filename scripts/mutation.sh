@@ -27,7 +27,7 @@ export HYPOTHESIS_PROFILE=mutation JDISAGG_MACHINE_RULES=1800 JAX_PLATFORMS=cpu 
 work=build/mutation/$part
 rm -rf "$work" # verdicts and the tests of each function are kept between runs, and do not notice changed tests or moved code
 mkdir -p "$work"
-cp -r jdisagg tests "$work"
+cp -r jdisagg tests proto "$work"
 sed "$rename" pyproject.toml >"$work/pyproject.toml"
 cd "$work"
 status=0
