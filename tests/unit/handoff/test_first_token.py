@@ -118,6 +118,7 @@ def test_once_the_token_was_delivered_the_next_worker_is_asked_for_kv_alone() ->
         ({"token_ids": (100,)}, "with token 100, wanted one of [0, 100)"),
         ({"token_ids": (-1,)}, "with token -1, wanted one of [0, 100)"),
         ({"token_ids": (-1,), "finish": FinishReason.STOP}, "with token -1, wanted one of [0, 100)"),
+        ({"token_ids": (42, 43)}, "with 2 tokens, wanted one at most"),
         ({"finish": FinishReason.ERROR}, "with finish 'error', and without an error"),
         ({"token_ids": (), "finish": FinishReason.ABORT}, "with finish 'abort', and without an error"),
         ({"token_ids": (), "finish": FinishReason.LENGTH}, "with finish 'length', 5 tokens before it"),
@@ -132,3 +133,12 @@ def test_a_first_token_that_cannot_be_one_is_not_told_and_the_next_worker_is_ask
     assert none_of(act.FirstToken, actions)
     assert only(act.Recovered, actions) == act.Recovered("other_prefill", "r", "p", "accepted", f"protocol: Done {cause}")
     assert only(act.OpenStream, actions).peer == "q"
+
+
+@pytest.mark.parametrize("token_id", [0, 99])
+def test_the_first_and_the_last_token_of_the_vocabulary_are_told(token_id: int) -> None:
+    side = DecodeSide(NEVER, chunk_bytes_per_token=BPT, backend="fake", vocab_size=100)
+    side.start(asked("r"), 0, ("p", "q"), 0.0)
+    side.on_message(HandoffId("r", 1), Accepted(cached_tokens=0), 0.0)
+    actions = side.on_message(HandoffId("r", 1), done(HandoffId("r", 1), token_id), 0.0)
+    assert only(act.FirstToken, actions).output.token_ids == (token_id,)
