@@ -50,9 +50,7 @@ def test_token_ids_beyond_the_models_context_are_refused_before_they_are_looked_
     assert "maximum context length is 200 tokens, but 201 in the prompt" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("num_ids", "max_tokens", "advice"), [(200, 0, "the prompt"), (198, 5, "the prompt or lower max_tokens")]
-)
+@pytest.mark.parametrize(("num_ids", "max_tokens", "advice"), [(200, 0, "prompt"), (198, 5, "prompt or lower max_tokens")])
 def test_what_is_too_long_is_told_what_would_help(tokenizer: Tokenizer, num_ids: int, max_tokens: int, advice: str) -> None:
     """A prompt to be scored asks for no tokens, of which fewer could be asked for."""
     answer = post(tokenizer, "/v1/completions", GOOD | {"prompt": [5] * num_ids, "max_tokens": max_tokens, "echo": True})
