@@ -170,6 +170,8 @@ def _prompt(request: generation_pb2.GenerateRequest) -> Prompt:
 
 def _sampling(message: common_pb2.SamplingParams, defaults: SamplingParams) -> SamplingParams:
     given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
+    if given.get("top_k") in (0, -1):
+        given["top_k"] = None
     return replace(
         defaults,
         **given,

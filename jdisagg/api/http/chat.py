@@ -42,7 +42,7 @@ class ChatCompletions:
         trace, request_id = read_traceparent(request.headers.get(TRACEPARENT)), request_id_of(request)
         read = partial(read_chat, body, self._edge, num_top, request_id=request_id, traceparent=trace)
         text_request = await asyncio.to_thread(read) if body.is_long else read()
-        job = await while_connected(request.receive, _admit(self._edge, text_request))
+        job = await while_connected(request.receive, _admit(self._edge, text_request, length_name(body)))
         answer = _Answer(self._edge, job, options, num_top=num_top)
         if options.stream:
             return await open_stream(request, answer.events())
@@ -54,10 +54,11 @@ def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, t
     """The body as a TextRequest. Raises InvalidRequest naming the field."""
     refuse_unserved(body, CHAT_FIELDS)
     refuse_formats(body)
-    n, max_tokens = body.integer("n"), body.integer("max_completion_tokens")
-    max_tokens = body.integer("max_tokens") if max_tokens is None else max_tokens
+    n, name = body.integer("n"), length_name(body)
+    body.integer("max_tokens")  # read, so that it is known, also where the newer name goes before it
+    max_tokens = body.integer(name)
     if max_tokens == 0:  # intake would advise to echo the prompt, which a chat cannot
-        raise InvalidRequest("max_tokens: must be at least 1; got 0", field="max_tokens")
+        raise InvalidRequest(f"{name}: must be at least 1; got 0", field=name)
     request = TextRequest(
         request_id=request_id,
         prompts=(render_prompt(body, edge.tokenizer.chat),),
@@ -76,13 +77,22 @@ def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, t
     return request
 
 
-async def _admit(edge: Edge, request: TextRequest) -> Job:
-    """`Edge.admit`, whose errors name a field that a chat has."""
+def length_name(body: Body) -> str:
+    """How the body names its max_tokens; where it has both, OpenAI's newer name counts."""
+    newer = "max_completion_tokens"
+    return "max_tokens" if body.integer(newer) is None else newer
+
+
+async def _admit(edge: Edge, request: TextRequest, length_name: str) -> Job:
+    """`Edge.admit`, whose errors name fields that the chat has."""
     try:
         return await edge.admit(request)
     except InvalidRequest as error:
         if error.field == "prompt":
             error.field = "messages"
+        if error.field == "max_tokens":
+            error.field = length_name
+        error.message = error.message.replace("max_tokens", length_name)
         raise
 
 

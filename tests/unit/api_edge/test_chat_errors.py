@@ -19,6 +19,7 @@ def test_a_chat_that_is_too_long_names_its_messages(tokenizer: Tokenizer) -> Non
                 (300, {}, "messages"),
                 (10_000, {}, "messages"),
                 (1, {"max_tokens": 199}, "max_tokens"),
+                (1, {"max_completion_tokens": 199}, "max_completion_tokens"),
             ):
                 chat = CHAT | {"messages": [{"role": "user", "content": "fox " * words}]} | fields
                 for stream in (False, True):
@@ -26,6 +27,7 @@ def test_a_chat_that_is_too_long_names_its_messages(tokenizer: Tokenizer) -> Non
                     error = answer.json()["error"]
                     assert answer.status_code == 400
                     assert (error["param"], error["code"]) == (param, "context_length_exceeded"), error
+                    assert all(name in error["message"] for name in fields), error
             assert served.engine.requests == []
 
     run(check())
@@ -37,8 +39,8 @@ def test_a_chat_of_no_tokens_is_not_advised_to_echo(tokenizer: Tokenizer) -> Non
             for name in ("max_tokens", "max_completion_tokens"):
                 answer = await http.post("/v1/chat/completions", json=CHAT | {name: 0})
                 error = answer.json()["error"]
-                assert (answer.status_code, error["param"]) == (400, "max_tokens")
-                assert "at least 1" in error["message"]
+                assert (answer.status_code, error["param"]) == (400, name)
+                assert f"{name}: must be at least 1" in error["message"]
                 assert "echo" not in error["message"], "a chat refuses it"
             assert served.engine.requests == []
 

@@ -11,7 +11,9 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from jdisagg.api.generation import read_generate
 from jdisagg.core.errors import HandoffLost, Overloaded
+from jdisagg.core.requests import SamplingParams
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import common_pb2, generation_pb2
 from tests.unit.api_edge.fakes import PROVENANCE, FakeEngine, Served, run, serving
@@ -70,6 +72,12 @@ def test_token_ids_and_stop_strings(tokenizer: Tokenizer) -> None:
     run(check())
 
 
+@pytest.mark.parametrize(("asked", "wanted"), [({}, 20), ({"top_k": 5}, 5), ({"top_k": 0}, None), ({"top_k": -1}, None)])
+def test_a_recommended_top_k_can_be_switched_off(asked: dict[str, int], wanted: int | None) -> None:
+    request = generation_pb2.GenerateRequest(text="x", sampling=common_pb2.SamplingParams(**asked))
+    assert read_generate(request, SamplingParams(top_k=20), 9.0).sampling.top_k == wanted
+
+
 def test_abort_finishes_with_what_there_is(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         engine = FakeEngine(tokenizer, ANSWER)
@@ -115,6 +123,7 @@ def test_a_cancelled_call_frees_everything(tokenizer: Tokenizer) -> None:
     [
         ({"text": "x", "sampling": common_pb2.SamplingParams(top_p=2)}, "sampling.top_p"),
         ({"text": "x", "sampling": common_pb2.SamplingParams(max_tokens=-1)}, "sampling.max_tokens"),
+        ({"text": "x", "sampling": common_pb2.SamplingParams(top_k=-2)}, "sampling.top_k"),
         ({"token_ids": generation_pb2.TokenIds(ids=[99_999])}, "token_ids"),
         ({"token_ids": generation_pb2.TokenIds()}, "token_ids"),
         ({"text": "x", "n": 65}, "n"),
