@@ -36,7 +36,7 @@ _RUNGS_OF_ROUTERS = ("replay",)
 _WITHOUT_ENGINE = frozenset(
     """
     workers build_info time_to_first_token_seconds inter_token_latency_seconds request_decode_seconds generated_tokens
-    requests_finished recoveries replays_refused request_seconds requests prompt_tokens
+    requests_finished recoveries replays_refused requests_quarantined request_seconds requests prompt_tokens
     """.split()
 )
 
@@ -153,6 +153,9 @@ class FleetMetrics:
         for outcome in _HEDGE_OUTCOMES:
             self.hedges.labels(outcome=outcome)
         self.replays_refused = new.counter("replays_refused", "Requests that failed as the replay budget was spent.")
+        self.quarantined = new.counter(
+            "requests_quarantined", "Requests that failed, and are refused for a while, as they were in flight at several deaths."
+        )
 
 
 class Metrics:

@@ -125,6 +125,7 @@ class Recovery:
         request_id = flight.request.request_id
         if flight.setbacks.blame.deaths >= self._config.max_deaths:
             self._quarantine.add(flight.request, now_s)
+            self._metrics.fleet.quarantined.inc()
             raise HandoffLost(
                 f"request {request_id}: in flight when {flight.setbacks.deaths} workers went down "
                 f"(last: {lost.error.message}); not tried again"

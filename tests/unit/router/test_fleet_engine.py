@@ -266,6 +266,7 @@ def test_a_request_seen_at_two_deaths_is_aborted_and_quarantined(caplog):
             with pytest.raises(HandoffLost, match="quarantined for"):
                 await collect(router, again)
         assert len(survivor.engine.seen) == before
+        assert "jdisagg_requests_quarantined_total 1.0" in router.metrics.text()
         assert_whole(asked := ask("r2"), await collect(router, asked))
         await stop(router, survivor)
 
