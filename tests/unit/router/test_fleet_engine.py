@@ -333,6 +333,8 @@ def test_without_a_worker_a_request_waits_a_little_then_fails_or_is_served():
         with pytest.raises(DeadlineExceeded):
             await collect(router, ask("r2", left_s=0.1))
         assert not router.engine.health().ready
+        await stop(router)
+        router = await Router().start()
         task = asyncio.create_task(collect(router, asked := ask("r3")))
         worker = await FakeWorker((router.address,), Role.UNIFIED).start()
         assert_whole(asked, await task)
