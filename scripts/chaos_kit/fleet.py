@@ -22,6 +22,7 @@ SIZES = (
 )
 PREFILL_PAGES, DECODE_PAGES = 97, 81  # small: prompts wait, streams are retracted
 NUM_ROUTERS = 2
+PAST_FORWARDERS = ("jax", "shm", "tcp")  # backends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,7 @@ class Fleet:
         return Member(name, *flags, directory=self._directory, http=self._http, proxy=proxy, env=env)
 
     async def _proxy(self) -> Proxy:
-        return await Proxy(self._pass_on).start()
+        return await Proxy(self._pass_on, past=PAST_FORWARDERS).start()
 
     def _pass_on(self, proxy: Proxy, connection: Connection) -> None:
         self.on_transfer(proxy, connection)

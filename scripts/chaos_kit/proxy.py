@@ -3,7 +3,8 @@
     D or router  ->  listener (the address the worker registers under)  ->  the worker's own port
 
 What the worker sends in large parts is a transfer of KV; `on_transfer` hears of each part before it is passed on, so that a
-fault can strike in the middle of one.
+fault can strike in the middle of one. KV that passes no forwarder is announced here: `on_transfer` hears of the announcement
+once it is passed on, when the receiver begins to fetch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+
+from jdisagg.v1 import peer_pb2
 
 PART_BYTES = 2**14
 TRANSFER_BYTES = 2**11  # a part at least this large carries KV: control messages are smaller
@@ -45,7 +48,8 @@ class Connection:
 class Proxy:
     """One listener on 127.0.0.1. Lives on one event loop."""
 
-    def __init__(self, on_transfer: Callable[[Proxy, Connection], None]) -> None:
+    def __init__(self, on_transfer: Callable[[Proxy, Connection], None], *, past: tuple[str, ...] = ()) -> None:
+        """`past`: backends that move KV past the forwarder."""
         self.port = 0
         self.target_port: int | None = None  # None = the worker is not there: connections are refused
         self.bytes_to_worker = 0
@@ -53,6 +57,7 @@ class Proxy:
         self.slow_bytes_per_s = 2**16
         self.delay_s = 0.05
         self._on_transfer = on_transfer
+        self._announcements = [peer_pb2.ChunkReady(backend=name).SerializeToString() for name in past]
         self._weather = Weather.CLEAR
         self._clear = asyncio.Event()
         self._clear.set()
@@ -140,6 +145,8 @@ class Proxy:
                 if not connection.swallowed:
                     writer.write(part)
                     await writer.drain()
+                    if from_worker and any(announcement in part for announcement in self._announcements):
+                        self._on_transfer(self, connection)
 
     async def _endure(self, num_bytes: int) -> None:
         await self._clear.wait()

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 from chaos_kit.proxy import TRANSFER_BYTES, Connection, Proxy, Weather
 
+from jdisagg.v1 import peer_pb2
+
 LIMIT_S = 60.0
 
 
@@ -44,7 +46,7 @@ def on_a_line(body: Callable[[Line], Awaitable[None]], reply: bytes = b"!") -> N
 
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         transfers: list[Connection] = []
-        proxy = await Proxy(lambda _, connection: transfers.append(connection)).start()
+        proxy = await Proxy(lambda _, connection: transfers.append(connection), past=("jax",)).start()
         proxy.target_port = server.sockets[0].getsockname()[1]
         line = Line(proxy, *await asyncio.open_connection("127.0.0.1", proxy.port), transfers)
         try:
@@ -64,6 +66,18 @@ def test_bytes_pass_and_large_parts_are_told() -> None:
         assert [connection.client_port for connection in line.transfers] == [line.writer.get_extra_info("sockname")[1]]
 
     on_a_line(body, b"x" * TRANSFER_BYTES)
+
+
+@pytest.mark.parametrize(("backend", "is_told"), [("jax", True), ("grpc", False)])
+def test_what_passes_no_forwarder_is_told_when_it_is_announced(backend: str, is_told: bool) -> None:
+    ready = peer_pb2.ChunkReady(key="k", shape=(2, 16, 4, 64), dtype="float32", backend=backend, locator="here")
+    message = peer_pb2.PrefillResponse(chunk_ready=ready).SerializeToString()
+
+    async def body(line: Line) -> None:
+        assert await line.ask(len(message)) == message
+        assert len(line.transfers) == is_told
+
+    on_a_line(body, message)
 
 
 def test_a_cut_resets_the_connection_and_the_next_one_works() -> None:
