@@ -154,7 +154,7 @@ class FleetMetrics:
             self.hedges.labels(outcome=outcome)
         self.replays_refused = new.counter("replays_refused", "Requests that failed as the replay budget was spent.")
         self.quarantined = new.counter(
-            "requests_quarantined", "Requests that failed, and are refused for a while, as they were in flight at several deaths."
+            "requests_quarantined", "Requests that failed, and are refused for a while: in flight at several deaths."
         )
 
 

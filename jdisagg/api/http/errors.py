@@ -8,6 +8,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from jdisagg.api.intake import ContextLengthExceeded
+from jdisagg.api.status_details import shown
 from jdisagg.core.errors import JdisaggError, ModelNotFound, Overloaded, Unauthenticated
 
 _CODES: dict[type[JdisaggError], str] = {
@@ -20,7 +21,7 @@ _CODES: dict[type[JdisaggError], str] = {
 def error_object(error: JdisaggError) -> dict[str, Any]:
     """`{"error": {message, type, param, code}}`."""
     code = _CODES.get(type(error))
-    return {"error": {"message": error.message, "type": error.kind, "param": error.field, "code": code}}
+    return {"error": {"message": shown(error.message), "type": error.kind, "param": error.field, "code": code}}
 
 
 def error_response(error: JdisaggError) -> JSONResponse:

@@ -99,6 +99,18 @@ CHATS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def test_an_error_does_not_repeat_all_that_the_client_sent(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            answer = await http.post("/v1/completions", json=GOOD | {"model": "é" * 100_000})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (404, "model_not_found")
+            assert error["message"].startswith("model 'éé")
+            assert len(answer.content) < 8000
+
+    run(check())
+
+
 def test_every_bad_field_is_named(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
