@@ -38,6 +38,7 @@ from jdisagg.router.workers import Workers
 log = logging.getLogger(__name__)
 
 DEADLINE_GRACE_S = 1.0  # the worker ends a request at its deadline; this is for one that no longer can
+DRAINING = "the router is draining; use another one"
 _RECOVERABLE = (HandoffLost, Unavailable, Overloaded)
 
 
@@ -92,7 +93,8 @@ class FleetEngine:
                 fingerprint=member.fingerprint,
             )
         if self._card is None:
-            raise Unavailable("no worker has registered with this router yet; start one with --router pointing here")
+            nobody = "no worker has registered with this router yet; start one with --router pointing here"
+            raise Unavailable(DRAINING if self._draining else nobody)
         return self._card
 
     async def first_card(self, deadline_s: float) -> ModelCard:
@@ -138,7 +140,7 @@ class FleetEngine:
 
     def _check(self, request: EngineRequest) -> None:
         if self._draining:
-            raise Unavailable("the router is draining; use another one")
+            raise Unavailable(DRAINING)
         if request.request_id in self._flights:
             raise InvalidRequest(f"request_id {request.request_id} is in use; ids must be unique among live requests")
         self._recovery.admit(request, monotonic())

@@ -68,6 +68,8 @@ def test_a_request_that_comes_before_any_worker_waits_for_one() -> None:
 
 @pytest.mark.parametrize("why", ["nobody comes", "its deadline", "the router drains"])
 def test_a_request_that_comes_before_any_worker_does_not_wait_for_ever(why: str) -> None:
+    told = "the router is draining" if why == "the router drains" else "no worker has registered with this router yet"
+
     async def body() -> None:
         router = await Router(ReplayConfig(place_wait_s=0.2 if why == "nobody comes" else 60.0)).start()
         asked = asyncio.create_task(router.engine.first_card(monotonic() + (0.2 if why == "its deadline" else 60.0)))
@@ -75,9 +77,11 @@ def test_a_request_that_comes_before_any_worker_does_not_wait_for_ever(why: str)
         assert not asked.done()
         if why == "the router drains":
             await router.engine.drain(monotonic())
-        with pytest.raises(Unavailable, match="no worker has registered with this router yet"):
+        with pytest.raises(Unavailable, match=told):
             async with asyncio.timeout(30.0):
                 await asked
+        with pytest.raises(Unavailable, match=told):
+            assert router.engine.card
         await router.stop()
 
     run_quiet(body())
