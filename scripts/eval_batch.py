@@ -67,14 +67,15 @@ def main() -> int:
         return EXIT_BAD_TASK
     flags = ["--server", args.server, *flags] if args.server else ["--model", args.model, *flags]
     scores: dict[str, Scores] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        work_dir = args.work_dir or Path(scratch)
+    scratch = tempfile.TemporaryDirectory()
+    with scratch:
+        work_dir = args.work_dir or Path(scratch.name)
         try:
             source = write_probes(probes, work_dir)
         except (OSError, ConfigError) as error:
             print(f"eval_batch: --work-dir: {error}", file=sys.stderr)
             return EXIT_BAD_TASK
-        status = run_batch(["--input", str(source), "--output", str(work_dir / OUTPUT), *flags])
+        status = run_batch(["--input", str(source), "--output", str(work_dir / OUTPUT), *flags], tidy=scratch.cleanup)
         if status:
             return status
         try:

@@ -11,7 +11,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import httpx
@@ -33,12 +33,12 @@ _INTERRUPTED = "jdisagg.batch: interrupted; the same command goes on from here"
 _LOCAL_MODULE = "jdisagg.batch.local"  # imports jax: resolved once the environment is ready, and never for --server
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run one batch; returns the exit status."""
+def main(argv: Sequence[str], *, tidy: Callable[[], object] = lambda: None) -> int:
+    """Run one batch; returns the exit status. Interrupted while an engine starts it ends the process, after `tidy()`."""
     try:
         command = parse_command(argv)
         if check_unpublished(command.batch):
-            asyncio.run(_run(command))
+            asyncio.run(_run(command, tidy))
         else:
             print("jdisagg.batch: already complete, nothing was run", file=sys.stderr)
         print(f"jdisagg.batch: {count_lines(command.batch.output)}", file=sys.stderr)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_STOPPED
 
 
-async def _run(command: Command) -> None:
+async def _run(command: Command, tidy: Callable[[], object]) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -66,6 +66,7 @@ async def _run(command: Command) -> None:
             client = await stack.enter_async_context(_open_client(command))
         except asyncio.CancelledError:  # threads that compile or test an engine cannot be stopped; there is no answer to lose
             print(_INTERRUPTED, file=sys.stderr, flush=True)
+            tidy()
             os._exit(EXIT_STOPPED)
         sender = Sender(client, patience_s=command.patience_s)
         with Journal(batch.output, batch.header(await served_model(sender))) as journal:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,3 +25,21 @@ def test_scores_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
     scores = json.loads(result.read_text("utf-8"))["scores"]
     assert scores["jdisagg"] == pytest.approx(scores["transformers"], abs=1e-3)
     assert scores["jdisagg"].keys() == scores["transformers"].keys()
+
+
+@pytest.mark.timeout(240)
+def test_an_evaluation_that_is_interrupted_while_its_engine_starts_leaves_no_files(tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/eval_batch.py", "choice", "--task", str(TASKS / "choice.jsonl"), "--quiet"]
+    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            until_s = time.monotonic() + 120.0
+            while not list(tmp_path.glob("*/in.jsonl")) and time.monotonic() < until_s:
+                time.sleep(0.05)
+            time.sleep(2.0)  # the event loop runs, the engine compiles
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=60.0)
+        finally:
+            process.kill()
+    assert process.returncode == 1, said
+    assert said.endswith("jdisagg.batch: interrupted; the same command goes on from here\n")
+    assert list(tmp_path.iterdir()) == []
