@@ -7,6 +7,10 @@ once for all devices. Orbax's own restore keeps every host copy until the end: 1
 
 from __future__ import annotations
 
+import glob
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +50,8 @@ def save_orbax(directory: Path, spec: ModelSpec, params: dict[str, Any]) -> None
             leaf = leaf[part]
         flat[declared.name] = leaf
     save_args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in flat}
-    with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer:
-        checkpointer.save((directory / SUBDIRECTORY).resolve(), flat, save_args=save_args)
+    with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer, _without_patterns(directory.resolve()) as named:
+        checkpointer.save(named / SUBDIRECTORY, flat, save_args=save_args)
 
 
 def load_orbax(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -> dict[str, Any]:
@@ -72,6 +76,19 @@ def load_orbax(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -> dict
     return build(spec, make)
 
 
+@contextmanager
+def _without_patterns(directory: Path) -> Iterator[Path]:
+    """`directory` by a name without [, * or ?: Orbax looks there with a glob pattern for what it is to join at the end, and
+    leaves out what it does not find."""
+    if glob.escape(str(directory)) == str(directory):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        link = Path(scratch) / "model"
+        link.symlink_to(directory)
+        yield link
+
+
 def _open(path: Path, name: str, context: ts.Context) -> ts.TensorStore:
     store = _database(path) | {"path": f"{name}/", "cache_pool": "cache_pool#directory"}
     return ts.open({"driver": "zarr", "kvstore": store}, context=context, open=True, read=True).result()
@@ -94,6 +111,9 @@ def _stored(path: Path) -> dict[str, Any]:
             metadata = checkpointer.metadata(path).item_metadata
         except (TypeError, ValueError, OSError) as error:
             raise ConfigError(f"{path}: not readable as an Orbax checkpoint: {error}; convert again", field="model") from error
+        except (AttributeError, LookupError) as error:  # JSON, but not what Orbax writes
+            message = f"{path}: not readable as an Orbax checkpoint: its _METADATA lists no tensors; convert again"
+            raise ConfigError(message, field="model") from error
     if metadata is None or not isinstance(metadata.tree, dict):
         raise ConfigError(f"{path}: not readable as an Orbax checkpoint: no tensors listed; convert again", field="model")
     return metadata.tree

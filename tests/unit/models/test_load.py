@@ -252,10 +252,20 @@ def test_a_damaged_orbax_checkpoint_is_named(model_directory: Path, tmp_path: Pa
         load(directory)
 
 
-@pytest.mark.parametrize("name", ["50%25", "llama#2", "which?", "a b"])
+@pytest.mark.parametrize("name", ["50%25", "llama#2", "which?", "a b", "v[1]", "[half"])
 def test_an_orbax_checkpoint_may_lie_in_a_directory_of_any_name(name: str, model_directory: Path, tmp_path: Path) -> None:
     model = load(model_directory)
     assert load(as_orbax(model, tmp_path / name)).fingerprint == model.fingerprint
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"tree_metadata": []}', '{"tree_metadata": {"a": 3}}', "{"])
+def test_an_orbax_checkpoint_with_another_file_for_its_list_of_tensors_is_named(
+    text: str, model_directory: Path, tmp_path: Path
+) -> None:
+    directory = as_orbax(load(model_directory), tmp_path / "orbax-model")
+    (directory / "orbax" / "_METADATA").write_text(text)
+    with pytest.raises(ConfigError, match=r"orbax-model/orbax: not readable as an Orbax checkpoint: .+; convert again"):
+        load(directory)
 
 
 def test_an_orbax_checkpoint_that_was_copied_in_part_is_named_and_nothing_else_is_said(
