@@ -54,8 +54,10 @@ def _engine(engine: EngineReport, report: Report) -> Iterator[str]:
     yield ""
     yield from (f"PROBLEM  {problem}" for problem in engine.problems)
     yield from (f"limit    {limit}" for limit in engine.limits)
+    asked = engine.budget.max_model_len
     for remedy in engine.remedies:
-        yield f"would fit: {remedy.change}: {_kv(remedy.kv_tokens, remedy.max_model_len)}"
+        shorter = f", a context shorter than the {asked:,} wanted" if remedy.max_model_len < asked else ""
+        yield f"would fit: {remedy.change}: {_kv(remedy.kv_tokens, remedy.max_model_len)}{shorter}"
     if engine.budget.problem is not None and not engine.remedies:
         yield "would fit: no single change that was tried"
 

@@ -115,6 +115,15 @@ def test_a_remedy_tells_of_what_the_changed_command_would_have(kv_dtype: str) ->
     assert remedy.kv_tokens == changed.budget.kv_tokens
 
 
+def test_a_remedy_that_shortens_the_context_says_so() -> None:
+    text = render(said_of("llama3-8b", "v5e:1x1", Config(role="unified")), explain=False)
+    remedies = [line for line in text.splitlines() if line.startswith("would fit: ")]
+    shorter = [line for line in remedies if line.endswith(", a context shorter than the 8,192 wanted")]
+    assert shorter == [line for line in remedies if "of 8,192" not in line]
+    assert shorter[0].startswith("would fit: --device-memory-utilization 0.98: ")
+    assert len(shorter) < len(remedies)
+
+
 def test_workers_that_share_a_device_must_fit_it_together() -> None:
     config = Config(role="local", local=LocalConfig(num_prefill=1, num_decode=1))
     alone = said_of("llama3-8b", "h200", replace(config, role="unified"))
