@@ -11,8 +11,10 @@ written to a file when an assertion fails (`flight_recorder`).
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,6 +28,8 @@ from jdisagg.sched.plan import Plan, StepResult
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.sched.table import SequenceTable
 from jdisagg.sched.views import Reserved
+
+_log = logging.getLogger(__name__)
 
 
 def make_scheduler(config: SchedulerConfig, *, role: Role, **sizes: Any) -> Scheduler:
@@ -55,8 +59,9 @@ class LoggedScheduler(Scheduler):
     def close_log(self) -> None:
         """End the log file; idempotent. Calls after this are not written."""
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            with suppress(OSError):  # part of a line that a full disk did not take
+                file.close()
 
     def add(self, request: EngineRequest, now_s: float, **options: Any) -> None:
         """As Scheduler.add."""
@@ -178,8 +183,14 @@ class LoggedScheduler(Scheduler):
         return result
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        if self._file is None:
+            return
+        text = json.dumps(line, separators=(",", ":")) + "\n"
+        try:
+            self._file.write(text)
+        except OSError as error:  # as on a full disk: what the log is about goes on
+            _log.error("--schedule-log: %s: %s; it ends here", self._file.name, error.strerror)
+            self.close_log()
 
 
 def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,15 @@ def calls(path: Path) -> list[str]:
     return [line["call"] for line in lines(path)[1:]]
 
 
+def test_a_log_that_its_disk_does_not_take_ends_and_the_scheduler_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine(num_pages=20, schedule_log="/dev/full")
+    engine.add(request("r1", PROMPT, 3))
+    engine.run()
+    assert engine.seen["r1"].tokens == expected(PROMPT, 3)
+    assert caplog.messages == ["--schedule-log: /dev/full: No space left on device; it ends here"]
+    engine.scheduler.close_log()
+
+
 def same_when_replayed(path: Path) -> bool:
     """The log leads to the results it holds."""
     return replay(path.read_text().splitlines(keepends=True)).difference is None
