@@ -6,6 +6,7 @@ Errors end the call with the status of their type; google.rpc details (`grpc-sta
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -19,13 +20,15 @@ from jdisagg.api.codec import encode_finish, encode_provenance, status_of
 from jdisagg.api.edge import Edge
 from jdisagg.api.intake import Prompt, TextRequest, check_model
 from jdisagg.api.status_details import details_metadata, shown
-from jdisagg.core.errors import InvalidRequest, JdisaggError, RequestError
+from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, JdisaggError, RequestError
 from jdisagg.core.requests import SamplingParams
 from jdisagg.core.trace import TRACEPARENT, read_traceparent
 from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 _DEFAULT_MAX_TOKENS = 16
 MAX_REQUEST_BYTES = 16 * 2**20  # as over HTTP: to read one of 256 MiB holds up everybody else for ten seconds
+UNREAD_TIMEOUT_S = 60.0  # a client that takes nothing for so long is gone, as over HTTP; a large message may take longer:
+SLOWEST_BYTES_PER_S = 2**16
 _SAMPLING_FIELDS = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 _OPTIONAL = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs",
@@ -40,23 +43,33 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._edge = edge
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        """Write deltas, then exactly one `complete`; a cancelled call frees everything at once."""
+        """Write deltas, then exactly one `complete`; a cancelled call frees everything at once, and so does one whose client
+        takes nothing any more, DEADLINE_EXCEEDED."""
         try:
-            text_request = read_generate(
-                request, self._edge.defaults, context.time_remaining(), traceparent=_traceparent(context)
-            )
-            job = await self._edge.admit(text_request)
-            transcript = self._edge.transcript(job)
-            async with aclosing(self._edge.stream(job)) as deltas:
-                async for delta in deltas:
-                    transcript.add(delta)
-                    message = await self._edge.beside(partial(encode_delta, delta), is_long=has_many_scores([delta]))
-                    await context.write(generation_pb2.GenerateResponse(request_id=job.request_id, delta=message))
-            complete = encode_complete(transcript)
-            await context.write(generation_pb2.GenerateResponse(request_id=job.request_id, complete=complete))
+            unread = await self._send(request, context)
         except RequestError as error:
             self._edge.refused(error)
             await _abort(context, error, request)
+        else:
+            if unread is not None:
+                await _abort(context, unread)  # waits for a reader that stands still, and holds no answer meanwhile
+
+    async def _send(
+        self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> DeadlineExceeded | None:
+        """The whole answer, or as much as is taken; then what is to be said of that. Raises RequestError."""
+        timeout_s, traceparent = context.time_remaining(), _traceparent(context)
+        job = await self._edge.admit(read_generate(request, self._edge.defaults, timeout_s, traceparent=traceparent))
+        transcript = self._edge.transcript(job)
+        async with aclosing(self._edge.stream(job)) as deltas:
+            async for delta in deltas:
+                transcript.add(delta)
+                message = await self._edge.beside(partial(encode_delta, delta), is_long=has_many_scores([delta]))
+                if not await _write(context, generation_pb2.GenerateResponse(request_id=job.request_id, delta=message)):
+                    return _unread(job.request_id)
+        complete = encode_complete(transcript)
+        is_taken = await _write(context, generation_pb2.GenerateResponse(request_id=job.request_id, complete=complete))
+        return None if is_taken else _unread(job.request_id)
 
     async def Abort(
         self, request: generation_pb2.AbortRequest, context: grpc.aio.ServicerContext
@@ -180,6 +193,20 @@ def _sampling(message: common_pb2.SamplingParams, defaults: SamplingParams) -> S
         ignore_eos=message.ignore_eos,
         stop_token_ids=tuple(message.stop_token_ids),
     )
+
+
+async def _write(context: grpc.aio.ServicerContext, message: generation_pb2.GenerateResponse) -> bool:
+    """False when the client does not take it."""
+    try:
+        async with asyncio.timeout(UNREAD_TIMEOUT_S + message.ByteSize() / SLOWEST_BYTES_PER_S):
+            await context.write(message)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _unread(request_id: str) -> DeadlineExceeded:
+    return DeadlineExceeded(f"request {request_id}: nothing of its answer was taken for {UNREAD_TIMEOUT_S:g} s; read it sooner")
 
 
 async def _abort(

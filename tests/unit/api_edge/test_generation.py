@@ -11,6 +11,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from jdisagg.api import generation
 from jdisagg.api.generation import read_generate
 from jdisagg.core.errors import HandoffLost, Overloaded
 from jdisagg.core.requests import SamplingParams
@@ -32,6 +33,31 @@ async def _collect(
     assert messages[-1].WhichOneof("event") == "complete"
     assert len({message.request_id for message in messages}) == 1
     return [message.delta for message in messages[:-1]], messages[-1].complete
+
+
+def test_a_client_that_reads_nothing_is_not_kept(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "UNREAD_TIMEOUT_S", 0.5)
+
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, ANSWER * 10_000, max_model_len=200_000)  # dozens of MB: more than a connection holds
+        engine.tokens_per_output = 500
+        async with serving(engine, tokenizer) as served:
+            sampling = common_pb2.SamplingParams(max_tokens=50_000, logprobs=20)
+            call = served.stub.Generate(generation_pb2.GenerateRequest(request_id="mine", text="the", sampling=sampling))
+            assert (await call.read()).delta.text
+            await served.wait_idle()
+
+            async def read_on() -> None:
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read_on()
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert caught.value.details() == "request mine: nothing of its answer was taken for 0.5 s; read it sooner"
+            assert served.ends() == {}, "what became of it only its engine counts"
+
+    run(check())
 
 
 def test_deltas_join_to_the_complete_result(tokenizer: Tokenizer) -> None:
