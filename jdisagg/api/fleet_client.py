@@ -49,7 +49,7 @@ class FleetClient:
         self._credentials = credentials
         self._registered: dict[str, bool] = dict.fromkeys(routers, False)
         self._leaving: set[str] = set()  # routers that said goodbye: their end is no outage
-        self._refused: set[str] = set()  # routers that did not take our API key: said once
+        self._refused: set[str] = set()  # routers that do not take our API key: said once each time
         self._displaced: set[str] = set()  # routers where another process has our address: said once each time
         self._unheard = set(routers)  # never registered with: said once
         self._began_s = monotonic()
@@ -130,6 +130,7 @@ class FleetClient:
             self._leaving.discard(router)
             self._unheard.discard(router)
             self._displaced.discard(router)
+            self._refused.discard(router)
             log.info("registered with router %s", router)
             interval_s = max(answer.heartbeat_ms, 10) / 1000
             while await self._heartbeat(router, stub):

@@ -182,6 +182,7 @@ class Workers:
     def _up(self, entry: Entry) -> None:
         entry.linked, entry.linked_s, entry.misses = True, monotonic(), 0
         self._retry_at_s.pop(entry.key, None)
+        self._refusing.discard(entry.key)
         log.info("%s worker %s is connected", entry.member.role.value, entry.member.worker)
         self._on_back(entry)
         self._notify()

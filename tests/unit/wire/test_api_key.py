@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -248,6 +249,31 @@ def test_a_fleet_that_shares_the_key_works_and_a_stranger_to_it_is_told_why(
 
     run_quiet(body())
     assert KEY not in caplog.text
+
+
+def test_a_worker_whose_router_changes_its_key_says_so_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    fleet: Any = SimpleNamespace(register=lambda member: None, heartbeat=lambda *told: True, prefill_for=lambda address: None)
+
+    def told(what: str) -> int:
+        return sum(what in record.message for record in caplog.records)
+
+    async def body() -> None:
+        port, registration = 0, None
+        for turn, key in enumerate((KEY, None, KEY, None)):
+            server = channels.make_server(Credentials(api_key=key))
+            fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(fleet, FAST), server)
+            address = channels.bind(server, port=port)
+            port = int(address.rpartition(":")[2])
+            await server.start()
+            registration = registration or FleetClient(member("127.0.0.1:9"), (address,), state=lambda: (Load(), False))
+            refusals, registrations = (turn + 2) // 2, (turn + 1) // 2
+            await until(lambda: (told("refuses this worker"), told("registered with")) == (refusals, registrations))  # noqa: B023
+            await server.stop(0)
+        assert registration is not None
+        await registration.close()
+
+    run_quiet(body())
 
 
 def test_a_worker_that_wants_another_key_is_reported_once_by_the_router(caplog: pytest.LogCaptureFixture) -> None:
