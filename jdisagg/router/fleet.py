@@ -1,13 +1,15 @@
 """Who is in the fleet and who should get the next request. Pure bookkeeping: time is passed in, nothing is sent.
 
 A decode or unified worker can be chosen while it heartbeats, is linked (its Run stream stands), does not drain and has a
-context that holds the request. Choice is by least load; a worker that failed lately is chosen only when there is no other.
+context that holds the request. Choice is by least load; a worker that failed lately is chosen only when there is no other. Of
+equally busy ones what begins alike gets the same, whose cache may have it, and what does not is spread.
 Requests never cross fingerprints: a fleet half old and half new weights serves both, each request within one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from dataclasses import dataclass
 
 from jdisagg.core.errors import AddressTaken
@@ -119,10 +121,12 @@ class Fleet:
         wanted_tokens: int = 0,
         but_not: frozenset[str] = frozenset(),
         home: str = "",
+        kin: bytes = b"",
     ) -> Entry | None:
         """The worker for the next request of that fingerprint (None = any) and of `num_tokens`, its output included; addresses
         in `but_not` only as a last resort, and one that holds `wanted_tokens` before others, then the one at `home`, then one
-        that has prefill workers of its weights before less busy ones."""
+        that has prefill workers of its weights before less busy ones. Of equally busy ones all requests with the same `kin` get
+        the same, whoever else comes and goes."""
         usable, _ = self._usable(fingerprint, num_tokens)
         if not usable:
             return None
@@ -132,7 +136,8 @@ class Fleet:
             address = entry.member.address
             lonely = entry.member.role is Role.DECODE and entry.member.fingerprint not in prefilled
             is_short = entry.member.max_model_len < wanted_tokens
-            return (address in but_not, entry.suspect_until_s > now_s, is_short, address != home, lonely, *_busy(entry))
+            lot = hashlib.blake2b(address.encode(), key=kin, digest_size=8).digest()
+            return (address in but_not, entry.suspect_until_s > now_s, is_short, address != home, lonely, *_busy(entry), lot)
 
         return min(usable, key=rank)
 

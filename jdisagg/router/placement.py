@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+
 from jdisagg.core.requests import Output, Role
 from jdisagg.router.fleet import Entry
 from jdisagg.router.flight import Flight
 from jdisagg.router.homes import Homes
 from jdisagg.router.workers import Workers
+
+KIN_TOKENS = 32  # the turns of a chat begin with as many equal tokens, also where the first one was short
 
 
 class Placement:
@@ -34,7 +39,8 @@ class Placement:
         """Send the attempt to a worker; False when nobody can take it: `lacks` says why."""
         home, tried = self._homes.of(flight.request.fork_group), flight.setbacks.tried
         lengths = {"num_tokens": flight.least_tokens, "wanted_tokens": flight.most_tokens}
-        entry = self._fleet.choose(self.weights(flight), now_s, **lengths, but_not=tried, home=home)
+        kin = _beginning(flight.request.prompt_token_ids)
+        entry = self._fleet.choose(self.weights(flight), now_s, **lengths, but_not=tried, home=home, kin=kin)
         if entry is None:
             return False
         self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.fingerprint)
@@ -92,3 +98,8 @@ class Placement:
         if flight.prefill is not None:
             flight.prefill.pending -= 1
             flight.prefill = None
+
+
+def _beginning(prompt_token_ids: tuple[int, ...]) -> bytes:
+    """The same for prompts that begin alike, at most 64 bytes."""
+    return hashlib.blake2b(array("q", prompt_token_ids[:KIN_TOKENS]).tobytes()).digest()
