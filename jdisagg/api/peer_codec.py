@@ -5,8 +5,11 @@ An event this version does not know decodes to None, like a heartbeat: it shows 
 
 from __future__ import annotations
 
+from math import inf
+
 from jdisagg.api.codec import decode_error, decode_output, decode_request, encode_error, encode_output, encode_request
 from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.requests import Output
 from jdisagg.handoff.messages import (
     Accepted,
     Ack,
@@ -21,7 +24,7 @@ from jdisagg.handoff.messages import (
     Started,
     Want,
 )
-from jdisagg.v1 import peer_pb2
+from jdisagg.v1 import common_pb2, peer_pb2
 
 DOWN_HEARTBEAT = peer_pb2.PrefillRequest(heartbeat=peer_pb2.PrefillRequest.Heartbeat())
 UP_HEARTBEAT = peer_pb2.PrefillResponse(heartbeat=peer_pb2.PrefillResponse.Heartbeat())
@@ -114,7 +117,7 @@ def encode_up(message: Up) -> peer_pb2.PrefillResponse:
 
 
 def decode_up(message: peer_pb2.PrefillResponse) -> Up | None:
-    """Raises InvalidRequest for a chunk whose shape does not have four axes."""
+    """Raises InvalidRequest for a chunk whose shape does not have four axes, and for a score that is none."""
     match message.WhichOneof("event"):
         case "accepted":
             return Accepted(cached_tokens=message.accepted.cached_tokens)
@@ -125,7 +128,7 @@ def decode_up(message: peer_pb2.PrefillResponse) -> Up | None:
         case "chunk_ready":
             return _decode_chunk(message.chunk_ready)
         case "done":
-            return Done(first=decode_output(message.done.first), num_chunks=message.done.num_chunks)
+            return Done(first=_decode_first(message.done.first), num_chunks=message.done.num_chunks)
         case "refused":
             return Refused(error=decode_error(message.refused.error))
         case "want":
@@ -155,6 +158,15 @@ class UpStream:
         implied = isinstance(message, ChunkReady | Done) and not self._started
         self._started |= isinstance(message, Started | ChunkReady | Done)
         return [Started(), message] if implied else [message]
+
+
+def _decode_first(message: common_pb2.Output) -> Output:
+    """Its scores go to the client as they are, and no answer can be written with one that is no number or of no token."""
+    for scored in (*message.logprobs, *message.prompt_logprobs):
+        for score in (scored, *scored.top):
+            if score.token_id < 0 or not score.logprob < inf:
+                raise InvalidRequest(f"Done with log-probability {score.logprob} of token {score.token_id}")
+    return decode_output(message)
 
 
 def _encode_lending(lending: Lending) -> peer_pb2.Lending:

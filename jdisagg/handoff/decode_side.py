@@ -23,6 +23,7 @@ from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff import messages as msg
 from jdisagg.handoff.actions import DecodeAction
+from jdisagg.handoff.first_token import objection
 from jdisagg.handoff.inbound import Inbound, InboundStage
 from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import Ladder, is_final, is_unfit
@@ -164,8 +165,8 @@ class DecodeSide:
         first = replace(message.first, request_id=request.request_id, attempt=request.attempt)
         if first.error is not None:
             return self._on_error(record, first.error, f"failed: {first.error}", now_s)
-        if record.first is None and (objection := record.objection(first, self._vocab_size)):
-            return self._recovery.lose(record, f"protocol: Done {objection}", now_s)
+        if record.first is None and (wrong := objection(first, request, self._vocab_size)):
+            return self._recovery.lose(record, f"protocol: Done {wrong}", now_s)
         record.move(InboundStage.COMPUTED)
         record.computed_by(first.provenance)
         if record.first is not None:

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any
 
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, RequestError, Unavailable
-from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
+from jdisagg.core.requests import EngineRequest, Output, Provenance
 from jdisagg.handoff.actions import DecodeAction, Hedged, PeerReady, Recovered
 from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import Ladder
@@ -180,22 +180,6 @@ class Inbound:
             return f"{span} is announced over {ready.backend!r}, wanted one of {', '.join(self.stream.backends)}"
         if self.stream.announced.of(ready.group).overlaps(ready.begin, ready.end):
             return f"{span} was announced before"
-        return None
-
-    def objection(self, first: Output, vocab_size: int) -> str | None:
-        """What is wrong with what P says is the first token, or the end, of a request; None when it can be told."""
-        token_ids = first.token_ids
-        if first.finish is None and not (token_ids and self.needs_kv):
-            return "without a token, or without finish on the last one"
-        if len(token_ids) > 1:  # KV of those before the last is nowhere
-            return f"with {len(token_ids)} tokens, wanted one at most"
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                return f"with token {token_id}, wanted one of [0, {vocab_size})"
-        if first.finish in (FinishReason.ERROR, FinishReason.ABORT):
-            return f"with finish {first.finish.value!r}, and without an error"
-        if first.finish is FinishReason.LENGTH and self.needs_kv:
-            return f"with finish 'length', {self.request.remaining_tokens} tokens before it"
         return None
 
     def computed_by(self, provenance: Provenance | None) -> None:

@@ -19,14 +19,15 @@ FULL = Output(
     attempt=0,
     token_ids=(42,),
     logprobs=(TokenLogprob(42, -0.5, ((42, -0.5), (7, -1.5))),),
-    prompt_logprobs=(None, TokenLogprob(2, -3.0, ())),
+    prompt_logprobs=(None, *(TokenLogprob(token_id, -3.0, ()) for token_id in range(2, 11))),
     cached_tokens=4,
     provenance=Provenance(prefill_worker="pid 1 @ p:1", prefilled_tokens=6),
 )
 
 
-def asked(name: str, attempt: int = 0) -> EngineRequest:
-    return replace(request(request_id=name), attempt=attempt)
+def asked(name: str, attempt: int = 0, **sampling: Any) -> EngineRequest:
+    plain = request(request_id=name)
+    return replace(plain, attempt=attempt, sampling=replace(plain.sampling, **sampling))
 
 
 def done(handoff: HandoffId, token: int) -> Done:
@@ -37,13 +38,13 @@ def done(handoff: HandoffId, token: int) -> Done:
 @pytest.mark.covers("X04")
 def test_all_that_p_knows_of_the_first_token_reaches_the_client_under_the_requests_own_name() -> None:
     prefill, decode = prefill_side(), decode_side(NEVER)
-    opening = Open(request=asked("r", attempt=2), held_tokens=0, backend="fake")
+    opening = Open(request=asked("r", attempt=2, logprobs=2, prompt_logprobs=0), held_tokens=0, backend="fake")
     prefill.open(HandoffId("r", 1), opening, 0.0)
     prefill.on_admitted(HandoffId("r", 1), 0)
     last = only(act.Reply, prefill.on_first_token("r#1", FULL)).message
     assert isinstance(last, Done)
     assert last.first == replace(FULL, request_id="r", attempt=2)
-    decode.start(asked("r", attempt=3), 0, ("p",), 0.0)
+    decode.start(asked("r", attempt=3, logprobs=2, prompt_logprobs=0), 0, ("p",), 0.0)
     decode.on_message(HandoffId("r", 1), Accepted(cached_tokens=4), 0.0)
     told = only(act.FirstToken, decode.on_message(HandoffId("r", 1), last, 0.0))
     assert (told.request_id, told.output) == ("r", replace(FULL, request_id="r", attempt=3))
@@ -106,7 +107,9 @@ def test_once_the_token_was_delivered_the_next_worker_is_asked_for_kv_alone() ->
     opening = only(act.OpenStream, side.start(wanted, 0, ("p", "q"), 0.0)).message
     assert opening == Open(request=wanted, held_tokens=0, backend="fake", head_shards=4, max_piece_tokens=4)
     side.on_message(HandoffId("r", 1), Accepted(cached_tokens=0), 0.0)
-    side.on_message(HandoffId("r", 1), done(HandoffId("r", 1), 42), 0.0)
+    scores = FULL.prompt_logprobs
+    first = Output(request_id="r#1", token_ids=(42,), logprobs=FULL.logprobs, prompt_logprobs=scores)
+    side.on_message(HandoffId("r", 1), Done(first=first, num_chunks=3), 0.0)
     again = only(act.OpenStream, side.on_message(HandoffId("r", 1), StreamEnded(reason="dead"), 0.0)).message
     plain = replace(sampling, ignore_eos=True, stop_token_ids=(), logprobs=None, prompt_logprobs=None)
     assert again == replace(opening, request=replace(wanted, sampling=plain))
@@ -142,3 +145,47 @@ def test_the_first_and_the_last_token_of_the_vocabulary_are_told(token_id: int) 
     side.on_message(HandoffId("r", 1), Accepted(cached_tokens=0), 0.0)
     actions = side.on_message(HandoffId("r", 1), done(HandoffId("r", 1), token_id), 0.0)
     assert only(act.FirstToken, actions).output.token_ids == (token_id,)
+
+
+SCORED = (None, *(TokenLogprob(token_id, -3.0, ()) for token_id in range(2, 11)))
+OF_42 = (TokenLogprob(42, -0.5, ()),)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "changes", "cause"),
+    [
+        ({}, {"prompt_logprobs": SCORED[:2]}, "with 2 prompt_logprobs, wanted 0"),
+        ({"prompt_logprobs": 1}, {"prompt_logprobs": SCORED[:9]}, "with 9 prompt_logprobs, wanted 10"),
+        ({"prompt_logprobs": 0}, {}, "with 0 prompt_logprobs, wanted 10"),
+        ({"prompt_logprobs": 0}, {"prompt_logprobs": (None, None, *SCORED[2:])}, "without prompt_logprobs of token 1"),
+        (
+            {"prompt_logprobs": 0},
+            {"prompt_logprobs": (*SCORED[:9], OF_42[0])},
+            "with prompt_logprobs of token 42, wanted those of 10",
+        ),
+        ({}, {"logprobs": OF_42}, "with 1 logprobs, wanted 0"),
+        ({"logprobs": 0}, {}, "with 0 logprobs, wanted 1"),
+        ({"logprobs": 0}, {"logprobs": OF_42 * 2}, "with 2 logprobs, wanted 1"),
+        ({"logprobs": 0}, {"logprobs": SCORED[2:3]}, "with logprobs of token 3, wanted those of 42"),
+    ],
+)
+def test_scores_that_nobody_asked_for_or_of_other_tokens_are_not_told(
+    sampling: dict[str, int], changes: dict[str, Any], cause: str
+) -> None:
+    side = decode_side(NEVER)
+    side.start(asked("r", **sampling), 0, ("p", "q"), 0.0)
+    side.on_message(HandoffId("r", 1), Accepted(cached_tokens=0), 0.0)
+    wrong = replace(Output(request_id="r#1", token_ids=(42,)), **changes)
+    actions = side.on_message(HandoffId("r", 1), Done(first=wrong, num_chunks=3), 0.0)
+    assert none_of(act.FirstToken, actions)
+    assert only(act.Recovered, actions) == act.Recovered("other_prefill", "r", "p", "accepted", f"protocol: Done {cause}")
+    assert only(act.OpenStream, actions).peer == "q"
+
+
+def test_a_resumed_request_is_not_told_its_prompts_scores_again() -> None:
+    side = decode_side(NEVER)
+    resumed = replace(asked("r", prompt_logprobs=1), generated_token_ids=(7,))
+    side.start(resumed, 0, ("p",), 0.0)
+    side.on_message(HandoffId("r", 1), Accepted(cached_tokens=0), 0.0)
+    actions = side.on_message(HandoffId("r", 1), done(HandoffId("r", 1), 42), 0.0)
+    assert only(act.FirstToken, actions).output.token_ids == (42,)

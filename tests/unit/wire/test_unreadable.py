@@ -12,9 +12,10 @@ from jdisagg.api.identity_codec import encode_identity
 from jdisagg.api.peer_client import GrpcPeerClient
 from jdisagg.api.peer_codec import encode_up
 from jdisagg.core.errors import HandoffLost
+from jdisagg.core.requests import Output, TokenLogprob
 from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.ladder import is_final, is_unfit
-from jdisagg.handoff.messages import Accepted, ChunkReady, HandoffId, Open, StreamEnded
+from jdisagg.handoff.messages import Accepted, ChunkReady, Done, HandoffId, Open, StreamEnded
 from jdisagg.v1 import peer_pb2
 from tests.unit.wire.rig import FAST, identity, request, run_quiet, start_server, until
 
@@ -28,6 +29,12 @@ def flat_chunk() -> bytes:
     message = encode_up(FLAT)
     del message.chunk_ready.shape[2:]
     return message.SerializeToString()
+
+
+def scored(*scores: TokenLogprob) -> bytes:
+    """A first token with these log-probabilities."""
+    first = Output(request_id="r", token_ids=(7,), logprobs=scores)
+    return encode_up(Done(first=first, num_chunks=1)).SerializeToString()
 
 
 class RawPrefill:
@@ -54,7 +61,16 @@ class RawPrefill:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("jdisagg.v1.PeerService", methods),))
 
 
-@pytest.mark.parametrize(("says", "why"), [(NO_PROTO, "cannot be read"), (flat_chunk(), "wanted shape")])
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        (NO_PROTO, "cannot be read"),
+        (flat_chunk(), "wanted shape"),
+        (scored(TokenLogprob(7, float("nan"), ())), "log-probability nan of token 7"),
+        (scored(TokenLogprob(7, -1.0, ((8, float("inf")),))), "log-probability inf of token 8"),
+        (scored(TokenLogprob(7, -1.0, ((-8, -1.0),))), "log-probability -1.0 of token -8"),
+    ],
+)
 def test_what_d_cannot_read_ends_the_hand_off_and_is_not_the_requests_fault(
     says: bytes, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
