@@ -46,10 +46,12 @@ class DecodeSide:
         num_groups: int = 1,
         head_shards: int = 1,
         vocab_size: int = 2**31,
+        eos_token_ids: tuple[int, ...] = (),
     ) -> None:
         """`backend`: used where the two sides do not settle another; `head_shards`: parts in which pieces lie on this mesh."""
         self._config = config
         self._vocab_size = vocab_size
+        self._eos = eos_token_ids
         self._live: dict[str, Inbound] = {}
         self._recovery = Recovery(
             config,
@@ -165,7 +167,7 @@ class DecodeSide:
         first = replace(message.first, request_id=request.request_id, attempt=request.attempt)
         if first.error is not None:
             return self._on_error(record, first.error, f"failed: {first.error}", now_s)
-        if record.first is None and (wrong := objection(first, request, self._vocab_size)):
+        if record.first is None and (wrong := objection(first, request, self._vocab_size, self._eos)):
             return self._recovery.lose(record, f"protocol: Done {wrong}", now_s)
         record.move(InboundStage.COMPUTED)
         record.computed_by(first.provenance)

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, TokenLogprob
+from jdisagg.sched.stops import find_stop
+
+_GOES_ON = (None, None)
 
 
-def objection(first: Output, request: EngineRequest, vocab_size: int) -> str | None:
+def objection(first: Output, request: EngineRequest, vocab_size: int, eos_token_ids: tuple[int, ...]) -> str | None:
     """What is wrong with it, in words that follow "Done"; None when it can be told."""
     token_ids, goes_on = first.token_ids, request.remaining_tokens > 1
     if first.finish is None and not (token_ids and goes_on):
@@ -24,9 +27,22 @@ def objection(first: Output, request: EngineRequest, vocab_size: int) -> str | N
         return f"with finish {first.finish.value!r}, and without an error"
     if first.finish is FinishReason.LENGTH and goes_on:
         return f"with finish 'length', {request.remaining_tokens} tokens before it"
+    if bool(token_ids) is not (request.remaining_tokens > 0):
+        return f"with {len(token_ids)} tokens, wanted {min(1, request.remaining_tokens)}"
+    told = (first.finish, first.stop_token_id)
+    for token_id in token_ids:
+        due = find_stop(token_id, len(request.generated_token_ids) + 1, request.sampling, eos_token_ids) or _GOES_ON
+        if told != due:
+            return f"with token {token_id} and {_named(told)}, wanted {_named(due)}"
     return _misfit("logprobs", first.logprobs, token_ids if request.sampling.logprobs is not None else ()) or _misfit(
         "prompt_logprobs", first.prompt_logprobs, _scored_prompt(request)
     )
+
+
+def _named(end: tuple[FinishReason | None, int | None]) -> str:
+    finish, stop_token_id = end
+    named = "no finish" if finish is None else f"finish {finish.value!r}"
+    return named if stop_token_id is None else f"{named} by token {stop_token_id}"
 
 
 def _scored_prompt(request: EngineRequest) -> tuple[int, ...]:

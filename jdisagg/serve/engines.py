@@ -210,6 +210,7 @@ def decode_side(
         backend=backend,
         head_shards=head_shards,
         vocab_size=core.loaded.spec.vocab_size,
+        eos_token_ids=core.loaded.eos_token_ids,
     )
     return DecodeRole(
         config=config,

@@ -266,7 +266,9 @@ class EnginePair:
             DecodeRole(
                 config=configs[1],
                 scheduler=self.decode.scheduler,
-                handoffs=DecodeSide(configs[1], chunk_bytes_per_token=kept.most_bytes_per_token, backend="device_put"),
+                handoffs=DecodeSide(
+                    configs[1], chunk_bytes_per_token=kept.most_bytes_per_token, backend="device_put", eos_token_ids=(0,)
+                ),
                 runner=runners[1],
                 peers=InProcessPeers(self.prefill.inbox, self.decode.inbox),
                 fetcher=self._fetcher,

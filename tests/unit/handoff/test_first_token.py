@@ -189,3 +189,81 @@ def test_a_resumed_request_is_not_told_its_prompts_scores_again() -> None:
     side.on_message(HandoffId("r", 1), Accepted(cached_tokens=0), 0.0)
     actions = side.on_message(HandoffId("r", 1), done(HandoffId("r", 1), 42), 0.0)
     assert only(act.FirstToken, actions).output.token_ids == (42,)
+
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("sampling", "changes", "cause"),
+    [
+        ({}, {"finish": STOP}, "with token 42 and finish 'stop', wanted no finish"),
+        ({}, {"finish": STOP, "stop_token_id": 42}, "with token 42 and finish 'stop' by token 42, wanted no finish"),
+        ({}, {"finish": STOP, "stop_token_id": 5}, "with token 42 and finish 'stop' by token 5, wanted no finish"),
+        ({}, {"token_ids": (), "finish": STOP}, "with 0 tokens, wanted 1"),
+        ({}, {"stop_token_id": 42}, "with token 42 and no finish by token 42, wanted no finish"),
+        ({}, {"token_ids": (5,)}, "with token 5 and no finish, wanted finish 'stop' by token 5"),
+        ({}, {"token_ids": (5,), "finish": STOP}, "with token 5 and finish 'stop', wanted finish 'stop' by token 5"),
+        (
+            {"ignore_eos": True},
+            {"token_ids": (5,), "finish": STOP, "stop_token_id": 5},
+            "with token 5 and finish 'stop' by token 5, wanted no finish",
+        ),
+        (
+            {"min_tokens": 2},
+            {"token_ids": (5,), "finish": STOP, "stop_token_id": 5},
+            "with token 5 and finish 'stop' by token 5, wanted no finish",
+        ),
+        ({"stop_token_ids": (42,)}, {}, "with token 42 and no finish, wanted finish 'stop' by token 42"),
+        (
+            {"max_tokens": 1},
+            {"finish": STOP, "stop_token_id": 42},
+            "with token 42 and finish 'stop' by token 42, wanted finish 'length'",
+        ),
+        ({"max_tokens": 1}, {"token_ids": (), "finish": LENGTH}, "with 0 tokens, wanted 1"),
+        ({"max_tokens": 0}, {"finish": LENGTH}, "with 1 tokens, wanted 0"),
+    ],
+)
+def test_an_end_that_the_token_is_not_or_one_that_goes_unsaid_is_not_told(
+    sampling: dict[str, Any], changes: dict[str, Any], cause: str
+) -> None:
+    side = DecodeSide(NEVER, chunk_bytes_per_token=BPT, backend="fake", vocab_size=100, eos_token_ids=(5,))
+    side.start(asked("r", **sampling), 0, ("p", "q"), 0.0)
+    side.on_message(HandoffId("r", 1), Accepted(cached_tokens=0), 0.0)
+    wrong = replace(Output(request_id="r#1", token_ids=(42,)), **changes)
+    actions = side.on_message(HandoffId("r", 1), Done(first=wrong, num_chunks=3), 0.0)
+    assert none_of(act.FirstToken, actions)
+    assert only(act.Recovered, actions) == act.Recovered("other_prefill", "r", "p", "accepted", f"protocol: Done {cause}")
+    assert only(act.OpenStream, actions).peer == "q"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "changes"),
+    [
+        ({}, {"token_ids": (5,), "finish": STOP, "stop_token_id": 5}),
+        ({"ignore_eos": True}, {"token_ids": (5,)}),
+        ({"ignore_eos": True, "stop_token_ids": (5,)}, {"token_ids": (5,), "finish": STOP, "stop_token_id": 5}),
+        ({"stop_token_ids": (42,)}, {"finish": STOP, "stop_token_id": 42}),
+        ({"stop_token_ids": (42,), "min_tokens": 2}, {}),
+        ({"max_tokens": 1}, {"finish": LENGTH}),
+        ({"max_tokens": 1}, {"token_ids": (5,), "finish": STOP, "stop_token_id": 5}),
+        ({"max_tokens": 1, "ignore_eos": True}, {"token_ids": (5,), "finish": LENGTH}),
+        ({"max_tokens": 0}, {"token_ids": (), "finish": LENGTH}),
+        ({"max_tokens": 0, "logprobs": 1}, {"token_ids": (), "finish": LENGTH}),
+    ],
+)
+def test_the_end_that_the_token_is_is_told(sampling: dict[str, Any], changes: dict[str, Any]) -> None:
+    side = DecodeSide(NEVER, chunk_bytes_per_token=BPT, backend="fake", vocab_size=100, eos_token_ids=(5,))
+    side.start(asked("r", **sampling), 0, ("p", "q"), 0.0)
+    side.on_message(HandoffId("r", 1), Accepted(cached_tokens=0), 0.0)
+    right = replace(Output(request_id="r#1", token_ids=(42,)), **changes)
+    actions = side.on_message(HandoffId("r", 1), Done(first=right, num_chunks=3), 0.0)
+    assert only(act.FirstToken, actions).output == replace(right, request_id="r")
+
+
+def test_the_tokens_of_a_resumed_request_count() -> None:
+    side = DecodeSide(NEVER, chunk_bytes_per_token=BPT, backend="fake", vocab_size=100, eos_token_ids=(5,))
+    side.start(replace(asked("r", min_tokens=2, max_tokens=3), generated_token_ids=(7, 8)), 0, ("p",), 0.0)
+    side.on_message(HandoffId("r", 1), Accepted(cached_tokens=0), 0.0)
+    last = Output(request_id="r#1", token_ids=(5,), finish=STOP, stop_token_id=5)
+    assert only(act.FirstToken, side.on_message(HandoffId("r", 1), Done(first=last, num_chunks=0), 0.0)).output.finish is STOP

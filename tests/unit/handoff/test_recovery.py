@@ -412,9 +412,10 @@ def test_a_first_token_is_delivered_once_and_later_streams_only_bring_kv() -> No
 
 
 def test_a_first_token_that_ends_the_request_needs_no_kv() -> None:
-    side = decode_side()
+    side = DecodeSide(CONFIG, chunk_bytes_per_token=BPT, backend="fake", eos_token_ids=(42,))
     transferring(side)
-    actions = side.on_message(H, Done(first=replace(FIRST, finish=FinishReason.STOP), num_chunks=1), 0.0)
+    last = replace(FIRST, finish=FinishReason.STOP, stop_token_id=42)
+    actions = side.on_message(H, Done(first=last, num_chunks=1), 0.0)
     assert only(act.FirstToken, actions).output.finish is FinishReason.STOP
     assert act.CloseStream(H) in actions
     assert act.CancelFetch(H) in actions

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Overloaded
-from jdisagg.core.requests import EngineRequest, FinishReason, Output
+from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.borrower import LONGEST_S, Borrowed, Borrower, BorrowerAction
 from jdisagg.handoff.decode_side import DecodeSide
@@ -35,10 +35,12 @@ from jdisagg.handoff.messages import (
     Want,
 )
 from jdisagg.handoff.prefill_side import PrefillSide
+from jdisagg.sched.stops import find_stop
 from tests.unit.handoff.rig import BPT, ready
 
 PEERS = ("p0", "p1")
 BACKENDS = ("fake", "spare")
+EOS = 8
 
 
 @dataclass
@@ -99,7 +101,7 @@ class World:
         self.config = config
         self.now_s = 0.0
         self.keys = itertools.count()
-        self.decode = DecodeSide(config, chunk_bytes_per_token=BPT, backend="fake")
+        self.decode = DecodeSide(config, chunk_bytes_per_token=BPT, backend="fake", eos_token_ids=(EOS,))
         self.prefillers = {peer: self._prefiller(peer) for peer in PEERS}
         self.clients: dict[str, Client] = {}
         self.streams: dict[HandoffId, Stream] = {}
@@ -374,10 +376,9 @@ class World:
         if worker.computed[engine_id] < total:
             return
         request = worker.engine.pop(engine_id)
-        finish = FinishReason.LENGTH if request.remaining_tokens == 1 else None
-        if not request.sampling.ignore_eos and len(request.token_ids) % 5 == 0:
-            finish = finish or FinishReason.STOP  # every fifth length samples EOS
-        output = Output(request_id=engine_id, token_ids=(9,), finish=finish)
+        token_id = EOS if len(request.token_ids) % 5 == 0 else 9  # every fifth length samples EOS
+        finish, stop_token_id = find_stop(token_id, 1, request.sampling, (EOS,)) or (None, None)
+        output = Output(request_id=engine_id, token_ids=(token_id,), finish=finish, stop_token_id=stop_token_id)
         self.run_prefill(peer, worker.side.on_first_token(engine_id, output))
 
     def park(self, peer: str, engine_id: str) -> None:

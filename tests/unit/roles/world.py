@@ -23,6 +23,7 @@ from jdisagg.roles.prefill import PrefillRole
 from jdisagg.transfer.choice import PublisherSet
 from tests.unit.roles.engine import Engine
 from tests.unit.roles.network_fake import BYTES_PER_TOKEN, CHUNK_TOKENS, PEERS, FakeFetcher, FakePublisher, Network, Wire
+from tests.unit.sched.content_fake import EOS
 from tests.unit.sched.engine_fake import request
 
 
@@ -64,7 +65,7 @@ def make_decoder(
     """Decode worker `number`, which gets its KV from the worker behind `prefill`."""
     decode = Engine(Role.DECODE, local_prefill=config.local_prefill is not LocalPrefill.NEVER, **engine)
     wire = Wire(prefill, decode.inbox, number=number)
-    handoffs = DecodeSide(config, chunk_bytes_per_token=BYTES_PER_TOKEN, backend="fake")
+    handoffs = DecodeSide(config, chunk_bytes_per_token=BYTES_PER_TOKEN, backend="fake", eos_token_ids=(EOS,))
     lent, lender = FakePublisher(network, decode.inbox), Lender(config, bytes_per_token=BYTES_PER_TOKEN)
     role = DecodeRole(
         config=config,
