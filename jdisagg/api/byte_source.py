@@ -16,6 +16,7 @@ import grpc
 from jdisagg.api.channels import INSECURE, Credentials, open_blocking_channel
 from jdisagg.api.piece_wire import FETCH, decode_part
 from jdisagg.api.stalls import StallWatch, Watched
+from jdisagg.core.told import told
 from jdisagg.v1 import peer_pb2
 
 STALL_S = 1.0  # as long as a peer that says nothing lives
@@ -74,7 +75,7 @@ class GrpcByteSource:
             self._drop(peer, channel)
             return TimeoutError(f"piece {key} of {peer}: nothing came for {self._stalls.limit_s:g} s")
         code = call.code()
-        text = f"piece {key} of {peer}: {code.name}: {call.details()}"
+        text = f"piece {key} of {peer}: {code.name}: {told(call.details() or '')}"
         if code is grpc.StatusCode.NOT_FOUND:
             return KeyError(text)
         self._drop(peer, channel)

@@ -34,6 +34,7 @@ from jdisagg.core.requests import (
     SamplingParams,
     TokenLogprob,
 )
+from jdisagg.core.told import MOST_CHARACTERS, told
 from jdisagg.core.trace import read_traceparent
 from jdisagg.v1 import common_pb2
 
@@ -84,19 +85,19 @@ def encode_error(error: RequestError) -> common_pb2.RequestFailure:
 
 def decode_error(message: common_pb2.RequestFailure) -> RequestError:
     """The error class of that code; an unknown code becomes a plain RequestError (INTERNAL)."""
-    name = _NAME_BY_CODE.get(message.code, "INTERNAL")
+    name, text = _NAME_BY_CODE.get(message.code, "INTERNAL"), told(message.message)
     if name == Overloaded.grpc_status:
-        return Overloaded(message.message, retry_after_s=message.retry_after_ms / 1000)
+        return Overloaded(text, retry_after_s=message.retry_after_ms / 1000)
     if message.numerical and name == NumericalError.grpc_status:
-        return NumericalError(message.message)
-    return _ERROR_BY_NAME.get(name, RequestError)(message.message, field=message.field or None)
+        return NumericalError(text)
+    return _ERROR_BY_NAME.get(name, RequestError)(text, field=told(message.field) or None)
 
 
 def error_from_rpc(error: grpc.RpcError, what: str) -> RequestError:
     """The failure of an RPC as the core's error; `what` says who was asked for what."""
     name = error.code().name if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else "UNKNOWN"
     details = error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else str(error)
-    message = f"{what}: {name}: {details}"
+    message = f"{what}: {name}: {told(details or '')}"
     if name == Overloaded.grpc_status:
         retry_after_s = read_retry_after_s(error)
         return Overloaded(message) if retry_after_s is None else Overloaded(message, retry_after_s=retry_after_s)
@@ -167,9 +168,12 @@ def encode_request(request: EngineRequest, now_s: float) -> common_pb2.EngineReq
 
 
 def decode_request(message: common_pb2.EngineRequest, now_s: float) -> EngineRequest:
-    """Raises InvalidRequest when it lacks an id or a prompt."""
-    if not message.request_id:
-        raise InvalidRequest("request_id is empty; every engine request has one", field="request_id")
+    """Raises InvalidRequest when it lacks an id or a prompt, or has an id that would fill our logs."""
+    if not 0 < len(message.request_id) <= MOST_CHARACTERS:
+        got = f"{len(message.request_id)} characters" if message.request_id else "none"
+        raise InvalidRequest(
+            f"request_id: got {got}; every engine request has one, of {MOST_CHARACTERS} at most", field="request_id"
+        )
     if not message.prompt_token_ids:
         raise InvalidRequest(f"request {message.request_id}: prompt_token_ids is empty; send at least one", field="prompt")
     return EngineRequest(
@@ -223,13 +227,13 @@ def encode_provenance(provenance: Provenance) -> common_pb2.Provenance:
 
 def _decode_provenance(message: common_pb2.Provenance) -> Provenance:
     return Provenance(
-        prefill_worker=message.prefill_worker,
-        decode_worker=message.decode_worker,
+        prefill_worker=told(message.prefill_worker),
+        decode_worker=told(message.decode_worker),
         prefilled_tokens=message.prefilled_tokens,
         transferred_tokens=message.transferred_tokens,
         transferred_pages=message.transferred_pages,
         transferred_bytes=message.transferred_bytes,
-        recoveries=tuple(message.recoveries),
+        recoveries=tuple(told(rung) for rung in message.recoveries),
         borrowed_tokens=message.borrowed_tokens,
         borrowed_bytes=message.borrowed_bytes,
     )

@@ -15,6 +15,7 @@ from jdisagg.api.channels import INSECURE, Credentials, open_channel
 from jdisagg.api.fleet_codec import encode_load, encode_member
 from jdisagg.api.pulse import cancel_and_wait
 from jdisagg.core.fleet import Load, Member
+from jdisagg.core.told import told
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -100,24 +101,24 @@ class FleetClient:
 
     def _say(self, router: str, error: grpc.aio.AioRpcError) -> None:
         """Why an RPC failed, when it is news."""
-        code, (_, draining) = error.code(), self._state()
+        code, why, (_, draining) = error.code(), told(error.details() or ""), self._state()
         if code is grpc.StatusCode.UNAUTHENTICATED and router not in self._refused:
             self._refused.add(router)
-            log.error("router %s refuses this worker: %s", router, error.details())
+            log.error("router %s refuses this worker: %s", router, why)
         elif draining:
             return
         elif code is grpc.StatusCode.ALREADY_EXISTS:
             if router not in self._displaced:
                 self._displaced.add(router)
-                log.warning("router %s does not take this worker: %s; registering until it does", router, error.details())
+                log.warning("router %s does not take this worker: %s; registering until it does", router, why)
         elif self._registered[router] and router in self._leaving:
             log.info("router %s has stopped, as it said; registering again when it is back", router)
         elif self._registered[router]:
             log.warning("router %s does not answer (%s); registering again until it does", router, code.name)
         elif router in self._unheard and monotonic() - self._began_s > UNHEARD_S:
             self._unheard.discard(router)
-            told = (router, UNHEARD_S, code.name, error.details())
-            log.warning("router %s has not answered for %.0f s (%s: %s); registering until it does", *told)
+            heard = (router, UNHEARD_S, code.name, why)
+            log.warning("router %s has not answered for %.0f s (%s: %s); registering until it does", *heard)
 
     async def _serve(self, router: str, stub: fleet_pb2_grpc.FleetServiceStub) -> None:
         """Register, then heartbeat until an RPC fails; NOT_FOUND means register again on the same connection."""

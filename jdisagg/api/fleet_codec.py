@@ -6,6 +6,7 @@ from jdisagg.api.identity_codec import decode_parts, encode_parts
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import Role
+from jdisagg.core.told import told
 from jdisagg.v1 import fleet_pb2, peer_pb2, worker_pb2
 
 
@@ -65,7 +66,7 @@ def decode_member(message: fleet_pb2.Member) -> Member:
     return Member(
         role=roles[message.role],
         address=message.address,
-        worker=message.identity.worker,
+        worker=told(message.identity.worker),
         epoch=message.identity.epoch,
         fingerprint=message.identity.fingerprint,
         fingerprint_parts=decode_parts(message.identity),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jdisagg.core.fingerprint import Parts
+from jdisagg.core.told import told
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity, Rank
 from jdisagg.kv.spec import KVSpec
 from jdisagg.v1 import peer_pb2
@@ -74,7 +75,7 @@ def decode_identity(message: peer_pb2.Identity) -> Identity:
         max_protocol=message.max_protocol,
         build=message.build,
         fingerprint=message.fingerprint,
-        worker=message.worker,
+        worker=told(message.worker),
         epoch=message.epoch,
         groups=groups,
         ranks=tuple(Rank(endpoint=r.endpoint, head_begin=r.head_begin, head_end=r.head_end) for r in message.ranks),

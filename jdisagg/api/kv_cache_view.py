@@ -17,6 +17,7 @@ import grpc.aio
 
 from jdisagg.api.channels import INSECURE, Credentials, open_channel
 from jdisagg.api.kv_event_codec import decode_events
+from jdisagg.core.told import told
 from jdisagg.kv.events import CachedPage, CachedPages, digest
 from jdisagg.v1 import kv_events_pb2, kv_events_pb2_grpc
 
@@ -88,7 +89,7 @@ class KVCacheView:
             except grpc.aio.AioRpcError as error:
                 if error.code() in _HOPELESS:
                     raise
-                log.info("KV events of %s: %s; subscribing again", address, error.details())
+                log.info("KV events of %s: %s; subscribing again", address, told(error.details() or ""))
             except SequenceGap as error:
                 log.warning("KV events of %s: %s; subscribing again", address, error)
                 self.epoch = ""

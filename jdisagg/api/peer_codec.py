@@ -10,6 +10,7 @@ from math import inf
 from jdisagg.api.codec import decode_error, decode_output, decode_request, encode_error, encode_output, encode_request
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import Output
+from jdisagg.core.told import MOST_CHARACTERS, told
 from jdisagg.handoff.messages import (
     Accepted,
     Ack,
@@ -86,7 +87,7 @@ def decode_down(message: peer_pb2.PrefillRequest, now_s: float) -> Down | None:
         case "chunk_ready":
             return _decode_chunk(message.chunk_ready)
         case "declined":
-            return Declined(reason=message.declined.reason)
+            return Declined(reason=told(message.declined.reason))
         case _:
             return None
 
@@ -169,12 +170,21 @@ def _decode_first(message: common_pb2.Output) -> Output:
     return decode_output(message)
 
 
+def _name(text: str) -> str:
+    """`text`, which means something to this process and is told in logs: cut it would mean something else."""
+    if told(text) != text:
+        raise InvalidRequest(
+            f"a name of {len(text)} characters, wanted {MOST_CHARACTERS} printable ones at most: {told(text, 40)}"
+        )
+    return text
+
+
 def _encode_lending(lending: Lending) -> peer_pb2.Lending:
     return peer_pb2.Lending(address=lending.address, backend=lending.backend, dtype=lending.dtype)
 
 
 def _decode_lending(message: peer_pb2.Lending) -> Lending:
-    return Lending(address=message.address, backend=message.backend, dtype=message.dtype)
+    return Lending(address=_name(message.address), backend=_name(message.backend), dtype=_name(message.dtype))
 
 
 def _encode_chunk(message: ChunkReady) -> peer_pb2.ChunkReady:
@@ -193,19 +203,20 @@ def _encode_chunk(message: ChunkReady) -> peer_pb2.ChunkReady:
 
 def _decode_chunk(message: peer_pb2.ChunkReady) -> ChunkReady:
     if len(message.shape) != 4:
-        raise InvalidRequest(f"chunk {message.key}: wanted shape [layers, tokens, heads, features], got {list(message.shape)}")
+        key, shape = told(message.key), list(message.shape[:8])
+        raise InvalidRequest(f"chunk {key}: wanted shape [layers, tokens, heads, features], got {shape}")
     layers, tokens, heads, features = message.shape
     return ChunkReady(
-        key=message.key,
+        key=_name(message.key),
         begin=message.range.begin,
         end=message.range.end,
         shape=(layers, tokens, heads, features),
-        dtype=message.dtype,
+        dtype=_name(message.dtype),
         num_bytes=message.num_bytes,
         checksum=message.checksum,
         group=message.group,
-        backend=message.backend,
-        locator=message.locator,
+        backend=_name(message.backend),
+        locator=_name(message.locator),
     )
 
 
@@ -224,8 +235,8 @@ def _decode_want(message: peer_pb2.Want) -> Want:
     return Want(
         begin=message.range.begin,
         end=message.range.end,
-        reason=message.reason,
+        reason=told(message.reason),
         group=message.group,
-        backend=message.backend,
+        backend=_name(message.backend),
         piece_tokens=message.piece_tokens,
     )

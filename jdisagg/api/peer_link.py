@@ -13,6 +13,7 @@ from jdisagg.api.channels import Credentials, open_channel
 from jdisagg.api.identity_codec import decode_identity, encode_identity
 from jdisagg.api.peer_ports import PeerPorts, Reached
 from jdisagg.core.errors import Unavailable
+from jdisagg.core.told import told
 from jdisagg.handoff.identity import Identity, agree
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
@@ -94,7 +95,7 @@ class PeerLink:
             answer = await self._stub.Hello(request, timeout=HELLO_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             reason = "hello" if error.code() is grpc.StatusCode.FAILED_PRECONDITION else "unreachable"
-            text = f"prefill peer {self.peer}: Hello: {error.code().name}: {error.details()}"
+            text = f"prefill peer {self.peer}: Hello: {error.code().name}: {told(error.details() or '')}"
             raise HelloFailed(reason, Unavailable(text)) from error
         self.draining = answer.draining
         return decode_identity(answer.identity)

@@ -26,6 +26,7 @@ from jdisagg.api.piece_server import PieceBytes, PieceServer
 from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import HandoffLost, InvalidRequest, Unavailable
+from jdisagg.core.told import told
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.identity import Identity, Incompatible, agree
 from jdisagg.handoff.messages import HandoffId, MadeAtDecode, Open, PrefillToDecode, StreamEnded
@@ -132,7 +133,7 @@ class PeerServer(PieceServer):
         if not isinstance(opened, Open):
             await abort(context, InvalidRequest("prefill stream: the first message must be `open`", field="open"))
         if first.open.epoch != self._identity.epoch:
-            wanted, got = self._identity.epoch, first.open.epoch
+            wanted, got = self._identity.epoch, told(first.open.epoch)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"epoch: wanted {wanted}, got {got}; say Hello again")
         return opened
 

@@ -22,6 +22,7 @@ from jdisagg.api.in_order import InOrder
 from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.requests import EngineRequest, Output
+from jdisagg.core.told import told
 from jdisagg.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class WorkerLink:
             if error is None:
                 return CLOSED
             if isinstance(error, grpc.aio.AioRpcError):
-                return f"{error.code().name}: {error.details()}"
+                return f"{error.code().name}: {told(error.details() or '')}"
             raise error
         if write in done and not _ended_with_stream(write):
             await write  # raises: a bug of ours

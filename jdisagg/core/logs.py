@@ -9,17 +9,18 @@ import threading
 from collections.abc import Mapping
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.told import printable
 
 LEVEL_VARIABLE = "JDISAGG_LOG_LEVEL"
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 class OneLineFormatter(logging.Formatter):
-    """Keeps a record on one line: newlines (of tracebacks too) become a visible ` | `."""
+    """Keeps a record on one line: newlines (of tracebacks too) become a visible ` | `, other control characters escapes."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line."""
-        return super().format(record).rstrip().replace("\n", " | ")
+        return printable(super().format(record).rstrip().replace("\n", " | "))
 
 
 def setup_logs(role: str, environ: Mapping[str, str] = os.environ) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdisagg.core.fingerprint import Parts, difference
+from jdisagg.core.told import told
 from jdisagg.kv.spec import KVSpec
 
 PROTOCOL = 1
@@ -75,8 +76,10 @@ class Incompatible(Exception):
     """Two workers cannot pair; names the field, what was wanted and what came, and other fields that differ as well."""
 
     def __init__(self, field: str, wanted: object, got: object, *, also: Sequence[str] = ()) -> None:
-        others = f" (also: {', '.join(also)})" if also else ""
-        super().__init__(f"{field}: wanted {wanted}, got {got}{others}; pair workers that agree on it")
+        others = f" (also: {told(', '.join(also))})" if also else ""
+        super().__init__(
+            f"{told(field)}: wanted {told(str(wanted))}, got {told(str(got))}{others}; pair workers that agree on it"
+        )
         self.field = field
 
 

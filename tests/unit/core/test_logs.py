@@ -40,3 +40,8 @@ def test_an_unknown_level_names_the_variable_and_the_choices() -> None:
 def test_newlines_in_a_message_become_bars() -> None:
     record = logging.LogRecord("n", logging.INFO, "", 0, "a\nb\n", None, None)
     assert OneLineFormatter("%(message)s").format(record) == "a | b"
+
+
+def test_control_characters_become_escapes() -> None:
+    record = logging.LogRecord("n", logging.INFO, "", 0, "request %s:\ra\0b", ("\x1b[2J",), None)
+    assert OneLineFormatter("%(message)s").format(record) == r"request \x1b[2J:\ra\x00b"

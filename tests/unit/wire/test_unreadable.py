@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import grpc.aio
 import pytest
 
 from jdisagg.api.identity_codec import encode_identity
 from jdisagg.api.peer_client import GrpcPeerClient
-from jdisagg.api.peer_codec import encode_up
-from jdisagg.core.errors import HandoffLost
-from jdisagg.core.requests import Output, TokenLogprob
+from jdisagg.api.peer_codec import decode_down, decode_up, encode_down, encode_up
+from jdisagg.core.errors import HandoffLost, InvalidRequest, NumericalError, Overloaded
+from jdisagg.core.requests import FinishReason, Output, TokenLogprob
 from jdisagg.handoff.events import FromPrefill
+from jdisagg.handoff.identity import Incompatible
 from jdisagg.handoff.ladder import is_final, is_unfit
-from jdisagg.handoff.messages import Accepted, ChunkReady, Done, HandoffId, Open, StreamEnded
+from jdisagg.handoff.messages import Accepted, ChunkReady, Declined, Done, HandoffId, Open, Refused, StreamEnded, Want
 from jdisagg.v1 import peer_pb2
 from tests.unit.wire.rig import FAST, identity, request, run_quiet, start_server, until
 
@@ -24,10 +26,10 @@ FLAT = ChunkReady(key="k", begin=1, end=3, shape=(2, 2, 2, 8), dtype="float32", 
 H = HandoffId("r", 1)
 
 
-def flat_chunk() -> bytes:
-    """A chunk whose shape has two axes."""
-    message = encode_up(FLAT)
-    del message.chunk_ready.shape[2:]
+def chunk(shape: Sequence[int] = FLAT.shape, **changes: str) -> bytes:
+    """A chunk of that shape, which may have other than four axes."""
+    message = encode_up(replace(FLAT, **changes))
+    message.chunk_ready.shape[:] = shape
     return message.SerializeToString()
 
 
@@ -65,11 +67,15 @@ class RawPrefill:
     ("says", "why"),
     [
         (NO_PROTO, "cannot be read"),
-        (flat_chunk(), "wanted shape"),
+        (chunk(shape=[2, 2]), "wanted shape"),
+        (chunk(key="k" * 20 * 2**20), "a name of 20971520 characters"),
+        (chunk(backend="a\0b"), r"printable ones at most: a\x00b"),
+        (chunk(shape=[1] * 2**20), "got [1, 1, 1, 1, 1, 1, 1, 1]"),
         (scored(TokenLogprob(7, float("nan"), ())), "log-probability nan of token 7"),
         (scored(TokenLogprob(7, -1.0, ((8, float("inf")),))), "log-probability inf of token 8"),
         (scored(TokenLogprob(7, -1.0, ((-8, -1.0),))), "log-probability -1.0 of token -8"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_d_cannot_read_ends_the_hand_off_and_is_not_the_requests_fault(
     says: bytes, why: str, caplog: pytest.LogCaptureFixture
@@ -87,9 +93,48 @@ def test_what_d_cannot_read_ends_the_hand_off_and_is_not_the_requests_fault(
         assert not is_unfit(ended.error)
         assert address in ended.error.message
         assert why in ended.error.message
+        assert len(ended.error.message) < 1000
         ours = [record for record in caplog.records if record.name.startswith("jdisagg")]
         assert [record.getMessage() for record in ours if record.exc_info] == [], "it is no bug of ours"
         await client.aclose()
         await server.stop(0)
 
     run_quiet(body())
+
+
+LONG = "full\0of\x1b[31m" + "x" * 20 * 2**20
+SHOWN = r"full\x00of\x1b[31mxxx"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Refused(error=Overloaded(LONG)),
+        Refused(error=HandoffLost(LONG)),
+        Done(first=Output(request_id="r", finish=FinishReason.ERROR, error=NumericalError(LONG)), num_chunks=0),
+    ],
+)
+def test_what_a_prefill_worker_says_is_cut_and_made_printable_where_it_enters(message: Refused | Done) -> None:
+    said = decode_up(encode_up(message))
+    assert isinstance(said, Refused | Done)
+    error = said.error if isinstance(said, Refused) else said.first.error
+    assert error is not None
+    assert error.message.startswith(SHOWN)
+    assert len(error.message) < 600
+
+
+def test_what_a_decode_worker_says_is_cut_and_made_printable_where_it_enters() -> None:
+    for message in (Declined(reason=LONG), Want(begin=0, end=1, reason=LONG)):
+        said = decode_down(encode_down(message, epoch="", now_s=0.0), 0.0)
+        assert isinstance(said, Declined | Want)
+        assert said.reason.startswith(SHOWN)
+        assert len(said.reason) < 600
+    opening = encode_down(Open(request=request(LONG), held_tokens=0, backend="grpc"), epoch="", now_s=0.0)
+    with pytest.raises(InvalidRequest, match="request_id: got 20971532 characters"):
+        decode_down(opening, 0.0)
+
+
+def test_two_workers_that_do_not_pair_say_so_in_one_line() -> None:
+    refusal = str(Incompatible("weights.embed", LONG, LONG, also=[LONG]))
+    assert SHOWN in refusal
+    assert len(refusal) < 2000
