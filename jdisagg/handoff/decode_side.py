@@ -261,9 +261,10 @@ class DecodeSide:
         for key in stream.overdue(now_s):
             actions += self.on_failed(stream.handoff, key, "timeout", now_s)
         missing = record.stage is InboundStage.COMPUTED and record.reserved and record.stream is stream
-        if missing and not stream.pieces and not stream.is_parked:
-            idle_s = min(silent_s, now_s - stream.line.arrived_s)  # its turn at P may come while pieces of others do
-            if idle_s >= 2 * self._config.lease_s:
+        is_due = missing and not stream.pieces and not stream.is_parked
+        if is_due and not stream.line.queued_bytes:  # else its turn at P may come when the pieces of others have
+            idle_s = min(silent_s, now_s - stream.line.arrived_s)
+            if idle_s >= self._config.lease_s:
                 actions += self._recovery.lose(record, f"no piece for {idle_s:.1f} s after the prompt was computed", now_s)
         return actions
 

@@ -10,6 +10,7 @@ from jdisagg.core.errors import DeadlineExceeded, HandoffLost
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.borrower import Borrowed, Borrower
 from jdisagg.handoff.decode_side import DecodeSide
+from jdisagg.handoff.inbound_stream import SLOWEST_BYTES_PER_S
 from jdisagg.handoff.lender import Lender
 from jdisagg.handoff.messages import (
     Accepted,
@@ -151,12 +152,26 @@ def test_who_waits_for_a_turn_is_not_lost_while_pieces_of_others_come_from_the_s
         side.on_message(HandoffId(name, number), Accepted(cached_tokens=0), 0.0)
         side.on_reserved(name, 0.0)
         side.on_message(HandoffId(name, number), Done(first=replace(FIRST, request_id=name), num_chunks=3), 0.0)
-    for now_s, key, begin in ((19.0, "a", 0), (38.0, "b", 4)):
+    for now_s, key, begin in ((9.0, "a", 0), (18.0, "b", 4)):
         side.on_message(HandoffId("r", 1), ready(key, begin, begin + 4), now_s)
         side.on_arrived(HandoffId("r", 1), key, now_s)
-        assert side.tick(now_s + 19.0) == []
-    lost = [action for action in side.tick(58.0) if isinstance(action, act.Recovered)]
+        assert side.tick(now_s + 9.9) == []
+    lost = [action for action in side.tick(28.0) if isinstance(action, act.Recovered)]
     assert [(action.request_id, action.rung) for action in lost] == [("r", "reconnect"), ("s", "reconnect")]
+
+
+def test_who_waits_for_a_turn_is_not_lost_while_a_big_piece_of_another_one_comes_slowly_from_the_same_peer() -> None:
+    side, names = decode_side(NEVER), ("r", "s")
+    for number, name in enumerate(names, start=1):
+        side.start(request(4, request_id=name, deadline_s=1000.0), 0, ("p",), 0.0)
+        side.on_message(HandoffId(name, number), Accepted(cached_tokens=0), 0.0)
+        side.on_reserved(name, 0.0)
+        side.on_message(HandoffId(name, number), Done(first=replace(FIRST, request_id=name), num_chunks=1), 0.0)
+    side.on_message(HandoffId("r", 1), replace(ready("a", 0, 4), num_bytes=20 * SLOWEST_BYTES_PER_S), 0.0)
+    assert side.tick(20.0) == [], "it takes twenty seconds"
+    side.on_arrived(HandoffId("r", 1), "a", 20.0)
+    assert side.tick(29.9) == []
+    assert only(act.Recovered, side.tick(30.0)).request_id == "s"
 
 
 def test_pieces_that_are_announced_before_there_are_pages_are_fetched_when_there_are() -> None:
@@ -249,8 +264,8 @@ def test_a_fetch_that_is_tried_again_counts_as_progress() -> None:
     side.on_message(H, ready("a", 0, 4), 0.0)
     side.on_message(H, Done(first=FIRST, num_chunks=1), 0.0)
     side.on_failed(H, "a", "unknown_key", 15.0)  # published again: nothing is on its way until P says so
-    assert side.tick(34.9) == []
-    assert only(act.Recovered, side.tick(35.0)).rung == "reconnect"
+    assert side.tick(24.9) == []
+    assert only(act.Recovered, side.tick(25.0)).rung == "reconnect"
 
 
 def test_at_p_a_start_is_told_to_its_own_stream_and_an_end_that_both_sides_saw_is_not_late() -> None:

@@ -30,8 +30,8 @@ def test_a_prompt_that_stood_back_owes_no_piece_until_it_was_computed_again() ->
     assert side.tick(90.0) == [], "it waits for its second turn"
     side.on_message(H, ready("a", 0, 4), 90.0)
     side.on_arrived(H, "a", 90.0)
-    assert side.tick(109.9) == []
-    assert only(act.Recovered, side.tick(110.0)).rung == "reconnect", "from now on it owes the rest"
+    assert side.tick(99.9) == []
+    assert only(act.Recovered, side.tick(100.0)).rung == "reconnect", "from now on it owes the rest"
 
 
 @pytest.mark.parametrize(
