@@ -75,6 +75,8 @@ class Borrowing:
     def complaint(self, ready: ChunkReady, chunk_tokens: int) -> str | None:
         """What is wrong with an announced piece, or None."""
         span = f"piece [{ready.begin}, {ready.end}) of group {ready.group}"
+        if not self.reserved:
+            return f"{span} was announced before it was wanted"
         if ready.group or not self.begin <= ready.begin < ready.end <= self.end or ready.end - ready.begin > chunk_tokens:
             return f"{span}: wanted at most {chunk_tokens} tokens of [{self.begin}, {self.end}) of group 0"
         if ready.backend not in ("", self.lending.backend):

@@ -133,6 +133,8 @@ class Lender:
         if loan is not None or want.group or not 0 <= want.begin < want.end <= held:
             text = f"Want [{want.begin}, {want.end}) of group {want.group}: [0, {held}) of group 0 is lent, once at a time"
             return self._decline(handoff, text)
+        if want.piece_tokens < 0:
+            return self._decline(handoff, f"Want in pieces of {want.piece_tokens} tokens, wanted 1 or more, or 0 for any")
         most = self._config.transfer_chunk_tokens
         tokens = min(most, want.piece_tokens or most)
         self._loans[handoff] = Loan(handoff, want.begin, want.end, tokens, now_s, cut=want.begin)

@@ -110,6 +110,14 @@ def test_a_piece_over_another_backend_than_was_offered_ends_it() -> None:
     assert none_of(act.Fetch, actions)
 
 
+def test_a_piece_that_comes_before_there_are_pages_for_it_ends_it() -> None:
+    side = borrower(reserved=False)
+    actions = side.on_message(H, ready("a", 2, 6), 4.0)
+    assert ended(actions) == (2, 0, Outcome.FAILED)
+    assert none_of(act.Fetch, actions), "it would arrive, and there is nowhere to put it"
+    assert side.on_reserved("r#1", 5.0) == []
+
+
 def test_it_ends_after_a_second_without_progress() -> None:
     side = borrower()
     assert side.tick(5.0 + STALL_S - 0.01) == []
@@ -221,6 +229,14 @@ def test_the_end_of_the_stream_frees_everything_and_makes_room_for_others() -> N
     assert spans(actions) == [(0, 4)]
     assert side.release(H) == []
     assert side.on_message(H, WANT, 2.0) == []
+
+
+@pytest.mark.parametrize("piece_tokens", [-1, -(2**31)])
+def test_pieces_of_fewer_than_no_tokens_are_declined(piece_tokens: int) -> None:
+    side = lender()
+    want = Want(begin=2, end=11, reason="held", piece_tokens=piece_tokens)
+    assert "in pieces of -" in only(act.Send, side.on_message(H, want, 0.0)).message.reason  # type: ignore[union-attr]
+    assert side.on_message(H, Grant(credit_bytes=1000), 0.0) == []
 
 
 def test_pieces_nobody_fetches_are_taken_back_after_the_lease() -> None:

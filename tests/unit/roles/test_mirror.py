@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
 from jdisagg.core.requests import Provenance, SamplingParams
-from jdisagg.handoff.messages import HandoffId, Open
+from jdisagg.handoff.messages import ChunkReady, HandoffId, Open
 from jdisagg.roles import engine_loop
+from jdisagg.transfer.base import Piece
 from tests.unit.roles.network_fake import BYTES_PER_TOKEN
 from tests.unit.roles.pair_rules import PairRules
 from tests.unit.roles.world import World
@@ -316,3 +318,21 @@ def test_the_first_piece_is_at_d_before_the_last_chunk_is_planned() -> None:
     assert 0 < planned_before < 45
     world.settle()
     assert read(world.decode, "jdisagg_transfer_bytes_total") == 45 * BYTES_PER_TOKEN
+
+
+def test_a_piece_that_d_lends_before_p_has_pages_for_it_costs_p_no_more_than_the_borrowing() -> None:
+    world = World(local_prefill=False, want_min_tokens=4, prefill_pages=12)
+    prompt = first_turn(world)
+    world.submit(request("hog", tuple(range(20, 48)), 4, ignore_eos=True))
+    while not world.prefill.scheduler.counts()["running"]:
+        world.tick()
+    world.submit(request("t2", prompt, 4, ignore_eos=True))
+    while not world.borrower.snapshot():
+        world.tick()
+    (stream,) = [handoff for handoff in world.wire.open_streams if handoff.request_id == "t2"]
+    cells = cast(Any, [SimpleNamespace(position=position) for position in range(8, 16)])
+    world.network.pieces["early"] = Piece(begin=8, end=16, data=cells)
+    early = ChunkReady(key="early", begin=8, end=16, shape=(1, 8, 1, 1), dtype="float32", num_bytes=32, checksum=1)
+    world.wire.send(stream, early)
+    world.settle()
+    assert world.tokens("t2") == expected(prompt, 4, ignore_eos=True)
