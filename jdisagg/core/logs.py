@@ -7,10 +7,15 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from time import monotonic
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.told import printable
 
+log = logging.getLogger(__name__)
+
+GRPC_SERVER_LOG = "grpc._cython.cygrpc"
+GARBLED_EVERY_S = 10.0
 LEVEL_VARIABLE = "JDISAGG_LOG_LEVEL"
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -36,9 +41,27 @@ def setup_logs(role: str, environ: Mapping[str, str] = os.environ) -> None:
         OneLineFormatter(f"%(asctime)s.%(msecs)03d %(levelname).1s {role}[{os.getpid()}] %(name)s: %(message)s", "%H:%M:%S")
     )
     logging.basicConfig(level=_LEVELS[value], handlers=[handler], force=True)
+    logging.getLogger(GRPC_SERVER_LOG).addFilter(Garbled())
     logging.captureWarnings(True)
     for noisy in ("jax", "absl", "orbax", "httpx", "uvicorn", "asyncio"):
         logging.getLogger(noisy).setLevel(max(_LEVELS[value], logging.WARNING))
+
+
+class Garbled(logging.Filter):
+    """Bytes that are no message: gRPC tells of each with a stack, and whoever reaches a port can send any number of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seldom = Seldom(every_s=GARBLED_EVERY_S)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """False for such a record; now and then a line is said in its place."""
+        kind = record.exc_info[0] if record.exc_info else None
+        if kind is None or kind.__name__ != "DecodeError":
+            return True
+        text = "a message that cannot be read was refused: %s"
+        self._seldom.say(log, logging.WARNING, text, record.getMessage(), now_s=monotonic())
+        return False
 
 
 class Seldom:

@@ -32,6 +32,27 @@ def test_a_traceback_stays_on_one_stderr_line_with_role_and_pid() -> None:
     assert "ZeroDivisionError" in line
 
 
+GARBLED = """
+import logging
+from jdisagg.core.logs import setup_logs
+setup_logs("decode")
+class DecodeError(Exception): pass
+for error in (DecodeError("corrupt"), DecodeError("corrupt"), KeyError("a bug")):
+    try:
+        raise error
+    except Exception:
+        logging.getLogger("grpc._cython.cygrpc").exception("Unexpected [%s]", type(error).__name__)
+"""
+
+
+def test_what_is_no_message_is_told_without_a_stack_and_seldom_and_a_bug_as_ever() -> None:
+    env = {k: v for k, v in os.environ.items() if k != "JDISAGG_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", GARBLED], capture_output=True, text=True, timeout=90, env=env, check=True)
+    garbled, bug = done.stderr.splitlines()
+    assert garbled.endswith("a message that cannot be read was refused: Unexpected [DecodeError]")
+    assert "Traceback" in bug
+
+
 def test_an_unknown_level_names_the_variable_and_the_choices() -> None:
     with pytest.raises(ConfigError, match="JDISAGG_LOG_LEVEL: got 'loud', wanted one of debug, info"):
         setup_logs("decode", {"JDISAGG_LOG_LEVEL": "loud"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
@@ -13,13 +14,15 @@ from jdisagg.api.identity_codec import encode_identity
 from jdisagg.api.peer_client import GrpcPeerClient
 from jdisagg.api.peer_codec import decode_down, decode_up, encode_down, encode_up
 from jdisagg.core.errors import HandoffLost, InvalidRequest, NumericalError, Overloaded
+from jdisagg.core.logs import GRPC_SERVER_LOG, Garbled
 from jdisagg.core.requests import FinishReason, Output, TokenLogprob
 from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.identity import Incompatible
 from jdisagg.handoff.ladder import is_final, is_unfit
 from jdisagg.handoff.messages import Accepted, ChunkReady, Declined, Done, HandoffId, Open, Refused, StreamEnded, Want
 from jdisagg.v1 import peer_pb2
-from tests.unit.wire.rig import FAST, identity, request, run_quiet, start_server, until
+from tests.unit.wire.rig import FAST, WAIT_LIMIT_S, identity, request, run_quiet, start_server, until
+from tests.unit.wire.test_peer import Prefill
 
 NO_PROTO = b"\xff\xff\xff"
 FLAT = ChunkReady(key="k", begin=1, end=3, shape=(2, 2, 2, 8), dtype="float32", num_bytes=256, checksum=1)
@@ -138,3 +141,30 @@ def test_two_workers_that_do_not_pair_say_so_in_one_line() -> None:
     refusal = str(Incompatible("weights.embed", LONG, LONG, also=[LONG]))
     assert SHOWN in refusal
     assert len(refusal) < 2000
+
+
+async def garble(address: str, method: str) -> None:
+    """Send bytes that are no message."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.unary_unary(f"/jdisagg.v1.PeerService/{method}")(NO_PROTO, timeout=WAIT_LIMIT_S)
+
+
+def test_a_flood_of_bytes_that_are_no_message_is_one_line_without_a_stack(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        p = Prefill(identity())
+        address = await p.start()
+        for method in ("Prefill", "Hello", "Fetch") * 5:
+            await garble(address, method)
+        await p.server.stop(0)
+
+    server_log, garbled = logging.getLogger(GRPC_SERVER_LOG), Garbled()
+    server_log.addFilter(garbled)
+    try:
+        run_quiet(body())
+    finally:
+        server_log.removeFilter(garbled)
+    (line,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "a message that cannot be read was refused" in line.getMessage()
+    assert "[/jdisagg.v1.PeerService/Prefill]" in line.getMessage()
+    assert line.exc_info is None
