@@ -8,15 +8,23 @@ Public and internal services share one port, so the processes of a fleet share o
 from __future__ import annotations
 
 import hmac
+import logging
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from jdisagg.core.logs import Seldom
+
+log = logging.getLogger(__name__)
+
 HEADER = "authorization"
 OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
+CLIENT_SERVICE = "/jdisagg.v1.GenerationService/"
+REFUSED_EVERY_S = 10.0
 REFUSAL = (
     "missing or wrong API key; send the metadata 'authorization: Bearer KEY' "
     "(the processes of a fleet share one key: JDISAGG_API_KEY, or --api-key @FILE)"
@@ -34,6 +42,7 @@ class KeyGuard(grpc.aio.ServerInterceptor):
 
     def __init__(self, api_key: str) -> None:
         self._expected = _bearer(api_key).encode()
+        self._seldom = Seldom(every_s=REFUSED_EVERY_S)
 
     async def intercept_service(
         self,
@@ -45,7 +54,15 @@ class KeyGuard(grpc.aio.ServerInterceptor):
         is_open = str(handler_call_details.method).startswith(OPEN_SERVICES)
         if handler is None or is_open or self._has_key(handler_call_details.invocation_metadata or ()):
             return handler
-        return _KINDS[handler.request_streaming, handler.response_streaming](_refuse)
+        return _KINDS[handler.request_streaming, handler.response_streaming](
+            partial(self._refuse, method=str(handler_call_details.method))
+        )
+
+    async def _refuse(self, _: Any, context: grpc.aio.ServicerContext, *, method: str) -> None:
+        if not method.startswith(CLIENT_SERVICE):  # a process that should be of this fleet; who made a client's call is told
+            text = "%s of %s was refused: missing or wrong API key"
+            self._seldom.say(log, logging.WARNING, text, method, context.peer(), now_s=monotonic())
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
 
     def _has_key(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
         given = [value.encode() if isinstance(value, str) else value for name, value in metadata if name == HEADER]
@@ -86,7 +103,3 @@ class KeyedChannel:
 
 def _bearer(api_key: str) -> str:
     return f"Bearer {api_key}"
-
-
-async def _refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)

@@ -235,6 +235,11 @@ def test_a_fleet_that_shares_the_key_works_and_a_stranger_to_it_is_told_why(
             else:
                 await until(lambda: any("refuses this worker" in record.message for record in caplog.records))
                 await until(lambda: events)
+                refused = [
+                    record.message for record in caplog.records if "was refused: missing or wrong API key" in record.message
+                ]
+                assert len(refused) == 1, "the first; those within ten seconds are counted"
+                assert refused[0].startswith(("/jdisagg.v1.FleetService/", "/jdisagg.v1.PeerService/"))
                 assert isinstance(events[0].message, StreamEnded)
                 assert "missing or wrong API key" in str(events[0].message.error)
                 with pytest.raises(ConnectionError, match="UNAUTHENTICATED: missing or wrong API key"):
