@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from time import monotonic, sleep
 
 import jax
 
@@ -39,6 +40,7 @@ COMPANIONS = (
     "chat_template.json",
     "LICENSE",
 )
+SETTLED_S, GIVE_UP_S = 0.5, 5.0
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -81,8 +83,9 @@ def _convert(source: Path, output: Path, dtype: str | None) -> None:
         (partial / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
         partial.chmod(0o755)  # mkdtemp's 0700 would hide the model from other users
         _rename_new(partial, output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    except BaseException:
+        _remove(partial)
+        raise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,6 +104,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(json.dumps({"event": "converted", "output": str(args.output.resolve())}))
     return 0
+
+
+def _remove(directory: Path) -> None:
+    """With what threads of a save that failed still write; gives up after GIVE_UP_S."""
+    now_s = monotonic()
+    give_up_s, settled_s = now_s + GIVE_UP_S, now_s + SETTLED_S
+    while now_s < min(give_up_s, settled_s):
+        if directory.exists():
+            shutil.rmtree(directory, ignore_errors=True)
+            settled_s = monotonic() + SETTLED_S
+        sleep(0.01)
+        now_s = monotonic()
 
 
 def _unwritable(output: Path, why: str) -> ConfigError:

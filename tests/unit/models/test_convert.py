@@ -81,6 +81,31 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(model_directory: Path, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
+WRITES_ON = """
+import sys, threading, time
+import jdisagg.convert as module
+
+def save(directory, spec, params):
+    def write():
+        while directory.exists():
+            time.sleep(0.02)
+        (directory / "late").mkdir(parents=True)
+
+    threading.Thread(target=write).start()
+    raise ValueError("the disk is full")
+
+module.save_orbax = save
+sys.exit(module.main(sys.argv[1:]))
+"""
+
+
+def test_what_threads_of_a_failed_conversion_write_afterwards_is_removed(model_directory: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITES_ON, "--model", str(model_directory), "--output", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert (done.returncode, "cannot be written: the disk is full" in done.stderr) == (2, True), done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
 def test_a_failed_conversion_leaves_nothing(model_directory: Path, tmp_path: Path) -> None:
     (model_directory / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(ConfigError, match="not readable as safetensors"):
