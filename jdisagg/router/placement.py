@@ -39,7 +39,7 @@ class Placement:
         """Send the attempt to a worker; False when nobody can take it: `lacks` says why."""
         home, tried = self._homes.of(flight.request.fork_group), flight.setbacks.tried
         lengths = {"num_tokens": flight.least_tokens, "wanted_tokens": flight.most_tokens}
-        kin = _beginning(flight.request.prompt_token_ids)
+        kin = beginning(flight.request.prompt_token_ids)
         entry = self._fleet.choose(self.weights(flight), now_s, **lengths, but_not=tried, home=home, kin=kin)
         if entry is None:
             return False
@@ -100,6 +100,6 @@ class Placement:
             flight.prefill = None
 
 
-def _beginning(prompt_token_ids: tuple[int, ...]) -> bytes:
+def beginning(prompt_token_ids: tuple[int, ...]) -> bytes:
     """The same for prompts that begin alike, at most 64 bytes."""
     return hashlib.blake2b(array("q", prompt_token_ids[:KIN_TOKENS]).tobytes()).digest()

@@ -2,49 +2,58 @@
 
 from __future__ import annotations
 
-import pytest
+from collections import Counter
 
-from jdisagg.core.requests import SamplingParams
-from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.router.test_fleet_engine import collect, fleet, stop
-from tests.unit.wire.rig import request, run_quiet
+from jdisagg.core.fleet import Load, Member
+from jdisagg.core.requests import Role
+from jdisagg.router.fleet import Entry, Fleet
+from jdisagg.router.placement import beginning
 
-pytestmark = pytest.mark.timeout(120)
-
-FIRST_TURN = tuple(range(3, 40))
+CHAT = tuple(range(3, 40))
 
 
-async def who_got(router: Router, workers: list[FakeWorker], name: str, prompt: tuple[int, ...]) -> FakeWorker:
-    await collect(router, request(name, prompt=prompt, sampling=SamplingParams(max_tokens=1)))
-    (worker,) = [worker for worker in workers if any(seen.request_id == name for seen in worker.engine.seen)]
-    return worker
+def idle_fleet(*addresses: str) -> Fleet:
+    fleet = Fleet(dead_after_s=1.0)
+    for address in addresses:
+        fleet.register(
+            Member(
+                role=Role.DECODE,
+                address=address,
+                worker=f"decode @ {address}",
+                epoch=f"epoch of {address}",
+                fingerprint="weights",
+                model="demo",
+                max_model_len=1000,
+                vocab_size=1000,
+                load=Load(),
+            ),
+            0.0,
+        )
+    for entry in fleet.entries():
+        entry.linked = True
+    return fleet
 
 
-def test_a_chat_goes_on_where_it_was() -> None:
-    async def body() -> None:
-        router = await Router().start()
-        workers = await fleet(*(FakeWorker((router.address,)) for _ in range(3)), router=router)
-        home = await who_got(router, workers, "turn0", FIRST_TURN)
-        for turn in range(1, 4):
-            await who_got(router, workers, f"other{turn}", (turn, *FIRST_TURN))
-            longer = (*FIRST_TURN, *range(100, 100 + 20 * turn))
-            assert await who_got(router, workers, f"turn{turn}", longer) is home
-        away = next(worker for worker in workers if worker is not home)
-        workers.remove(away)
-        await away.die()
-        assert await who_got(router, workers, "turn4", FIRST_TURN) is home, "whoever else goes"
-        await stop(router, *workers)
-
-    run_quiet(body())
+def who_gets(fleet: Fleet, prompt: tuple[int, ...]) -> Entry:
+    entry = fleet.choose("weights", 0.0, kin=beginning(prompt))
+    assert entry is not None
+    return entry
 
 
-def test_prompts_that_begin_unlike_are_spread() -> None:
-    async def body() -> None:
-        router = await Router().start()
-        workers = await fleet(*(FakeWorker((router.address,)) for _ in range(3)), router=router)
-        for number in range(60):
-            await who_got(router, workers, f"r{number}", (number, *FIRST_TURN))
-        assert min(len(worker.engine.seen) for worker in workers) >= 2
-        await stop(router, *workers)
+def test_a_chat_goes_on_where_it_was_whoever_else_comes_or_goes() -> None:
+    homes = {who_gets(idle_fleet("d1", "d2", "d3"), (number, *CHAT)).member.address: number for number in range(40)}
+    assert sorted(homes) == ["d1", "d2", "d3"]
+    for home, number in homes.items():
+        away = next(address for address in homes if address != home)
+        for addresses in (["d3", "d2", "d1"], [address for address in homes if address != away], [*homes, "d4"]):
+            longer = (number, *CHAT, *range(100, 200))
+            assert who_gets(idle_fleet(*addresses), longer).member.address in {home, "d4"}
 
-    run_quiet(body())
+
+def test_prompts_that_begin_unlike_are_spread_and_the_less_busy_worker_goes_first() -> None:
+    fleet = idle_fleet("d1", "d2", "d3")
+    count = Counter(who_gets(fleet, (number, *CHAT)).member.address for number in range(300))
+    assert min(count.values()) >= 70, count
+    home = who_gets(fleet, CHAT)
+    home.pending = 1
+    assert who_gets(fleet, CHAT) is not home
