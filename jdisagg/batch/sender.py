@@ -39,6 +39,7 @@ class _NotNow:
     why: str
     taken: bool = False  # the server had the request, then hung up or said nothing: it may be the request's fault
     timed_out: bool = False
+    retry_after_s: float = 0.0  # the server says: not before
     answer: Answer | None = None  # to be kept, should the server go on to serve others and never this one
 
 
@@ -85,7 +86,7 @@ class Sender:
             refused_since_s = monotonic() if refused_since_s is None else refused_since_s
             if outcome.answer is not None and refused_since_s < min(self._served_s, monotonic() - self._patience_s):
                 return outcome.answer
-            await self._pause(pause_s, refused_since_s, what, outcome.why)
+            await self._pause(max(pause_s, outcome.retry_after_s), refused_since_s, what, outcome.why)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _come_back(self, what: str, why: str) -> None:
@@ -120,7 +121,8 @@ class Sender:
             raise BadAnswer(f"the server's answer cannot be unpacked: {error}") from error
         if response.status_code in RETRIED:
             answer = _read_answer(response) if response.status_code == LOST else None
-            return _NotNow(f"HTTP {response.status_code}: {_shown(response.content)}", answer=answer)
+            why, retry_after_s = f"HTTP {response.status_code}: {_shown(response.content)}", _retry_after_s(response)
+            return _NotNow(why, retry_after_s=retry_after_s, answer=answer)
         return _read_answer(response)
 
     async def _is_there(self) -> bool:
@@ -143,6 +145,12 @@ async def served_model(sender: Sender) -> str:
     if status_code != 200 or not isinstance(first, dict) or "id" not in first:
         raise ConfigError(f"--server: /v1/models answered HTTP {status_code}: {str(body)[:200]}")
     return str(first["id"])
+
+
+def _retry_after_s(response: httpx.Response) -> float:
+    """0 where it does not say, or names a date."""
+    value = response.headers.get("retry-after", "")
+    return float(value) if value.isascii() and value.isdecimal() else 0.0
 
 
 def _read_answer(response: httpx.Response) -> Answer:

@@ -95,6 +95,19 @@ def test_waiting_for_another_line_s_turn_is_not_the_server_s_absence() -> None:
     assert ask(server, "a", "b") == [(200, {"object": "text_completion"})] * 2
 
 
+@pytest.mark.parametrize(
+    ("says", "least_s", "most_s"),
+    [("0.3", 0.0, 0.1), ("Mon, 23 Nov 2026 18:00:00 GMT", 0.0, 0.1), ("0", 0.0, 0.1), ("2", 2.0, 2.1), ("9" * 400, 10.0, 10.1)],
+)
+def test_a_server_that_says_when_to_come_back_is_not_asked_before(
+    says: str, least_s: float, most_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.unit.batch.test_patience.PATIENCE_S", 10.0)
+    busy = httpx.Response(429, json={"error": {"message": "full"}}, headers={"retry-after": says})
+    assert ask(server := Server(0.0, a=[(0, busy), (0, FINE)]), "a") == [(200, {"object": "text_completion"})]
+    assert least_s <= server.ended_s < most_s
+
+
 def test_a_server_that_refuses_for_longer_than_the_patience_stops_the_batch() -> None:
     (error,) = ask(server := Server(0.0, a=[(0, BUSY)] * 20), "a")
     assert isinstance(error, Unavailable)
