@@ -178,7 +178,7 @@ def test_a_request_that_failed_is_one_line_and_no_score(
     path.write_text('{"text": "import os"}\n', "utf-8")
     line = {"custom_id": "1/0", "response": {"status_code": 400, "body": {"message": "too long"}}, "error": None}
     (tmp_path / "out.jsonl").write_text(json.dumps(line) + "\n", "utf-8")
-    monkeypatch.setattr(eval_batch, "run_batch", lambda _: 0)
+    monkeypatch.setattr(eval_batch, "run_batch", lambda _, **_options: 0)
     monkeypatch.setattr(sys, "argv", ["eval_batch.py", "perplexity", "--task", str(path), "--work-dir", str(tmp_path)])
     assert eval_batch.main() == 2
     told = capsys.readouterr()
@@ -202,7 +202,7 @@ def test_a_work_dir_takes_one_evaluation_and_no_other_begins_on_its_answers(
     task, work_dir = tmp_path / "task.jsonl", tmp_path / "work"
     monkeypatch.setattr(sys, "argv", ["eval_batch.py", "perplexity", "--task", str(task), "--work-dir", str(work_dir)])
     runs: list[list[str]] = []
-    monkeypatch.setattr(eval_batch, "run_batch", lambda command: runs.append(command) or 1)
+    monkeypatch.setattr(eval_batch, "run_batch", lambda command, **_options: runs.append(command) or 1)
     for text in ("import os", "import sys"):  # nothing has been answered: another task may take its place
         task.write_text(json.dumps({"text": text}) + "\n", "utf-8")
         assert eval_batch.main() == 1
