@@ -30,10 +30,13 @@ def test_scores_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 def test_an_evaluation_that_is_interrupted_while_its_engine_starts_leaves_no_files(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/eval_batch.py", "choice", "--task", str(TASKS / "choice.jsonl"), "--quiet"]
-    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True) as process:
+    scratch, nothing_compiled = tmp_path / "scratch", tmp_path / "cache"
+    scratch.mkdir()
+    env = {**os.environ, "TMPDIR": str(scratch), "JAX_COMPILATION_CACHE_DIR": str(nothing_compiled)}
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
         try:
             until_s = time.monotonic() + 120.0
-            while not list(tmp_path.glob("*/in.jsonl")) and time.monotonic() < until_s:
+            while not list(scratch.glob("*/in.jsonl")) and time.monotonic() < until_s:
                 time.sleep(0.05)
             time.sleep(2.0)  # the event loop runs, the engine compiles
             process.send_signal(signal.SIGINT)
@@ -42,4 +45,4 @@ def test_an_evaluation_that_is_interrupted_while_its_engine_starts_leaves_no_fil
             process.kill()
     assert process.returncode == 1, said
     assert said.endswith("jdisagg.batch: interrupted; the same command goes on from here\n")
-    assert list(tmp_path.iterdir()) == []
+    assert list(scratch.iterdir()) == []
