@@ -101,5 +101,5 @@ class Placement:
 
 
 def beginning(prompt_token_ids: tuple[int, ...]) -> bytes:
-    """The same for prompts that begin alike, at most 64 bytes."""
+    """The same for prompts that begin alike; 64 bytes, the longest key of BLAKE2b."""
     return hashlib.blake2b(array("q", prompt_token_ids[:KIN_TOKENS]).tobytes()).digest()

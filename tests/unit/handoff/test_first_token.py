@@ -35,6 +35,17 @@ def done(handoff: HandoffId, token: int) -> Done:
     return Done(first=Output(request_id=f"{handoff.request_id}#{handoff.serial}", token_ids=(token,)), num_chunks=3)
 
 
+def assert_lost(side: DecodeSide, one: EngineRequest, changes: dict[str, Any], cause: str) -> None:
+    """What the first P says of token 42, with `changes`, is not told, and the next one is asked."""
+    side.start(one, 0, ("p", "q"), 0.0)
+    side.on_message(HandoffId("r", 1), Accepted(cached_tokens=0), 0.0)
+    wrong = replace(Output(request_id="r#1", token_ids=(42,)), **changes)
+    actions = side.on_message(HandoffId("r", 1), Done(first=wrong, num_chunks=3), 0.0)
+    assert none_of(act.FirstToken, actions)
+    assert only(act.Recovered, actions) == act.Recovered("other_prefill", "r", "p", "accepted", f"protocol: Done {cause}")
+    assert only(act.OpenStream, actions).peer == "q"
+
+
 @pytest.mark.covers("X04")
 def test_all_that_p_knows_of_the_first_token_reaches_the_client_under_the_requests_own_name() -> None:
     prefill, decode = prefill_side(), decode_side(NEVER)
@@ -129,13 +140,7 @@ def test_once_the_token_was_delivered_the_next_worker_is_asked_for_kv_alone() ->
 )
 def test_a_first_token_that_cannot_be_one_is_not_told_and_the_next_worker_is_asked(changes: dict[str, Any], cause: str) -> None:
     side = DecodeSide(NEVER, chunk_bytes_per_token=BPT, backend="fake", vocab_size=100)
-    side.start(asked("r"), 0, ("p", "q"), 0.0)
-    side.on_message(HandoffId("r", 1), Accepted(cached_tokens=0), 0.0)
-    wrong = replace(Output(request_id="r#1", token_ids=(42,)), **changes)
-    actions = side.on_message(HandoffId("r", 1), Done(first=wrong, num_chunks=3), 0.0)
-    assert none_of(act.FirstToken, actions)
-    assert only(act.Recovered, actions) == act.Recovered("other_prefill", "r", "p", "accepted", f"protocol: Done {cause}")
-    assert only(act.OpenStream, actions).peer == "q"
+    assert_lost(side, asked("r"), changes, cause)
 
 
 @pytest.mark.parametrize("token_id", [0, 99])
@@ -173,13 +178,7 @@ def test_scores_that_nobody_asked_for_or_of_other_tokens_are_not_told(
     sampling: dict[str, int], changes: dict[str, Any], cause: str
 ) -> None:
     side = decode_side(NEVER)
-    side.start(asked("r", **sampling), 0, ("p", "q"), 0.0)
-    side.on_message(HandoffId("r", 1), Accepted(cached_tokens=0), 0.0)
-    wrong = replace(Output(request_id="r#1", token_ids=(42,)), **changes)
-    actions = side.on_message(HandoffId("r", 1), Done(first=wrong, num_chunks=3), 0.0)
-    assert none_of(act.FirstToken, actions)
-    assert only(act.Recovered, actions) == act.Recovered("other_prefill", "r", "p", "accepted", f"protocol: Done {cause}")
-    assert only(act.OpenStream, actions).peer == "q"
+    assert_lost(side, asked("r", **sampling), changes, cause)
 
 
 def test_a_resumed_request_is_not_told_its_prompts_scores_again() -> None:
@@ -228,13 +227,7 @@ def test_an_end_that_the_token_is_not_or_one_that_goes_unsaid_is_not_told(
     sampling: dict[str, Any], changes: dict[str, Any], cause: str
 ) -> None:
     side = DecodeSide(NEVER, chunk_bytes_per_token=BPT, backend="fake", vocab_size=100, eos_token_ids=(5,))
-    side.start(asked("r", **sampling), 0, ("p", "q"), 0.0)
-    side.on_message(HandoffId("r", 1), Accepted(cached_tokens=0), 0.0)
-    wrong = replace(Output(request_id="r#1", token_ids=(42,)), **changes)
-    actions = side.on_message(HandoffId("r", 1), Done(first=wrong, num_chunks=3), 0.0)
-    assert none_of(act.FirstToken, actions)
-    assert only(act.Recovered, actions) == act.Recovered("other_prefill", "r", "p", "accepted", f"protocol: Done {cause}")
-    assert only(act.OpenStream, actions).peer == "q"
+    assert_lost(side, asked("r", **sampling), changes, cause)
 
 
 @pytest.mark.parametrize(
