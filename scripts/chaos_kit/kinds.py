@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from chaos_kit.outcome import Fate
 
+ALL_PREFILL = "kill_all_prefill"  # at once: what was on its way is computed again by D itself
 SCRIPTED = (
     "kill_prefill",
+    ALL_PREFILL,
     "kill_decode",
     "kill_router",
     "freeze_prefill",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from chaos_kit.fleet import Fleet
-from chaos_kit.kinds import SCRIPTED
+from chaos_kit.kinds import ALL_PREFILL, SCRIPTED
 from chaos_kit.member import Member
 from chaos_kit.proxy import Connection, Proxy, Weather
 from chaos_kit.sockets import owner_of
@@ -116,7 +116,8 @@ class Striker:
         """What happens at once, and what follows until things are as before."""
         fleet, proxy = self._fleet, victim.proxy
         if kind.startswith("kill"):
-            return lambda: fleet.kill(victim), lambda: fleet.restart(victim, Member.kill)
+            victims = fleet.prefill if kind == ALL_PREFILL else [victim]
+            return lambda: _each(victims, fleet.kill), lambda: _restart(fleet, victims)
         if kind.startswith("restart"):
             return _nothing, lambda: fleet.restart(victim, None)
         seconds = self._rng.choice((SHORT_S, LONG_S))
@@ -155,6 +156,15 @@ class Striker:
         if victim.proxy is None or victim.proxy is proxy:
             return True
         return victim in self._fleet.decode and owner_of(connection.client_port, [victim.pid]) == victim.pid
+
+
+def _each(victims: list[Member], action: Callable[[Member], None]) -> None:
+    for member in victims:
+        action(member)
+
+
+async def _restart(fleet: Fleet, victims: list[Member]) -> None:
+    await asyncio.gather(*(fleet.restart(member, Member.kill) for member in victims))
 
 
 async def _later(seconds: float, action: Callable[[], None]) -> None:
