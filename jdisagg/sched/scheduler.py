@@ -22,6 +22,7 @@ from jdisagg.sched.intake import Limits, check_config
 from jdisagg.sched.pages import PageBook
 from jdisagg.sched.plan import PageTable, Plan, Sampled, StepResult
 from jdisagg.sched.planner import Planner
+from jdisagg.sched.remotes import Remotes
 from jdisagg.sched.rows import RowPlanner
 from jdisagg.sched.slots import Slots
 from jdisagg.sched.snapshot import snapshot
@@ -82,6 +83,7 @@ class Scheduler:
         starter = Starter(self._table, self._admission, rows, config, eos_token_ids)
         self._planner = Planner(self._table, rows, starter, config, self._limits)
         self._committer = Committer(self._table, role, eos_token_ids)
+        self._remotes = Remotes(self._table, self._admission, self._committer)
         self._steps = StepsInFlight()
         self._arrivals = Arrivals(self._table, self._admission, self._committer, config, self._limits)
 
@@ -100,8 +102,7 @@ class Scheduler:
 
     def awaits_peer(self, request_id: str) -> bool:
         """Whether to ask a peer for it now: it was not over when it came, and gets no KV from another choice of its group."""
-        sequence = self._table.live.get(request_id)
-        return sequence is not None and sequence.status is not Status.FORKING
+        return self._remotes.awaits_peer(request_id)
 
     def held_tokens(self, request_id: str) -> int:
         """Leading tokens whose KV is here: pinned ones of a remote sequence, computed ones of any other, and for one that
@@ -115,8 +116,7 @@ class Scheduler:
 
     def peer_ready(self, request_id: str, is_ready: bool = True) -> None:
         """Whether the peer of a remote sequence has begun with it: only then may pages be reserved here."""
-        if sequence := self._table.live.get(request_id):
-            sequence.wait.is_open = is_ready
+        self._remotes.peer_ready(request_id, is_ready)
 
     def cancel(self, request_id: str) -> bool:
         """Free everything the request holds, in any state, at once; no output follows. False when it is unknown."""
@@ -181,18 +181,11 @@ class Scheduler:
 
     def take_reserved(self) -> list[Reserved]:
         """Remote sequences that got pages since the last call and still have them."""
-        taken, self._table.reserved = self._table.reserved, []
-        return [
-            Reserved(s.request_id, (tuple(s.holding.pages),), s.holding.held_tokens, s.target)
-            for s in taken
-            if s.status is Status.TRANSFER
-        ]
+        return self._remotes.take_reserved()
 
     def take_retracted(self) -> list[EngineRequest]:
         """Sequences in PREALLOC that lost their KV since the last call: open their hand-off again, then ask for more."""
-        self._admission.lift_pin()
-        taken, self._table.retracted = self._table.retracted, []
-        return [s.resumed_request() for s in taken if s.status is Status.PREALLOC]
+        return self._remotes.take_retracted()
 
     def page_table(self, request_id: str) -> PageTable:
         """Pages of a live request, per KV group, in token order."""
@@ -200,40 +193,22 @@ class Scheduler:
 
     def remote_first_token(self, request_id: str, first: Output, now_s: float) -> Output:
         """The peer sampled the first token: returns the client's output. With `finish` set the request is over and freed."""
-        sequence = self._table.live[request_id]
-        assert sequence.status in (Status.PREALLOC, Status.TRANSFER), (
-            f"first token for {request_id} while {sequence.status.value}"
-        )
-        return self._committer.take_first(sequence, first)
+        return self._remotes.first_token(request_id, first)
 
     def kv_arrived(self, request_id: str, now_s: float) -> None:
         """All KV is in the pages (scattered, or dispatched to be): TRANSFER -> READY. The first token must be known."""
-        sequence = self._table.live[request_id]
-        assert sequence.num_known > sequence.target, f"KV of {request_id} is complete before its first token is known"
-        self._table.move(sequence, Status.READY)
-        sequence.num_computed = sequence.num_scheduled = sequence.target
-        self._table.pages.publish(sequence)
+        self._remotes.kv_arrived(request_id)
 
     def compute_locally(self, request_id: str, held_tokens: int = 0) -> bool:
         """Give up on the peer: the sequence waits, at its place by arrival, to be prefilled here. Tokens it has stay. KV of its
         first `held_tokens` tokens has arrived: with prefix caching its full pages need not be computed, if they are still
         there when its turn comes. True when the request goes on without its peer, False when it is unknown or finished."""
-        sequence = self._table.live.get(request_id)
-        if sequence is None or sequence.status is Status.PUBLISHING:
-            return False
-        if sequence.status in (Status.PREALLOC, Status.TRANSFER):
-            self._table.compute_here(sequence, held_tokens)
-        return True
+        return self._remotes.compute_locally(request_id, held_tokens)
 
     def fetch_first(self, request_id: str, held_limit: int) -> None:
         """The other way: a sequence that waits to be computed here has KV come from a peer, which has begun, before that. It
         keeps its place; what of its first `held_limit` tokens is found here is pinned. Ignored in any other state."""
-        sequence = self._table.live.get(request_id)
-        if sequence is not None and sequence.status is Status.WAITING:
-            assert not sequence.wait.host_tokens, f"{request_id} has KV in host memory"
-            self._table.move(sequence, Status.PREALLOC)
-            sequence.wait.is_remote = True
-            self._admission.pin_prefix(sequence, held_limit)
+        self._remotes.fetch_first(request_id, held_limit)
 
     # --- views and upkeep
 
