@@ -95,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--topology", metavar="KIND:SHAPE", help="v5e:2x4, v5p:2x2x1, v6e:2x4, tpu7x:2x2x1, h200:1, cpu:1")
+    add("--topology", metavar="KIND:SHAPE", help="v5e:2x4, v5p:2x2x1, v6e:2x4, tpu7x:2x2x1, h100:1, h200:1, cpu:1")
     add("--tp", metavar="N", help="short for --tensor-parallel-size")
     add("--explain", action="store_true", help="say where every figure comes from, and list what was found in the programs")
     add("--json", type=Path, metavar="FILE", help="write the whole answer as JSON, too")

@@ -34,7 +34,7 @@ from jdisagg.sched.plan import Admit, Plan
 
 BYTES_WITHIN, TIME_WITHIN = 0.03, 0.25
 MORE = 1.1
-TOPOLOGIES = {"NVIDIA H200": "h200:1", "cpu": "cpu:1"}  # by device kind
+TOPOLOGIES = {"NVIDIA H100 80GB HBM3": "h100:1", "NVIDIA H200": "h200:1", "cpu": "cpu:1"}  # by device kind
 NUM_SEQS = 4  # one decode executable: every one takes seconds to compile
 ROOM_TOKENS = 64
 SHARE = "0.97"  # of the runtime's limit: a tenth more pages is then past it

@@ -18,6 +18,7 @@ from jdisagg.core.errors import ConfigError
         ("tpu7x:2x2x1", 8, "2x2x1"),  # two devices a chip
         ("h200:4", 4, "4"),
         ("H200", 1, "1"),
+        ("h100:8", 8, "8"),
     ],
 )
 def test_a_topology_counts_devices_and_asks_for_whole_hosts(text: str, num_devices: int, compile_shape: str) -> None:
@@ -35,6 +36,7 @@ def test_memory_on_a_gpu_is_the_share_that_its_allocator_takes() -> None:
     known = read_accelerators()
     assert known["v6e"].limit_bytes({"XLA_CLIENT_MEM_FRACTION": "0.5"}) == int(31.25 * GIB)
     assert known["h200"].limit_bytes({}) == int(139.8 * GIB * 0.75)
+    assert known["h100"].limit_bytes({}) == int(79.1 * GIB * 0.75)
     assert known["h200"].limit_bytes({"XLA_CLIENT_MEM_FRACTION": "0.95"}) == int(139.8 * GIB * 0.95)
     assert known["cpu"].limit_bytes({}) is None
     with pytest.raises(ConfigError, match=r"XLA_CLIENT_MEM_FRACTION: got 'much', wanted a share"):
@@ -50,6 +52,8 @@ def test_every_accelerator_has_rates_for_the_default_dtype_and_a_source() -> Non
             )
         if accelerator.platform == "cuda":
             assert "gpu_device_info" in accelerator.target_text()
+            assert f'"{accelerator.title}' in accelerator.target_text()
+            assert f"memory_bandwidth: {int(accelerator.bytes_per_s or 0)} " in accelerator.target_text()
 
 
 @pytest.mark.parametrize(
