@@ -109,7 +109,7 @@ def cases(extent: str, topology: Topology | None) -> Iterator[Case]:
     `topology` restricts them to one, whose shape then counts.
     """
     if extent == "few":
-        yield from FEW if topology is None else _few_of(topology)
+        yield from FEW if topology is None else _few_of(topology) or [Case(topology=str(topology), tp=1, head_dim=128)]
         return
     for name in TOPOLOGIES if topology is None else (str(topology),):
         for tp, head_dim in itertools.product(TPS, HEAD_DIMS):
@@ -173,11 +173,10 @@ def render_gates(gates: Sequence[Gate]) -> str:
     return "\n".join([*columns(rows), f"{len(gates) - failed} of {len(gates)} gates hold"]) + "\n"
 
 
-def _few_of(topology: Topology) -> Iterator[Case]:
-    kind = topology.accelerator.name
-    for case in FEW:
-        if case.topology.startswith(f"{kind}:") and case.tp <= topology.num_devices:
-            yield replace(case, topology=str(topology))
+def _few_of(topology: Topology) -> list[Case]:
+    kind = f"{topology.accelerator.name}:"
+    fitting = (case for case in FEW if case.topology.startswith(kind) and case.tp <= topology.num_devices)
+    return [replace(case, topology=str(topology)) for case in fitting]
 
 
 def _spec(head_dim: int) -> ModelSpec:
