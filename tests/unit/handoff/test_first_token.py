@@ -172,6 +172,7 @@ OF_42 = (TokenLogprob(42, -0.5, ()),)
         ({"logprobs": 0}, {}, "with 0 logprobs, wanted 1"),
         ({"logprobs": 0}, {"logprobs": OF_42 * 2}, "with 2 logprobs, wanted 1"),
         ({"logprobs": 0}, {"logprobs": SCORED[2:3]}, "with logprobs of token 3, wanted those of 42"),
+        ({"logprobs": 0}, {"logprobs": (None,)}, "without logprobs of token 0"),
     ],
 )
 def test_scores_that_nobody_asked_for_or_of_other_tokens_are_not_told(
@@ -238,6 +239,7 @@ def test_an_end_that_the_token_is_not_or_one_that_goes_unsaid_is_not_told(
         ({"ignore_eos": True, "stop_token_ids": (5,)}, {"token_ids": (5,), "finish": STOP, "stop_token_id": 5}),
         ({"stop_token_ids": (42,)}, {"finish": STOP, "stop_token_id": 42}),
         ({"stop_token_ids": (42,), "min_tokens": 2}, {}),
+        ({"max_tokens": 2}, {}),
         ({"max_tokens": 1}, {"finish": LENGTH}),
         ({"max_tokens": 1}, {"token_ids": (5,), "finish": STOP, "stop_token_id": 5}),
         ({"max_tokens": 1, "ignore_eos": True}, {"token_ids": (5,), "finish": LENGTH}),

@@ -235,7 +235,9 @@ def test_the_end_of_the_stream_frees_everything_and_makes_room_for_others() -> N
 def test_pieces_of_fewer_than_no_tokens_are_declined(piece_tokens: int) -> None:
     side = lender()
     want = Want(begin=2, end=11, reason="held", piece_tokens=piece_tokens)
-    assert "in pieces of -" in only(act.Send, side.on_message(H, want, 0.0)).message.reason  # type: ignore[union-attr]
+    declined = only(act.Send, side.on_message(H, want, 0.0))
+    assert declined.handoff == H
+    assert "in pieces of -" in declined.message.reason  # type: ignore[union-attr]
     assert side.on_message(H, Grant(credit_bytes=1000), 0.0) == []
 
 
