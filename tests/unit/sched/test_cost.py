@@ -85,6 +85,7 @@ def counted() -> Iterator[Work]:
 
     before = sys.gettrace()
     gc.disable()  # a finalizer that runs meanwhile would count; collecting first takes a second late in a whole run
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 sends opcodes if some frame wants them already
     sys.settrace(on_event)
     try:
         yield work
