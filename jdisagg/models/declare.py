@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jdisagg.core.errors import ConfigError
 from jdisagg.models.spec import ModelSpec
 
 Path = tuple[str | int, ...]  # of a leaf in the parameter dict: ("layers", 3, "self_attn", "q_proj", "kernel")
@@ -122,13 +123,18 @@ def declarations(spec: ModelSpec) -> Mapping[Path, Declared]:
 
 
 def build(spec: ModelSpec, make: Callable[[Path, Declared], Any]) -> dict[str, Any]:
-    """The parameter dict, each leaf made by `make`: {"embed_tokens", "layers": [one dict per layer], "norm", "lm_head"?}."""
+    """The parameter dict, each leaf made by `make`: {"embed_tokens", "layers": [one dict per layer], "norm", "lm_head"?}.
+    Raises ConfigError with the tensor's name where `make` raises OverflowError."""
     params: dict[str, Any] = {"layers": [{} for _ in range(spec.num_layers)]}
     for path, declared in declarations(spec).items():
         node: Any = params
         for part in path[:-1]:
             node = node[part] if isinstance(part, int) else node.setdefault(part, {})
-        node[path[-1]] = make(path, declared)
+        try:
+            node[path[-1]] = make(path, declared)
+        except OverflowError as error:
+            text = f"--dtype: tensor {declared.name} has {error}; use bfloat16 or float32"
+            raise ConfigError(text, field="--dtype") from error
     return params
 
 

@@ -28,13 +28,14 @@ class HostParts:
         self._parts = {bounds: _mapped(bounds, dtype) for bounds in {_bounds(index, shape) for index in indices}}
 
     def fill(self, slab: Slab, values: np.ndarray) -> None:
-        """Copy and cast `values`, which are those at `slab` of the whole array, to wherever they belong."""
+        """Copy and cast `values`, which are those at `slab` of the whole array, to wherever they belong. Raises OverflowError
+        for a finite one that would become infinite: one such weight makes every answer NaN, and does not say why."""
         for bounds, part in self._parts.items():
             inside = [(max(a, cut.start), min(b, cut.stop)) for (a, b), cut in zip(bounds, slab, strict=True)]
             if all(a < b for a, b in inside):
                 to = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(inside, bounds, strict=True))
                 of = tuple(slice(a - cut.start, b - cut.start) for (a, b), cut in zip(inside, slab, strict=True))
-                part[to] = values[of]
+                _cast(values[of], part[to])
 
     def placed(self) -> jax.Array:
         """The array on its devices, arrived. Nothing may be filled afterwards: the memory may be the array's."""
@@ -52,6 +53,14 @@ def slabs(shape: tuple[int, ...], extent: tuple[int, ...]) -> Iterator[Slab]:
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Bounds:
     assert index is not None, "a device of this process holds nothing"
     return tuple(cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True))
+
+
+def _cast(values: np.ndarray, to: np.ndarray) -> None:
+    with np.errstate(over="ignore"):
+        to[...] = values
+    narrows = to.dtype == np.float16 and values.dtype != np.float16  # bfloat16 reaches as far as float32
+    if narrows and (np.isinf(to) & np.isfinite(values)).any():
+        raise OverflowError(f"values beyond {np.finfo(np.float16).max:g}, the largest that float16 holds")
 
 
 def _mapped(bounds: _Bounds, dtype: str) -> np.ndarray:

@@ -31,3 +31,20 @@ def test_a_cpu_device_takes_its_part_over_and_equal_parts_are_one() -> None:
     parts.fill((slice(0, 1024),), np.ones(1024, np.float32))
     pointers = {shard.data.unsafe_buffer_pointer() for shard in parts.placed().addressable_shards}
     assert len(pointers) == 1
+
+
+@pytest.mark.parametrize("stored", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("value", [65536.0, -1e30])
+def test_a_weight_that_float16_cannot_hold_is_refused(stored: str, value: float) -> None:
+    values = np.full(8, 65504.0, np.float32)
+    values[5] = value
+    sharding = NamedSharding(make_mesh(jax.devices(), 1), PartitionSpec())
+    with pytest.raises(OverflowError, match="values beyond 65504, the largest that float16 holds"):
+        HostParts((8,), sharding, "float16").fill((slice(0, 8),), values.astype(stored))
+    HostParts((8,), sharding, "bfloat16").fill((slice(0, 8),), values.astype(stored))
+
+
+def test_a_weight_that_is_infinite_in_the_file_stays_so() -> None:
+    parts = HostParts((2,), NamedSharding(make_mesh(jax.devices(), 1), PartitionSpec()), "float16")
+    parts.fill((slice(0, 2),), np.array([np.inf, 1e-30], np.float32))
+    assert np.asarray(parts.placed()).tolist() == [np.inf, 0.0]

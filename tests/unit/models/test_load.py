@@ -230,6 +230,17 @@ def test_bad_tensors_are_named(tmp_path: Path, tensors: dict[str, np.ndarray], c
         load(write_model(tmp_path / "bad", change(tensors)))
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "orbax"])
+def test_a_weight_beyond_float16_is_named(tmp_path: Path, tensors: dict[str, np.ndarray], kind: str) -> None:
+    tensors["model.norm.weight"] = np.full(16, 7e4, np.float32)
+    directory = write_model(tmp_path / "large", tensors)
+    if kind == "orbax":
+        directory = as_orbax(load(directory), tmp_path / "orbax-model")
+    with pytest.raises(ConfigError, match=r"--dtype: tensor model\.norm\.weight has values beyond 65504.*; use bfloat16 or"):
+        load(directory, dtype="float16")
+    assert load(directory, dtype="bfloat16").params
+
+
 def test_an_orbax_checkpoint_of_another_shape_is_named(model_directory: Path, tmp_path: Path) -> None:
     directory = as_orbax(load(model_directory), tmp_path / "orbax-model")
     (directory / "config.json").write_text(json.dumps({**CONFIG, "intermediate_size": 48}))
