@@ -29,7 +29,7 @@ from jdisagg.v1 import common_pb2, peer_pb2
 
 DOWN_HEARTBEAT = peer_pb2.PrefillRequest(heartbeat=peer_pb2.PrefillRequest.Heartbeat())
 UP_HEARTBEAT = peer_pb2.PrefillResponse(heartbeat=peer_pb2.PrefillResponse.Heartbeat())
-
+MOST_COUNTED = 2**40  # tokens or bytes of one hand-off
 
 Down = Open | Grant | Ack | Want | ChunkReady | Declined
 Up = Accepted | Started | Parked | ChunkReady | Done | Refused | Want | Grant | Ack
@@ -162,11 +162,15 @@ class UpStream:
 
 
 def _decode_first(message: common_pb2.Output) -> Output:
-    """Its scores go to the client as they are, and no answer can be written with one that is no number or of no token."""
+    """Its scores go to the client as they are, and no answer can be written with one that is no number or of no token. Its
+    counts are added to those of other hand-offs, and no answer can be written with a sum of more than 63 bits."""
     for scored in (*message.logprobs, *message.prompt_logprobs):
         for score in (scored, *scored.top):
             if score.token_id < 0 or not score.logprob < inf:
                 raise InvalidRequest(f"Done with log-probability {score.logprob} of token {score.token_id}")
+    for field, value in message.provenance.ListFields():
+        if isinstance(value, int) and not 0 <= value <= MOST_COUNTED:
+            raise InvalidRequest(f"Done with {field.name} {value}, wanted 0 to {MOST_COUNTED}")
     return decode_output(message)
 
 

@@ -15,7 +15,7 @@ from jdisagg.api.peer_client import GrpcPeerClient
 from jdisagg.api.peer_codec import decode_down, decode_up, encode_down, encode_up
 from jdisagg.core.errors import HandoffLost, InvalidRequest, NumericalError, Overloaded
 from jdisagg.core.logs import GRPC_SERVER_LOG, Garbled
-from jdisagg.core.requests import FinishReason, Output, TokenLogprob
+from jdisagg.core.requests import FinishReason, Output, Provenance, TokenLogprob
 from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.identity import Incompatible
 from jdisagg.handoff.ladder import is_final, is_unfit
@@ -39,6 +39,12 @@ def chunk(shape: Sequence[int] = FLAT.shape, **changes: str) -> bytes:
 def scored(*scores: TokenLogprob) -> bytes:
     """A first token with these log-probabilities."""
     first = Output(request_id="r", token_ids=(7,), logprobs=scores)
+    return encode_up(Done(first=first, num_chunks=1)).SerializeToString()
+
+
+def counted(**counts: int) -> bytes:
+    """A first token with a provenance of these counts."""
+    first = Output(request_id="r", token_ids=(7,), provenance=Provenance(**counts))
     return encode_up(Done(first=first, num_chunks=1)).SerializeToString()
 
 
@@ -77,6 +83,8 @@ class RawPrefill:
         (scored(TokenLogprob(7, float("nan"), ())), "log-probability nan of token 7"),
         (scored(TokenLogprob(7, -1.0, ((8, float("inf")),))), "log-probability inf of token 8"),
         (scored(TokenLogprob(7, -1.0, ((-8, -1.0),))), "log-probability -1.0 of token -8"),
+        (counted(borrowed_tokens=2**63 - 1), "Done with borrowed_tokens 9223372036854775807"),
+        (counted(prefilled_tokens=-1), "Done with prefilled_tokens -1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
