@@ -20,6 +20,8 @@ from typing import Any
 from jdisagg.core.requests import EngineRequest
 from jdisagg.handoff.messages import HandoffId
 
+MOST_AGAIN = 16  # times that D may want each piece again, on average: it tries twice over each backend, and there are four
+
 
 class OutboundStage(Enum):
     """Where P's hand-off is."""
@@ -103,6 +105,12 @@ class Outbound:
         self.spent_bytes += num_bytes
         self.num_cut += 1
         self.pieces[key] = OutgoingPiece(*span, num_bytes)
+
+    @property
+    def is_worn_out(self) -> bool:
+        """D has wanted so much of it again that it can hardly be after the KV."""
+        num_pieces = -(-(self.cut - self.held_tokens) // self.chunk_tokens)
+        return self.num_cut + len(self.again) - num_pieces >= MOST_AGAIN * num_pieces
 
     @property
     def num_chunks(self) -> int:

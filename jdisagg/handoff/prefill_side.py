@@ -39,7 +39,7 @@ from jdisagg.handoff.messages import (
     StreamEnded,
     Want,
 )
-from jdisagg.handoff.outbound import Outbound, OutboundStage
+from jdisagg.handoff.outbound import MOST_AGAIN, Outbound, OutboundStage
 
 MAX_PUBLISH_FAILURES = 2  # per hand-off
 
@@ -241,6 +241,9 @@ class PrefillSide:
         if not (record.held_tokens <= begin < end <= record.cut and size <= record.chunk_tokens):
             text = f"Want [{begin}, {end}): only published tokens, [{record.held_tokens}, {record.cut}), can be sent again"
             return self._refuse(record, InvalidRequest(f"request {record.request.request_id}: {text}"))
+        if record.is_worn_out:
+            text = f"Want [{begin}, {end}): each piece was sent again {MOST_AGAIN} times, on average"
+            return self._refuse(record, HandoffLost(f"request {record.request.request_id}: {text}"))
         key = record.key_of(begin, end)
         actions = [] if key is None else self._exports.discard(record, key)
         record.again.append((begin, end))

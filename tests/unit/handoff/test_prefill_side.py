@@ -10,6 +10,7 @@ from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, O
 from jdisagg.core.requests import FinishReason, Output
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.messages import Accepted, Ack, Done, Grant, HandoffId, Open, Parked, Refused, Started, StreamEnded, Want
+from jdisagg.handoff.outbound import MOST_AGAIN
 from jdisagg.handoff.prefill_side import PrefillSide
 from tests.unit.handoff.rig import CONFIG, FIRST, H, none_of, only, prefill_side, ready, request
 
@@ -233,6 +234,25 @@ def test_any_part_of_what_was_published_can_be_asked_for_again(span: tuple[int, 
     assert exports(again) == [span]
     keys = {(2, 6): "k0", (6, 10): "k1"}
     assert [action for action in again if isinstance(action, act.Discard)] == [act.Discard(keys[s]) for s in keys if s == span]
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_who_wants_it_all_again_without_end_is_refused(takes: bool) -> None:
+    """`takes`: with credit for whatever it wants; else the ranges it wants would heap up."""
+    side = prefill_side()
+    opened(side, num_tokens=9, credit=False)
+    side.on_message(H, Grant(credit_bytes=10**9 if takes else 90), 0.0)
+    side.on_computed("r#1", 9)
+    side.on_first_token("r#1", FIRST)
+    for number in range(3 * MOST_AGAIN):
+        begin = 4 * (number % 2)
+        assert none_of(act.Reply, side.on_message(H, Want(begin=begin, end=begin + 4, reason="checksum"), 0.0))
+    refused = only(act.Reply, side.on_message(H, Want(begin=0, end=4, reason="checksum"), 0.0)).message
+    assert isinstance(refused, Refused)
+    assert isinstance(refused.error, HandoffLost)
+    assert "[0, 4)" in refused.error.message
+    assert side.is_idle
+    assert side.buffered_bytes == 0
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 5), (8, 12), (4, 4), (-1, 3)])
