@@ -5,7 +5,7 @@ that have something to cut, one piece each, in the order in which they became re
 wait, so a big piece is never overtaken for ever. A piece larger than the whole buffer goes when the buffer is empty.
 
 A receiver that has two pieces or more out gets no more than what is free beside them: alone it fills half of the buffer, and
-one that stands still, or has a slow network, leaves room for others.
+one that stands still, or has a slow network, leaves room for others. Where several do, `standstill` says whose turn is over.
 """
 
 from __future__ import annotations
@@ -95,6 +95,10 @@ class ExportQueue:
             sources[record.handoff] = sources.pop(record.handoff)
             actions.append(Export(record.handoff, record.engine_request_id, *span, key))
         return actions
+
+    def others_wait(self, receiver: str) -> bool:
+        """Whether somebody beside `receiver` has a piece to be cut, and no room for it."""
+        return any(other != receiver and self._next_of(sources) is not None for other, sources in self._turns.items())
 
     def _next_of(self, sources: dict[HandoffId, Source]) -> tuple[Source, tuple[int, int], int] | None:
         """A receiver's hand-off whose turn it is, what it cuts and how many bytes that is. Those with nothing to cut leave."""

@@ -40,6 +40,7 @@ from jdisagg.handoff.messages import (
     Want,
 )
 from jdisagg.handoff.outbound import MOST_AGAIN, Outbound, OutboundStage
+from jdisagg.handoff.standstill import Standstill
 
 MAX_PUBLISH_FAILURES = 2  # per hand-off
 
@@ -50,6 +51,7 @@ class PrefillSide:
     def __init__(self, config: TransferConfig, *, bytes_per_token: int, new_key: Callable[[], str] = unguessable_key) -> None:
         self._config = config
         self._exports = ExportQueue(config, bytes_per_token=bytes_per_token, new_key=new_key)
+        self._standstill = Standstill(config)
         self._live: dict[HandoffId, Outbound] = {}
         self._by_request: dict[str, Outbound] = {}
         self._num_late = 0
@@ -91,6 +93,7 @@ class PrefillSide:
         if record is None:
             return [] if isinstance(message, StreamEnded) else self._late()
         record.heard_s = now_s
+        self._standstill.moved(record.receiver, now_s)
         match message:
             case Grant(credit_bytes=credit_bytes):
                 record.credit_bytes = max(record.credit_bytes, credit_bytes)
@@ -201,7 +204,8 @@ class PrefillSide:
     # --- time
 
     def tick(self, now_s: float) -> list[PrefillAction]:
-        """Deadlines, and leases: a D that holds published pieces and is silent for `lease_s` loses them and the hand-off."""
+        """Deadlines, and leases: a D that holds published pieces and is silent for `lease_s` loses them and the hand-off. One
+        that takes none of them has more time, until others need the room."""
         actions: list[PrefillAction] = []
         for record in list(self._live.values()):
             silent_s = now_s - record.heard_s
@@ -212,6 +216,9 @@ class PrefillSide:
             elif silent_s >= self._config.lease_s and any(piece.published for piece in record.pieces.values()):
                 text = f"request {record.request.request_id}: published pieces not fetched for {silent_s:.1f} s"
                 actions += self._refuse(record, HandoffLost(text))
+        for record, still_s in self._standstill.find(self._live.values(), self._exports.others_wait, now_s):
+            text = f"published pieces not fetched for {still_s:.1f} s, and others need their room"
+            actions += self._refuse(record, HandoffLost(f"request {record.request.request_id}: {text}"))
         return actions
 
     # --- pages for others

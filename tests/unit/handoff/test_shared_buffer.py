@@ -2,43 +2,47 @@
 
 from __future__ import annotations
 
+import itertools
+
 from jdisagg.core.config import TransferConfig
 from jdisagg.handoff import actions as act
-from jdisagg.handoff.messages import Ack, Grant, HandoffId, Open
+from jdisagg.handoff.messages import Ack, Grant, HandoffId, Open, Refused
 from jdisagg.handoff.prefill_side import PrefillSide
-from tests.unit.handoff.rig import BPT, prefill_side, request
+from tests.unit.handoff.rig import BPT, ready, request
 
-PIECE_TOKENS, PIECE_BYTES = 4, 4 * BPT
+PIECE_TOKENS = 4
 
 
 class Prefill:
     """Prompts of ten pieces, all computed, whose decode workers have granted credit for everything."""
 
-    def __init__(self, num_pieces_of_room: int) -> None:
-        room = num_pieces_of_room * PIECE_BYTES
-        self.side: PrefillSide = prefill_side(TransferConfig(transfer_chunk_tokens=PIECE_TOKENS, transfer_buffer_bytes=room))
+    def __init__(self, num_pieces_of_room: int, bytes_per_token: int = BPT) -> None:
+        room = num_pieces_of_room * PIECE_TOKENS * bytes_per_token
+        config = TransferConfig(transfer_chunk_tokens=PIECE_TOKENS, transfer_buffer_bytes=room)
+        keys = itertools.count()
+        self.side = PrefillSide(config, bytes_per_token=bytes_per_token, new_key=lambda: f"k{next(keys)}")
         self.out: list[tuple[str, HandoffId, str]] = []  # receiver, hand-off, key of pieces that were not acknowledged
-        self._receivers: dict[HandoffId, str] = {}
+        self.receivers: dict[HandoffId, str] = {}
 
     def opened(self, receiver: str, number: int) -> HandoffId:
         handoff = HandoffId(f"{receiver}-{number}", 1)
-        self._receivers[handoff] = receiver
+        self.receivers[handoff] = receiver
         asked = request(10 * PIECE_TOKENS, request_id=handoff.request_id)
         self.side.open(handoff, Open(request=asked, held_tokens=0, backend="fake"), 0.0, receiver)
         self.side.on_admitted(handoff, 0)
-        self.side.on_message(handoff, Grant(credit_bytes=10 * PIECE_BYTES), 0.0)
-        self._note(self.side.on_computed(f"{handoff.request_id}#1", 10 * PIECE_TOKENS))
+        self.side.on_message(handoff, Grant(credit_bytes=2**40), 0.0)
+        self.note(self.side.on_computed(f"{handoff.request_id}#1", 10 * PIECE_TOKENS))
         return handoff
 
-    def acknowledge(self, receiver: str) -> None:
+    def acknowledge(self, receiver: str, now_s: float = 0.0) -> None:
         """The oldest piece of a receiver."""
         entry = next(entry for entry in self.out if entry[0] == receiver)
         self.out.remove(entry)
-        self._note(self.side.on_message(entry[1], Ack(key=entry[2]), 0.0))
+        self.note(self.side.on_message(entry[1], Ack(key=entry[2]), now_s))
 
-    def _note(self, actions: list[act.PrefillAction]) -> None:
+    def note(self, actions: list[act.PrefillAction]) -> None:
         exports = [action for action in actions if isinstance(action, act.Export)]
-        self.out += [(self._receivers[export.handoff], export.handoff, export.key) for export in exports]
+        self.out += [(self.receivers[export.handoff], export.handoff, export.key) for export in exports]
 
     @property
     def shares(self) -> dict[str, int]:
@@ -89,3 +93,62 @@ def test_what_was_taken_long_ago_counts_for_nobody_s_share() -> None:
     assert prefill.shares == {}
     prefill.opened("again", 1)
     assert prefill.shares == {"again": 2}
+
+
+def beat(prefill: Prefill, now_s: float) -> list[str]:
+    """Everybody is alive; returns who is refused, and why."""
+    for _, handoff, key in prefill.out:
+        prefill.side.on_published(handoff, ready(key, 0, PIECE_TOKENS), 0.0)
+    for handoff in prefill.receivers:
+        prefill.side.on_heartbeat(handoff, now_s)
+    actions = prefill.side.tick(now_s)
+    prefill.note(actions)
+    discarded = {action.key for action in actions if isinstance(action, act.Discard)}
+    prefill.out[:] = [entry for entry in prefill.out if entry[2] not in discarded]
+    replies = [action for action in actions if isinstance(action, act.Reply)]
+    return [str(reply.message.error) for reply in replies if isinstance(reply.message, Refused)]
+
+
+def test_those_who_take_nothing_make_room_when_another_waits_for_it() -> None:
+    prefill = Prefill(num_pieces_of_room=8)
+    for receiver in ("a", "b", "c"):
+        prefill.opened(receiver, 0)
+    assert prefill.shares == {"a": 4, "b": 2, "c": 2}
+    assert beat(prefill, 0.0) == []
+    prefill.opened("takes", 0)
+    assert "takes" not in prefill.shares
+    assert beat(prefill, 29.9) == []
+    told = beat(prefill, 30.1)
+    assert told == [f"request {r}-0: published pieces not fetched for 30.1 s, and others need their room" for r in "abc"]
+    assert prefill.shares == {"takes": 4}
+
+
+def test_who_takes_nothing_is_waited_for_while_nobody_else_needs_the_room() -> None:
+    prefill = Prefill(num_pieces_of_room=2)
+    prefill.opened("only", 0)
+    prefill.opened("only", 1)
+    for now_s in (0.0, 30.0, 60.0, 99.0):
+        assert beat(prefill, now_s) == []
+    assert prefill.shares == {"only": 2}
+
+
+def test_who_takes_a_piece_now_and_then_is_slow_and_keeps_its_share() -> None:
+    prefill = Prefill(num_pieces_of_room=2)
+    for number in range(2):
+        prefill.opened("slow", number)
+    prefill.opened("waits", 0)
+    assert prefill.shares == {"slow": 2}
+    assert beat(prefill, 0.0) == []
+    prefill.acknowledge("slow", 29.0)  # of one of its hand-offs: the others wait their turn in its queue
+    assert beat(prefill, 31.0) == []
+    assert beat(prefill, 58.9) == []
+    assert len(beat(prefill, 59.1)) == 1
+
+
+def test_a_large_piece_may_take_as_long_as_a_slow_network_needs() -> None:
+    prefill = Prefill(num_pieces_of_room=2, bytes_per_token=2**20)
+    prefill.opened("slow", 0)
+    prefill.opened("waits", 0)
+    assert beat(prefill, 0.0) == []
+    assert beat(prefill, 41.9) == []
+    assert len(beat(prefill, 42.0)) == 1
