@@ -26,6 +26,7 @@ from jdisagg.api.piece_server import PieceBytes, PieceServer
 from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import HandoffLost, InvalidRequest, Unavailable
+from jdisagg.core.logs import Seldom
 from jdisagg.core.told import told
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.identity import Identity, Incompatible, agree
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 LEASE_NEWS = 0.25  # of a lease: how often the engine hears that a silent D is alive
 LAST_WRITE_S = 15.0  # gRPC finds out in this time that a connection is dead
 LINGER_SHARE = 0.3  # of `dead_after_s`: D takes silence of P up to here for nothing
+TOLD_EVERY_S, TOLD_FIRST = 10.0, 32  # hand-offs that end badly: a worker's worth of them is in the log, a storm of them is not
 _BROKEN = {
     "dead": "the connection to its decode worker is gone",
     "heartbeat": "no heartbeat of its decode worker for --dead-after-s",
@@ -60,6 +62,7 @@ class PeerServer(PieceServer):
         self._post = post
         self._config = config
         self._serials = itertools.count(1)
+        self._told_broken, self._told_unread = (Seldom(TOLD_EVERY_S, TOLD_FIRST) for _ in range(2))
         self._num_streams = 0
         self._draining = False
 
@@ -107,12 +110,14 @@ class PeerServer(PieceServer):
                 reply.abandon()
                 self._post(PeerMessage(handoff, StreamEnded(reason=reason)))
                 if reason in _BROKEN and unread is None:
-                    log.info("request %s of %s: %s; the hand-off is over", handoff.request_id, context.peer(), _BROKEN[reason])
+                    text, what = "request %s of %s: %s; the hand-off is over", (handoff.request_id, context.peer())
+                    self._told_broken.say(log, logging.INFO, text, *what, _BROKEN[reason], now_s=monotonic())
             await asyncio.wait({write}, timeout=LAST_WRITE_S)  # gRPC accepts no status while the first message is on its way
             if not write.done():
                 raise asyncio.CancelledError
             if unread is not None:  # not the fault of who made the request, as InvalidRequest would have D believe
-                log.warning("request %s of %s: a message cannot be read: %s", handoff.request_id, context.peer(), unread)
+                text, what = "request %s of %s: a message cannot be read: %s", (handoff.request_id, context.peer())
+                self._told_unread.say(log, logging.WARNING, text, *what, unread, now_s=monotonic())
                 await abort(context, HandoffLost(f"{self._identity.worker} cannot read a message: {unread}"))
         finally:
             await cancel_and_wait(write)

@@ -65,22 +65,28 @@ class Garbled(logging.Filter):
 
 
 class Seldom:
-    """Of lines that anybody on the network can cause at will: one in `every_s` seconds is said, the others are counted. Any
-    thread."""
+    """Of lines that anybody on the network can cause at will: one in `every_s` seconds is said, or the first few, the others
+    are counted. Any thread."""
 
-    def __init__(self, every_s: float) -> None:
+    def __init__(self, every_s: float, first: int = 1) -> None:
+        """`first`: so many, the first ones of every `every_s` seconds, are said."""
         self._every_s = every_s
+        self._first = first
         self._next_s = 0.0
+        self._num_said = 0
         self._num_kept_back = 0
         self._lock = threading.Lock()
 
     def say(self, log: logging.Logger, level: int, text: str, *told: object, now_s: float) -> None:
         """Log it, and how many were kept back since the last one; or keep it back."""
         with self._lock:
-            if now_s < self._next_s:
+            if now_s >= self._next_s:
+                self._next_s, self._num_said = now_s + self._every_s, 0
+            if self._num_said >= self._first:
                 self._num_kept_back += 1
                 return
-            self._next_s, kept_back, self._num_kept_back = now_s + self._every_s, self._num_kept_back, 0
+            self._num_said += 1
+            kept_back, self._num_kept_back = self._num_kept_back, 0
         if kept_back:
             text, told = f"{text}; %d more since it was last said", (*told, kept_back)
         log.log(level, text, *told)

@@ -330,6 +330,27 @@ def test_a_decode_worker_that_goes_in_the_middle_of_a_hand_off_is_in_the_prefill
         assert why in line
 
 
+def test_a_storm_of_streams_that_die_at_once_leaves_the_first_lines_in_the_log(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "jdisagg.api.peer_server")
+    num_streams = 3 * peer_server.TOLD_FIRST
+
+    async def body() -> None:
+        p = Prefill(identity())
+        address = await p.start()
+        async with channels.open_channel(address) as channel:
+            stub = peer_pb2_grpc.PeerServiceStub(channel)
+            calls = [await opened_by_hand(stub, p, f"r{number}") for number in range(num_streams)]
+            for call in calls:
+                call.cancel()
+            await until(lambda: len(p.ends()) == num_streams)
+        await p.server.stop(0)
+
+    run_quiet(body())
+    told = [record.getMessage() for record in caplog.records if record.name == "jdisagg.api.peer_server"]
+    assert len(told) == peer_server.TOLD_FIRST
+    assert len(set(told)) == len(told)
+
+
 @pytest.mark.covers("X22")
 def test_death_of_prefill_ends_every_stream_once_within_a_second():
     async def body() -> None:
