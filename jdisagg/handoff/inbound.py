@@ -222,18 +222,22 @@ class Inbound:
             return False
         return doubted.stream.imported.reach(self.held_tokens) >= self.num_tokens
 
-    def opening(self, backend: str, head_shards: int, max_piece_tokens: int) -> Open:
+    def opening(self, backend: str, head_shards: int, max_piece_tokens: int, eos_token_ids: tuple[int, ...]) -> Open:
         """What P is asked to compute and send.
+
+        Which tokens end the request is D's to say, so `eos_token_ids` come as stop ids: P's copy of the model may name others.
 
         Once a first token was delivered, later streams fetch the same KV and their token is ignored, so it must not end
         the request at P before the KV was sent.
         """
-        request = self.request
+        sampling = self.request.sampling
         if self.first is not None:
-            plain = replace(request.sampling, ignore_eos=True, stop_token_ids=(), logprobs=None, prompt_logprobs=None)
-            request = replace(request, sampling=plain)
+            sampling = replace(sampling, ignore_eos=True, stop_token_ids=(), logprobs=None, prompt_logprobs=None)
+        elif eos_token_ids and not sampling.ignore_eos:
+            ends = tuple(dict.fromkeys((*sampling.stop_token_ids, *eos_token_ids)))
+            sampling = replace(sampling, ignore_eos=True, stop_token_ids=ends)
         return Open(
-            request=request,
+            request=replace(self.request, sampling=sampling),
             held_tokens=self.held_tokens,
             backend=backend,
             head_shards=head_shards,

@@ -44,6 +44,7 @@ class Recovery:
         backend: str,
         num_groups: int,
         head_shards: int,
+        eos_token_ids: tuple[int, ...],
         forget: Callable[[str], None],
     ) -> None:
         """As DecodeSide."""
@@ -52,6 +53,7 @@ class Recovery:
         self._backend = backend
         self._num_groups = num_groups
         self._head_shards = head_shards
+        self._eos = eos_token_ids
         self._forget = forget
         self._serial = 0
         self._inflow = Inflow()
@@ -165,7 +167,7 @@ class Recovery:
         spans, credit = (GroupSpans(self._num_groups), GroupSpans(self._num_groups)), Credit(self._window_bytes)
         line = self._lines.setdefault(peer, Line(peer, self._inflow))
         record.stream = InboundStream(handoff, line, now_s, *spans, credit, backends=(self._backend,))
-        message = record.opening(self._backend, self._head_shards, self._config.transfer_chunk_tokens)
+        message = record.opening(self._backend, self._head_shards, self._config.transfer_chunk_tokens, self._eos)
         return [act.OpenStream(handoff, peer, message), *record.grant()]
 
     def _last_rungs(self, record: Inbound, peer: str, cause: str) -> list[DecodeAction]:

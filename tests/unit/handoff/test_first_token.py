@@ -12,6 +12,7 @@ from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenanc
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.messages import Accepted, Done, HandoffId, Open, StreamEnded
+from jdisagg.sched.stops import find_stop
 from tests.unit.handoff.rig import BPT, NEVER, decode_side, none_of, only, prefill_side, request
 
 FULL = Output(
@@ -262,3 +263,20 @@ def test_the_tokens_of_a_resumed_request_count() -> None:
     side.on_message(HandoffId("r", 1), Accepted(cached_tokens=0), 0.0)
     last = Output(request_id="r#1", token_ids=(5,), finish=STOP, stop_token_id=5)
     assert only(act.FirstToken, side.on_message(HandoffId("r", 1), Done(first=last, num_chunks=0), 0.0)).output.finish is STOP
+
+
+@pytest.mark.parametrize("eos_of_p", [(), (5,), (42,), (7, 42)])
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"ignore_eos": True}, {"stop_token_ids": (42,)}, {"stop_token_ids": (5, 7), "ignore_eos": True}, {"min_tokens": 2}],
+)
+def test_what_ends_a_request_at_p_is_d_s_to_say(sampling: dict[str, Any], eos_of_p: tuple[int, ...]) -> None:
+    """`sampling` with EOS ignored is for whoever asked for that: P's own EOS must not end it, either."""
+    eos = (5, 6)
+    side = DecodeSide(NEVER, chunk_bytes_per_token=BPT, backend="fake", vocab_size=100, eos_token_ids=eos)
+    wanted = asked("r", **sampling)
+    told = only(act.OpenStream, side.start(wanted, 0, ("p",), 0.0)).message.request
+    for token_id in (5, 6, 7, 42, 50):
+        at_p = find_stop(token_id, 1, told.sampling, eos_of_p)
+        assert at_p == find_stop(token_id, 1, wanted.sampling, eos), f"token {token_id}"
+    assert replace(told, sampling=wanted.sampling) == wanted
