@@ -29,16 +29,18 @@ from jdisagg.core.values import check_key
 from jdisagg.serve.environment import keep_freed_memory, prepare_jax
 
 EXIT_DONE, EXIT_STOPPED, EXIT_BAD_COMMAND = 0, 1, 2
-_INTERRUPTED = "jdisagg.batch: interrupted; the same command goes on from here"
+GOES_ON = "the same command goes on from here"
 _LOCAL_MODULE = "jdisagg.batch.local"  # imports jax: resolved once the environment is ready, and never for --server
 
 
-def main(argv: Sequence[str], *, tidy: Callable[[], object] = lambda: None) -> int:
-    """Run one batch; returns the exit status. Interrupted while an engine starts it ends the process, after `tidy()`."""
+def main(argv: Sequence[str], *, tidy: Callable[[], object] = lambda: None, what_next: str = GOES_ON) -> int:
+    """Run one batch; returns the exit status. Interrupted while an engine starts it ends the process, after `tidy()`.
+    `what_next` is said to who interrupted it."""
+    interrupted = f"jdisagg.batch: interrupted; {what_next}"
     try:
         command = parse_command(argv)
         if check_unpublished(command.batch):
-            asyncio.run(_run(command, tidy))
+            asyncio.run(_run(command, tidy, interrupted))
         else:
             print("jdisagg.batch: already complete, nothing was run", file=sys.stderr)
         print(f"jdisagg.batch: {count_lines(command.batch.output)}", file=sys.stderr)
@@ -50,11 +52,11 @@ def main(argv: Sequence[str], *, tidy: Callable[[], object] = lambda: None) -> i
         print(f"jdisagg.batch: {error.message}", file=sys.stderr)
         return EXIT_STOPPED
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print(_INTERRUPTED, file=sys.stderr)
+        print(interrupted, file=sys.stderr)
         return EXIT_STOPPED
 
 
-async def _run(command: Command, tidy: Callable[[], object]) -> None:
+async def _run(command: Command, tidy: Callable[[], object], interrupted: str) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -65,7 +67,7 @@ async def _run(command: Command, tidy: Callable[[], object]) -> None:
         try:
             client = await stack.enter_async_context(_open_client(command))
         except asyncio.CancelledError:  # threads that compile or test an engine cannot be stopped; there is no answer to lose
-            print(_INTERRUPTED, file=sys.stderr, flush=True)
+            print(interrupted, file=sys.stderr, flush=True)
             tidy()
             os._exit(EXIT_STOPPED)
         sender = Sender(client, patience_s=command.patience_s)

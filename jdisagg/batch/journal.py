@@ -15,7 +15,7 @@ import fcntl
 import os
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -75,23 +75,33 @@ class Journal:
         self._lines |= added
 
     def publish(self, numbers: Iterable[int]) -> None:
-        """Write the output in the order of `numbers`, the input's lines, rename it into place and remove the journal.
+        """Write the output in the order of `numbers`, the input's lines, rename it into place and remove the journal. What was
+        written of it goes when that fails.
 
         Raises ConfigError when one of them was not done, WriteFailed when the disk takes no more."""
         numbers = list(numbers)
         self._check_all_done(numbers)
         temporary = temporary_path(self._output)
         with _failing_as_write(temporary):
-            with temporary.open("wb") as out:
-                for number in numbers:
-                    offset, size = self._lines[number]
-                    out.write(os.pread(self._file.fileno(), size, offset) + b"\n")
-                out.flush()
-                os.fsync(out.fileno())
+            try:
+                self._write_output(temporary, numbers)
+            except OSError:
+                with suppress(OSError):
+                    if temporary.is_file():  # the disk that is full needs the room
+                        temporary.unlink()
+                raise
             temporary.replace(self._output)
             _sync_directory(self._output.parent)
             self.path.unlink()
             _sync_directory(self._output.parent)
+
+    def _write_output(self, path: Path, numbers: list[int]) -> None:
+        with path.open("wb") as out:
+            for number in numbers:
+                offset, size = self._lines[number]
+                out.write(os.pread(self._file.fileno(), size, offset) + b"\n")
+            out.flush()
+            os.fsync(out.fileno())
 
     def _check_all_done(self, numbers: list[int]) -> None:
         missing = next((number for number in numbers if number not in self._lines), None)

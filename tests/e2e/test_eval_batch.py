@@ -44,5 +44,5 @@ def test_an_evaluation_that_is_interrupted_while_its_engine_starts_leaves_no_fil
         finally:
             process.kill()
     assert process.returncode == 1, said
-    assert said.endswith("jdisagg.batch: interrupted; the same command goes on from here\n")
+    assert said.endswith("jdisagg.batch: interrupted; without --work-dir nothing is kept, the same command begins anew\n")
     assert list(scratch.iterdir()) == []

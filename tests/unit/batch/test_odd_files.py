@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shlex
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from jdisagg.batch.__main__ import main
-from jdisagg.batch.journal import Journal, journal_path, temporary_path
+from jdisagg.batch.journal import Journal, WriteFailed, journal_path, temporary_path
 from jdisagg.batch.runner import Batch
 from jdisagg.core.errors import ConfigError
 from tests.unit.batch.fake_server import serving
@@ -172,6 +173,22 @@ def test_a_disk_that_has_no_room_for_the_output_keeps_the_journal(tmp_path: Path
         assert main(arguments(source, output, server.url)) == 0
         assert server.asked.total() == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_an_output_for_which_there_is_no_room_takes_none(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Journal(output, {"journal": 1}) as journal:
+        journal.append((number, {"text": "x" * 100}) for number in range(20))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+        try:
+            with pytest.raises(WriteFailed, match=r"out\.jsonl\.tmp cannot be written: File too large"):
+                journal.publish(range(20))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.journal"]
+        journal.publish(range(20))
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
 
 
 def ran_while(directory: Path, change: Callable[[Path], object]) -> tuple[int, Path]:
