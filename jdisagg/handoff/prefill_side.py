@@ -257,7 +257,7 @@ class PrefillSide:
         return actions + self._exports.pump(record)
 
     def _unpark(self, record: Outbound) -> list[PrefillAction]:
-        if record.stage is not OutboundStage.PARKED:
+        if record.stage is not OutboundStage.PARKED or not record.credit_bytes:  # a Grant of nothing shows no pages
             return []
         record.move(OutboundStage.COMPUTED)
         return [act.Unpark(record.engine_request_id)]

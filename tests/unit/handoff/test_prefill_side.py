@@ -369,6 +369,17 @@ def test_a_computed_prompt_whose_receiver_has_no_pages_stands_back_and_is_comput
     assert not side.is_awaited
 
 
+@pytest.mark.parametrize("nothing", [0, -5])
+def test_a_grant_of_nothing_has_no_prompt_computed_again(nothing: int) -> None:
+    side = prefill_side()
+    opened(side, credit=False)
+    side.on_first_token("r#1", FIRST)
+    side.on_parked("r#1")
+    assert side.on_message(H, Grant(credit_bytes=nothing), 0.0) == []
+    assert side.counts()["parked"] == 1
+    assert side.on_message(H, LOTS, 0.0) == [act.Unpark("r#1")]
+
+
 def test_a_stream_that_ends_while_its_prompt_stands_back_is_released() -> None:
     side = prefill_side()
     opened(side, credit=False)
