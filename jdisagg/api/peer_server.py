@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 LEASE_NEWS = 0.25  # of a lease: how often the engine hears that a silent D is alive
 LAST_WRITE_S = 15.0  # gRPC finds out in this time that a connection is dead
 LINGER_SHARE = 0.3  # of `dead_after_s`: D takes silence of P up to here for nothing
+MOST_UNREAD = 2**16  # messages that wait for one D to read; its credit and heartbeats make fewer
 TOLD_EVERY_S, TOLD_FIRST = 10.0, 32  # hand-offs that end badly: a worker's worth of them is in the log, a storm of them is not
 _BROKEN = {
     "dead": "the connection to its decode worker is gone",
@@ -224,4 +225,10 @@ class _StreamReply:
     def _put(self, message: peer_pb2.PrefillResponse | None) -> None:
         if not self.gone:
             with suppress(RuntimeError):  # the loop is closed: the process is on its way out
-                self._loop.call_soon_threadsafe(self._queue.put_nowait, message)
+                self._loop.call_soon_threadsafe(self._append, message)
+
+    def _append(self, message: peer_pb2.PrefillResponse | None) -> None:
+        if self._queue.qsize() >= MOST_UNREAD:
+            self.abandon()  # it sends, and reads nothing: from now on it is not heard, and ends as one that is silent
+        elif not self.gone:
+            self._queue.put_nowait(message)

@@ -19,9 +19,10 @@ from jdisagg.api.byte_source import GrpcByteSource
 from jdisagg.api.codec import encode_request
 from jdisagg.api.identity_codec import encode_identity
 from jdisagg.api.peer_client import GrpcPeerClient
-from jdisagg.api.peer_codec import decode_down, encode_down
+from jdisagg.api.peer_codec import DOWN_HEARTBEAT, decode_down, encode_down
 from jdisagg.api.peer_server import PeerServer
 from jdisagg.api.piece_server import add_peer_service
+from jdisagg.api.pulse import cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import HandoffLost
 from jdisagg.core.requests import FinishReason, Output
@@ -117,6 +118,13 @@ async def opened_by_hand(stub: peer_pb2_grpc.PeerServiceAsyncStub, p: Prefill, r
     await call.write(encode_down(opening(request_id), epoch=hello.identity.epoch, now_s=monotonic()))
     await until(lambda: len(p.opened()) > before)
     return call
+
+
+async def beat(call: grpc.aio.StreamStreamCall) -> None:
+    """For a D by hand: it is alive, and says so."""
+    while True:
+        await call.write(DOWN_HEARTBEAT)
+        await asyncio.sleep(FAST.heartbeat_s)
 
 
 async def opened_and_writing(d: Decode, p: Prefill, address: str, number: int) -> HandoffId:
@@ -558,6 +566,29 @@ def test_a_decode_worker_that_takes_nothing_any_more_is_no_error_of_the_server(
         await p.server.stop(0)
         assert (p.ends(), p.service.num_streams) == (["heartbeat"], 0)
         assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+    run_quiet(body())
+
+
+def test_answers_that_a_decode_worker_never_reads_do_not_heap_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peer_server, "LAST_WRITE_S", 0.2)
+    monkeypatch.setattr(peer_server, "MOST_UNREAD", 100)
+
+    async def body() -> None:
+        p = Prefill(identity())
+        address = await p.start()
+        async with channels.open_channel(address) as channel:
+            call = await opened_by_hand(peer_pb2_grpc.PeerServiceStub(channel), p, "r")
+            reply = p.opened()[0].reply
+            reply.send(dataclasses.replace(CHUNK, locator="x" * 2**26))  # more than gRPC's window takes
+            for number in range(200):
+                reply.send(Ack(key=f"k{number}"))
+            beating = asyncio.create_task(beat(call))
+            await until(p.ends)
+            assert len(p.ends()) == 1
+            await cancel_and_wait(beating)
+        await p.server.stop(0)
+        assert p.service.num_streams == 0
 
     run_quiet(body())
 
