@@ -6,6 +6,9 @@ wait, so a big piece is never overtaken for ever. A piece larger than the whole 
 
 A receiver that has two pieces or more out gets no more than what is free beside them: alone it fills half of the buffer, and
 one that stands still, or has a slow network, leaves room for others. Where several do, `standstill` says whose turn is over.
+
+Until it is published a piece lies on the device, and takes as much there as a whole chunk, however few tokens it has: of such
+ones no more are under way than it takes to fill the buffer.
 """
 
 from __future__ import annotations
@@ -60,6 +63,8 @@ class ExportQueue:
         self._turns: dict[str, dict[HandoffId, Source]] = {}  # by receiver: who may have something to cut; both in turn
         self._num_out: Counter[str] = Counter()  # pieces exported and not yet discarded, by receiver
         self._bytes_out: Counter[str] = Counter()
+        self._num_unpublished = 0
+        self._most_unpublished = -(-config.transfer_buffer_bytes // (config.transfer_chunk_tokens * bytes_per_token))
 
     @property
     def buffered_bytes(self) -> int:
@@ -72,7 +77,7 @@ class ExportQueue:
             self._turns.setdefault(ready.receiver, {}).setdefault(ready.handoff, ready)
         actions: list[PrefillAction] = []
         num_passed = 0  # receivers, in turn, that have their share
-        while num_passed < len(self._turns):
+        while num_passed < len(self._turns) and self._num_unpublished < self._most_unpublished:
             receiver, sources = next(iter(self._turns.items()))
             found = self._next_of(sources)
             if found is None:
@@ -92,6 +97,7 @@ class ExportQueue:
             record.take(span, num_bytes, key)
             self._num_out[receiver] += 1
             self._bytes_out[receiver] += num_bytes
+            self._num_unpublished += 1
             sources[record.handoff] = sources.pop(record.handoff)
             actions.append(Export(record.handoff, record.engine_request_id, *span, key))
         return actions
@@ -115,11 +121,18 @@ class ExportQueue:
         """Whether the receiver has enough out, so that others go first."""
         return bool(receiver) and self._num_out[receiver] >= 2 and self._bytes_out[receiver] + num_bytes > free_bytes
 
+    def published(self, piece: OutgoingPiece) -> list[PrefillAction]:
+        """The piece can be fetched, and has left the device; others may be cut."""
+        piece.published = True
+        self._num_unpublished -= 1
+        return self.pump()
+
     def discard(self, record: Source, key: str) -> list[PrefillAction]:
         """Give up a piece of `record`; unknown keys are ignored."""
         piece = record.pieces.pop(key, None)
         if piece is None:
             return []
+        self._num_unpublished -= not piece.published
         self._num_out[record.receiver] -= 1
         self._bytes_out[record.receiver] -= piece.num_bytes
         if not self._num_out[record.receiver]:

@@ -107,9 +107,8 @@ class Lender:
             return [act.Discard(ready.key)]
         if piece.published:
             return []
-        piece.published = True
         loan.heard_s = max(loan.heard_s, now_s)
-        return [act.Send(handoff, ready)]
+        return [act.Send(handoff, ready), *self._exports.published(piece)]
 
     def on_publish_failed(self, handoff: HandoffId, key: str, reason: str) -> list[LenderAction]:
         """A piece never became fetchable: P computes what it has not got yet. One of a loan that is over changes nothing."""

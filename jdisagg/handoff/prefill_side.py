@@ -180,9 +180,8 @@ class PrefillSide:
             return [*self._late(), act.Discard(ready.key)]
         if piece.published:
             return self._late()
-        piece.published = True
         record.heard_s = max(record.heard_s, now_s)
-        return [act.Reply(handoff, ready)]
+        return [act.Reply(handoff, ready), *self._exports.published(piece)]
 
     def on_publish_failed(self, handoff: HandoffId, key: str, reason: str, now_s: float) -> list[PrefillAction]:
         """The piece never became fetchable: once more, then the hand-off is refused."""

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.requests import EngineRequest, Output, SamplingParams
+from jdisagg.handoff.actions import Export
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.handoff.prefill_side import PrefillSide
@@ -53,6 +54,11 @@ def ready(key: str, begin: int, end: int, backend: str = "fake") -> ChunkReady:
         checksum=0,
         backend=backend,
     )
+
+
+def exports(actions: Sequence[object]) -> list[tuple[int, int]]:
+    """Token ranges that are to be published."""
+    return [(a.begin, a.end) for a in actions if isinstance(a, Export)]
 
 
 def only(kind: type[A], actions: Sequence[object]) -> A:

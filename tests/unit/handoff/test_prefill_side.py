@@ -12,7 +12,7 @@ from jdisagg.handoff import actions as act
 from jdisagg.handoff.messages import Accepted, Ack, Done, Grant, HandoffId, Open, Parked, Refused, Started, StreamEnded, Want
 from jdisagg.handoff.outbound import MOST_AGAIN
 from jdisagg.handoff.prefill_side import PrefillSide
-from tests.unit.handoff.rig import CONFIG, FIRST, H, none_of, only, prefill_side, ready, request
+from tests.unit.handoff.rig import CONFIG, FIRST, H, exports, none_of, only, prefill_side, ready, request
 
 LOTS = Grant(credit_bytes=10_000)
 
@@ -22,10 +22,6 @@ def opened(side: PrefillSide, handoff: HandoffId = H, num_tokens: int = 10, held
     side.on_admitted(handoff, 0)
     if credit:
         side.on_message(handoff, LOTS, 0.0)
-
-
-def exports(actions: list[act.PrefillAction]) -> list[tuple[int, int]]:
-    return [(a.begin, a.end) for a in actions if isinstance(a, act.Export)]
 
 
 @pytest.mark.covers("C03")

@@ -8,7 +8,7 @@ from jdisagg.core.config import TransferConfig
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.messages import Ack, Grant, HandoffId, Open, Refused
 from jdisagg.handoff.prefill_side import PrefillSide
-from tests.unit.handoff.rig import BPT, ready, request
+from tests.unit.handoff.rig import BPT, exports, prefill_side, ready, request
 
 PIECE_TOKENS = 4
 
@@ -74,6 +74,28 @@ def test_receivers_take_turns_not_their_prompts() -> None:
         prefill.acknowledge("many")
         prefill.acknowledge("one")
     assert prefill.shares["one"] >= 2
+
+
+def test_small_pieces_on_the_device_fill_the_buffer_as_whole_chunks_do() -> None:
+    side = prefill_side(TransferConfig(transfer_chunk_tokens=PIECE_TOKENS, transfer_buffer_bytes=3 * PIECE_TOKENS * BPT))
+    handoff = HandoffId("r", 1)
+    side.open(handoff, Open(request=request(10), held_tokens=0, backend="fake", max_piece_tokens=1), 0.0, "takes-small-ones")
+    side.on_admitted(handoff, 0)
+    side.on_message(handoff, Grant(credit_bytes=10 * BPT), 0.0)
+    assert exports(side.on_computed("r#1", 10)) == [(0, 1), (1, 2), (2, 3)]
+    assert exports(side.on_published(handoff, ready("k0", 0, 1), 0.0)) == [(3, 4)]
+    assert exports(side.on_published(handoff, ready("k0", 0, 1), 0.0)) == [], "the same one again"
+    assert exports(side.on_message(handoff, Ack(key="k0"), 0.0)) == [], "what D has is not on the device any more"
+    assert exports(side.on_publish_failed(handoff, "k1", "no room", 0.0)) == [(1, 2)]
+    assert exports(side.on_published(handoff, ready("k2", 2, 3), 0.0)) == [(4, 5)]
+    other = HandoffId("other", 2)
+    side.open(other, Open(request=request(2, request_id="other"), held_tokens=0, backend="fake"), 0.0, "another")
+    side.on_admitted(other, 0)
+    side.on_message(other, Grant(credit_bytes=2 * BPT), 0.0)
+    assert exports(side.on_computed("other#2", 2)) == []
+    assert exports(side.release(handoff)) == [(0, 2)], "what was under way for it counts no more"
+    assert side.release(other)
+    assert side.is_idle
 
 
 def test_two_pieces_are_always_let_go_when_there_is_room_for_them() -> None:
