@@ -59,7 +59,7 @@ class DecodeSide:
             backend=backend,
             num_groups=num_groups,
             head_shards=head_shards,
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=tuple(i for i in eos_token_ids if i < vocab_size),  # P refuses others; they never come
             forget=self._live.__delitem__,
         )
         self._num_late = 0

@@ -280,3 +280,9 @@ def test_what_ends_a_request_at_p_is_d_s_to_say(sampling: dict[str, Any], eos_of
         at_p = find_stop(token_id, 1, told.sampling, eos_of_p)
         assert at_p == find_stop(token_id, 1, wanted.sampling, eos), f"token {token_id}"
     assert replace(told, sampling=wanted.sampling) == wanted
+
+
+def test_an_eos_beyond_the_vocabulary_which_never_comes_has_no_prompt_refused() -> None:
+    side = DecodeSide(NEVER, chunk_bytes_per_token=BPT, backend="fake", vocab_size=100, eos_token_ids=(99, 100))
+    sampling = only(act.OpenStream, side.start(asked("r"), 0, ("p",), 0.0)).message.request.sampling
+    assert (sampling.ignore_eos, sampling.stop_token_ids) == (True, (99,))
