@@ -102,9 +102,10 @@ class FleetClient:
     def _say(self, router: str, error: grpc.aio.AioRpcError) -> None:
         """Why an RPC failed, when it is news."""
         code, why, (_, draining) = error.code(), told(error.details() or ""), self._state()
-        if code is grpc.StatusCode.UNAUTHENTICATED and router not in self._refused:
-            self._refused.add(router)
-            log.error("router %s refuses this worker: %s", router, why)
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            if router not in self._refused:
+                self._refused.add(router)
+                log.error("router %s refuses this worker: %s", router, why)
         elif draining:
             return
         elif code is grpc.StatusCode.ALREADY_EXISTS:

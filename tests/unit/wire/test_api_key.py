@@ -207,10 +207,11 @@ def member(address: str) -> Member:
 
 @pytest.mark.parametrize("key", [KEY, None, "wrong"])
 def test_a_fleet_that_shares_the_key_works_and_a_stranger_to_it_is_told_why(
-    key: str | None, caplog: pytest.LogCaptureFixture
+    key: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Registration, the Run stream, a hand-off and a fetch, by the clients that the processes use."""
     caplog.set_level("INFO")
+    monkeypatch.setattr("jdisagg.api.fleet_client.UNHEARD_S", 0.0)
 
     async def body() -> None:
         async with Everything(None, Credentials(api_key=KEY)) as there:
@@ -246,6 +247,7 @@ def test_a_fleet_that_shares_the_key_works_and_a_stranger_to_it_is_told_why(
                     await asyncio.to_thread(read_whole, source, there.address, "k", 1e9)
                 await asyncio.sleep(0.6)  # it goes on asking, and says so once
                 assert sum("refuses this worker" in record.message for record in caplog.records) == 1
+                assert "has not answered" not in caplog.text, "it has, and said no"
                 assert not there.posted
                 assert not there.fleet.workers.members()
             source.close()
