@@ -46,7 +46,7 @@ class LocalEngine:
         self._card = card
         self._not_ready_reason = not_ready_reason
         self._loop = asyncio.get_running_loop()
-        self._queues: dict[tuple[str, int], asyncio.Queue[Output]] = {}  # by request id and attempt
+        self._queues: dict[tuple[str, int], asyncio.Queue[Output | Unavailable]] = {}  # by request id and attempt
         self._attempts = Attempts()
         self._draining = False
         self._sink = self._take_outputs  # one object: the engine groups a tick's outputs by sink
@@ -84,7 +84,7 @@ class LocalEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
         """Yield the request's outputs; closing the generator cancels it. See TokenEngine."""
-        queue: asyncio.Queue[Output] = asyncio.Queue()
+        queue: asyncio.Queue[Output | Unavailable] = asyncio.Queue()
         request = self._attempts.behind(request)
         key = request.request_id, request.attempt
         self._queues[key] = queue
@@ -93,6 +93,8 @@ class LocalEngine:
         try:
             while not finished:
                 output = await self._next(queue, request)
+                if isinstance(output, Unavailable):
+                    raise output
                 finished = output.finish is not None
                 yield output
         except Enough:
@@ -105,7 +107,7 @@ class LocalEngine:
                 self._attempts.left(*key)
                 self.cancel(*key, self._sink, enough=enough)
 
-    async def _next(self, queue: asyncio.Queue[Output], request: EngineRequest) -> Output:
+    async def _next(self, queue: asyncio.Queue[Output | Unavailable], request: EngineRequest) -> Output | Unavailable:
         with suppress(asyncio.QueueEmpty):
             return queue.get_nowait()
         timeout_s = max(0.0, request.deadline_s - monotonic()) + DEADLINE_GRACE_S
@@ -155,6 +157,12 @@ class LocalEngine:
         while (self._thread.loop.num_unfinished or not begun.done()) and monotonic() < deadline_s:
             await asyncio.sleep(0.05)
         return self._thread.loop.num_unfinished or int(not begun.done())
+
+    def close(self) -> None:
+        """Requests of its own edges that still run end with an error; those of a router end with its stream."""
+        for (request_id, _), queue in self._queues.items():
+            advice = "send the request again, to another worker"
+            queue.put_nowait(Unavailable(f"request {request_id}: this worker is shutting down; {advice}"))
 
 
 async def ask(thread: EngineThread, function: Callable[[], Answer], timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:

@@ -81,14 +81,15 @@ async def serve(config: Config, process: Process) -> int:
     await health.start()
     announce(Ready(role="router", http=http.address, grpc=address, model=model, warmup_s=round(monotonic() - started_s, 3)))
     await process.stopping.wait()
-    unfinished = await drain(monotonic() + config.server.drain_s)
+    deadline_s = monotonic() + config.server.drain_s
+    unfinished = await drain(deadline_s)
     if unfinished:
         log.warning("%d requests were still running at the end of --drain-s", unfinished)
     else:
         log.info("drained: every request has ended")
     await fleet.everybody_told()
     await engine.close()
-    await http.stop()
+    await http.stop(deadline_s)
     await server.stop(GRPC_STOP_S)
     return 0
 

@@ -93,12 +93,14 @@ async def serve(config: Config, process: Process) -> int:
         )
     )
     await process.stopping.wait()
-    unfinished = await parts.drain(monotonic() + config.server.drain_s)
+    deadline_s = monotonic() + config.server.drain_s
+    unfinished = await parts.drain(deadline_s)
     if unfinished:
         log.warning("%d requests were still running at the end of --drain-s", unfinished)
     else:
         log.info("drained: every request has ended")
-    await http.stop()
+    parts.end_requests()
+    await http.stop(deadline_s)
     await grpc_server.stop(1.0)
     await parts.close()
     watchdog.stop()
@@ -216,6 +218,10 @@ class _Edges:
         if self._fleet is not None:
             await self._fleet.announce()
         return await self._engine.drain(deadline_s)
+
+    def end_requests(self) -> None:
+        """Tell clients whose requests still run."""
+        self._engine.close()
 
     async def close(self) -> None:
         """End registration and peer connections."""

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import monotonic
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -43,7 +44,6 @@ class HttpServer:
             access_log=False,
             server_header=False,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=max(1, round(stop_timeout_s)),
             backlog=BACKLOG,
         )
         self._server = _Server(config)
@@ -64,14 +64,17 @@ class HttpServer:
                     raise ConfigError(f"the HTTP server on {self.address} ended while starting")
                 await asyncio.sleep(0.005)
 
-    async def stop(self) -> None:
-        """Accept nothing more, let open requests end for at most `stop_timeout_s`, close. Idempotent."""
+    async def stop(self, deadline_s: float | None = None) -> None:
+        """Accept nothing more, let open requests end until `deadline_s` (None = for `stop_timeout_s`), or for a second; cut the
+        rest, close. Idempotent."""
         task, self._task = self._task, None
         if task is None:
             self._listener.close()
             return
+        left_s = self._stop_timeout_s if deadline_s is None else deadline_s - monotonic()
+        self._server.config.timeout_graceful_shutdown = timeout_s = max(1, round(left_s))
         self._server.should_exit = True
-        done, _ = await asyncio.wait([task], timeout=self._stop_timeout_s + 5.0)
+        done, _ = await asyncio.wait([task], timeout=timeout_s + 5.0)
         if not done:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

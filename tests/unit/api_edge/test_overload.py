@@ -235,3 +235,27 @@ def test_the_trace_context_of_http_and_grpc_calls_reaches_the_engine(tokenizer: 
         assert carried == [TRACE] * 4 + [""] * 4
 
     run(check())
+
+
+def test_a_request_that_outlasts_its_workers_drain_is_told_to_go_elsewhere(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        worker = Worker(tokenizer.vocab_size, LONG_STEP_S)
+        async with edge_over(worker.local, tokenizer) as (client, stub):
+            whole = asyncio.create_task(client.completions.create(model="tiny", **LONG))
+            await until(lambda: worker.local.load.running == 1)
+            call = stub.Generate(generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[1, 2, 3])))
+            await until(lambda: worker.local.load.waiting == 1)
+            assert await worker.local.drain(time.monotonic()) == 2
+            worker.local.close()
+            told = "this worker is shutting down; send the request again, to another worker"
+            with pytest.raises(openai.InternalServerError, match=told) as ended:
+                await whole
+            assert ended.value.status_code == 503
+            with pytest.raises(grpc.aio.AioRpcError, match=told):
+                await call.read()
+            assert await call.code() == grpc.StatusCode.UNAVAILABLE
+            worker.step_s = 0.0
+            await until(lambda: not worker.thread.loop.num_unfinished)
+        assert worker.thread.stop()
+
+    run(check())

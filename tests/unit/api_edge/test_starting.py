@@ -1,13 +1,15 @@
-"""A worker that loads and compiles is alive and not ready."""
+"""The HTTP server's beginning and end: a worker that loads is alive and not ready; one that has drained waits for nobody."""
 
 from __future__ import annotations
 
 import asyncio
+from time import monotonic
 
 import httpx
 from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 
-from jdisagg.api.http.server import HttpServer
+from jdisagg.api.http.server import HttpServer, make_server
 from jdisagg.api.http.starting import REASON, StartingApp
 from jdisagg.api.http.version import package_version
 from jdisagg.api.listening import listen
@@ -35,3 +37,30 @@ def test_probes_are_answered_before_there_is_an_application_and_everything_else_
         await http.stop()
 
     asyncio.run(body())
+
+
+def test_a_request_that_took_all_of_the_drain_time_gets_no_more_of_it() -> None:
+    cut: list[str] = []
+
+    async def body() -> None:
+        begun = asyncio.Event()
+
+        async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cut.append(scope["path"])
+                raise
+
+        http = make_server(endless, stop_timeout_s=600.0)
+        await http.start()
+        async with httpx.AsyncClient(base_url=f"http://{http.address}", timeout=None) as client:
+            asked = asyncio.create_task(client.get("/for-ever"))
+            await begun.wait()
+            async with asyncio.timeout(60.0):
+                await http.stop(monotonic())
+            assert (await asked).status_code == 500
+
+    asyncio.run(body())
+    assert cut == ["/for-ever"]
