@@ -84,7 +84,7 @@ async def serve(config: Config, process: Process) -> int:
     deadline_s = monotonic() + config.server.drain_s
     unfinished = await drain(deadline_s)
     if unfinished:
-        log.warning("%d requests were still running at the end of --drain-s", unfinished)
+        log.warning("requests still running at the end of --drain-s: %d", unfinished)
     else:
         log.info("drained: every request has ended")
     await fleet.everybody_told()
