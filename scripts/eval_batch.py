@@ -22,7 +22,7 @@ from pathlib import Path
 
 from eval_tasks.tasks import TASKS, Answers, Probe, Scores, load_examples
 
-from jdisagg.batch.__main__ import EXIT_STOPPED, GOES_ON
+from jdisagg.batch.__main__ import GOES_ON
 from jdisagg.batch.__main__ import main as run_batch
 from jdisagg.batch.journal import journal_path
 from jdisagg.core.errors import ConfigError
@@ -80,8 +80,6 @@ def main() -> int:
         what_next = GOES_ON if args.work_dir else NOTHING_KEPT
         flags = ["--input", str(source), "--output", str(work_dir / OUTPUT), *flags]
         status = run_batch(flags, tidy=scratch.cleanup, what_next=what_next)
-        if status == EXIT_STOPPED and not args.work_dir:
-            print(f"eval_batch: {NOTHING_KEPT}", file=sys.stderr)
         if status:
             return status
         try:

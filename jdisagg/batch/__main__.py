@@ -35,7 +35,7 @@ _LOCAL_MODULE = "jdisagg.batch.local"  # imports jax: resolved once the environm
 
 def main(argv: Sequence[str], *, tidy: Callable[[], object] = lambda: None, what_next: str = GOES_ON) -> int:
     """Run one batch; returns the exit status. Interrupted while an engine starts it ends the process, after `tidy()`.
-    `what_next` is said to who interrupted it."""
+    `what_next` is said when it was interrupted, or stops."""
     interrupted = f"jdisagg.batch: interrupted; {what_next}"
     try:
         command = parse_command(argv)
@@ -50,6 +50,8 @@ def main(argv: Sequence[str], *, tidy: Callable[[], object] = lambda: None, what
         return EXIT_BAD_COMMAND
     except JdisaggError as error:
         print(f"jdisagg.batch: {error.message}", file=sys.stderr)
+        if what_next != GOES_ON:
+            print(f"jdisagg.batch: {what_next}", file=sys.stderr)
         return EXIT_STOPPED
     except (KeyboardInterrupt, asyncio.CancelledError):
         print(interrupted, file=sys.stderr)
