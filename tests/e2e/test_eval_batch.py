@@ -33,7 +33,9 @@ def test_an_evaluation_that_is_interrupted_while_its_engine_starts_leaves_no_fil
     scratch, nothing_compiled = tmp_path / "scratch", tmp_path / "cache"
     scratch.mkdir()
     env = {**os.environ, "TMPDIR": str(scratch), "JAX_COMPILATION_CACHE_DIR": str(nothing_compiled)}
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs behind the scenes inherits "ignored"
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
+        signal.signal(signal.SIGINT, before)
         try:
             until_s = time.monotonic() + 120.0
             while not list(scratch.glob("*/in.jsonl")) and time.monotonic() < until_s:
