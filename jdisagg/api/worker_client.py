@@ -18,9 +18,11 @@ import grpc.aio
 
 from jdisagg.api.channels import INSECURE, Credentials, fill_message, open_channel
 from jdisagg.api.codec import decode_output, encode_request
+from jdisagg.api.fleet_codec import decode_load
 from jdisagg.api.in_order import InOrder
 from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
+from jdisagg.core.fleet import Load
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.core.told import told
 from jdisagg.v1 import worker_pb2, worker_pb2_grpc
@@ -47,11 +49,13 @@ class WorkerLink:
         on_outputs: Callable[[list[Output]], None],
         on_up: Callable[[], None],
         on_down: Callable[[str], None],
+        on_load: Callable[[Load], None],
         credentials: Credentials = INSECURE,
         router: str = "",
     ) -> None:
-        """Connects at once, in the background. Callbacks run on the loop and must not block. `router`: a name of this process,
-        by which the worker knows a replay of its own request from somebody else's request of the same id."""
+        """Connects at once, in the background. Callbacks run on the loop and must not block; `on_load` comes before the outputs
+        of the same message. `router`: a name of this process, by which the worker knows a replay of its own request from
+        somebody else's request of the same id."""
         self.address = address
         self.answered = False
         self._config = config
@@ -59,7 +63,7 @@ class WorkerLink:
         self._decoded = InOrder(decode_output, self._deliver)
         self._on_up = on_up
         self._on_down = on_down
-        self._credentials = credentials
+        self._on_load = on_load
         self._router = router
         self._live: dict[str, int] = {}  # request id -> attempt
         self._submits: deque[EngineRequest] = deque()  # long ones take time to encode, and thousands fit no message
@@ -67,7 +71,7 @@ class WorkerLink:
         self._wake = asyncio.Event()
         self._wake.set()
         self._progress = _Progress(step_timeout_s)
-        self._task = asyncio.create_task(self._run())
+        self._task = asyncio.create_task(self._run(credentials))
 
     @property
     def alive(self) -> bool:
@@ -96,6 +100,7 @@ class WorkerLink:
         self._on_up = _ignore
         self._on_down = _ignore
         self._on_outputs = _ignore
+        self._on_load = _ignore
 
     async def close(self) -> None:
         """Abandon, then end the stream and the channel."""
@@ -103,8 +108,8 @@ class WorkerLink:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self) -> None:
-        channel = open_channel(self.address, self._credentials)
+    async def _run(self, credentials: Credentials) -> None:
+        channel = open_channel(self.address, credentials)
         reason = CLOSED
         try:
             call = worker_pb2_grpc.WorkerServiceStub(channel).Run()
@@ -149,6 +154,8 @@ class WorkerLink:
                 self._on_up()
             if message.HasField("heartbeat"):
                 self._progress.saw(message.heartbeat.ticks)
+            if message.HasField("load"):
+                self._on_load(decode_load(message.load))
             self._decoded.put(list(message.outputs))
 
     def _deliver(self, outputs: list[Output]) -> None:

@@ -199,6 +199,7 @@ class DecodeRole:
                 self._provenance.arrived(request_id, provenance)
                 self._scheduler.compute_locally(request_id, held_tokens)
             case act.Fail(request_id=request_id, error=error):
+                self._recoveries.failed(request_id, error, now_s)
                 failed = self._scheduler.fail(request_id, error)
                 return [failed] if failed is not None else []
         return []

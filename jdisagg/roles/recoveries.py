@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
+from jdisagg.core.errors import HandoffLost, RequestError, Unavailable
 from jdisagg.core.fleet import DRAINING
+from jdisagg.core.logs import Seldom
 from jdisagg.core.metrics import Metrics
 from jdisagg.handoff import actions as act
 from jdisagg.roles.ports import PeerClient
 
 log = logging.getLogger(__name__)
 _STATES = {"": "usable", DRAINING: "draining"}  # by why a peer is not asked
+FAILED_EVERY_S, FAILED_FIRST = 10.0, 16  # while nobody computes prompts, every request fails
 
 
 class Recoveries:
@@ -23,6 +26,7 @@ class Recoveries:
         self._gauge = metrics.fleet.peers
         self._peers = peers
         self._num_alone = 0  # prompts computed here since a prefill worker last served, as none was known to answer
+        self._told_failed = Seldom(FAILED_EVERY_S, FAILED_FIRST)
 
     def tick(self) -> None:
         """Bring the gauge up to date."""
@@ -44,6 +48,12 @@ class Recoveries:
         log.warning(
             "request %s: recovering by %s; stage %s%s: %s", action.request_id, action.rung, action.stage, where, action.cause
         )
+
+    def failed(self, request_id: str, error: RequestError, now_s: float) -> None:
+        """No rung is left, and the request ends. Of what was wrong with it, or came too late, its client is told alone."""
+        if isinstance(error, HandoffLost | Unavailable):
+            why = error.message.removeprefix(f"request {request_id}: ")
+            self._told_failed.say(log, logging.WARNING, "request %s: failed: %s", request_id, why, now_s=now_s)
 
     def served(self) -> None:
         """A prefill worker's first token came."""

@@ -30,6 +30,7 @@ class Entry:
     linked: bool = False  # its Run stream stands
     linked_s: float = 0.0  # .. since then
     pending: int = 0  # our requests on it; for P: those that named it first and have no token yet
+    others: int = 0  # requests on it that are not ours, as it last told
     suspect_until_s: float = 0.0
     misses: int = 0  # attempts in a row to open its Run stream that failed
 
@@ -69,9 +70,16 @@ class Fleet:
         entry = self._entries.get(address)
         if entry is None or entry.member.epoch != epoch:
             return False
-        entry.member = dataclasses.replace(entry.member, load=load, draining=draining)
+        entry.member = dataclasses.replace(entry.member, draining=draining)
         entry.last_seen_s = now_s
+        if not entry.linked:  # its Run stream tells of every tick, in order with what became of our requests
+            self.tell_load(entry, load)
         return True
+
+    def tell_load(self, entry: Entry, load: Load) -> None:
+        """Take what the worker says; call it before what came with it ends requests of ours: both know of them then."""
+        entry.member = dataclasses.replace(entry.member, load=load)
+        entry.others = max(0, load.running + load.waiting - entry.pending)
 
     def evict(self, now_s: float) -> list[Entry]:
         """Drop and return the workers whose heartbeats stopped. A standing Run stream has better heartbeats of its own."""
@@ -205,10 +213,10 @@ class Fleet:
 
 
 def _busy(entry: Entry) -> tuple[float, int]:
-    """Our own count is exact and immediate; the worker's shows other routers' requests and how full its pool is."""
+    """Our own count is exact and immediate; only what other routers have there, and how full its pool is, the worker tells."""
     load = entry.member.load
     used = 1.0 - load.free_pages / load.total_pages if load.total_pages else 0.0
-    return max(entry.pending, load.running + load.waiting) + used, entry.pending
+    return entry.pending + entry.others + used, entry.pending
 
 
 def _named(entries: list[Entry]) -> str:

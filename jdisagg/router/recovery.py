@@ -102,10 +102,9 @@ class Recovery:
         missing = f" ({lacks})" if lacks else ""
         error: RequestError = DeadlineExceeded(f"request {request_id}: its deadline passed before a worker took it{missing}")
         if not late:
-            wanted = f" (fingerprint {weights})" if weights else ""
-            error = Unavailable(
-                f"request {request_id}: {lacks}, for {longest_s:.0f} s{wanted}; start one, or wait for one that restarts"
-            )
+            wanted = f" of fingerprint {weights}" if weights else ""
+            hint = f"start one{wanted}, or wait for one that restarts"
+            error = Unavailable(f"request {request_id}: {lacks}; waited {longest_s:.0f} s: {hint}")
         told = (request_id, waited_s, _stage(flight), f"its deadline passed{missing}" if late else lacks)
         level = logging.WARNING if lacks else logging.INFO  # a deadline that nobody could keep is its client's
         log.log(level, "request %s: failed; it waited %.2f s for a worker, %s: %s", *told)

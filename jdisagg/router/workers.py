@@ -123,7 +123,7 @@ class Workers:
                 "draining": entry.member.draining,
                 "suspect": entry.suspect_until_s > now_s,
                 "pending": entry.pending,
-                "running": entry.member.load.running,  # of all routers, as of its last heartbeat
+                "running": entry.member.load.running,  # of all routers, as it last told
                 "waiting": entry.member.load.waiting,
                 "silent_s": round(now_s - entry.last_seen_s, 3),
             }
@@ -175,6 +175,7 @@ class Workers:
                     on_outputs=self._on_outputs,
                     on_up=partial(self._up, entry),
                     on_down=partial(self._down, entry),
+                    on_load=partial(self.fleet.tell_load, entry),
                     credentials=self._credentials,
                     router=self._name,
                 )

@@ -179,4 +179,4 @@ class Act:
         elif self.struck is not None and self.struck.frozen:
             self.struck.thaw()
         await asyncio.gather(*self._tasks)
-        await self._fleet.until_whole(WHOLE_S)
+        await self._fleet.until_whole(WHOLE_S, trusted=True)

@@ -133,17 +133,18 @@ class Fleet:
         env: Mapping[str, str] = {"JDISAGG_TEST_HOOKS": "1", "JDISAGG_TEST_FAULTS": faults} if faults else {}
         member.start(env)
 
-    async def until_whole(self, timeout_s: float) -> None:
-        """Until each router sees every worker and is linked to each D; raises RuntimeError with what is missing."""
+    async def until_whole(self, timeout_s: float, *, trusted: bool = False) -> None:
+        """Until each router sees every worker and is linked to each D, and, if `trusted`, avoids none of them for having failed lately;
+        raises RuntimeError with what is missing."""
         deadline_s = monotonic() + timeout_s
         missing = "everything"
         while missing:
             if monotonic() > deadline_s:
                 raise RuntimeError(f"not whole within {timeout_s:g} s: {missing}")
             await asyncio.sleep(0.1)
-            missing = await self._missing()
+            missing = await self._missing(trusted)
 
-    async def _missing(self) -> str:
+    async def _missing(self, trusted: bool) -> str:
         down = [member.name for member in self.members if not member.up or member.frozen]
         if down:
             return f"{', '.join(down)} not up"
@@ -155,7 +156,8 @@ class Fleet:
                 return f"{router.name}: {error!r}"
             for address, member in wanted.items():
                 found = seen.get(address)
-                if found is None or found["draining"] or (member in self.decode and not found["linked"]):
+                gone = found is None or found["draining"]
+                if gone or (member in self.decode and (not found["linked"] or (trusted and found["suspect"]))):
                     return f"{member.name} at {router.name}: {found}"
         return ""
 

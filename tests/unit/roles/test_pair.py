@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
-from jdisagg.core.errors import Overloaded
+from jdisagg.core.errors import HandoffLost, Overloaded
 from jdisagg.core.requests import FinishReason, Output
 from jdisagg.handoff.events import FromPrefill, PeerMessage, PeerOpened
 from jdisagg.handoff.messages import Accepted, Started, StreamEnded
@@ -132,6 +132,22 @@ def test_the_log_says_once_that_nobody_prefills_and_when_somebody_does_again(cap
     world.submit(request("f", (*PROMPT, 5), 3))
     world.settle()
     assert caplog.text.count(said) == 2
+
+
+def test_the_log_names_the_request_for_which_every_prefill_worker_failed(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(local_prefill=False)
+    world.submit(request("a", PROMPT, 6))
+    world.submit(request("late", PROMPT, 6))
+    world.cancel("late")
+    for _ in range(200):
+        world.tick()
+        for handoff in list(world.wire.open_streams):
+            world.wire.cut(handoff, "dead")
+    world.settle()
+    error = world.outputs["a"][-1].error
+    assert isinstance(error, HandoffLost)
+    failed = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
+    assert failed == [error.message.replace("request a: ", "request a: failed: ")]
 
 
 def peers(world: World, state: str) -> float:

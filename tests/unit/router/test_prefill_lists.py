@@ -45,14 +45,14 @@ def test_a_decode_worker_that_needs_prefill_workers_is_no_reason_to_be_ready_unt
         assert not health.ready
         lonely = f"no prefill worker that pairs with fake @ {decode.address} (--local-prefill never)"
         assert health.reason == lonely
-        with pytest.raises(Unavailable, match=r"no prefill worker that pairs with fake @ .*, for 0 s"):
+        with pytest.raises(Unavailable, match=r"no prefill worker that pairs with fake @ .*; waited 0 s: start one"):
             await collect(router, ask("r1"))
         parts = (("numerics", "exact"),)
         other = FakeWorker((router.address,), Role.PREFILL, fingerprint="weights-2", fingerprint_parts=parts)
         await other.start()
         await until(lambda: router.engine.workers.fleet.count(Role.PREFILL))
         assert router.engine.health().reason == f"{lonely}; numerics (prefill exact, decode fast) must be the same on both"
-        with pytest.raises(Unavailable, match=r"numerics \(prefill exact, decode fast\) must be the same on both, for 0 s"):
+        with pytest.raises(Unavailable, match=r"numerics \(prefill exact, decode fast\) must be the same on both; waited 0 s"):
             await collect(router, ask("r1"))
         assert router.replays() == 0, "nothing was tried in vain"
         p1 = await FakeWorker((router.address,), Role.PREFILL).start()

@@ -23,6 +23,7 @@ from jdisagg.api.token_engine import Health
 from jdisagg.api.worker_client import CLOSED, SILENT, WorkerLink
 from jdisagg.api.worker_service import WorkerService
 from jdisagg.core.errors import InvalidRequest, Overloaded, Unavailable
+from jdisagg.core.fleet import Load
 from jdisagg.core.requests import FinishReason, Output, Role, SamplingParams
 from jdisagg.v1 import admin_pb2, admin_pb2_grpc, common_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.unit.router.fakes import ArithmeticEngine, FakeWorker, Router, expected
@@ -36,6 +37,7 @@ class Client:
         self.ups = 0
         self.batches: list[list[Output]] = []
         self.downs: list[str] = []
+        self.loads: list[Load] = []
         self.link = WorkerLink(
             address,
             config=FAST,
@@ -43,6 +45,7 @@ class Client:
             on_outputs=self.batches.append,
             on_up=self._up,
             on_down=self.downs.append,
+            on_load=self.loads.append,
         )
 
     def _up(self) -> None:
@@ -67,6 +70,7 @@ def test_outputs_of_one_tick_share_a_message():
             assert [token for output in client.outputs(one.request_id) for token in output.token_ids] == expected(one)
         assert len(client.batches) <= 12  # a tick each, not 240
         assert client.ups == 1
+        assert {load.running for load in client.loads} == {0, 20}, "it tells with each message, not at heartbeats alone"
         await client.link.close()
         await until(lambda: worker.service.num_streams == 0)
         assert client.downs == []
@@ -397,6 +401,7 @@ def test_a_bug_that_ends_a_run_stream_is_no_end_in_good_order_and_in_the_log(
             on_outputs=lambda outputs: None,
             on_up=lambda: None,
             on_down=reasons.append,
+            on_load=lambda load: None,
         )
         await until(lambda: link.answered)
         if side == "worker reads":

@@ -1,0 +1,75 @@
+"""Who is less busy: what a worker told of our own requests is not counted again once they have ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from jdisagg.core.config import TransferConfig
+from jdisagg.core.fleet import Load
+from jdisagg.router.fleet import Fleet
+from tests.unit.router.fakes import FakeWorker, Router
+from tests.unit.router.test_fleet_engine import ask, collect, fleet, stop
+from tests.unit.router.test_idle_fleet import idle_fleet
+from tests.unit.wire.rig import run_quiet, until
+
+SELDOM = TransferConfig(heartbeat_s=0.25, dead_after_s=5.0)  # many requests end between two of its heartbeats
+
+
+def place(fleet: Fleet, count: int) -> Counter[str]:
+    got: Counter[str] = Counter()
+    for _ in range(count):
+        entry = fleet.choose("weights", 0.0)
+        assert entry is not None
+        entry.pending += 1
+        got[entry.member.address] += 1
+    return got
+
+
+def test_requests_of_ours_that_have_ended_since_a_worker_told_of_them_do_not_count() -> None:
+    workers = idle_fleet("d1", "d2")
+    entry = workers.entries()[0]
+    entry.pending = 8
+    workers.tell_load(entry, Load(running=6, waiting=2, free_pages=10, total_pages=10))
+    entry.pending = 0
+    assert place(workers, 8) == {"d1": 4, "d2": 4}
+
+
+def test_those_of_other_routers_count_beside_ours() -> None:
+    workers = idle_fleet("d1", "d2")
+    entry = workers.entries()[0]
+    entry.pending = 2
+    workers.tell_load(entry, Load(running=6, free_pages=10, total_pages=10))
+    assert place(workers, 6) == {"d2": 6}, "6 of d1 are two of ours and four others"
+    assert place(workers, 4) == {"d1": 2, "d2": 2}
+
+
+def test_the_heartbeats_of_a_worker_whose_stream_stands_are_older_news_than_its_stream() -> None:
+    workers = idle_fleet("d1", "d2")
+    entry = workers.entries()[0]
+    assert workers.heartbeat("d1", "epoch of d1", Load(running=8), False, 1.0)
+    assert (entry.member.load, entry.others) == (Load(), 0)
+    entry.linked = False
+    assert workers.heartbeat("d1", "epoch of d1", Load(running=8), False, 1.0)
+    assert (entry.member.load.running, entry.others) == (8, 8)
+
+
+def test_a_burst_behind_one_that_a_single_worker_had_is_split_evenly() -> None:
+    async def burst(router: Router, number: int) -> None:
+        await asyncio.gather(*(collect(router, ask(f"r{8 * number + i}")) for i in range(8)))
+
+    async def body() -> None:
+        router = await Router(config=SELDOM).start()
+        (d1,) = await fleet(FakeWorker((router.address,), config=SELDOM), router=router)
+        d1.engine.frozen = True
+        first = asyncio.create_task(burst(router, 0))
+        await until(lambda: len(d1.engine.seen) == 8)
+        d2 = await FakeWorker((router.address,), config=SELDOM).start()
+        await until(lambda: router.linked() == 2)
+        d1.engine.frozen = False
+        await first
+        await burst(router, 1)
+        assert (len(d1.engine.seen), len(d2.engine.seen)) == (12, 4)
+        await stop(router, d1, d2)
+
+    run_quiet(body())
