@@ -134,8 +134,8 @@ class Fleet:
         member.start(env)
 
     async def until_whole(self, timeout_s: float, *, trusted: bool = False) -> None:
-        """Until each router sees every worker and is linked to each D, and, if `trusted`, avoids none of them for having failed lately;
-        raises RuntimeError with what is missing."""
+        """Until each router sees every worker, is linked to each D and, if `trusted`, avoids none of them for having failed
+        lately; raises RuntimeError with what is missing."""
         deadline_s = monotonic() + timeout_s
         missing = "everything"
         while missing:
