@@ -1,8 +1,9 @@
 """Who is in the fleet and who should get the next request. Pure bookkeeping: time is passed in, nothing is sent.
 
 A decode or unified worker can be chosen while it heartbeats, is linked (its Run stream stands), does not drain and has a
-context that holds the request. Choice is by least load; a worker that failed lately is chosen only when there is no other. Of
-equally busy ones what begins alike gets the same, whose cache may have it, and what does not is spread.
+context that holds the request. Choice is by least load: of decode workers by requests, of prefill workers by prompt tokens; a
+decode worker that failed lately is chosen only when there is no other. Of equally busy ones what begins alike gets the same,
+whose cache may have it, and what does not is spread.
 Requests never cross fingerprints: a fleet half old and half new weights serves both, each request within one.
 """
 
@@ -30,7 +31,9 @@ class Entry:
     linked: bool = False  # its Run stream stands
     linked_s: float = 0.0  # .. since then
     pending: int = 0  # our requests on it; for P: those that named it first and have no token yet
+    pending_tokens: int = 0  # of P: in the prompts of those
     others: int = 0  # requests on it that are not ours, as it last told
+    others_tokens: int = 0  # of P: what it has to compute besides
     suspect_until_s: float = 0.0
     misses: int = 0  # attempts in a row to open its Run stream that failed
 
@@ -80,6 +83,7 @@ class Fleet:
         """Take what the worker says; call it before what came with it ends requests of ours: both know of them then."""
         entry.member = dataclasses.replace(entry.member, load=load)
         entry.others = max(0, load.running + load.waiting - entry.pending)
+        entry.others_tokens = max(0, load.pending_prefill_tokens - entry.pending_tokens)
 
     def evict(self, now_s: float) -> list[Entry]:
         """Drop and return the workers whose heartbeats stopped. A standing Run stream has better heartbeats of its own."""
@@ -144,8 +148,8 @@ class Fleet:
             address = entry.member.address
             lonely = entry.member.role is Role.DECODE and entry.member.fingerprint not in prefilled
             is_short = entry.member.max_model_len < wanted_tokens
-            lot = hashlib.blake2b(address.encode(), key=kin, digest_size=8).digest()
-            return (address in but_not, entry.suspect_until_s > now_s, is_short, address != home, lonely, *_busy(entry), lot)
+            doubtful = address in but_not, entry.suspect_until_s > now_s
+            return (*doubtful, is_short, address != home, lonely, *_busy(entry), _lot(entry, kin))
 
         return min(usable, key=rank)
 
@@ -188,10 +192,10 @@ class Fleet:
         """Prefill workers that take requests."""
         return [entry for entry in self._entries.values() if entry.member.role is Role.PREFILL and not entry.member.draining]
 
-    def prefill_peers(self, fingerprint: str, num_tokens: int) -> list[Entry]:
-        """Prefill workers of that fingerprint, least busy first, for a request of `num_tokens` so far. Where none holds as
-        many, all: one of them says so."""
-        peers = self._prefill_of(fingerprint)
+    def prefill_peers(self, fingerprint: str, num_tokens: int, kin: bytes = b"") -> list[Entry]:
+        """Prefill workers of that fingerprint, for a request of `num_tokens` so far: first who has the fewest tokens to compute,
+        of equals the same for all requests of one `kin`. Where none holds as many, all: one of them says so."""
+        peers = self._prefill_of(fingerprint, kin)
         long_enough = [peer for peer in peers if num_tokens <= peer.member.max_model_len]
         return (long_enough or peers)[:MAX_PREFILL_PEERS]
 
@@ -200,12 +204,12 @@ class Fleet:
         entry = self._entries.get(address)
         if entry is None or entry.member.role is not Role.DECODE:
             return None
-        return tuple(peer.member.address for peer in self._prefill_of(entry.member.fingerprint))
+        kin = hashlib.blake2b(address.encode()).digest()  # not the same one for all decode workers
+        return tuple(peer.member.address for peer in self._prefill_of(entry.member.fingerprint, kin))
 
-    def _prefill_of(self, fingerprint: str) -> list[Entry]:
+    def _prefill_of(self, fingerprint: str, kin: bytes) -> list[Entry]:
         peers = [peer for peer in self._prefill() if peer.member.fingerprint == fingerprint]
-        peers.sort(key=lambda entry: (entry.pending, entry.member.load.pending_prefill_tokens, entry.last_seen_s))
-        return peers
+        return sorted(peers, key=lambda peer: (peer.pending_tokens + peer.others_tokens, peer.pending, _lot(peer, kin)))
 
     def suspect(self, entry: Entry, now_s: float) -> None:
         """It failed somebody."""
@@ -217,6 +221,11 @@ def _busy(entry: Entry) -> tuple[float, int]:
     load = entry.member.load
     used = 1.0 - load.free_pages / load.total_pages if load.total_pages else 0.0
     return entry.pending + entry.others + used, entry.pending
+
+
+def _lot(entry: Entry, kin: bytes) -> bytes:
+    """Rendezvous hashing: which of several is drawn does not change when others come or go."""
+    return hashlib.blake2b(entry.member.address.encode(), key=kin, digest_size=8).digest()
 
 
 def _named(entries: list[Entry]) -> str:

@@ -21,7 +21,9 @@ class Flight:
         self.attempt = request.attempt
         self.events: asyncio.Queue[Output | Lost] = asyncio.Queue()
         self.entry: Entry | None = None  # the worker it runs on
-        self.prefill: Entry | None = None  # the P named first, until the first token
+        self.prefill: tuple[Entry, int] | None = (
+            None  # the P named first, and of how many tokens, until the first one comes back
+        )
         self.fingerprint: str | None = None
         self.setbacks = Setbacks()
         self.finished = False

@@ -44,7 +44,7 @@ class Placement:
         if entry is None:
             return False
         self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.fingerprint)
-        self._submit(flight, entry)
+        self._submit(flight, entry, kin)
         return True
 
     def weights(self, flight: Flight) -> str | None:
@@ -81,22 +81,26 @@ class Placement:
             self._workers.cancel(flight.entry, flight.request.request_id, flight.attempt, enough=flight.enough)
             flight.entry = None
 
-    def _submit(self, flight: Flight, entry: Entry) -> None:
+    def _submit(self, flight: Flight, entry: Entry, kin: bytes) -> None:
         flight.entry = entry
         flight.fingerprint = entry.member.fingerprint
         entry.pending += 1
         peers: list[Entry] = []
         if entry.member.role is Role.DECODE:
-            peers = self._fleet.prefill_peers(flight.fingerprint, flight.request.num_tokens + flight.num_delivered)
-        if peers:
-            flight.prefill = peers[0]
-            flight.prefill.pending += 1
+            num_tokens = flight.request.num_tokens + flight.num_delivered
+            peers = self._fleet.prefill_peers(flight.fingerprint, num_tokens, kin)
+            if peers:
+                flight.prefill = peers[0], num_tokens
+                peers[0].pending += 1
+                peers[0].pending_tokens += num_tokens
         named = tuple(peer.member.address for peer in peers)
         self._workers.submit(entry, flight.attempt_request(named, entry.member.max_model_len))
 
     def _leave_prefill(self, flight: Flight) -> None:
         if flight.prefill is not None:
-            flight.prefill.pending -= 1
+            entry, num_tokens = flight.prefill
+            entry.pending -= 1
+            entry.pending_tokens -= num_tokens
             flight.prefill = None
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.fleet import Load
-from jdisagg.router.fleet import Fleet
+from jdisagg.router.fleet import Entry, Fleet
+from jdisagg.router.placement import beginning
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.test_fleet_engine import ask, collect, fleet, stop
 from tests.unit.router.test_idle_fleet import idle_fleet
+from tests.unit.router.test_late_registrations import MEMBER
 from tests.unit.wire.rig import run_quiet, until
 
 SELDOM = TransferConfig(heartbeat_s=0.25, dead_after_s=5.0)  # many requests end between two of its heartbeats
@@ -73,3 +76,47 @@ def test_a_burst_behind_one_that_a_single_worker_had_is_split_evenly() -> None:
         await stop(router, d1, d2)
 
     run_quiet(body())
+
+
+def prefill_fleet() -> Fleet:
+    fleet = Fleet(dead_after_s=1.0)
+    for number in range(3):
+        fleet.register(replace(MEMBER, address=f"p{number}"), 10.0)
+    return fleet
+
+
+def first_asked(fleet: Fleet, kin: bytes = b"") -> Entry:
+    return fleet.prefill_peers("f", 1, kin)[0]
+
+
+def test_a_prefill_worker_with_one_long_prompt_is_busier_than_one_with_two_short_ones() -> None:
+    p0, p1, p2 = (fleet := prefill_fleet()).entries()
+    p0.pending, p0.pending_tokens = 1, 4000
+    p1.pending, p1.pending_tokens = 2, 30
+    p2.pending, p2.pending_tokens = 1, 31
+    assert first_asked(fleet) is p1
+    assert [peer.member.address for peer in fleet.prefill_peers("f", 1)] == ["p1", "p2", "p0"]
+
+
+def test_prompts_of_other_routers_count_beside_ours_and_ours_once() -> None:
+    p0, p1, p2 = (fleet := prefill_fleet()).entries()
+    for peer, ours, told in ((p0, 100, 100), (p1, 20, 90), (p2, 50, 100)):
+        peer.pending_tokens = ours
+        fleet.heartbeat(peer.member.address, "new", Load(pending_prefill_tokens=told), False, 10.0)
+    for peer in (p0, p1, p2):
+        peer.pending_tokens = 0
+    assert [(peer.member.address, peer.others_tokens) for peer in fleet.prefill_peers("f", 1)] == [
+        ("p0", 0),
+        ("p2", 50),
+        ("p1", 70),
+    ]
+
+
+def test_an_idle_prefill_worker_gets_again_what_begins_alike() -> None:
+    fleet, other = prefill_fleet(), prefill_fleet()
+    other.remove(other.entries()[1])
+    kins = [beginning((number, 4, 5)) for number in range(120)]
+    homes = [first_asked(fleet, kin).member.address for kin in kins]
+    assert homes == [first_asked(fleet, kin).member.address for kin in kins]
+    assert min(Counter(homes).values()) >= 25
+    assert all(first_asked(other, kin).member.address == home for kin, home in zip(kins, homes, strict=True) if home != "p1")

@@ -53,7 +53,7 @@ async def stop(router: Router, *workers: FakeWorker) -> None:
         assert not worker.engine.live, "a request was left on a worker"
         await worker.die()
     assert not (await router.engine.debug_state())["flights"]
-    assert all(entry.pending == 0 for entry in router.engine.workers.fleet.entries())
+    assert all(entry.pending == entry.pending_tokens == 0 for entry in router.engine.workers.fleet.entries())
     await router.stop()
 
 
