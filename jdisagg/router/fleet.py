@@ -193,8 +193,8 @@ class Fleet:
         return [entry for entry in self._entries.values() if entry.member.role is Role.PREFILL and not entry.member.draining]
 
     def prefill_peers(self, fingerprint: str, num_tokens: int, kin: bytes = b"") -> list[Entry]:
-        """Prefill workers of that fingerprint, for a request of `num_tokens` so far: first who has the fewest tokens to compute,
-        of equals the same for all requests of one `kin`. Where none holds as many, all: one of them says so."""
+        """Prefill workers of that fingerprint, for a request of `num_tokens` so far: first who has fewest tokens to compute, of
+        equals the same for all requests of one `kin`. Where none holds as many, all: one of them says so."""
         peers = self._prefill_of(fingerprint, kin)
         long_enough = [peer for peer in peers if num_tokens <= peer.member.max_model_len]
         return (long_enough or peers)[:MAX_PREFILL_PEERS]

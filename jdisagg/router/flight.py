@@ -21,9 +21,7 @@ class Flight:
         self.attempt = request.attempt
         self.events: asyncio.Queue[Output | Lost] = asyncio.Queue()
         self.entry: Entry | None = None  # the worker it runs on
-        self.prefill: tuple[Entry, int] | None = (
-            None  # the P named first, and of how many tokens, until the first one comes back
-        )
+        self.prefill: tuple[Entry, int] | None = None  # the P named first and the tokens it was asked for, until the first token
         self.fingerprint: str | None = None
         self.setbacks = Setbacks()
         self.finished = False
