@@ -21,7 +21,7 @@ class Flight:
         self.attempt = request.attempt
         self.events: asyncio.Queue[Output | Lost] = asyncio.Queue()
         self.entry: Entry | None = None  # the worker it runs on
-        self.prefill: tuple[Entry, int] | None = None  # the P named first and the tokens it was asked for, until the first token
+        self.prefill: tuple[Entry, int] | None = None  # the P named first and the tokens asked of it, until the first one
         self.fingerprint: str | None = None
         self.setbacks = Setbacks()
         self.finished = False
