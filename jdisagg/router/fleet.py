@@ -2,8 +2,9 @@
 
 A decode or unified worker can be chosen while it heartbeats, is linked (its Run stream stands), does not drain and has a
 context that holds the request. Choice is by least load: of decode workers by requests, of prefill workers by prompt tokens; a
-decode worker that failed lately is chosen only when there is no other. Of equally busy ones what begins alike gets the same,
-whose cache may have it, and what does not is spread.
+decode worker that failed lately is chosen only when there is no other. A prompt that begins as an earlier one did goes where
+that went, whose cache may have it, as long as this costs little; of equally busy ones what begins alike gets the same, and what
+does not is spread.
 Requests never cross fingerprints: a fleet half old and half new weights serves both, each request within one.
 """
 
@@ -17,8 +18,10 @@ from jdisagg.core.errors import AddressTaken
 from jdisagg.core.fleet import MAX_PREFILL_PEERS, Load, Member
 from jdisagg.core.requests import Role
 from jdisagg.router.pairing import differing
+from jdisagg.router.prefixes import Key, Near
 
 SUSPECT_S = 5.0  # how long a failure counts against a worker
+NEAR_EXTRA, NEAR_SHARE = 2.0, 0.25  # requests that one which may have cached the prompt may have more: two, and a quarter
 MANY_MISSES = 4  # seconds: one that ends is evicted before, one that starts is reached before
 
 
@@ -38,7 +41,7 @@ class Entry:
     misses: int = 0  # attempts in a row to open its Run stream that failed
 
     @property
-    def key(self) -> tuple[str, str]:
+    def key(self) -> Key:
         """A process, not an address."""
         return self.member.address, self.member.epoch
 
@@ -133,23 +136,27 @@ class Fleet:
         wanted_tokens: int = 0,
         but_not: frozenset[str] = frozenset(),
         home: str = "",
+        near: Key | None = None,
         kin: bytes = b"",
     ) -> Entry | None:
         """The worker for the next request of that fingerprint (None = any) and of `num_tokens`, its output included; addresses
-        in `but_not` only as a last resort, and one that holds `wanted_tokens` before others, then the one at `home`, then one
-        that has prefill workers of its weights before less busy ones. Of equally busy ones all requests with the same `kin` get
-        the same, whoever else comes and goes."""
+        in `but_not` only as a last resort, and one that holds `wanted_tokens` before others, then the one at `home`, one that
+        has prefill workers of its weights, the one that is `near` while it is not much busier than the least busy one, and then
+        less busy ones. Of equally busy ones all requests with the same `kin` get the same, whoever else comes and goes."""
         usable, _ = self._usable(fingerprint, num_tokens)
         if not usable:
             return None
         prefilled = {peer.member.fingerprint for peer in self._prefill()}
+        least = min(_busy(entry) for entry in usable)[0]
 
         def rank(entry: Entry) -> tuple[object, ...]:
             address = entry.member.address
             lonely = entry.member.role is Role.DECODE and entry.member.fingerprint not in prefilled
             is_short = entry.member.max_model_len < wanted_tokens
             doubtful = address in but_not, entry.suspect_until_s > now_s
-            return (*doubtful, is_short, address != home, lonely, *_busy(entry), _lot(entry, kin))
+            busy, pending = _busy(entry)
+            is_far = entry.key != near or busy > least + NEAR_EXTRA + least * NEAR_SHARE
+            return (*doubtful, is_short, address != home, lonely, is_far, busy, pending, _lot(entry, kin))
 
         return min(usable, key=rank)
 
@@ -192,10 +199,11 @@ class Fleet:
         """Prefill workers that take requests."""
         return [entry for entry in self._entries.values() if entry.member.role is Role.PREFILL and not entry.member.draining]
 
-    def prefill_peers(self, fingerprint: str, num_tokens: int, kin: bytes = b"") -> list[Entry]:
-        """Prefill workers of that fingerprint, for a request of `num_tokens` so far: first who has fewest tokens to compute, of
-        equals the same for all requests of one `kin`. Where none holds as many, all: one of them says so."""
-        peers = self._prefill_of(fingerprint, kin)
+    def prefill_peers(self, fingerprint: str, num_tokens: int, near: Near, kin: bytes = b"") -> list[Entry]:
+        """Prefill workers of that fingerprint, for a request of `num_tokens` so far: first who has fewest tokens to compute
+        until it is done, without what is cached `near`; of equals the same for all requests of one `kin`. Where none holds as
+        many, all: one of them says so."""
+        peers = self._prefill_of(fingerprint, near, kin)
         long_enough = [peer for peer in peers if num_tokens <= peer.member.max_model_len]
         return (long_enough or peers)[:MAX_PREFILL_PEERS]
 
@@ -205,11 +213,14 @@ class Fleet:
         if entry is None or entry.member.role is not Role.DECODE:
             return None
         kin = hashlib.blake2b(address.encode()).digest()  # not the same one for all decode workers
-        return tuple(peer.member.address for peer in self._prefill_of(entry.member.fingerprint, kin))
+        return tuple(peer.member.address for peer in self._prefill_of(entry.member.fingerprint, Near(), kin))
 
-    def _prefill_of(self, fingerprint: str, kin: bytes) -> list[Entry]:
-        peers = [peer for peer in self._prefill() if peer.member.fingerprint == fingerprint]
-        return sorted(peers, key=lambda peer: (peer.pending_tokens + peer.others_tokens, peer.pending, _lot(peer, kin)))
+    def _prefill_of(self, fingerprint: str, near: Near, kin: bytes) -> list[Entry]:
+        def rank(peer: Entry) -> tuple[object, ...]:
+            cached = near.num_tokens if peer.key == near.prefill else 0
+            return peer.pending_tokens + peer.others_tokens - cached, peer.pending, _lot(peer, kin)
+
+        return sorted((peer for peer in self._prefill() if peer.member.fingerprint == fingerprint), key=rank)
 
     def suspect(self, entry: Entry, now_s: float) -> None:
         """It failed somebody."""

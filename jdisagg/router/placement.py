@@ -9,18 +9,21 @@ from jdisagg.core.requests import Output, Role
 from jdisagg.router.fleet import Entry
 from jdisagg.router.flight import Flight
 from jdisagg.router.homes import Homes
+from jdisagg.router.prefixes import Near, Prefixes, beginnings_of
 from jdisagg.router.workers import Workers
 
 KIN_TOKENS = 32  # the turns of a chat begin with as many equal tokens, also where the first one was short
 
 
 class Placement:
-    """Least load among those that have the request's weights, near its siblings. Lives on the loop of `workers`."""
+    """Least load among those that have the request's weights, with its siblings, and where its prompt may be cached if that
+    costs little. Lives on the loop of `workers`."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
         self._fleet = workers.fleet
         self._homes = Homes()
+        self._prefixes = Prefixes()
 
     def __len__(self) -> int:
         """Groups of siblings that live."""
@@ -39,12 +42,14 @@ class Placement:
         """Send the attempt to a worker; False when nobody can take it: `lacks` says why."""
         home, tried = self._homes.of(flight.request.fork_group), flight.setbacks.tried
         lengths = {"num_tokens": flight.least_tokens, "wanted_tokens": flight.most_tokens}
-        kin = beginning(flight.request.prompt_token_ids)
-        entry = self._fleet.choose(self.weights(flight), now_s, **lengths, but_not=tried, home=home, kin=kin)
+        kin, beginnings = beginning(flight.request.prompt_token_ids), beginnings_of(flight.request.prompt_token_ids)
+        near = self._prefixes.find(beginnings)
+        entry = self._fleet.choose(self.weights(flight), now_s, **lengths, but_not=tried, home=home, near=near.decode, kin=kin)
         if entry is None:
             return False
         self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.fingerprint)
-        self._submit(flight, entry, kin)
+        self._submit(flight, entry, near, kin)
+        self._prefixes.note(beginnings, entry.key, flight.prefill[0].key if flight.prefill else None)
         return True
 
     def weights(self, flight: Flight) -> str | None:
@@ -81,14 +86,14 @@ class Placement:
             self._workers.cancel(flight.entry, flight.request.request_id, flight.attempt, enough=flight.enough)
             flight.entry = None
 
-    def _submit(self, flight: Flight, entry: Entry, kin: bytes) -> None:
+    def _submit(self, flight: Flight, entry: Entry, near: Near, kin: bytes) -> None:
         flight.entry = entry
         flight.fingerprint = entry.member.fingerprint
         entry.pending += 1
         peers: list[Entry] = []
         if entry.member.role is Role.DECODE:
             num_tokens = flight.request.num_tokens + flight.num_delivered
-            peers = self._fleet.prefill_peers(flight.fingerprint, num_tokens, kin)
+            peers = self._fleet.prefill_peers(flight.fingerprint, num_tokens, near, kin)
             if peers:
                 flight.prefill = peers[0], num_tokens
                 peers[0].pending += 1

@@ -10,6 +10,7 @@ from jdisagg.core.config import TransferConfig
 from jdisagg.core.fleet import Load
 from jdisagg.router.fleet import Entry, Fleet
 from jdisagg.router.placement import beginning
+from jdisagg.router.prefixes import Near
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.test_fleet_engine import ask, collect, fleet, stop
 from tests.unit.router.test_idle_fleet import idle_fleet
@@ -86,7 +87,7 @@ def prefill_fleet() -> Fleet:
 
 
 def first_asked(fleet: Fleet, kin: bytes = b"") -> Entry:
-    return fleet.prefill_peers("f", 1, kin)[0]
+    return fleet.prefill_peers("f", 1, Near(), kin)[0]
 
 
 def test_a_prefill_worker_with_one_long_prompt_is_busier_than_one_with_two_short_ones() -> None:
@@ -95,7 +96,7 @@ def test_a_prefill_worker_with_one_long_prompt_is_busier_than_one_with_two_short
     p1.pending, p1.pending_tokens = 2, 30
     p2.pending, p2.pending_tokens = 1, 31
     assert first_asked(fleet) is p1
-    assert [peer.member.address for peer in fleet.prefill_peers("f", 1)] == ["p1", "p2", "p0"]
+    assert [peer.member.address for peer in fleet.prefill_peers("f", 1, Near())] == ["p1", "p2", "p0"]
 
 
 def test_prompts_of_other_routers_count_beside_ours_and_ours_once() -> None:
@@ -105,7 +106,7 @@ def test_prompts_of_other_routers_count_beside_ours_and_ours_once() -> None:
         fleet.heartbeat(peer.member.address, "new", Load(pending_prefill_tokens=told), False, 10.0)
     for peer in (p0, p1, p2):
         peer.pending_tokens = 0
-    assert [(peer.member.address, peer.others_tokens) for peer in fleet.prefill_peers("f", 1)] == [
+    assert [(peer.member.address, peer.others_tokens) for peer in fleet.prefill_peers("f", 1, Near())] == [
         ("p0", 0),
         ("p2", 50),
         ("p1", 70),

@@ -11,6 +11,7 @@ from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import Load
 from jdisagg.core.requests import Role
 from jdisagg.router.fleet import Fleet
+from jdisagg.router.prefixes import Near
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.test_fleet_engine import ask, assert_whole, collect, fleet
@@ -91,4 +92,4 @@ def test_of_two_prefill_workers_the_one_with_fewer_tokens_to_compute_is_asked_fi
     for number, pending in enumerate((500, 20)):
         fleet.register(replace(MEMBER, address=f"h:{number}"), 10.0)
         fleet.heartbeat(f"h:{number}", "new", Load(pending_prefill_tokens=pending), False, 10.0 + number)
-    assert [peer.member.address for peer in fleet.prefill_peers("f", 1)] == ["h:1", "h:0"]
+    assert [peer.member.address for peer in fleet.prefill_peers("f", 1, Near())] == ["h:1", "h:0"]

@@ -1,0 +1,59 @@
+"""Which workers had a prompt that begins as this one does: their prefix caches may have it still."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BLOCK_TOKENS = 32
+MOST_PROMPTS = 65536  # remembered; about 15 MB
+
+Key = tuple[str, str]  # Entry.key: a process, not an address
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """Who had the longest known beginning of a prompt: nobody, unless said."""
+
+    decode: Key | None = None
+    prefill: Key | None = None  # the one that was asked first
+    num_tokens: int = 0  # in that beginning
+
+
+class Prefixes:
+    """The last prompts and where they went, each by all its whole blocks: the next turn of a chat begins with those."""
+
+    def __init__(self, most_prompts: int = MOST_PROMPTS) -> None:
+        self._most_prompts = most_prompts
+        self._near: OrderedDict[bytes, Near] = OrderedDict()  # the latest last
+
+    def __len__(self) -> int:
+        return len(self._near)
+
+    def find(self, beginnings: Sequence[bytes]) -> Near:
+        """`beginnings`: of the prompt, as `beginnings_of` gives them."""
+        for beginning in reversed(beginnings):
+            if (near := self._near.get(beginning)) is not None:
+                self._near.move_to_end(beginning)
+                return near
+        return Near()
+
+    def note(self, beginnings: Sequence[bytes], decode: Key, prefill: Key | None) -> None:
+        """A prompt has been sent there."""
+        if beginnings:
+            self._near[beginnings[-1]] = Near(decode, prefill, len(beginnings) * BLOCK_TOKENS)
+            self._near.move_to_end(beginnings[-1])
+            if len(self._near) > self._most_prompts:
+                self._near.popitem(last=False)
+
+
+def beginnings_of(token_ids: Sequence[int]) -> list[bytes]:
+    """One digest for each whole block, of everything up to its end."""
+    blocks, digest, found = memoryview(array("q", token_ids)), b"", list[bytes]()
+    for end in range(BLOCK_TOKENS, len(token_ids) + 1, BLOCK_TOKENS):
+        digest = hashlib.blake2b(blocks[end - BLOCK_TOKENS : end], key=digest, digest_size=16).digest()
+        found.append(digest)
+    return found
