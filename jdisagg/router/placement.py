@@ -42,7 +42,8 @@ class Placement:
         """Send the attempt to a worker; False when nobody can take it: `lacks` says why."""
         home, tried = self._homes.of(flight.request.fork_group), flight.setbacks.tried
         lengths = {"num_tokens": flight.least_tokens, "wanted_tokens": flight.most_tokens}
-        kin, beginnings = beginning(flight.request.prompt_token_ids), beginnings_of(flight.request.prompt_token_ids)
+        prompt = flight.request.prompt_token_ids
+        kin, beginnings = beginning(prompt), beginnings_of(prompt, flight.request.cache_salt)
         near = self._prefixes.find(beginnings)
         entry = self._fleet.choose(self.weights(flight), now_s, **lengths, but_not=tried, home=home, near=near.decode, kin=kin)
         if entry is None:

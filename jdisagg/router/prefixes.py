@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 BLOCK_TOKENS = 32
-MOST_PROMPTS = 65536  # remembered; about 15 MB
+MOST_PROMPTS = 65536  # remembered; some 20 MB
 
 Key = tuple[str, str]  # Entry.key: a process, not an address
 
@@ -50,9 +50,10 @@ class Prefixes:
                 self._near.popitem(last=False)
 
 
-def beginnings_of(token_ids: Sequence[int]) -> list[bytes]:
-    """One digest for each whole block, of everything up to its end."""
-    blocks, digest, found = memoryview(array("q", token_ids)), b"", list[bytes]()
+def beginnings_of(token_ids: Sequence[int], cache_salt: str = "") -> list[bytes]:
+    """One digest for each whole block, of everything up to its end. Caches keep what has another salt apart."""
+    blocks, found = memoryview(array("q", token_ids)), list[bytes]()
+    digest = hashlib.blake2b(cache_salt.encode(), digest_size=16).digest()
     for end in range(BLOCK_TOKENS, len(token_ids) + 1, BLOCK_TOKENS):
         digest = hashlib.blake2b(blocks[end - BLOCK_TOKENS : end], key=digest, digest_size=16).digest()
         found.append(digest)

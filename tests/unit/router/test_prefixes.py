@@ -36,6 +36,7 @@ def test_a_block_counts_only_behind_the_same_ones() -> None:
     one, other = beginnings_of(prompt(32, 32)), beginnings_of(list(reversed(prompt(32, 32))))
     assert len(set(one + other)) == 4
     assert beginnings_of(prompt(32, 32, 40))[:2] == one
+    assert not set(one) & set(beginnings_of(prompt(32, 32), "another tenant's"))
 
 
 def test_so_many_prompts_are_remembered_and_the_oldest_are_forgotten() -> None:
