@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdisagg.core.errors import AddressTaken
@@ -136,12 +137,12 @@ class Fleet:
         wanted_tokens: int = 0,
         but_not: frozenset[str] = frozenset(),
         home: str = "",
-        near: Key | None = None,
+        near: Sequence[Key] = (),
         kin: bytes = b"",
     ) -> Entry | None:
         """The worker for the next request of that fingerprint (None = any) and of `num_tokens`, its output included; addresses
         in `but_not` only as a last resort, and one that holds `wanted_tokens` before others, then the one at `home`, one that
-        has prefill workers of its weights, the one that is `near` while it is not much busier than the least busy one, and then
+        has prefill workers of its weights, one that is `near` while it is not much busier than the least busy one, and then
         less busy ones. Of equally busy ones all requests with the same `kin` get the same, whoever else comes and goes."""
         usable, _ = self._usable(fingerprint, num_tokens)
         if not usable:
@@ -155,7 +156,7 @@ class Fleet:
             is_short = entry.member.max_model_len < wanted_tokens
             doubtful = address in but_not, entry.suspect_until_s > now_s
             busy, pending = _busy(entry)
-            is_far = entry.key != near or busy > least + NEAR_EXTRA + least * NEAR_SHARE
+            is_far = entry.key not in near or busy > least + NEAR_EXTRA + least * NEAR_SHARE
             return (*doubtful, is_short, address != home, lonely, is_far, busy, pending, _lot(entry, kin))
 
         return min(usable, key=rank)
@@ -217,7 +218,7 @@ class Fleet:
 
     def _prefill_of(self, fingerprint: str, near: Near, kin: bytes) -> list[Entry]:
         def rank(peer: Entry) -> tuple[object, ...]:
-            cached = near.num_tokens if peer.key == near.prefill else 0
+            cached = near.num_tokens if peer.key in near.prefills else 0
             return peer.pending_tokens + peer.others_tokens - cached, peer.pending, _lot(peer, kin)
 
         return sorted((peer for peer in self._prefill() if peer.member.fingerprint == fingerprint), key=rank)

@@ -45,7 +45,7 @@ class Placement:
         prompt = flight.request.prompt_token_ids
         kin, beginnings = beginning(prompt), beginnings_of(prompt, flight.request.cache_salt)
         near = self._prefixes.find(beginnings)
-        entry = self._fleet.choose(self.weights(flight), now_s, **lengths, but_not=tried, home=home, near=near.decode, kin=kin)
+        entry = self._fleet.choose(self.weights(flight), now_s, **lengths, but_not=tried, home=home, near=near.decodes, kin=kin)
         if entry is None:
             return False
         self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.fingerprint)

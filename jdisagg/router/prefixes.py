@@ -10,16 +10,17 @@ from dataclasses import dataclass
 
 BLOCK_TOKENS = 32
 MOST_PROMPTS = 65536  # remembered; some 20 MB
+MOST_HOMES = 8  # of one beginning: a common one, as of a system prompt, soon is everywhere
 
 Key = tuple[str, str]  # Entry.key: a process, not an address
 
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """Who had the longest known beginning of a prompt: nobody, unless said."""
+    """Who had the longest known beginning of a prompt, the latest first: nobody, unless said."""
 
-    decode: Key | None = None
-    prefill: Key | None = None  # the one that was asked first
+    decodes: tuple[Key, ...] = ()
+    prefills: tuple[Key, ...] = ()  # those that were asked first
     num_tokens: int = 0  # in that beginning
 
 
@@ -44,10 +45,16 @@ class Prefixes:
     def note(self, beginnings: Sequence[bytes], decode: Key, prefill: Key | None) -> None:
         """A prompt has been sent there."""
         if beginnings:
-            self._near[beginnings[-1]] = Near(decode, prefill, len(beginnings) * BLOCK_TOKENS)
-            self._near.move_to_end(beginnings[-1])
+            known = self._near.pop(beginnings[-1], Near())
+            prefills = _first(prefill, known.prefills) if prefill else known.prefills
+            near = Near(_first(decode, known.decodes), prefills, len(beginnings) * BLOCK_TOKENS)
+            self._near[beginnings[-1]] = near
             if len(self._near) > self._most_prompts:
                 self._near.popitem(last=False)
+
+
+def _first(latest: Key, known: tuple[Key, ...]) -> tuple[Key, ...]:
+    return (latest, *(key for key in known if key != latest))[:MOST_HOMES]
 
 
 def beginnings_of(token_ids: Sequence[int], cache_salt: str = "") -> list[bytes]:

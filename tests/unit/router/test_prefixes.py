@@ -6,7 +6,7 @@ import asyncio
 
 from jdisagg.core.requests import EngineRequest, Role, SamplingParams
 from jdisagg.router.fleet import NEAR_EXTRA, Entry, Fleet
-from jdisagg.router.prefixes import BLOCK_TOKENS, Near, Prefixes, beginnings_of
+from jdisagg.router.prefixes import BLOCK_TOKENS, MOST_HOMES, Near, Prefixes, beginnings_of
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.test_busy_workers import prefill_fleet
 from tests.unit.router.test_fleet_engine import collect, fleet, stop
@@ -25,9 +25,9 @@ def test_the_longest_known_beginning_in_whole_blocks_counts() -> None:
     prefixes = Prefixes()
     prefixes.note(beginnings_of(prompt(70)), D1, P1)
     prefixes.note(beginnings_of(prompt(70, 80)), D2, None)
-    assert prefixes.find(beginnings_of(prompt(70, 90))) == Near(D1, P1, 64)
-    assert prefixes.find(beginnings_of(prompt(70, 80, 33))) == Near(D2, None, 128)
-    assert prefixes.find(beginnings_of(prompt(70)[:64])) == Near(D1, P1, 64)
+    assert prefixes.find(beginnings_of(prompt(70, 90))) == Near((D1,), (P1,), 64)
+    assert prefixes.find(beginnings_of(prompt(70, 80, 33))) == Near((D2,), (), 128)
+    assert prefixes.find(beginnings_of(prompt(70)[:64])) == Near((D1,), (P1,), 64)
     for unknown in (prompt(31), prompt(63), prompt(70)[1:], []):
         assert prefixes.find(beginnings_of(unknown)) == Near()
 
@@ -48,13 +48,25 @@ def test_so_many_prompts_are_remembered_and_the_oldest_are_forgotten() -> None:
     prefixes.find(chains[1])  # asked for, too
     prefixes.note(chains[3], D1, None)
     assert len(prefixes) == 3
-    assert [prefixes.find(chain).decode for chain in chains] == [D2, D1, None, D1]
+    assert [prefixes.find(chain).decodes for chain in chains] == [(D2, D1), (D1,), (), (D1,)]
     prefixes.note([], D1, None)
     assert len(prefixes) == 3, "a prompt shorter than a block"
 
 
+def test_a_common_beginning_is_known_of_everybody_who_had_it_lately() -> None:
+    prefixes, chain = Prefixes(), beginnings_of(prompt(40))
+    for number in (*range(MOST_HOMES + 2), 5):
+        prefixes.note(chain, (f"d{number}", "epoch"), (f"p{number % 2}", "epoch"))
+    near = prefixes.find(chain)
+    assert [address for address, _ in near.decodes] == ["d5", "d9", "d8", "d7", "d6", "d4", "d3", "d2"]
+    assert [address for address, _ in near.prefills] == ["p1", "p0"]
+    d1, d2, _ = (workers := idle_fleet("d1", "d2", "d3")).entries()
+    d1.pending = 1
+    assert workers.choose("weights", 0.0, near=(d1.key, d2.key)) is d2, "of two that had it the less busy one"
+
+
 def chosen(fleet: Fleet, near: Entry) -> Entry:
-    entry = fleet.choose("weights", 0.0, near=near.key)
+    entry = fleet.choose("weights", 0.0, near=(near.key,))
     assert entry is not None
     return entry
 
@@ -76,12 +88,12 @@ def test_the_near_worker_is_chosen_while_it_is_not_much_busier() -> None:
 def test_another_process_at_the_address_is_not_near() -> None:
     d1, d2 = (workers := idle_fleet("d1", "d2")).entries()
     d1.pending = 1
-    assert workers.choose("weights", 0.0, near=("d1", "an earlier epoch")) is d2
+    assert workers.choose("weights", 0.0, near=(("d1", "an earlier epoch"),)) is d2
 
 
 def test_a_prefill_worker_may_have_as_many_tokens_more_to_compute_as_it_has_cached() -> None:
     _, p1, _ = (workers := prefill_fleet()).entries()
-    near = Near(None, p1.key, 640)
+    near = Near((), (p1.key,), 640)
     p1.pending_tokens = 639
     assert workers.prefill_peers("f", 1, near)[0] is p1
     p1.pending_tokens = 641
