@@ -58,7 +58,7 @@ class KVCacheView:
 
     @property
     def digest(self) -> str:
-        """Equal to `prefix_cache.digest` of the worker's `/debug/state` when both know the same pages."""
+        """Equal to `scheduler.prefix_cache.digest` of the worker's `/debug/state` when both know the same pages."""
         return digest(self.pages)
 
     def apply(self, message: kv_events_pb2.SubscribeResponse) -> None:
