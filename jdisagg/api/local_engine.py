@@ -135,16 +135,10 @@ class LocalEngine:
         reason = "draining" if self._draining else self._not_ready_reason()
         return Health(healthy=True, ready=not reason, reason=reason)
 
-    async def ask(self, function: Callable[[], Answer], timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
-        """Run `function` on the engine thread between two ticks. Raises Unavailable when the engine does not turn over."""
-        return await ask(self._thread, function, timeout_s)
-
     async def debug_state(self) -> dict[str, Any]:
-        """The engine's snapshot, taken between two ticks; says so when the engine does not turn over."""
-        try:
-            return await self.ask(self._thread.loop.snapshot)
-        except Unavailable as error:
-            return {"error": error.message, "in_flight": self._thread.loop.in_flight_text()}
+        """The engine's snapshot, with those of its helpers if it has any."""
+        own, *helpers = await asyncio.gather(*(_state_of(thread) for thread in (self._thread, *self._helpers)))
+        return {**own, "helpers": helpers} if helpers else own
 
     async def drain(self, deadline_s: float) -> int:
         """Admit nothing more; wait for what runs, and for what was posted before. Returns the number still unfinished at
@@ -163,6 +157,14 @@ class LocalEngine:
         for (request_id, _), queue in self._queues.items():
             advice = "send the request again, to another worker"
             queue.put_nowait(Unavailable(f"request {request_id}: this worker is shutting down; {advice}"))
+
+
+async def _state_of(thread: EngineThread) -> dict[str, Any]:
+    """Taken between two ticks; says so when the engine does not turn over."""
+    try:
+        return await ask(thread, thread.loop.snapshot, ANSWER_TIMEOUT_S)
+    except Unavailable as error:
+        return {"error": error.message, "in_flight": thread.loop.in_flight_text()}
 
 
 async def ask(thread: EngineThread, function: Callable[[], Answer], timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from jdisagg.api import local_engine
 from jdisagg.api.local_engine import LocalEngine
 from jdisagg.api.token_engine import ModelCard
 from jdisagg.core.config import Config
@@ -56,6 +57,29 @@ def test_the_prefix_caches_of_both_are_reset(two: tuple[Deployment, list[Engine]
                 pass
         assert await deployment.reset_prefix_cache() == 2 * 3, "each has kept three pages of four tokens"
         assert [engine.scheduler.reset_prefix_cache() for engine in engines] == [0, 0]
+
+    asyncio.run(body())
+
+
+def test_the_state_is_that_of_both_and_of_one_while_the_other_stands_still(
+    two: tuple[Deployment, list[Engine]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        deployment, engines = two
+        front = LocalEngine(deployment.front, CARD, not_ready_reason=lambda: "", helpers=deployment.engines[:-1])
+        helper = LocalEngine(deployment.engines[0], CARD, not_ready_reason=lambda: "")
+        async for _ in helper.generate(request("r", tuple(range(1, 14)), 3)):
+            pass
+        state = await front.debug_state()
+        pages = [part["scheduler"]["prefix_cache"]["pages"] for part in (state, *state["helpers"])]
+        assert pages == [0, 3], "the request was the helper's"
+        monkeypatch.setattr(local_engine, "ANSWER_TIMEOUT_S", 0.1)
+        deployment.engines[0].freeze()
+        await asyncio.sleep(0.2)
+        state = await front.debug_state()
+        assert "scheduler" in state
+        assert "has not answered" in state["helpers"][0]["error"]
+        assert len(engines) == 1 + len(state["helpers"])
 
     asyncio.run(body())
 
