@@ -49,13 +49,13 @@ class WorkerLink:
         on_outputs: Callable[[list[Output]], None],
         on_up: Callable[[], None],
         on_down: Callable[[str], None],
-        on_load: Callable[[Load], None],
+        on_load: Callable[[Load, int], None],
         credentials: Credentials = INSECURE,
         router: str = "",
     ) -> None:
         """Connects at once, in the background. Callbacks run on the loop and must not block; `on_load` comes before the outputs
-        of the same message. `router`: a name of this process, by which the worker knows a replay of its own request from
-        somebody else's request of the same id."""
+        of the same message, with the number of requests that are cancelled and that the worker still counts. `router`: a name
+        of this process, by which the worker knows a replay of its own request from somebody else's request of the same id."""
         self.address = address
         self.answered = False
         self._config = config
@@ -155,8 +155,12 @@ class WorkerLink:
             if message.HasField("heartbeat"):
                 self._progress.saw(message.heartbeat.ticks)
             if message.HasField("load"):
-                self._on_load(decode_load(message.load))
+                self._on_load(decode_load(message.load), self._num_cancelled(message))
             self._decoded.put(list(message.outputs))
+
+    def _num_cancelled(self, message: worker_pb2.RunResponse) -> int:
+        """Requests of which the message brings something although we have cancelled them: the worker had not heard of it."""
+        return len({(o.request_id, o.attempt) for o in message.outputs if self._live.get(o.request_id) != o.attempt})
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:

@@ -83,10 +83,11 @@ class Fleet:
             self.tell_load(entry, load)
         return True
 
-    def tell_load(self, entry: Entry, load: Load) -> None:
-        """Take what the worker says; call it before what came with it ends requests of ours: both know of them then."""
+    def tell_load(self, entry: Entry, load: Load, num_cancelled: int = 0) -> None:
+        """Take what the worker says; call it before what came with it ends requests of ours: both know of them then.
+        `num_cancelled`: requests of ours that have ended here, and there as soon as it hears of it."""
         entry.member = dataclasses.replace(entry.member, load=load)
-        entry.others = max(0, load.running + load.waiting - entry.pending)
+        entry.others = max(0, load.running + load.waiting - entry.pending - num_cancelled)
         entry.others_tokens = max(0, load.pending_prefill_tokens - entry.pending_tokens)
 
     def evict(self, now_s: float) -> list[Entry]:

@@ -79,6 +79,31 @@ def test_a_burst_behind_one_that_a_single_worker_had_is_split_evenly() -> None:
     run_quiet(body())
 
 
+def test_one_whose_client_is_through_with_it_is_no_other_router_s_until_its_worker_hears_of_that() -> None:
+    """A stop string ends a request at the router: the worker's next token is on its way by then."""
+
+    async def body() -> None:
+        router = await Router(config=SELDOM).start()
+        (d1,) = await fleet(FakeWorker((router.address,), config=SELDOM), router=router)
+        (entry,) = router.engine.workers.fleet.entries()
+        cancel, late = d1.engine.cancel, asyncio.Event()
+        d1.engine.cancel = lambda *given, **named: late.set()  # it has not come to this yet
+        outputs = router.engine.generate(ask("r1", max_tokens=1000))
+        await anext(outputs)
+        request, sink, tokens = d1.engine.live["r1"]
+        await outputs.aclose()
+        await late.wait()
+        seen, before = set[tuple[int, int]](), len(tokens)
+        while len(tokens) < before + 10:
+            seen.add((entry.member.load.running, entry.others))
+            await asyncio.sleep(0.001)
+        cancel("r1", request.attempt, sink)
+        assert seen == {(1, 0)}
+        await stop(router, d1)
+
+    run_quiet(body())
+
+
 def prefill_fleet() -> Fleet:
     fleet = Fleet(dead_after_s=1.0)
     for number in range(3):

@@ -43,7 +43,7 @@ class FrontEnd:
             on_outputs=self.outputs.extend,
             on_up=lambda: None,
             on_down=lambda reason: None,
-            on_load=lambda load: None,
+            on_load=lambda load, num_cancelled: None,
             router=name,
         )
 

@@ -45,7 +45,7 @@ class Client:
             on_outputs=self.batches.append,
             on_up=self._up,
             on_down=self.downs.append,
-            on_load=self.loads.append,
+            on_load=lambda load, num_cancelled: self.loads.append(load),
         )
 
     def _up(self) -> None:
@@ -401,7 +401,7 @@ def test_a_bug_that_ends_a_run_stream_is_no_end_in_good_order_and_in_the_log(
             on_outputs=lambda outputs: None,
             on_up=lambda: None,
             on_down=reasons.append,
-            on_load=lambda load: None,
+            on_load=lambda load, num_cancelled: None,
         )
         await until(lambda: link.answered)
         if side == "worker reads":
