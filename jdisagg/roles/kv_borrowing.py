@@ -19,7 +19,6 @@ from jdisagg.handoff.borrower import Borrowed, Borrower, BorrowerAction, Outcome
 from jdisagg.handoff.messages import ChunkReady, Declined, HandoffId
 from jdisagg.roles.ports import Runner
 from jdisagg.roles.transfers import Transfers
-from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed
 
@@ -28,11 +27,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Tally:
-    """What one request got from its receiver, and how much of it is computed here."""
+    """What one request got from its receiver."""
 
     num_tokens: int = 0
     num_bytes: int = 0
-    prefilled_tokens: int = 0
 
 
 class KVBorrowing:
@@ -88,14 +86,11 @@ class KVBorrowing:
         self._tallies[request_id] = _Tally()
         self._borrower.start(admit.handoff, request_id, lending, (begin, end), request.deadline_s)
 
-    def planned(self, plan: Plan | None, now_s: float) -> list[act.Reply]:
-        """Pages may have been reserved, and prompts begun, in the step just planned."""
+    def planned(self, now_s: float) -> list[act.Reply]:
+        """Pages may have been reserved in the step just planned."""
         replies: list[act.Reply] = []
         for reserved in self._scheduler.take_reserved():
             replies += self._execute(self._borrower.on_reserved(reserved.request_id, now_s))
-        for chunk in plan.prefill if plan is not None else ():
-            if tally := self._tallies.get(chunk.request_id):
-                tally.prefilled_tokens += len(chunk.token_ids)
         return replies
 
     def sign(self, request_id: str, provenance: Provenance) -> Provenance:
@@ -103,12 +98,7 @@ class KVBorrowing:
         tally = self._tallies.get(request_id)
         if tally is None:
             return provenance
-        return replace(
-            provenance,
-            prefilled_tokens=tally.prefilled_tokens,
-            borrowed_tokens=tally.num_tokens,
-            borrowed_bytes=tally.num_bytes,
-        )
+        return replace(provenance, borrowed_tokens=tally.num_tokens, borrowed_bytes=tally.num_bytes)
 
     def release(self, request_id: str) -> None:
         """The hand-off is over; idempotent."""

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -66,6 +67,7 @@ class PrefillRole:
         self._slow_request_s = slow_request_s
         self._borrowing = borrowing
         self._records: dict[str, RequestRecord] = {}  # of live hand-offs, by engine request id
+        self._num_computed = Counter[str]()  # tokens in steps so far, by engine request id, until the hand-off is over
         self._replies: dict[HandoffId, Reply] = {}
         self._stuck_since_s: float | None = None  # prompts wait, none runs: computed ones hold the pages
 
@@ -162,13 +164,15 @@ class PrefillRole:
         failed = {o.request_id: o.error for o in outputs if o.error is not None and self._handoffs.owns(o.request_id)}
         self._execute(self._handoffs.on_failed_requests(failed), now_s)
         if self._borrowing is not None:
-            self._execute(self._borrowing.planned(plan, now_s), now_s)
+            self._execute(self._borrowing.planned(now_s), now_s)
         if plan is not None:
             for admit in plan.admit:
                 if record := self._records.get(admit.request_id):
                     record.scheduled(now_s)
                 self._execute(self._handoffs.on_started(admit.request_id), now_s)
             for chunk in plan.prefill:
+                if self._handoffs.owns(chunk.request_id):  # else it has failed just now
+                    self._num_computed[chunk.request_id] += len(chunk.token_ids)
                 upto = chunk.start + len(chunk.token_ids)
                 self._execute(self._handoffs.on_computed(chunk.request_id, upto), now_s)
         own: list[Output] = []
@@ -180,7 +184,8 @@ class PrefillRole:
             else:
                 if output.token_ids and (record := self._records.get(output.request_id)):
                     record.produced(now_s)
-                provenance = Provenance(prefill_worker=self._worker)
+                num_computed = self._num_computed[output.request_id]
+                provenance = Provenance(prefill_worker=self._worker, prefilled_tokens=num_computed)
                 if self._borrowing is not None:
                     provenance = self._borrowing.sign(output.request_id, provenance)
                 signed = replace(output, provenance=provenance)
@@ -225,6 +230,7 @@ class PrefillRole:
                     if self._borrowing is not None:
                         self._borrowing.release(request_id)
                     self._scheduler.release(request_id)
+                    self._num_computed.pop(request_id, None)
                     if record := self._records.pop(request_id, None):
                         record.handed_over(now_s)
 

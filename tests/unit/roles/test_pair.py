@@ -49,6 +49,19 @@ def test_last_output_says_where_the_prompt_was_computed() -> None:
     assert provenance.transferred_bytes == 19 * 4
 
 
+def test_tokens_that_were_found_when_the_turn_of_a_prompt_came_were_not_computed_for_it() -> None:
+    """Two prompts that begin alike come at once: the second one is accepted before the first one's KV is in the cache."""
+    world = World(local_prefill=False, prefill_pages=8)
+    for name, last in (("a", 7), ("b", 8)):
+        world.submit(request(name, (*PROMPT, last), 6))
+    world.settle()
+    told = [world.outputs[name][-1] for name in "ab"]
+    computed = [output.provenance.prefilled_tokens for output in told if output.provenance is not None]
+    assert [output.cached_tokens for output in told] == [0, 12]
+    assert computed == [20, 8]
+    assert sum(computed) == world.prefill.scheduler.stats.prefill_tokens
+
+
 def test_phases_on_the_decode_worker_part_at_the_start_of_the_prompts_computation() -> None:
     world = World(local_prefill=False)
     world.submit(request("a", PROMPT, 6))
