@@ -17,8 +17,8 @@ class PrefillDirectory:
 
     def learn(self, router: str, peers: tuple[str, ...]) -> None:
         """What the router has now, best first. It counts until that router says something else: the workers of a router that
-        went away are still there."""
-        self._by_router[router] = peers
+        went away are still there, or were; they come behind those of routers that have spoken since."""
+        self._by_router = {router: peers} | {other: told for other, told in self._by_router.items() if other != router}
         self.told = tuple(dict.fromkeys(peer for told in self._by_router.values() for peer in told))
 
     @property

@@ -11,8 +11,8 @@ def test_named_ones_come_first_and_routers_add_theirs_once() -> None:
     assert directory.candidates == ("s:1",)
     directory.learn("r:1", ("p:1", "s:1"))
     directory.learn("r:2", ("p:2", "p:1"))
-    assert directory.told == ("p:1", "s:1", "p:2")
-    assert directory.candidates == ("s:1", "p:1", "p:2")
+    assert directory.told == ("p:2", "p:1", "s:1")
+    assert directory.candidates == ("s:1", "p:2", "p:1")
 
 
 def test_a_router_that_says_something_else_is_believed_and_one_that_is_gone_stays() -> None:
@@ -20,9 +20,19 @@ def test_a_router_that_says_something_else_is_believed_and_one_that_is_gone_stay
     directory.learn("gone:1", ("p:1",))
     directory.learn("r:2", ("p:1", "p:2"))
     directory.learn("r:2", ("p:3",))
-    assert directory.told == ("p:1", "p:3")
+    assert directory.told == ("p:3", "p:1")
     directory.learn("r:2", ())
     assert directory.candidates == ("p:1",)
+
+
+def test_what_a_router_said_that_is_gone_neither_hides_nor_orders_what_the_others_say() -> None:
+    directory = PrefillDirectory(())
+    directory.learn("gone:1", tuple(f"old:{number}" for number in range(MAX_PREFILL_PEERS)))
+    directory.learn("r:2", ("p:1", "p:2"))
+    assert directory.candidates == ("p:1", "p:2", "old:0", "old:1")
+    directory.learn("gone:1", ("p:1", "p:2"))
+    directory.learn("r:2", ("p:2", "p:1"))
+    assert directory.candidates == ("p:2", "p:1"), "p:2 has less to do now"
 
 
 def test_one_request_tries_the_best_few() -> None:
