@@ -15,6 +15,7 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -55,8 +56,10 @@ class FleetEngine:
         card: ModelCard | None = None,
         credentials: Credentials = INSECURE,
         drill: Drill | None = None,
+        slow_request_s: float = inf,
     ) -> None:
-        """`card` is shown while no worker is there; the workers' own comes first."""
+        """`card` is shown while no worker is there; the workers' own comes first. `slow_request_s`: requests that take longer
+        are logged with their life."""
         self.workers = Workers(
             config=config,
             step_timeout_s=step_timeout_s,
@@ -71,6 +74,7 @@ class FleetEngine:
         for state in ("running", "waiting"):
             metrics.requests.live.labels(state=state).set_function(partial(self._count, running=state == "running"))
         self._card = card
+        self._slow_request_s = slow_request_s
         self._flights: dict[str, Flight] = {}
         self._attempts = Attempts()
         self._placement = Placement(self.workers)
@@ -109,7 +113,7 @@ class FleetEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
         """Yield the request's outputs until one has `finish`; see TokenEngine."""
-        timeline = Timeline(self._metrics, request, monotonic())
+        timeline = Timeline(self._metrics, request, monotonic(), self._slow_request_s)
         try:
             self._check(request)
         except RequestError as error:
@@ -119,6 +123,7 @@ class FleetEngine:
         self._placement.begin(flight)
         try:
             await self._place(flight)  # raises: not admitted at all
+            timeline.record.scheduled(monotonic())
             while not flight.finished:
                 output = await self._next(flight)
                 if output is not None:

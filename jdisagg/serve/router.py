@@ -59,6 +59,7 @@ async def serve(config: Config, process: Process) -> int:
         replay=ReplayConfig(budget_share=config.server.replay_budget),
         credentials=credentials,
         drill=drill_of(),
+        slow_request_s=config.server.slow_request_s,
     )
     edge = make_edge(engine, read_text_model(resolve_model(config.model.model)), config.server, metrics)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
