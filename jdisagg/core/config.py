@@ -123,7 +123,7 @@ class ServerConfig:
     drain_s: float = 30.0
     replay_budget: float = 0.5  # replays a router may start per new request, beside a floor and every live request once
     slow_request_s: float = 30.0  # requests that take longer are logged with their events and phases
-    seed: int = 0
+    seed: int | None = None  # of requests' seeds and dummy weights; None = others at every start, weights of 0
     print_config: bool = False
 
 

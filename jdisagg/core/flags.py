@@ -181,7 +181,13 @@ _SERVER = (
         only=("router", "local"),
     ),
     Flag("server", "slow_request_s", "requests that take longer are logged with their life; 0 = all", minimum=0),
-    Flag("server", "seed", "seed of requests' default seeds", minimum=0, maximum=2**32 - 1),
+    Flag(
+        "server",
+        "seed",
+        "seed of the seeds of requests that bring none, and of dummy weights; default: others after every start, weights of 0",
+        minimum=0,
+        maximum=2**32 - 1,
+    ),
     Flag("server", "print_config", "print the effective configuration as TOML and exit"),
 )
 _LOCAL = (

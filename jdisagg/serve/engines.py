@@ -100,7 +100,7 @@ def build_core(config: Config, role: Role, devices: Sequence[Any], *, tp: int, m
     """Load the model onto the first `tp` of `devices`, make the pool, compile and run every executable."""
     mesh = make_mesh(devices, tp)
     started_s = monotonic()
-    loaded = load_model(config.model, mesh, seed=config.server.seed)
+    loaded = load_model(config.model, mesh, seed=config.server.seed or 0)
     loaded_s = monotonic()
     runner = make_runner(loaded, mesh, config, role)
     limits = Limits(

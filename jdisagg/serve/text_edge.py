@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from jdisagg.api.edge import Edge
@@ -32,7 +34,15 @@ def read_text_model(directory: Path) -> TextModel:
 
 def make_edge(engine: TokenEngine, text: TextModel, server: ServerConfig, metrics: Metrics | None = None) -> Edge:
     """An Edge over `engine`; `metrics`: see Edge."""
-    return Edge(engine, text.tokenizer, default_deadline_s=server.default_deadline_s, defaults=text.defaults, metrics=metrics)
+    draw_seed = None if server.seed is None else partial(Random(server.seed).getrandbits, 32)
+    return Edge(
+        engine,
+        text.tokenizer,
+        default_deadline_s=server.default_deadline_s,
+        defaults=text.defaults,
+        draw_seed=draw_seed,
+        metrics=metrics,
+    )
 
 
 def sampling_defaults(directory: Path) -> SamplingParams:
