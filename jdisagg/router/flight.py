@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from functools import cached_property
 from typing import Any
 
 from jdisagg.core.errors import RequestError
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
 from jdisagg.router.blame import Lost
 from jdisagg.router.fleet import Entry
+from jdisagg.router.prefixes import beginnings_of
 from jdisagg.router.setbacks import Setbacks
 
 
@@ -30,6 +32,11 @@ class Flight:
         self._recoveries: tuple[str, ...] = ()  # of all attempts so far
         self._earlier: tuple[str, ...] = ()  # of the attempts before this one
         self._sent_prompt_logprobs = False
+
+    @cached_property
+    def beginnings(self) -> list[bytes]:
+        """Of its prompt; placing is tried again and again while there is no worker."""
+        return beginnings_of(self.request.prompt_token_ids, self.request.cache_salt)
 
     @property
     def num_delivered(self) -> int:

@@ -9,7 +9,7 @@ from jdisagg.core.requests import Output, Role
 from jdisagg.router.fleet import Entry
 from jdisagg.router.flight import Flight
 from jdisagg.router.homes import Homes
-from jdisagg.router.prefixes import Near, Prefixes, beginnings_of
+from jdisagg.router.prefixes import Near, Prefixes
 from jdisagg.router.workers import Workers
 
 KIN_TOKENS = 32  # the turns of a chat begin with as many equal tokens, also where the first one was short
@@ -42,15 +42,13 @@ class Placement:
         """Send the attempt to a worker; False when nobody can take it: `lacks` says why."""
         home, tried = self._homes.of(flight.request.fork_group), flight.setbacks.tried
         lengths = {"num_tokens": flight.least_tokens, "wanted_tokens": flight.most_tokens}
-        prompt = flight.request.prompt_token_ids
-        kin, beginnings = beginning(prompt), beginnings_of(prompt, flight.request.cache_salt)
-        near = self._prefixes.find(beginnings)
+        kin, near = beginning(flight.request.prompt_token_ids), self._prefixes.find(flight.beginnings)
         entry = self._fleet.choose(self.weights(flight), now_s, **lengths, but_not=tried, home=home, near=near.decodes, kin=kin)
         if entry is None:
             return False
         self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.fingerprint)
         self._submit(flight, entry, near, kin)
-        self._prefixes.note(beginnings, entry.key, flight.prefill[0].key if flight.prefill else None)
+        self._prefixes.note(flight.beginnings, entry.key, flight.prefill[0].key if flight.prefill else None)
         return True
 
     def weights(self, flight: Flight) -> str | None:
