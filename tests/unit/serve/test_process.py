@@ -13,7 +13,7 @@ from jdisagg.serve import process as module
 from jdisagg.serve.process import ONE_TELLING_S, Process
 
 STARTING = """
-import sys, threading, time
+import asyncio, sys, threading, time
 from jdisagg.serve.process import run_process
 
 def compile_a_model():
@@ -21,6 +21,7 @@ def compile_a_model():
 
 async def serve(process):
     threading.Thread(target=compile_a_model, daemon=True).start()
+    await asyncio.sleep(0.05)
     print("begun", flush=True)
     await process.stopping.wait()
     return 0
@@ -43,7 +44,7 @@ def test_sigusr1_shows_what_a_process_does_that_is_still_starting() -> None:
         assert "in compile_a_model" in "".join(said)
         state = json.loads(said[-1])
         assert (state["event"], state["pid"], state["stage"]) == ("state", process.pid, "starting")
-        assert state["seconds"] > 0
+        assert state["seconds"] >= 0.05
     assert process.returncode == 0
 
 
