@@ -2,23 +2,27 @@
 
     PYTHONPATH=. JAX_PLATFORMS=cpu python scripts/bench_step.py [--rounds 5] [--quick] [--json FILE]
 
-A Llama of 12 layers and about 110 M random parameters, every sequence --context tokens long. In turns within one run: the
-engine's own step (layers unrolled, the kernels and cache order the platform gets) in float32 and bfloat16, and the textbook
-step: `lax.scan` over stacked layers, the whole page table gathered, plain attention. Both keep their state on the device and
-sample greedily. The roofline is the longer of two times: weights and visible KV over the memory's rate, products over the rate
-of a large square product in the step's dtype; both rates are measured in the same run. Nothing else may run meanwhile.
+A Llama of 12 layers and about 110 M random parameters, every sequence --context tokens long. In turns within one run, in
+float32 and bfloat16: the engine's own step (layers unrolled, the kernels and cache order the platform gets), and two textbook
+steps, `lax.scan` over stacked layers with the whole page table gathered and plain attention. "scanned" is the usual one: each
+layer's cache goes into the scan and comes out. "carried" has the whole cache in the loop's carry, where it stays in place,
+as the engine does it with `--layer-loop scan`. All keep their state on the device, donate it and sample greedily.
+
+The roofline is the longer of two times: weights and visible KV over the memory's rate, products over the rate of a large square
+product in the step's dtype; both rates are measured in the same run. Nothing else may run meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 from step_bench.roofline import memory_rate, product_rate
-from step_bench.subject import WARM_STEPS, Subject
+from step_bench.subject import WARM_STEPS, Form, Subject
 
 DTYPES = ("float32", "bfloat16")
 TARGET_RATIO = 3.0
@@ -41,7 +45,8 @@ def main() -> int:
         f"memory {rates['memory'] / 1e9:.1f} GB/s, products " + ", ".join(f"{d} {rates[d] / 1e9:.0f} GFLOP/s" for d in DTYPES)
     )
     print(
-        f"{'batch':>5} {'dtype':>9} {'engine ms':>10} {'plain ms':>9} {'plain/engine':>13} {'roofline ms':>12} {'reached':>8}"
+        f"{'batch':>5} {'dtype':>9} {'engine ms':>10} {'scanned ms':>11} {'carried ms':>11} {'scanned/engine':>15} "
+        f"{'carried/engine':>15} {'roofline ms':>12} {'reached':>8}   (target at batch 32: {TARGET_RATIO:g} x)"
     )
     rows = [row for batch in map(int, options.batches.split(",")) for row in bench(batch, options, rates)]
     for batch in {row["batch"] for row in rows if row["batch"] > 1}:
@@ -55,32 +60,33 @@ def main() -> int:
 def bench(batch: int, options: argparse.Namespace, rates: dict[str, float]) -> list[dict[str, Any]]:
     """Both dtypes at one batch size; everything takes turns."""
     room = WARM_STEPS + options.rounds * options.steps
-    subjects = {(d, plain): Subject(d, batch, options.context, room, plain=plain) for d in DTYPES for plain in (False, True)}
+    keys = list(itertools.product(DTYPES, Form))
+    subjects = {(dtype, form): Subject(form, dtype, batch, options.context, room) for dtype, form in keys}
     for subject in subjects.values():
         subject.time_steps(WARM_STEPS)
-    taken: dict[tuple[str, bool], list[float]] = {key: [] for key in subjects}
+    taken: dict[tuple[str, Form], list[float]] = {key: [] for key in keys}
     for _ in range(options.rounds):
-        for key, subject in subjects.items():
-            taken[key].append(subject.time_steps(options.steps))
+        for key in keys:
+            taken[key].append(subjects[key].time_steps(options.steps))
     rows = []
     for dtype in DTYPES:
-        work = subjects[dtype, False].work
-        engine_s, plain_s = (statistics.median(taken[dtype, plain]) for plain in (False, True))
-        bound_s = max(work.num_bytes / rates["memory"], work.flops / rates[dtype])
+        work = subjects[dtype, Form.ENGINE].work
+        step_ms = {form: 1e3 * statistics.median(taken[dtype, form]) for form in Form}
+        engine_ms, bound_ms = step_ms[Form.ENGINE], 1e3 * max(work.num_bytes / rates["memory"], work.flops / rates[dtype])
+        ratios = {form: step_ms[form] / engine_ms for form in (Form.SCANNED, Form.CARRIED)}
         rows.append(
             {
                 "batch": batch,
                 "dtype": dtype,
-                "engine_ms": 1e3 * engine_s,
-                "plain_ms": 1e3 * plain_s,
-                "ratio": plain_s / engine_s,
-                "roofline_ms": 1e3 * bound_s,
-                "reached": bound_s / engine_s,
+                **{f"{form}_ms": step_ms[form] for form in Form},
+                **{f"{form}_ratio": ratio for form, ratio in ratios.items()},
+                "roofline_ms": bound_ms,
+                "reached": bound_ms / engine_ms,
             }
         )
         print(
-            f"{batch:>5} {dtype:>9} {1e3 * engine_s:>10.1f} {1e3 * plain_s:>9.1f} {plain_s / engine_s:>13.2f} "
-            f"{1e3 * bound_s:>12.1f} {bound_s / engine_s:>8.0%}",
+            f"{batch:>5} {dtype:>9} {engine_ms:>10.1f} {step_ms[Form.SCANNED]:>11.1f} {step_ms[Form.CARRIED]:>11.1f} "
+            f"{ratios[Form.SCANNED]:>15.2f} {ratios[Form.CARRIED]:>15.2f} {bound_ms:>12.1f} {bound_ms / engine_ms:>8.0%}",
             flush=True,
         )
     return rows

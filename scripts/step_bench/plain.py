@@ -1,12 +1,19 @@
-"""The textbook attention that the engine's kernels are measured against: gather the whole page table, then one softmax."""
+"""The textbook step that the engine's is measured against: one scan over layers, the whole page table gathered, one softmax."""
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from jdisagg.engine.model import KV, DecoderModel, Params
 from jdisagg.kv.group import KVGroup
+from jdisagg.models import rotary
 from jdisagg.models.batch import TokenBatch
+from jdisagg.models.decoder import block
+from jdisagg.models.layers import rms_norm
 
 _HIDDEN = -1e30
 
@@ -34,3 +41,20 @@ class PlainOps:
         weights = jax.nn.softmax(jnp.where(seen[:, None, None, :], scores, _HIDDEN), axis=-1).astype(q.dtype)
         out = jnp.einsum("tkgj,tjkd->tkgd", weights, values, preferred_element_type=jnp.float32)
         return out.astype(q.dtype).reshape(tokens, num_heads, dim)
+
+
+class ScannedModel(DecoderModel):
+    """Layers and their caches are the scan's inputs, new caches its outputs."""
+
+    def forward(self, params: Params, kv: KV, batch: TokenBatch) -> tuple[KV, jax.Array]:
+        """See StepModel; layers are stacked, and none has a window."""
+        turn = rotary.angles(self.spec.rope, batch.positions)
+
+        def body(x: jax.Array, layer: tuple[Params, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            own = KVGroup(layer[1][None])
+            own, x = block(layer[0], own, 0, x, batch, spec=self.spec, ops=self.ops, turn=turn, window=None)
+            return x, own.data[0]
+
+        x = jnp.take(params["embed_tokens"]["embedding"], batch.token_ids, axis=0)
+        x, data = cast(tuple[jax.Array, jax.Array], lax.scan(body, x, (params["layers"], kv[0].data)))
+        return (KVGroup(data),), rms_norm(params["norm"], x, self.spec.norm_eps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from jdisagg.models.sharding import make_mesh
 from jdisagg.models.spec import ModelSpec
 from jdisagg.models.stacking import stack_layers
 from jdisagg.sched.plan import Admit
-from step_bench.plain import PlainOps
+from step_bench.plain import PlainOps, ScannedModel
 
 PAGE_SIZE = 16
 WARM_STEPS = 3
@@ -40,6 +41,14 @@ CONFIG = {
 }
 
 
+class Form(StrEnum):
+    """How the step is written."""
+
+    ENGINE = "engine"  # as a worker runs it
+    CARRIED = "carried"  # `lax.scan` over stacked layers, plain attention; the whole cache in the loop's carry, in place
+    SCANNED = "scanned"  # the same as it is mostly written: each layer's cache goes into the scan and comes out of it
+
+
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """What one step cannot avoid: bytes to read, and floating-point operations."""
@@ -49,20 +58,20 @@ class Work:
 
 
 class Subject:
-    """`plain`: scan and textbook attention instead of what the engine would choose."""
+    """A step of one form."""
 
-    def __init__(self, dtype: str, batch: int, context: int, steps: int, *, plain: bool) -> None:
+    def __init__(self, form: Form, dtype: str, batch: int, context: int, steps: int) -> None:
         """Fill `batch` slots with sequences of `context` tokens; there is room for `steps` more."""
         spec, mesh = ModelSpec.from_config(CONFIG), make_mesh(jax.devices(), 1)
         params = random_params(spec, mesh, dtype, seed=0)
         self.param_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         self.param_count = sum(leaf.size for leaf in jax.tree.leaves(params))
         layout = choose_layout(spec.kv_spec(dtype), mesh, PAGE_SIZE)
-        if plain:
-            params, layout = stack_layers(params), replace(layout, heads_major=False, as_bits=False)
-            model = DecoderModel(spec, PlainOps(), LayerLoop.SCAN)
-        else:
+        if form is Form.ENGINE:
             model = DecoderModel(spec, choose_ops(layout, mesh), LayerLoop.UNROLLED)
+        else:
+            params, layout = stack_layers(params), replace(layout, heads_major=False, as_bits=False)
+            model = (ScannedModel if form is Form.SCANNED else DecoderModel)(spec, PlainOps(), LayerLoop.SCAN)
         width = -(-(context + steps) // PAGE_SIZE)
         sizes = DeviceShape(max_num_seqs=batch, pages_per_seq=width, vocab_size=spec.vocab_size, chunk_tokens=256)
         self._spec, self._context = spec, context
