@@ -63,14 +63,15 @@ def size_engine(
         vocab_size=spec.vocab_size,
         chunk_tokens=config.transfer.transfer_chunk_tokens,
     )
-    return EngineSizes(num_pages=num_pages, device=device, runner=runner_shape(config, role, max_model_len))
+    return EngineSizes(num_pages=num_pages, device=device, runner=runner_shape(config, role, max_model_len, layout))
 
 
-def runner_shape(config: Config, role: Role, max_model_len: int) -> RunnerShape:
+def runner_shape(config: Config, role: Role, max_model_len: int, layout: KVLayout) -> RunnerShape:
     """The executables `role` can need: P never decodes, D prefills only when it may."""
+    least = 2 if layout.as_bits else 1  # XLA:CPU takes four times as long for one 16-bit row as for two
     shape = RunnerShape(
         prefill=prefill_buckets(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs),
-        decode=decode_buckets(config.scheduler.max_num_seqs),
+        decode=decode_buckets(config.scheduler.max_num_seqs, least=least),
         exact=False,
         max_model_len=max_model_len,
     )

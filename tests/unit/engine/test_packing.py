@@ -1,5 +1,6 @@
 """Host side of a step: tiles, buckets, admissions."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -10,6 +11,9 @@ from jdisagg.engine.buckets import PrefillBucket, decode_buckets, prefill_bucket
 from jdisagg.engine.packing import pack_prefill
 from jdisagg.engine.sizing import runner_shape
 from jdisagg.engine.state import PROMPT_BIT
+from jdisagg.kv.layout import choose_layout
+from jdisagg.kv.spec import KVSpec
+from jdisagg.models.sharding import make_mesh
 from tests.unit.engine.support import admit, chunk_up, prompt_of
 
 
@@ -24,10 +28,24 @@ def test_buckets_are_few_and_reach_the_limits(max_num_seqs, max_tokens):
     assert sorted(set(decode)) == list(decode)
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 5, 16, 100])
+def test_no_decode_step_has_fewer_rows_than_the_least(max_num_seqs):
+    assert min(decode_buckets(max_num_seqs, least=2)) == 2 <= max(max_num_seqs, 2) == decode_buckets(max_num_seqs, least=2)[-1]
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("float32", 1), ("bfloat16", 2), ("float16", 2)])
+def test_one_row_of_16_bits_is_not_decoded_alone_on_a_cpu(dtype, least):
+    layout = choose_layout(KVSpec(num_layers=1, num_kv_heads=1, features=4, dtype=dtype), make_mesh(jax.devices(), 1), 16)
+    assert runner_shape(Config(), Role.UNIFIED, 64, layout).decode[0] == least
+
+
 def test_roles_get_the_executables_they_can_need():
+    spec = KVSpec(num_layers=1, num_kv_heads=1, features=4, dtype="float32")
+
     def shape(role, numerics=Numerics.FAST, local=LocalPrefill.ON_FAILURE):
         model, transfer = ModelConfig(numerics=numerics), TransferConfig(local_prefill=local)
-        return runner_shape(Config(model=model, transfer=transfer, cache=CacheConfig(), scheduler=SchedulerConfig()), role, 64)
+        config = Config(model=model, transfer=transfer, cache=CacheConfig(), scheduler=SchedulerConfig())
+        return runner_shape(config, role, 64, choose_layout(spec, make_mesh(jax.devices(), 1), 16))
 
     assert shape(Role.PREFILL).decode == ()
     assert shape(Role.DECODE).prefill
