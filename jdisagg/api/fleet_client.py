@@ -14,6 +14,7 @@ import grpc.aio
 from jdisagg.api.channels import INSECURE, Credentials, open_channel
 from jdisagg.api.fleet_codec import encode_load, encode_member
 from jdisagg.api.pulse import cancel_and_wait
+from jdisagg.core.config import TransferConfig
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.told import told
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc
@@ -41,10 +42,13 @@ class FleetClient:
         state: Callable[[], tuple[Load, bool]],
         on_prefill: Callable[[str, tuple[str, ...]], None] = _nobody_listens,
         credentials: Credentials = INSECURE,
+        config: TransferConfig | None = None,
     ) -> None:
         """`state` gives load and whether the worker drains; it is asked at every heartbeat and must not block. `on_prefill`
-        hears after each which prefill workers that router has for this worker."""
+        hears after each which prefill workers that router has for it. `config` is compared with the router's: who beats
+        more slowly than the other waits is taken for dead again and again."""
         self._member = member
+        self._config = config
         self._state = state
         self._on_prefill = on_prefill
         self._credentials = credentials
@@ -134,9 +138,25 @@ class FleetClient:
             self._displaced.discard(router)
             self._refused.discard(router)
             log.info("registered with router %s", router)
+            self._compare(router, answer.heartbeat_ms / 1000, answer.dead_after_ms / 1000)
             interval_s = max(answer.heartbeat_ms, 10) / 1000
             while await self._heartbeat(router, stub):
                 await asyncio.sleep(interval_s)
+
+    def _compare(self, router: str, heartbeat_s: float, dead_after_s: float) -> None:
+        """Say so when one side beats too slowly for the other; `heartbeat_s` and `dead_after_s` are the router's."""
+        if self._config is None:
+            return
+        ours = self._config
+        for slow, beat_s, quick, limit_s in (
+            (f"router {router}", heartbeat_s, "this worker", ours.dead_after_s),
+            ("this worker", ours.heartbeat_s, f"router {router}", dead_after_s),
+        ):
+            if 2 * beat_s > limit_s:
+                words = (
+                    "%s has --heartbeat-s %g and %s --dead-after-s %g: it will be taken for dead; give both the same settings"
+                )
+                log.warning(words, slow, beat_s, quick, limit_s)
 
     async def _heartbeat(self, router: str, stub: fleet_pb2_grpc.FleetServiceStub) -> bool:
         load, draining = self._state()

@@ -177,6 +177,7 @@ class _Edges:
                 state=self._fleet_state,
                 on_prefill=self._deployment.learn_prefill,
                 credentials=credentials,
+                config=self._config.transfer,
             )
 
     def _member(self) -> Member:

@@ -9,6 +9,7 @@ import pytest
 from jdisagg.api.fleet_client import FleetClient
 from jdisagg.api.fleet_service import FleetService
 from jdisagg.api.peer_link import PeerLink
+from jdisagg.core.config import TransferConfig
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import Role
 from jdisagg.handoff.identity import Identity
@@ -101,6 +102,31 @@ def test_a_worker_registers_again_after_an_error_that_nobody_expected(
         assert [type(record.exc_info[1]) for record in caplog.records if record.exc_info] == [KeyError]
         failing.set()
         await client.announce()
+        await client.close()
+        await server.stop(0)
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize(
+    ("ours", "slow"),
+    [
+        (TransferConfig(heartbeat_s=0.02, dead_after_s=0.09), "router 127.0.0.1:"),
+        (TransferConfig(heartbeat_s=0.3, dead_after_s=9.0), "this worker has --heartbeat-s 0.3"),
+        (FAST, None),
+    ],
+)
+def test_who_beats_more_slowly_than_the_other_waits_is_told_of(
+    ours: TransferConfig, slow: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        members = Members()
+        service = FleetService(members, FAST)
+        server, router = await start_server(lambda s: fleet_pb2_grpc.add_FleetServiceServicer_to_server(service, s))
+        client = FleetClient(MEMBER, (router,), state=lambda: (Load(), False), config=ours)
+        await until(lambda: members.beats > 0)
+        told = [record.getMessage() for record in caplog.records if "--dead-after-s" in record.getMessage()]
+        assert (not told) if slow is None else (len(told) == 1 and told[0].startswith(slow)), told
         await client.close()
         await server.stop(0)
 
