@@ -161,12 +161,14 @@ class DecodeRole:
                     stream.timeline.record.scheduled(now_s)
             case act.OpenStream(handoff=handoff, peer=peer, message=message):
                 self._scheduler.peer_ready(handoff.request_id, False)
+                self._peer_choice.opened(handoff, peer, message.request.num_tokens - message.held_tokens)
                 self._peers.open(peer, handoff, message if self._lending is None else self._lending.open(handoff, message))
             case act.Send(handoff=handoff, message=message):
                 self._peers.send(handoff, message)
             case act.CloseStream(handoff=handoff):
                 if self._lending is not None:
                     self._lending.release(handoff)
+                self._peer_choice.closed(handoff)
                 self._peers.close(handoff)
             case act.Fetch(handoff=handoff, peer=peer, ready=ready, deadline_s=deadline_s):
                 self._fetcher.fetch(handoff, peer, ready, deadline_s)
@@ -188,6 +190,7 @@ class DecodeRole:
         match action:
             case act.FirstToken(request_id=request_id, output=output):
                 self._recoveries.served()
+                self._peer_choice.computed(request_id)
                 self._hidden.computed(request_id, now_s)
                 return [self._scheduler.remote_first_token(request_id, output, now_s)]
             case act.KVComplete(request_id=request_id, provenance=provenance):
@@ -220,5 +223,6 @@ class DecodeRole:
         """Hand-offs of this worker."""
         return self._handoffs.snapshot() | {
             "peers": self._peers.snapshot(),
+            "asked_tokens": self._peer_choice.snapshot(),
             "lending": {} if self._lending is None else self._lending.snapshot(),
         }

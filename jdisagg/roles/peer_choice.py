@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.requests import EngineRequest
+from jdisagg.handoff.messages import HandoffId
 from jdisagg.roles.ports import PeerClient
 
 
 class PeerChoice:
-    """By `--local-prefill`, the request's own list, the workers known here and what was last heard of them."""
+    """By `--local-prefill`, the request's own list, the workers known here, what was last heard of them and what they compute
+    for us."""
 
     def __init__(self, config: TransferConfig, peers: PeerClient, known_peers: Callable[[], tuple[str, ...]]) -> None:
         """`known_peers`: for requests that name none."""
@@ -18,6 +22,20 @@ class PeerChoice:
         self._below_tokens = config.local_prefill_below_tokens
         self._peers = peers
         self._known_peers = known_peers
+        self._asked: dict[HandoffId, tuple[str, int]] = {}  # peer and tokens, until its first token or `closed`
+
+    def opened(self, handoff: HandoffId, peer: str, num_tokens: int) -> None:
+        """`peer` was asked to compute so many tokens; `closed` must follow."""
+        self._asked[handoff] = (peer, num_tokens)
+
+    def computed(self, request_id: str) -> None:
+        """Its first token has come: nobody computes its prompt any more."""
+        for handoff in [handoff for handoff in self._asked if handoff.request_id == request_id]:
+            self.closed(handoff)
+
+    def closed(self, handoff: HandoffId) -> None:
+        """The stream is over; idempotent."""
+        self._asked.pop(handoff, None)
 
     def is_here(self, request: EngineRequest) -> bool:
         """Whether the prompt is computed here, without asking anybody."""
@@ -28,10 +46,24 @@ class PeerChoice:
         return self._policy is LocalPrefill.BELOW_TOKENS and request.num_tokens < self._below_tokens
 
     def of(self, request: EngineRequest) -> tuple[str, ...]:
-        """Prefill workers to ask, the best first."""
-        peers = request.prefill_peers or self._known_peers()
-        there = [peer for peer in peers if not self._peers.is_down(peer)]
-        # routers name the least busy first: one of another kind is idle, and so is one that only we cannot reach
+        """Prefill workers to ask, the best first: as the request's router says (least busy first), else the first known one
+        at which no more than this prompt waits for us already."""
+        known, waiting = request.prefill_peers or self._known_peers(), self._waiting()
+        there = [peer for peer in known if not self._peers.is_down(peer)]
+        if not request.prefill_peers:
+            there.sort(key=lambda peer: waiting[peer] // max(1, request.num_tokens))
+        # one of another kind is idle, and so is one that only we cannot reach: both come first in a list by load
         answering = tuple(sorted(there, key=self._peers.is_doubtful))
         never = self._policy is LocalPrefill.NEVER
-        return answering or (peers if never else ())  # with nothing to fall back on, asking is better than failing
+        return answering or (known if never else ())  # with nothing to fall back on, asking is better than failing
+
+    def _waiting(self) -> Counter[str]:
+        """Tokens by peer."""
+        found = Counter[str]()
+        for peer, num_tokens in self._asked.values():
+            found[peer] += num_tokens
+        return found
+
+    def snapshot(self) -> dict[str, Any]:
+        """Tokens that peers compute for us, as JSON-able data."""
+        return dict(self._waiting())

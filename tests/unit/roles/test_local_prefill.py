@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
+from jdisagg.handoff.messages import HandoffId
 from jdisagg.roles import engine_loop
 from jdisagg.roles.decode import DecodeRole
 from jdisagg.roles.peer_choice import PeerChoice
@@ -74,3 +75,49 @@ def test_who_did_not_pair_is_asked_last_and_who_is_down_not_at_all() -> None:
     assert choice.of(named) == ("p2", "p1", "p0")
     wire.down.add("p2")
     assert choice.of(named) == ("p1", "p0")
+
+
+def test_of_peers_that_nobody_ordered_the_first_is_asked_that_has_no_more_waiting_than_the_prompt() -> None:
+    choice = PeerChoice(TransferConfig(), World().wire, lambda: PEERS)
+    prompt, named = request("r", tuple(range(3, 13)), 2), ("p1", "p0")
+    choice.opened(HandoffId("a", 1), "p0", 9)
+    assert choice.of(prompt) == ("p0", "p1"), "nine tokens wait there, ten come"
+    choice.opened(HandoffId("b", 2), "p0", 1)
+    assert choice.of(prompt) == ("p1", "p0")
+    assert choice.of(request("long", tuple(range(3, 14)), 2)) == ("p0", "p1")
+    choice.opened(HandoffId("c", 3), "p1", 10)
+    assert choice.of(prompt) == ("p0", "p1")
+    choice.computed("a")
+    assert choice.of(replace(prompt, prefill_peers=named)) == named, "routers know what others have waiting"
+    assert choice.snapshot() == {"p0": 1, "p1": 10}
+    choice.closed(HandoffId("a", 1))
+    choice.closed(HandoffId("b", 2))
+    choice.closed(HandoffId("c", 3))
+    assert choice.snapshot() == {}
+
+
+def test_a_burst_is_shared_by_the_static_prefill_workers() -> None:
+    world = World()
+    opened: list[str] = []
+    open_stream = world.wire.open
+    world.wire.open = lambda peer, handoff, message: (opened.append(peer), open_stream(peer, handoff, message))[1]
+    prompts = {f"r{i}": tuple(range(3 + i, 14 + i)) for i in range(4)}
+    for name, prompt in prompts.items():
+        world.submit(request(name, prompt, 4))
+    world.settle()
+    assert {name: world.tokens(name) for name in prompts} == {name: expected(prompt, 4) for name, prompt in prompts.items()}
+    assert opened == ["p0", "p1", "p0", "p1"]
+
+
+def test_who_has_computed_a_prompt_is_free_for_others_while_its_kv_still_travels() -> None:
+    world = World()
+    world.submit(request("r", tuple(range(3, 14)), 4))
+    asked = []
+    while not world.tokens("r"):
+        world.tick()
+        assert world.decode.loop is not None
+        asked.append(world.decode.loop.snapshot()["handoff"]["asked_tokens"])
+    assert {"p0": 11} in asked
+    assert world.wire.open_streams
+    assert asked[-1] == {}
+    world.settle()

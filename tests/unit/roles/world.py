@@ -49,6 +49,8 @@ class Decoder:
         assert self.lent.num_buffered_bytes == 0
         assert self.lender.is_idle, self.lender.snapshot()
         assert not self.wire.open_streams
+        assert self.engine.loop is not None
+        assert self.engine.loop.snapshot()["handoff"]["asked_tokens"] == {}
 
 
 def make_decoder(
