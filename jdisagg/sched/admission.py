@@ -103,30 +103,36 @@ class Admission:
 
     def _skip_computed(self, sequence: Sequence, num_tokens: int) -> None:
         sequence.num_computed = sequence.num_scheduled = num_tokens
-        num_prompt = len(sequence.request.prompt_token_ids)
-        self._table.stats.prefix_query_tokens += num_prompt
-        self._table.stats.prefix_hit_tokens += min(num_tokens, num_prompt)
+        self._count(sequence, num_tokens)
         if sequence.told.cached_tokens is None:
-            sequence.told.cached_tokens = min(num_tokens, num_prompt)
+            sequence.told.cached_tokens = min(num_tokens, len(sequence.request.prompt_token_ids))
+
+    def _count(self, sequence: Sequence, num_found: int) -> None:
+        """A prompt counts once, when it is first looked up: not again after a preemption, nor when it is computed where a part
+        of it was pinned."""
+        if not sequence.told.was_looked_up:
+            sequence.told.was_looked_up = True
+            num_prompt = len(sequence.request.prompt_token_ids)
+            self._table.stats.prefix_query_tokens += num_prompt
+            self._table.stats.prefix_hit_tokens += min(num_found, num_prompt)
 
     def pin_prefix(self, sequence: Sequence, held_limit: int | None) -> None:
         """Pin what is found, but no page that others were promised, which would cost a running sequence its own, and never so
         much that a waiting sequence could not fit beside all pins: they would deadlock."""
-        pages, table = self._table.pages, self._table
+        pages = self._table.pages
         limit = sequence.target if held_limit is None else min(held_limit, sequence.target)
         hits = pages.find(sequence, limit)
-        num_prompt = len(sequence.request.prompt_token_ids)
-        table.stats.prefix_query_tokens += num_prompt
-        if not hits:
-            return
+        if hits and self._may_pin(sequence, hits):
+            pages.pin(sequence.holding, hits)
+            sequence.holding.held_tokens = len(hits) * pages.page_size
+        self._count(sequence, sequence.holding.held_tokens)
+
+    def _may_pin(self, sequence: Sequence, hits: tuple[int, ...]) -> bool:
+        pages, table = self._table.pages, self._table
         if pages.cost(hits, len(hits)) > pages.num_free - table.outstanding_pages():
-            return
+            return False
         has_plenty = len(hits) + self._most_pages <= pages.num_free
-        if not (has_plenty or self._fits_beside_pins(sequence, len(hits))):
-            return
-        pages.pin(sequence.holding, hits)
-        sequence.holding.held_tokens = len(hits) * pages.page_size
-        table.stats.prefix_hit_tokens += min(sequence.holding.held_tokens, num_prompt)
+        return has_plenty or self._fits_beside_pins(sequence, len(hits))
 
     def _fits_beside_pins(self, sequence: Sequence, num_hits: int) -> bool:
         """Exactly, for a pool that is nearly full. Behind a long queue nothing is pinned: weighing it would take too long."""

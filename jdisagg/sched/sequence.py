@@ -48,6 +48,7 @@ class Told:
     """What the client is told of a sequence beside its tokens."""
 
     cached_tokens: int | None = None  # prompt tokens found in a prefix cache; recorded once
+    was_looked_up: bool = False  # counted in the statistics of the prefix cache
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     is_final: bool = False  # its last output was sent (a published sequence lives on until released)
 

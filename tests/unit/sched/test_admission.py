@@ -311,3 +311,27 @@ def test_two_whose_first_tokens_come_before_their_memory_do_not_wait_for_each_ot
             arrive(engine, reserved, prompts[reserved.request_id], first=False)
     assert [engine.seen[name].tokens for name in prompts] == [expected(prompt, 8) for prompt in prompts.values()]
     assert held == {"a": 16, "b": both_fit * 16}
+
+
+def test_a_prompt_is_counted_once_though_pages_were_pinned_and_it_is_computed_here_after_all() -> None:
+    engine, cached = warm(30, 3)
+    before = replace(engine.scheduler.stats)
+    engine.add(request("a", (*cached, 7, 8), 3), remote=True)
+    assert engine.scheduler.held_tokens("a") == 12
+    engine.scheduler.compute_locally("a")
+    engine.run()
+    assert engine.seen["a"].tokens == expected((*cached, 7, 8), 3)
+    stats = engine.scheduler.stats
+    assert stats.prefix_query_tokens - before.prefix_query_tokens == 14
+    assert stats.prefix_hit_tokens - before.prefix_hit_tokens == 12
+
+
+def test_a_prompt_is_counted_once_though_it_is_preempted() -> None:
+    engine = FakeEngine(num_pages=9, reserved_decode_tokens=0)
+    prompts = {name: tuple(range(start, start + 9)) for name, start in (("a", 100), ("b", 200))}
+    engine.add(*(request(name, prompt, 16) for name, prompt in prompts.items()))
+    engine.run()
+    assert {name: engine.seen[name].tokens for name in prompts} == {n: expected(p, 16) for n, p in prompts.items()}
+    stats = engine.scheduler.stats
+    assert stats.preemptions > 0
+    assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (18, 0)
