@@ -143,6 +143,13 @@ class ExportQueue:
         """Nothing more is cut from it, unless it has something new."""
         self._turns.get(record.receiver, {}).pop(record.handoff, None)
 
+    def end(self, record: Source) -> list[PrefillAction]:
+        """Nothing of it is needed any more: pieces nobody has heard of are discarded. The others may be on their way: to take
+        them away now would look like a fault."""
+        self.withdraw(record)
+        unheard = [key for key, piece in record.pieces.items() if not piece.published]
+        return [action for key in unheard for action in self.discard(record, key)]
+
     def remove(self, record: Source) -> list[PrefillAction]:
         """The hand-off is over: its pieces are discarded, others may use the room."""
         self.withdraw(record)

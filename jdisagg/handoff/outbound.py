@@ -69,6 +69,7 @@ class Outbound:
     pieces: dict[str, OutgoingPiece] = field(default_factory=dict)
     num_cut: int = 0
     num_failures: int = 0
+    is_over: bool = False  # its first token was its last: D needs no KV at all, but fetches until it has heard so
 
     def move(self, stage: OutboundStage) -> None:
         """Change stage; anything the table does not list is our bug."""
@@ -83,10 +84,12 @@ class Outbound:
     @property
     def total(self) -> int:
         """One past the last token D needs; nothing is sent for a request that ends with the first token."""
-        return self.request.num_tokens if self.request.remaining_tokens > 1 else 0
+        return self.request.num_tokens if self.request.remaining_tokens > 1 and not self.is_over else 0
 
     def next_span(self) -> tuple[int, int] | None:
         """The next range that is ready to be cut."""
+        if self.is_over:
+            return None
         if self.again:
             return self.again[0]
         if self.total - self.cut <= 0:
@@ -132,6 +135,11 @@ class Outbound:
         assert self.is_parkable, f"hand-off {self.handoff} cannot be parked: {self.summary()}"
         self.move(OutboundStage.PARKED)
         self.computed = 0
+
+    def end(self) -> None:
+        """Nothing more is cut from it."""
+        self.is_over = True
+        self.again.clear()
 
     @property
     def delivered(self) -> bool:

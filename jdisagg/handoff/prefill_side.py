@@ -100,10 +100,10 @@ class PrefillSide:
                 return self._unpark(record) + self._exports.pump(record)
             case Ack(key=key):
                 return self._exports.discard(record, key) + self._exports.pump() + self._release_delivered(record)
-            case Want(begin=begin, end=end):
+            case Want(begin=begin, end=end) if not record.is_over:
                 return self._on_want(record, begin, end)
-            case ChunkReady() | Declined():
-                return []  # the borrower's
+            case ChunkReady() | Declined() | Want():
+                return []  # the borrower's; or D is about to read that it needs nothing any more
             case StreamEnded():
                 return self.release(handoff)
             case Open():
@@ -157,11 +157,11 @@ class PrefillSide:
         record.move(OutboundStage.COMPUTED)
         first = replace(output, request_id=record.request.request_id, attempt=record.request.attempt)
         if first.finish is not None:
-            done = act.Reply(record.handoff, Done(first=first, num_chunks=record.num_cut))
-            return [done, *self.release(record.handoff)]
+            record.end()
         done = act.Reply(record.handoff, Done(first=first, num_chunks=record.num_chunks))
         record.computed = max(record.computed, record.total)
-        return [done, *self._exports.pump(record), *self._release_delivered(record)]
+        rest = self._exports.end(record) if record.is_over else self._exports.pump(record)
+        return [done, *rest, *self._release_delivered(record)]
 
     def on_failed_requests(self, errors: Mapping[str, RequestError]) -> list[PrefillAction]:
         """The engine gave these up, and their pages: what one of them leaves of the buffer is for none of the others."""

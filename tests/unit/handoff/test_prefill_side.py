@@ -169,6 +169,35 @@ def test_a_first_token_that_ends_the_request_discards_what_was_published() -> No
     assert side.is_idle
 
 
+def test_a_first_token_that_ends_the_request_takes_nothing_away_that_d_may_be_fetching() -> None:
+    side = prefill_side()
+    opened(side)
+    side.on_computed("r#1", 10)
+    side.on_published(H, ready("k0", 0, 4), 1.0)
+    done, *rest = side.on_first_token("r#1", replace(FIRST, finish=FinishReason.STOP))
+    assert isinstance(done, act.Reply)
+    assert isinstance(done.message, Done)
+    assert rest == [act.Discard("k1"), act.Discard("k2")]
+    assert side.on_published(H, ready("k1", 4, 8), 1.0)[-1] == act.Discard("k1"), "it was on its way from the device"
+    assert side.on_message(H, Want(begin=0, end=4, reason="x"), 2.0) == [], "the engine may have no pages of it any more"
+    assert side.on_computed("r#1", 10) == []
+    assert side.on_message(H, StreamEnded(reason="closed"), 2.0)[0] == act.Discard("k0")
+    assert side.is_idle
+    assert side.buffered_bytes == 0
+
+
+def test_a_request_that_its_first_token_ended_is_over_with_its_last_ack_or_lease() -> None:
+    for end in (lambda side: side.on_message(H, Ack(key="k0"), 2.0), lambda side: side.tick(1.0 + CONFIG.lease_s)):
+        side = prefill_side()
+        opened(side)
+        side.on_computed("r#1", 10)
+        side.on_published(H, ready("k0", 0, 4), 1.0)
+        side.on_first_token("r#1", replace(FIRST, finish=FinishReason.STOP))
+        assert not side.is_idle
+        assert act.ReleaseRequest("r#1") in end(side)
+        assert side.is_idle
+
+
 def test_a_request_with_one_token_to_go_publishes_nothing_even_with_credit() -> None:
     side = prefill_side()
     side.open(H, Open(request=request(max_tokens=1), held_tokens=0, backend="fake"), 0.0)
