@@ -19,12 +19,11 @@ from typing import Any
 
 from jdisagg.core.errors import JdisaggError
 from jdisagg.sched.biography import Biography
-from jdisagg.sched.log import LoggedScheduler
+from jdisagg.sched.log import CALLS_WITH_TIME, LoggedScheduler
 from jdisagg.sched.log_codec import decode, encode
 
 _NUM_NEAREST = 5
-_CALLS_WITH_TIME = frozenset({"add", "expire", "schedule", "commit", "remote_first_token", "kv_arrived"})  # their last argument
-_CALLS = _CALLS_WITH_TIME | frozenset(
+_CALLS = CALLS_WITH_TIME | frozenset(
     "peer_ready cancel fail release park unpark take_reserved take_retracted compute_locally fetch_first drain "
     "reset_prefix_cache".split()
 )
@@ -76,8 +75,9 @@ def replay(lines: Iterable[str], why: str | None = None) -> Report:
     request_ids: dict[str, None] = {}
     difference = damage = None
     try:
-        for number, line, (call, args, kwargs), at_s in _timed(calls):
-            now_s = max(now_s, at_s or 0.0)
+        for number, line in calls:
+            call, args, kwargs = _read_call(number, line)
+            now_s = max(now_s, args[-1] if call in CALLS_WITH_TIME else line.get("at_s", 0.0))
             if call == "add":
                 request_id = args[0].request_id
                 request_ids[request_id] = None
@@ -184,33 +184,15 @@ def _read_call(number: int, line: Any) -> _Call:
         call, args = line["call"], decode(line["args"])
         if call not in _CALLS or not isinstance(args, tuple):
             raise DamagedLog(number, f"{call!r} is no call of a scheduler")
-        if call in _CALLS_WITH_TIME and not (args and isinstance(args[-1], int | float)):
+        if call in CALLS_WITH_TIME and not (args and isinstance(args[-1], int | float)):
             raise DamagedLog(number, f"{call} without a time")
+        if not isinstance(line.get("at_s", 0.0), int | float):
+            raise DamagedLog(number, f"at_s is {line['at_s']!r}, wanted seconds")
         if call == "add":
             _ = args[0].request_id
         return call, args, {key: decode(value) for key, value in line["kwargs"].items()}
     except (LookupError, TypeError, AttributeError) as error:
         raise DamagedLog(number, f"not a call of a scheduler: {type(error).__name__}: {error}") from error
-
-
-def _timed(calls: Iterator[tuple[int, dict[str, Any]]]) -> Iterator[tuple[int, dict[str, Any], _Call, float | None]]:
-    """Calls with their time. One that brings none belongs to the same tick as the next that does; None at the log's end."""
-    held: list[tuple[int, dict[str, Any], _Call]] = []
-    try:
-        for number, line in calls:
-            call = _read_call(number, line)
-            held.append((number, line, call))
-            if call[0] in _CALLS_WITH_TIME:
-                at_s = float(call[1][-1])
-                for entry in held:
-                    yield *entry, at_s
-                held.clear()
-    except DamagedLog:
-        for entry in held:
-            yield *entry, None
-        raise
-    for entry in held:
-        yield *entry, None
 
 
 def _run(scheduler: LoggedScheduler, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Exception | None]:

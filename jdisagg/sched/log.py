@@ -3,9 +3,10 @@
     {"call": "__init__", "args": [config], "kwargs": {sizes}}
     {"call": "add", "args": [request, now_s], "kwargs": {}, "result": null}
     {"call": "schedule", "args": [now_s], "kwargs": {}, "result": plan}
+    {"call": "release", "args": [request_id], "kwargs": {}, "at_s": 12.5, "result": null}
 
-A call that raised has "raised": type name instead of "result". `jdisagg.replay` runs such a log again. The last plans are
-written to a file when an assertion fails (`flight_recorder`).
+A call that is not given the time has "at_s", by the same clock. One that raised has "raised": type name instead of "result".
+`jdisagg.replay` runs such a log again. The last plans are written to a file when an assertion fails (`flight_recorder`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 from typing import Any, TextIO
 
 from jdisagg.core.config import SchedulerConfig
@@ -31,6 +33,8 @@ from jdisagg.sched.views import Reserved
 
 _log = logging.getLogger(__name__)
 
+CALLS_WITH_TIME = frozenset({"add", "expire", "schedule", "commit", "remote_first_token", "kv_arrived"})  # their last argument
+
 
 def make_scheduler(config: SchedulerConfig, *, role: Role, **sizes: Any) -> Scheduler:
     """The scheduler of a worker: recorded when `config.schedule_log` names a file. `sizes` are Scheduler's other arguments.
@@ -44,11 +48,21 @@ def make_scheduler(config: SchedulerConfig, *, role: Role, **sizes: Any) -> Sche
 class LoggedScheduler(Scheduler):
     """A Scheduler that writes down its calls. Inherits because roles name the concrete type and must not notice."""
 
-    def __init__(self, config: SchedulerConfig, *, role: Role, plans_directory: Path | None = None, **sizes: Any) -> None:
-        """Raises ConfigError like Scheduler, OSError when the log file cannot be written."""
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        role: Role,
+        plans_directory: Path | None = None,
+        clock: Callable[[], float] = monotonic,
+        **sizes: Any,
+    ) -> None:
+        """`clock` is the one by which callers say `now_s`. Raises ConfigError like Scheduler, OSError when the log file cannot
+        be written."""
         super().__init__(config, role=role, **sizes)
         self.recorder = FlightRecorder(plans_directory, role.value)
         self._file: TextIO | None = None
+        self._clock = clock
         if config.schedule_log is not None:
             path = Path(config.schedule_log)
             if path.exists() and path.stat().st_size:
@@ -174,6 +188,8 @@ class LoggedScheduler(Scheduler):
         if self._file is None or quiet:
             return function(*args, **kwargs)
         line = {"call": name, "args": encode(args), "kwargs": _plain(kwargs)}
+        if name not in CALLS_WITH_TIME:
+            line["at_s"] = round(self._clock(), 6)
         try:
             result = function(*args, **kwargs)
         except Exception as error:

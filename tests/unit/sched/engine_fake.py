@@ -87,6 +87,7 @@ class FakeEngine:
         self.scheduler = LoggedScheduler(
             self.config,
             role=role,
+            clock=lambda: self.now_s,
             max_model_len=max_model_len,
             page_size=page_size,
             num_pages=num_pages,

@@ -50,7 +50,7 @@ def same_when_replayed(path: Path) -> bool:
 def test_every_call_is_on_disk_before_the_next_with_its_arguments_and_result(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     config = SchedulerConfig(schedule_log=str(path), max_queue_len=7)
-    scheduler = make_scheduler(config, role=Role.DECODE, **SIZES)
+    scheduler = make_scheduler(config, role=Role.DECODE, clock=lambda: 7.25, **SIZES)
     assert isinstance(scheduler, LoggedScheduler)
     head = (
         '{"call":"__init__","args":[{"$":"SchedulerConfig","max_queue_len":7,"schedule_log":'
@@ -81,19 +81,25 @@ def test_every_call_is_on_disk_before_the_next_with_its_arguments_and_result(tmp
     scheduler.release("ü")
     assert lines(path)[1:] == [
         {"call": "add", "args": [encode(asked), 1.5], "kwargs": {"remote": True, "is_open": False}, "result": None},
-        {"call": "peer_ready", "args": ["ü", False], "kwargs": {}, "result": None},
-        {"call": "peer_ready", "args": ["ü", True], "kwargs": {}, "result": None},
-        {"call": "compute_locally", "args": ["ü", 4], "kwargs": {}, "result": True},
-        {"call": "fetch_first", "args": ["ü", 4], "kwargs": {}, "result": None},
-        {"call": "compute_locally", "args": ["ü", 4], "kwargs": {}, "result": True},
+        {"call": "peer_ready", "args": ["ü", False], "kwargs": {}, "at_s": 7.25, "result": None},
+        {"call": "peer_ready", "args": ["ü", True], "kwargs": {}, "at_s": 7.25, "result": None},
+        {"call": "compute_locally", "args": ["ü", 4], "kwargs": {}, "at_s": 7.25, "result": True},
+        {"call": "fetch_first", "args": ["ü", 4], "kwargs": {}, "at_s": 7.25, "result": None},
+        {"call": "compute_locally", "args": ["ü", 4], "kwargs": {}, "at_s": 7.25, "result": True},
         {"call": "schedule", "args": [2.5], "kwargs": {}, "result": encode(plan)},
         {"call": "commit", "args": [encode(nothing), 3.5], "kwargs": {}, "result": []},
-        {"call": "fail", "args": ["ü", {"$": "HandoffLost", "message": "gone"}], "kwargs": {}, "result": encode(output)},
-        {"call": "drain", "args": [], "kwargs": {}, "result": None},
-        {"call": "reset_prefix_cache", "args": [], "kwargs": {}, "result": 0},
-        {"call": "compute_locally", "args": ["unknown", 0], "kwargs": {}, "result": False},
-        {"call": "cancel", "args": ["ü"], "kwargs": {}, "result": False},
-        {"call": "release", "args": ["ü"], "kwargs": {}, "result": None},
+        {
+            "call": "fail",
+            "args": ["ü", {"$": "HandoffLost", "message": "gone"}],
+            "kwargs": {},
+            "at_s": 7.25,
+            "result": encode(output),
+        },
+        {"call": "drain", "args": [], "kwargs": {}, "at_s": 7.25, "result": None},
+        {"call": "reset_prefix_cache", "args": [], "kwargs": {}, "at_s": 7.25, "result": 0},
+        {"call": "compute_locally", "args": ["unknown", 0], "kwargs": {}, "at_s": 7.25, "result": False},
+        {"call": "cancel", "args": ["ü"], "kwargs": {}, "at_s": 7.25, "result": False},
+        {"call": "release", "args": ["ü"], "kwargs": {}, "at_s": 7.25, "result": None},
     ]
     assert same_when_replayed(path)
 
@@ -169,7 +175,7 @@ def test_polls_that_change_nothing_are_not_written_and_those_that_do_are(tmp_pat
         engine.tick()
     assert "take_retracted" not in calls(path)[before:]
     (again,) = scheduler.take_retracted()
-    assert lines(path)[-1] == {"call": "take_retracted", "args": [], "kwargs": {}, "result": [encode(again)]}
+    assert lines(path)[-1] == {"call": "take_retracted", "args": [], "kwargs": {}, "at_s": 5.0, "result": [encode(again)]}
     scheduler.close_log()
     assert same_when_replayed(path)
 
@@ -183,7 +189,7 @@ def test_a_poll_that_takes_pins_away_is_written(tmp_path: Path) -> None:
     engine.add(request("long", (9,) * 24, 2))  # 6 of the 5 pages that are free
     engine.tick()
     (again,) = engine.scheduler.take_retracted()
-    assert lines(path)[-1] == {"call": "take_retracted", "args": [], "kwargs": {}, "result": [encode(again)]}
+    assert lines(path)[-1] == {"call": "take_retracted", "args": [], "kwargs": {}, "at_s": 0.0, "result": [encode(again)]}
     assert [c.request_id for c in engine.tick().prefill] == ["long"]
     engine.drop("pins")
     engine.run()

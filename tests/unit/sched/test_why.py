@@ -192,6 +192,22 @@ def test_the_prefill_role_ends_with_the_hand_over(tell: Tell) -> None:
     assert story[-1].endswith("= 100 ms")
 
 
+def test_the_end_of_a_hand_over_is_not_taken_for_the_coming_of_the_next_request(tell: Tell) -> None:
+    def drive(engine: FakeEngine) -> None:
+        engine.add(request("a", tuple(range(1, 9)), 5))
+        while engine.scheduler.counts()["publishing"] == 0:
+            engine.tick()
+        engine.now_s = 0.010
+        engine.scheduler.release("a")
+        engine.now_s = 2.0  # nothing to do until then
+        engine.add(request("b", tuple(range(2, 9)), 5))
+        engine.tick()
+        engine.scheduler.cancel("b")
+        finish(engine)
+
+    assert tell(drive, "a", Role.PREFILL)[-1].endswith("= 10 ms")
+
+
 def test_a_prompt_that_borrowed_has_given_up_no_prefill_worker(tell: Tell) -> None:
     def drive(engine: FakeEngine) -> None:
         engine.add(request("a", tuple(range(1, 21)), 5))
@@ -216,6 +232,7 @@ def test_a_prompt_that_gives_its_pages_to_others_says_so(tell: Tell) -> None:
         engine.add(request("a", tuple(range(1, 21)), 5))
         while engine.scheduler.counts()["publishing"] == 0:
             engine.tick()
+        engine.now_s = 0.020
         assert engine.scheduler.park(("a",)) == "a"
         engine.seen.clear()
         for engine.now_s in (0.020, 0.050):
@@ -348,6 +365,7 @@ def test_a_damaged_log_is_told_up_to_the_line_that_is_named(tmp_path: Path, caps
         "KeyError": '{"call":"schedule"}\n',
         "unknown type 'Unheard'": '{"call":"commit","args":[{"$":"Unheard"},0.0],"kwargs":{}}\n',
         "schedule without a time": '{"call":"schedule","args":[],"kwargs":{}}\n',
+        "at_s is 'soon'": '{"call":"drain","args":[],"kwargs":{},"at_s":"soon"}\n',
         "TypeError": "[1,2]\n",
     }
     for said, line in broken.items():
