@@ -69,9 +69,8 @@ class Committer:
         """
         if sequence.num_known > sequence.target:
             return self.output(sequence, first, ())
-        num_prompt = len(sequence.request.prompt_token_ids)
         if sequence.told.cached_tokens is None:
-            sequence.told.cached_tokens = min(num_prompt, max(first.cached_tokens, sequence.holding.held_tokens))
+            sequence.told.cached_tokens = _cached_tokens(sequence, first)
         sequence.generated.extend(first.token_ids)
         output = self.output(sequence, first, first.token_ids)
         if first.finish is not None:
@@ -180,3 +179,11 @@ def _unscored(sequence: Sequence) -> int | None:
     """The first prompt token whose log-probability is NaN; None when each has one, or has been told."""
     scores = sequence.told.prompt_logprobs if sequence.wants_prompt_logprobs else ()
     return next((index for index, score in enumerate(scores, start=1) if isnan(score.logprob)), None)
+
+
+def _cached_tokens(sequence: Sequence, first: Output) -> int:
+    """Prompt tokens that nobody computed for this request: those its peer found, or those that are here, less what the peer
+    computed all the same (the last token for its logits, all of them for their log-probabilities)."""
+    num_prompt = len(sequence.request.prompt_token_ids)
+    num_computed = first.provenance.prefilled_tokens if first.provenance is not None else 0
+    return min(num_prompt, max(first.cached_tokens, min(sequence.holding.held_tokens, num_prompt - num_computed)))

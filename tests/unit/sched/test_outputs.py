@@ -146,6 +146,21 @@ def test_cached_tokens_are_those_of_the_prompt_at_most(told: int, cached: int) -
     assert remote(FakeEngine(Role.DECODE), replace(ANSWER, cached_tokens=told)).cached_tokens == cached
 
 
+@pytest.mark.parametrize(
+    ("computed", "found_there", "cached"),
+    [(0, 0, 8), (1, 0, 8), (4, 0, 6), (4, 5, 6), (10, 0, 0), (10, 3, 3), (99, 2, 2)],
+)
+def test_what_a_peer_computed_was_not_cached_though_it_is_here(computed: int, found_there: int, cached: int) -> None:
+    engine = FakeEngine(Role.DECODE)
+    prompt = tuple(range(1, 11))
+    engine.add(request("before", prompt, 1))
+    engine.run()
+    engine.add(request("a", prompt, 5), remote=True)
+    assert engine.scheduler.held_tokens("a") == 8
+    first = replace(ANSWER, cached_tokens=found_there, provenance=Provenance(prefilled_tokens=computed))
+    assert engine.scheduler.remote_first_token("a", first, 0.0).cached_tokens == cached
+
+
 def test_tokens_behind_the_first_stop_are_dropped_with_their_logprobs() -> None:
     engine = FakeEngine(num_scheduler_steps=4, delay=0)
     engine.add(request("a", (1, 2), 9, ignore_eos=False, logprobs=0))
