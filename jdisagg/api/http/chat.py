@@ -146,8 +146,8 @@ class _Answer:
             async for delta in deltas:
                 transcript.add(delta)
                 if delta.index not in opened:
+                    yield self._first_chunk(delta, shows_prompt=not opened)
                     opened.add(delta.index)
-                    yield self._chunk(delta, {"role": "assistant", "content": ""})
                 shows_tokens = self._options.return_token_ids and delta.token_ids
                 if delta.text or delta.logprobs or shows_tokens:
                     yield self._text_chunk(delta)
@@ -159,6 +159,12 @@ class _Answer:
             if self._options.provenance:
                 event["jdisagg"] = provenance_object(transcript)
             yield event
+
+    def _first_chunk(self, delta: Delta, *, shows_prompt: bool) -> dict[str, Any]:
+        event = self._chunk(delta, {"role": "assistant", "content": ""})
+        if shows_prompt and self._options.return_token_ids:
+            event["prompt_token_ids"] = list(self._job.requests[0].prompt_token_ids)
+        return event
 
     def _text_chunk(self, delta: Delta) -> dict[str, Any]:
         event = self._chunk(delta, {"content": delta.text}, logprobs=self._logprobs(delta.logprobs))

@@ -100,17 +100,19 @@ class _Answer:
         self._num_top = num_top
         self._num_prompt_top = num_prompt_top
         self._created = int(time.time())
+        self._begun: set[int] = set()  # choices of which a chunk was written
 
     def whole(self, transcript: Transcript) -> dict[str, Any]:
         """The response of a request that does not stream."""
-        answer = self._envelope([self._choice(choice) for choice in transcript.choices], transcript)
+        choices = [self._choice(choice, shows_prompt=True) for choice in transcript.choices]
+        answer = self._envelope(choices, transcript)
         answer["usage"] = usage_object(transcript.usage)
         if self._options.provenance:
             answer["jdisagg"] = provenance_object(transcript)
         return answer
 
     async def events(self) -> AsyncGenerator[Event]:
-        """The chunks of a request that streams."""
+        """The chunks of a request that streams; the first one of each choice has its prompt's tokens, if they are wanted."""
         transcript = self._edge.transcript(self._job, keep_text=False)
         async with aclosing(self._edge.stream(self._job)) as deltas:
             async for delta in deltas:
@@ -143,7 +145,8 @@ class _Answer:
             finish=delta.finish,
             stop=delta.stop,
         )
-        event = self._envelope([self._choice(part)], transcript)
+        event = self._envelope([self._choice(part, shows_prompt=delta.index not in self._begun)], transcript)
+        self._begun.add(delta.index)
         if self._options.include_usage:
             event["usage"] = None
         elif self._options.provenance and transcript.is_finished:
@@ -160,7 +163,7 @@ class _Answer:
             "choices": choices,
         }
 
-    def _choice(self, choice: ChoiceResult) -> dict[str, Any]:
+    def _choice(self, choice: ChoiceResult, *, shows_prompt: bool) -> dict[str, Any]:
         shown: dict[str, Any] = {
             "index": choice.index,
             "text": choice.text,
@@ -175,5 +178,5 @@ class _Answer:
             shown["prompt_logprobs"] = prompt_logprobs(self._edge.tokenizer, choice.prompt_logprobs, self._num_prompt_top)
         if self._options.return_token_ids:
             shown["token_ids"] = choice.token_ids
-            shown["prompt_token_ids"] = list(self._job.requests[choice.index].prompt_token_ids) if choice.finish else None
+            shown["prompt_token_ids"] = list(self._job.requests[choice.index].prompt_token_ids) if shows_prompt else None
         return shown

@@ -340,3 +340,23 @@ def test_an_api_key_is_needed_where_one_is_set(tokenizer: Tokenizer) -> None:
                 await wrong.models.list()
 
     run(check())
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_gives_the_tokens_of_the_prompt_once_at_its_beginning(tokenizer: Tokenizer, n: int) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, ANSWER), tokenizer) as served:
+            asked = {"model": "tiny", "max_tokens": 5, "stream": True, "n": n, "extra_body": {"return_token_ids": True}}
+            chunks = [c.model_dump() async for c in await served.client.completions.create(prompt="hello world", **asked)]
+            prompt = list(served.engine.requests[0].prompt_token_ids)
+            for index in range(n):
+                shown = [c["choices"][0]["prompt_token_ids"] for c in chunks if c["choices"][0]["index"] == index]
+                assert shown == [prompt] + [None] * (len(shown) - 1)
+            messages = [{"role": "user", "content": "hello"}]
+            stream = await served.client.chat.completions.create(messages=messages, **asked)
+            chunks = [c.model_dump() async for c in stream]
+            prompt = list(served.engine.requests[-1].prompt_token_ids)
+            assert [c.get("prompt_token_ids") for c in chunks] == [prompt] + [None] * (len(chunks) - 1)
+            assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+
+    run(check())
