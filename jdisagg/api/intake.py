@@ -238,16 +238,19 @@ def _max_tokens(request: TextRequest, num_prompt_tokens: int, max_model_len: int
     wanted = None if request.max_tokens is None else max(request.max_tokens, 1)
     if room < (wanted or 1):
         field = "max_tokens" if wanted is not None and room > 0 else "prompt"
-        raise _too_long(num_prompt_tokens, wanted or 1, max_model_len, field)
+        raise _too_long(num_prompt_tokens, wanted or 1, max_model_len, field, scores_only=request.max_tokens == 0)
     if wanted is not None:
         return wanted
     return room if request.default_max_tokens is None else min(room, request.default_max_tokens)
 
 
-def _too_long(num_prompt_tokens: int, num_wanted: int, max_model_len: int, field: str) -> ContextLengthExceeded:
+def _too_long(
+    num_prompt_tokens: int, num_wanted: int, max_model_len: int, field: str, *, scores_only: bool = False
+) -> ContextLengthExceeded:
+    wanted = "one more to score it are needed" if scores_only else f"{num_wanted} for the answer were requested"
     return ContextLengthExceeded(
         f"This model's maximum context length is {max_model_len} tokens, but {num_prompt_tokens} in the prompt and "
-        f"{num_wanted} for the answer were requested; shorten the prompt{' or lower max_tokens' * (num_wanted > 1)}",
+        f"{wanted}; shorten the prompt{' or lower max_tokens' * (num_wanted > 1)}",
         field=field,
     )
 

@@ -22,8 +22,9 @@ def listen(host: str = "127.0.0.1", port: int = 0, *, flag: str = "--port") -> s
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error  # a resolver's errors are negative
-        if isinstance(error, socket.gaierror) or error.errno in _NOT_OURS:
+        number = error.errno or 0
+        why = os.strerror(number) if number > 0 else error
+        if number < 0 or number in _NOT_OURS:  # a resolver's errors are negative
             raise ConfigError(f"--host: {host} is not an address of this machine: {why}", field="host") from error
         field = flag.removeprefix("--").replace("-", "_")
         raise ConfigError(

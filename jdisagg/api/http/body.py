@@ -122,8 +122,8 @@ class Body:
 
 
 async def read_body(request: Request) -> Body:
-    """Read and parse; raises InvalidRequest when it is not one JSON object of at most MAX_BODY_BYTES, HTTPException (415) when
-    it is compressed."""
+    """Read and parse; raises InvalidRequest when it is not one JSON object, HTTPException when it is longer than
+    MAX_BODY_BYTES (413) or compressed (415)."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise HTTPException(415, f"the body has content-encoding {encoding[:80]}; send it without one")
@@ -134,7 +134,7 @@ async def read_body(request: Request) -> Body:
             async for chunk in request.stream():
                 num_bytes += len(chunk)
                 if num_bytes > MAX_BODY_BYTES:
-                    raise InvalidRequest(f"the body has more than {MAX_BODY_BYTES} bytes; send several requests")
+                    raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes; send several requests")
                 chunks.append(chunk)
     except ClientDisconnect:
         raise Cancelled("the client went away while sending its request") from None

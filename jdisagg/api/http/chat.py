@@ -57,8 +57,8 @@ def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, t
     n, name = body.integer("n"), length_name(body)
     body.integer("max_tokens")  # read, so that it is known, also where the newer name goes before it
     max_tokens = body.integer(name)
-    if max_tokens == 0:  # intake would advise to echo the prompt, which a chat cannot
-        raise InvalidRequest(f"{name}: must be at least 1; got 0", field=name)
+    if max_tokens is not None and max_tokens < 1:  # intake would advise to echo the prompt, which a chat cannot
+        raise InvalidRequest(f"{name}: must be at least 1; got {max_tokens}", field=name)
     request = TextRequest(
         request_id=request_id,
         prompts=(render_prompt(body, edge.tokenizer.chat),),

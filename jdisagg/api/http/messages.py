@@ -99,7 +99,9 @@ class _Arguments(dict[str, Any]):
 
 
 def _part_text(where: str, part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict):
+        raise InvalidRequest(f"{where}.content: its parts must be objects; got {part!r:.40}", field=f"{where}.content")
+    kind = part.get("type")
     if kind != "text" or not isinstance(part.get("text"), str):
         raise InvalidRequest(f"{where}.content: only parts of type 'text' are served; got {kind!r}", field=f"{where}.content")
     return part["text"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import httpx
@@ -36,11 +37,11 @@ def test_a_chat_that_is_too_long_names_its_messages(tokenizer: Tokenizer) -> Non
 def test_a_chat_of_no_tokens_is_not_advised_to_echo(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
-            for name in ("max_tokens", "max_completion_tokens"):
-                answer = await http.post("/v1/chat/completions", json=CHAT | {name: 0})
+            for name, number in itertools.product(("max_tokens", "max_completion_tokens"), (0, -1)):
+                answer = await http.post("/v1/chat/completions", json=CHAT | {name: number})
                 error = answer.json()["error"]
                 assert (answer.status_code, error["param"]) == (400, name)
-                assert f"{name}: must be at least 1" in error["message"]
+                assert error["message"] == f"{name}: must be at least 1; got {number}"
                 assert "echo" not in error["message"], "a chat refuses it"
             assert served.engine.requests == []
 

@@ -55,7 +55,10 @@ def test_what_is_too_long_is_told_what_would_help(tokenizer: Tokenizer, num_ids:
     """A prompt to be scored asks for no tokens, of which fewer could be asked for."""
     answer = post(tokenizer, "/v1/completions", GOOD | {"prompt": [5] * num_ids, "max_tokens": max_tokens, "echo": True})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].endswith(f"; shorten the {advice}")
+    said = answer.json()["error"]["message"]
+    assert said.endswith(f"; shorten the {advice}")
+    asked = f"{max_tokens} for the answer were requested" if max_tokens else "one more to score it are needed"
+    assert f"{num_ids} in the prompt and {asked}" in said
 
 
 @pytest.fixture
