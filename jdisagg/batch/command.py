@@ -88,6 +88,9 @@ def parse_command(argv: Sequence[str]) -> Command:
         raise ConfigError(f"--patience-s: wanted seconds, got {args.patience_s:g}")
     if not 0 < args.request_timeout_s < math.inf:
         raise ConfigError(f"--request-timeout-s: wanted seconds above 0, got {args.request_timeout_s:g}")
+    for name, path in (("--input", args.input), ("--output", args.output)):
+        if str(path) == "-":
+            raise ConfigError(f"{name}: a batch that can be resumed needs a file, not a pipe; name one")
     with _usable("--input", args.input):
         if not args.input.is_file():
             raise ConfigError(f"--input: no file {str(args.input)!r}")

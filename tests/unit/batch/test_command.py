@@ -108,3 +108,11 @@ def test_times_that_are_none_are_told_of_at_once(source: Path, capsys: pytest.Ca
     said = capsys.readouterr().err
     assert f"{name}: wanted seconds" in said
     assert f"got {value}" in said
+
+
+@pytest.mark.parametrize("name", ["--input", "--output"])
+def test_a_pipe_is_refused_by_name(source: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    output = source.with_name("out.jsonl")
+    given = {"--input": str(source), "--output": str(output)} | {name: "-"}
+    assert main([word for pair in given.items() for word in pair] + ["--server", "http://127.0.0.1:9"]) == 2
+    assert f"{name}: a batch that can be resumed needs a file, not a pipe; name one" in capsys.readouterr().err
