@@ -20,6 +20,8 @@ ALLOCATOR_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIB
 KEPT_BYTES = 2**30
 _LEAST_THRESHOLD_BYTES = 2**25  # what older versions of glibc take at most
 _LEAST_ARENAS = 8
+THREADS_VARIABLE = "NPROC"  # what XLA:CPU reads for the size of its thread pool instead of counting cores
+_THREADS_PER_DEVICE = 2
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 
@@ -53,12 +55,15 @@ def num_devices_needed(config: Config) -> int:
 def prepare_jax(config: Config, environ: MutableMapping[str, str]) -> None:
     """Set the variables jax reads at import. What the user has set in the environment stays, but flags win over it.
 
-    Virtual CPU devices appear when the role needs several (accelerators ignore the setting). Memory is not preallocated:
-    the KV pool is sized explicitly, and two workers may share one device.
+    Virtual CPU devices appear when the role needs several (accelerators ignore the setting), with threads for all of them:
+    one that waits in a collective holds its thread, and on two cores what it waits for may never get one. Memory is not
+    preallocated: the KV pool is sized explicitly, and two workers may share one device.
     """
     needed = num_devices_needed(config)
     if needed > 1 and DEVICE_COUNT_FLAG not in environ.get("XLA_FLAGS", ""):
         environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {DEVICE_COUNT_FLAG}={needed}".strip()
+    if needed > 1:
+        environ.setdefault(THREADS_VARIABLE, str(max(os.cpu_count() or 1, _THREADS_PER_DEVICE * needed)))
     environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     chosen = config.device.compilation_cache_dir
     if chosen == "off":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from tests.e2e.client import Asked, Got, run_all
@@ -57,6 +59,21 @@ def test_one_p_feeds_a_d_of_other_pages_and_chunks_exactly_and_one_of_another_dt
         }, "the first token is P's"
     assert bytes_per_token(got) == bytes_per_token(converted) == {FLOAT32}, "what travels is in P's dtype"
     assert prefill.metric("jdisagg_compiles_after_ready_total") == 0
+
+
+def test_a_prefill_worker_of_two_devices_stands_a_burst(start: Start) -> None:
+    """On two cores its devices once waited for each other in a step that never ended."""
+    model = ("--numerics", "exact", "--max-model-len", "512", "--page-size", "8", "--num-pages", "400")
+    prefill = start("prefill", "--role", "prefill", *model, "--tensor-parallel-size", "2")
+    flags = ("--role", "decode", "--prefill", prefill.wait_ready().grpc, "--local-prefill", "never")
+    decode = start("decode", *flags, *model).wait_ready()
+    rng = random.Random(11)
+    lengths = [rng.randrange(20, 450) for _ in range(80)]
+    prompts = [tuple(rng.randrange(16, 1000) for _ in range(length)) for length in lengths]
+    got = serve(decode, [Asked(prompt=prompt, n=3, sampling={"max_tokens": 6, "ignore_eos": True}) for prompt in prompts])
+    assert not any(one.complete.choices[0].provenance.recoveries for one in got if one.complete is not None)
+    assert prefill.process.poll() is None
+    assert "rendezvous" not in prefill.log_since_ready()
 
 
 @pytest.mark.covers("I-8")

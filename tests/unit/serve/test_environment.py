@@ -47,6 +47,18 @@ def test_a_device_count_of_the_user_stays() -> None:
     assert environ["XLA_FLAGS"] == f"{COUNT}=8"
 
 
+@pytest.mark.parametrize(
+    ("cores", "tp", "given", "wanted"), [(2, 1, None, None), (2, 4, None, "8"), (64, 4, None, "64"), (2, 4, "3", "3")]
+)
+def test_several_devices_have_threads_enough_to_wait_for_one_another(
+    monkeypatch: pytest.MonkeyPatch, cores: int, tp: int, given: str | None, wanted: str | None
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    environ = {} if given is None else {"NPROC": given}
+    prepare_jax(config(tp=tp), environ)
+    assert environ.get("NPROC") == wanted
+
+
 def test_the_compilation_cache_is_a_directory_that_exists(tmp_path: Path) -> None:
     environ: dict[str, str] = {}
     prepare_jax(config(cache=str(tmp_path / "a/b")), environ)
