@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jdisagg.serve.child import Child, ChildSpec
 from jdisagg.serve.ready import Ready
@@ -40,6 +41,14 @@ class Patience:
     grace_s: float = 35.0  # from SIGTERM to SIGKILL, once READY
     starting_grace_s: float = 1.0  # before READY there is nothing to drain
     max_start_failures: int = 3
+
+
+class _Run(NamedTuple):
+    """How one start of a child went."""
+
+    ready: Ready | None
+    status: int | None  # None: there was no process
+    ending: str
 
 
 class Supervisor:
@@ -84,35 +93,42 @@ class Supervisor:
         delay_s, failures, previous = self._patience.first_delay_s, 0, None
         while not self._stopping.is_set():
             began_s = time.monotonic()
-            child = await Child.start(spec, previous)
-            if self._stopping.is_set():
-                await self._end(child)
-                return
-            self._children[spec.name] = (spec, child)
-            ready = await child.wait_ready(self._patience.start_s)
-            if ready is None and not self._stopping.is_set():
-                await self._end(child)
-            elif ready is not None:
-                previous = ready
-                if not first.done():
-                    first.set_result(ready)
-            status = await child.wait()
+            run = await self._run(spec, previous, first)
             if self._stopping.is_set():
                 return
-            del self._children[spec.name]
+            previous = run.ready or previous
             failures += 1
-            if not first.done() and (status == EXIT_BAD_CONFIG or failures == self._patience.max_start_failures):
-                first.set_exception(_start_failed(spec.name, status, failures))
+            if not first.done() and (run.status == EXIT_BAD_CONFIG or failures == self._patience.max_start_failures):
+                first.set_exception(_start_failed(spec.name, run, failures))
                 return
             if time.monotonic() - began_s >= self._patience.stable_s:
                 delay_s = self._patience.first_delay_s
-            if status == 0 and ready is not None:  # after a SIGTERM it drains and exits so
+            if run.status == 0 and run.ready is not None:  # after a SIGTERM it drains and exits so
                 log.info("%s: ended as it was told to; starting it again in %.1f s", spec.name, delay_s)
             else:
-                log.warning("%s: %s; starting it again in %.1f s", spec.name, _ending(status), delay_s)
+                log.warning("%s: %s; starting it again in %.1f s", spec.name, run.ending, delay_s)
             await self._pause(delay_s)
             delay_s = min(2 * delay_s, self._patience.max_delay_s)
             self.restarts += 1
+
+    async def _run(self, spec: ChildSpec, previous: Ready | None, first: asyncio.Future[Ready]) -> _Run:
+        """From the child's start to its end. There may be no process to be had: memory, processes or descriptors are short."""
+        try:
+            child = await Child.start(spec, previous)
+        except OSError as error:
+            return _Run(None, None, f"could not be started: {error}")
+        if self._stopping.is_set():
+            return _Run(None, await self._end(child), "")
+        self._children[spec.name] = (spec, child)
+        ready = await child.wait_ready(self._patience.start_s)
+        if ready is None and not self._stopping.is_set():
+            await self._end(child)
+        elif ready is not None and not first.done():
+            first.set_result(ready)
+        status = await child.wait()
+        if not self._stopping.is_set():
+            del self._children[spec.name]
+        return _Run(ready, status, f"exited with {status}" if status >= 0 else f"was ended by signal {-status}")
 
     async def _end(self, child: Child) -> int:
         return await child.stop(self._patience.grace_s if child.is_ready else self._patience.starting_grace_s)
@@ -135,11 +151,7 @@ def _pass_on(keeper: asyncio.Task[None], first: asyncio.Future[Ready]) -> None:
         log.critical("a supervising task broke; its child is no longer restarted", exc_info=error)
 
 
-def _ending(status: int) -> str:
-    return f"exited with {status}" if status >= 0 else f"was ended by signal {-status}"
-
-
-def _start_failed(name: str, status: int, failures: int) -> StartFailed:
-    if status == EXIT_BAD_CONFIG:
+def _start_failed(name: str, run: _Run, failures: int) -> StartFailed:
+    if run.status == EXIT_BAD_CONFIG:
         return StartFailed(f"{name} refuses its configuration; its line above says what to change", EXIT_BAD_CONFIG)
-    return StartFailed(f"{name} {_ending(status)} before it was ready, {failures} times; its log is above", 1)
+    return StartFailed(f"{name} {run.ending} before it was ready, {failures} times; its log is above", 1)

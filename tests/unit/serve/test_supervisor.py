@@ -1,0 +1,80 @@
+"""What a supervisor does when a child cannot even be started."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jdisagg.serve.child import Child, ChildSpec
+from jdisagg.serve.ready import Ready
+from jdisagg.serve.supervisor import Patience, StartFailed, Supervisor
+
+FAKE = Path(__file__).with_name("fake_child.py")
+QUICK = Patience(first_delay_s=0.01, max_delay_s=0.05, grace_s=10.0)
+LIMIT_S = 60.0
+Start = Callable[[ChildSpec, Ready | None], Any]
+
+
+def spec(directory: Path) -> ChildSpec:
+    """Of the fake child."""
+    environ = {"FAKE_DIR": str(directory)}
+    return ChildSpec(name="p", command=lambda _: (sys.executable, str(FAKE), "--role", "prefill"), environ=environ)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> list[int]:
+    """No process is to be had where `fails` says so of the n-th attempt; returns the attempts."""
+    attempts: list[int] = []
+    start: Start = Child.start
+
+    async def try_to_start(of: ChildSpec, previous: Ready | None) -> Child:
+        attempts.append(len(attempts))
+        if fails(attempts[-1]):
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return await start(of, previous)
+
+    monkeypatch.setattr(Child, "start", try_to_start)
+    return attempts
+
+
+def test_a_child_for_which_there_is_no_process_is_tried_again_for_as_long_as_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts = failing(monkeypatch, lambda number: 1 <= number <= 5)
+
+    async def body() -> None:
+        supervisor = Supervisor(QUICK)
+        async with asyncio.timeout(LIMIT_S):
+            await supervisor.start([spec(tmp_path)])
+            first = supervisor.pids["p"]
+            os.kill(first, 9)
+            while supervisor.pids.get("p", first) == first:
+                await asyncio.sleep(0.01)
+            assert await supervisor.stop()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(body())
+    assert len(attempts) == 7
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("p: could not be started: [Errno 11]" in text for text in said) == 5
+
+
+def test_a_child_for_which_there_never_was_a_process_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = failing(monkeypatch, lambda number: True)
+
+    async def body() -> None:
+        supervisor = Supervisor(QUICK)
+        async with asyncio.timeout(LIMIT_S):
+            with pytest.raises(StartFailed, match=r"p could not be started: .* before it was ready, 3 times"):
+                await supervisor.start([spec(tmp_path)])
+            await supervisor.stop()
+
+    asyncio.run(body())
+    assert len(attempts) == 3
