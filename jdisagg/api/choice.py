@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from jdisagg.api.in_order import LONG_POSITIONS
 from jdisagg.core.requests import FinishReason, Output, Provenance, TokenLogprob
 from jdisagg.text.detokenize import Detokenizer
-from jdisagg.text.stops import StopStrings
+from jdisagg.text.stops import Stop, StopStrings
 from jdisagg.text.tokenizer import Tokenizer
 
 _MIN_LOGPROB = -9999.0  # JSON has no -Infinity, which a token that was filtered out has
@@ -50,7 +50,7 @@ class ChoiceText:
         index: int,
         prompt_token_ids: Sequence[int],
         echo_text: str | None,
-        stop: Sequence[str],
+        stop: Sequence[Stop],
         stop_token_ids: Collection[int],
         min_tokens: int,
         skip_special_tokens: bool,

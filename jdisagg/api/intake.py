@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from jdisagg.api.token_engine import ModelCard
 from jdisagg.core.errors import InvalidRequest, ModelNotFound
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, EngineRequest, SamplingParams
+from jdisagg.text.stops import Stop
 from jdisagg.text.tokenizer import Tokenizer
 
 MAX_N = 64
@@ -68,7 +69,7 @@ class Job:
     requests: tuple[EngineRequest, ...]
     echo_texts: tuple[str, ...] | None  # one per prompt
     n: int
-    stop: tuple[str, ...]
+    stop: tuple[Stop, ...]
     scores_only: bool  # max_tokens = 0: the one token an engine request must have is dropped
     skip_special_tokens: bool
     deadline_s: float  # monotonic
@@ -122,7 +123,7 @@ async def admit(
         requests=tuple(engine_requests),
         echo_texts=echo_texts,
         n=request.n,
-        stop=request.stop,
+        stop=tuple(map(Stop, request.stop)),
         scores_only=request.max_tokens == 0,
         skip_special_tokens=request.special_tokens.skip,
         deadline_s=deadline_s,

@@ -1,21 +1,57 @@
 """Stop strings over text that arrives in pieces.
 
 Text that may turn out to be the beginning of a stop string is withheld until it is decided. The match that *ends* first wins
-(then the one that begins first), so the result does not depend on how the text was cut into pieces.
+(then the one that begins first), so the result does not depend on how the text was cut into pieces. Each character is looked at
+once or twice for each stop string, however long those are and however much is withheld (Knuth, Morris and Pratt, 1977).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+
+
+class Stop:
+    """A stop string; all choices of a request share it."""
+
+    def __init__(self, text: str) -> None:
+        """`text` is not empty."""
+        assert text, "a stop string is empty"
+        self.text = text
+
+    @cached_property
+    def shorter(self) -> list[int]:
+        """For each beginning of the text, by its length less one: the length of the longest shorter one that it ends with."""
+        lengths, length = [0], 0
+        for character in self.text[1:]:
+            while length and character != self.text[length]:
+                length = lengths[length - 1]
+            length += character == self.text[length]
+            lengths.append(length)
+        return lengths
+
+    def scan(self, text: str, length: int) -> tuple[int, int | None]:
+        """Go on from a beginning of `length` characters that has been seen: how long the one is that `text` ends with, and the
+        first index behind a whole one in `text`."""
+        if not length and self.text[0] not in text:
+            return 0, None
+        end = None
+        for index, character in enumerate(text, start=1):
+            while length and character != self.text[length]:
+                length = self.shorter[length - 1]
+            length += character == self.text[length]
+            if length == len(self.text):
+                end = index if end is None else end
+                length = self.shorter[length - 1]
+        return length, end
 
 
 class StopStrings:
     """One stream's stop strings. After a match nothing more is released."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops`: non-empty strings."""
-        assert all(stops), "a stop string is empty"
+    def __init__(self, stops: Sequence[Stop]) -> None:
         self._stops = tuple(stops)
+        self._seen = [0] * len(self._stops)  # characters of each that the text so far ends with
         self._held = ""
         self.matched: str | None = None
 
@@ -26,13 +62,16 @@ class StopStrings:
             return text
         if self.matched is not None:
             return ""
-        buffer = self._held + text
-        ends = ((begin + len(stop), begin, stop) for stop in self._stops if (begin := self._find(buffer, stop)) >= 0)
-        if may_end and (found := min(ends, default=None)) is not None:
-            _, begin, self.matched = found
+        buffer, ends = self._held + text, list[tuple[int, int, str]]()
+        for number, stop in enumerate(self._stops):
+            self._seen[number], end = stop.scan(text, self._seen[number])
+            if end is not None and may_end:
+                ends.append((len(self._held) + end, len(self._held) + end - len(stop.text), stop.text))
+        if ends:
+            _, begin, self.matched = min(ends)
             self._held = ""
             return buffer[:begin]
-        keep = max(_overlap(buffer, stop) for stop in self._stops)
+        keep = max(self._seen)
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep]
 
@@ -40,15 +79,3 @@ class StopStrings:
         """The withheld text: the stream ended and it did not become a stop string."""
         held, self._held = self._held, ""
         return held
-
-    def _find(self, buffer: str, stop: str) -> int:
-        """Where it begins that ends behind what was withheld; -1: nowhere."""
-        return buffer.find(stop, max(0, len(self._held) - len(stop) + 1))
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper beginning of `stop` that `text` ends with."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

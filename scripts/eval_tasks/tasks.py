@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from jdisagg.text.stops import StopStrings
+from jdisagg.text.stops import Stop, StopStrings
 from jdisagg.text.tokenizer import Tokenizer
 
 WINDOW, STRIDE = 1024, 512  # tokens of perplexity windows; every token but a text's first sees at least WINDOW - STRIDE
@@ -233,7 +233,7 @@ def token_logprobs(choice: dict[str, Any]) -> list[float]:
 
 def until_stop(text: str, stops: Sequence[str]) -> str:
     """What a server with these stop strings shows of `text`."""
-    looking = StopStrings(stops)
+    looking = StopStrings([Stop(stop) for stop in stops])
     return looking.push(text) + looking.flush()
 
 

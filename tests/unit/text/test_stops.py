@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.text.stops import StopStrings
+from jdisagg.text.stops import Stop, StopStrings
 
 
 def _run(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
-    scanner = StopStrings(stops)
+    scanner = StopStrings([Stop(stop) for stop in stops])
     shown = [scanner.push(piece) for piece in pieces]
     return [*shown, scanner.flush()], scanner.matched
 
@@ -47,7 +50,7 @@ def test_the_result_does_not_depend_on_the_cuts(text: str, stops: list[str], dat
 
 
 def test_a_match_counts_where_it_ends() -> None:
-    scanner = StopStrings(["ab", "xabc"])
+    scanner = StopStrings([Stop("ab"), Stop("xabc")])
     shown = [scanner.push(text, may_end=False) for text in ("xab", "ab", "a")]
     assert (shown, scanner.matched) == (["", "xabab", ""], None), "what ended before stays text"
     assert (scanner.push("b"), scanner.matched) == ("", "ab")
@@ -56,10 +59,29 @@ def test_a_match_counts_where_it_ends() -> None:
 @given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), st.data())
 def test_the_first_match_that_ends_behind_the_border_is_found(text: str, stops: list[str], data: st.DataObject) -> None:
     border = data.draw(st.integers(0, len(text)))
-    scanner = StopStrings(stops)
+    scanner = StopStrings([Stop(stop) for stop in stops])
     shown = "".join(scanner.push(character, may_end=index >= border) for index, character in enumerate(text)) + scanner.flush()
     matches = [
         (end, end - len(stop), stop) for stop in stops for end in range(border + 1, len(text) + 1) if text[:end].endswith(stop)
     ]
     _, begin, stop = min(matches, default=(len(text), len(text), None))
     assert (shown, scanner.matched) == (text[:begin], stop)
+
+
+class Counted(str):
+    """Counts how often one of its characters is looked at."""
+
+    looked = 0
+
+    def __getitem__(self, index: Any) -> str:
+        self.looked += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("text", [2000 * "a", 40 * (49 * "a" + "c")])
+def test_a_character_costs_the_same_however_much_is_withheld(text: str) -> None:
+    stop = Counted(1000 * "a" + "b")
+    scanner = StopStrings([Stop(stop)])
+    shown = "".join(map(scanner.push, text)) + scanner.flush()
+    assert shown == text
+    assert stop.looked < 8 * len(text)
