@@ -6,7 +6,6 @@ Errors end the call with the status of their type; google.rpc details (`grpc-sta
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -20,6 +19,7 @@ from jdisagg.api.codec import encode_finish, encode_provenance, status_of
 from jdisagg.api.edge import Edge
 from jdisagg.api.intake import Prompt, TextRequest, check_model
 from jdisagg.api.status_details import details_metadata, shown
+from jdisagg.api.unread import is_taken, not_taken
 from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, JdisaggError, RequestError
 from jdisagg.core.requests import SamplingParams
 from jdisagg.core.trace import TRACEPARENT, read_traceparent
@@ -27,8 +27,6 @@ from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 _DEFAULT_MAX_TOKENS = 16
 MAX_REQUEST_BYTES = 16 * 2**20  # as over HTTP: to read one of 256 MiB holds up everybody else for ten seconds
-UNREAD_TIMEOUT_S = 60.0  # a client that takes nothing for so long is gone, as over HTTP; a large message may take longer:
-SLOWEST_BYTES_PER_S = 2**16
 _SAMPLING_FIELDS = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 _OPTIONAL = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs",
@@ -65,11 +63,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             async for delta in deltas:
                 transcript.add(delta)
                 message = await self._edge.beside(partial(encode_delta, delta), is_long=has_many_scores([delta]))
-                if not await _write(context, generation_pb2.GenerateResponse(request_id=job.request_id, delta=message)):
+                if not await is_taken(context, generation_pb2.GenerateResponse(request_id=job.request_id, delta=message)):
                     return _unread(job.request_id)
         complete = encode_complete(transcript)
-        is_taken = await _write(context, generation_pb2.GenerateResponse(request_id=job.request_id, complete=complete))
-        return None if is_taken else _unread(job.request_id)
+        is_read = await is_taken(context, generation_pb2.GenerateResponse(request_id=job.request_id, complete=complete))
+        return None if is_read else _unread(job.request_id)
 
     async def Abort(
         self, request: generation_pb2.AbortRequest, context: grpc.aio.ServicerContext
@@ -195,18 +193,8 @@ def _sampling(message: common_pb2.SamplingParams, defaults: SamplingParams) -> S
     )
 
 
-async def _write(context: grpc.aio.ServicerContext, message: generation_pb2.GenerateResponse) -> bool:
-    """False when the client does not take it."""
-    try:
-        async with asyncio.timeout(UNREAD_TIMEOUT_S + message.ByteSize() / SLOWEST_BYTES_PER_S):
-            await context.write(message)
-    except TimeoutError:
-        return False
-    return True
-
-
 def _unread(request_id: str) -> DeadlineExceeded:
-    return DeadlineExceeded(f"request {request_id}: nothing of its answer was taken for {UNREAD_TIMEOUT_S:g} s; read it sooner")
+    return DeadlineExceeded(f"request {request_id}: {not_taken('its answer')}")
 
 
 async def _abort(

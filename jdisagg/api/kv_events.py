@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Mapping
 
 import grpc.aio
+from google.protobuf.message import Message
 
 from jdisagg.api.codec import abort
 from jdisagg.api.kv_event_codec import encode_batch, encode_snapshot
 from jdisagg.api.kv_event_ring import KVEventRing
 from jdisagg.api.pulse import cancel_and_wait
-from jdisagg.core.errors import ConfigError, InvalidRequest, JdisaggError, Unavailable
+from jdisagg.api.unread import is_taken, not_taken
+from jdisagg.core.errors import ConfigError, DeadlineExceeded, InvalidRequest, JdisaggError, Unavailable
 from jdisagg.core.metrics import Metrics
 from jdisagg.v1 import kv_events_pb2, kv_events_pb2_grpc
 
@@ -45,6 +47,8 @@ class KVEventsService(kv_events_pb2_grpc.KVEventsServiceServicer):
             self._metrics.cache.event_listeners.dec()
             await cancel_and_wait(write, closed)
         if not write.cancelled() and (error := write.exception()) is not None:
+            if isinstance(error, DeadlineExceeded):
+                await abort(context, error)
             raise error  # our bug, or a broken stream: gRPC tells the listener
         await abort(context, _stopping())
 
@@ -70,13 +74,18 @@ async def _write(ring: KVEventRing, request: kv_events_pb2.SubscribeRequest, con
             for batch in await ring.read(position):
                 if not ring.has(position):
                     break  # overtaken while it did not read
-                await context.write(encode_batch(ring, batch))
+                await _take(context, encode_batch(ring, batch))
                 position = batch.sequence + 1
         else:
             snapshot = ring.snapshot()
             for message in encode_snapshot(ring, snapshot):
-                await context.write(message)
+                await _take(context, message)
             position = snapshot.sequence + 1
+
+
+async def _take(context: grpc.aio.ServicerContext, message: Message) -> None:
+    if not await is_taken(context, message):
+        raise DeadlineExceeded(f"KV events: {not_taken('them')}")
 
 
 async def _wait(event: asyncio.Event) -> None:

@@ -11,7 +11,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from jdisagg.api import generation
+from jdisagg.api import unread
 from jdisagg.api.generation import read_generate
 from jdisagg.core.errors import HandoffLost, Overloaded
 from jdisagg.core.requests import SamplingParams
@@ -36,7 +36,7 @@ async def _collect(
 
 
 def test_a_client_that_reads_nothing_is_not_kept(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "UNREAD_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(unread, "UNREAD_TIMEOUT_S", 0.5)
 
     async def check() -> None:
         engine = FakeEngine(tokenizer, ANSWER * 10_000, max_model_len=200_000)  # dozens of MB: more than a connection holds
@@ -54,7 +54,7 @@ def test_a_client_that_reads_nothing_is_not_kept(tokenizer: Tokenizer, monkeypat
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await read_on()
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert caught.value.details() == "request mine: nothing of its answer was taken for 0.5 s; read it sooner"
+            assert caught.value.details() == "request mine: nothing of its answer was taken for 0.5 s; read sooner"
             assert served.ends() == {}, "what became of it only its engine counts"
 
     run(check())

@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from jdisagg.api import unread
 from jdisagg.api.kv_cache_view import KVCacheView, SequenceGap
 from jdisagg.api.kv_event_ring import KVEventRing
 from jdisagg.api.kv_events import KVEventsService
@@ -347,3 +348,27 @@ def test_a_ring_takes_every_batch_once():
 async def _read_all(call: grpc.aio.Call) -> None:
     while True:
         assert await call.read() is not grpc.aio.EOF
+
+
+def test_a_listener_that_reads_nothing_any_more_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unread, "UNREAD_TIMEOUT_S", 0.3)
+
+    async def body() -> None:
+        worker = await Worker(page_size=HUGE_PAGE).start()
+        async with subscribed(worker) as call:
+            await call.read()
+            assert worker.listeners == 1
+            await worker.store_huge_pages(200)  # more than sockets hold
+            await until(lambda: worker.listeners == 0)
+
+            async def read_on() -> None:
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read_on()
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert caught.value.details() == "KV events: nothing of them was taken for 0.3 s; read sooner"
+        await worker.stop()
+
+    run_quiet(body())
