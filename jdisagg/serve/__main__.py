@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.logs import setup_logs
 from jdisagg.core.settings import load_config, to_toml
-from jdisagg.serve.environment import die_with_parent, keep_freed_memory, pin_to_cores, prepare_jax
+from jdisagg.serve.environment import die_with_parent, keep_freed_memory, open_standard_streams, pin_to_cores, prepare_jax
 from jdisagg.serve.preflight import check_worker
 
 EXIT_BAD_CONFIG = 2
@@ -24,6 +24,7 @@ _WORKER_MODULE = "jdisagg.serve.worker"  # every other role
 
 def main(argv: Sequence[str]) -> int:
     """Run one process until it is told to stop; returns its exit status (2 for a bad configuration)."""
+    open_standard_streams()
     try:
         setup_logs("serve")  # load_config remarks on settings that say nothing to the role
         config = load_config(argv)

@@ -90,6 +90,19 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
     return bool(large and mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES))
 
 
+def open_standard_streams() -> None:
+    """Put /dev/null where stdin, stdout or stderr is closed, as some starters leave them: sockets would get their numbers, and
+    libuv ends the process when one of those is closed."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number: this one
+    sys.stdin = sys.stdin or os.fdopen(0)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+
+
 def die_with_parent(environ: Mapping[str, str]) -> None:
     """When started by a supervisor, end at once if it goes away, however it dies; a Ctrl-C in the terminal reaches it alone.
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +33,13 @@ class Ready:
 
 
 def announce(ready: Ready) -> None:
-    """Print the line, at once."""
-    sys.stdout.write(ready.line() + "\n")
-    sys.stdout.flush()
+    """Print the line, at once. Whoever was to read it may have gone; the process serves all the same."""
+    try:
+        sys.stdout.write(ready.line() + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        log.warning("READY could not be said on stdout: %s", error.strerror)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in its buffer would be tried at exit
 
 
 def parse(line: str) -> Ready | None:

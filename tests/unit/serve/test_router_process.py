@@ -5,9 +5,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -76,6 +78,46 @@ def test_a_router_without_workers_is_unavailable_when_asked_for_its_model(router
         generation_pb2_grpc.GenerationServiceStub(channel).GetModel(generation_pb2.GetModelRequest(), timeout=30)
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE, refused.value  # type: ignore[attr-defined]
     assert refused.value.details().startswith("no worker has registered with this router yet")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_a_process_without_standard_streams_serves_and_drains(closed: tuple[int, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shut = "".join(f"os.close({number}); " for number in closed)
+    code = f"import os, sys; {shut}os.execv(sys.executable, {[*SERVE, '--role', 'router', '--port', str(port)]!r})"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        until_answered(f"127.0.0.1:{port}", process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 0
+
+
+def test_a_process_whose_starter_reads_nothing_serves_and_drains() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [*SERVE, "--role", "router", "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        until_answered(f"127.0.0.1:{port}", process)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0, said
+    assert "READY could not be said on stdout: Broken pipe" in said
+    assert "Traceback" not in said
+
+
+def until_answered(address: str, process: subprocess.Popen[Any]) -> None:
+    """Wait for /health."""
+    began_s = time.monotonic()
+    while True:
+        try:
+            assert get(address, "/health")[0] == 200
+            return
+        except urllib.error.URLError:
+            assert process.poll() is None
+            assert time.monotonic() - began_s < WAIT_S
+            time.sleep(0.05)
 
 
 def exits(*flags: str, env: dict[str, str] | None = None) -> tuple[int, str]:
