@@ -23,6 +23,7 @@ JAX_ENVIRONMENT = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
+    "NPROC": "16",  # threads of XLA:CPU: its devices wait for one another in collectives, and each holds one meanwhile
 }
 # Only a hang takes so long. By directory; where none is named the 60 s of pyproject.toml.
 TIME_LIMITS_S = {"unit": 180, "compat": 180, "kernels": 180, "golden": 240, "e2e": 240}

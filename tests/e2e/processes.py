@@ -41,7 +41,8 @@ class ServerProcess:
         self.flags = flags
         self.log = log
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", **(env or {})}
-        environment.pop("XLA_FLAGS", None)
+        for ours in ("XLA_FLAGS", "NPROC"):
+            environment.pop(ours, None)
         with log.open("ab") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *flags],
