@@ -102,7 +102,8 @@ def split_devices(devices: str | None, needs: Sequence[int]) -> list[str | None]
 
 
 async def supervise(config: Config, process: Process, program: Sequence[str] = SERVE) -> int:
-    """Run the fleet of `config` until `process.stopping`; `program` is the command that serves one role."""
+    """Run the fleet of `config` until `process.stopping`, or until it can no longer be kept running; `program` is the command
+    that serves one role."""
     began_s = time.monotonic()
     supervisor = Supervisor(Patience(grace_s=config.server.drain_s + GRACE_BEYOND_DRAIN_S))
 
@@ -112,12 +113,13 @@ async def supervise(config: Config, process: Process, program: Sequence[str] = S
     process.dump_with(state)
     starting = asyncio.create_task(_start_fleet(config, supervisor, program))
     stopping = asyncio.create_task(process.stopping.wait())
+    broken = asyncio.create_task(supervisor.is_broken.wait())
     try:
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             router, workers = starting.result()
             announce(_fleet_ready(config, router, workers, time.monotonic() - began_s))
-            await stopping
+            await asyncio.wait((stopping, broken), return_when=asyncio.FIRST_COMPLETED)
     except StartFailed as error:
         log.error("giving up: %s", error)
         return error.status
@@ -125,7 +127,8 @@ async def supervise(config: Config, process: Process, program: Sequence[str] = S
         starting.cancel()
         clean = await supervisor.stop()
         stopping.cancel()
-    return 0 if clean else 1
+        broken.cancel()
+    return 0 if clean and not supervisor.is_broken.is_set() else 1
 
 
 async def _start_fleet(config: Config, supervisor: Supervisor, program: Sequence[str]) -> tuple[Ready, list[Ready]]:

@@ -60,6 +60,7 @@ class Supervisor:
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
         self.restarts = 0
+        self.is_broken = asyncio.Event()  # a bug: some child is no longer kept running
 
     async def start(self, specs: Sequence[ChildSpec]) -> list[Ready]:
         """Start and keep them; returns when all are READY. Raises StartFailed; `stop` must still be called."""
@@ -67,7 +68,7 @@ class Supervisor:
         first: list[asyncio.Future[Ready]] = [loop.create_future() for _ in specs]
         for spec, done in zip(specs, first, strict=True):
             keeper = asyncio.create_task(self._keep(spec, done))
-            keeper.add_done_callback(lambda task, done=done: _pass_on(task, done))
+            keeper.add_done_callback(lambda task, done=done: self._pass_on(task, done))
             self._keepers.append(keeper)
         return list(await asyncio.gather(*first))
 
@@ -130,6 +131,15 @@ class Supervisor:
             del self._children[spec.name]
         return _Run(ready, status, f"exited with {status}" if status >= 0 else f"was ended by signal {-status}")
 
+    def _pass_on(self, keeper: asyncio.Task[None], first: asyncio.Future[Ready]) -> None:
+        """A keeper that broke must not leave `start` waiting, nor a fleet without one of its processes."""
+        error = None if keeper.cancelled() else keeper.exception()
+        if error is not None and not first.done():
+            first.set_exception(error)
+        elif error is not None:
+            log.critical("a supervising task broke", exc_info=error)
+            self.is_broken.set()
+
     async def _end(self, child: Child) -> int:
         return await child.stop(self._patience.grace_s if child.is_ready else self._patience.starting_grace_s)
 
@@ -140,15 +150,6 @@ class Supervisor:
                 await self._stopping.wait()
         except TimeoutError:
             return
-
-
-def _pass_on(keeper: asyncio.Task[None], first: asyncio.Future[Ready]) -> None:
-    """A keeper that broke must not leave `start` waiting."""
-    error = None if keeper.cancelled() else keeper.exception()
-    if error is not None and not first.done():
-        first.set_exception(error)
-    elif error is not None:
-        log.critical("a supervising task broke; its child is no longer restarted", exc_info=error)
 
 
 def _start_failed(name: str, run: _Run, failures: int) -> StartFailed:

@@ -13,13 +13,17 @@ from typing import Any
 
 import pytest
 
+from jdisagg.core.config import Config
+from jdisagg.serve import local
 from jdisagg.serve.child import Child, ChildSpec
+from jdisagg.serve.process import Process
 from jdisagg.serve.ready import Ready
 from jdisagg.serve.supervisor import Patience, StartFailed, Supervisor
 
 FAKE = Path(__file__).with_name("fake_child.py")
 QUICK = Patience(first_delay_s=0.01, max_delay_s=0.05, grace_s=10.0)
 LIMIT_S = 60.0
+NO_PROCESS = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 Start = Callable[[ChildSpec, Ready | None], Any]
 
 
@@ -29,15 +33,15 @@ def spec(directory: Path) -> ChildSpec:
     return ChildSpec(name="p", command=lambda _: (sys.executable, str(FAKE), "--role", "prefill"), environ=environ)
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> list[int]:
-    """No process is to be had where `fails` says so of the n-th attempt; returns the attempts."""
+def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool], error: Exception = NO_PROCESS) -> list[int]:
+    """No child is to be had where `fails` says so of the n-th attempt; returns the attempts."""
     attempts: list[int] = []
     start: Start = Child.start
 
     async def try_to_start(of: ChildSpec, previous: Ready | None) -> Child:
         attempts.append(len(attempts))
         if fails(attempts[-1]):
-            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            raise error
         return await start(of, previous)
 
     monkeypatch.setattr(Child, "start", try_to_start)
@@ -78,3 +82,36 @@ def test_a_child_for_which_there_never_was_a_process_ends_the_start(tmp_path: Pa
 
     asyncio.run(body())
     assert len(attempts) == 3
+
+
+def test_a_bug_of_ours_does_not_leave_a_fleet_without_one_of_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing(monkeypatch, lambda number: number == 1, TypeError("our bug"))
+
+    async def body() -> None:
+        supervisor = Supervisor(QUICK)
+        async with asyncio.timeout(LIMIT_S):
+            await supervisor.start([spec(tmp_path)])
+            os.kill(supervisor.pids["p"], 9)
+            await supervisor.is_broken.wait()
+            await supervisor.stop()
+
+    asyncio.run(body())
+    assert [type(record.exc_info[1]) for record in caplog.records if record.exc_info] == [TypeError]
+
+
+def test_a_fleet_that_cannot_be_kept_running_ends_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, lambda number: number == 3, TypeError("our bug"))  # three start, one is started again
+    monkeypatch.setenv("FAKE_DIR", str(tmp_path))
+
+    async def body() -> int:
+        ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        monkeypatch.setattr(local, "announce", ready.set_result)
+        ending = asyncio.create_task(local.supervise(Config(role="local"), Process(), (sys.executable, str(FAKE))))
+        async with asyncio.timeout(LIMIT_S):
+            (pid,) = [worker["pid"] for worker in (await ready).workers if worker["role"] == "decode"]
+            os.kill(pid, 9)
+            return await ending
+
+    assert asyncio.run(body()) == 1
