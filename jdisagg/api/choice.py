@@ -78,6 +78,7 @@ class ChoiceText:
         prompt_logprobs = self._score_prompt(output.prompt_logprobs, text) if output.prompt_logprobs is not None else ()
         if self._scores_only:
             finish = None if output.finish is None else FinishReason.LENGTH
+            text += self._detokenizer.flush() if finish is not None else ""
             return self._delta(output, text, num_tokens=0, scored=(), prompt_logprobs=prompt_logprobs, finish=finish)
         scored: list[ScoredToken] = []
         used = 0

@@ -219,8 +219,8 @@ async def _echo_text(prompt: Prompt, request: TextRequest, tokenizer: Tokenizer,
         return prompt
     skip = request.special_tokens.skip
     if inline:
-        return tokenizer.decode(prompt, skip_special_tokens=skip)
-    return await asyncio.to_thread(tokenizer.decode, prompt, skip_special_tokens=skip)
+        return tokenizer.decode_begun(prompt, skip_special_tokens=skip)
+    return await asyncio.to_thread(tokenizer.decode_begun, prompt, skip_special_tokens=skip)
 
 
 def _check_length(text: str, max_model_len: int, max_token_characters: int) -> None:

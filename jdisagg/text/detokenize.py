@@ -1,8 +1,9 @@
 """Token ids to text, one at a time, never emitting half a character.
 
-`ByteDetokenizer` is exact: the pieces of any token sequence join to what decoding it at once gives. `WindowDetokenizer` serves
-every other decoder (SentencePiece with byte fallback, WordPiece): it decodes a short window twice and emits the difference. Its
-first window is the end of the prompt: a decoder drops the space that a text begins with, and an answer goes on with one.
+`ByteDetokenizer` is exact: the pieces of any token sequence join to what decoding it at once gives, also where a prompt came
+before and ended within a character. `WindowDetokenizer` serves every other decoder (SentencePiece with byte fallback, ..): it
+decodes a short window twice and emits the difference. Its first window is the end of the prompt: a decoder drops the space that
+a text begins with, and an answer goes on with one.
 """
 
 from __future__ import annotations
@@ -32,10 +33,15 @@ class Detokenizer(Protocol):
 class ByteDetokenizer:
     """For vocabularies whose tokens are byte strings. O(bytes of the token) per push."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes], skip: Collection[int] = frozenset()) -> None:
+    def __init__(
+        self, token_bytes: Callable[[int], bytes], skip: Collection[int] = frozenset(), *, before: Sequence[int] = ()
+    ) -> None:
+        """`before`: what the stream goes on with; a character that it begins and does not end belongs to the stream."""
         self._token_bytes = token_bytes
         self._skip = skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        for token_id in before[-_MAX_PENDING_TOKENS:]:
+            self.push(token_id)
 
     def push(self, token_id: int) -> str:
         """See `Detokenizer`."""

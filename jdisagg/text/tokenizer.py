@@ -87,11 +87,18 @@ class Tokenizer:
         (text,) = self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)  # see encode
         return text
 
+    def decode_begun(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """`decode` for a text that goes on: without the character at its end of which only a part is there, which
+        `detokenizer(before=token_ids)` will give."""
+        text = self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        left = self.detokenizer(skip_special_tokens=skip_special_tokens, before=token_ids).flush()
+        return text[: len(text) - len(left)]
+
     def detokenizer(self, *, skip_special_tokens: bool = True, before: Sequence[int] = ()) -> Detokenizer:
         """A fresh incremental decoder for one stream; `before`: the tokens that it goes on with, as a prompt's."""
         skip = self.special_ids if skip_special_tokens else frozenset()
         if self._bytes is not None:
-            return ByteDetokenizer(self._bytes.token_bytes, skip)
+            return ByteDetokenizer(self._bytes.token_bytes, skip, before=before)
         return WindowDetokenizer(
             lambda ids: self._backend.decode(ids, skip_special_tokens=False), skip, byte_of=self._byte_of, before=before
         )

@@ -64,3 +64,15 @@ def test_prompt_scores_that_were_asked_for_are_in_an_echo_too(tokenizer: Tokeniz
     assert plain["prompt_logprobs"][1:]
     assert echoed["prompt_logprobs"] == plain["prompt_logprobs"]
     assert "prompt_logprobs" not in _choice(tokenizer, {"prompt": "the fox"} | ECHO)
+
+
+@pytest.mark.parametrize("num_left", [0, 1, 3])
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_an_echo_of_a_prompt_that_ends_within_a_character_joins_it_with_its_answer(
+    tokenizer: Tokenizer, num_left: int, max_tokens: int
+) -> None:
+    ids = tokenizer.encode("the 😀", add_special_tokens=False)
+    prompt = list(ids[: len(ids) - num_left])
+    choice = _choice(tokenizer, {"prompt": prompt, "echo": True, "max_tokens": max_tokens})
+    answer = tokenizer.encode("hello world", add_special_tokens=False)[:max_tokens]
+    assert choice["text"] == tokenizer.decode((*prompt, *answer))

@@ -42,6 +42,20 @@ def test_an_emoji_split_over_tokens_appears_with_its_last_token(byte_level: Toke
     assert _stream(byte_level, ids[:2]) == ["", "", "\ufffd"]
 
 
+def test_a_character_that_a_prompt_begins_is_the_answers(byte_level: Tokenizer) -> None:
+    @given(st.lists(st.integers(0, byte_level.vocab_size - 1), max_size=20), st.integers(0, 20), st.booleans())
+    def check(ids: list[int], length: int, skip: bool) -> None:
+        prompt, answer = ids[:length], ids[length:]
+        stream = byte_level.detokenizer(skip_special_tokens=skip, before=prompt)
+        text = byte_level.decode_begun(prompt, skip_special_tokens=skip) + "".join(map(stream.push, answer)) + stream.flush()
+        assert text == byte_level.decode(ids, skip_special_tokens=skip)
+
+    check()
+    smile = byte_level.encode("a😀", add_special_tokens=False)
+    stream = byte_level.detokenizer(before=smile[:-1])
+    assert (byte_level.decode_begun(smile[:-1]), stream.push(smile[-1]), stream.flush()) == ("a", "😀", "")
+
+
 def test_byte_fallback_keeps_leading_spaces_and_waits_for_whole_characters(byte_fallback: Tokenizer) -> None:
     words = ["\u2581hello", "\u2581world", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "\u2581hello", "llo"]
     ids = [_id(byte_fallback, word) for word in words]
