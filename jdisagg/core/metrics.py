@@ -118,6 +118,9 @@ class CacheMetrics:
         self.pages_used = new.gauge("kv_pages_used", "KV pages referenced by at least one request.")
         self.query_tokens = new.counter("prefix_cache_query_tokens", "Prompt tokens looked up in the cache.")
         self.hit_tokens = new.counter("prefix_cache_hit_tokens", "Prompt tokens served from the prefix cache.")
+        self.refound_tokens = new.counter(
+            "prefix_cache_refound_tokens", "Tokens of preempted requests found when they came back."
+        )
         self.forks = new.counter("forks", "Choices that took the KV of a sibling's prompt.")
         self.host_tokens = new.counter("host_kv_tokens", "KV moved to host memory (out) and back (in).", "direction")
         self.events = new.counter("kv_events", "Published changes of the prefix cache: stored, removed, cleared.", "kind")

@@ -70,6 +70,7 @@ class TickObserver:
         metrics.engine.prefill_tokens.labels(role=self._role).inc(now.prefill_tokens - seen.prefill_tokens)
         metrics.cache.hit_tokens.inc(now.prefix_hit_tokens - seen.prefix_hit_tokens)
         metrics.cache.query_tokens.inc(now.prefix_query_tokens - seen.prefix_query_tokens)
+        metrics.cache.refound_tokens.inc(now.refound_tokens - seen.refound_tokens)
         metrics.cache.forks.inc(now.forks - seen.forks)
         metrics.cache.host_tokens.labels(direction="out").inc(now.offloaded_tokens - seen.offloaded_tokens)
         metrics.cache.host_tokens.labels(direction="in").inc(now.restored_tokens - seen.restored_tokens)

@@ -104,6 +104,8 @@ class Admission:
     def _skip_computed(self, sequence: Sequence, num_tokens: int) -> None:
         sequence.num_computed = sequence.num_scheduled = num_tokens
         self._count(sequence, num_tokens)
+        if sequence.wait.was_preempted:
+            self._table.stats.refound_tokens += num_tokens
         if sequence.told.cached_tokens is None:
             sequence.told.cached_tokens = min(num_tokens, len(sequence.request.prompt_token_ids))
 

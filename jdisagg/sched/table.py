@@ -23,6 +23,7 @@ class Stats:
     retractions: int = 0  # the same on a decode worker, however it is recovered
     prefix_hit_tokens: int = 0  # prompt tokens not computed (or not fetched) because their pages were found
     prefix_query_tokens: int = 0  # prompt tokens looked up
+    refound_tokens: int = 0  # of preempted sequences, outputs included: found again when they came back
     prefill_tokens: int = 0  # scheduled in chunks
     decode_tokens: int = 0  # scheduled as decode rows
     forks: int = 0  # choices that took a sibling's prompt KV

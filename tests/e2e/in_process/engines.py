@@ -189,7 +189,15 @@ class Engine:
     def counters(self) -> dict[str, int]:
         """What happened so far; those that are 0 are left out."""
         stats = self.scheduler.stats
-        names = ("preemptions", "retractions", "offloaded_tokens", "restored_tokens", "forks", "prefix_hit_tokens")
+        names = (
+            "preemptions",
+            "retractions",
+            "offloaded_tokens",
+            "restored_tokens",
+            "forks",
+            "prefix_hit_tokens",
+            "refound_tokens",
+        )
         counted = {name: getattr(stats, name) for name in names} | dict(self.pipeline.counts)
         return {name: count for name, count in counted.items() if count}
 

@@ -44,7 +44,7 @@ CONDITIONS: dict[str, tuple[dict[str, Any], Happened]] = {
     "preemption": ({"num_pages": SMALL}, lambda c: c["preemptions"] > 100 and "offloads" not in c),
     "preemption, caching": (
         {"num_pages": SMALL, "caching": True},
-        lambda c: c["preemptions"] > 100 and c["prefix_hit_tokens"] > 100,
+        lambda c: c["preemptions"] > 100 and c["refound_tokens"] > 100,
     ),
     "preemption through host memory": (
         {"num_pages": SMALL, "host_kv_bytes": HOST_KV_BYTES},
@@ -62,7 +62,7 @@ CONDITIONS: dict[str, tuple[dict[str, Any], Happened]] = {
             "long_prefill_token_threshold": 7,
             "max_bypass": 2,
         },
-        lambda c: min(c["offloads"], c["preemptions"] - c["offloads"], c["forks"], c["prefix_hit_tokens"]) > 0,
+        lambda c: min(c["offloads"], c["preemptions"] - c["offloads"], c["forks"], c["refound_tokens"]) > 0,
     ),
 }
 

@@ -327,7 +327,7 @@ def test_a_prompt_is_counted_once_though_pages_were_pinned_and_it_is_computed_he
 
 
 def test_a_prompt_is_counted_once_though_it_is_preempted() -> None:
-    engine = FakeEngine(num_pages=9, reserved_decode_tokens=0)
+    engine = FakeEngine(num_pages=9, reserved_decode_tokens=0, max_num_batched_tokens=64)  # one chunk each time it comes
     prompts = {name: tuple(range(start, start + 9)) for name, start in (("a", 100), ("b", 200))}
     engine.add(*(request(name, prompt, 16) for name, prompt in prompts.items()))
     engine.run()
@@ -335,3 +335,4 @@ def test_a_prompt_is_counted_once_though_it_is_preempted() -> None:
     stats = engine.scheduler.stats
     assert stats.preemptions > 0
     assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (18, 0)
+    assert stats.refound_tokens == sum(chunk.start for plan in engine.plans for chunk in plan.prefill) > 0
