@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from jdisagg.serve.environment import num_threads
+
+NUM_DEVICES = 8
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 JAX_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -23,7 +26,7 @@ JAX_ENVIRONMENT = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
-    "NPROC": "16",  # threads of XLA:CPU: its devices wait for one another in collectives, and each holds one meanwhile
+    "NPROC": str(num_threads(NUM_DEVICES)),
 }
 # Only a hang takes so long. By directory; where none is named the 60 s of pyproject.toml.
 TIME_LIMITS_S = {"unit": 180, "compat": 180, "kernels": 180, "golden": 240, "e2e": 240}
@@ -32,7 +35,7 @@ TESTS = Path(__file__).parent
 
 os.environ.update(JAX_ENVIRONMENT)
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={NUM_DEVICES}".strip()
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("ci", max_examples=40, stateful_step_count=30, derandomize=True, database=None, **_COMMON)

@@ -1,7 +1,8 @@
 """One hand-off as P sees it: what D lacks, what was cut from it so far, and what is published.
 
     QUEUED -> COMPUTING -> COMPUTED <-> PARKED
-       |___________|___________|__________|  stream end, deadline, lease, failure, or everything delivered: released
+       |           |-> ENDED   |          |
+       |___________|_____|_____|__________|  stream end, deadline, lease, failure, or everything delivered: released
 
 A computed prompt whose D has no pages may be parked: it gives its pages to prompts that wait, and is computed again, without
 another token being told, when D grants credit.
@@ -30,13 +31,15 @@ class OutboundStage(Enum):
     COMPUTING = "computing"  # Accepted was sent
     COMPUTED = "computed"  # Done was sent; pieces may be missing
     PARKED = "parked"  # computed once; its pages were given to others until D has some
+    ENDED = "ended"  # Done was sent, with the last token: D needs no KV at all, but fetches until it has heard so
 
 
 _NEXT = {
     OutboundStage.QUEUED: frozenset({OutboundStage.COMPUTING}),
-    OutboundStage.COMPUTING: frozenset({OutboundStage.COMPUTED}),
+    OutboundStage.COMPUTING: frozenset({OutboundStage.COMPUTED, OutboundStage.ENDED}),
     OutboundStage.COMPUTED: frozenset({OutboundStage.PARKED}),
     OutboundStage.PARKED: frozenset({OutboundStage.COMPUTED}),
+    OutboundStage.ENDED: frozenset(),
 }
 
 
@@ -69,7 +72,6 @@ class Outbound:
     pieces: dict[str, OutgoingPiece] = field(default_factory=dict)
     num_cut: int = 0
     num_failures: int = 0
-    is_over: bool = False  # its first token was its last: D needs no KV at all, but fetches until it has heard so
 
     def move(self, stage: OutboundStage) -> None:
         """Change stage; anything the table does not list is our bug."""
@@ -84,11 +86,11 @@ class Outbound:
     @property
     def total(self) -> int:
         """One past the last token D needs; nothing is sent for a request that ends with the first token."""
-        return self.request.num_tokens if self.request.remaining_tokens > 1 and not self.is_over else 0
+        return self.request.num_tokens if self.request.remaining_tokens > 1 and self.stage is not OutboundStage.ENDED else 0
 
     def next_span(self) -> tuple[int, int] | None:
         """The next range that is ready to be cut."""
-        if self.is_over:
+        if self.stage is OutboundStage.ENDED:
             return None
         if self.again:
             return self.again[0]
@@ -137,14 +139,15 @@ class Outbound:
         self.computed = 0
 
     def end(self) -> None:
-        """Nothing more is cut from it."""
-        self.is_over = True
+        """Its first token is its last: nothing more is cut from it."""
+        self.move(OutboundStage.ENDED)
         self.again.clear()
 
     @property
     def delivered(self) -> bool:
         """Whether D has everything it was owed."""
-        return self.stage is OutboundStage.COMPUTED and not self.pieces and not self.again and self.cut >= self.total
+        is_told = self.stage in (OutboundStage.COMPUTED, OutboundStage.ENDED)
+        return is_told and not self.pieces and not self.again and self.cut >= self.total
 
     def key_of(self, begin: int, end: int) -> str | None:
         """The key under which exactly [begin, end) is out."""

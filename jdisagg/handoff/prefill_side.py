@@ -100,7 +100,7 @@ class PrefillSide:
                 return self._unpark(record) + self._exports.pump(record)
             case Ack(key=key):
                 return self._exports.discard(record, key) + self._exports.pump() + self._release_delivered(record)
-            case Want(begin=begin, end=end) if not record.is_over:
+            case Want(begin=begin, end=end) if record.stage is not OutboundStage.ENDED:
                 return self._on_want(record, begin, end)
             case ChunkReady() | Declined() | Want():
                 return []  # the borrower's; or D is about to read that it needs nothing any more
@@ -154,13 +154,14 @@ class PrefillSide:
         if record.stage is OutboundStage.COMPUTED:  # once more, after it was parked; D has its token
             record.computed = max(record.computed, record.total)
             return self._exports.pump(record)
-        record.move(OutboundStage.COMPUTED)
         first = replace(output, request_id=record.request.request_id, attempt=record.request.attempt)
-        if first.finish is not None:
+        if first.finish is None:
+            record.move(OutboundStage.COMPUTED)
+            record.computed = max(record.computed, record.total)
+        else:
             record.end()
         done = act.Reply(record.handoff, Done(first=first, num_chunks=record.num_chunks))
-        record.computed = max(record.computed, record.total)
-        rest = self._exports.end(record) if record.is_over else self._exports.pump(record)
+        rest = self._exports.pump(record) if first.finish is None else self._exports.end(record)
         return [done, *rest, *self._release_delivered(record)]
 
     def on_failed_requests(self, errors: Mapping[str, RequestError]) -> list[PrefillAction]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
@@ -22,20 +23,22 @@ class PeerChoice:
         self._below_tokens = config.local_prefill_below_tokens
         self._peers = peers
         self._known_peers = known_peers
-        self._asked: dict[HandoffId, tuple[str, int]] = {}  # peer and tokens, until its first token or `closed`
+        self._asked: dict[str, dict[HandoffId, tuple[str, int]]] = {}  # by request: peer and tokens, until its first token
 
     def opened(self, handoff: HandoffId, peer: str, num_tokens: int) -> None:
         """`peer` was asked to compute so many tokens; `closed` must follow."""
-        self._asked[handoff] = (peer, num_tokens)
+        self._asked.setdefault(handoff.request_id, {})[handoff] = (peer, num_tokens)
 
     def computed(self, request_id: str) -> None:
         """Its first token has come: nobody computes its prompt any more."""
-        for handoff in [handoff for handoff in self._asked if handoff.request_id == request_id]:
-            self.closed(handoff)
+        self._asked.pop(request_id, None)
 
     def closed(self, handoff: HandoffId) -> None:
         """The stream is over; idempotent."""
-        self._asked.pop(handoff, None)
+        of_request = self._asked.get(handoff.request_id, {})
+        of_request.pop(handoff, None)
+        if not of_request:
+            self._asked.pop(handoff.request_id, None)
 
     def is_here(self, request: EngineRequest) -> bool:
         """Whether the prompt is computed here, without asking anybody."""
@@ -60,7 +63,7 @@ class PeerChoice:
     def _waiting(self) -> Counter[str]:
         """Tokens by peer."""
         found = Counter[str]()
-        for peer, num_tokens in self._asked.values():
+        for peer, num_tokens in chain.from_iterable(streams.values() for streams in self._asked.values()):
             found[peer] += num_tokens
         return found
 

@@ -52,6 +52,11 @@ def num_devices_needed(config: Config) -> int:
     return needed
 
 
+def num_threads(num_devices: int) -> int:
+    """Threads that XLA:CPU needs for so many devices of one process, at least one for each core."""
+    return max(os.cpu_count() or 1, _THREADS_PER_DEVICE * num_devices)
+
+
 def prepare_jax(config: Config, environ: MutableMapping[str, str]) -> None:
     """Set the variables jax reads at import. What the user has set in the environment stays, but flags win over it.
 
@@ -63,7 +68,7 @@ def prepare_jax(config: Config, environ: MutableMapping[str, str]) -> None:
     if needed > 1 and DEVICE_COUNT_FLAG not in environ.get("XLA_FLAGS", ""):
         environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {DEVICE_COUNT_FLAG}={needed}".strip()
     if needed > 1:
-        environ.setdefault(THREADS_VARIABLE, str(max(os.cpu_count() or 1, _THREADS_PER_DEVICE * needed)))
+        environ.setdefault(THREADS_VARIABLE, str(num_threads(needed)))
     environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     chosen = config.device.compilation_cache_dir
     if chosen == "off":

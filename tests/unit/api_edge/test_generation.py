@@ -18,6 +18,7 @@ from jdisagg.core.requests import SamplingParams
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import common_pb2, generation_pb2
 from tests.unit.api_edge.fakes import PROVENANCE, FakeEngine, Served, run, serving
+from tests.unit.reading import read_on
 
 ANSWER = "the quick brown fox 😀 jumps"
 
@@ -47,12 +48,8 @@ def test_a_client_that_reads_nothing_is_not_kept(tokenizer: Tokenizer, monkeypat
             assert (await call.read()).delta.text
             await served.wait_idle()
 
-            async def read_on() -> None:
-                while await call.read() is not grpc.aio.EOF:
-                    pass
-
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await read_on()
+                await read_on(call)
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert caught.value.details() == "request mine: nothing of its answer was taken for 0.5 s; read sooner"
             assert served.ends() == {}, "what became of it only its engine counts"

@@ -178,6 +178,8 @@ def test_a_first_token_that_ends_the_request_takes_nothing_away_that_d_may_be_fe
     assert isinstance(done, act.Reply)
     assert isinstance(done.message, Done)
     assert rest == [act.Discard("k1"), act.Discard("k2")]
+    assert side.counts()["ended"] == 1
+    assert side.snapshot()["handoffs"]["r#1"]["stage"] == "ended"
     assert side.on_published(H, ready("k1", 4, 8), 1.0)[-1] == act.Discard("k1"), "it was on its way from the device"
     assert side.on_message(H, Want(begin=0, end=4, reason="x"), 2.0) == [], "the engine may have no pages of it any more"
     assert side.on_computed("r#1", 10) == []
@@ -365,9 +367,9 @@ def test_keys_cannot_be_guessed_and_are_new_each_time() -> None:
 def test_accepted_carries_the_prefix_hits_and_counts_follow_the_stage() -> None:
     side = prefill_side()
     side.open(H, Open(request=request(), held_tokens=0, backend="fake"), 0.0)
-    assert side.counts() == {"queued": 1, "computing": 0, "computed": 0, "parked": 0}
+    assert side.counts() == {"queued": 1, "computing": 0, "computed": 0, "parked": 0, "ended": 0}
     assert side.on_admitted(H, 7) == [act.Reply(H, Accepted(cached_tokens=7))]
-    assert side.counts() == {"queued": 0, "computing": 1, "computed": 0, "parked": 0}
+    assert side.counts() == {"queued": 0, "computing": 1, "computed": 0, "parked": 0, "ended": 0}
     assert side.snapshot()["handoffs"]["r#1"]["stage"] == "computing"
 
 

@@ -52,7 +52,7 @@ def test_a_hand_off_is_shown_at_p_in_every_stage() -> None:
     assert side.snapshot() == {"handoffs": {"r#1": {**fresh, **shown}}, "published_bytes": 40, "late": 1}
     side.on_first_token("r#1", FIRST)
     assert side.snapshot()["handoffs"]["r#1"]["stage"] == "computed"
-    assert side.counts() == {"queued": 0, "computing": 0, "computed": 1, "parked": 0}
+    assert side.counts() == {"queued": 0, "computing": 0, "computed": 1, "parked": 0, "ended": 0}
 
 
 def test_a_parked_prompt_is_shown_as_one_of_which_nothing_is_computed() -> None:

@@ -22,6 +22,7 @@ from jdisagg.kv.events import Batch, Cleared, Removed, Stored
 from jdisagg.kv.prefix import PrefixIndex
 from jdisagg.roles.kv_feed import KVEventFeed
 from jdisagg.v1 import kv_events_pb2, kv_events_pb2_grpc
+from tests.unit.reading import read_on
 from tests.unit.sched.engine_fake import FakeEngine, request
 from tests.unit.wire.rig import narrow_channel, run_quiet, start_server, until
 
@@ -249,7 +250,7 @@ def test_streams_end_within_a_second_when_the_worker_drains_and_none_is_opened_a
         async with subscribed(worker) as idle, subscribed(worker) as stuck:
             await idle.read()
             await stuck.read()
-            reading = asyncio.create_task(_read_all(idle))
+            reading = asyncio.create_task(read_on(idle))
             await worker.store_huge_pages(200)
             assert worker.listeners == 2
             closing = asyncio.create_task(worker.service.close())
@@ -262,7 +263,7 @@ def test_streams_end_within_a_second_when_the_worker_drains_and_none_is_opened_a
             stopping = asyncio.create_task(worker.server.stop(1.0))
             assert await until(stopping.done) < 2.0
             with pytest.raises(grpc.aio.AioRpcError):
-                await _read_all(stuck)
+                await read_on(stuck)
 
     run_quiet(body())  # and leaves no task
 
@@ -345,11 +346,6 @@ def test_a_ring_takes_every_batch_once():
     run_quiet(body())
 
 
-async def _read_all(call: grpc.aio.Call) -> None:
-    while True:
-        assert await call.read() is not grpc.aio.EOF
-
-
 def test_a_listener_that_reads_nothing_any_more_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unread, "UNREAD_TIMEOUT_S", 0.3)
 
@@ -361,12 +357,8 @@ def test_a_listener_that_reads_nothing_any_more_is_not_kept(monkeypatch: pytest.
             await worker.store_huge_pages(200)  # more than sockets hold
             await until(lambda: worker.listeners == 0)
 
-            async def read_on() -> None:
-                while await call.read() is not grpc.aio.EOF:
-                    pass
-
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await read_on()
+                await read_on(call)
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert caught.value.details() == "KV events: nothing of them was taken for 0.3 s; read sooner"
         await worker.stop()
