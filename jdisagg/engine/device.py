@@ -1,7 +1,8 @@
 """The jitted functions of one mesh and all that lives on it: parameters, KV pool, decode state.
 
-Every call is one `device_put` of host arrays and one dispatch; nothing here waits. KV and state are donated, and the pool
-and this object hold the only references. Arguments carry explicit shardings, so a warmed function never compiles again.
+Every call is one dispatch, which takes its host arrays along; nothing here waits. They go to every device of the mesh, and
+the runtime may alias them: they are never written again. KV and state are donated, and the pool and this object hold the only
+references. Arguments have explicit shardings, so a warmed function never compiles again.
 """
 
 from __future__ import annotations
@@ -65,39 +66,35 @@ class Device:
 
     def admit(self, rows: slots.Admissions) -> None:
         """Fill slots."""
-        self._state = self._functions["admit"](self._state, self.upload(rows))
+        self._state = self._functions["admit"](self._state, rows)
 
     def append_pages(self, entries: np.ndarray) -> None:
         """Extend page tables."""
-        self._state = self._functions["append"](self._state, self.upload(entries))
+        self._state = self._functions["append"](self._state, entries)
 
     def add_history(self, entries: np.ndarray, bias: np.ndarray) -> None:
         """Add token counts and logit bias."""
-        self._state = self._functions["history"](self._state, *self.upload((entries, bias)))
+        self._state = self._functions["history"](self._state, entries, bias)
 
     def export(self, where: np.ndarray) -> KVGroup:
         """KV [L, T, K, F] of the tokens at `where` i32[2, T] (page, offset), in fresh arrays."""
         kv = self.pool.take()
         try:
-            return self._functions["export"](kv[0], self.upload(where))
+            return self._functions["export"](kv[0], where)
         finally:
             self.pool.put(kv)
 
     def import_piece(self, piece: KVGroup, where: np.ndarray) -> None:
         """Store a piece with `piece_sharding` at `where` i32[2, T]."""
         kv = self.pool.take()
-        self.pool.put((self._functions["import"](kv[0], piece, self.upload(where)),))
+        self.pool.put((self._functions["import"](kv[0], piece, where),))
 
     def empty_piece(self) -> KVGroup:
         """Zeros in the shape and sharding of a piece."""
         rows = self.layout.abstract_rows(self.shape.chunk_tokens)
         return jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), rows), self.piece_sharding)
 
-    def upload(self, arrays: Any) -> Any:
-        """Host arrays on every device of the mesh. The runtime may alias them: never written again."""
-        return jax.device_put(arrays, self.whole)
-
     def _step(self, name: str, batch: Any) -> StepOut:
-        kv, self._state, out = self._functions[name](self._params, self.pool.take(), self._state, self.upload(batch))
+        kv, self._state, out = self._functions[name](self._params, self.pool.take(), self._state, batch)
         self.pool.put(kv)
         return out

@@ -134,6 +134,8 @@ class ModelRunner:
 
     def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages, as many tokens at a time as a piece holds."""
+        if not copies:
+            return
         offsets = np.arange(self.page_size, dtype=np.int32)
         ends = [[np.stack([np.full_like(offsets, page), offsets]) for page in (c.source, c.target)] for c in copies]
         for first in range(0, len(copies) * self.page_size, self.chunk_tokens):
@@ -181,7 +183,7 @@ class ModelRunner:
             slots = plan.decode[first : first + self.shape.decode[-1]]
             rows = np.full(smallest_holding(self.shape.decode, len(slots)), self.device.shape.max_num_seqs, np.int32)
             rows[: len(slots)] = slots
-            packed.append(Packed(self.device.upload(rows), tuple(enumerate(slots))))
+            packed.append(Packed(rows, tuple(enumerate(slots))))
         return [self._part(step, self.device.decode(step.batch)) for _ in range(plan.num_steps) for step in packed]
 
     def _exact(self, plan: Plan) -> list[Part]:
