@@ -27,9 +27,7 @@ def jit_functions(model: StepModel, layout: KVLayout, mesh: Mesh) -> dict[str, A
     whole, kv, pieces = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, layout.partition), layout.piece_sharding(mesh)
     steps = StepFunctions(model, layout.page_size, whole)
     # Where they are said to lie, host arrays go along with the call: a device_put before it costs four times as much.
-    step = partial(
-        jax.jit, donate_argnums=(1, 2), in_shardings=(None, None, None, whole), out_shardings=((kv,), whole, whole)
-    )
+    step = partial(jax.jit, donate_argnums=(1, 2), in_shardings=(None, None, None, whole), out_shardings=((kv,), whole, whole))
     update = partial(jax.jit, donate_argnums=0, in_shardings=(None, whole), out_shardings=whole)
 
     def gather(cache: KVGroup, where: jax.Array) -> KVGroup:

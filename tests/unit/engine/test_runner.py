@@ -181,7 +181,8 @@ def test_no_step_gathers_a_weight(name):
     batches = {"prefill": empty_prefill(runner.shape.prefill[0], 4), "decode": np.full(4, 4, np.int32), "exact": empty_exact(4)}
     state = jax.device_put(new_state(4, 16, 96), device.whole)
     step = jax.jit(getattr(steps, name), out_shardings=(device.pool.shardings, device.whole, device.whole))
-    compiled = step.lower(model.params, device.pool.take(), state, jax.device_put(batches[name], device.whole)).compile().as_text()
+    batch = jax.device_put(batches[name], device.whole)
+    compiled = step.lower(model.params, device.pool.take(), state, batch).compile().as_text()
     gathered = {
         shape for line in compiled.splitlines() if " all-gather(" in line for shape in re.findall(r"\[([\d,]+)\]", line)
     }
