@@ -1,14 +1,21 @@
-"""Inter-token latency of a stream on D: alone, while P computes for others, and while their KV is imported.
+"""Inter-token latency of a stream on D: alone, beside what comes with an import, and while KV of others is imported.
 
-A prompt that ends with its first token is computed on P and not transferred, so the second and the third kind differ by the
-import alone; the first and the second by what two processes on one machine do to each other.
+    alone       nothing else
+    P busy      prompts that end with their first token: computed on P, never transferred
+    decoding    a prompt of which D holds all but the last page, again and again: one step of D decodes two rows for each
+    importing   prompts nobody holds: computed on P, imported by D, and then one such step for each
+
+What an import adds is the last kind against the third. The step of two rows, of which one reads a long context, is the slowest
+of all, one in some 300: enough to move the P99, and no part of an import.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 from disagg_bench.client import Client, counters
@@ -16,8 +23,8 @@ from disagg_bench.figures import gaps, median, met, milliseconds, table
 from disagg_bench.model import Prompts
 from disagg_bench.workers import Workers
 
-KINDS = {"alone": 0, "P busy": 1, "importing": 2}  # kind -> tokens that the prompts beside the stream ask for
-TARGET = 1.10  # P99 while importing against P99 without
+KINDS = {"alone": 0, "P busy": 1, "decoding": 2, "importing": 2}  # kind -> tokens that the prompts beside the stream ask for
+TARGET = 1.10  # P99 while importing against P99 while D does the same without imports
 STEADY_PROMPT_TOKENS = 128
 QUANTILES = (50, 90, 99, 99.9)
 _BYTES = "jdisagg_transfer_bytes_total"
@@ -39,8 +46,9 @@ class Beside:
     """Prompts one after the other, from a thread of their own, until told to stop."""
 
     client: Client
-    prompts: list[list[int]]
+    prompts: Iterable[list[int]]
     max_tokens: int
+    every_s: float = 0.0  # at least, from start to start
     stop: threading.Event = field(default_factory=threading.Event)
     done: int = 0
     error: Exception | None = None
@@ -51,8 +59,9 @@ class Beside:
             for prompt in self.prompts:
                 if self.stop.is_set():
                     return
-                self.client.run(prompt, self.max_tokens)
+                stream = self.client.run(prompt, self.max_tokens)
                 self.done += 1
+                self.stop.wait(stream.sent_s + self.every_s - time.monotonic())
         except Exception as error:  # noqa: BLE001 - `spell` raises it
             self.error = error
 
@@ -68,21 +77,25 @@ class Steady:
 
 def measure(workers: Workers, prompts: Prompts, num_tokens: int, *, rounds: int, imports: int, max_tokens: int) -> list[Spell]:
     """`rounds` times each kind in turns; a stream lasts about as long as `imports` prompts of `num_tokens`."""
-    probe = workers.decode.client.run(prompts.next(num_tokens), 2)
+    client = workers.decode.client
+    second_s = client.run(prompts.next(num_tokens), 2).second_s
     spells = []
     for _ in range(rounds):
         prompt = prompts.next(STEADY_PROMPT_TOKENS)
-        steady = Steady(prompt=prompt, max_tokens=max_tokens, seconds=imports * probe.second_s)
-        for kind in KINDS:
-            beside = [prompts.next(num_tokens) for _ in range(2 * imports + 2)]
+        steady = Steady(prompt=prompt, max_tokens=max_tokens, seconds=imports * second_s)
+        for kind, tokens in KINDS.items():
+            new = [prompts.next(num_tokens) for _ in range(2 * imports + 2)] if tokens else []
+            beside = Beside(client=client, prompts=new, max_tokens=tokens)
+            if kind == "decoding":
+                client.run(new[0], tokens)  # from now on D holds it
+                beside = Beside(client=client, prompts=repeat(new[0]), max_tokens=tokens, every_s=second_s)
             spells.append(_spell(workers, kind, steady, beside))
     return spells
 
 
-def _spell(workers: Workers, kind: str, steady: Steady, prompts: list[list[int]]) -> Spell:
+def _spell(workers: Workers, kind: str, steady: Steady, beside: Beside) -> Spell:
     """The prompts beside it start with its first token, or P would compute them before it."""
     client = workers.decode.client
-    beside = Beside(client, prompts if KINDS[kind] else [], KINDS[kind])
     before = counters(workers.decode.http)
     thread = threading.Thread(target=beside.run, name="beside", daemon=True)
     stream = client.run(steady.prompt, steady.max_tokens, seconds=steady.seconds, on_first_token=thread.start)
@@ -117,14 +130,13 @@ def summary(spells: Sequence[Spell], num_tokens: int) -> dict[str, Any]:
     def ratio(of: str, to: str) -> float:
         return median([a / b for a, b in zip(p99[of], p99[to], strict=True)])
 
-    to_alone, to_busy = ratio("importing", "alone"), ratio("importing", "P busy")
+    others = [kind for kind in KINDS if kind != "importing"]
     return {
         "num_tokens": num_tokens,
         "kinds": kinds,
-        "p99_importing_over_alone": to_alone,
-        "p99_importing_over_busy": to_busy,
+        "p99_importing_over": {kind: ratio("importing", kind) for kind in others},
         "target": TARGET,
-        "verdict": met(to_alone <= TARGET),
+        "verdict": met(ratio("importing", "decoding") <= TARGET),
     }
 
 
@@ -141,12 +153,12 @@ def lines(of: dict[str, Any]) -> list[str]:
         ]
         for kind, row in of["kinds"].items()
     ]
-    ratios = f"{of['p99_importing_over_alone']:.2f} of alone, {of['p99_importing_over_busy']:.2f} of P busy"
+    ratios = ", ".join(f"{ratio:.2f} of {kind}" for kind, ratio in of["p99_importing_over"].items())
     return [
         *table(
             f"3. Inter-token latency of a stream on D, with prompts of {of['num_tokens']} tokens beside it; ms",
             ("", *(f"p{p:g}" for p in QUANTILES), "p99/p50", "gaps", "prompts", "MiB imported"),
             rows,
         ),
-        f"   P99 while importing: {ratios} (medians of rounds); target at most {TARGET:.2f} of alone: {of['verdict']}",
+        f"   P99 while importing: {ratios} (medians of rounds); target at most {TARGET:.2f} of decoding: {of['verdict']}",
     ]
