@@ -40,6 +40,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default=str(DEMO), help="a directory; default: the demo model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--numerics", default="exact", choices=("exact", "fast"))
+    parser.add_argument(
+        "--prefill-tp", type=int, default=1, help="devices of each prefill worker; unlike a decode worker's one, `fast` alone"
+    )
     parser.add_argument("--local-prefill", default="on-failure")
     parser.add_argument(
         "--kv-transfer-backend", default="grpc", help="auto: shared memory here, then tcp, which pass no forwarder, then grpc"
@@ -58,6 +61,8 @@ def parse() -> argparse.Namespace:
     unknown = set(filter(None, options.faults.split(","))) - set(ALL)
     if unknown:
         parser.error(f"--faults: got {', '.join(sorted(unknown))}, wanted some of {', '.join(ALL)}")
+    if options.prefill_tp != 1 and options.numerics == "exact":
+        parser.error("--prefill-tp: sums over two devices are rounded otherwise than over one; add --numerics fast")
     return options
 
 
@@ -78,6 +83,7 @@ async def run(arguments: argparse.Namespace, directory: Path) -> list[Verdict]:
         transfer_backend=arguments.kv_transfer_backend,
         checksums="checksums-off" not in arguments.inject,
         seed=arguments.seed[0],
+        prefill_flags=("--tensor-parallel-size", str(arguments.prefill_tp)),
         frees_at_once=True,
     )
     options = Options(
