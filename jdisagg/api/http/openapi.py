@@ -18,6 +18,9 @@ _PROMPT_IDS = _TOKEN_IDS | {"minItems": 1}
 _PROMPTS = {"type": "array", "items": {"oneOf": [_STRING, _PROMPT_IDS]}, "minItems": 1, "maxItems": MAX_SEQUENCES}
 
 
+_NAME = {"name": "name", "in": "path", "required": True, "schema": _STRING}
+
+
 def _range(kind: str, low: float, high: float) -> dict[str, Any]:
     return {"type": kind, "minimum": low, "maximum": high}
 
@@ -90,6 +93,7 @@ def openapi_document(title: str) -> dict[str, Any]:
         "/tokenize": _post("Text or messages to token ids", _TOKENIZE, []),
         "/detokenize": _post("Token ids to text", _DETOKENIZE, ["tokens"]),
         "/v1/models": _get("The served model"),
+        "/v1/models/{name}": _get("The same, asked for by name") | {"parameters": [_NAME]},
         "/health": _get("The engine turns over"),
         "/ping": _get("As /health"),
         "/version": _get("The version of the package"),
