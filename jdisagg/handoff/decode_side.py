@@ -30,8 +30,7 @@ from jdisagg.handoff.ladder import Ladder, is_final, is_unfit
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
 from jdisagg.handoff.recovery import Recovery
 from jdisagg.handoff.refetch import cause_of, try_again
-
-ANSWER_TIMEOUT_S = 10.0  # from Open to Accepted or Refused
+from jdisagg.handoff.silence import no_piece, unanswered
 
 
 class DecodeSide:
@@ -241,6 +240,12 @@ class DecodeSide:
 
     # --- time
 
+    def stood_still(self, seconds: float, now_s: float) -> None:
+        """For so long, until now, this process did not look: that blames no peer, whose messages may be on their way still."""
+        for record in self._live.values():
+            if record.stream is not None:
+                record.stream.progress_s = min(now_s, record.stream.progress_s + seconds)
+
     def tick(self, now_s: float) -> list[DecodeAction]:
         """Deadlines of requests, answers and fetches; streams that stand still; pauses that are over."""
         actions: list[DecodeAction] = []
@@ -255,18 +260,13 @@ class DecodeSide:
         return actions
 
     def _tick_stream(self, record: Inbound, stream: InboundStream, now_s: float) -> list[DecodeAction]:
-        silent_s = now_s - stream.progress_s
-        if record.stage is InboundStage.OPENING and silent_s >= ANSWER_TIMEOUT_S:
-            return self._recovery.lose(record, f"no answer for {ANSWER_TIMEOUT_S:g} s", now_s)
+        if cause := unanswered(record, stream, now_s):
+            return self._recovery.lose(record, cause, now_s)
         actions: list[DecodeAction] = []
         for key in stream.overdue(now_s):
             actions += self.on_failed(stream.handoff, key, "timeout", now_s)
-        missing = record.stage is InboundStage.COMPUTED and record.reserved and record.stream is stream
-        is_due = missing and not stream.pieces and not stream.is_parked
-        if is_due and not stream.line.queued_bytes:  # else its turn at P may come when the pieces of others have
-            idle_s = min(silent_s, now_s - stream.line.arrived_s)
-            if idle_s >= self._config.lease_s:
-                actions += self._recovery.lose(record, f"no piece for {idle_s:.1f} s after the prompt was computed", now_s)
+        if cause := no_piece(record, stream, self._config.lease_s, now_s):
+            actions += self._recovery.lose(record, cause, now_s)
         return actions
 
     def _late(self) -> list[DecodeAction]:

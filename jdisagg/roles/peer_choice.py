@@ -52,13 +52,13 @@ class PeerChoice:
         """Prefill workers to ask, the best first: as the request's router says (least busy first), else the first known one
         at which no more than this prompt waits for us already."""
         known, waiting = request.prefill_peers or self._known_peers(), self._waiting()
-        there = [peer for peer in known if not self._peers.is_down(peer)]
+        there, down = ([peer for peer in known if self._peers.is_down(peer) is is_down] for is_down in (False, True))
         if not request.prefill_peers:
             there.sort(key=lambda peer: waiting[peer] // max(1, request.num_tokens))
         # one of another kind is idle, and so is one that only we cannot reach: both come first in a list by load
         answering = tuple(sorted(there, key=self._peers.is_doubtful))
-        never = self._policy is LocalPrefill.NEVER
-        return answering or (known if never else ())  # with nothing to fall back on, asking is better than failing
+        # with nothing to fall back on, asking is better than failing: the others may be unfit
+        return (*answering, *down) if self._policy is LocalPrefill.NEVER else answering
 
     def _waiting(self) -> Counter[str]:
         """Tokens by peer."""

@@ -21,6 +21,7 @@ from jdisagg.core.requests import Role
 from jdisagg.router.pairing import differing
 from jdisagg.router.prefixes import Key, Near
 
+AWAY_S = 60.0  # how long a worker that left may take to come back, before the model is no longer than the others
 SUSPECT_S = 5.0  # how long a failure counts against a worker
 NEAR_EXTRA, NEAR_SHARE = 2.0, 0.25  # requests that one which may have cached the prompt may have more: two, and a quarter
 MANY_MISSES = 4  # seconds: one that ends is evicted before, one that starts is reached before
@@ -53,6 +54,7 @@ class Fleet:
     def __init__(self, *, dead_after_s: float) -> None:
         self._dead_after_s = dead_after_s
         self._entries: dict[str, Entry] = {}
+        self._longest: tuple[Member, float] | None = None  # and when it was last seen to be it
 
     def register(self, member: Member, now_s: float) -> Entry | None:
         """Add a process. Returns the older process it replaces at that address, or None; the same one again is a heartbeat.
@@ -92,6 +94,7 @@ class Fleet:
 
     def evict(self, now_s: float) -> list[Entry]:
         """Drop and return the workers whose heartbeats stopped. A standing Run stream has better heartbeats of its own."""
+        self.longest(now_s)
         silent = [e for e in self._entries.values() if not e.linked and now_s - e.last_seen_s > self._dead_after_s]
         for entry in silent:
             del self._entries[entry.member.address]
@@ -116,14 +119,18 @@ class Fleet:
         """Everybody, as they described themselves."""
         return [entry.member for entry in self._entries.values()]
 
-    def longest(self) -> Member | None:
-        """Who holds the longest requests of those that take any: where nobody does, of all. None: nobody is here."""
+    def longest(self, now_s: float) -> Member | None:
+        """Who holds the longest requests of those that take any: where nobody does, of all. One that was here a moment ago
+        counts: its requests wait for it, as those of any model do. None: nobody is here."""
 
         def rank(entry: Entry) -> tuple[bool, bool, int]:
             member = entry.member
             return entry.linked and not member.draining, member.decodes, member.max_model_len
 
-        return max(self._entries.values(), key=rank).member if self._entries else None
+        found = max(self._entries.values(), key=rank).member if self._entries else None
+        if found is not None and not _is_longer(self._longest, found, now_s):
+            self._longest = found, now_s
+        return None if found is None or self._longest is None else self._longest[0]
 
     def count(self, role: Role) -> int:
         """Workers of a role that are there; those that decode count while they are linked."""
@@ -135,17 +142,19 @@ class Fleet:
         now_s: float,
         *,
         num_tokens: int = 0,
+        prefill_tokens: int = 0,
         wanted_tokens: int = 0,
         but_not: frozenset[str] = frozenset(),
         home: str = "",
         near: Sequence[Key] = (),
         kin: bytes = b"",
     ) -> Entry | None:
-        """The worker for the next request of that fingerprint (None = any) and of `num_tokens`, its output included; addresses
-        in `but_not` only as a last resort, and one that holds `wanted_tokens` before others, then the one at `home`, one that
-        has prefill workers of its weights, one that is `near` while it is not much busier than the least busy one, and then
-        less busy ones. Of equally busy ones all requests with the same `kin` get the same, whoever else comes and goes."""
-        usable, _ = self._usable(fingerprint, num_tokens)
+        """The worker for the next request of that fingerprint (None = any) and of `num_tokens`, its output included, with a
+        prefill worker for `prefill_tokens` if it needs one; addresses in `but_not` only as a last resort, and one that holds
+        `wanted_tokens` before others, then the one at `home`, one that has prefill workers of its weights, one that is `near`
+        while it is not much busier than the least busy one, and then less busy ones. Of equally busy ones all requests with the
+        same `kin` get the same, whoever else comes and goes."""
+        usable, _ = self._usable(fingerprint, num_tokens, prefill_tokens)
         if not usable:
             return None
         prefilled = {peer.member.fingerprint for peer in self._prefill()}
@@ -162,11 +171,11 @@ class Fleet:
 
         return min(usable, key=rank)
 
-    def lacks(self, fingerprint: str | None, num_tokens: int = 0) -> str:
-        """What there is none of, where `choose` finds nobody of that fingerprint (None = any) for `num_tokens`; else ""."""
-        return self._usable(fingerprint, num_tokens)[1]
+    def lacks(self, fingerprint: str | None, num_tokens: int = 0, prefill_tokens: int = 0) -> str:
+        """What there is none of, where `choose` finds nobody of that fingerprint (None = any) for so many tokens; else ""."""
+        return self._usable(fingerprint, num_tokens, prefill_tokens)[1]
 
-    def _usable(self, fingerprint: str | None, num_tokens: int) -> tuple[list[Entry], str]:
+    def _usable(self, fingerprint: str | None, num_tokens: int, prefill_tokens: int) -> tuple[list[Entry], str]:
         """Who can take such a request; where that is nobody, also what there is none of."""
         linked = [entry for entry in self._entries.values() if entry.linked and entry.member.decodes]
         there = [entry for entry in linked if fingerprint in (None, entry.member.fingerprint)]
@@ -181,10 +190,16 @@ class Fleet:
             which = "" if len(holding) == len(there) else f" that holds {num_tokens} tokens"
             return [], f"every decode or unified worker{which} is draining ({_named(holding)})"
         prefill = self._prefill()
-        paired = {peer.member.fingerprint for peer in prefill}
-        usable = [entry for entry in staying if not entry.member.needs_prefill or entry.member.fingerprint in paired]
+        longest: dict[str, int] = {}
+        for peer in prefill:
+            longest[peer.member.fingerprint] = max(longest.get(peer.member.fingerprint, 1), peer.member.max_model_len)
+        paired = [entry for entry in staying if not entry.member.needs_prefill or entry.member.fingerprint in longest]
+        usable = [e for e in paired if not e.member.needs_prefill or prefill_tokens <= longest[e.member.fingerprint]]
         if usable:
             return usable, ""
+        if paired:
+            most = max(longest[entry.member.fingerprint] for entry in paired)
+            return [], f"no prefill worker holds {prefill_tokens} tokens (at most {most}; --local-prefill never)"
         why = ""
         if prefill:
             unlike = differing([peer.member for peer in prefill], [entry.member for entry in staying])
@@ -202,12 +217,10 @@ class Fleet:
         return [entry for entry in self._entries.values() if entry.member.role is Role.PREFILL and not entry.member.draining]
 
     def prefill_peers(self, fingerprint: str, num_tokens: int, near: Near, kin: bytes = b"") -> list[Entry]:
-        """Prefill workers of that fingerprint, for a request of `num_tokens` so far: first who has fewest tokens to compute
-        until it is done, without what is cached `near`; of equals the same for all requests of one `kin`. Where none holds as
-        many, all: one of them says so."""
+        """Prefill workers of that fingerprint that hold `num_tokens`: first who has fewest tokens to compute until such a
+        request is done, without what is cached `near`; of equals the same for all requests of one `kin`."""
         peers = self._prefill_of(fingerprint, near, kin)
-        long_enough = [peer for peer in peers if num_tokens <= peer.member.max_model_len]
-        return (long_enough or peers)[:MAX_PREFILL_PEERS]
+        return [peer for peer in peers if num_tokens <= peer.member.max_model_len][:MAX_PREFILL_PEERS]
 
     def prefill_for(self, address: str) -> tuple[str, ...] | None:
         """Addresses of all prefill workers for the decode worker there, least busy first; None for other workers."""
@@ -227,6 +240,15 @@ class Fleet:
     def suspect(self, entry: Entry, now_s: float) -> None:
         """It failed somebody."""
         entry.suspect_until_s = now_s + SUSPECT_S
+
+
+def _is_longer(before: tuple[Member, float] | None, found: Member, now_s: float) -> bool:
+    """Whether the one seen before, of the same model, is longer and not gone for long."""
+    if before is None or now_s - before[1] >= AWAY_S:
+        return False
+    member = before[0]
+    is_same = (member.model, member.vocab_size, member.eos_token_ids) == (found.model, found.vocab_size, found.eos_token_ids)
+    return is_same and member.max_model_len > found.max_model_len
 
 
 def _busy(entry: Entry) -> tuple[float, int]:

@@ -86,9 +86,9 @@ class FleetEngine:
 
     @property
     def card(self) -> ModelCard:
-        """The model of the fleet, as it is where the longest requests fit that are taken now. Raises Unavailable when no worker
-        has registered and none was given."""
-        if (member := self.workers.fleet.longest()) is not None:
+        """The model of the fleet, as it is where the longest requests fit that are taken now or will be in a moment. Raises
+        Unavailable when no worker has registered and none was given."""
+        if (member := self.workers.fleet.longest(monotonic())) is not None:
             self._card = ModelCard(
                 name=member.model,
                 max_model_len=member.max_model_len,
@@ -105,7 +105,7 @@ class FleetEngine:
         """`card`; where no worker has registered yet, as right after a restart of this router, waits for one, as long as a new
         request waits for a worker. Raises Unavailable."""
         until_s = min(deadline_s, monotonic() + self._recovery.place_wait_s)
-        while self._card is None and self.workers.fleet.longest() is None and not self._draining:
+        while self._card is None and self.workers.fleet.longest(monotonic()) is None and not self._draining:
             if (left_s := until_s - monotonic()) <= 0:
                 break
             await self.workers.changed(min(0.25, left_s))

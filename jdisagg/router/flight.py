@@ -56,6 +56,11 @@ class Flight:
         return len(self.request.prompt_token_ids) + max(self.num_delivered + 1, self.request.sampling.min_tokens)
 
     @property
+    def prefill_tokens(self) -> int:
+        """What a prefill worker must hold: all of it so far, and the token it gives."""
+        return self.request.num_tokens + self.num_delivered + 1
+
+    @property
     def is_untouched(self) -> bool:
         """Whether nothing of it has reached the client: another model could still answer."""
         return not self._delivered and not self._sent_prompt_logprobs

@@ -41,7 +41,11 @@ class Placement:
     def place(self, flight: Flight, now_s: float) -> bool:
         """Send the attempt to a worker; False when nobody can take it: `lacks` says why."""
         home, tried = self._homes.of(flight.request.fork_group), flight.setbacks.tried
-        lengths = {"num_tokens": flight.least_tokens, "wanted_tokens": flight.most_tokens}
+        lengths = {
+            "wanted_tokens": flight.most_tokens,
+            "num_tokens": flight.least_tokens,
+            "prefill_tokens": flight.prefill_tokens,
+        }
         kin, near = beginning(flight.request.prompt_token_ids), self._prefixes.find(flight.beginnings)
         entry = self._fleet.choose(self.weights(flight), now_s, **lengths, but_not=tried, home=home, near=near.decodes, kin=kin)
         if entry is None:
@@ -57,14 +61,15 @@ class Placement:
 
     def lacks(self, flight: Flight) -> str:
         """What there is none of that the attempt needs."""
-        return self._fleet.lacks(self.weights(flight), flight.least_tokens)
+        return self._fleet.lacks(self.weights(flight), flight.least_tokens, flight.prefill_tokens)
 
     def is_tried_everywhere(self, flight: Flight, now_s: float) -> bool:
         """Nobody is left in this round of attempts."""
         fingerprint = None if flight.is_untouched else flight.fingerprint
         fingerprint = fingerprint or self._homes.spoken_fingerprint(flight.request.fork_group)
         tried = flight.setbacks.tried
-        best = self._fleet.choose(fingerprint, now_s, num_tokens=flight.least_tokens, but_not=tried)
+        lengths = {"num_tokens": flight.least_tokens, "prefill_tokens": flight.prefill_tokens}
+        best = self._fleet.choose(fingerprint, now_s, **lengths, but_not=tried)
         return best is None or best.member.address in tried
 
     def may_speak(self, flight: Flight, output: Output) -> bool:
@@ -91,12 +96,11 @@ class Placement:
         entry.pending += 1
         peers: list[Entry] = []
         if entry.member.role is Role.DECODE:
-            num_tokens = flight.request.num_tokens + flight.num_delivered
-            peers = self._fleet.prefill_peers(flight.fingerprint, num_tokens, near, kin)
+            peers = self._fleet.prefill_peers(flight.fingerprint, flight.prefill_tokens, near, kin)
             if peers:
-                flight.prefill = peers[0], num_tokens
+                flight.prefill = peers[0], flight.prefill_tokens
                 peers[0].pending += 1
-                peers[0].pending_tokens += num_tokens
+                peers[0].pending_tokens += flight.prefill_tokens
         named = tuple(peer.member.address for peer in peers)
         self._workers.submit(entry, flight.attempt_request(named, entry.member.max_model_len))
 

@@ -65,6 +65,13 @@ def test_a_short_prompt_that_loses_its_pages_is_computed_here_again() -> None:
     assert world.wire.num_opened == 0
 
 
+def test_where_prompts_are_never_computed_here_who_is_down_is_asked_when_nobody_else_can_serve() -> None:
+    wire = World().wire
+    choice = PeerChoice(TransferConfig(local_prefill=LocalPrefill.NEVER), wire, lambda: PEERS)
+    wire.down.add(PEERS[0])
+    assert choice.of(request("r", (3, 4), 2)) == (*PEERS[1:], PEERS[0]), "the others may be too short for it"
+
+
 def test_who_did_not_pair_is_asked_last_and_who_is_down_not_at_all() -> None:
     wire = World().wire
     choice = PeerChoice(TransferConfig(), wire, lambda: PEERS)

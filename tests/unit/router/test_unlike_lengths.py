@@ -8,10 +8,15 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.errors import Unavailable
+from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role, SamplingParams
+from jdisagg.router import fleet
+from jdisagg.router.fleet import AWAY_S, Fleet
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router, expected
 from tests.unit.wire.rig import request, run_quiet, until
+
+MEMBER = Member(role=Role.DECODE, address="", worker="d", epoch="e", fingerprint="f", model="m", max_model_len=1, vocab_size=9)
 
 
 def ask(request_id: str, max_tokens: int) -> EngineRequest:
@@ -62,7 +67,31 @@ def test_a_stream_waits_for_a_worker_that_holds_it_rather_than_break_on_a_shorte
     run_quiet(body())
 
 
-def test_a_model_is_as_long_as_the_longest_worker_that_takes_requests() -> None:
+def test_a_request_waits_for_a_prefill_worker_that_holds_it_rather_than_be_refused_by_a_shorter_one() -> None:
+    async def body() -> None:
+        router = await Router(ReplayConfig(place_wait_s=0.3)).start()
+        decode = await FakeWorker((router.address,), needs_prefill=True, max_model_len=90).start()
+        short, long = [await FakeWorker((router.address,), Role.PREFILL, max_model_len=length).start() for length in (3, 90)]
+        await until(lambda: router.linked() == 1 and len(router.engine.workers.members()) == 3)
+        await long.die()
+        await until(lambda: len(router.engine.workers.members()) == 2)
+        with pytest.raises(Unavailable, match=r"no prefill worker holds 4 tokens \(at most 3; --local-prefill never\); waited"):
+            await collect(router, ask("r1", max_tokens=80))
+        task = asyncio.create_task(collect(router, asked := ask("r2", max_tokens=80)))
+        await asyncio.sleep(0.1)
+        again = await FakeWorker((router.address,), Role.PREFILL, max_model_len=90).start()
+        assert [token for output in await task for token in output.token_ids] == expected(asked)
+        assert {seen.prefill_peers for seen in decode.engine.seen} == {(again.address,)}
+        for worker in (decode, short, again):
+            await worker.die()
+        await router.stop()
+
+    run_quiet(body())
+
+
+def test_a_model_is_as_long_as_the_longest_worker_that_takes_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "AWAY_S", 0.0)
+
     async def body() -> None:
         router = await Router().start()
         short, long = [await FakeWorker((router.address,), max_model_len=length).start() for length in (50, 90)]
@@ -78,6 +107,28 @@ def test_a_model_is_as_long_as_the_longest_worker_that_takes_requests() -> None:
         await router.stop()
 
     run_quiet(body())
+
+
+def test_a_worker_that_left_a_moment_ago_counts_for_the_length_of_its_model_and_no_other() -> None:
+    found = Fleet(dead_after_s=1.0)
+    short, long = (replace(MEMBER, address=f"h:{length}", max_model_len=length) for length in (50, 90))
+    for member in (short, long):
+        found.register(member, 10.0)
+    assert found.longest(10.0) == long
+    for now_s in (10.5, 11.4, 11.6):
+        found.heartbeat(short.address, short.epoch, Load(), False, now_s)
+        found.evict(now_s)
+    assert found.members() == [short]
+    assert found.longest(11.6) == long, "its requests wait for it"
+    assert found.longest(10.5 + AWAY_S) == long
+    assert found.longest(11.4 + AWAY_S) == short
+    other = replace(short, address="h:1", model="other", max_model_len=70)
+    found.register(other, 80.0)
+    assert found.longest(80.0) == other
+    found.remove(found.entries()[1])
+    assert found.longest(80.1) == short, "nobody waits for another model"
+    found.remove(found.entries()[0])
+    assert found.longest(80.2) is None
 
 
 def test_an_answer_of_no_stated_length_goes_on_where_less_of_it_fits() -> None:

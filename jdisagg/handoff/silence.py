@@ -1,0 +1,24 @@
+"""When D gives up a P that is there and does not go on."""
+
+from __future__ import annotations
+
+from jdisagg.handoff.inbound import Inbound, InboundStage
+from jdisagg.handoff.inbound_stream import InboundStream
+
+ANSWER_TIMEOUT_S = 10.0  # from Open to Accepted or Refused
+
+
+def unanswered(record: Inbound, stream: InboundStream, now_s: float) -> str:
+    """Why the stream is given up before P has taken the prompt on; "" = it is not."""
+    is_over = record.stage is InboundStage.OPENING and now_s - stream.progress_s >= ANSWER_TIMEOUT_S
+    return f"no answer for {ANSWER_TIMEOUT_S:g} s" if is_over else ""
+
+
+def no_piece(record: Inbound, stream: InboundStream, lease_s: float, now_s: float) -> str:
+    """Why the stream is given up though the prompt is computed and pages are here; "" = it is not."""
+    missing = record.stage is InboundStage.COMPUTED and record.reserved and record.stream is stream
+    is_due = missing and not stream.pieces and not stream.is_parked
+    if not is_due or stream.line.queued_bytes:  # its turn at P may come when the pieces of others have
+        return ""
+    idle_s = now_s - max(stream.progress_s, stream.line.arrived_s)
+    return f"no piece for {idle_s:.1f} s after the prompt was computed" if idle_s >= lease_s else ""
