@@ -25,7 +25,8 @@ def listen(host: str = "127.0.0.1", port: int = 0, *, flag: str = "--port") -> s
         number = error.errno or 0
         why = os.strerror(number) if number > 0 else error
         if number < 0 or number in _NOT_OURS:  # a resolver's errors are negative
-            raise ConfigError(f"--host: {host} is not an address of this machine: {why}", field="host") from error
+            hint = "; write it without brackets" if host.startswith("[") else ""
+            raise ConfigError(f"--host: {host} is not an address of this machine: {why}{hint}", field="host") from error
         field = flag.removeprefix("--").replace("-", "_")
         raise ConfigError(
             f"{flag}: cannot listen on {host} port {port}: {why}; choose another port, or 0 for a free one", field=field

@@ -15,6 +15,8 @@ from jdisagg.core.told import printable
 log = logging.getLogger(__name__)
 
 GRPC_SERVER_LOG = "grpc._cython.cygrpc"
+HTTP_SERVER_LOG = "uvicorn.error"
+NO_HTTP = "Invalid HTTP request received."  # uvicorn's words, of whoever sent it nothing more is known
 GARBLED_EVERY_S = 10.0
 LEVEL_VARIABLE = "JDISAGG_LOG_LEVEL"
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -42,13 +44,15 @@ def setup_logs(role: str, environ: Mapping[str, str] = os.environ) -> None:
     )
     logging.basicConfig(level=_LEVELS[value], handlers=[handler], force=True)
     logging.getLogger(GRPC_SERVER_LOG).addFilter(Garbled())
+    logging.getLogger(HTTP_SERVER_LOG).addFilter(Garbled())
     logging.captureWarnings(True)
     for noisy in ("jax", "absl", "orbax", "httpx", "uvicorn", "asyncio"):
         logging.getLogger(noisy).setLevel(max(_LEVELS[value], logging.WARNING))
 
 
 class Garbled(logging.Filter):
-    """Bytes that are no message: gRPC tells of each with a stack, and whoever reaches a port can send any number of them."""
+    """Bytes that are no message: gRPC tells of each with a stack, uvicorn in one line, and whoever reaches a port can send any
+    number of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,6 +61,10 @@ class Garbled(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """False for such a record; now and then a line is said in its place."""
         kind = record.exc_info[0] if record.exc_info else None
+        if record.name == HTTP_SERVER_LOG and record.msg == NO_HTTP:
+            text = "what came on --port is no HTTP, and was refused; gRPC, that of workers too, goes to --grpc-port"
+            self._seldom.say(log, logging.WARNING, text, now_s=monotonic())
+            return False
         if kind is None or kind.__name__ != "DecodeError":
             return True
         text = "a message that cannot be read was refused: %s"

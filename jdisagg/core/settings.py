@@ -76,7 +76,10 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
     role = (file_values | flag_values).get("role", Config().role)
     for name, raw in given.items():
         flag_values |= _read(BY_NAME[name].of(role), raw, "--" + name.replace("_", "-"), is_text=True)
-    values = {"api_key": environ[API_KEY_VARIABLE]} if environ.get(API_KEY_VARIABLE) else {}
+    values = {"api_key": environ[API_KEY_VARIABLE]} if API_KEY_VARIABLE in environ else {}
+    if values.get("api_key") == "":
+        what = "unset it for a server that anybody may use, or set it to the key"
+        raise ConfigError(f"{API_KEY_VARIABLE} is set and empty: {what}", field=API_KEY_VARIABLE)
     if any(name in flag_values for name in _POOL_SIZES):
         file_values = {name: value for name, value in file_values.items() if name not in _POOL_SIZES}
     values |= file_values | flag_values

@@ -142,6 +142,8 @@ def _addresses(raw: object, where: str) -> tuple[str, ...]:
     if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
         fail(where, raw, "addresses HOST:PORT, separated by commas")
     found = tuple(part.strip() for part in parts if part.strip())
+    if isinstance(raw, str) and not found:
+        fail(where, raw, "HOST:PORT,..; leave it out for none")
     for address in found:
         match = _ADDRESS.fullmatch(address)
         if match is None or not 0 < int(match[2]) <= 65535:

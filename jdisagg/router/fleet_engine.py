@@ -172,7 +172,7 @@ class FleetEngine:
         """Admit nothing more and wait for what runs."""
         if not self._draining:
             left_s = max(0.0, deadline_s - monotonic())
-            log.info("draining: nothing more is admitted, %d requests are waited for %.0f s", len(self._flights), left_s)
+            log.info("draining: nothing more is admitted, %d requests are waited for %.3g s", len(self._flights), left_s)
         self._draining = True
         while self._flights and monotonic() < deadline_s:
             await asyncio.sleep(0.02)

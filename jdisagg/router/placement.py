@@ -68,8 +68,8 @@ class Placement:
         fingerprint = None if flight.is_untouched else flight.fingerprint
         fingerprint = fingerprint or self._homes.spoken_fingerprint(flight.request.fork_group)
         tried = flight.setbacks.tried
-        lengths = {"num_tokens": flight.least_tokens, "prefill_tokens": flight.prefill_tokens}
-        best = self._fleet.choose(fingerprint, now_s, **lengths, but_not=tried)
+        least, prefill = flight.least_tokens, flight.prefill_tokens
+        best = self._fleet.choose(fingerprint, now_s, num_tokens=least, prefill_tokens=prefill, but_not=tried)
         return best is None or best.member.address in tried
 
     def may_speak(self, flight: Flight, output: Output) -> bool:

@@ -31,6 +31,7 @@ from jdisagg.router.pairing import PairingWatch
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.5
+STOOD_STILL_S = 1.0  # beyond a heartbeat: said in the log
 STEADY_S = 0.5  # a stream that stood for so long is opened again at once, should it break
 EVICTED = "its heartbeats stopped"
 
@@ -157,7 +158,12 @@ class Workers:
             asleep_s = monotonic()
             await asyncio.sleep(self._config.heartbeat_s)
             now_s = monotonic()
-            self.fleet.forgive(now_s - asleep_s - self._config.heartbeat_s, now_s)
+            late_s = now_s - asleep_s - self._config.heartbeat_s
+            if late_s >= STOOD_STILL_S:
+                log.warning(
+                    "this process stood still for %.1f s (stopped, or its machine was): its streams may end", late_s
+                )
+            self.fleet.forgive(late_s, now_s)
             for entry in self.fleet.evict(now_s):
                 self._lose(entry, EVICTED)
             self._connect_missing()

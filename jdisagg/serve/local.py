@@ -80,7 +80,7 @@ def worker_specs(config: Config, router: str, program: Sequence[str] = SERVE) ->
 
 def _shared_environ(config: Config) -> Mapping[str, str]:
     """One API key for all processes of the fleet, since each asks the others for it; argv is for everybody to read."""
-    return {API_KEY_VARIABLE: config.server.api_key or ""}
+    return {API_KEY_VARIABLE: config.server.api_key} if config.server.api_key else {}
 
 
 def split_devices(devices: str | None, needs: Sequence[int]) -> list[str | None]:

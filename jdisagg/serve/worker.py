@@ -210,7 +210,7 @@ class _Edges:
     async def drain(self, deadline_s: float) -> int:
         """Say so to routers and decode workers, admit nothing more, wait. There is no way back but a restart."""
         if not self._draining:
-            log.info("draining: nothing more is admitted, what runs is waited for %.0f s", max(0.0, deadline_s - monotonic()))
+            log.info("draining: nothing more is admitted, what runs is waited for %.3g s", max(0.0, deadline_s - monotonic()))
         self._draining = True
         if self._deployment.peer_server is not None:
             self._deployment.peer_server.drain()

@@ -53,6 +53,22 @@ def test_what_is_no_message_is_told_without_a_stack_and_seldom_and_a_bug_as_ever
     assert "Traceback" in bug
 
 
+def test_what_is_no_http_is_told_seldom_and_says_where_grpc_goes() -> None:
+    script = """
+import logging
+from jdisagg.core.logs import setup_logs
+setup_logs("router")
+for _ in range(3):
+    logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+logging.getLogger("uvicorn.error").warning("another one")
+"""
+    env = {k: v for k, v in os.environ.items() if k != "JDISAGG_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, env=env, check=True)
+    told, other = done.stderr.splitlines()
+    assert told.endswith("what came on --port is no HTTP, and was refused; gRPC, that of workers too, goes to --grpc-port")
+    assert other.endswith("another one")
+
+
 def test_an_unknown_level_names_the_variable_and_the_choices() -> None:
     with pytest.raises(ConfigError, match="JDISAGG_LOG_LEVEL: got 'loud', wanted one of debug, info"):
         setup_logs("decode", {"JDISAGG_LOG_LEVEL": "loud"})

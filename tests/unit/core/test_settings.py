@@ -198,6 +198,13 @@ def test_the_api_key_comes_from_a_file_or_the_environment_and_is_never_printed(t
     assert "printable" in message("--api-key", "@/dev/zero")
 
 
+def test_a_key_and_a_router_that_are_set_and_empty_are_no_open_server_and_no_lonely_worker() -> None:
+    with pytest.raises(ConfigError, match="JDISAGG_API_KEY is set and empty: unset it"):
+        load_config([], {"JDISAGG_API_KEY": ""})
+    for empty in ("", " , "):
+        assert message("--role", "prefill", "--router", empty).startswith(f"--router: got {empty!r}, wanted HOST:PORT,..")
+
+
 @pytest.mark.parametrize("key", ["two words", "schlüssel", "tab\tbed", "bell\a"])
 def test_a_key_that_no_header_can_carry_is_refused_without_showing_it(key: str) -> None:
     with pytest.raises(ConfigError, match=f"--api-key: a key of {len(key)} characters is not a word") as caught:

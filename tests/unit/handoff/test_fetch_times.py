@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
-from jdisagg.handoff.messages import Accepted, HandoffId
-from tests.unit.handoff.rig import NEVER, decode_side, only, ready, request
+from jdisagg.handoff.messages import Accepted, Done, HandoffId
+from tests.unit.handoff.rig import FIRST, NEVER, decode_side, only, ready, request
 
 PIECE_BYTES = 32 * 2**20
 
@@ -53,6 +53,21 @@ def test_after_a_time_that_was_too_short_the_next_ones_from_that_peer_are_twice_
     side.on_message(late, Accepted(cached_tokens=0), 40.0)
     side.on_reserved("s", 40.0)
     assert fetched(side.on_message(late, replace(ready("s", 0, 4), num_bytes=PIECE_BYTES), 40.0)) == 45.0
+
+
+def test_time_in_which_this_process_stood_still_blames_no_peer() -> None:
+    side = decode_side(NEVER)
+    side.start(request(4, request_id="asked", deadline_s=1e6), 0, ("p",), 0.0)
+    side.start(request(4, request_id="computed", deadline_s=1e6), 0, ("p",), 0.0)
+    computed = HandoffId("computed", 2)
+    side.on_message(computed, Accepted(cached_tokens=0), 0.0)
+    side.on_reserved("computed", 0.0)
+    side.on_message(computed, Done(first=FIRST, num_chunks=1), 1.0)
+    side.stood_still(57.0, 58.0)
+    assert side.tick(58.0) == []
+    assert side.tick(66.9) == []
+    assert {note.request_id for note in side.tick(67.1) if isinstance(note, act.Recovered)} == {"asked"}, "ten seconds of ours"
+    assert {note.request_id for note in side.tick(68.1) if isinstance(note, act.Recovered)} == {"computed"}, "a lease of ours"
 
 
 def test_a_connection_that_stalls_before_its_time_is_over_changes_no_times() -> None:

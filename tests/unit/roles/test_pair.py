@@ -299,6 +299,21 @@ def test_every_history_ends_exact_and_quiescent(machine: type[PairMachine]) -> N
     assert run_state_machine_as_test(machine) is None  # the machine's teardown asserts
 
 
+def test_a_worker_that_stood_still_blames_its_peer_for_none_of_that() -> None:
+    world = World()
+    world.submit(replace(request("r", (3, 4, 5), 2), deadline_s=1e6))
+    for now_s in (0.0, 0.1):
+        world.decode.tick(now_s)
+    opened = set(world.wire.open_streams)
+    assert opened
+    world.decode.tick(58.0)
+    assert set(world.wire.open_streams) == opened
+    assert world.decode.metrics.fleet.recoveries.labels(rung="other_prefill")._value.get() == 0
+    world.now_s = 58.0
+    world.settle()
+    assert world.tokens("r") == expected((3, 4, 5), 2)
+
+
 @pytest.mark.covers("D14")
 @pytest.mark.parametrize("pages", [(13, 13), (18, 14), (24, 12)])
 def test_neither_pool_waits_for_the_other(pages: tuple[int, int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -38,6 +39,17 @@ def test_a_router_that_slept_holds_its_sleep_against_nobody_and_is_not_told_of_t
     assert [entry.last_seen_s for entry in fleet.entries()] == [15.0, 15.1]
     assert fleet.evict(16.0) == []
     assert len(fleet.evict(16.2)) == 2
+
+
+def test_a_router_that_stood_still_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        router = await Router().start()
+        await asyncio.sleep(0.1)
+        time.sleep(1.3)
+        await until(lambda: any("this process stood still for 1." in record.getMessage() for record in caplog.records))
+        await router.stop()
+
+    run_quiet(body())
 
 
 @pytest.mark.parametrize("num_silent", [2, 3])

@@ -148,6 +148,7 @@ def test_a_taken_grpc_port_exits_2() -> None:
         (["--pagesize", "3"], {}, "jdisagg.serve: --pagesize: unknown flag; did you mean --page-size?\n"),
         (["--role", "router", "--model", "./nowhere"], {}, "--model: ./nowhere is not a directory"),
         (["--role", "router", "--host", "203.0.113.7"], {}, "--host: 203.0.113.7 is not an address of this machine"),
+        (["--role", "router", "--host", "[::1]"], {}, "write it without brackets"),
         (["--role", "router", "--host", "256.1.1.1"], {}, "--host: 256.1.1.1 is not an address of this machine"),
         (["--role", "router", "--cpu-affinity", "4000"], {}, "--cpu-affinity: got '4000', wanted cores out of "),
         (["--role", "router"], {"JDISAGG_LOG_LEVEL": "loud"}, "JDISAGG_LOG_LEVEL: got 'loud'"),
