@@ -30,7 +30,7 @@ from jdisagg.handoff.ladder import Ladder, is_final, is_unfit
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
 from jdisagg.handoff.recovery import Recovery
 from jdisagg.handoff.refetch import cause_of, try_again
-from jdisagg.handoff.silence import no_piece, unanswered
+from jdisagg.handoff.silence import Looks, no_piece, unanswered
 
 
 class DecodeSide:
@@ -61,6 +61,7 @@ class DecodeSide:
             eos_token_ids=tuple(i for i in eos_token_ids if i < vocab_size),  # P refuses others; they never come
             forget=self._live.__delitem__,
         )
+        self._looks = Looks()
         self._num_late = 0
 
     # --- requests
@@ -240,11 +241,9 @@ class DecodeSide:
 
     # --- time
 
-    def stood_still(self, seconds: float, now_s: float) -> None:
-        """For so long, until now, this process did not look: that blames no peer, whose messages may be on their way still."""
-        for record in self._live.values():
-            if record.stream is not None:
-                record.stream.progress_s = min(now_s, record.stream.progress_s + seconds)
+    def look(self, now_s: float) -> None:
+        """The engine turns over, and has heard what there was to hear; before `tick`."""
+        self._looks.look(self._live.values(), now_s)
 
     def tick(self, now_s: float) -> list[DecodeAction]:
         """Deadlines of requests, answers and fetches; streams that stand still; pauses that are over."""

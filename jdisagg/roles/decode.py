@@ -33,8 +33,6 @@ from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed, Published, PublishFailed
 
-STOOD_STILL_S = 1.0  # between two looks of an engine that looks twenty times a second, or after every step
-
 
 class DecodeRole:
     """A Side that executes what DecodeSide decides."""
@@ -70,7 +68,6 @@ class DecodeRole:
         self._provenance = ProvenanceBook(page_size)
         self._self_tests: set[str] = set()
         self._early: list[Output] = []
-        self._looked_s: float | None = None  # at the clock
 
     # --- requests
 
@@ -127,10 +124,7 @@ class DecodeRole:
 
     def before_step(self, now_s: float) -> list[Output]:
         """Deadlines and stalls of hand-offs."""
-        passed_s = 0.0 if self._looked_s is None else now_s - self._looked_s
-        self._looked_s = now_s
-        if passed_s >= STOOD_STILL_S:
-            self._handoffs.stood_still(passed_s, now_s)
+        self._handoffs.look(now_s)
         self._recoveries.tick()
         lent = [] if self._lending is None else self._lending.tick(now_s)
         return self._execute([*lent, *self._handoffs.tick(now_s)], now_s)

@@ -190,15 +190,15 @@ class Fleet:
             which = "" if len(holding) == len(there) else f" that holds {num_tokens} tokens"
             return [], f"every decode or unified worker{which} is draining ({_named(holding)})"
         prefill = self._prefill()
-        longest: dict[str, int] = {}
+        held: dict[str, int] = {}
         for peer in prefill:
-            longest[peer.member.fingerprint] = max(longest.get(peer.member.fingerprint, 1), peer.member.max_model_len)
-        paired = [entry for entry in staying if not entry.member.needs_prefill or entry.member.fingerprint in longest]
-        usable = [e for e in paired if not e.member.needs_prefill or prefill_tokens <= longest[e.member.fingerprint]]
+            held[peer.member.fingerprint] = max(held.get(peer.member.fingerprint, 1), peer.member.max_model_len)
+        paired = [entry for entry in staying if not entry.member.needs_prefill or entry.member.fingerprint in held]
+        usable = [e for e in paired if not e.member.needs_prefill or prefill_tokens <= held[e.member.fingerprint]]
         if usable:
             return usable, ""
         if paired:
-            most = max(longest[entry.member.fingerprint] for entry in paired)
+            most = max(held[entry.member.fingerprint] for entry in paired)
             return [], f"no prefill worker holds {prefill_tokens} tokens (at most {most}; --local-prefill never)"
         why = ""
         if prefill:

@@ -160,9 +160,7 @@ class Workers:
             now_s = monotonic()
             late_s = now_s - asleep_s - self._config.heartbeat_s
             if late_s >= STOOD_STILL_S:
-                log.warning(
-                    "this process stood still for %.1f s (stopped, or its machine was): its streams may end", late_s
-                )
+                log.warning("this process stood still for %.1f s (stopped, or its machine was): its streams may end", late_s)
             self.fleet.forgive(late_s, now_s)
             for entry in self.fleet.evict(now_s):
                 self._lose(entry, EVICTED)

@@ -63,7 +63,8 @@ def test_time_in_which_this_process_stood_still_blames_no_peer() -> None:
     side.on_message(computed, Accepted(cached_tokens=0), 0.0)
     side.on_reserved("computed", 0.0)
     side.on_message(computed, Done(first=FIRST, num_chunks=1), 1.0)
-    side.stood_still(57.0, 58.0)
+    for now_s in (1.0, 58.0):
+        side.look(now_s)
     assert side.tick(58.0) == []
     assert side.tick(66.9) == []
     assert {note.request_id for note in side.tick(67.1) if isinstance(note, act.Recovered)} == {"asked"}, "ten seconds of ours"
