@@ -56,8 +56,8 @@ class Fleet:
     def start(self, name: str, cores: str, *flags: str) -> Worker:
         """A worker called `name`, ready. Raises RuntimeError with the end of its log when it does not come up."""
         log, schedule_log = self._work / f"{name}.log", self._work / f"{name}.schedule"
-        # one of a D would cost it a tenth of its steps, of short ones
-        logged = ("--schedule-log", str(schedule_log)) if name == "prefill" else ()
+        # P's is read; the unified worker's costs it as much; D's would cost a tenth of its steps, which are short
+        logged = () if name == "decode" else ("--schedule-log", str(schedule_log))
         process = FleetProcess(*self._flags, "--cpu-affinity", cores, *logged, *flags, log=log)
         self._processes.append(process)
         ready = process.wait_ready(READY_TIMEOUT_S)
