@@ -52,7 +52,8 @@ class PeerChoice:
         """Prefill workers to ask, the best first: as the request's router says (least busy first), else the first known one
         at which no more than this prompt waits for us already."""
         known, waiting = request.prefill_peers or self._known_peers(), self._waiting()
-        there, down = ([peer for peer in known if self._peers.is_down(peer) is is_down] for is_down in (False, True))
+        down = [peer for peer in known if self._peers.is_down(peer)]
+        there = [peer for peer in known if peer not in down]
         if not request.prefill_peers:
             there.sort(key=lambda peer: waiting[peer] // max(1, request.num_tokens))
         # one of another kind is idle, and so is one that only we cannot reach: both come first in a list by load
