@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jax import lax
 BLOCK_TOKENS = 128  # pages are cut and joined to it, so that equal blocks are summed whatever the page size
 CACHED_BYTES = 2**21  # what a block gathers, at most: a CPU's cache then still has it when it is multiplied; but
 LEAST_BLOCK_TOKENS = 32  # are worth a turn of the loop
+WIDE_TILE = 256  # queries; beyond, scores of a block no longer stay in a CPU's cache
 _LOWEST = -1e30  # finite: exp(_LOWEST - _LOWEST) must be 1, not NaN
 
 
@@ -122,6 +124,39 @@ def attend(
     out = sums / total[..., None]
     out = out.reshape(num_tiles, num_kv_heads, tile, group, dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(q.shape).astype(q.dtype)
+
+
+def attend_tiles(
+    q: jax.Array,
+    kv: jax.Array,
+    layer: int | jax.Array,
+    page_tables: jax.Array,
+    positions: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    **options: Any,
+) -> jax.Array:
+    """`attend`, with tiles joined to wide ones where no row begins within a wide one: a long chunk of one prompt.
+
+    Tiles of one row share its page table, so its pages are gathered once and not by every tile. starts, counts i32[B] are
+    the rows' queries (see `rows.Rows`). Padding behind a row is at position 0, which is then a key of the row itself.
+    """
+    num_tiles = page_tables.shape[0]
+    tile = q.shape[0] // num_tiles
+    joined = _most_joined(num_tiles, tile)
+    if tile == 1 or joined == 1:
+        return attend(q, kv, layer, page_tables, positions, **options)
+    alone = jnp.all((counts == 0) | (starts % (joined * tile) == 0))
+    return lax.cond(
+        alone,
+        lambda: attend(q, kv, layer, page_tables[::joined], positions, **options),
+        lambda: attend(q, kv, layer, page_tables, positions, **options),
+    )
+
+
+def _most_joined(num_tiles: int, tile: int) -> int:
+    """Tiles of one wide tile: as many as make WIDE_TILE queries at most, and divide all."""
+    return max(n for n in range(1, num_tiles + 1) if num_tiles % n == 0 and (n == 1 or n * tile <= WIDE_TILE))
 
 
 def _cached_tokens(most: int, token_bytes: int) -> int:

@@ -105,10 +105,11 @@ class RefOps:
             dtype=_product_dtype(q) if self._layout.spec.quantised else self._layout.dtype,
             block_tokens=self._block_tokens,
         )
-        arguments = (q, kv, jnp.asarray(layer, jnp.int32), batch.page_tables, batch.positions)
+        rows = batch.rows
+        arguments = (q, kv, jnp.asarray(layer, jnp.int32), batch.page_tables, batch.positions, rows.starts, rows.counts)
         if self._layout.num_shards == 1:
             return kernel(*arguments)
-        specs = (_ROWS, self._layout.partition, _ALL, _ALL, _ALL)
+        specs = (_ROWS, self._layout.partition, _ALL, _ALL, _ALL, _ALL, _ALL)
         return jax.shard_map(kernel, mesh=self._mesh, in_specs=specs, out_specs=_ROWS, check_vma=False)(*arguments)
 
 
@@ -234,8 +235,8 @@ def store_tpu(
 
 
 def _attend(q: jax.Array, kv: KVGroup, *where: jax.Array, **options: Any) -> jax.Array:
-    """`ref.attend`; `where` is (layer, page tables, positions)."""
-    return ref.attend(q, kv.data, *where, **options, scales=kv.scales)
+    """`ref.attend_tiles`; `where` is (layer, page tables, positions, starts and counts of the rows)."""
+    return ref.attend_tiles(q, kv.data, *where, **options, scales=kv.scales)
 
 
 def _attend_kernel(q: jax.Array, kv: KVGroup, *where: Any, **options: Any) -> jax.Array:

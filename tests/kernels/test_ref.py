@@ -217,3 +217,46 @@ def test_a_row_has_the_same_bits_beside_longer_neighbours_and_in_wider_tables(dt
     tables[1:] = 1 + np.arange(tables.shape[1])  # junk neighbours whose last block is far behind row 0's
     long = kernel(q, alone.kv, np.int32(1), tables, np.array([8, 45, 30], np.int32))
     np.testing.assert_array_equal(np.asarray(short[0]).view(np.uint8), np.asarray(long[0]).view(np.uint8))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("heads_major", [True, False])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("counts", [(32,), (27,), (16, 13), (5, 20), (8, 8, 16)])
+def test_joined_tiles_give_what_single_ones_do(heads_major, dtype, counts, monkeypatch):
+    tile, num_tiles = 4, 8
+    monkeypatch.setattr(ref, "WIDE_TILE", 16)
+    lengths = [count + 3 for count in counts]  # chunks behind 3 tokens that are there already
+    paged = Paged(lengths, heads_major=heads_major, dtype=dtype)
+    q = np.random.default_rng(2).normal(size=(num_tiles * tile, H, D)).astype(dtype)
+    positions, tables = np.zeros(num_tiles * tile, np.int32), np.zeros((num_tiles, paged.width), np.int32)
+    starts, rows = np.arange(num_tiles, dtype=np.int32) * tile, np.zeros(num_tiles, np.int32)
+    real, at = np.zeros(num_tiles * tile, bool), 0
+    for number, count in enumerate(counts):
+        owned = slice(at // tile, at // tile - (-count // tile))
+        positions[at : at + count], real[at : at + count] = np.arange(3, 3 + count), True
+        tables[owned], rows[owned.start] = paged.tables[number], count
+        at = owned.stop * tile
+    null = np.isnan(np.asarray(paged.kv[:, 0], np.float32)) if paged.kv.dtype != np.uint16 else paged.kv[:, 0] > 0
+    kv = paged.kv.at[:, 0].set(jnp.where(null, 0, paged.kv[:, 0]))  # padding attends to the null page: finite in a pool
+    options = {"scale": 0.3, "window": None, "heads_major": heads_major, "dtype": dtype}
+    single = jax.jit(partial(ref.attend, **options))(q, kv, np.int32(1), tables, positions)
+    joined = jax.jit(partial(ref.attend_tiles, **options))(q, kv, np.int32(1), tables, positions, starts, rows)
+    atol = 2e-5 if dtype == np.float32 else 3e-2
+    got, wanted = np.asarray(joined, np.float64)[real], np.asarray(single, np.float64)[real]
+    np.testing.assert_allclose(got, wanted, atol=atol)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("counts", "joined"), [({0: 32}, True), ({0: 16, 16: 9}, True), ({0: 20, 20: 9}, False)])
+def test_tiles_are_joined_when_no_row_begins_within_a_joined_one(counts, joined, monkeypatch):
+    monkeypatch.setattr(ref, "WIDE_TILE", 16)
+    paged = Paged([32], heads_major=True, dtype=np.float32)
+    tables = np.tile(paged.tables[0], (8, 1))
+    tables[1::4] = 0  # a second tile's table is read only when tiles are not joined, and leads to NaN
+    starts, rows = np.arange(8, dtype=np.int32) * 4, np.zeros(8, np.int32)
+    for start, count in counts.items():
+        rows[start // 4] = count
+    kernel = jax.jit(partial(ref.attend_tiles, scale=0.3, window=None, heads_major=True, dtype=np.float32))
+    out = kernel(np.ones((32, H, D), np.float32), paged.kv, np.int32(1), tables, np.arange(32), starts, rows)
+    assert bool(np.isfinite(np.asarray(out)).all()) == joined
