@@ -11,8 +11,10 @@ A call that is not given the time has "at_s", by the same clock. One that raised
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +23,7 @@ from time import monotonic
 from typing import Any, TextIO
 
 from jdisagg.core.config import SchedulerConfig
-from jdisagg.core.errors import RequestError
+from jdisagg.core.errors import ConfigError, RequestError
 from jdisagg.core.requests import EngineRequest, Output, Role
 from jdisagg.sched.explain import Cause, Explainer, Wait
 from jdisagg.sched.flight_recorder import FlightRecorder
@@ -57,17 +59,14 @@ class LoggedScheduler(Scheduler):
         clock: Callable[[], float] = monotonic,
         **sizes: Any,
     ) -> None:
-        """`clock` is the one by which callers say `now_s`. Raises ConfigError like Scheduler, OSError when the log file cannot
-        be written."""
+        """`clock` is the one by which callers say `now_s`. Raises ConfigError like Scheduler, and for a log that another process
+        writes, OSError when the log file cannot be written."""
         super().__init__(config, role=role, **sizes)
         self.recorder = FlightRecorder(plans_directory, role.value)
         self._file: TextIO | None = None
         self._clock = clock
         if config.schedule_log is not None:
-            path = Path(config.schedule_log)
-            if path.exists() and path.stat().st_size:
-                path.replace(path.with_name(path.name + ".old"))  # of the process before this one, which may have crashed
-            self._file = path.open("w", encoding="utf-8", buffering=1)
+            self._file = _take_over(Path(config.schedule_log))
             self._write({"call": "__init__", "args": encode([config]), "kwargs": _plain({"role": role, **sizes})})
 
     def close_log(self) -> None:
@@ -211,3 +210,20 @@ class LoggedScheduler(Scheduler):
 
 def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {key: encode(value) for key, value in kwargs.items()}
+
+
+def _take_over(path: Path) -> TextIO:
+    """`path`, empty and this process's alone; what the process before this one left, which may have crashed, is `.old` now."""
+    while True:
+        file = path.open("a", encoding="utf-8", buffering=1)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise ConfigError(f"schedule_log {path}: another process writes it; name one file for each worker") from error
+        opened = os.fstat(file.fileno())
+        if path.exists() and os.path.samestat(opened, path.stat()):  # else another process has just renamed it
+            if not opened.st_size:
+                return file
+            path.replace(path.with_name(path.name + ".old"))
+        file.close()

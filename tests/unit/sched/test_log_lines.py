@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jdisagg.core.config import SchedulerConfig
-from jdisagg.core.errors import HandoffLost, InvalidRequest
+from jdisagg.core.errors import ConfigError, HandoffLost, InvalidRequest
 from jdisagg.core.requests import Output, Role
 from jdisagg.replay import replay
 from jdisagg.sched.intake import Limits
@@ -213,3 +213,22 @@ def test_what_no_call_uses_is_refused_by_name(value: object) -> None:
 def test_fields_at_their_default_are_left_out() -> None:
     assert "step_s" not in encode(StepResult(step_id=1, sampled=(), step_s=float("0")))  # equal is enough
     assert encode(Output(request_id="a", cached_tokens=2)) == {"$": "Output", "request_id": "a", "cached_tokens": 2}
+
+
+def test_a_log_has_one_writer_and_keeps_what_the_one_before_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    config = SchedulerConfig(schedule_log=str(path))
+    first = make_scheduler(config, role=Role.UNIFIED, **SIZES)
+    assert isinstance(first, LoggedScheduler)
+    first.cancel("a")
+    with pytest.raises(ConfigError, match=r"log.jsonl: another process writes it; name one file for each worker"):
+        make_scheduler(config, role=Role.UNIFIED, **SIZES)
+    first.cancel("b")
+    assert [line["args"] for line in lines(path)[1:]] == [["a"], ["b"]]
+    first.close_log()
+    second = make_scheduler(config, role=Role.UNIFIED, **SIZES)
+    assert isinstance(second, LoggedScheduler)
+    second.cancel("c")
+    second.close_log()
+    assert [line["args"] for line in lines(path)[1:]] == [["c"]]
+    assert [line["args"] for line in lines(path.with_name("log.jsonl.old"))[1:]] == [["a"], ["b"]]
