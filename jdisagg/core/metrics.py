@@ -148,6 +148,7 @@ class FleetMetrics:
 
     def __init__(self, new: _Registry) -> None:
         self.workers = new.gauge("workers", "Workers this router knows (decode and unified: connected ones).", "role")
+        self.draining = new.gauge("workers_draining", "Those of them that are about to end, and take no new requests.", "role")
         self.peers = new.gauge("peers", "Prefill workers that a decode worker has spoken to.", "state")
         self.recoveries = new.counter("recoveries", "Steps taken to survive failures, by rung.", "rung")
         for rung in _RUNGS if new.engine else _RUNGS_OF_ROUTERS:  # an alert on an increase must see the first

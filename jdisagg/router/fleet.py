@@ -136,6 +136,11 @@ class Fleet:
         """Workers of a role that are there; those that decode count while they are linked."""
         return sum(e.member.role is role and (e.linked or not e.member.decodes) for e in self._entries.values())
 
+    def count_draining(self, role: Role) -> int:
+        """Those of them that take no new requests, as they are about to end."""
+        there = (e for e in self._entries.values() if e.linked or not e.member.decodes)
+        return sum(e.member.role is role and e.member.draining for e in there)
+
     def choose(
         self,
         fingerprint: str | None,

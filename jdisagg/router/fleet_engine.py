@@ -71,6 +71,7 @@ class FleetEngine:
         self._metrics = metrics
         for role in Role:
             metrics.fleet.workers.labels(role=role.value).set_function(partial(self.workers.fleet.count, role))
+            metrics.fleet.draining.labels(role=role.value).set_function(partial(self.workers.fleet.count_draining, role))
         for state in ("running", "waiting"):
             metrics.requests.live.labels(state=state).set_function(partial(self._count, running=state == "running"))
         self._card = card

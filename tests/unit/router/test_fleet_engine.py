@@ -434,6 +434,8 @@ def test_requests_stay_within_one_fingerprint_and_draining_workers_get_nothing_n
         await fleet(old, new, router=router)
         new.draining = True
         await until(lambda: any(member.draining for member in router.engine.workers.members()))
+        draining = [f'jdisagg_workers_draining{{role="{role}"}} {count}.0' for role, count in (("prefill", 0), ("decode", 1))]
+        assert set(draining) <= set(router.metrics.text().splitlines())
         assert router.engine.health().ready
         outputs: list[Output] = []
         task = asyncio.create_task(collect(router, ask("r1", max_tokens=5000), outputs))
