@@ -435,7 +435,7 @@ def test_requests_stay_within_one_fingerprint_and_draining_workers_get_nothing_n
         new.draining = True
         await until(lambda: any(member.draining for member in router.engine.workers.members()))
         draining = [f'jdisagg_workers_draining{{role="{role}"}} {count}.0' for role, count in (("prefill", 0), ("decode", 1))]
-        assert set(draining) <= set(router.metrics.text().splitlines())
+        await until(lambda: set(draining) <= set(router.metrics.text().splitlines()))  # once it is connected
         assert router.engine.health().ready
         outputs: list[Output] = []
         task = asyncio.create_task(collect(router, ask("r1", max_tokens=5000), outputs))
