@@ -35,8 +35,8 @@ _RUNGS_OF_ROUTERS = ("replay",)
 # fed by a process without an engine, too; the others would be 0 there for ever
 _WITHOUT_ENGINE = frozenset(
     """
-    workers build_info time_to_first_token_seconds inter_token_latency_seconds request_decode_seconds generated_tokens
-    requests_finished recoveries replays_refused requests_quarantined request_seconds requests prompt_tokens
+    workers workers_draining build_info time_to_first_token_seconds inter_token_latency_seconds request_decode_seconds
+    generated_tokens requests_finished recoveries replays_refused requests_quarantined request_seconds requests prompt_tokens
     """.split()
 )
 
