@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.rows import Rows
+
 BLOCK_TOKENS = 128  # pages are cut and joined to it, so that equal blocks are summed whatever the page size
 CACHED_BYTES = 2**21  # what a block gathers, at most: a CPU's cache then still has it when it is multiplied; but
 LEAST_BLOCK_TOKENS = 32  # are worth a turn of the loop
@@ -126,27 +128,26 @@ def attend(
     return out.reshape(q.shape).astype(q.dtype)
 
 
-def attend_tiles(
+def attend_tiles(  # noqa: PLR0917
     q: jax.Array,
     kv: jax.Array,
     layer: int | jax.Array,
     page_tables: jax.Array,
     positions: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
+    rows: Rows,
     **options: Any,
 ) -> jax.Array:
     """`attend`, with tiles joined to wide ones where no row begins within a wide one: a long chunk of one prompt.
 
-    Tiles of one row share its page table, so its pages are gathered once and not by every tile. starts, counts i32[B] are
-    the rows' queries (see `rows.Rows`). Padding behind a row is at position 0, which is then a key of the row itself.
+    Tiles of one row share its page table, so its pages are gathered once and not by every tile. `rows` are the same queries.
+    Padding behind a row is at position 0, which is then a key of the row itself.
     """
     num_tiles = page_tables.shape[0]
     tile = q.shape[0] // num_tiles
     joined = _most_joined(num_tiles, tile)
     if tile == 1 or joined == 1:
         return attend(q, kv, layer, page_tables, positions, **options)
-    alone = jnp.all((counts == 0) | (starts % (joined * tile) == 0))
+    alone = jnp.all((rows.counts == 0) | (rows.starts % (joined * tile) == 0))
     return lax.cond(
         alone,
         lambda: attend(q, kv, layer, page_tables[::joined], positions, **options),

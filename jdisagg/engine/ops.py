@@ -105,11 +105,10 @@ class RefOps:
             dtype=_product_dtype(q) if self._layout.spec.quantised else self._layout.dtype,
             block_tokens=self._block_tokens,
         )
-        rows = batch.rows
-        arguments = (q, kv, jnp.asarray(layer, jnp.int32), batch.page_tables, batch.positions, rows.starts, rows.counts)
+        arguments = (q, kv, jnp.asarray(layer, jnp.int32), batch.page_tables, batch.positions, batch.rows)
         if self._layout.num_shards == 1:
             return kernel(*arguments)
-        specs = (_ROWS, self._layout.partition, _ALL, _ALL, _ALL, _ALL, _ALL)
+        specs = (_ROWS, self._layout.partition, _ALL, _ALL, _ALL, _ALL)
         return jax.shard_map(kernel, mesh=self._mesh, in_specs=specs, out_specs=_ROWS, check_vma=False)(*arguments)
 
 
@@ -235,7 +234,7 @@ def store_tpu(
 
 
 def _attend(q: jax.Array, kv: KVGroup, *where: jax.Array, **options: Any) -> jax.Array:
-    """`ref.attend_tiles`; `where` is (layer, page tables, positions, starts and counts of the rows)."""
+    """`ref.attend_tiles`; `where` is (layer, page tables, positions, rows)."""
     return ref.attend_tiles(q, kv.data, *where, **options, scales=kv.scales)
 
 

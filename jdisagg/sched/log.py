@@ -59,8 +59,8 @@ class LoggedScheduler(Scheduler):
         clock: Callable[[], float] = monotonic,
         **sizes: Any,
     ) -> None:
-        """`clock` is the one by which callers say `now_s`. Raises ConfigError like Scheduler, and for a log that another process
-        writes, OSError when the log file cannot be written."""
+        """`clock` is the one by which callers say `now_s`. Raises ConfigError like Scheduler, and for a log file that another
+        process writes; OSError when it cannot be written."""
         super().__init__(config, role=role, **sizes)
         self.recorder = FlightRecorder(plans_directory, role.value)
         self._file: TextIO | None = None

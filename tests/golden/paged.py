@@ -48,7 +48,7 @@ class PagedRun:
             write_pages=_pad(self.table[at // PAGE_SIZE], size),
             write_offsets=_pad(at % PAGE_SIZE, size),
             page_tables=np.tile(self.table, (size // tile, 1)),
-            rows=Rows(*np.zeros((3, size // tile), np.int32)),  # RefOps reads tiles
+            rows=Rows(*np.zeros((3, size // tile), np.int32)),  # all tiles are of one sequence, which RefOps may join
         )
         kv, out = self.step(self._params, self._pool.take(), jax.device_put(batch, self._everywhere))
         self._pool.put(kv)

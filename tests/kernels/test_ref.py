@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ref
+from pallas_kernels.rows import Rows
 
 L, P, K, S, D, H = 2, 24, 2, 4, 8, 6
 
@@ -241,7 +242,7 @@ def test_joined_tiles_give_what_single_ones_do(heads_major, dtype, counts, monke
     kv = paged.kv.at[:, 0].set(jnp.where(null, 0, paged.kv[:, 0]))  # padding attends to the null page: finite in a pool
     options = {"scale": 0.3, "window": None, "heads_major": heads_major, "dtype": dtype}
     single = jax.jit(partial(ref.attend, **options))(q, kv, np.int32(1), tables, positions)
-    joined = jax.jit(partial(ref.attend_tiles, **options))(q, kv, np.int32(1), tables, positions, starts, rows)
+    joined = jax.jit(partial(ref.attend_tiles, **options))(q, kv, np.int32(1), tables, positions, Rows(starts, rows, rows))
     atol = 2e-5 if dtype == np.float32 else 3e-2
     got, wanted = np.asarray(joined, np.float64)[real], np.asarray(single, np.float64)[real]
     np.testing.assert_allclose(got, wanted, atol=atol)
@@ -258,5 +259,5 @@ def test_tiles_are_joined_when_no_row_begins_within_a_joined_one(counts, joined,
     for start, count in counts.items():
         rows[start // 4] = count
     kernel = jax.jit(partial(ref.attend_tiles, scale=0.3, window=None, heads_major=True, dtype=np.float32))
-    out = kernel(np.ones((32, H, D), np.float32), paged.kv, np.int32(1), tables, np.arange(32), starts, rows)
+    out = kernel(np.ones((32, H, D), np.float32), paged.kv, np.int32(1), tables, np.arange(32), Rows(starts, rows, rows))
     assert bool(np.isfinite(np.asarray(out)).all()) == joined
