@@ -136,7 +136,7 @@ async def _answer_all(
                 await answers.put((line.number, error_line(line, batch_id=batch.id)))
                 continue
             try:
-                status_code, body = await sender.send(line)
+                status_code, body = await sender.send(line, line_id(batch.id, line.number))
             except BadAnswer as error:
                 await answers.put((line.number, bad_answer_line(line, error.message, batch_id=batch.id)))
             else:

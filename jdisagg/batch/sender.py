@@ -54,10 +54,13 @@ class Sender:
         self._told_s = float("-inf")  # of a wait
         self._suspect = asyncio.Lock()  # a request that may bring the server down is asked again beside no other such
 
-    async def send(self, call: Call) -> Answer:
+    async def send(self, call: Call, request_id: str) -> Answer:
         """(HTTP status, body) of the answer; 502 when the server lost this request for `patience_s` and served later ones.
-        Raises BadAnswer, and Unavailable when the server stays away so long."""
-        return await self._insist(f"line {call.number}", self._client.build_request("POST", call.url, json=call.body))
+        `request_id` becomes part of the one in the server's logs. Raises BadAnswer, and Unavailable when the server stays away
+        so long."""
+        named = {"X-Request-Id": request_id}
+        request = self._client.build_request("POST", call.url, json=call.body, headers=named)
+        return await self._insist(f"line {call.number}", request)
 
     async def get(self, path: str) -> Answer:
         """Likewise, of a GET."""

@@ -46,6 +46,7 @@ class FakeServer(ThreadingHTTPServer):
         self.back_s = 0.0  # monotonic
         self.open: set[socket.socket] = set()
         self.asked: Counter[str] = Counter()  # prompts
+        self.named: set[str | None] = set()  # X-Request-Id of each
         self.most_at_once = 0
         self.at_once = 0
         self.lock = threading.Lock()
@@ -103,6 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
             server.hang_up()
         with server.lock:
             server.asked[json.dumps(body.get("prompt", body.get("messages")))] += 1
+            server.named.add(self.headers["x-request-id"])
             refused = server.refusals > 0
             server.refusals -= refused
             server.at_once += 1

@@ -58,6 +58,7 @@ def test_answers_come_in_input_order_with_bad_lines_marked(tmp_path: Path, capsy
     batch_id = Batch(input=source, output=output, seed=1000).id
     assert re.fullmatch("[0-9a-f]{8}", batch_id)
     assert [answer["id"] for answer in answers] == [f"batch_{batch_id}_{number}" for number in (1, 2, 4, 5, 6, 7, 8, 9, 10)]
+    assert server.named == {answer["id"] for answer in answers if answer["response"]}  # found again in the server's logs
     assert [answer["custom_id"] for answer in answers] == ["a", "line-2", "line-4", None, None, "g", "h", "i", "line-10"]
     assert [answer["error"] and answer["error"]["line"] for answer in answers] == [None, None, None, 5, 6, None, 8, 9, None]
     texts = [answer["response"]["body"]["choices"][0]["text"] for answer in answers if answer["custom_id"] in ANSWERED]
@@ -143,9 +144,9 @@ def test_no_more_of_a_batch_is_under_way_than_it_has_lines(tmp_path: Path, monke
     tasks: list[int] = []
     send = Sender.send
 
-    async def counted(self: Sender, call: Call) -> Answer:
+    async def counted(self: Sender, call: Call, request_id: str) -> Answer:
         tasks.append(len(asyncio.all_tasks()))
-        return await send(self, call)
+        return await send(self, call, request_id)
 
     monkeypatch.setattr(Sender, "send", counted)
     source = write(tmp_path / "in.jsonl", ['{"prompt": "one"}', "", '{"prompt": "two"}'])

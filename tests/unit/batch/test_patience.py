@@ -76,7 +76,7 @@ def ask(server: Server, *names: str) -> list[object]:
         async with httpx.AsyncClient(transport=httpx.MockTransport(server), base_url="http://fake") as client:
             sender = Sender(client, patience_s=PATIENCE_S)
             calls = [Call(number=1, custom_id=name, url="/v1/completions", body={"name": name}) for name in names]
-            outcomes = await asyncio.gather(*(sender.send(call) for call in calls), return_exceptions=True)
+            outcomes = await asyncio.gather(*(sender.send(call, "batch_b_1") for call in calls), return_exceptions=True)
             server.ended_s = now_s()
             return list(outcomes)
 
