@@ -233,7 +233,7 @@ def store_tpu(
     return write(array, layer, rows, pages, offsets, implementation="tpu", **options)
 
 
-def _attend(q: jax.Array, kv: KVGroup, *where: jax.Array, **options: Any) -> jax.Array:
+def _attend(q: jax.Array, kv: KVGroup, *where: Any, **options: Any) -> jax.Array:
     """`ref.attend_tiles`; `where` is (layer, page tables, positions, rows)."""
     return ref.attend_tiles(q, kv.data, *where, **options, scales=kv.scales)
 
