@@ -93,8 +93,10 @@ class Fleet:
         entry.others_tokens = max(0, load.pending_prefill_tokens - entry.pending_tokens)
 
     def evict(self, now_s: float) -> list[Entry]:
-        """Drop and return the workers whose heartbeats stopped. A standing Run stream has better heartbeats of its own."""
-        self.longest(now_s)
+        """Drop and return the workers whose heartbeats stopped; to be called now and then. A standing Run stream has better
+        heartbeats of its own."""
+        if (found := self._longest_here()) is not None and not _is_longer(self._longest, found, now_s):
+            self._longest = found, now_s
         silent = [e for e in self._entries.values() if not e.linked and now_s - e.last_seen_s > self._dead_after_s]
         for entry in silent:
             del self._entries[entry.member.address]
@@ -123,14 +125,15 @@ class Fleet:
         """Who holds the longest requests of those that take any: where nobody does, of all. One that was here a moment ago
         counts: its requests wait for it, as those of any model do. None: nobody is here."""
 
+        found = self._longest_here()
+        return self._longest[0] if found and self._longest and _is_longer(self._longest, found, now_s) else found
+
+    def _longest_here(self) -> Member | None:
         def rank(entry: Entry) -> tuple[bool, bool, int]:
             member = entry.member
             return entry.linked and not member.draining, member.decodes, member.max_model_len
 
-        found = max(self._entries.values(), key=rank).member if self._entries else None
-        if found is not None and not _is_longer(self._longest, found, now_s):
-            self._longest = found, now_s
-        return None if found is None or self._longest is None else self._longest[0]
+        return max(self._entries.values(), key=rank).member if self._entries else None
 
     def count(self, role: Role) -> int:
         """Workers of a role that are there; those that decode count while they are linked."""
