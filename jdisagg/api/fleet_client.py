@@ -55,7 +55,7 @@ class FleetClient:
         self._registered: dict[str, bool] = dict.fromkeys(routers, False)
         self._leaving: set[str] = set()  # routers that said goodbye: their end is no outage
         self._refused: set[str] = set()  # routers that do not take our API key: said once each time
-        self._displaced: set[str] = set()  # routers where another process has our address: said once each time
+        self._not_taken: dict[str, grpc.StatusCode] = {}  # another process has our address, or it is another model's: said once
         self._unheard = set(routers)  # never registered with: said once
         self._began_s = monotonic()
         self._tasks = [asyncio.create_task(self._keep(router)) for router in routers]
@@ -112,10 +112,11 @@ class FleetClient:
                 log.error("router %s refuses this worker: %s", router, why)
         elif draining:
             return
-        elif code is grpc.StatusCode.ALREADY_EXISTS:
-            if router not in self._displaced:
-                self._displaced.add(router)
-                log.warning("router %s does not take this worker: %s; registering until it does", router, why)
+        elif code in (grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.FAILED_PRECONDITION):
+            if self._not_taken.get(router) is not code:
+                self._not_taken[router] = code
+                level = logging.ERROR if code is grpc.StatusCode.FAILED_PRECONDITION else logging.WARNING
+                log.log(level, "router %s does not take this worker: %s; registering until it does", router, why)
         elif self._registered[router] and router in self._leaving:
             log.info("router %s has stopped, as it said; registering again when it is back", router)
         elif self._registered[router]:
@@ -135,7 +136,7 @@ class FleetClient:
             self._registered[router] = True
             self._leaving.discard(router)
             self._unheard.discard(router)
-            self._displaced.discard(router)
+            self._not_taken.pop(router, None)
             self._refused.discard(router)
             log.info("registered with router %s", router)
             self._compare(router, answer.heartbeat_ms / 1000, answer.dead_after_ms / 1000)

@@ -50,6 +50,7 @@ def encode_member(member: Member) -> fleet_pb2.Member:
         load=encode_load(member.load),
         draining=member.draining,
         needs_prefill=member.needs_prefill,
+        text_digest=member.text_digest,
     )
 
 
@@ -77,4 +78,5 @@ def decode_member(message: fleet_pb2.Member) -> Member:
         load=decode_load(message.load),
         draining=message.draining,
         needs_prefill=message.needs_prefill,
+        text_digest=message.text_digest,
     )

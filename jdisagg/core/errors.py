@@ -77,6 +77,12 @@ class AddressTaken(Unavailable):
     grpc_status, http_status = "ALREADY_EXISTS", 409
 
 
+class Unfit(Unavailable):
+    """A worker that registers is of another model than those of this router."""
+
+    grpc_status, http_status = "FAILED_PRECONDITION", 409
+
+
 class DeadlineExceeded(RequestError):
     """The request's deadline passed."""
 

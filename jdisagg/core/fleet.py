@@ -36,6 +36,7 @@ class Member:
     max_model_len: int  # tokens
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    text_digest: str = ""  # of its tokenizer and chat template; "" = it has none, or is too old to say
     load: Load = field(default_factory=Load)
     draining: bool = False
     needs_prefill: bool = False  # a decode worker that never computes prompts and has no prefill worker of its own

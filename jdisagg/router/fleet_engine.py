@@ -30,6 +30,7 @@ from jdisagg.core.requests import EngineRequest, Output, Role
 from jdisagg.roles.timeline import Timeline
 from jdisagg.router.blame import Lost
 from jdisagg.router.drill import with_late_outputs
+from jdisagg.router.entrance import Entrance
 from jdisagg.router.fleet import Entry
 from jdisagg.router.flight import Flight
 from jdisagg.router.placement import Placement
@@ -57,9 +58,10 @@ class FleetEngine:
         credentials: Credentials = INSECURE,
         drill: Drill | None = None,
         slow_request_s: float = inf,
+        entrance: Entrance | None = None,
     ) -> None:
         """`card` is shown while no worker is there; the workers' own comes first. `slow_request_s`: requests that take longer
-        are logged with their life."""
+        are logged with their life. `entrance`: which workers may join."""
         self.workers = Workers(
             config=config,
             step_timeout_s=step_timeout_s,
@@ -67,6 +69,7 @@ class FleetEngine:
             on_lost=self._on_lost,
             on_back=self._on_back,
             credentials=credentials,
+            entrance=entrance,
         )
         self._metrics = metrics
         for role in Role:
@@ -91,15 +94,15 @@ class FleetEngine:
         Unavailable when no worker has registered and none was given."""
         if (member := self.workers.fleet.longest(monotonic())) is not None:
             self._card = ModelCard(
-                name=member.model,
+                name=self.workers.entrance.model or member.model,
                 max_model_len=member.max_model_len,
                 vocab_size=member.vocab_size,
                 eos_token_ids=member.eos_token_ids,
                 fingerprint=member.fingerprint,
             )
         if self._card is None:
-            nobody = "no worker has registered with this router yet; start one with --router pointing here"
-            raise Unavailable(DRAINING if self._draining else nobody)
+            nobody = "no worker has registered with this router yet; they do when they are ready, with --router pointing here"
+            raise Unavailable(DRAINING if self._draining else self._with_turned_away(nobody))
         return self._card
 
     async def first_card(self, deadline_s: float) -> ModelCard:
@@ -156,8 +159,12 @@ class FleetEngine:
         if self._draining:
             return Health(healthy=True, ready=False, reason="draining")
         if self.workers.fleet.choose(None, monotonic()) is None:
-            return Health(healthy=True, ready=False, reason=self.workers.fleet.lacks(None))
+            return Health(healthy=True, ready=False, reason=self._with_turned_away(self.workers.fleet.lacks(None)))
         return Health(healthy=True, ready=True)
+
+    def _with_turned_away(self, reason: str) -> str:
+        """Why nobody serves, and who would, were it of this model."""
+        return "; ".join(filter(None, (reason, self.workers.entrance.lately(monotonic()))))
 
     def _count(self, *, running: bool) -> int:
         """Requests that a worker has, or those that wait for one."""

@@ -25,6 +25,7 @@ from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import EngineRequest, Output
+from jdisagg.router.entrance import Entrance
 from jdisagg.router.fleet import MANY_MISSES, Entry, Fleet
 from jdisagg.router.pairing import PairingWatch
 
@@ -48,8 +49,10 @@ class Workers:
         on_lost: Callable[[Entry, str], None],
         on_back: Callable[[Entry], None],
         credentials: Credentials = INSECURE,
+        entrance: Entrance | None = None,
     ) -> None:
-        """`step_timeout_s`: an engine whose ticks stand still for this long while requests run is lost."""
+        """`step_timeout_s`: an engine whose ticks stand still for this long while requests run is lost. `entrance`: who may
+        register."""
         self.fleet = Fleet(dead_after_s=config.dead_after_s)
         self._config = config
         self._step_timeout_s = step_timeout_s
@@ -57,6 +60,7 @@ class Workers:
         self._on_lost = on_lost
         self._on_back = on_back
         self._credentials = credentials
+        self.entrance = entrance or Entrance()
         self._name = uuid4().hex  # of this router process, for workers
         self._links: dict[tuple[str, str], WorkerLink] = {}  # by Entry.key
         self._retry_at_s: dict[tuple[str, str], float] = {}
@@ -69,10 +73,12 @@ class Workers:
     # --- Registry
 
     def register(self, member: Member) -> None:
-        """A worker is there, or there again. Raises AddressTaken while another process of its address is alive, and Unavailable
-        once this router is closed."""
+        """A worker is there, or there again. Raises AddressTaken while another process of its address is alive, Unfit for one
+        of another model, and Unavailable once this router is closed."""
         if self._closed:
             raise Unavailable("the router is ending; register again when it is back")
+        others = [other for other in self.fleet.members() if other.address != member.address]
+        self.entrance.check(member, others, monotonic())
         known = any(entry.key == (member.address, member.epoch) for entry in self.fleet.entries())
         old = self.fleet.register(member, monotonic())
         if not known and not member.decodes:

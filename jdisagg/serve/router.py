@@ -24,6 +24,7 @@ from jdisagg.core.config import Config
 from jdisagg.core.drill import drill_of
 from jdisagg.core.metrics import Metrics
 from jdisagg.models.resolve import resolve_model
+from jdisagg.router.entrance import Entrance
 from jdisagg.router.fleet_engine import FleetEngine
 from jdisagg.router.recovery import ReplayConfig
 from jdisagg.serve.process import Process, run_process
@@ -49,7 +50,7 @@ async def serve(config: Config, process: Process) -> int:
     server = make_server(credentials)
     address = bind(server, config.server.host, config.server.grpc_port)
     listener = listen(config.server.host, config.server.port)
-    model = config.served_name
+    model, text = config.served_name, read_text_model(resolve_model(config.model.model))
     metrics = Metrics(engine=False)
     metrics.set_build(role="router", model=model)
     engine = FleetEngine(
@@ -60,8 +61,9 @@ async def serve(config: Config, process: Process) -> int:
         credentials=credentials,
         drill=drill_of(),
         slow_request_s=config.server.slow_request_s,
+        entrance=Entrance(text.tokenizer.digest(), config.model.served_model_name),
     )
-    edge = make_edge(engine, read_text_model(resolve_model(config.model.model)), config.server, metrics)
+    edge = make_edge(engine, text, config.server, metrics)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
     fleet = FleetService(engine.workers, config.transfer)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)

@@ -134,6 +134,7 @@ class _Edges:
         server: grpc.aio.Server,
     ) -> None:
         self.model_name = config.served_name
+        self._text_digest = "" if text is None else text.tokenizer.digest()
         self._engine = LocalEngine(
             deployment.front,
             deployment.card(self.model_name),
@@ -194,6 +195,7 @@ class _Edges:
             vocab_size=card.vocab_size,
             eos_token_ids=card.eos_token_ids,
             needs_prefill=self._deployment.needs_prefill,
+            text_digest=self._text_digest,
         )
 
     def _fleet_state(self) -> tuple[Load, bool]:

@@ -7,6 +7,7 @@ the post-processor in tokenizer.json alone, as in transformers 5 (`add_bos_token
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -48,7 +49,7 @@ class Tokenizer:
         backend.no_truncation()  # both may be saved in tokenizer.json and are for training
         backend.no_padding()
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        templates = chat_templates or _named_templates(config.get("chat_template"))
+        templates = self._templates = chat_templates or _named_templates(config.get("chat_template"))
         template = templates.get("default", next(iter(templates.values()), None))
         self.chat = None if template is None else ChatTemplate(template, self.special_tokens, templates.get("tool_use"))
         decoder, vocabulary = json.loads(backend.to_str())["decoder"] or {}, backend.get_vocab(with_added_tokens=True)
@@ -75,6 +76,13 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of token ids, added tokens included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def digest(self) -> str:
+        """Hexadecimal; equal for tokenizers of one vocabulary, one set of special tokens and one chat template, whichever
+        version of the library reads them."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        what = [sorted(vocabulary.items()), sorted(self.special_tokens.items()), sorted(self._templates.items())]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of `text`; `add_special_tokens` puts BOS / EOS around it where the model was trained so."""

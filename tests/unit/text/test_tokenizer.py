@@ -244,3 +244,25 @@ def test_other_threads_run_while_a_long_text_is_tokenized(byte_level_directory: 
         return longest_s / (time.monotonic() - began_s)
 
     assert any(share() < 0.5 for _ in range(5)), "a machine that does other things does not keep it from running each time"
+
+
+def test_a_digest_tells_vocabularies_special_tokens_and_templates_apart(byte_level_directory: Path, tmp_path: Path) -> None:
+    def digest(name: str, file: str = "", text: str = "") -> str:
+        directory = tmp_path / name
+        shutil.copytree(byte_level_directory, directory)
+        if file:
+            (directory / file).write_text(text)
+        return Tokenizer.from_directory(directory).digest()
+
+    raw = json.loads((byte_level_directory / "tokenizer.json").read_text())
+    vocabulary = raw["model"]["vocab"]
+    (one, first), (two, second) = list(vocabulary.items())[-2:]
+    vocabulary |= {one: second, two: first}
+    changed = {
+        digest("vocabulary", "tokenizer.json", json.dumps(raw)),
+        digest("template", "chat_template.jinja", "{{ messages[0].content }}"),
+        digest("special", "tokenizer_config.json", json.dumps({"pad_token": "<another>"})),
+    }
+    assert digest("one") == digest("two")
+    assert digest("one again") not in changed
+    assert len(changed) == 3
