@@ -1,8 +1,8 @@
 """Blocking reads of published pieces for transfer threads: `PeerService.Fetch` over one channel per peer.
 
 A read on which nothing comes for a while ends before its deadline: its connection is dead more often than its network is slow,
-and the next read takes a new one. That one may use all its time, and so may those after it until one flows again, so that what
-is slow, but moves, arrives.
+and the next read takes a new one. That one, and those after it until one flows again, wait for twice as long and ask for
+small parts, so that what is slow, but moves, is seen to move.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import grpc
 from jdisagg.api.channels import INSECURE, Credentials, open_blocking_channel
 from jdisagg.api.piece_wire import FETCH, decode_part
 from jdisagg.api.stalls import StallWatch, Watched
+from jdisagg.core.errors import Stalled
 from jdisagg.core.told import told
 from jdisagg.v1 import peer_pb2
 
 STALL_S = 1.0  # as long as a peer that says nothing lives
+SLOW_PATIENCE = 2
+SLOW_PART_BYTES = 2**16
 
 
 class GrpcByteSource:
@@ -36,15 +39,16 @@ class GrpcByteSource:
 
     def read_into(self, peer: str, key: str, room: memoryview, deadline_s: float) -> Iterator[int]:
         """Fill `room` with the piece's bytes; see `ByteSource`."""
-        channel, filled = self._channel(peer), 0
+        channel, filled, is_slow = self._channel(peer), 0, peer in self._slow
         try:
             fetch = channel.unary_stream(
                 FETCH, request_serializer=peer_pb2.FetchRequest.SerializeToString, response_deserializer=decode_part
             )
-            call = fetch(peer_pb2.FetchRequest(key=key), timeout=max(0.0, deadline_s - monotonic()))
+            request = peer_pb2.FetchRequest(key=key, part_bytes=SLOW_PART_BYTES if is_slow else 0)
+            call = fetch(request, timeout=max(0.0, deadline_s - monotonic()))
         except ValueError as error:  # dropped in this moment
             raise ConnectionError(f"piece {key} of {peer}: {error}") from error
-        watched = self._stalls.watch(call, ends=peer not in self._slow)
+        watched = self._stalls.watch(call, patience=SLOW_PATIENCE if is_slow else 1)
         try:
             for part in call:
                 watched.num_parts += 1
@@ -73,7 +77,7 @@ class GrpcByteSource:
         if watched.has_stalled:
             self._slow.add(peer)
             self._drop(peer, channel)
-            return TimeoutError(f"piece {key} of {peer}: nothing came for {self._stalls.limit_s:g} s")
+            return Stalled(f"piece {key} of {peer}: nothing came for {self._stalls.limit_s:g} s")
         code = call.code()
         text = f"piece {key} of {peer}: {code.name}: {told(call.details() or '')}"
         if code is grpc.StatusCode.NOT_FOUND:

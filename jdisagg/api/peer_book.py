@@ -11,6 +11,7 @@ from jdisagg.core.fleet import DRAINING
 
 log = logging.getLogger(__name__)
 SUSPECT_S = 5.0  # how long others are asked before one that could not be reached
+NO_KV_S = 30.0  # .. and before one whose KV did not come: each time that it is asked first costs a second
 FORGET_S = 60.0  # without a hand-off: workers that restart come back under new addresses
 
 
@@ -18,6 +19,7 @@ FORGET_S = 60.0  # without a hand-off: workers that restart come back under new 
 class _Peer:
     used_s: float = 0.0
     failed_s: float | None = None
+    no_kv_s: float | None = None  # its KV did not come
     why: str | None = None  # it cannot be used; "" = it can, None = never spoken to
     refuses: bool = False  # it is there, and does not pair with us
     backends: tuple[str, ...] = ()  # last agreed on
@@ -40,6 +42,17 @@ class PeerBook:
         if not known.why or refuses != known.refuses:
             log.warning("prefill peer %s %s: %s", peer, "does not pair with us" if refuses else "is down", why)
         known.why, known.failed_s, known.refuses = why, now_s, refuses
+
+    def no_kv(self, peer: str, why: str, now_s: float) -> None:
+        """It answers, and what it publishes does not come. Said when it is news."""
+        known = self._of(peer)
+        if known.no_kv_s is None or now_s - known.no_kv_s >= NO_KV_S:
+            log.warning(
+                "prefill peer %s answers, and its KV does not come (%s): others are asked first for %g s; look at MTU, "
+                "firewalls and load between the two",
+                *(peer, why, NO_KV_S),
+            )
+        known.no_kv_s = now_s
 
     def drains(self, peer: str) -> None:
         """It is there, and refuses new hand-offs. Said when it is news."""
@@ -74,9 +87,14 @@ class PeerBook:
         return None if known is None else known.why
 
     def is_doubtful(self, peer: str, now_s: float) -> bool:
-        """Whether it is there, and does not pair with us, or could not be reached a moment ago. Any thread."""
+        """Whether it is there, and does not pair with us, or could not be reached a moment ago, or its KV did not come. Any
+        thread."""
         known = self._peers.get(peer)
-        if known is None or not known.why or known.why == DRAINING:
+        if known is None:
+            return False
+        if known.no_kv_s is not None and now_s - known.no_kv_s < NO_KV_S:
+            return True
+        if not known.why or known.why == DRAINING:
             return False
         return known.refuses or (known.failed_s is not None and now_s - known.failed_s < SUSPECT_S)
 

@@ -89,9 +89,13 @@ class GrpcPeerClient:
         return peer in self._watched and bool(self._book.why(peer))
 
     def is_doubtful(self, peer: str) -> bool:
-        """Whether it did not pair with this worker last time, or could not be reached a moment ago; forgotten like everything
-        else of peers that nobody asks."""
+        """Whether it did not pair with this worker last time, or could not be reached a moment ago, or its KV did not come;
+        forgotten like everything else of peers that nobody asks."""
         return self._book.is_doubtful(peer, monotonic())
+
+    def no_kv(self, peer: str, why: str) -> None:
+        """The peer answers, and what it publishes does not come; see PeerBook."""
+        self._cross(self._book.no_kv, peer, why, monotonic())
 
     def failures(self) -> dict[str, str]:
         """Peers spoken to, and why each cannot be used; "" = it can. For /ready."""

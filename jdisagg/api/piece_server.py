@@ -11,7 +11,8 @@ import grpc.aio
 from jdisagg.api.piece_wire import FETCH, encode_part
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
-FETCH_PART_BYTES = 2**19  # halves of it cost a third more time; a slow network is still seen to move
+FETCH_PART_BYTES = 2**19  # halves of it cost a third more time; who reads over a slow network asks for less at a time
+LEAST_PART_BYTES = 2**14
 STALL_TIMEOUT_S = 10.0  # for a reader that takes nothing; what it reads stays in memory until then
 _KEY_SHOWN = 200  # characters
 
@@ -35,22 +36,23 @@ class PieceServer(peer_pb2_grpc.PeerServiceServicer):
         """Nothing new is taken on from now; what only lends has nothing to refuse."""
 
     async def Fetch(self, request: peer_pb2.FetchRequest, context: grpc.aio.ServicerContext) -> None:
-        """The bytes of one piece in FetchResponses, as they travel, of at most 512 KiB; NOT_FOUND when there is none,
-        DEADLINE_EXCEEDED when nothing is taken for STALL_TIMEOUT_S."""
-        failure = await self._send(request.key, context)
+        """The bytes of one piece in FetchResponses, as they travel, of at most 512 KiB, or less if asked; NOT_FOUND when there
+        is none, DEADLINE_EXCEEDED when nothing is taken for STALL_TIMEOUT_S."""
+        size = min(max(request.part_bytes, LEAST_PART_BYTES), FETCH_PART_BYTES) if request.part_bytes else FETCH_PART_BYTES
+        failure = await self._send(request.key, size, context)
         if failure is not None:
             await context.abort(*failure)  # waits for a reader that stands still, and holds no piece meanwhile
 
-    async def _send(self, key: str, context: grpc.aio.ServicerContext) -> tuple[grpc.StatusCode, str] | None:
+    async def _send(self, key: str, part_bytes: int, context: grpc.aio.ServicerContext) -> tuple[grpc.StatusCode, str] | None:
         """The bytes, or as many as are taken; returns what went wrong."""
         found, name = None if self._pieces is None else self._pieces.get(key), key[:_KEY_SHOWN]  # a status is small
         if found is None:
             return grpc.StatusCode.NOT_FOUND, f"no piece {name!r} here: acknowledged, or its lease is over"
         view = memoryview(found).cast("B")
-        for begin in range(0, len(view), FETCH_PART_BYTES):
+        for begin in range(0, len(view), part_bytes):
             try:
                 async with asyncio.timeout(STALL_TIMEOUT_S):
-                    await context.write(encode_part(view[begin : begin + FETCH_PART_BYTES]))
+                    await context.write(encode_part(view[begin : begin + part_bytes]))
             except TimeoutError:
                 return grpc.StatusCode.DEADLINE_EXCEEDED, f"piece {name!r}: nothing was taken for {STALL_TIMEOUT_S:g} s"
         return None

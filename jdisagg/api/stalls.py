@@ -15,7 +15,7 @@ class Watched:
     """One call while it is read; its reader counts what comes."""
 
     call: grpc.Call
-    ends: bool  # whether a stall ends it, or is noted only
+    most_silent_looks: int
     num_parts: int = 0  # the reader's
     has_paused: bool = False  # nothing came for half the limit
     has_stalled: bool = False  # it was ended
@@ -35,9 +35,9 @@ class StallWatch:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def watch(self, call: grpc.Call, *, ends: bool) -> Watched:
-        """Begin; `unwatch` must follow."""
-        watched = Watched(call, ends)
+    def watch(self, call: grpc.Call, *, patience: int = 1) -> Watched:
+        """Begin; `unwatch` must follow. `patience`: how many times the limit the call gets."""
+        watched = Watched(call, patience * LOOKS_PER_LIMIT)
         with self._changed:
             self._watched.add(watched)
             if self._thread is None and not self._closing.is_set():
@@ -79,6 +79,6 @@ class StallWatch:
                 continue
             one.num_silent_looks += 1
             one.has_paused |= 2 * one.num_silent_looks >= LOOKS_PER_LIMIT
-            if one.ends and one.num_silent_looks >= LOOKS_PER_LIMIT:
+            if one.num_silent_looks >= one.most_silent_looks:
                 one.has_stalled = True
                 one.call.cancel()

@@ -46,6 +46,10 @@ class ModelNotFound(RequestError):
     reason = "invalid"
 
 
+class Stalled(TimeoutError):
+    """Nothing comes any more on a connection that stands; its time is not over."""
+
+
 class Unauthenticated(RequestError):
     """API key missing or wrong."""
 

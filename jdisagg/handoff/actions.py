@@ -116,6 +116,7 @@ class Recovered:
     peer: str  # the peer that failed; "" when there was none
     stage: str
     cause: str
+    no_kv: bool = False  # the peer is well, and what it published does not come
 
 
 @dataclass(frozen=True, slots=True)

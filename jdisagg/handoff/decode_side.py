@@ -29,8 +29,8 @@ from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import Ladder, is_final, is_unfit
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
 from jdisagg.handoff.recovery import Recovery
-from jdisagg.handoff.refetch import cause_of, try_again
-from jdisagg.handoff.silence import Looks, no_piece, unanswered
+from jdisagg.handoff.refetch import OUT_OF_TIME, cause_of, try_again
+from jdisagg.handoff.silence import Looks, late_kv, no_piece, unanswered
 
 
 class DecodeSide:
@@ -114,9 +114,9 @@ class DecodeSide:
         match message:
             case msg.StreamEnded(reason=reason, error=error):
                 return self._recovery.move(record, now_s, reason if error is None else f"{reason}: {error}", error)
-            case msg.Awake():
+            case msg.Awake() if record.doubted is not None and not record.doubted.no_kv:
                 return self._recovery.trust(record, now_s)
-            case msg.Quiet():
+            case msg.Quiet() | msg.Awake():
                 return []
             case msg.Refused(error=error) | msg.Done(first=Output(error=RequestError() as error)) if is_unfit(error):
                 return self._recovery.move(record, now_s, f"refused: {error}", error)
@@ -210,7 +210,7 @@ class DecodeSide:
         record, stream = found
         ready = stream.settle(key)
         stream.progress_s = now_s
-        stream.line.arrived(now_s)
+        stream.line.arrived(ready, now_s)
         record.take(ready, stream.peer)
         actions: list[DecodeAction] = [act.Import(handoff.request_id, handoff, key), act.Send(handoff, msg.Ack(key=key))]
         if stream is not record.stream:
@@ -225,13 +225,14 @@ class DecodeSide:
             return self._late()
         record, stream = found
         piece = stream.pieces[key]
-        if piece.fetch_deadline_s != record.request.deadline_s:  # else it was the request's time that was too short
-            stream.line.failed(piece, reason, now_s)
+        if reason == "stalled" or piece.fetch_deadline_s != record.request.deadline_s:  # else the request had too little time
+            stream.line.failed(piece, reason)
         if stream is not record.stream:
-            stream.put_off(piece)  # once more, should P come back
+            stream.line.end(piece)  # once more, should P come back
             return []
-        actions = try_again(record, stream, piece, reason, now_s)
-        return self._recovery.lose(record, cause_of(piece, reason), now_s) if actions is None else actions
+        if (actions := try_again(record, stream, piece, reason, now_s)) is None:
+            return self._recovery.lose(record, cause_of(piece, reason), now_s, no_kv=reason in OUT_OF_TIME)
+        return actions
 
     def _complete(self, record: Inbound) -> list[DecodeAction]:
         if record.stage is not InboundStage.COMPUTED or not record.reserved or not record.covered:
@@ -262,6 +263,8 @@ class DecodeSide:
         if cause := unanswered(record, stream, now_s):
             return self._recovery.lose(record, cause, now_s)
         actions: list[DecodeAction] = []
+        if late_s := late_kv(record, stream, now_s):
+            actions += self._recovery.doubt(record, late_s, now_s, no_kv=True)
         for key in stream.overdue(now_s):
             actions += self.on_failed(stream.handoff, key, "timeout", now_s)
         if cause := no_piece(record, stream, self._config.lease_s, now_s):

@@ -54,6 +54,7 @@ class Doubted:
     stage: InboundStage
     silent_s: float  # nothing had come for so long
     since_s: float
+    no_kv: bool = False  # it may say what it will: its KV did not come
 
     @property
     def has_shown_work(self) -> bool:
@@ -122,10 +123,10 @@ class Inbound:
             actions += [*self._keep_and_drop(), Hedged("abandoned", self.request.request_id, quiet, hedge)]
         return actions
 
-    def set_aside(self, silent_s: float, now_s: float) -> None:
+    def set_aside(self, silent_s: float, now_s: float, *, no_kv: bool) -> None:
         """Doubt the stream, not drop it; what it brought without a gap counts for the next one."""
         assert self.stream is not None
-        self.doubted = Doubted(self.stream, self.stage, silent_s, now_s)
+        self.doubted = Doubted(self.stream, self.stage, silent_s, now_s, no_kv)
         self.held_tokens = self.stream.imported.reach(self.held_tokens)
         self.stream = None
 
@@ -143,10 +144,10 @@ class Inbound:
         self.held_tokens = stream.imported.reach(self.held_tokens)
         return stream.close()
 
-    def note(self, rung: str, peer: str, cause: str, stage: InboundStage | None = None) -> Recovered:
+    def note(self, rung: str, peer: str, cause: str, stage: InboundStage | None = None, *, no_kv: bool = False) -> Recovered:
         """A rung of the ladder is taken because of `peer`, whose stream was at `stage`, or is at this one's."""
         self.arrived = replace(self.arrived, recoveries=(*self.arrived.recoveries, rung))
-        return Recovered(rung, self.request.request_id, peer, (stage or self.stage).value, cause)
+        return Recovered(rung, self.request.request_id, peer, (stage or self.stage).value, cause, no_kv)
 
     @property
     def num_tokens(self) -> int:

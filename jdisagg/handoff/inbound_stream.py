@@ -9,64 +9,11 @@ from dataclasses import dataclass, field, replace
 
 from jdisagg.handoff.actions import CancelFetch, CloseStream, DecodeAction, Fetch, Send
 from jdisagg.handoff.credit import Credit
+from jdisagg.handoff.line import IncomingPiece, Line
 from jdisagg.handoff.messages import ChunkReady, HandoffId, Want
 from jdisagg.handoff.spans import GroupSpans
 
-FETCH_TIMEOUT_S = 5.0  # one piece, or as long as it and those before it take on the slowest network:
-SLOWEST_BYTES_PER_S = 8 * 2**20  # from one peer, ..
-SLOWEST_IN_ALL_BYTES_PER_S = 32 * 2**20  # .. and from all together
-MOST_PATIENCE = 8  # times that
 FETCH_GRACE_S = 1.0  # a fetch that has not even reported its time-out by then is taken for lost
-
-
-@dataclass(slots=True)
-class IncomingPiece:
-    """An announced piece. `fetch_deadline_s` is None while no fetch is under way."""
-
-    ready: ChunkReady
-    fetch_deadline_s: float | None = None
-    patience: int = 1  # of its line, when the fetch began
-
-
-@dataclass(slots=True)
-class Inflow:
-    """What comes from all peers, over the one network that this worker has."""
-
-    queued_bytes: int = 0  # of pieces that are being fetched
-
-
-@dataclass(slots=True, weakref_slot=True)
-class Line:
-    """What comes from one peer: piece after piece, whomever they are for."""
-
-    peer: str
-    inflow: Inflow
-    queued_bytes: int = 0  # of pieces that are being fetched
-    arrived_s: float = 0.0  # when one last came
-    patience: int = 1  # twice as much after a time that was too short: a peer may have more receivers than SLOWEST_.. allows
-
-    def queue(self, num_bytes: int) -> None:
-        """So many more are being fetched; fewer when negative."""
-        self.queued_bytes += num_bytes
-        self.inflow.queued_bytes += num_bytes
-
-    @property
-    def fetch_time_s(self) -> float:
-        """For the last piece of its queue. Other peers' pieces share the network with it."""
-        alone_s, shared_s = self.queued_bytes / SLOWEST_BYTES_PER_S, self.inflow.queued_bytes / SLOWEST_IN_ALL_BYTES_PER_S
-        return max(FETCH_TIMEOUT_S, alone_s, shared_s) * self.patience
-
-    def arrived(self, now_s: float) -> None:
-        """A piece came, and is taken out of the queue."""
-        self.arrived_s = now_s
-        if not self.queued_bytes:
-            self.patience = 1
-
-    def failed(self, piece: IncomingPiece, reason: str, now_s: float) -> None:
-        """A fetch did; those that began with as much patience, and failed for the same lack of time, count once."""
-        deadline_s = piece.fetch_deadline_s
-        if reason == "timeout" and deadline_s is not None and now_s >= deadline_s - FETCH_GRACE_S:
-            self.patience = max(self.patience, min(2 * piece.patience, MOST_PATIENCE))
 
 
 @dataclass(slots=True)
@@ -116,27 +63,17 @@ class InboundStream:
 
     def fetch(self, piece: IncomingPiece, deadline_s: float, now_s: float) -> Fetch:
         """Start (again) to fetch an announced piece, within the request's deadline."""
-        if piece.fetch_deadline_s is None:
-            self.line.queue(piece.ready.num_bytes)
-        piece.patience = self.line.patience
-        piece.fetch_deadline_s = min(now_s + self.line.fetch_time_s, deadline_s)
-        return Fetch(self.handoff, self.peer, piece.ready, piece.fetch_deadline_s)
-
-    def put_off(self, piece: IncomingPiece) -> None:
-        """The piece is not being fetched any more; idempotent."""
-        if piece.fetch_deadline_s is not None:
-            self.line.queue(-piece.ready.num_bytes)
-            piece.fetch_deadline_s = None
+        return Fetch(self.handoff, self.peer, piece.ready, self.line.begin(piece, deadline_s, now_s))
 
     def _take_out(self, key: str) -> ChunkReady:
         piece = self.pieces.pop(key)
-        self.put_off(piece)
+        self.line.end(piece)
         return piece.ready
 
     def close(self) -> list[DecodeAction]:
         """Nothing of it is wanted any more."""
         for piece in self.pieces.values():
-            self.put_off(piece)
+            self.line.end(piece)
         return [CancelFetch(self.handoff), CloseStream(self.handoff)]
 
     def overdue(self, now_s: float) -> list[str]:

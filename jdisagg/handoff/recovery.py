@@ -28,9 +28,12 @@ from jdisagg.handoff import actions as act
 from jdisagg.handoff.actions import DecodeAction
 from jdisagg.handoff.credit import Credit, window_bytes_of
 from jdisagg.handoff.inbound import Doubted, Inbound, InboundStage
-from jdisagg.handoff.inbound_stream import InboundStream, Inflow, Line
+from jdisagg.handoff.inbound_stream import InboundStream
+from jdisagg.handoff.line import Inflow, Line
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.handoff.spans import GroupSpans
+
+MOST_BAD_LINES = 64  # remembered: workers that start again come back under new addresses
 
 
 class Recovery:
@@ -57,7 +60,8 @@ class Recovery:
         self._forget = forget
         self._serial = 0
         self._inflow = Inflow()
-        self._lines = WeakValueDictionary[str, Line]()  # kept by their streams
+        self._lines = WeakValueDictionary[str, Line]()  # by peer; kept by their streams, ..
+        self._bad_lines: dict[str, Line] = {}  # .. and those on which nothing comes
 
     def begin(self, record: Inbound, now_s: float) -> list[DecodeAction]:
         """The first stream."""
@@ -70,21 +74,27 @@ class Recovery:
         assert peer is not None, f"request {record.request.request_id} waits for nobody"
         return self._open(record, peer, now_s)
 
-    def lose(self, record: Inbound, cause: str, now_s: float, error: RequestError | None = None) -> list[DecodeAction]:
-        """The stream failed, with `error` if its peer sent one: the next rung."""
+    def lose(
+        self, record: Inbound, cause: str, now_s: float, error: RequestError | None = None, *, no_kv: bool = False
+    ) -> list[DecodeAction]:
+        """The stream failed, with `error` if its peer sent one: the next rung. `no_kv`: its peer may be well, its KV does not
+        come."""
         assert record.stream is not None
         lost, had_begun = record.stream.peer, record.stream.has_started
+        if no_kv:
+            self._bad_lines[lost] = record.stream.line
         if record.doubted is not None:
             record.ladder.failed(lost, error)
             return self._hedge_again(record, record.doubted, now_s)
         actions = record.hang_up()
         record.ladder.failed(lost, error)
         if peer := record.ladder.next_peer():
-            return [*actions, record.note("other_prefill", lost, cause), *self._open(record, peer, now_s)]
-        if (later := record.ladder.after_pause()) is not None:
+            return [*actions, record.note("other_prefill", lost, cause, no_kv=no_kv), *self._open(record, peer, now_s)]
+        is_hopeless = no_kv and self._config.local_prefill is not LocalPrefill.NEVER  # it would not come the next time either
+        if not is_hopeless and (later := record.ladder.after_pause()) is not None:
             rung = "reconnect" if later == lost else "other_prefill"
-            return [*actions, record.note(rung, lost, cause), *record.wait(now_s, had_begun=had_begun)]
-        return actions + self._last_rungs(record, lost, cause)
+            return [*actions, record.note(rung, lost, cause, no_kv=no_kv), *record.wait(now_s, had_begun=had_begun)]
+        return actions + self._last_rungs(record, lost, cause, no_kv=no_kv)
 
     def pass_over(self, record: Inbound, now_s: float) -> list[DecodeAction]:
         """The peer answers and takes nothing now: ask another, or the same after a pause."""
@@ -99,14 +109,15 @@ class Recovery:
 
     # --- hedges
 
-    def doubt(self, record: Inbound, silent_s: float, now_s: float) -> list[DecodeAction]:
-        """Ask another P while this one is quiet; nothing happens where there is none or nothing is owed."""
+    def doubt(self, record: Inbound, silent_s: float, now_s: float, *, no_kv: bool = False) -> list[DecodeAction]:
+        """Ask another P while this one is quiet, or its KV does not come; nothing happens where there is none or nothing is
+        owed."""
         stream = record.stream
         if stream is None or record.doubted is not None or (record.stage is InboundStage.COMPUTED and record.covered):
             return []
         if (peer := record.ladder.next_peer(but=stream.peer)) is None:
             return []
-        record.set_aside(silent_s, now_s)
+        record.set_aside(silent_s, now_s, no_kv=no_kv)
         return self._open(record, peer, now_s)
 
     def trust(self, record: Inbound, now_s: float) -> list[DecodeAction]:
@@ -118,6 +129,7 @@ class Recovery:
         assert hedge is not None
         stream = doubted.stream
         stream.progress_s += now_s - doubted.since_s  # nobody asked it for anything meanwhile
+        stream.line.wait_anew(now_s)
         request_id = record.request.request_id
         ended = act.Hedged(outcome, request_id, stream.peer, hedge.peer)
         actions = [*hedge.close(), ended]
@@ -132,14 +144,17 @@ class Recovery:
         assert doubted is not None
         assert hedge is not None
         quiet = doubted.stream
+        if doubted.no_kv:
+            self._bad_lines[quiet.peer] = quiet.line
         if end:
             record.ladder.failed(quiet.peer, error)
         else:
             record.ladder.busy(quiet.peer)
-        cause = f"{end or f'nothing heard for {doubted.silent_s:g} s'}; {hedge.peer} was asked meanwhile"
+        why = f"{'no KV came' if doubted.no_kv else 'nothing heard'} for {doubted.silent_s:.3g} s"
+        cause = f"{end or why}; {hedge.peer} was asked meanwhile"
         actions = [
             *quiet.close(),
-            record.note("other_prefill", quiet.peer, cause, doubted.stage),
+            record.note("other_prefill", quiet.peer, cause, doubted.stage, no_kv=doubted.no_kv),
             act.Hedged("moved", record.request.request_id, quiet.peer, hedge.peer),
         ]
         return actions + (self.doubt(record, doubted.silent_s, now_s) if hedge.is_quiet else [])
@@ -165,15 +180,20 @@ class Recovery:
         handoff = HandoffId(record.request.request_id, self._serial)
         record.move(InboundStage.OPENING)
         spans, credit = (GroupSpans(self._num_groups), GroupSpans(self._num_groups)), Credit(self._window_bytes)
-        line = self._lines.setdefault(peer, Line(peer, self._inflow))
-        record.stream = InboundStream(handoff, line, now_s, *spans, credit, backends=(self._backend,))
+        record.stream = InboundStream(handoff, self._line(peer), now_s, *spans, credit, backends=(self._backend,))
         message = record.opening(self._backend, self._head_shards, self._config.transfer_chunk_tokens, self._eos)
         return [act.OpenStream(handoff, peer, message), *record.grant()]
 
-    def _last_rungs(self, record: Inbound, peer: str, cause: str) -> list[DecodeAction]:
+    def _line(self, peer: str) -> Line:
+        """The peer's."""
+        bad = [(name, line) for name, line in self._bad_lines.items() if line.stalls]
+        self._bad_lines = dict(bad[-MOST_BAD_LINES:])
+        return self._lines.setdefault(peer, Line(peer, self._inflow))
+
+    def _last_rungs(self, record: Inbound, peer: str, cause: str, *, no_kv: bool = False) -> list[DecodeAction]:
         request_id = record.request.request_id
         if self._config.local_prefill is not LocalPrefill.NEVER:
-            note = record.note("local_prefill", peer, cause)
+            note = record.note("local_prefill", peer, cause, no_kv=no_kv)
             self._forget(request_id)
             return [note, act.ComputeLocally(request_id, record.held_tokens, record.arrived)]
         return self.fail(record, record.ladder.verdict or record.lost(peer, cause))

@@ -1,11 +1,17 @@
-"""A piece that did not arrive: the same key once more, another backend, a new key from P; behind that its stream is lost."""
+"""A piece that did not arrive: the same key once more, another backend, a new key from P; behind that its stream is lost.
+
+A backend over which nothing came twice in a row, whichever pieces these were, is done with.
+"""
 
 from __future__ import annotations
 
 from jdisagg.handoff.actions import DecodeAction
 from jdisagg.handoff.inbound import Inbound
-from jdisagg.handoff.inbound_stream import InboundStream, IncomingPiece
+from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import MAX_REFETCHES
+from jdisagg.handoff.line import IncomingPiece
+
+OUT_OF_TIME = frozenset({"timeout", "slow", "stalled"})  # reasons of a fetch: the peer may be well, its KV does not come
 
 
 def try_again(
@@ -16,11 +22,12 @@ def try_again(
     span = (ready.group, ready.begin, ready.end)
     num_refetches = stream.refetches.get(span, 0)
     other = stream.backend_beside(ready.backend)
-    if num_refetches and other is not None and ready.backend not in stream.broken:
+    is_dead = reason == "stalled" and stream.line.is_dead(ready.backend)
+    if (num_refetches or is_dead) and other is not None and ready.backend not in stream.broken:
         stream.progress_s = now_s
         note = record.note("other_backend", stream.peer, f"{cause}; going on over {other}")
         return [note, *stream.change_backend(ready.backend, other, reason), *record.grant()]
-    if num_refetches >= MAX_REFETCHES:
+    if num_refetches >= MAX_REFETCHES or is_dead:
         return None
     stream.progress_s = now_s
     stream.refetches[span] = num_refetches + 1

@@ -24,6 +24,7 @@ class Looks:
         for stream in (record.stream for record in records if passed_s >= STOOD_STILL_S):
             if stream is not None:
                 stream.progress_s = min(now_s, stream.progress_s + passed_s)
+                stream.line.wait_anew(now_s)
 
 
 def unanswered(record: Inbound, stream: InboundStream, now_s: float) -> str:
@@ -40,3 +41,11 @@ def no_piece(record: Inbound, stream: InboundStream, lease_s: float, now_s: floa
         return ""
     idle_s = now_s - max(stream.progress_s, stream.line.arrived_s)
     return f"no piece for {idle_s:.1f} s after the prompt was computed" if idle_s >= lease_s else ""
+
+
+def late_kv(record: Inbound, stream: InboundStream, now_s: float) -> float:
+    """For how long no KV came, where it is the one thing that is missing and that is too long; else 0.0."""
+    if record.stage is not InboundStage.COMPUTED or not record.reserved or record.stream is not stream:
+        return 0.0
+    sizes = [piece.ready.num_bytes for piece in stream.pieces.values() if piece.fetch_deadline_s is not None]
+    return stream.line.late_s(max(sizes), now_s) if sizes else 0.0

@@ -54,6 +54,9 @@ class InProcessPeers:
         """Both were made for each other."""
         return False
 
+    def no_kv(self, peer: str, why: str) -> None:
+        """Nothing lies between them."""
+
     def failures(self) -> dict[str, str]:
         """Never any."""
         return {self.ADDRESS: ""}

@@ -58,8 +58,12 @@ class PeerClient(Protocol):
         ...
 
     def is_doubtful(self, peer: str) -> bool:
-        """When the peer was spoken to last, it did not pair with this worker, or could not be reached, and that a moment ago:
-        others are asked first."""
+        """When the peer was spoken to last, it did not pair with this worker, or could not be reached, or its KV did not come,
+        and that a moment ago: others are asked first."""
+        ...
+
+    def no_kv(self, peer: str, why: str) -> None:
+        """The peer answers, and what it publishes does not come: it is doubtful for a while."""
         ...
 
     def failures(self) -> dict[str, str]:

@@ -44,6 +44,8 @@ class Recoveries:
                 log.warning("request %s: %s%s; prompts are computed here until one does", *told)
             self._num_alone += 1
             return
+        if action.no_kv:
+            self._peers.no_kv(action.peer, action.cause)
         where = f", prefill peer {action.peer}" if action.peer not in action.cause else ""
         log.warning(
             "request %s: recovering by %s; stage %s%s: %s", action.request_id, action.rung, action.stage, where, action.cause

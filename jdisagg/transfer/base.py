@@ -69,7 +69,8 @@ class PieceArrived:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceFailed:
-    """The piece did not arrive. `reason` in {"unknown_key", "checksum", "truncated", "connection", "timeout", "device"}."""
+    """The piece did not arrive. `reason` in {"unknown_key", "checksum", "truncated", "connection", "device", "stalled" (nothing
+    came for a while), "slow" (it came, and was not here by the deadline), "timeout" (the deadline passed)}."""
 
     handoff: HandoffId
     ready: ChunkReady

@@ -9,16 +9,20 @@ A backend is a store on P and a source on D that reads what the store holds; the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from time import monotonic
 from typing import Protocol
 
 import xxhash
 
+from jdisagg.core.errors import Stalled
 from jdisagg.handoff.messages import ChunkReady
 from jdisagg.transfer.base import Piece, Post
 from jdisagg.transfer.buffers import Buffers
 from jdisagg.transfer.lanes import FetchJob, LaneFetcher
 from jdisagg.transfer.publisher import LanePublisher
 from jdisagg.transfer.target import PieceError, PieceTarget, announce, checksum_from, checksum_of, pack
+
+STALL_S = 1.0  # a read that had as long, and got nothing, did not just come late
 
 
 class ByteStore(Protocol):
@@ -45,7 +49,7 @@ class ByteSource(Protocol):
         yields how many bytes were added, part by part, while they are still in the processor's cache.
 
         Raises KeyError when the peer has no such piece, BufferError when it is longer than `room`, TimeoutError at the
-        deadline, ConnectionError for everything else.
+        deadline, Stalled when nothing came for long before it, ConnectionError for everything else.
         """
         ...
 
@@ -108,7 +112,7 @@ class _Reads:
 
     def _read(self, job: FetchJob) -> tuple[memoryview, int]:
         """What arrived, and its checksum if one was announced."""
-        ready, hasher, filled = job.ready, xxhash.xxh3_64(), 0
+        ready, hasher, filled, began_s = job.ready, xxhash.xxh3_64(), 0, monotonic()
         room = self._buffers.take(ready.num_bytes)
         try:
             for count in self._source.read_into(job.peer, ready.locator or ready.key, room, job.deadline_s):
@@ -121,8 +125,11 @@ class _Reads:
             raise PieceError("unknown_key", str(error)) from error
         except BufferError as error:
             raise PieceError("truncated", str(error)) from error
+        except Stalled as error:
+            raise PieceError("stalled", str(error)) from error
         except TimeoutError as error:
-            raise PieceError("timeout", str(error)) from error
+            nothing = "stalled" if monotonic() - began_s >= STALL_S else "timeout"
+            raise PieceError("slow" if filled else nothing, str(error)) from error
         except ConnectionError as error:
             raise PieceError("connection", str(error)) from error
         return room[:filled], checksum_from(hasher) if ready.checksum else 0

@@ -8,11 +8,13 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from time import monotonic
 
+from jdisagg.core.errors import Stalled
 from jdisagg.transfer.names import Address, Names
 from jdisagg.transfer.tcp_wire import IDLE_TIMEOUT_S, REPLY, REQUEST, UNKNOWN, Locator, hang_up, left_s, receive_into
 
 PART_BYTES = 2**18  # stays in the cache until the reader has seen it
 CONNECT_TIMEOUT_S = 2.0
+SOONER_S = 0.01  # a wait that ended so much before its time did not end by that
 STALL_TIMEOUT_S = 2.0  # without a byte: P serves every connection on a thread of its own, so nothing is worth waiting for
 
 
@@ -69,7 +71,8 @@ class TcpSource:
             if size == UNKNOWN:
                 raise KeyError(f"piece {locator.number} of {peer}: acknowledged, or its lease is over")
         except TimeoutError as error:
-            raise TimeoutError(f"piece {locator.number} of {peer}: {error}") from error
+            kind = Stalled if monotonic() < deadline_s - SOONER_S else TimeoutError
+            raise kind(f"piece {locator.number} of {peer}: {error}") from error
         except ConnectionError:
             raise
         except OSError as error:

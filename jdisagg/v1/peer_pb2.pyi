@@ -266,10 +266,12 @@ class PrefillResponse(_message.Message):
     def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., chunk_ready: _Optional[_Union[ChunkReady, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., heartbeat: _Optional[_Union[PrefillResponse.Heartbeat, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., parked: _Optional[_Union[Parked, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("key",)
+    __slots__ = ("key", "part_bytes")
     KEY_FIELD_NUMBER: _ClassVar[int]
+    PART_BYTES_FIELD_NUMBER: _ClassVar[int]
     key: str
-    def __init__(self, key: _Optional[str] = ...) -> None: ...
+    part_bytes: int
+    def __init__(self, key: _Optional[str] = ..., part_bytes: _Optional[int] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("data",)

@@ -15,6 +15,7 @@ SCRIPTED = (
     "sever",
     "stall",
     "black_hole",
+    "starve_prefill",
     "slow_reader",
     "delay",
     "restart_prefill",

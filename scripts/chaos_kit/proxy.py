@@ -27,6 +27,7 @@ class Weather(Enum):
     CLEAR = "clear"
     STALL = "stall"  # nothing passes, everything passes later
     BLACK_HOLE = "black_hole"  # nothing passes and never will, the connections stay open
+    STARVE = "starve"  # words pass; a connection on which KV comes passes nothing any more: a path that loses large packets
     SLOW = "slow"  # a slow reader
     DELAY = "delay"  # every part comes later
 
@@ -139,6 +140,7 @@ class Proxy:
                     self.bytes_from_worker += len(part)
                     if len(part) >= TRANSFER_BYTES:
                         self._on_transfer(self, connection)
+                        connection.swallowed |= self._weather is Weather.STARVE
                 else:
                     self.bytes_to_worker += len(part)
                 await self._endure(len(part))

@@ -29,6 +29,7 @@ HOLE_S = 2.5
 _WEATHERS = {
     "stall": Weather.STALL,
     "black_hole": Weather.BLACK_HOLE,
+    "starve_prefill": Weather.STARVE,
     "slow_reader": Weather.SLOW,
     "delay": Weather.DELAY,
 }
@@ -127,7 +128,7 @@ class Striker:
         if kind == "sever":
             return proxy.cut, _at_once
         weather = _WEATHERS[kind]
-        seconds = HOLE_S if weather is Weather.BLACK_HOLE else seconds
+        seconds = HOLE_S if weather in (Weather.BLACK_HOLE, Weather.STARVE) else seconds
         return lambda: proxy.set_weather(weather), lambda: _later(seconds, lambda: proxy.set_weather(Weather.CLEAR))
 
     async def _amid_transfer(self, victim: Member, blow: Callable[[], None]) -> bool:

@@ -116,6 +116,24 @@ def test_a_black_hole_gives_nothing_back_and_connections_made_after_it_pass() ->
     on_a_line(body)
 
 
+def test_a_starving_line_passes_words_and_nothing_more_once_kv_has_come() -> None:
+    async def body(line: Line) -> None:
+        line.proxy.set_weather(Weather.STARVE)
+        assert await line.silent(), "what is large never comes"
+        line.proxy.set_weather(Weather.CLEAR)
+        assert await line.silent(), "nor what follows it on that connection"
+        await line.connect_again()
+        assert len(await line.ask(TRANSFER_BYTES)) == TRANSFER_BYTES
+
+    async def words(line: Line) -> None:
+        line.proxy.set_weather(Weather.STARVE)
+        for _ in range(3):
+            assert await line.ask() == b"!"
+
+    on_a_line(body, b"!" * TRANSFER_BYTES)
+    on_a_line(words)
+
+
 def test_a_slow_reader_gets_its_bytes_slowly() -> None:
     async def body(line: Line) -> None:
         line.proxy.slow_bytes_per_s = 10

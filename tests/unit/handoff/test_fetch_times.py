@@ -40,8 +40,8 @@ def test_after_a_time_that_was_too_short_the_next_ones_from_that_peer_are_twice_
     side = decode_side(NEVER)
     assert fetches(side, ["p", "p", "q"]) == [5.0, 8.0, 5.0]
     one, two, other = (HandoffId(f"r{number}", number) for number in (1, 2, 3))
-    assert fetched(side.on_failed(one, "r1", "timeout", 5.0)) == 5.0 + 16.0
-    assert fetched(side.on_failed(two, "r2", "timeout", 8.0)) == 8.0 + 16.0  # begun when the first was: the same lack of time
+    assert fetched(side.on_failed(one, "r1", "slow", 5.0)) == 5.0 + 16.0
+    assert fetched(side.on_failed(two, "r2", "slow", 8.0)) == 8.0 + 16.0  # begun when the first was: the same lack of time
     side.on_arrived(one, "r1", 20.0)
     side.on_failed(two, "r2", "timeout", 24.0)
     again = side.on_message(two, replace(ready("r2-again", 0, 4), num_bytes=PIECE_BYTES), 24.0)
@@ -74,7 +74,7 @@ def test_time_in_which_this_process_stood_still_blames_no_peer() -> None:
 def test_a_connection_that_stalls_before_its_time_is_over_changes_no_times() -> None:
     side = decode_side(NEVER)
     fetches(side, ["p"])
-    assert fetched(side.on_failed(HandoffId("r1", 1), "r1", "timeout", 1.0)) == 1.0 + 5.0
+    assert fetched(side.on_failed(HandoffId("r1", 1), "r1", "stalled", 1.0)) == 1.0 + 5.0
 
 
 def test_a_request_whose_own_time_is_over_says_nothing_about_its_peers() -> None:

@@ -10,8 +10,8 @@ from jdisagg.core.errors import DeadlineExceeded, HandoffLost
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.borrower import Borrowed, Borrower
 from jdisagg.handoff.decode_side import DecodeSide
-from jdisagg.handoff.inbound_stream import SLOWEST_BYTES_PER_S
 from jdisagg.handoff.lender import Lender
+from jdisagg.handoff.line import SLOWEST_BYTES_PER_S
 from jdisagg.handoff.messages import (
     Accepted,
     Ack,

@@ -155,6 +155,7 @@ class Wire:
         self.down: set[str] = set()
         self.draining: set[str] = set()
         self.refusing: set[str] = set()
+        self.without_kv: set[str] = set()
         self.num_opened = 0
 
     def is_down(self, peer: str) -> bool:
@@ -162,6 +163,9 @@ class Wire:
 
     def is_doubtful(self, peer: str) -> bool:
         return peer in self.refusing
+
+    def no_kv(self, peer: str, why: str) -> None:
+        self.without_kv.add(peer)
 
     def snapshot(self) -> dict[str, Any]:
         return dict(self.failures())

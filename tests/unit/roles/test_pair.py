@@ -11,9 +11,11 @@ from hypothesis.stateful import run_state_machine_as_test
 from jdisagg.core.errors import HandoffLost, Overloaded
 from jdisagg.core.requests import FinishReason, Output
 from jdisagg.handoff.events import FromPrefill, PeerMessage, PeerOpened
-from jdisagg.handoff.messages import Accepted, Started, StreamEnded
+from jdisagg.handoff.messages import Accepted, ChunkReady, HandoffId, Started, StreamEnded
 from jdisagg.roles import engine_loop
 from jdisagg.roles.inbox import Inbox, Message, Submit
+from jdisagg.transfer.base import PieceFailed
+from tests.unit.roles.network_fake import FakeFetcher
 from tests.unit.roles.pair_rules import PairMachine
 from tests.unit.roles.world import PEERS, World, two_full_pools
 from tests.unit.sched.engine_fake import expected, request
@@ -109,6 +111,22 @@ def test_cut_stream_is_recovered_by_another_peer() -> None:
     world.settle()
     assert world.tokens("a") == expected(PROMPT, 6)
     assert world.decode.metrics.fleet.recoveries.labels(rung="other_prefill")._value.get() == 1
+
+
+def test_a_peer_whose_pieces_stall_is_remembered_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(local_prefill=True)
+
+    def stall(self: FakeFetcher, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
+        self._inbox.post(PieceFailed(handoff=handoff, ready=ready, reason="stalled"))
+
+    monkeypatch.setattr(FakeFetcher, "fetch", stall)
+    world.submit(request("a", PROMPT, 6))
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+    assert world.wire.without_kv == {"p0", "p1"}
+    told = world.outputs["a"][-1].provenance
+    assert told is not None
+    assert told.recoveries == ("refetch", "other_prefill", "refetch", "local_prefill")
 
 
 def test_without_any_working_peer_the_prompt_is_computed_here() -> None:

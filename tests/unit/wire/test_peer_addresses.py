@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator
 from time import monotonic
@@ -171,3 +172,15 @@ def test_a_peer_that_was_not_reached_is_asked_like_others_after_a_while() -> Non
     assert [book.is_doubtful(peer, 100.0 + SUSPECT_S) for peer in "pqrs"] == [False, True, False, False]
     book.answered("q")
     assert not book.is_doubtful("q", 100.0)
+
+
+def test_a_peer_whose_kv_does_not_come_is_asked_last_for_a_while_and_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    book = PeerBook()
+    book.answered("p")
+    for now_s in (100.0, 110.0, 135.0, 165.0):  # those of a second request are no news; after a while it is again
+        book.no_kv("p", "fetch of [0, 256) over tcp: stalled", now_s)
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == 2
+    assert told[0].startswith("prefill peer p answers, and its KV does not come (fetch of [0, 256) over tcp: stalled)")
+    assert [book.is_doubtful("p", now_s) for now_s in (164.9, 194.9, 195.0)] == [True, True, False]
+    assert book.why("p") == "", "it can be used"

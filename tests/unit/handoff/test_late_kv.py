@@ -1,0 +1,160 @@
+"""A P that answers and whose KV does not come: another one is asked, and what cannot come is not waited for again and again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.core.config import TransferConfig
+from jdisagg.core.errors import Overloaded
+from jdisagg.handoff import actions as act
+from jdisagg.handoff.decode_side import DecodeSide
+from jdisagg.handoff.line import LATE_S, SLOWEST_BYTES_PER_S
+from jdisagg.handoff.messages import Accepted, Agreed, Awake, Done, HandoffId, Quiet, Refused, Started
+from tests.unit.handoff.rig import CONFIG, FIRST, NEVER, H, decode_side, none_of, only, ready, request
+
+H2 = HandoffId("r", 2)
+LATE = LATE_S + 0.001  # pieces here are small
+
+
+def computed(*peers: str, config: TransferConfig = CONFIG, backends: tuple[str, ...] = ("fake",)) -> DecodeSide:
+    """At 2 s the first token is there; [0, 4), [4, 8) and [8, 10) have been on their way since 1 s."""
+    side = decode_side(config)
+    compute(side, H, peers or ("p", "q"), backends)
+    return side
+
+
+def compute(side: DecodeSide, handoff: HandoffId, peers: tuple[str, ...], backends: tuple[str, ...] = ("fake",)) -> None:
+    side.start(request(request_id=handoff.request_id), 0, peers, 0.0)
+    for message in (Agreed(backends=backends), Accepted(cached_tokens=0), Started()):
+        side.on_message(handoff, message, 0.0)
+    side.on_reserved(handoff.request_id, 0.0)
+    for key, begin, end in (("a", 0, 4), ("b", 4, 8), ("c", 8, 10)):
+        side.on_message(handoff, ready(key, begin, end, backend=backends[0]), 1.0)
+    side.on_message(handoff, Done(first=FIRST, num_chunks=3), 2.0)
+
+
+def rung(actions: list[act.DecodeAction]) -> tuple[str, str, bool]:
+    taken = only(act.Recovered, actions)
+    return taken.rung, taken.peer, taken.no_kv
+
+
+def test_when_no_kv_comes_another_peer_is_asked_and_has_the_request_once_it_has_something() -> None:
+    side = computed()
+    side.on_arrived(H, "a", 2.1)
+    assert side.tick(2.1 + LATE_S) == []
+    opened = only(act.OpenStream, side.tick(2.1 + LATE))
+    assert (opened.handoff, opened.peer, opened.message.held_tokens) == (H2, "q", 4)
+    for message in (Quiet(0.6), Awake()):  # it is not its silence that it is doubted for
+        assert side.on_message(H, message, 3.2) == []
+    for message in (Accepted(cached_tokens=4), Started()):
+        side.on_message(H2, message, 3.2)
+    moved = side.on_message(H2, ready("d", 4, 8), 3.3)
+    assert rung(moved) == ("other_prefill", "p", True)
+    assert only(act.Recovered, moved).cause == "no KV came for 1 s; q was asked meanwhile"
+    assert only(act.Hedged, moved).outcome == "moved"
+    assert only(act.CloseStream, moved).handoff == H
+
+
+def test_what_comes_after_all_ends_the_hedge() -> None:
+    side = computed()
+    side.tick(2.0 + LATE)
+    side.on_message(H2, Accepted(cached_tokens=0), 3.2)
+    for key in "ab":
+        side.on_arrived(H, key, 3.3)
+    done = side.on_arrived(H, "c", 3.4)
+    assert only(act.Hedged, done).outcome == "returned"
+    assert only(act.KVComplete, done).request_id == "r"
+
+
+def test_nobody_waits_for_kv_before_the_first_token_is_there() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    for message in (Accepted(cached_tokens=0), Started()):
+        side.on_message(H, message, 0.0)
+    side.on_reserved("r", 0.0)
+    side.on_message(H, ready("a", 0, 4), 1.0)
+    assert side.tick(5.9) == []
+    side.on_message(H, ready("b", 4, 8), 5.9)
+    side.on_message(H, Done(first=FIRST, num_chunks=2), 5.9)
+    assert only(act.OpenStream, side.tick(5.9)).peer == "q", "the wait began with the first of them"
+
+
+def test_a_large_piece_has_the_time_that_the_slowest_network_takes_for_it() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    for message in (Accepted(cached_tokens=0), Started()):
+        side.on_message(H, message, 0.0)
+    side.on_reserved("r", 0.0)
+    side.on_message(H, replace(ready("a", 0, 4), num_bytes=2 * SLOWEST_BYTES_PER_S), 0.0)
+    side.on_message(H, Done(first=FIRST, num_chunks=1), 0.0)
+    assert side.tick(LATE_S + 1.9) == []
+    assert only(act.OpenStream, side.tick(LATE_S + 2.1)).peer == "q"
+
+
+def test_pieces_for_others_that_come_from_that_peer_show_that_they_come() -> None:
+    side = computed()
+    side.start(request(4, request_id="other"), 0, ("p",), 2.0)
+    other = HandoffId("other", 2)
+    side.on_message(other, Accepted(cached_tokens=0), 2.0)
+    side.on_reserved("other", 2.0)
+    side.on_message(other, ready("x", 0, 4), 2.0)
+    side.on_arrived(other, "x", 2.9)
+    assert side.tick(2.9 + LATE_S) == []
+    assert only(act.OpenStream, side.tick(2.9 + LATE)).peer == "q"
+
+
+def test_time_in_which_this_process_stood_still_makes_nothing_late() -> None:
+    side = computed()
+    for now_s in (2.0, 22.0):
+        side.look(now_s)
+    assert none_of(act.OpenStream, side.tick(22.0))
+    assert only(act.OpenStream, side.tick(22.0 + LATE)).peer == "q"
+
+
+def test_one_that_cannot_help_is_asked_again_after_as_long_a_wait_and_not_at_every_tick() -> None:
+    side = computed()
+    side.tick(2.0 + LATE)
+    back = side.on_message(H2, Refused(error=Overloaded("full")), 3.1)
+    assert only(act.Hedged, back).outcome == "refused"
+    assert none_of(act.OpenStream, side.tick(3.1 + LATE_S))
+    assert only(act.OpenStream, side.tick(3.1 + LATE)).peer == "q"
+
+
+def test_the_only_peer_is_given_up_after_two_stalls_whichever_pieces_they_are_of() -> None:
+    side = computed("p")
+    assert side.tick(2.0 + LATE) == []
+    assert rung(side.on_failed(H, "a", "stalled", 3.0)) == ("refetch", "p", False)
+    last = side.on_failed(H, "b", "stalled", 4.0)
+    assert rung(last) == ("local_prefill", "p", True)
+    assert only(act.ComputeLocally, last).held_tokens == 0
+    next_one = HandoffId("next", 2)
+    compute(side, next_one, ("p",))
+    assert rung(side.on_failed(next_one, "a", "stalled", 6.0)) == ("local_prefill", "p", True), "nothing came since"
+    compute(side, healed := HandoffId("healed", 3), ("p",))
+    side.on_arrived(healed, "b", 7.0)
+    assert rung(side.on_failed(healed, "a", "stalled", 8.0))[0] == "refetch"
+
+
+def test_where_nothing_is_computed_here_it_is_asked_once_more() -> None:
+    side = computed("p", config=NEVER)
+    side.on_failed(H, "a", "stalled", 3.0)
+    assert rung(side.on_failed(H, "b", "stalled", 4.0)) == ("reconnect", "p", True)
+
+
+def test_another_backend_is_tried_after_two_stalls_and_is_not_blamed_for_them() -> None:
+    side = computed("p", backends=("tcp", "grpc"))
+    side.on_failed(H, "a", "stalled", 3.0)
+    assert rung(side.on_failed(H, "b", "stalled", 4.0)) == ("other_backend", "p", False)
+    side.on_message(H, ready("d", 0, 4, backend="grpc"), 4.0)
+    assert rung(side.on_failed(H, "d", "stalled", 5.0))[0] == "refetch"
+
+
+@pytest.mark.parametrize("reason", ["connection", "timeout", "checksum"])
+def test_a_piece_that_came_between_or_another_failure_makes_no_second_stall(reason: str) -> None:
+    side = computed("p")
+    side.on_failed(H, "a", "stalled", 3.0)
+    side.on_arrived(H, "b", 3.5)
+    assert rung(side.on_failed(H, "c", "stalled", 4.0))[0] == "refetch"
+    assert rung(side.on_failed(H, "a", reason, 4.5))[0] == "refetch"
