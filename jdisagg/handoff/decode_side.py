@@ -30,7 +30,7 @@ from jdisagg.handoff.ladder import Ladder, is_final, is_unfit
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
 from jdisagg.handoff.recovery import Recovery
 from jdisagg.handoff.refetch import OUT_OF_TIME, cause_of, try_again
-from jdisagg.handoff.silence import Looks, late_kv, no_piece, unanswered
+from jdisagg.handoff.silence import Looks, no_piece, unanswered
 
 
 class DecodeSide:
@@ -262,9 +262,8 @@ class DecodeSide:
     def _tick_stream(self, record: Inbound, stream: InboundStream, now_s: float) -> list[DecodeAction]:
         if cause := unanswered(record, stream, now_s):
             return self._recovery.lose(record, cause, now_s)
-        actions: list[DecodeAction] = []
-        if late_s := late_kv(record, stream, now_s):
-            actions += self._recovery.doubt(record, late_s, now_s, no_kv=True)
+        if actions := self._recovery.late(record, stream, now_s):
+            return actions
         for key in stream.overdue(now_s):
             actions += self.on_failed(stream.handoff, key, "timeout", now_s)
         if cause := no_piece(record, stream, self._config.lease_s, now_s):

@@ -83,10 +83,10 @@ class Line:
         """Whether that brings nothing from there, try after try."""
         return self.stalls[backend] >= MOST_STALLS
 
-    def late_s(self, num_bytes: int, now_s: float) -> float:
-        """For how long no piece has come, if that is too long for one of `num_bytes`; else 0.0."""
+    def late_s(self, num_bytes: int, now_s: float, patience: int = 1) -> float:
+        """For how long no piece has come, if that is `patience` times too long for one of `num_bytes`; else 0.0."""
         idle_s = 0.0 if self.waiting_s is None else now_s - self.waiting_s
-        return idle_s if idle_s >= LATE_S + num_bytes / SLOWEST_BYTES_PER_S else 0.0
+        return idle_s if idle_s >= patience * (LATE_S + num_bytes / SLOWEST_BYTES_PER_S) else 0.0
 
     def wait_anew(self, now_s: float) -> None:
         """Nobody is to be blamed for the time until now."""

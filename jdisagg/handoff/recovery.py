@@ -12,7 +12,7 @@ the request: the quiet one by saying anything, or when all of its KV arrives; th
 the quiet one had something to show already, by having something, too. So a prompt moves at once to a P that has time for it,
 and waits in no second queue.
 
-    doubt       ask another P as well
+    doubt       ask another P as well; late: because its KV does not come
     trust       the quiet one is heard again: back to it
     move        the other one has it, or the quiet one is dead
 """
@@ -31,8 +31,10 @@ from jdisagg.handoff.inbound import Doubted, Inbound, InboundStage
 from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.line import Inflow, Line
 from jdisagg.handoff.messages import HandoffId
+from jdisagg.handoff.silence import late_kv
 from jdisagg.handoff.spans import GroupSpans
 
+GIVE_UP = 3  # times as late as what another P is asked for
 MOST_BAD_LINES = 64  # remembered: workers that start again come back under new addresses
 
 
@@ -119,6 +121,19 @@ class Recovery:
             return []
         record.set_aside(silent_s, now_s, no_kv=no_kv)
         return self._open(record, peer, now_s)
+
+    def late(self, record: Inbound, stream: InboundStream, now_s: float) -> list[DecodeAction]:
+        """Nothing, unless KV is all that is missing and does not come: then another P is asked, and where that cannot be, or
+        has not helped, the next rung is taken."""
+        late_s = late_kv(record, stream, now_s)
+        if not late_s:
+            return []
+        if asked := self.doubt(record, late_s, now_s, no_kv=True):
+            return asked
+        is_hedge, alone = record.doubted is not None, self._config.local_prefill is LocalPrefill.NEVER
+        if not late_kv(record, stream, now_s, patience=GIVE_UP) or (alone and not is_hedge):
+            return []
+        return self.lose(record, f"no KV came for {late_s:.3g} s", now_s, no_kv=True)
 
     def trust(self, record: Inbound, now_s: float) -> list[DecodeAction]:
         """The doubted stream is gone on with, from where it was; the hedge is dropped."""

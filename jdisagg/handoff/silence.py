@@ -43,9 +43,10 @@ def no_piece(record: Inbound, stream: InboundStream, lease_s: float, now_s: floa
     return f"no piece for {idle_s:.1f} s after the prompt was computed" if idle_s >= lease_s else ""
 
 
-def late_kv(record: Inbound, stream: InboundStream, now_s: float) -> float:
-    """For how long no KV came, where it is the one thing that is missing and that is too long; else 0.0."""
+def late_kv(record: Inbound, stream: InboundStream, now_s: float, patience: int = 1) -> float:
+    """For how long no KV came, where it is the one thing that is missing and that is too long, or `patience` times that; else
+    0.0."""
     if record.stage is not InboundStage.COMPUTED or not record.reserved or record.stream is not stream:
         return 0.0
     sizes = [piece.ready.num_bytes for piece in stream.pieces.values() if piece.fetch_deadline_s is not None]
-    return stream.line.late_s(max(sizes), now_s) if sizes else 0.0
+    return stream.line.late_s(max(sizes), now_s, patience) if sizes else 0.0

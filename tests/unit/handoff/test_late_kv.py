@@ -122,6 +122,40 @@ def test_one_that_cannot_help_is_asked_again_after_as_long_a_wait_and_not_at_eve
     assert only(act.OpenStream, side.tick(3.1 + LATE)).peer == "q"
 
 
+def test_without_another_peer_the_wait_is_three_times_as_long_and_then_the_rest_is_computed_here() -> None:
+    side = computed("p")
+    side.on_arrived(H, "a", 2.0)
+    assert side.tick(2.0 + 3 * LATE_S) == []
+    given_up = side.tick(2.0 + 3 * LATE)
+    assert rung(given_up) == ("local_prefill", "p", True)
+    assert only(act.Recovered, given_up).cause == "no KV came for 3 s"
+    assert only(act.ComputeLocally, given_up).held_tokens == 4
+    assert only(act.CloseStream, given_up).handoff == H
+    assert side.is_idle
+
+
+def test_where_nothing_is_computed_here_the_only_peer_has_the_time_of_its_fetches() -> None:
+    side = computed("p", config=NEVER)
+    assert side.tick(2.0 + 3 * LATE) == []
+    taken = [action for action in side.tick(7.1) if isinstance(action, act.Recovered)]  # five seconds, and one of grace
+    assert {(note.rung, note.no_kv) for note in taken} == {("refetch", False)}
+
+
+def test_when_the_hedge_brings_nothing_either_the_next_one_is_asked_and_then_it_is_computed_here() -> None:
+    side = computed("p", "q", "s")
+    side.tick(2.0 + LATE)
+    for message in (Accepted(cached_tokens=0), Started(), ready("d", 0, 4), ready("e", 4, 8)):
+        side.on_message(H2, message, 3.2)
+    side.on_message(H2, Done(first=FIRST, num_chunks=3), 3.2)  # it has moved there: p is not doubted any more, but left
+    third = side.tick(3.2 + LATE)
+    assert only(act.OpenStream, third).peer == "s"
+    last = HandoffId("r", 3)
+    for message in (Accepted(cached_tokens=0), Started(), ready("f", 0, 4)):
+        side.on_message(last, message, 4.3)
+    side.on_message(last, Done(first=FIRST, num_chunks=3), 4.3)
+    assert rung(side.tick(4.3 + 3 * LATE)) == ("local_prefill", "s", True)
+
+
 def test_the_only_peer_is_given_up_after_two_stalls_whichever_pieces_they_are_of() -> None:
     side = computed("p")
     assert side.tick(2.0 + LATE) == []
