@@ -32,10 +32,17 @@ _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 class Body:
     """The fields of one request."""
 
-    def __init__(self, fields: dict[str, Any], num_bytes: int = 0) -> None:
+    def __init__(self, fields: dict[str, Any], num_bytes: int = 0, *, where: str = "") -> None:
+        """`where`: what stands before the names of fields in messages, for an object in a body."""
         self._fields = fields
+        self._where = where
         self.is_long = num_bytes > _INLINE_BYTES
         self._known: set[str] = set()  # what was asked for
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is any field."""
+        return bool(self._fields)
 
     def get(self, name: str) -> Any:
         """The raw value; None when absent."""
@@ -48,34 +55,35 @@ class Body:
         unknown = (name for name in self._fields if name not in self._known and len(name) <= _MAX_NAME)
         for name in islice(unknown, _MAX_COMPARED):
             if near := get_close_matches(name, self._known, n=1, cutoff=_NEAR):
-                raise InvalidRequest(f"{name}: is no field of this request; did you mean {near[0]}?", field=name)
+                found = f"{self._where}{name}"
+                raise InvalidRequest(f"{found}: is no field of this request; did you mean {near[0]}?", field=found)
 
     def number(self, name: str) -> float | None:
         """A JSON number."""
         value = self.get(name)
         if value is not None and not _is_number(value):
-            raise wrong_type(name, "a number", value)
+            raise wrong_type(f"{self._where}{name}", "a number", value)
         return value
 
     def integer(self, name: str) -> int | None:
         """A JSON number without a fraction."""
         value = self.get(name)
         if value is not None and not (_is_number(value) and value == value // 1):
-            raise wrong_type(name, "an integer", value)
+            raise wrong_type(f"{self._where}{name}", "an integer", value)
         return None if value is None else int(value)
 
     def boolean(self, name: str, default: bool = False) -> bool:
         """true or false."""
         value = self.get(name)
         if value is not None and not isinstance(value, bool):
-            raise wrong_type(name, "true or false", value)
+            raise wrong_type(f"{self._where}{name}", "true or false", value)
         return default if value is None else value
 
     def text(self, name: str) -> str | None:
         """A string."""
         value = self.get(name)
         if value is not None and not isinstance(value, str):
-            raise wrong_type(name, "a string", value)
+            raise wrong_type(f"{self._where}{name}", "a string", value)
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
@@ -84,28 +92,28 @@ class Body:
         if isinstance(value, str):
             return (value,)
         if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
-            raise wrong_type(name, "a string or a list of strings", value)
+            raise wrong_type(f"{self._where}{name}", "a string or a list of strings", value)
         return tuple(value or ())
 
     def integers(self, name: str) -> tuple[int, ...]:
         """A list of integers."""
         value = self.get(name)
         if value is not None and not _is_token_list(value):
-            raise wrong_type(name, "a list of integers", value)
+            raise wrong_type(f"{self._where}{name}", "a list of integers", value)
         return tuple(value or ())
 
     def objects(self, name: str) -> list[dict[str, Any]]:
         """A list of JSON objects."""
         value = self.get(name)
         if value is not None and not (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
-            raise wrong_type(name, "a list of objects", value)
+            raise wrong_type(f"{self._where}{name}", "a list of objects", value)
         return value or []
 
     def object(self, name: str) -> dict[str, Any]:
         """A JSON object."""
         value = self.get(name)
         if value is not None and not isinstance(value, dict):
-            raise wrong_type(name, "an object", value)
+            raise wrong_type(f"{self._where}{name}", "an object", value)
         return value or {}
 
     def prompts(self, name: str) -> tuple[Prompt, ...]:
@@ -118,7 +126,7 @@ class Body:
                 return (tuple(value),)
             if all(isinstance(item, str) or (_is_token_list(item) and item) for item in value):
                 return tuple(item if isinstance(item, str) else tuple(item) for item in value)
-        raise wrong_type(name, "a non-empty string, list of token ids, or list of either", value)
+        raise wrong_type(f"{self._where}{name}", "a non-empty string, list of token ids, or list of either", value)
 
 
 async def read_body(request: Request) -> Body:

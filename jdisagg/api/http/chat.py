@@ -39,7 +39,7 @@ class ChatCompletions:
         body = await read_body(request)
         options = read_options(body, provenance=wants_provenance(request))
         num_top = _read_top_logprobs(body)
-        trace, request_id = read_traceparent(request.headers.get(TRACEPARENT)), request_id_of(request)
+        trace, request_id = read_traceparent(request.headers.get(TRACEPARENT)), request_id_of(request, body)
         read = partial(read_chat, body, self._edge, num_top, request_id=request_id, traceparent=trace)
         text_request = await asyncio.to_thread(read) if body.is_long else read()
         job = await while_connected(request.receive, _admit(self._edge, text_request, length_name(body)))
@@ -146,13 +146,13 @@ class _Answer:
             async for delta in deltas:
                 transcript.add(delta)
                 if delta.index not in opened:
-                    yield self._first_chunk(delta, shows_prompt=not opened)
+                    yield self._with_usage(self._first_chunk(delta, shows_prompt=not opened), transcript)
                     opened.add(delta.index)
                 shows_tokens = self._options.return_token_ids and delta.token_ids
                 if delta.text or delta.logprobs or shows_tokens:
-                    yield self._text_chunk(delta)
+                    yield self._with_usage(self._text_chunk(delta), transcript)
                 if delta.finish is not None:
-                    yield self._last_chunk(delta, transcript)
+                    yield self._with_usage(self._last_chunk(delta, transcript), transcript)
         if self._options.include_usage:
             event = self._envelope("chat.completion.chunk", [], transcript.fingerprint)
             event["usage"] = usage_object(transcript.usage)
@@ -184,8 +184,13 @@ class _Answer:
         self, delta: Delta, shown: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish: str | None = None
     ) -> dict[str, Any]:
         choice = {"index": delta.index, "delta": shown, "logprobs": logprobs, "finish_reason": finish}
-        event = self._envelope("chat.completion.chunk", [choice], delta.fingerprint)
-        if self._options.include_usage:
+        return self._envelope("chat.completion.chunk", [choice], delta.fingerprint)
+
+    def _with_usage(self, event: dict[str, Any], transcript: Transcript) -> dict[str, Any]:
+        """The chunk, with what has come so far or with null, as the request has it."""
+        if self._options.continuous_usage:
+            event["usage"] = usage_object(transcript.usage)
+        elif self._options.include_usage:
             event["usage"] = None
         return event
 

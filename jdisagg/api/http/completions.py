@@ -40,7 +40,7 @@ class Completions:
         body = await read_body(request)
         options = read_options(body, provenance=wants_provenance(request))
         trace = read_traceparent(request.headers.get(TRACEPARENT))
-        text_request = read_completion(body, self._edge.defaults, request_id_of(request), traceparent=trace)
+        text_request = read_completion(body, self._edge.defaults, request_id_of(request, body), traceparent=trace)
         job = await while_connected(request.receive, self._edge.admit(text_request))
         answer = _Answer(
             self._edge,
@@ -147,9 +147,11 @@ class _Answer:
         )
         event = self._envelope([self._choice(part, shows_prompt=delta.index not in self._begun)], transcript)
         self._begun.add(delta.index)
-        if self._options.include_usage:
+        if self._options.continuous_usage:
+            event["usage"] = usage_object(transcript.usage)
+        elif self._options.include_usage:
             event["usage"] = None
-        elif self._options.provenance and transcript.is_finished:
+        if self._options.provenance and not self._options.include_usage and transcript.is_finished:
             event["jdisagg"] = provenance_object(transcript)
         return event
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,11 +29,30 @@ def render_prompt(body: Body, template: ChatTemplate | None) -> str:
     texts = [_plain_message(index, message) for index, message in enumerate(messages)]
     objects = [_with_objects(message) for message in texts]
     try:
-        return render(objects)  # arguments of calls come as JSON text; templates that write them as JSON would quote it
+        prompt = render(objects)  # arguments of calls come as JSON text; templates that write them as JSON would quote it
     except InvalidRequest:
         if objects == texts:
             raise
         return render(texts)  # others put the text itself between their own
+    _refuse_unseen_calls(objects, prompt, render)
+    return prompt
+
+
+def _refuse_unseen_calls(messages: list[dict[str, Any]], prompt: str, render: Callable[[list[dict[str, Any]]], str]) -> None:
+    """Raises InvalidRequest where the prompt would be the same without the calls."""
+    index = next((i for i, message in enumerate(messages) if message.get("tool_calls")), None)
+    if index is None:
+        return
+    without = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
+    try:
+        are_seen = render(without) != prompt
+    except InvalidRequest:  # it misses them
+        return
+    if not are_seen:
+        field = f"messages[{index}].tool_calls"
+        raise InvalidRequest(
+            f"{field}: the chat template of the served model shows none to it; write them into content", field=field
+        )
 
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents", "self"})

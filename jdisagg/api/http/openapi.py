@@ -28,7 +28,9 @@ def _range(kind: str, low: float, high: float) -> dict[str, Any]:
 _SHARED: dict[str, Any] = {
     "model": _STRING,
     "stream": _BOOLEAN,
-    "stream_options": {"type": "object", "properties": {"include_usage": _BOOLEAN}},
+    "stream_options": {"type": "object", "properties": {"include_usage": _BOOLEAN, "continuous_usage_stats": _BOOLEAN}},
+    "request_id": _STRING,
+    "rid": _STRING,
     "n": _range("integer", 1, MAX_N),
     "seed": _INTEGER,
     "stop": {"oneOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}]},

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdisagg.api.http.body import Body, wrong_type
-from jdisagg.api.http.unserved import STREAM_OPTIONS, refuse_unserved
 from jdisagg.api.intake import SpecialTokens
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import SamplingParams
@@ -18,6 +17,7 @@ class ResponseOptions:
 
     stream: bool
     include_usage: bool
+    continuous_usage: bool  # in each chunk, of what has come so far
     return_token_ids: bool
     provenance: bool  # where the KV came from, under the key "jdisagg"
 
@@ -25,13 +25,16 @@ class ResponseOptions:
 def read_options(body: Body, *, provenance: bool) -> ResponseOptions:
     """`stream`, `stream_options`, `return_token_ids`."""
     stream = body.boolean("stream")
-    stream_options = body.object("stream_options")
-    if stream_options and not stream:
+    stream_options = Body(body.object("stream_options"), where="stream_options.")
+    if stream_options.is_given and not stream:
         raise InvalidRequest("stream_options: is allowed only with stream=true", field="stream_options")
-    refuse_unserved(Body(stream_options), STREAM_OPTIONS, prefix="stream_options.")
+    include_usage = stream_options.boolean("include_usage")
+    continuous_usage = stream_options.boolean("continuous_usage_stats")
+    stream_options.refuse_misspelt()
     return ResponseOptions(
         stream=stream,
-        include_usage=Body(stream_options).boolean("include_usage"),
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
         return_token_ids=body.boolean("return_token_ids"),
         provenance=provenance,
     )

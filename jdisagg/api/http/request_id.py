@@ -1,4 +1,5 @@
-"""`X-Request-Id`: a client's own name for its call, to be found again in answers, logs and schedule logs."""
+"""`X-Request-Id`, or `request_id` (vLLM) or `rid` (SGLang) in the body: a client's own name for its call, to be found again in
+answers, logs and schedule logs. The header comes first."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jdisagg.api.http.body import Body
 from jdisagg.api.http.errors import error_response
 from jdisagg.core.errors import InvalidRequest, RequestError
 
 HEADER = "x-request-id"
+_IN_BODY = ("request_id", "rid")
 _GOOD = re.compile(r"[\x21-\x7e]{1,128}")
 _KINDS = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
 _ID, _SHOWN = "jdisagg.request_id", "jdisagg.shown_request_id"  # keys of the scope
@@ -34,10 +37,8 @@ class RequestIdHeader:
             return
         given = Headers(scope=scope).get(HEADER)
         is_good = given is None or _GOOD.fullmatch(given) is not None
-        kind, fresh = _KINDS.get(scope["path"], ""), uuid.uuid4().hex
-        # part of it is always fresh: a client may send the same header twice
-        scope[_ID] = f"{kind}{given}-{fresh[:8]}" if given is not None and is_good else f"{kind}{fresh}"
-        scope[_SHOWN] = given if given is not None and is_good else scope[_ID]
+        kind = _KINDS.get(scope["path"], "")
+        _name(scope, given if is_good else None)
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -53,9 +54,24 @@ class RequestIdHeader:
         await error_response(error)(scope, receive, send_named)
 
 
-def request_id_of(request: Request) -> str:
-    """The id under which engine, logs and answer know the call: `cmpl-..`, `chatcmpl-..`."""
+def request_id_of(request: Request, body: Body) -> str:
+    """The id under which engine, logs and answer know the call: `cmpl-..`, `chatcmpl-..`. Raises InvalidRequest for a bad name
+    in the body."""
+    for field in _IN_BODY:
+        given = body.text(field)
+        if given is not None and _GOOD.fullmatch(given) is None:
+            raise _bad_name(field, given)
+        if given is not None and HEADER not in request.headers:
+            _name(request.scope, given)
+            break
     return request.scope[_ID]
+
+
+def _name(scope: Scope, given: str | None) -> None:
+    kind, fresh = _KINDS.get(scope["path"], ""), uuid.uuid4().hex
+    # part of it is always fresh: a client may send the same name twice
+    scope[_ID] = f"{kind}{given}-{fresh[:8]}" if given is not None else f"{kind}{fresh}"
+    scope[_SHOWN] = given if given is not None else scope[_ID]
 
 
 def shown_request_id(scope: Scope) -> dict[str, str]:
@@ -64,7 +80,10 @@ def shown_request_id(scope: Scope) -> dict[str, str]:
 
 
 def _bad_header(scope: Scope) -> InvalidRequest:
-    given = Headers(scope=scope)[HEADER]
+    return _bad_name(HEADER, Headers(scope=scope)[HEADER])
+
+
+def _bad_name(field: str, given: str) -> InvalidRequest:
     got = f"{len(given)} characters {ascii(given)[:80]}"
-    text = f"{HEADER}: wanted 1 to 128 printable ASCII characters without spaces; got {got}"
-    return InvalidRequest(text, field=HEADER)
+    text = f"{field}: wanted 1 to 128 printable ASCII characters without spaces; got {got}"
+    return InvalidRequest(text, field=field)

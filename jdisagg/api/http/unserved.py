@@ -69,7 +69,19 @@ _EVERYWHERE = (
     Unserved(("lora_path",), "adapters are not served; merge it into the model, or leave it out"),
     Unserved(("session_params",), "requests are independent; send the whole prompt each time"),
     Unserved(("thinking_token_budget",), "thinking has no limit of its own; use max_tokens for the whole answer", (None,)),
-    Unserved(("max_new_tokens",), "is called max_tokens here", (None,)),
+    Unserved(("max_new_tokens", "max_output_tokens", "max_length", "n_predict"), "is called max_tokens here", (None,)),
+    Unserved(("stop_sequences",), "is called stop here"),
+    Unserved(("token_ids",), "token ids are given to /v1/completions, as prompt"),
+    Unserved(("return_logprob", "top_logprobs_num"), "log-probabilities are asked for by logprobs", (*_OFF, 0)),
+    Unserved(
+        ("sampling_params", "nvext", "extra_body"), "is not looked into; its fields belong at the top level of the request"
+    ),
+    Unserved(
+        ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
+        "prefill and decode workers find each other by --prefill or --router; send the request once, to a router or a decode "
+        "worker, without it",
+        (*_OFF, 0),
+    ),
 )
 COMPLETION_FIELDS = (
     *_EVERYWHERE,
@@ -92,15 +104,14 @@ CHAT_FIELDS = (
     Unserved(("web_search_options",), "nothing is looked up; leave it out", (None, False)),
     Unserved(("best_of",), "is a field of completions; use n", (None, 1)),
 )
-STREAM_OPTIONS = (Unserved(("continuous_usage_stats",), "usage comes once, at the end, with include_usage; leave it out"),)
 
 
-def refuse_unserved(body: Body, table: tuple[Unserved, ...], *, prefix: str = "") -> None:
-    """Raises InvalidRequest for the first field of `table` that the body asks something of. `prefix`: where `body` lies."""
+def refuse_unserved(body: Body, table: tuple[Unserved, ...]) -> None:
+    """Raises InvalidRequest for the first field of `table` that the body asks something of."""
     for entry in table:
         for name in entry.names:
             if not _is_one_of(body.get(name), entry.nothing):
-                raise InvalidRequest(f"{prefix}{name}: {entry.why}", field=f"{prefix}{name}")
+                raise InvalidRequest(f"{name}: {entry.why}", field=name)
 
 
 def refuse_formats(body: Body) -> None:

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.body import Body
 from jdisagg.api.http.server import make_server
-from jdisagg.api.http.unserved import CHAT_FIELDS, COMPLETION_FIELDS, STREAM_OPTIONS
+from jdisagg.api.http.unserved import CHAT_FIELDS, COMPLETION_FIELDS
 from jdisagg.api.http.version import package_version
 from jdisagg.api.token_engine import Health
 from jdisagg.core.errors import ConfigError
@@ -74,8 +74,8 @@ def test_the_schema_lists_what_the_endpoints_read(tokenizer: Tokenizer, monkeypa
     get_field = Body.get
     messages = [{"role": "user", "content": "x"}]
     endpoints = {
-        "/v1/completions": ([{"prompt": "x"}], COMPLETION_FIELDS + STREAM_OPTIONS),
-        "/v1/chat/completions": ([{"messages": messages}], CHAT_FIELDS + STREAM_OPTIONS),
+        "/v1/completions": ([{"prompt": "x"}], COMPLETION_FIELDS),
+        "/v1/chat/completions": ([{"messages": messages}], CHAT_FIELDS),
         "/tokenize": ([{"prompt": "x"}, {"messages": messages}], CHAT_FIELDS),
         "/detokenize": ([{"tokens": [3]}], ()),
     }

@@ -31,6 +31,24 @@ def test_the_header_names_the_request_and_comes_back(tokenizer: Tokenizer) -> No
     run(check())
 
 
+@pytest.mark.parametrize("field", ["request_id", "rid"])
+def test_a_name_in_the_body_does_as_well_and_the_header_comes_first(tokenizer: Tokenizer, field: str) -> None:
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, "fox")
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http, trust_env=False) as client:
+            for path, body, kind in (("/v1/completions", BODY, "cmpl"), ("/v1/chat/completions", CHAT, "chatcmpl")):
+                answer = await client.post(path, json=body | {field: "job-7"})
+                assert answer.headers["x-request-id"] == "job-7"
+                assert answer.json()["id"].startswith(f"{kind}-job-7-")
+                answer = await client.post(path, json=body | {field: "job-7"}, headers={"X-Request-Id": "job-8"})
+                assert answer.headers["x-request-id"] == "job-8"
+                for bad in ("two words", "", 7):
+                    answer = await client.post(path, json=body | {field: bad})
+                    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+    run(check())
+
+
 def test_without_a_header_the_answer_names_the_id_it_got(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         engine = FakeEngine(tokenizer, "fox")

@@ -102,6 +102,17 @@ def test_arguments_of_calls_are_objects_for_templates_that_want_them(way: str, a
     assert render_prompt(Body({"messages": messages}), template) == f"call {shown};"
 
 
+def test_calls_that_the_template_does_not_show_are_refused() -> None:
+    plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    with pytest.raises(InvalidRequest, match=r"messages\[1\].tool_calls: the chat template .* shows none to it") as raised:
+        render_prompt(Body({"messages": CALLED}), ChatTemplate(plain, {}))
+    assert raised.value.field == "messages[1].tool_calls"
+    without = [{**message, "tool_calls": []} for message in CALLED]
+    assert render_prompt(Body({"messages": without}), ChatTemplate(plain, {})) == "<user>hi<assistant><tool>rain"
+    wants = "{{ messages[1].tool_calls[0].function.name }}"  # and fails without them
+    assert render_prompt(Body({"messages": CALLED}), ChatTemplate(wants, {})) == "weather"
+
+
 def test_a_template_that_refuses_calls_either_way_is_told_of() -> None:
     template = ChatTemplate(OF_CALLS.replace("ARGUMENTS", "raise_exception('no calls')"), {})
     with pytest.raises(InvalidRequest, match="no calls"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -50,6 +51,16 @@ REFUSED: list[tuple[str, Any]] = [
     ("num_beams", 4),
     ("repeat_penalty", 1.1),
     ("min_new_tokens", 4),
+    ("max_output_tokens", 4),
+    ("n_predict", -1),
+    ("stop_sequences", ["a"]),
+    ("token_ids", [5]),
+    ("return_logprob", True),
+    ("sampling_params", {"top_k": 1}),
+    ("nvext", {"guided_regex": "a+"}),
+    ("extra_body", {"guided_json": {}}),
+    ("kv_transfer_params", {"do_remote_decode": True}),
+    ("bootstrap_room", 7),
 ]
 REFUSED_IN_COMPLETIONS: list[tuple[str, Any]] = [("suffix", "x"), ("max_completion_tokens", 4), ("top_logprobs", 2)]
 REFUSED_IN_CHAT: list[tuple[str, Any]] = [
@@ -147,14 +158,40 @@ def test_messages_are_tokenized_as_chat_would_or_not_at_all(tokenizer: Tokenizer
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_usage_in_every_chunk_is_refused(tokenizer: Tokenizer, path: str) -> None:
+def test_usage_comes_in_every_chunk_where_that_is_asked_for(tokenizer: Tokenizer, path: str) -> None:
+    async def usages(http: httpx.AsyncClient, options: dict[str, Any]) -> list[Any]:
+        answer = await http.post(path, json=GOOD[path] | {"stream": True, "stream_options": options, "max_tokens": 3})
+        assert answer.status_code == 200
+        chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        return [chunk.get("usage", "absent") for chunk in chunks]
+
     async def check() -> None:
         async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
-            for value, status in ((True, 400), (False, 200), (None, 200)):
-                options = {"include_usage": True, "continuous_usage_stats": value}
-                answer = await http.post(path, json=GOOD[path] | {"stream": True, "stream_options": options})
-                assert answer.status_code == status
-                if status == 400:
-                    assert answer.json()["error"]["param"] == "stream_options.continuous_usage_stats"
+            *running, whole = await usages(http, {"include_usage": True, "continuous_usage_stats": True})
+            counts = [one["completion_tokens"] for one in running]
+            assert counts == sorted(counts)
+            assert counts[0] < counts[-1] == whole["completion_tokens"]
+            assert {one["prompt_tokens"] for one in running} == {whole["prompt_tokens"]}
+            alone = await usages(http, {"continuous_usage_stats": True})
+            assert len(alone) == len(running), "no chunk of its own at the end"
+            assert alone[-1]["completion_tokens"] == whole["completion_tokens"]
+            for value in (False, None):
+                *running, last = await usages(http, {"include_usage": True, "continuous_usage_stats": value})
+                assert set(running) == {None}
+                assert last["completion_tokens"] == whole["completion_tokens"]
+
+    run(check())
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_misspelt_field_of_stream_options_is_refused(tokenizer: Tokenizer, path: str) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            answer = await http.post(path, json=GOOD[path] | {"stream": True, "stream_options": {"include_usag": True}})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "stream_options.include_usag")
+            assert "did you mean include_usage?" in error["message"]
+            answer = await http.post(path, json=GOOD[path] | {"stream": True, "stream_options": {"include_usage": 1}})
+            assert answer.json()["error"]["param"] == "stream_options.include_usage"
 
     run(check())
