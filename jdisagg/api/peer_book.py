@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from jdisagg.core.fleet import DRAINING
 log = logging.getLogger(__name__)
 SUSPECT_S = 5.0  # how long others are asked before one that could not be reached
 NO_KV_S = 30.0  # .. and before one whose KV did not come: each time that it is asked first costs a second
+_STATUS = re.compile(r"\b[A-Z][A-Z_]{4,}\b")  # of gRPC, in the text of a failure
 FORGET_S = 60.0  # without a hand-off: workers that restart come back under new addresses
 
 
@@ -22,6 +24,7 @@ class _Peer:
     no_kv_s: float | None = None  # its KV did not come
     why: str | None = None  # it cannot be used; "" = it can, None = never spoken to
     refuses: bool = False  # it is there, and does not pair with us
+    told: frozenset[str] = frozenset()  # statuses that the log has had since it answered last
     backends: tuple[str, ...] = ()  # last agreed on
     unreachable: frozenset[str] = frozenset()  # endpoints, then
 
@@ -38,9 +41,10 @@ class PeerBook:
 
     def failed(self, peer: str, why: str, now_s: float, *, refuses: bool = False) -> None:
         """It cannot be used. Said when it is news."""
-        known = self._of(peer)
-        if not known.why or refuses != known.refuses:
+        known, status = self._of(peer), "" if (found := _STATUS.search(why)) is None else found[0]
+        if not known.why or refuses != known.refuses or (known.told and status not in known.told):
             log.warning("prefill peer %s %s: %s", peer, "does not pair with us" if refuses else "is down", why)
+        known.told |= {status}
         known.why, known.failed_s, known.refuses = why, now_s, refuses
 
     def no_kv(self, peer: str, why: str, now_s: float) -> None:
@@ -66,7 +70,7 @@ class PeerBook:
         known = self._of(peer)
         if known.why:
             log.info("prefill peer %s answers again", peer)
-        known.why = ""
+        known.why, known.told = "", frozenset()
 
     def agreed(self, peer: str, reached: Reached) -> None:
         """What KV comes over, in order of preference, and what it does not come over. Said when it is news."""

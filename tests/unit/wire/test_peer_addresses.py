@@ -174,6 +174,22 @@ def test_a_peer_that_was_not_reached_is_asked_like_others_after_a_while() -> Non
     assert not book.is_doubtful("q", 100.0)
 
 
+def test_another_cause_is_told_of_once_while_a_peer_is_down(caplog: pytest.LogCaptureFixture) -> None:
+    book = PeerBook()
+    refused, key, late = (
+        "Hello: UNAVAILABLE: Connection refused",
+        "Hello: UNAUTHENTICATED: API key is wrong",
+        "DEADLINE_EXCEEDED",
+    )
+    for now_s, why in enumerate((refused, refused, key, key, refused, late, refused)):
+        book.failed("p", why, now_s)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"prefill peer p is down: {why}" for why in (refused, key, late)]
+    book.answered("p")
+    book.failed("p", key, 10.0)
+    assert len(caplog.records) == 4
+
+
 def test_a_peer_whose_kv_does_not_come_is_asked_last_for_a_while_and_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     book = PeerBook()
     book.answered("p")
