@@ -24,6 +24,7 @@ class Phases:
         """The request has just come and waits."""
         self.phase = Phase.QUEUE
         self.has_token = False
+        self._awaits_kv = False  # its token came from a peer, its KV has not
         self.seconds: dict[Phase, float] = {}  # of phases left so far
         self._since_s = now_s
 
@@ -41,8 +42,19 @@ class Phases:
         if self.phase is Phase.PREFILL:
             self._leave(now_s, Phase.DECODE)
 
+    def awaits_kv(self) -> None:
+        """Its first token is a peer's, and its KV is to come: until then nothing is decoded."""
+        self._awaits_kv = True
+
+    def kv_given_up(self, now_s: float) -> None:
+        """Its KV will not come, and it waits to be computed here: the time since the first token was transfer."""
+        if self.phase is Phase.DECODE:
+            self._leave(now_s, Phase.QUEUE)
+        self._awaits_kv = False
+
     def kv_arrived(self, now_s: float) -> None:
         """Its KV is complete here: the time since the first token was transfer."""
+        self._awaits_kv = False
         if self.phase is Phase.DECODE:
             self.phase = Phase.TRANSFER
         if self.has_token:
@@ -74,5 +86,6 @@ class Phases:
 
     def _leave(self, now_s: float, phase: Phase) -> None:
         now_s = max(now_s, self._since_s)
-        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now_s - self._since_s
+        left = Phase.TRANSFER if self._awaits_kv and self.phase is Phase.DECODE else self.phase
+        self.seconds[left] = self.seconds.get(left, 0.0) + now_s - self._since_s
         self.phase, self._since_s = phase, now_s

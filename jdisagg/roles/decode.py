@@ -193,6 +193,8 @@ class DecodeRole:
                 self._recoveries.served()
                 self._peer_choice.computed(request_id)
                 self._hidden.computed(request_id, now_s)
+                if output.finish is None and (stream := self._streams.get(request_id)):
+                    stream.timeline.record.awaits_kv()
                 return [self._scheduler.remote_first_token(request_id, output, now_s)]
             case act.KVComplete(request_id=request_id, provenance=provenance):
                 self._provenance.arrived(request_id, provenance)
@@ -201,6 +203,8 @@ class DecodeRole:
                     stream.timeline.record.kv_arrived(now_s)
             case act.ComputeLocally(request_id=request_id, held_tokens=held_tokens, provenance=provenance):
                 self._provenance.arrived(request_id, provenance)
+                if stream := self._streams.get(request_id):
+                    stream.timeline.record.kv_given_up(now_s)
                 self._scheduler.compute_locally(request_id, held_tokens)
             case act.Fail(request_id=request_id, error=error):
                 self._recoveries.failed(request_id, error, now_s)

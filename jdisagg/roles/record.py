@@ -61,6 +61,14 @@ class RequestRecord:
         self.scheduled(now_s)
         self._phases.produced(now_s)
 
+    def awaits_kv(self) -> None:
+        """Its first token is a peer's, its KV is on the way (decode role)."""
+        self._phases.awaits_kv()
+
+    def kv_given_up(self, now_s: float) -> None:
+        """It is computed here after all (decode role)."""
+        self._phases.kv_given_up(now_s)
+
     def kv_arrived(self, now_s: float) -> None:
         """Its KV is complete here (decode role)."""
         self._phases.kv_arrived(now_s)

@@ -12,15 +12,18 @@ import pytest
 
 from jdisagg.core.errors import DeadlineExceeded, Overloaded, Unavailable
 from jdisagg.core.metrics import Metrics
+from jdisagg.core.phases import Phase, Phases
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role
 from jdisagg.handoff.events import PeerOpened
-from jdisagg.handoff.messages import Accepted, HandoffId, Open, Refused
+from jdisagg.handoff.messages import Accepted, ChunkReady, HandoffId, Open, Refused
 from jdisagg.roles import engine_loop
 from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.inbox import Cancel, Message, Submit
 from jdisagg.roles.record import MAX_EVENTS, Event, RequestRecord
 from jdisagg.roles.stages import Stage
+from jdisagg.transfer.base import PieceFailed
 from tests.unit.roles.engine import Engine
+from tests.unit.roles.network_fake import FakeFetcher
 from tests.unit.roles.world import World
 from tests.unit.sched.engine_fake import expected, request
 
@@ -140,6 +143,51 @@ def test_phases_add_up_on_both_workers_whatever_happens(seed: int) -> None:
         assert phase_sum(metrics) == pytest.approx(read(metrics, "request_seconds_sum"), abs=1e-9)
     ended = sum(sample.value for family in world.decode.metrics.requests.finished.collect() for sample in family.samples)
     assert read(world.decode.metrics, "request_seconds_count") == ended == 24
+
+
+@pytest.mark.parametrize("end", ["ended", "preempted", "given_up", "arrived"])
+def test_time_between_a_peers_token_and_its_kv_is_transfer_however_it_ends(end: str) -> None:
+    phases = Phases(0.0)
+    phases.started(1.0)
+    phases.awaits_kv()
+    phases.produced(3.0)
+    if end == "ended":
+        phases.ended(10.0)
+        assert phases.seconds == {Phase.QUEUE: 1.0, Phase.PREFILL: 2.0, Phase.TRANSFER: 7.0}
+        return
+    if end == "arrived":
+        phases.kv_arrived(10.0)
+    elif end == "preempted":
+        phases.preempted(10.0)
+    else:
+        phases.kv_given_up(10.0)
+    assert phases.phase is (Phase.DECODE if end == "arrived" else Phase.QUEUE)
+    phases.started(11.0)
+    if end == "given_up":
+        phases.produced(12.0)
+    phases.ended(14.0)
+    tail = {
+        "arrived": {Phase.QUEUE: 1.0, Phase.PREFILL: 2.0, Phase.DECODE: 4.0},
+        "preempted": {Phase.QUEUE: 2.0, Phase.PREFILL: 5.0},
+        "given_up": {Phase.QUEUE: 2.0, Phase.PREFILL: 3.0, Phase.DECODE: 2.0},
+    }
+    assert phases.seconds == {Phase.TRANSFER: 7.0} | tail[end]
+
+
+def test_a_life_whose_kv_never_came_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    world, clock = World(local_prefill=True, slow_request_s=0.0), iter(range(1, 1000))
+
+    def stall(self: FakeFetcher, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
+        world.now_s += 5 * next(clock)  # five seconds, ten, ..
+        self._inbox.post(PieceFailed(handoff=handoff, ready=ready, reason="stalled"))
+
+    monkeypatch.setattr(FakeFetcher, "fetch", stall)
+    with caplog.at_level(logging.INFO, "jdisagg.roles.record"):
+        world.submit(request("a", PROMPT, 6))
+        world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+    assert read(world.decode.metrics, "request_transfer_seconds_sum") > 4.0
+    assert read(world.decode.metrics, "request_decode_seconds_sum") < 1.0
 
 
 def test_the_prefill_role_has_its_own_phases() -> None:
