@@ -1,7 +1,7 @@
 """The bound of the waiting queue: refuses what it cannot hold, and says when to come again.
 
 Who came since the latest plan, which left nobody waiting, may find a free slot at the next one, and does not count as waiting
-before that.
+before that. Nor do those on D for which a slot is free, and whose P has not begun: a burst at an idle pair waits for P alone.
 Refused requests are given places one after the other, as fast as places were seen to come free: with ten a second leaving the
 queue, the first one refused hears 0.1 s, the tenth 1 s, and they do not all come back at once.
 Deterministic: the clock is the caller's.
@@ -10,6 +10,7 @@ Deterministic: the clock is the caller's.
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
 from jdisagg.core.errors import Overloaded
 from jdisagg.sched.states import Status
@@ -35,8 +36,7 @@ class QueueLimit:
 
     def admit(self, now_s: float) -> None:
         """One more waits from now on. Raises Overloaded with `retry_after_s` when the queue is full."""
-        num_expected = 0 if self._num_queued else min(self._num_added, self._table.slots.num_free)  # to start at the next plan
-        num_waiting = self._count() - num_expected
+        num_waiting = self._count() - self._num_expected()
         if num_waiting < self._max_queue_len:
             self._num_added += 1
             return
@@ -69,6 +69,15 @@ class QueueLimit:
         since_s = 0.0 if self._observed_s is None or not self._num_queued else max(0.0, now_s - self._observed_s)
         seconds, left = last_s - first_s + since_s, last_left - first_left
         return seconds / left if left else max(UNKNOWN_RETRY_S, seconds)
+
+    def _num_expected(self) -> int:
+        """Of those who wait, how many have a free slot before them and no one else."""
+        queues = self._table.queues
+        num_free = self._table.slots.num_free - len(queues[Status.TRANSFER]) - len(queues[Status.READY])
+        if num_free <= 0:
+            return 0
+        at_peers = islice((one for one in queues[Status.PREALLOC] if not one.wait.is_open), num_free)
+        return max(sum(1 for _ in at_peers), 0 if self._num_queued else min(self._num_added, num_free))
 
     def _count(self) -> int:
         return sum(len(self._table.queues[status]) for status in (Status.WAITING, Status.PREALLOC))

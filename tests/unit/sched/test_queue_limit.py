@@ -88,3 +88,28 @@ def test_equal_histories_give_equal_times_on_every_role() -> None:
             engine.add(request(name, (1, 2), 3), **({"remote": True, "is_open": False} if remote else {}))
         assert refused_s(engine) == UNKNOWN_RETRY_S
     assert [refused_s(under_load(0.7)) for _ in range(2)] == [refused_s(under_load(0.7))] * 2
+
+
+def remote(engine: FakeEngine, name: str) -> None:
+    engine.scheduler.add(request(name, (1, 2, 3), 3), engine.now_s, remote=True, is_open=False)
+
+
+def test_those_for_whom_a_slot_is_free_wait_for_their_peer_and_take_no_place_in_the_queue() -> None:
+    engine = FakeEngine(Role.DECODE, max_num_seqs=2, max_queue_len=2)
+    remote(engine, "a")
+    engine.tick()
+    for name in ("b", "c", "d"):  # two for the slots, two in the queue, whatever plans were made meanwhile
+        remote(engine, name)
+        engine.tick()
+    with pytest.raises(Overloaded, match="2 requests are waiting, max_queue_len is 2"):
+        remote(engine, "e")
+    engine.scheduler.peer_ready("a")
+    engine.tick()
+    assert engine.scheduler.counts()["transfer"] == 1
+    with pytest.raises(Overloaded):  # "a" has its place in memory, its slot is still to come
+        remote(engine, "e")
+    engine.scheduler.cancel("a")
+    engine.tick()
+    remote(engine, "e")
+    with pytest.raises(Overloaded):
+        remote(engine, "f")

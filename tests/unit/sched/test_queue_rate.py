@@ -10,6 +10,8 @@ from jdisagg.core.errors import Overloaded
 from jdisagg.sched.queue_limit import QueueLimit
 from jdisagg.sched.states import LIVE, Status
 
+OPEN = SimpleNamespace(wait=SimpleNamespace(is_open=True))  # whose peer has begun
+
 
 class Queue:
     """A waiting queue whose length is said, and its limit."""
@@ -23,7 +25,7 @@ class Queue:
         self._table.queues[Status.FORKING] = [None] * 3
         ways = (Status.WAITING, Status.PREALLOC)
         for i, status in enumerate(ways):
-            self._table.queues[status] = [None] * len(range(i, length, len(ways)))
+            self._table.queues[status] = [OPEN] * len(range(i, length, len(ways)))
 
     def plan(self, now_s: float, length: int) -> None:
         """A plan at `now_s` leaves `length` waiting."""
