@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import platform
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -169,6 +169,7 @@ class Metrics:
         """`engine` False: expose only what a router feeds; a 0 that nobody measured would read as "no page is free"."""
         new = _Registry(engine=engine)
         self.registry = new.exposed
+        ProcessCollector(registry=self.registry)
         self.requests = RequestMetrics(new)
         self.engine = EngineMetrics(new)
         self.cache = CacheMetrics(new)

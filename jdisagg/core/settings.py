@@ -23,6 +23,7 @@ from typing import Any, NoReturn, get_type_hints
 from jdisagg.core.config import Config, LocalPrefill
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.flags import BY_NAME, FLAGS, ROLES, SECTIONS, Flag
+from jdisagg.core.foreign_flags import advice
 from jdisagg.core.scope import applies, check_flags, remark_on_file
 from jdisagg.core.values import check_key, fail, read_value
 
@@ -208,6 +209,8 @@ def _check_together(values: Values) -> None:
             f"{BY_NAME[sizes[1]].option}: got it beside {BY_NAME[sizes[0]].option}; keep one of them", field=sizes[1]
         )
     config = _build(values)
+    if 0 < config.server.port == config.server.grpc_port:
+        fail("--grpc-port", config.server.grpc_port, "another than --port, or 0 for a free one")
     if config.server.api_key is not None:
         check_key(config.server.api_key, "--api-key")
     step, slots = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
@@ -233,7 +236,8 @@ def _unknown_flag(text: str) -> NoReturn:
     options = [option for action in build_parser()._actions for option in action.option_strings]
     if not text.startswith("-"):
         raise ConfigError(f"{text}: unexpected argument; settings are flags like --model {text}", field=text)
-    raise ConfigError(f"{name}: unknown flag{_nearest(name, options)}", field=name)
+    told = f"; {known}" if (known := advice(name)) else _nearest(name, options)
+    raise ConfigError(f"{name}: unknown flag{told}", field=name)
 
 
 def _unknown_key(path: Path, section: str | None, key: str) -> NoReturn:

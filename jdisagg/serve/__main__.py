@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from jdisagg.api.http.version import package_version
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.logs import setup_logs
 from jdisagg.core.settings import load_config, to_toml
@@ -26,6 +27,9 @@ def main(argv: Sequence[str]) -> int:
     """Run one process until it is told to stop; returns its exit status (2 for a bad configuration)."""
     open_standard_streams()
     try:
+        if list(argv) == ["--version"]:
+            sys.stdout.write(f"jdisagg {package_version()}\n")
+            return 0
         setup_logs("serve")  # load_config remarks on settings that say nothing to the role
         config = load_config(argv)
         if config.server.print_config:

@@ -20,10 +20,6 @@ def check_worker(config: Config) -> None:
     for flag, port in (("--port", config.server.port), ("--grpc-port", config.server.grpc_port)):
         if port:
             listen(config.server.host, port, flag=flag).close()
-    if 0 < config.server.port == config.server.grpc_port:
-        raise ConfigError(
-            f"--grpc-port: got {config.server.grpc_port}, which is --port as well; choose another, or 0 for a free one"
-        )
     _check_pool(config)
     directory = resolve_model(config.model.model)
     spec = ModelSpec.from_config(read_config(directory))

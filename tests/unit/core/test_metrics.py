@@ -69,7 +69,7 @@ def test_every_rung_is_there_before_it_is_taken(metrics: Metrics) -> None:
 
 def test_names_follow_the_conventions_of_the_linter(metrics: Metrics) -> None:
     for family in text_string_to_metric_families(metrics.text()):
-        assert re.fullmatch(r"jdisagg_[a-z][a-z0-9_]*", family.name), family.name
+        assert re.fullmatch(r"(jdisagg|process)_[a-z][a-z0-9_]*", family.name), family.name
         assert family.documentation.endswith("."), family.name
         assert not re.search(r"_(ms|us|kb|mb|total|count|counter|gauge|histogram)$", family.name), family.name
         if family.type == "counter":

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jdisagg.core import foreign_flags
 from jdisagg.core.config import Config, LocalPrefill, Numerics
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.flags import BY_NAME, FLAGS, ROLES, SECTIONS
 from jdisagg.core.scope import applies
-from jdisagg.core.settings import SECTION_TYPES, load_config, to_flags, to_toml
+from jdisagg.core.settings import SECTION_TYPES, build_parser, load_config, to_flags, to_toml
 
 NO_ENV: dict[str, str] = {}
 
@@ -111,6 +112,10 @@ def test_a_pool_size_flag_replaces_another_pool_size_of_the_file(write) -> None:
         (["--pge-size", "3"], "--pge-size: unknown flag; did you mean --page-size?"),
         (["--bogus"], "--bogus: unknown flag; see --help for the list"),
         (["--zzz"], "--zzz: unknown flag; see --help for the list"),
+        (["--tp-size", "2"], "--tp-size: unknown flag; it is called --tensor-parallel-size here"),
+        (["--mem-fraction-static=0.8"], "--mem-fraction-static: unknown flag; it is called --device-memory-utilization here"),
+        (["--enable-metrics"], "--enable-metrics: unknown flag; GET /metrics is always served"),
+        (["--role", "local", "--port", "8", "--grpc-port", "8"], "--grpc-port: got 8, wanted another than --port, or 0 for a"),
         (["demo"], "demo: unexpected argument; settings are flags like --model demo"),
         (["--role", "boss"], "--role: got 'boss', wanted one of unified, prefill, decode, colocated, router, local"),
         (["--page-size", "x"], "--page-size: got 'x', wanted a whole number"),
@@ -356,3 +361,9 @@ def test_settings_import_neither_jax_nor_numpy_nor_grpc() -> None:
 def test_every_section_is_printed_in_order() -> None:
     printed = [line[1:-1] for line in to_toml(Config()).splitlines() if line.startswith("[")]
     assert tuple(printed) == SECTIONS
+
+
+def test_foreign_flags_are_called_as_ours_are_and_none_of_them_is_ours() -> None:
+    ours = {option for action in build_parser()._actions for option in action.option_strings}
+    assert set(foreign_flags.NAMES) <= ours
+    assert not {name for name in (*foreign_flags._CALLED, *foreign_flags._NOTHING) if name in ours}

@@ -15,6 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jdisagg.api.http.version import package_version
 from jdisagg.serve.ready import Ready, parse
 from jdisagg.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
@@ -172,3 +173,8 @@ def test_help_and_print_config_and_the_router_import_no_jax() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stderr
     assert 'role = "local"' in done.stdout
+
+
+def test_the_version_is_told_without_a_start() -> None:
+    done = subprocess.run([*SERVE, "--version"], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert done.stdout == f"jdisagg {package_version()}\n"
