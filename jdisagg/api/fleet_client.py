@@ -65,8 +65,10 @@ class FleetClient:
         return dict(self._registered)
 
     async def announce(self) -> None:
-        """Heartbeat at once: routers learn that we drain before we refuse their next request. Takes RPC_TIMEOUT_S at most."""
-        await asyncio.gather(*(self._announce(router) for router, known in self._registered.items() if known))
+        """Heartbeat at once: routers that do not end themselves learn that we drain before we refuse their next request. Takes
+        RPC_TIMEOUT_S at most."""
+        told = [router for router, known in self._registered.items() if known and router not in self._leaving]
+        await asyncio.gather(*(self._announce(router) for router in told))
 
     async def _announce(self, router: str) -> None:
         channel = open_channel(router, self._credentials)

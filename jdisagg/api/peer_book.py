@@ -43,7 +43,8 @@ class PeerBook:
         """It cannot be used. Said when it is news."""
         known, status = self._of(peer), "" if (found := _STATUS.search(why)) is None else found[0]
         if not known.why or refuses != known.refuses or (known.told and status not in known.told):
-            log.warning("prefill peer %s %s: %s", peer, "does not pair with us" if refuses else "is down", why)
+            told = why.removeprefix(f"prefill peer {peer}: ")
+            log.warning("prefill peer %s %s: %s", peer, "does not pair with us" if refuses else "is down", told)
         known.told |= {status}
         known.why, known.failed_s, known.refuses = why, now_s, refuses
 

@@ -561,6 +561,23 @@ def test_a_goodbye_never_waits_for_a_worker_that_is_dead():
     run_quiet(body())
 
 
+def test_a_router_that_said_that_it_ends_need_not_be_told_of_a_drain(caplog):
+    caplog.set_level("INFO")
+
+    async def body() -> None:
+        router = await Router().start()
+        (worker,) = await fleet(FakeWorker((router.address,)), router=router)
+        router.service.leave()
+        await router.service.everybody_told()
+        await router._server.stop(0)
+        worker.draining = True
+        await worker.registration.announce()
+        await stop(router, worker)
+
+    run_quiet(body())
+    assert not [record for record in caplog.records if "could not be told" in record.getMessage()]
+
+
 @pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
 @pytest.mark.parametrize("draining", [False, True])
 def test_a_worker_that_drained_has_left_and_any_other_is_lost(draining, role, caplog):
