@@ -262,7 +262,7 @@ class DecodeSide:
     def _tick_stream(self, record: Inbound, stream: InboundStream, now_s: float) -> list[DecodeAction]:
         if cause := unanswered(record, stream, now_s):
             return self._recovery.lose(record, cause, now_s)
-        if actions := self._recovery.late(record, stream, now_s):
+        if actions := self._recovery.late(record, now_s):
             return actions
         for key in stream.overdue(now_s):
             actions += self.on_failed(stream.handoff, key, "timeout", now_s)

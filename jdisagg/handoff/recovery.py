@@ -122,16 +122,15 @@ class Recovery:
         record.set_aside(silent_s, now_s, no_kv=no_kv)
         return self._open(record, peer, now_s)
 
-    def late(self, record: Inbound, stream: InboundStream, now_s: float) -> list[DecodeAction]:
-        """Nothing, unless KV is all that is missing and does not come: then another P is asked, and where that cannot be, or
-        has not helped, the next rung is taken."""
-        late_s = late_kv(record, stream, now_s)
+    def late(self, record: Inbound, now_s: float) -> list[DecodeAction]:
+        """Nothing, unless KV is all that is missing and does not come: then another P is asked, and where there is none the
+        rest is computed here, if it may be."""
+        late_s = late_kv(record, now_s)
         if not late_s:
             return []
         if asked := self.doubt(record, late_s, now_s, no_kv=True):
             return asked
-        is_hedge, alone = record.doubted is not None, self._config.local_prefill is LocalPrefill.NEVER
-        if not late_kv(record, stream, now_s, patience=GIVE_UP) or (alone and not is_hedge):
+        if self._config.local_prefill is LocalPrefill.NEVER or not late_kv(record, now_s, patience=GIVE_UP):
             return []
         return self.lose(record, f"no KV came for {late_s:.3g} s", now_s, no_kv=True)
 

@@ -43,10 +43,11 @@ def no_piece(record: Inbound, stream: InboundStream, lease_s: float, now_s: floa
     return f"no piece for {idle_s:.1f} s after the prompt was computed" if idle_s >= lease_s else ""
 
 
-def late_kv(record: Inbound, stream: InboundStream, now_s: float, patience: int = 1) -> float:
+def late_kv(record: Inbound, now_s: float, patience: int = 1) -> float:
     """For how long no KV came, where it is the one thing that is missing and that is too long, or `patience` times that; else
     0.0."""
-    if record.stage is not InboundStage.COMPUTED or not record.reserved or record.stream is not stream:
+    stream = record.stream
+    if stream is None or not record.reserved or record.stage is not InboundStage.COMPUTED:
         return 0.0
-    sizes = [piece.ready.num_bytes for piece in stream.pieces.values() if piece.fetch_deadline_s is not None]
+    sizes = [piece.ready.num_bytes for piece in stream.pieces.values()]  # all are being fetched
     return stream.line.late_s(max(sizes), now_s, patience) if sizes else 0.0

@@ -192,3 +192,74 @@ def test_a_piece_that_came_between_or_another_failure_makes_no_second_stall(reas
     side.on_arrived(H, "b", 3.5)
     assert rung(side.on_failed(H, "c", "stalled", 4.0))[0] == "refetch"
     assert rung(side.on_failed(H, "a", reason, 4.5))[0] == "refetch"
+
+
+def test_of_several_pieces_the_largest_says_how_long_it_may_take() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    for message in (Accepted(cached_tokens=0), Started()):
+        side.on_message(H, message, 0.0)
+    side.on_reserved("r", 0.0)
+    side.on_message(H, replace(ready("a", 0, 4), num_bytes=4 * SLOWEST_BYTES_PER_S), 0.0)
+    side.on_message(H, ready("b", 4, 8), 0.0)
+    side.on_message(H, Done(first=FIRST, num_chunks=2), 0.0)
+    assert side.tick(LATE_S + 3.9) == []
+    assert only(act.OpenStream, side.tick(LATE_S + 4.1)).peer == "q"
+
+
+def test_without_pages_nothing_is_late() -> None:
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    for message in (Accepted(cached_tokens=0), Started(), ready("a", 0, 4), Done(first=FIRST, num_chunks=1)):
+        side.on_message(H, message, 0.0)
+    assert side.tick(9.0) == []
+
+
+def test_with_another_peer_two_stalls_move_the_request_there_and_the_line_is_remembered() -> None:
+    side = computed()
+    side.on_failed(H, "a", "stalled", 2.1)
+    assert rung(side.on_failed(H, "b", "stalled", 2.2)) == ("other_prefill", "p", True)
+    compute(side, following := HandoffId("following", 3), ("p",))
+    assert rung(side.on_failed(following, "a", "connection", 3.0))[0] == "refetch", "that is no stall"
+    assert rung(side.on_failed(following, "b", "stalled", 3.0))[0] == "local_prefill"
+
+
+def test_what_stalled_while_another_peer_was_asked_is_remembered_too() -> None:
+    side = computed()
+    side.tick(2.0 + LATE)
+    assert side.on_failed(H, "a", "stalled", 3.1) == []
+    for message in (Accepted(cached_tokens=0), Started(), ready("d", 0, 4)):
+        side.on_message(H2, message, 3.2)
+    compute(side, following := HandoffId("following", 3), ("p",))
+    assert rung(side.on_failed(following, "b", "stalled", 4.0))[0] == "local_prefill", "the second one in a row"
+    compute(side, healed := HandoffId("healed", 4), ("p",))
+    side.on_arrived(healed, "a", 5.0)
+    side.release("healed")
+    compute(side, HandoffId("last", 5), ("s",))
+    assert not side._recovery._bad_lines, "nothing is bad any more"
+
+
+@pytest.mark.parametrize(("reason", "no_kv"), [("slow", True), ("timeout", True), ("stalled", True), ("checksum", False)])
+def test_what_ran_out_of_time_says_that_no_kv_came(reason: str, no_kv: bool) -> None:
+    side = computed("p")
+    taken = side.on_failed(H, "a", reason, 3.0)
+    for _ in range(2):
+        if not none_of(act.Send, taken):  # the range under a new key
+            side.on_message(H, ready("again", 0, 4), 4.0)
+        key = "a" if none_of(act.Send, taken) else "again"
+        taken = side.on_failed(H, key, reason, 5.0)
+        if rung(taken)[0] != "refetch":
+            break
+    assert rung(taken) == ("local_prefill" if no_kv else "reconnect", "p", no_kv)
+
+
+def test_a_stall_counts_though_the_request_had_no_more_time_than_the_fetch() -> None:
+    side = decode_side()
+    side.start(request(deadline_s=2.0), 0, ("p",), 0.0)
+    for message in (Accepted(cached_tokens=0), Started()):
+        side.on_message(H, message, 0.0)
+    side.on_reserved("r", 0.0)
+    for key, begin, end in (("a", 0, 4), ("b", 4, 8)):
+        side.on_message(H, ready(key, begin, end), 0.0)
+    side.on_failed(H, "a", "stalled", 1.0)
+    assert rung(side.on_failed(H, "b", "stalled", 1.5))[0] == "local_prefill"
