@@ -212,7 +212,8 @@ def test_without_pages_nothing_is_late() -> None:
     side.start(request(), 0, ("p", "q"), 0.0)
     for message in (Accepted(cached_tokens=0), Started(), ready("a", 0, 4), Done(first=FIRST, num_chunks=1)):
         side.on_message(H, message, 0.0)
-    assert side.tick(9.0) == []
+    compute(side, HandoffId("other", 2), ("p",))  # whose pieces do not come either
+    assert none_of(act.OpenStream, side.tick(3.9))
 
 
 def test_with_another_peer_two_stalls_move_the_request_there_and_the_line_is_remembered() -> None:
