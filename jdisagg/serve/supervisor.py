@@ -126,6 +126,8 @@ class Supervisor:
             await self._end(child)
         elif ready is not None and not first.done():
             first.set_result(ready)
+        elif ready is not None:  # whoever scrapes it has to know where it is now
+            log.info("%s: ready again as pid %d, HTTP on %s, gRPC on %s", spec.name, ready.pid, ready.http, ready.grpc)
         status = await child.wait()
         if not self._stopping.is_set():
             del self._children[spec.name]

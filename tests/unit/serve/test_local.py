@@ -131,6 +131,9 @@ def test_a_killed_child_is_started_again_with_the_same_flags(fleet, role: str) -
     else:
         assert " ".join(second[4:]).count(victim["http"].rpartition(":")[2]) == 2  # --port and --grpc-port of the first run
     assert len(one.events("started prefill")) == 1
+    again = re.compile(rf"{role}.*: ready again as pid {second[3]}, HTTP on \S+:\d+, gRPC on ")
+    until(lambda: again.search(one.log.read_text()) is not None, "nobody knows where to scrape it")
+    assert "prefill-0: ready again" not in one.log.read_text()
 
 
 @pytest.mark.parametrize(("number", "level"), [(signal.SIGTERM, " I local"), (signal.SIGKILL, " W local")])
