@@ -189,8 +189,7 @@ class DecodeSide:
         return self._on_error(record, message.error, cause, now_s)
 
     def _on_refused(self, record: Inbound, error: RequestError, now_s: float) -> list[DecodeAction]:
-        never = self._config.local_prefill is LocalPrefill.NEVER
-        if never and isinstance(error, Unavailable) and not is_unfit(error):
+        if self._config.local_prefill is LocalPrefill.NEVER and isinstance(error, Unavailable) and not is_unfit(error):
             return self._recovery.pass_over(record, now_s)  # it drains: wait for another one in its place, rather than fail
         return self._on_error(record, error, f"refused: {error}", now_s)
 
