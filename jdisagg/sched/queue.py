@@ -31,6 +31,10 @@ class SequenceQueue:
         """Those whose turn comes before that of a sequence of any queue. The queue must not change meanwhile."""
         return islice(self._sequences, bisect_left(self._orders, other.order))
 
+    def head(self, count: int) -> Iterator[Sequence]:
+        """The first so many, in order. The queue must not change meanwhile."""
+        return islice(self._sequences, count)
+
     @property
     def last(self) -> Sequence | None:
         """The one whose turn comes last, None when empty."""

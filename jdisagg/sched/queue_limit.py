@@ -10,7 +10,6 @@ Deterministic: the clock is the caller's.
 from __future__ import annotations
 
 from collections import deque
-from itertools import islice
 
 from jdisagg.core.errors import Overloaded
 from jdisagg.sched.states import Status
@@ -76,8 +75,8 @@ class QueueLimit:
         num_free = self._table.slots.num_free - len(queues[Status.TRANSFER]) - len(queues[Status.READY])
         if num_free <= 0:
             return 0
-        at_peers = islice((one for one in queues[Status.PREALLOC] if not one.wait.is_open), num_free)
-        return max(sum(1 for _ in at_peers), 0 if self._num_queued else min(self._num_added, num_free))
+        at_peers = sum(not one.wait.is_open for one in queues[Status.PREALLOC].head(num_free))
+        return max(at_peers, 0 if self._num_queued else min(self._num_added, num_free))
 
     def _count(self) -> int:
         return sum(len(self._table.queues[status]) for status in (Status.WAITING, Status.PREALLOC))

@@ -13,11 +13,18 @@ from jdisagg.sched.states import LIVE, Status
 OPEN = SimpleNamespace(wait=SimpleNamespace(is_open=True))  # whose peer has begun
 
 
+class Waiting(list):
+    def head(self, count: int) -> list[object]:
+        return self[:count]
+
+
 class Queue:
     """A waiting queue whose length is said, and its limit."""
 
     def __init__(self, max_queue_len: int = 10, num_free_slots: int = 0) -> None:
-        self._table = SimpleNamespace(queues={status: [] for status in LIVE}, slots=SimpleNamespace(num_free=num_free_slots))
+        self._table = SimpleNamespace(
+            queues={status: Waiting() for status in LIVE}, slots=SimpleNamespace(num_free=num_free_slots)
+        )
         self.limit = QueueLimit(self._table, max_queue_len)  # type: ignore[arg-type] # it only counts queues and free slots
 
     def holds(self, length: int) -> None:
@@ -25,7 +32,7 @@ class Queue:
         self._table.queues[Status.FORKING] = [None] * 3
         ways = (Status.WAITING, Status.PREALLOC)
         for i, status in enumerate(ways):
-            self._table.queues[status] = [OPEN] * len(range(i, length, len(ways)))
+            self._table.queues[status] = Waiting([OPEN] * len(range(i, length, len(ways))))
 
     def plan(self, now_s: float, length: int) -> None:
         """A plan at `now_s` leaves `length` waiting."""
