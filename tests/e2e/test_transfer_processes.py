@@ -68,7 +68,7 @@ def test_a_piece_shorter_than_announced_fails_alone(pair: TransferPair) -> None:
         longer["locator"] = " ".join([*where, "64", kind])
     began_s = time.monotonic()
     got = pair.fetched(longer, within_s=2.0)
-    assert got["failed"] in ("truncated", "checksum", "connection", "timeout"), got
+    assert got["failed"] in ("truncated", "checksum", "connection", "timeout", "stalled"), got
     assert time.monotonic() - began_s < LIMIT_S
     pair.moves()
 
@@ -102,7 +102,9 @@ def test_a_killed_producer_ends_every_fetch_and_the_next_one_is_used(pair: Trans
     began_s = time.monotonic()
     events = [pair.consumer.ask("event") for _ in readies]
     assert time.monotonic() - began_s < LIMIT_S
-    assert all("digest" in event or event["failed"] in ("connection", "unknown_key", "timeout") for event in events), events
+    assert all(
+        "digest" in event or event["failed"] in ("connection", "unknown_key", "timeout", "stalled") for event in events
+    ), events
     assert all(event["digest"] == pair.digest(int(event["key"][1:])) for event in events if "digest" in event)
     pair.replace_producer()
     pair.moves()
@@ -136,7 +138,8 @@ def test_a_frozen_producer_costs_the_deadline_and_no_more(pair: TransferPair) ->
     if pair.backend == "shm":
         assert "digest" in got, "its memory needs nobody to serve it"
     else:
-        assert (got.get("failed"), took_s < LIMIT_S) == ("timeout", True), (got, took_s)
+        assert got.get("failed") in ("timeout", "stalled"), got
+        assert took_s < LIMIT_S
     pair.moves()
 
 
