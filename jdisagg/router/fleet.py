@@ -137,12 +137,14 @@ class Fleet:
 
     def count(self, role: Role) -> int:
         """Workers of a role that are there; those that decode count while they are linked."""
-        return sum(e.member.role is role and (e.linked or not e.member.decodes) for e in self._entries.values())
+        return len(self._there(role))
 
     def count_draining(self, role: Role) -> int:
         """Those of them that take no new requests, as they are about to end."""
-        there = (e for e in self._entries.values() if e.linked or not e.member.decodes)
-        return sum(e.member.role is role and e.member.draining for e in there)
+        return sum(entry.member.draining for entry in self._there(role))
+
+    def _there(self, role: Role) -> list[Entry]:
+        return [e for e in self._entries.values() if e.member.role is role and (e.linked or not e.member.decodes)]
 
     def choose(
         self,

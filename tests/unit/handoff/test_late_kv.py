@@ -25,6 +25,16 @@ def computed(*peers: str, config: TransferConfig = CONFIG, backends: tuple[str, 
     return side
 
 
+def begun() -> DecodeSide:
+    """P computes, there are pages, nothing was announced."""
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    for message in (Accepted(cached_tokens=0), Started()):
+        side.on_message(H, message, 0.0)
+    side.on_reserved("r", 0.0)
+    return side
+
+
 def compute(side: DecodeSide, handoff: HandoffId, peers: tuple[str, ...], backends: tuple[str, ...] = ("fake",)) -> None:
     side.start(request(request_id=handoff.request_id), 0, peers, 0.0)
     for message in (Agreed(backends=backends), Accepted(cached_tokens=0), Started()):
@@ -69,11 +79,7 @@ def test_what_comes_after_all_ends_the_hedge() -> None:
 
 
 def test_nobody_waits_for_kv_before_the_first_token_is_there() -> None:
-    side = decode_side()
-    side.start(request(), 0, ("p", "q"), 0.0)
-    for message in (Accepted(cached_tokens=0), Started()):
-        side.on_message(H, message, 0.0)
-    side.on_reserved("r", 0.0)
+    side = begun()
     side.on_message(H, ready("a", 0, 4), 1.0)
     assert side.tick(5.9) == []
     side.on_message(H, ready("b", 4, 8), 5.9)
@@ -82,11 +88,7 @@ def test_nobody_waits_for_kv_before_the_first_token_is_there() -> None:
 
 
 def test_a_large_piece_has_the_time_that_the_slowest_network_takes_for_it() -> None:
-    side = decode_side()
-    side.start(request(), 0, ("p", "q"), 0.0)
-    for message in (Accepted(cached_tokens=0), Started()):
-        side.on_message(H, message, 0.0)
-    side.on_reserved("r", 0.0)
+    side = begun()
     side.on_message(H, replace(ready("a", 0, 4), num_bytes=2 * SLOWEST_BYTES_PER_S), 0.0)
     side.on_message(H, Done(first=FIRST, num_chunks=1), 0.0)
     assert side.tick(LATE_S + 1.9) == []
@@ -195,11 +197,7 @@ def test_a_piece_that_came_between_or_another_failure_makes_no_second_stall(reas
 
 
 def test_of_several_pieces_the_largest_says_how_long_it_may_take() -> None:
-    side = decode_side()
-    side.start(request(), 0, ("p", "q"), 0.0)
-    for message in (Accepted(cached_tokens=0), Started()):
-        side.on_message(H, message, 0.0)
-    side.on_reserved("r", 0.0)
+    side = begun()
     side.on_message(H, replace(ready("a", 0, 4), num_bytes=4 * SLOWEST_BYTES_PER_S), 0.0)
     side.on_message(H, ready("b", 4, 8), 0.0)
     side.on_message(H, Done(first=FIRST, num_chunks=2), 0.0)
