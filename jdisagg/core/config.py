@@ -118,6 +118,7 @@ class ServerConfig:
     port: int = 0  # HTTP; 0 picks a free one
     grpc_port: int = 0
     router: tuple[str, ...] = ()  # routers to register with
+    allowed_origins: tuple[str, ...] = ()  # of web pages whose scripts may call the HTTP API; "*" = of any
     api_key: str | None = None  # from JDISAGG_API_KEY, or @FILE; a bare value in argv is refused
     default_deadline_s: float = 600.0
     drain_s: float = 30.0

@@ -25,7 +25,7 @@ class Flag:
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
-    syntax: str = ""  # "" | "bytes" (512MiB) | "ranges" (0-3,5) | "addresses" (HOST:PORT,..) | "secret" (@FILE)
+    syntax: str = ""  # "" | "bytes" (512MiB) | "ranges" (0-3,5) | "addresses" (HOST:PORT,..) | "origins" | "secret" (@FILE)
     aliases: tuple[str, ...] = ()
     only: tuple[str, ...] = ()  # the roles it is for; () = every role with an engine, or all (see `core.scope`)
     role_choices: tuple[tuple[str, tuple[str, ...]], ...] = ()  # roles that choose among fewer
@@ -169,6 +169,12 @@ _SERVER = (
     Flag("server", "port", "HTTP port; 0 picks a free one", minimum=0, maximum=65535),
     Flag("server", "grpc_port", "gRPC port; 0 picks a free one", minimum=0, maximum=65535),
     Flag("server", "router", "routers a worker registers with, HOST:PORT,..", syntax="addresses", only=_WORKERS),
+    Flag(
+        "server",
+        "allowed_origins",
+        "web pages whose scripts may call the HTTP API (CORS): SCHEME://HOST[:PORT],.., or '*' for any; default: none",
+        syntax="origins",
+    ),
     Flag("server", "api_key", "@FILE holding the key clients must send (or set JDISAGG_API_KEY)", syntax="secret"),
     Flag("server", "default_deadline_s", "deadline of requests that bring none, and the longest one may bring", minimum=0.1),
     Flag("server", "drain_s", "time running requests get after SIGTERM", minimum=0),

@@ -17,6 +17,7 @@ from jdisagg.core.flags import Flag
 
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s\[\]:,/]+):(\d{1,5})")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s\[\]:,/?#@A-Z]+)(:\d{1,5})?")  # as browsers send it
 _DIGITS = r"\d{1,30}"  # of a number: beyond that int() may refuse, and no float holds it
 _MAX_INDEX = 4095  # of a device or core
 _MAX_SECRET = 2**16  # characters of its file that are read
@@ -25,11 +26,13 @@ _MAX_SECRET = 2**16  # characters of its file that are read
 def read_value(flag: Flag, hint: Any, raw: object, where: str, *, is_text: bool) -> Any:
     """The typed value of `raw` for a field annotated `hint`. `is_text`: raw was typed on a command line.
 
-    Raises ConfigError. Sizes come back in bytes, addresses as a tuple, secrets as the first line of their file.
+    Raises ConfigError. Sizes come back in bytes, addresses and origins as a tuple, secrets as the first line of their file.
     """
     kind = _without_none(hint)
     if flag.syntax == "addresses":
         return _addresses(raw, where)
+    if flag.syntax == "origins":
+        return _origins(raw, where)
     if flag.syntax == "bytes" and isinstance(raw, str):
         return _in_bounds(flag, _bytes(raw, where), where)
     if flag.syntax == "secret":
@@ -138,18 +141,33 @@ def _bytes(raw: str, where: str) -> int:
 
 
 def _addresses(raw: object, where: str) -> tuple[str, ...]:
-    parts = raw.split(",") if isinstance(raw, str) else raw
-    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-        fail(where, raw, "addresses HOST:PORT, separated by commas")
-    found = tuple(part.strip() for part in parts if part.strip())
-    if isinstance(raw, str) and not found:
-        fail(where, raw, "HOST:PORT,..; leave it out for none")
+    found = _list(raw, where, "address", "addresses", "HOST:PORT")
     for address in found:
         match = _ADDRESS.fullmatch(address)
         if match is None or not 0 < int(match[2]) <= 65535:
             fail(where, address, "HOST:PORT with a port of 1 to 65535")
+    return found
+
+
+def _origins(raw: object, where: str) -> tuple[str, ...]:
+    found = _list(raw, where, "origin", "origins", "SCHEME://HOST[:PORT]")
+    for origin in found:
+        if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+            fail(
+                where, origin, "'*' or an origin as browsers send it, SCHEME://HOST[:PORT] in small letters and without a path"
+            )
+    return found
+
+
+def _list(raw: object, where: str, one: str, many: str, form: str) -> tuple[str, ...]:
+    parts = raw.split(",") if isinstance(raw, str) else raw
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        fail(where, raw, f"{many} {form}, separated by commas")
+    found = tuple(part.strip() for part in parts if part.strip())
+    if isinstance(raw, str) and not found:
+        fail(where, raw, f"{form},..; leave it out for none")
     if len(set(found)) != len(found):
-        fail(where, raw, "every address once")
+        fail(where, raw, f"every {one} once")
     return found
 
 

@@ -75,9 +75,8 @@ async def serve(config: Config, process: Process) -> int:
         return await engine.drain(deadline_s)
 
     _add_admin(server, engine, drain)
-    http = HttpServer(
-        make_app(edge, engine, metrics.text, config.server.api_key), listener, stop_timeout_s=config.server.drain_s
-    )
+    app = make_app(edge, engine, metrics.text, config.server.api_key, config.server.allowed_origins)
+    http = HttpServer(app, listener, stop_timeout_s=config.server.drain_s)
     process.dump_with(engine.debug_state)
     await server.start()
     await http.start()

@@ -163,7 +163,7 @@ class _Edges:
         kv_events_pb2_grpc.add_KVEventsServiceServicer_to_server(self._kv_events, server)
         services = tuple(f"jdisagg.v1.{name}" for name in names)
         self._health = HealthReporter(server, services, self._engine.health)
-        self.app = make_app(edge, self._engine, self._metrics_text, config.server.api_key)
+        self.app = make_app(edge, self._engine, self._metrics_text, config.server.api_key, config.server.allowed_origins)
         metrics.set_build(role=config.role, model=self.model_name)
 
     async def start(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -20,7 +21,7 @@ from jdisagg.api.http.completions import Completions
 from jdisagg.api.http.errors import error_response, plain_error
 from jdisagg.api.http.openapi import openapi_document
 from jdisagg.api.http.operations import Observable, Operations
-from jdisagg.api.http.request_id import RequestIdHeader, shown_request_id
+from jdisagg.api.http.request_id import HEADER, RequestIdHeader, shown_request_id
 from jdisagg.api.http.tokens import TokenEndpoints
 from jdisagg.core.errors import JdisaggError, RequestError, Unauthenticated
 
@@ -29,8 +30,15 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")
 
 
-def make_app(edge: Edge | None, engine: Observable, metrics_text: Callable[[], str], api_key: str | None = None) -> Starlette:
-    """The application. `edge` None: a role without completions, which serves health, readiness, metrics and debug only."""
+def make_app(
+    edge: Edge | None,
+    engine: Observable,
+    metrics_text: Callable[[], str],
+    api_key: str | None = None,
+    allowed_origins: Sequence[str] = (),
+) -> Starlette:
+    """The application. `edge` None: a role without completions, which serves health, readiness, metrics and debug only.
+    `allowed_origins`: of web pages whose scripts may read answers."""
     operations = Operations(engine, metrics_text)
     routes = [
         Route("/health", operations.health),
@@ -45,9 +53,23 @@ def make_app(edge: Edge | None, engine: Observable, metrics_text: Callable[[], s
     else:
         routes += _completion_routes(edge)
     refused = None if edge is None else edge.refused
-    layers = [Middleware(RequestIdHeader, refused=refused), *([Middleware(_ApiKeyGuard, api_key=api_key)] if api_key else [])]
+    layers = [
+        *([_cross_origin(allowed_origins)] if allowed_origins else []),  # outside: scripts may read refusals, too
+        Middleware(RequestIdHeader, refused=refused),
+        *([Middleware(_ApiKeyGuard, api_key=api_key)] if api_key else []),
+    ]
     handlers = {JdisaggError: _on_error, HTTPException: _on_http_error, Exception: _on_bug}
     return Starlette(routes=routes, middleware=layers, exception_handlers=handlers)
+
+
+def _cross_origin(origins: Sequence[str]) -> Middleware:
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=[HEADER],
+    )
 
 
 def _completion_routes(edge: Edge) -> list[Route]:

@@ -175,6 +175,18 @@ def test_a_bad_flag_says_what_it_got_and_what_to_change(argv: list[str], wanted:
         ("[transfer]\nlease_s = 0\n", "[transfer] lease_s: got 0.0, wanted at least 0.1"),
         ("[model]\nmodel = 3\n", "[model] model: got 3, wanted a non-empty string"),
         ("[transfer]\nprefill = [3]\n", "[transfer] prefill: got [3], wanted addresses HOST:PORT"),
+        (
+            '[server]\nallowed_origins = ["*", "*"]\n',
+            "[server] allowed_origins: got ['*', '*'], wanted every origin once",
+        ),
+        (
+            '[server]\nallowed_origins = "https://a.b/c"\n',
+            "[server] allowed_origins: got 'https://a.b/c', wanted '*' or an origin",
+        ),
+        (
+            '[server]\nallowed_origins = "A.b"\n',
+            "[server] allowed_origins: got 'A.b', wanted '*' or an origin as browsers send",
+        ),
         ('[server]\napi_key = "hunter2"\n', "[server] api_key: a secret is not given in the open"),
         ('[server]\napi_key = "@\\u0000"\n', "[server] api_key: cannot read the file '\\x00'"),
         ("role = 3\n", "role: got 3, wanted one of unified"),
@@ -186,6 +198,16 @@ def test_a_bad_file_names_file_section_and_key(write, text: str, wanted: str) ->
     assert wanted in got
     assert "conf.toml" in got
     assert "hunter2" not in got
+
+
+def test_origins_are_a_list_as_browsers_send_them(write) -> None:
+    wanted = ("https://chat.example:3000", "http://[::1]:8080", "app://localhost")
+    config = load("--allowed-origins", "https://chat.example:3000, http://[::1]:8080,app://localhost")
+    assert config.server.allowed_origins == wanted
+    assert load(*to_flags(config)).server.allowed_origins == wanted
+    assert load("--config", write(to_toml(config))).server.allowed_origins == wanted
+    assert load("--allowed-origins", "*").server.allowed_origins == ("*",)
+    assert load().server.allowed_origins == ()
 
 
 def test_the_api_key_comes_from_a_file_or_the_environment_and_is_never_printed(tmp_path: Path) -> None:
