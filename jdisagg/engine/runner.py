@@ -54,7 +54,7 @@ class ModelRunner:
     def __init__(self, device: Device, shape: RunnerShape) -> None:
         self.device = device
         self.shape = shape
-        self._host = HostCopies()
+        self._host = HostCopies(device.shape.chunk_tokens)
         self._num_top: dict[int, int] = {}  # slot -> alternatives wanted, for slots that want log-probabilities
 
     @property
@@ -148,7 +148,8 @@ class ModelRunner:
     def _offload(self, copy: HostCopy) -> None:
         ranges = range(0, copy.num_tokens, self.chunk_tokens)
         ends = [(begin, min(begin + self.chunk_tokens, copy.num_tokens)) for begin in ranges]
-        self._host.keep(copy.key, [self.device.export(self._where(copy.page_table, *end, 0)) for end in ends])
+        pieces = [self.device.export(self._where(copy.page_table, *end, 0)) for end in ends]
+        self._host.keep(copy.key, pieces, copy.num_tokens)
 
     def _restore(self, copy: HostCopy) -> None:
         for number, piece in enumerate(self._host.take(copy.key)):

@@ -43,5 +43,7 @@ class Quarantine:
 
 
 def _keys(request: EngineRequest) -> tuple[str, str]:
-    prompt = array("q", request.prompt_token_ids).tobytes()
-    return f"id:{request.request_id}", f"prompt:{hashlib.blake2b(prompt, digest_size=16).hexdigest()}"
+    """Who keeps prefixes apart by a salt keeps prompts apart: nobody learns, or suffers from, what others asked."""
+    prompt = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=16)
+    prompt.update(request.cache_salt.encode())
+    return f"id:{request.request_id}", f"prompt:{prompt.hexdigest()}"

@@ -39,6 +39,16 @@ class Admission:
         holding.promised_pages = total
         return True
 
+    def weigh_host_copy(self, sequence: Sequence, promised: int) -> None:
+        """KV on the host comes back into pages of its own. Where too few are free, but would do beside the pages that hold its
+        beginning, the copy is let go: the rest is computed again, sooner than the sequence, whom nobody passes, could go on."""
+        if not sequence.wait.host_tokens:
+            return
+        total, num_free = self._table.pages.pages_for(self.gate_tokens(sequence)), self._table.pages.num_free - promised
+        if self._cost(sequence, (), total) > num_free >= self._cost(sequence, self.find_prefix(sequence), total):
+            self._table.host.drop(sequence.request_id)
+            sequence.wait.host_tokens = 0
+
     def share_memory(self, child: Sequence, donor: Sequence, promised: int) -> bool:
         """Reserve pages for a choice beside the sibling whose prompt it has: its full pages are shared, up to the prompt's last
         token, which the child feeds itself. The caller copies the page in between when there is one."""

@@ -67,23 +67,29 @@ class PageBook:
         return new
 
     def publish(self, sequence: Sequence) -> None:
-        """Offer the full pages below `num_computed` to the prefix index: the steps that wrote them have committed."""
+        """Offer the full pages below `num_computed` to the prefix index: the steps that wrote them have committed. Twins are
+        offered again: the other page may be gone, and nothing is found behind a hole."""
         holding = sequence.holding
         num_full = min(sequence.num_computed, sequence.num_known) // self.page_size  # beyond its end there is junk
         if not self._caching or num_full <= holding.num_indexed:
             return
+        offered, holding.num_indexed = [*holding.twins, *range(holding.num_indexed, num_full)], num_full
+        if holding.is_private:
+            return
         self._hash(sequence, num_full)
-        new = [i for i in range(holding.num_indexed, num_full) if self._index.insert(holding.keys[i], holding.pages[i])]
+        new, holding.twins = [], []
+        for i in offered:
+            (new if self._index.insert(holding.keys[i], holding.pages[i]) else holding.twins).append(i)
         for i in new:
             self._allocator.set_indexed(holding.pages[i])
         if self._journal is not None:
             self._record(self._journal, sequence, new)
-        holding.num_indexed = num_full
 
     def drop(self, holding: Holding) -> None:
         """Give every page back and forget the promise; keys stay, tokens do not change."""
         self._allocator.free(holding.pages)
         holding.pages.clear()
+        holding.twins.clear()
         holding.num_indexed = holding.promised_pages = holding.held_tokens = 0
 
     def distrust(self, holding: Holding) -> None:
@@ -93,8 +99,11 @@ class PageBook:
             self._evict(page)
         self._allocator.clear_indexed(pages)
 
-    def reset_index(self) -> int:
-        """Forget all cached prefixes; returns the number of pages forgotten. Pages in use stay in use."""
+    def reset_index(self, live: Iterable[Holding]) -> int:
+        """Forget all cached prefixes; returns the number of pages forgotten. Those `live` keep their pages, which nobody finds
+        from now on."""
+        for holding in live:
+            holding.is_private = True
         pages = self._index.reset()
         self._allocator.clear_indexed(pages)
         if self._journal is not None:

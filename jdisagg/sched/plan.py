@@ -101,7 +101,8 @@ class Plan:
     def is_empty(self) -> bool:
         """True when nothing has to reach the device."""
         return not (
-            self.evict or self.admit or self.pages or self.prefill or self.decode or self.copies or self.offload or self.forget
+            (self.evict or self.admit or self.pages or self.prefill or self.decode)
+            or (self.copies or self.offload or self.restore or self.forget)
         )
 
     @property

@@ -222,8 +222,8 @@ class Scheduler:
         return not (self._table.live or len(self._steps) or device_behind or self._arrivals.has_complete)
 
     def reset_prefix_cache(self) -> int:
-        """Forget all shared prefixes; returns the pages forgotten. Requests that hold such pages keep them."""
-        return self._table.pages.reset_index()
+        """Forget all shared prefixes; returns the pages forgotten. Requests that are here now go on, and leave none behind."""
+        return self._table.pages.reset_index(sequence.holding for sequence in self._table.live.values())
 
     def kv_journal(self) -> PrefixJournal:
         """From now on every change of the prefix cache is written down here, to be taken once per tick. Call once, at start."""

@@ -58,6 +58,7 @@ class Starter:
                 earlier = self._waiting_before(sequence, donors)
                 if earlier is None:
                     break
+                self._admission.weigh_host_copy(earlier, table.outstanding_pages())
                 has_room = not self._is_too_long(draft, earlier) and self._admission.take_memory(
                     earlier, table.outstanding_pages()
                 )
@@ -129,6 +130,7 @@ class Starter:
             if not candidates or (remote is None and not can_compute):
                 return
             sequence = min(candidates, key=lambda s: s.order)
+            self._admission.weigh_host_copy(sequence, promised)
             if sequence is local and can_compute and self._is_too_long(draft, sequence):
                 return
             if (sequence is remote or can_compute) and self._admission.take_memory(sequence, promised):
@@ -149,7 +151,7 @@ class Starter:
         return self._rows.is_scarce and self._table.someone_holds_memory
 
     def _is_closed_by(self, blocked: list[Sequence]) -> bool:
-        """Nobody may pass those who lack memory any more; looking further than may pass would cost time for nothing."""
+        """Nobody may pass those who lack memory any more, or there are more of them than are looked past."""
         if not blocked or not self._table.someone_holds_memory:
             return False
         limit = self._config.max_bypass

@@ -61,6 +61,16 @@ def test_kv_survives_the_way_through_host_memory(runner, settles):
     assert runner.num_host_copies == 0
 
 
+@pytest.mark.parametrize("num_tokens", [5, 8, 21])
+def test_a_copy_takes_the_bytes_of_its_tokens(runner, num_tokens):
+    out = HostCopy(key="a", page_table=(PAGES,), num_tokens=num_tokens)
+    runner.collect(runner.dispatch(Plan(step_id=1, offload=(out,))))
+    one = runner.export_tokens((PAGES,), 0, 1)
+    assert runner._host.num_bytes == num_tokens * sum(array[:, :1].nbytes for array in one.arrays)
+    runner.collect(runner.dispatch(Plan(step_id=2, forget=("a",))))
+    assert runner._host.num_bytes == 0
+
+
 def test_a_forgotten_copy_is_gone(runner):
     out = HostCopy(key="a", page_table=(PAGES,), num_tokens=21)
     runner.collect(runner.dispatch(Plan(step_id=1, offload=(out,))))

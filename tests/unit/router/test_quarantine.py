@@ -10,7 +10,7 @@ from jdisagg.core.errors import HandoffLost
 from jdisagg.router.quarantine import Quarantine
 from tests.unit.router.fakes import Router
 from tests.unit.router.test_fleet_engine import ask
-from tests.unit.wire.rig import run_quiet
+from tests.unit.wire.rig import request, run_quiet
 
 
 def test_what_may_be_asked_again_is_in_quarantine_no_longer() -> None:
@@ -26,6 +26,15 @@ def test_what_may_be_asked_again_is_in_quarantine_no_longer() -> None:
         quarantine.check(ask("r1"), 170.0)
     quarantine.expire(180.0)
     assert len(quarantine) == 0
+
+
+def test_a_prompt_is_refused_under_its_own_salt_alone() -> None:
+    quarantine = Quarantine(60.0)
+    quarantine.add(request("r1", prompt=(1, 2, 3), cache_salt="one tenant"), 100.0)
+    quarantine.check(request("r2", prompt=(1, 2, 3), cache_salt="another"), 100.0)
+    quarantine.check(request("r3", prompt=(1, 2, 3)), 100.0)
+    with pytest.raises(HandoffLost, match="quarantined"):
+        quarantine.check(request("r4", prompt=(1, 2, 3), cache_salt="one tenant"), 100.0)
 
 
 def test_the_state_of_an_idle_router_shows_nothing_in_quarantine_after_its_time() -> None:

@@ -220,6 +220,29 @@ def test_kv_on_the_host_comes_back_when_and_only_when_there_is_room_for_it(
     assert all(engine.seen[f"r{i}"].tokens == expected((i + 1,) * n, 12) for i, n in enumerate(lengths))
 
 
+def test_kv_on_the_host_is_let_go_where_its_beginning_is_in_memory_and_all_of_it_has_no_room() -> None:
+    """`b` shares ten pages with `a`, which goes on for long: with all of its KV on the host it would wait for it, and everybody
+    behind it too."""
+    ends: list[dict[str, int]] = []
+    for host_tokens in (0, 1000):
+        engine = FakeEngine(num_pages=31, max_model_len=140, max_num_batched_tokens=64, host_tokens=host_tokens)
+        shared, other = tuple(range(1, 42)), tuple(range(5, 24))
+        for name, prompt, num, ticks in (("a", shared, 70, 3), ("c", other, 19, 1), ("b", (*shared, 3), 26, 2)):
+            engine.add(request(name, prompt, num))
+            for _ in range(ticks):
+                engine.tick()
+        at: dict[str, int] = {}
+        while not engine.scheduler.is_idle():
+            engine.tick()
+            if engine.scheduler.preempted:
+                engine.add(request("late", (9, 9), 2))  # behind whom it must not stand
+            at |= {name: len(engine.plans) for name, one in engine.seen.items() if name not in at and one.last.finish}
+        assert engine.seen["b"].tokens == expected((*shared, 3), 26)
+        assert engine.scheduler.stats.restored_tokens == 0
+        ends.append(at)
+    assert ends[0] == ends[1]
+
+
 @pytest.mark.parametrize(("num_pages", "num_forks"), [(7, 0), (8, 1), (10, 1), (11, 2)])
 def test_choices_of_one_step_leave_each_other_what_they_are_promised(num_pages: int, num_forks: int) -> None:
     """Each is promised 5 pages; the leader has taken 3, and a choice shares 2 of them and takes one."""

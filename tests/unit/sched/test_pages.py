@@ -81,7 +81,7 @@ def test_without_caching_nothing_is_found_and_nothing_forgotten() -> None:
     pages = book(caching=False)
     one = computed(pages, 13)
     assert pages.find(one, 13) == ()
-    assert pages.reset_index() == 0
+    assert pages.reset_index([one.holding]) == 0
     assert one.holding.keys == []
     pages.drop(one.holding)
     assert pages.num_free == pages.num_usable
@@ -90,12 +90,41 @@ def test_without_caching_nothing_is_found_and_nothing_forgotten() -> None:
 def test_what_was_forgotten_is_not_offered_again() -> None:
     pages = book()
     one = computed(pages, 8)
-    assert pages.reset_index() == 2
+    assert pages.reset_index([one.holding]) == 2
     one.num_computed = 12
     pages.publish(one)
-    assert pages.reset_index() == 1  # the page written since; nobody can find it without the two before it
     assert pages.find(one, 12) == ()
-    pages.check([one.holding])
+    other = computed(pages, 8)
+    one.num_computed = 13
+    pages.publish(one)
+    assert pages.find(one, 12) == tuple(other.holding.pages[:2])  # a page behind what was written before stays unknown
+    assert pages.reset_index([]) == 2
+    pages.check([one.holding, other.holding])
+
+
+def test_pages_whose_tokens_another_one_has_are_offered_again_when_that_is_gone() -> None:
+    pages = book(num_pages=10)
+    first = computed(pages, 8)
+    twin = computed(pages, 8)
+    assert (twin.holding.twins, twin.holding.num_indexed) == ([0, 1], 2)
+    pages.drop(first.holding)
+    assert pages.find(twin, 8) != tuple(twin.holding.pages[:2])
+    taken = Holding()
+    assert pages.grow(taken, pages.num_free) is not None  # the first one's pages are forgotten
+    assert pages.find(twin, 8) == ()
+    twin.num_computed = 12
+    pages.publish(twin)
+    assert pages.find(twin, 12) == tuple(twin.holding.pages[:3])
+    assert twin.holding.twins == []
+    pages.check([twin.holding, taken])
+
+
+def test_twins_are_forgotten_with_their_pages() -> None:
+    pages = book()
+    first, twin = computed(pages, 8), computed(pages, 8)
+    pages.drop(twin.holding)
+    assert twin.holding.twins == []
+    pages.check([first.holding])
 
 
 def test_a_found_page_costs_a_free_one_only_while_nobody_holds_it() -> None:
