@@ -34,7 +34,8 @@ def main() -> int:
     options = parser.parse_args()
     prepare_jax(Config(role="unified"), os.environ)  # as a worker has it: no preallocation, compiled programs are kept
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_SHARE)
+    if not os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"):  # jax refuses to start when both are set
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", MEMORY_SHARE)
     findings = Findings(options.out / "sections" / f"{options.name}.json")
     setting = Setting(
         name=options.name, out=options.out, scratch=options.scratch, small=options.small, clock=Clock(options.limit_s)

@@ -118,5 +118,8 @@ def _version(package: str) -> str | None:
 def _commit() -> str:
     """Of the working tree; "unknown" outside a repository."""
     command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=10)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):  # no git there
+        return "unknown"
     return done.stdout.strip() or "unknown"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_kit.child import EXIT_SKIPPED
-from gpu_kit.sections import DISTRIBUTIONS, Section
+from gpu_kit.sections import DISTRIBUTIONS, LEAST_VERSIONS, Section
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAST_S = 5.0  # a section that gets less is not started
@@ -58,7 +60,23 @@ class Budget:
 
 def lacking(section: Section) -> list[str]:
     """Packages that the section needs and this machine lacks, by the names that pip knows."""
-    return [DISTRIBUTIONS.get(name, name) for name in section.needs if not _exists(name)]
+    return [_asked(name) for name in section.needs if not _exists(name) or _is_old(name)]
+
+
+def _asked(module: str) -> str:
+    """A distribution, with the version that is wanted where that matters."""
+    least = LEAST_VERSIONS.get(module)
+    return DISTRIBUTIONS.get(module, module) + (f">={'.'.join(map(str, least))}" if least else "")
+
+
+def _is_old(module: str) -> bool:
+    if (least := LEAST_VERSIONS.get(module)) is None:
+        return False
+    try:
+        found = str(importlib.import_module(module).__version__)  # what is imported, wheels on PYTHONPATH first
+    except ImportError:
+        return True
+    return tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < least
 
 
 def _exists(module: str) -> bool:

@@ -6,21 +6,23 @@ from dataclasses import dataclass
 
 TOTAL_S = 470.0  # of all sections together; the budgets below add up to it
 SERVER_MODULES = (
-    *("grpc", "grpc_health", "grpc_reflection", "grpc_status", "starlette", "uvicorn", "uvloop", "httptools"),
+    *("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google.rpc", "starlette", "uvicorn", "uvloop", "httptools"),
     *("tokenizers", "prometheus_client", "jinja2", "safetensors", "xxhash", "google.protobuf"),
 )
 STEP_MODULES = ("jax", "flax", "safetensors", "orbax.checkpoint", "tensorstore")
 BATCH_MODULES = (*STEP_MODULES, *SERVER_MODULES, "httpx", "tqdm")
-WIRE_MODULES = ("jax", "grpc", "google.protobuf")
+WIRE_MODULES = ("jax", "grpc", "grpc_status", "google.rpc", "google.protobuf")
 DISTRIBUTIONS = {  # where a module and what brings it differ in name
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
     "grpc_status": "grpcio-status",
     "google.protobuf": "protobuf",
+    "google.rpc": "googleapis-common-protos",
     "prometheus_client": "prometheus-client",
     "orbax.checkpoint": "orbax-checkpoint",
 }
+LEAST_VERSIONS = {"grpc": (1, 85, 1), "google.protobuf": (7, 35, 1)}  # of what generated jdisagg/v1; older ones refuse it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +49,14 @@ SECTIONS = (
         name="kernels",
         module="gpu_kit.kernel_section",
         says="every implementation offered here against NumPy float64",
-        budget_s=25,
+        budget_s=30,
         needs=("jax",),
     ),
     Section(
         name="unified",
         module="gpu_kit.engine_section",
         says="one engine: reference streams, TTFT, host overhead",
-        budget_s=40,
+        budget_s=55,
         needs=SERVER_MODULES,
     ),
     Section(
@@ -74,7 +76,7 @@ SECTIONS = (
             needs=SERVER_MODULES,
             after="unified",
         )
-        for backend, budget_s in (("jax", 40), ("grpc", 35), ("shm", 35))
+        for backend, budget_s in (("jax", 40), ("grpc", 30), ("shm", 30))
     ),
     Section(
         name="cpu-decode",
@@ -101,14 +103,14 @@ SECTIONS = (
         name="decode",
         module="gpu_kit.decode_section",
         says="decode step against the memory roofline",
-        budget_s=55,
+        budget_s=50,
         needs=STEP_MODULES,
     ),
     Section(
         name="prefill",
         module="gpu_kit.prefill_section",
         says="prefill step against the matmul rate",
-        budget_s=40,
+        budget_s=35,
         needs=STEP_MODULES,
     ),
     Section(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
 import pytest
-from gpu_kit import runner
-from gpu_kit.runner import Budget, run_section
-from gpu_kit.sections import SECTIONS, TOTAL_S, Section, picked
+from gpu_kit import report, runner
+from gpu_kit.runner import Budget, lacking, run_section
+from gpu_kit.sections import LEAST_VERSIONS, SECTIONS, TOTAL_S, Section, picked
 
 BODIES = {
     "fine": "findings.fact(answer=42); findings.check('two is two', True)",
@@ -122,3 +123,30 @@ def test_a_picked_section_brings_device_and_what_it_compares_with() -> None:
     assert [section.name for section in picked("pair-shm")] == ["device", "unified", "pair-shm"]
     with pytest.raises(ValueError, match="decoed unknown, wanted some of device"):
         picked("decoed")
+
+
+def test_the_least_versions_are_those_that_the_generated_code_accepts() -> None:
+    generated = Path(__file__).parents[3] / "jdisagg" / "v1"
+    of_grpc = re.search(r"GRPC_GENERATED_VERSION = '([\d.]+)'", (generated / "peer_pb2_grpc.py").read_text())
+    of_protobuf = re.search(r"# Protobuf Python Version: ([\d.]+)", (generated / "peer_pb2.py").read_text())
+    assert of_grpc is not None
+    assert of_protobuf is not None
+    found = {"grpc": of_grpc[1], "google.protobuf": of_protobuf[1]}
+    assert {name: ".".join(map(str, version)) for name, version in LEAST_VERSIONS.items()} == found
+
+
+def test_a_package_that_is_too_old_is_named_with_the_version_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = Section(
+        name="s", module="m", says="", budget_s=1.0, needs=("grpc", "google.rpc", "google.protobuf", "no_such.thing")
+    )
+    assert lacking(section) == ["no_such.thing"]
+    monkeypatch.setattr("grpc.__version__", "1.85.0")
+    assert lacking(section) == ["grpcio>=1.85.1", "no_such.thing"]
+    for fine in ("1.85.1", "1.86.0rc1", "2.0"):
+        monkeypatch.setattr("grpc.__version__", fine)
+        assert lacking(section) == ["no_such.thing"]
+
+
+def test_a_report_is_written_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert report._commit() == "unknown"
