@@ -83,6 +83,9 @@ def test_the_prefix_cache_is_reset_under_load_without_touching_running_ones() ->
     engine.scheduler.check()
     engine.run()
     assert engine.seen["a"].tokens == expected(A, 9)
+    assert engine.scheduler.reset_prefix_cache() == 0, "those that were there leave nothing that could be found"
+    engine.add(request("c", A, 9))
+    engine.run()
     assert engine.scheduler.reset_prefix_cache() > 0
     engine.scheduler.check()
 
