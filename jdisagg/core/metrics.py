@@ -123,6 +123,7 @@ class CacheMetrics:
         )
         self.forks = new.counter("forks", "Choices that took the KV of a sibling's prompt.")
         self.host_tokens = new.counter("host_kv_tokens", "KV moved to host memory (out) and back (in).", "direction")
+        self.host_held = new.gauge("host_kv_held_tokens", "Tokens whose KV is in host memory now.")
         self.events = new.counter("kv_events", "Published changes of the prefix cache: stored, removed, cleared.", "kind")
         self.event_listeners = new.gauge("kv_event_listeners", "Streams of KVEventsService that are open.")
 

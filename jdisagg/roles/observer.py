@@ -32,6 +32,7 @@ class TickObserver:
         self._seen = replace(scheduler.stats)
         self._requests = {state: GaugeShare(metrics.requests.live.labels(state=state)) for state in scheduler.counts()}
         self._free_pages, self._used_pages = GaugeShare(metrics.cache.pages_free), GaugeShare(metrics.cache.pages_used)
+        self._host_tokens = GaugeShare(metrics.cache.host_held)
 
     def observe(self, turn: Turn, num_unfinished: int) -> None:
         """After a tick; `num_unfinished`: requests of clients and of other workers."""
@@ -42,6 +43,7 @@ class TickObserver:
         free, total = scheduler.num_free_pages, scheduler.num_pages
         self._free_pages.show(free)
         self._used_pages.show(total - free)
+        self._host_tokens.show(scheduler.num_host_tokens)
         running = counts["running"]
         self.load = Load(
             running=running,

@@ -240,6 +240,11 @@ class Scheduler:
         return self._table.pages.num_free
 
     @property
+    def num_host_tokens(self) -> int:
+        """Tokens whose KV is kept in host memory."""
+        return self._table.host.used_tokens
+
+    @property
     def stats(self) -> Stats:
         """Counters since start."""
         return self._table.stats

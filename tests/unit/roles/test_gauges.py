@@ -26,3 +26,17 @@ def test_what_two_engines_publish_adds_up(monkeypatch: pytest.MonkeyPatch) -> No
     for _ in range(2):
         world.tick()
     assert (shared.transfer.leases._value.get(), shared.transfer.published_bytes._value.get()) == (0, 0)
+
+
+def test_what_host_memory_holds_is_shown_while_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.0)
+    world, shown = World(decode_pages=14, reserved_decode_tokens=0, host_tokens=100), set[tuple[float, int]]()
+    for i in range(2):
+        world.submit(request(f"r{i}", tuple(range(1 + i, 18 + i)), 14))
+    while any(not outputs or outputs[-1].finish is None for outputs in world.outputs.values()):
+        world.tick()
+        held = world.decode.metrics.registry.get_sample_value("jdisagg_host_kv_held_tokens")
+        shown.add((held or 0.0, world.decode.scheduler._table.host.used_tokens))
+    assert max(held for held, _ in shown) > 0
+    assert all(held == used for held, used in shown)
+    world.settle()
