@@ -3,10 +3,12 @@
     alone       nothing else
     P busy      prompts that end with their first token: computed on P, never transferred
     decoding    a prompt of which D holds all but the last page, again and again: one step of D decodes two rows for each
+    both        the second and the third kind at once: all that goes on while KV is imported, but no import
     importing   prompts nobody holds: computed on P, imported by D, and then one such step for each
 
-What an import adds is the last kind against the third. The step of two rows, of which one reads a long context, is the slowest
-of all, one in some 300: enough to move the P99, and no part of an import.
+What imports and P's work beside them add is the last kind against the third; what imports alone add, against the fourth: P and
+D have a core each, and one memory. The step of two rows, of which one reads a long context, is the slowest of all, one in some
+300: enough to move the P99, and no part of an import.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from disagg_bench.figures import gaps, median, met, milliseconds, table
 from disagg_bench.model import Prompts
 from disagg_bench.workers import Workers
 
-KINDS = {"alone": 0, "P busy": 1, "decoding": 2, "importing": 2}  # kind -> tokens that the prompts beside the stream ask for
+KINDS = ("alone", "P busy", "decoding", "both", "importing")
 TARGET = 1.10  # P99 while importing against P99 while D does the same without imports
 STEADY_PROMPT_TOKENS = 128
 QUANTILES = (50, 90, 99, 99.9)
@@ -83,32 +85,48 @@ def measure(workers: Workers, prompts: Prompts, num_tokens: int, *, rounds: int,
     for _ in range(rounds):
         prompt = prompts.next(STEADY_PROMPT_TOKENS)
         steady = Steady(prompt=prompt, max_tokens=max_tokens, seconds=imports * second_s)
-        for kind, tokens in KINDS.items():
-            new = [prompts.next(num_tokens) for _ in range(2 * imports + 2)] if tokens else []
-            beside = Beside(client=client, prompts=new, max_tokens=tokens)
-            if kind == "decoding":
-                client.run(new[0], tokens)  # from now on D holds it
-                beside = Beside(client=client, prompts=repeat(new[0]), max_tokens=tokens, every_s=second_s)
-            spells.append(_spell(workers, kind, steady, beside))
+        for kind in KINDS:
+            besides: list[Beside] = []
+            if kind in ("P busy", "both"):
+                besides.append(Beside(client=client, prompts=_new(prompts, num_tokens, imports), max_tokens=1))
+            if kind in ("decoding", "both"):
+                held = prompts.next(num_tokens)
+                client.run(held, 2)  # from now on D holds it
+                besides.append(Beside(client=client, prompts=repeat(held), max_tokens=2, every_s=second_s))
+            if kind == "importing":
+                besides.append(Beside(client=client, prompts=_new(prompts, num_tokens, imports), max_tokens=2))
+            spells.append(_spell(workers, kind, steady, besides))
     return spells
 
 
-def _spell(workers: Workers, kind: str, steady: Steady, beside: Beside) -> Spell:
+def _new(prompts: Prompts, num_tokens: int, imports: int) -> list[list[int]]:
+    """More than can end beside one stream."""
+    return [prompts.next(num_tokens) for _ in range(2 * imports + 2)]
+
+
+def _spell(workers: Workers, kind: str, steady: Steady, besides: Sequence[Beside]) -> Spell:
     """The prompts beside it start with its first token, or P would compute them before it."""
     client = workers.decode.client
     before = counters(workers.decode.http)
-    thread = threading.Thread(target=beside.run, name="beside", daemon=True)
-    stream = client.run(steady.prompt, steady.max_tokens, seconds=steady.seconds, on_first_token=thread.start)
+    threads = [threading.Thread(target=beside.run, name="beside", daemon=True) for beside in besides]
+
+    def start() -> None:
+        for thread in threads:
+            thread.start()
+
+    stream = client.run(steady.prompt, steady.max_tokens, seconds=steady.seconds, on_first_token=start)
     grown = counters(workers.decode.http)[_BYTES] - before[_BYTES]
-    beside.stop.set()
-    thread.join()
-    if beside.error is not None:
-        raise RuntimeError(f"the prompts beside the stream ({kind})") from beside.error
+    for beside, thread in zip(besides, threads, strict=True):
+        beside.stop.set()
+        thread.join()
+        if beside.error is not None:
+            raise RuntimeError(f"the prompts beside the stream ({kind})") from beside.error
     gaps_s = gaps(stream.token_s)
     if len(gaps_s) <= _SKIPPED:
         waits = ", ".join(f"{1e3 * gap_s:.0f}" for gap_s in gaps_s)
         raise RuntimeError(f"{stream.request_id} ({kind}) stood still: {waits} ms between its tokens")
-    return Spell(kind=kind, gaps_s=gaps_s[_SKIPPED:], beside=beside.done, num_bytes=grown)
+    num_beside = sum(beside.done for beside in besides)
+    return Spell(kind=kind, gaps_s=gaps_s[_SKIPPED:], beside=num_beside, num_bytes=grown)
 
 
 def summary(spells: Sequence[Spell], num_tokens: int) -> dict[str, Any]:
