@@ -20,9 +20,9 @@ from tqdm import tqdm
 from jdisagg.batch.command import Command, parse_command
 from jdisagg.batch.journal import Journal, check_journal
 from jdisagg.batch.results import count_lines
-from jdisagg.batch.runner import check_unpublished, run_batch
-from jdisagg.batch.sender import Sender, served_model
-from jdisagg.core.errors import ConfigError, JdisaggError
+from jdisagg.batch.runner import answered_by, check_unpublished, run_batch
+from jdisagg.batch.sender import Sender, Served, served_model
+from jdisagg.core.errors import ConfigError, JdisaggError, Unavailable
 from jdisagg.core.logs import setup_logs
 from jdisagg.core.settings import API_KEY_VARIABLE
 from jdisagg.core.values import check_key
@@ -42,7 +42,7 @@ def main(argv: Sequence[str], *, tidy: Callable[[], object] = lambda: None, what
         if check_unpublished(command.batch):
             asyncio.run(_run(command, tidy, interrupted))
         else:
-            print("jdisagg.batch: already complete, nothing was run", file=sys.stderr)
+            asyncio.run(_check_finished(command))
         print(f"jdisagg.batch: {count_lines(command.batch.output)}", file=sys.stderr)
         return EXIT_DONE
     except ConfigError as error:
@@ -56,6 +56,30 @@ def main(argv: Sequence[str], *, tidy: Callable[[], object] = lambda: None, what
     except (KeyboardInterrupt, asyncio.CancelledError):
         print(interrupted, file=sys.stderr)
         return EXIT_STOPPED
+
+
+async def _check_finished(command: Command) -> None:
+    """Say that there is nothing to do. Raises ConfigError when the server, if it is there, serves another model than the one
+    that answered, or other weights."""
+    had = answered_by(command.batch.output)
+    if command.server is not None and had is not None:
+        async with _open_client(command) as client:
+            try:
+                now = await served_model(Sender(client, patience_s=0.0))
+            except Unavailable:
+                now = had  # nobody can say
+        if not now.may_have_answered_as(had):
+            raise ConfigError(
+                f"--output: {command.batch.output} holds answers of {_told(had)}, this server has {_told(now)}; remove it or "
+                "choose another --output"
+            )
+    of = "" if had is None else f" by {_told(had)}"
+    print(f"jdisagg.batch: already complete{of}, nothing was run", file=sys.stderr)
+
+
+def _told(model: Served) -> str:
+    weights = "" if model.fingerprint is None else f" with weights {model.fingerprint[:16]}"
+    return f"model {model.name!r}{weights}"
 
 
 async def _run(command: Command, tidy: Callable[[], object], interrupted: str) -> None:
@@ -73,7 +97,8 @@ async def _run(command: Command, tidy: Callable[[], object], interrupted: str) -
             tidy()
             os._exit(EXIT_STOPPED)
         sender = Sender(client, patience_s=command.patience_s)
-        with Journal(batch.output, batch.header(await served_model(sender))) as journal:
+        served = await served_model(sender)
+        with Journal(batch.output, batch.header(served.name, served.fingerprint)) as journal:
             total = len(batch.numbers())
             with tqdm(total=total, initial=len(journal), unit="req", disable=command.quiet) as bar:
                 await run_batch(batch, journal, sender, bar.update)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import fcntl
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, Self
 from jdisagg.batch import strict_json
 from jdisagg.core.errors import ConfigError, JdisaggError
 
+CREATED = "created"  # in the header: a time, that of the run that began it
 _HEADER_START = b'{"journal":'  # of every journal: another file of that name is not overwritten
 _LONGEST_NUMBER = 18  # digits of an input line's number
 
@@ -39,6 +40,7 @@ class Journal:
         self.path = journal_path(output)
         self._output = output
         self._file = _open(self.path)
+        self.created = int(header.get(CREATED, 0))
         self._lines: dict[int, tuple[int, int]] = {}  # input line -> offset and size of its JSON in the journal
         try:
             _lock(self._file, self.path)
@@ -120,7 +122,8 @@ class Journal:
             self._write(strict_json.encode(header) + b"\n")
             _sync_directory(self.path.parent)
             return
-        _check_header(self.path, found, header)
+        _check_header(self.path, found, header, found.keys() | header.keys())
+        self.created = int(found.get(CREATED, self.created))
         good = len(first)
         for raw in self._file:
             number, prefix, text = _decode(raw)
@@ -150,14 +153,17 @@ def journal_path(output: Path) -> Path:
 
 
 def check_journal(output: Path, header: dict[str, Any]) -> None:
-    """Raise ConfigError for a journal that `Journal` would refuse; nothing is written. For before an engine is loaded."""
+    """Raise ConfigError for a journal that `Journal` would refuse, as far as `header` tells; nothing is written. For before an
+    engine is loaded."""
     path = journal_path(output)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{path} cannot be written; mend that or choose another --output")
     if not path.exists():
         return
     with path.open("rb") as file:
         _lock(file, path)
         if (found := _read_header(path, file.readline())) is not None:
-            _check_header(path, found, header)
+            _check_header(path, found, header, header.keys())
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
@@ -167,8 +173,8 @@ def _lock(file: BinaryIO, path: Path) -> None:
         raise ConfigError(f"{path}: another process is running this batch; wait for it or end it") from None
 
 
-def _check_header(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    differing = sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
+def _check_header(path: Path, found: dict[str, Any], wanted: dict[str, Any], keys: Set[str]) -> None:
+    differing = sorted(key for key in keys - {CREATED} if found.get(key) != wanted.get(key))
     if differing:
         key = differing[0]
         raise ConfigError(

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jdisagg.batch import strict_json
-from jdisagg.batch.journal import Journal, journal_path
+from jdisagg.batch.journal import CREATED, Journal, journal_path
 from jdisagg.batch.lines import BadLine, Call, open_input, read_lines
 from jdisagg.batch.results import answer_line, bad_answer_line, error_line, is_output_line, line_id
-from jdisagg.batch.sender import BadAnswer, Sender
+from jdisagg.batch.sender import BadAnswer, Sender, Served
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
 
@@ -60,9 +60,11 @@ class Batch:
         """Eight hex digits of `identity`."""
         return hashlib.sha256(strict_json.encode(sorted(self.identity.items()))).hexdigest()[:8]
 
-    def header(self, model: str) -> dict[str, Any]:
-        """What the journal must agree with; `model`: the name of the one that answers."""
-        return {"journal": _JOURNAL, "model": model} | self.identity
+    def header(self, model: str, fingerprint: str | None = None) -> dict[str, Any]:
+        """What the journal must agree with; `model`: the name of the one that answers, `fingerprint`: of its weights, as far as
+        it is known. `created` stays what it was."""
+        weights = {} if fingerprint is None else {"fingerprint": fingerprint}
+        return {"journal": _JOURNAL, "model": model} | weights | self.identity | {CREATED: self.created}
 
     @cached_property
     def _found(self) -> _Found:
@@ -72,7 +74,8 @@ class Batch:
 
     @property
     def created(self) -> int:
-        """Seconds; stands in for the time of an answer, so that a resumed run writes what an undisturbed one would."""
+        """Seconds; stands in for the time of an answer, so that a resumed run writes what an undisturbed one would: that of the
+        journal, where there is one."""
         return self._found.changed_s
 
     def numbers(self) -> list[int]:
@@ -105,7 +108,7 @@ async def run_batch(batch: Batch, journal: Journal, sender: Sender, on_progress:
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(_write(answers, journal, on_progress))
-            await _answer_all(batch, pending, sender, answers)
+            await _answer_all(batch, pending, sender, answers, journal.created)
             await answers.put(None)
     except BaseExceptionGroup as failures:
         raise _first(failures) from failures
@@ -127,8 +130,19 @@ def check_unpublished(batch: Batch) -> bool:
     return False
 
 
+def answered_by(output: Path) -> Served | None:
+    """The model whose answers a finished output holds; None where none of them says."""
+    with output.open("rb") as file:
+        bodies = ((json.loads(raw)["response"] or {}).get("body") for raw in file)
+        named = next((body for body in bodies if isinstance(body, dict) and isinstance(body.get("model"), str)), None)
+    if named is None:
+        return None
+    fingerprint = named.get("system_fingerprint")
+    return Served(named["model"], fingerprint if isinstance(fingerprint, str) else None)
+
+
 async def _answer_all(
-    batch: Batch, pending: Iterator[Call | BadLine], sender: Sender, answers: asyncio.Queue[Finished | None]
+    batch: Batch, pending: Iterator[Call | BadLine], sender: Sender, answers: asyncio.Queue[Finished | None], created: int
 ) -> None:
     async def answer_lines() -> None:
         for line in pending:  # shared by all: each line is taken once
@@ -140,7 +154,7 @@ async def _answer_all(
             except BadAnswer as error:
                 await answers.put((line.number, bad_answer_line(line, error.message, batch_id=batch.id)))
             else:
-                output = answer_line(line, status_code, body, batch_id=batch.id, created=batch.created)
+                output = answer_line(line, status_code, body, batch_id=batch.id, created=created)
                 await answers.put((line.number, output))
 
     async with asyncio.TaskGroup() as group:

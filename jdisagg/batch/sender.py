@@ -18,6 +18,7 @@ from jdisagg.core.settings import API_KEY_VARIABLE
 
 log = logging.getLogger(__name__)
 
+UNAUTHENTICATED = 401
 LOST = 502  # on its way, or by workers that went down with it
 RETRIED = frozenset({429, LOST, 503})  # "not now"
 Answer = tuple[int, dict[str, Any]]  # HTTP status, JSON object
@@ -40,6 +41,7 @@ class _NotNow:
     taken: bool = False  # the server had the request, then hung up or said nothing: it may be the request's fault
     timed_out: bool = False
     retry_after_s: float = 0.0  # the server says: not before
+    lost: bool = False  # HTTP 502
     answer: Answer | None = None  # to be kept, should the server go on to serve others and never this one
 
 
@@ -55,12 +57,17 @@ class Sender:
         self._suspect = asyncio.Lock()  # a request that may bring the server down is asked again beside no other such
 
     async def send(self, call: Call, request_id: str) -> Answer:
-        """(HTTP status, body) of the answer; 502 when the server lost this request for `patience_s` and served later ones.
+        """(HTTP status, body) of the answer; 502 when the server lost this request for `patience_s` and served later ones, 429
+        or 503 when it served everybody else and then nobody for so long.
+
         `request_id` becomes part of the one in the server's logs. Raises BadAnswer, and Unavailable when the server stays away
-        so long."""
+        so long or refuses the API key, which is no request's fault."""
         named = {"X-Request-Id": request_id}
         request = self._client.build_request("POST", call.url, json=call.body, headers=named)
-        return await self._insist(f"line {call.number}", request)
+        answer = await self._insist(f"line {call.number}", request)
+        if answer[0] == UNAUTHENTICATED:
+            raise _refused_key(str(answer[1])[:_SHOWN_BYTES])
+        return answer
 
     async def get(self, path: str) -> Answer:
         """Likewise, of a GET."""
@@ -87,16 +94,18 @@ class Sender:
                 refused_since_s, pause_s = None, FIRST_PAUSE_S
                 continue
             refused_since_s = monotonic() if refused_since_s is None else refused_since_s
-            if outcome.answer is not None and refused_since_s < min(self._served_s, monotonic() - self._patience_s):
+            # a server that is busy with others will come to this one, too; one that loses it will lose it again
+            since_s = refused_since_s if outcome.lost else max(refused_since_s, self._served_s)
+            if outcome.answer is not None and refused_since_s < self._served_s and since_s < monotonic() - self._patience_s:
                 return outcome.answer
-            await self._pause(max(pause_s, outcome.retry_after_s), refused_since_s, what, outcome.why)
+            await self._pause(max(pause_s, outcome.retry_after_s), since_s, what, outcome.why)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _come_back(self, what: str, why: str) -> None:
         """Wait until the server answers something. Raises Unavailable when it stays away."""
         since_s, pause_s = monotonic(), FIRST_PAUSE_S
-        while not await self._is_there():
-            await self._pause(pause_s, since_s, what, why)
+        while away := await self._why_away():
+            await self._pause(pause_s, since_s, what, f"{why}; then {away}")
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _pause(self, pause_s: float, since_s: float, what: str, why: str) -> None:
@@ -119,35 +128,65 @@ class Sender:
             response = await self._client.send(request)
         except httpx.TransportError as error:
             taken = isinstance(error, httpx.ReadTimeout | httpx.ReadError | httpx.RemoteProtocolError)
-            return _NotNow(f"{type(error).__name__}: {error}", taken, isinstance(error, httpx.ReadTimeout))
+            return _NotNow(_told(error), taken, isinstance(error, httpx.ReadTimeout))
         except httpx.DecodingError as error:
             raise BadAnswer(f"the server's answer cannot be unpacked: {error}") from error
         if response.status_code in RETRIED:
-            answer = _read_answer(response) if response.status_code == LOST else None
             why, retry_after_s = f"HTTP {response.status_code}: {_shown(response.content)}", _retry_after_s(response)
-            return _NotNow(why, retry_after_s=retry_after_s, answer=answer)
+            lost = response.status_code == LOST
+            return _NotNow(why, retry_after_s=retry_after_s, lost=lost, answer=_read_answer(response))
         return _read_answer(response)
 
-    async def _is_there(self) -> bool:
+    async def _why_away(self) -> str:
+        """Why the server is not there; "" = it is. Raises Unavailable when it refuses the API key."""
         try:
-            return (await self._client.get("/v1/models", timeout=PROBE_TIMEOUT_S)).is_success
-        except (httpx.TransportError, httpx.DecodingError):
-            return False
+            response = await self._client.get("/v1/models", timeout=PROBE_TIMEOUT_S)
+        except (httpx.TransportError, httpx.DecodingError) as error:
+            return _told(error)
+        if response.status_code == UNAUTHENTICATED:
+            raise _refused_key(_shown(response.content))
+        return "" if response.is_success else f"/v1/models answered HTTP {response.status_code}"
 
 
-async def served_model(sender: Sender) -> str:
-    """The name of the server's (first) model. Raises ConfigError when it does not say."""
+@dataclass(frozen=True)
+class Served:
+    """The model that answers."""
+
+    name: str
+    fingerprint: str | None  # of its weights and settings; None = the server does not tell
+    others: tuple[str, ...] = ()  # that the server has beside it
+
+    def may_have_answered_as(self, other: Served) -> bool:
+        """Nothing is known that tells the two apart."""
+        if self.name != other.name:
+            return other.name in self.others
+        return None in (self.fingerprint, other.fingerprint) or self.fingerprint == other.fingerprint
+
+
+async def served_model(sender: Sender) -> Served:
+    """The server's (first) model. Raises ConfigError when it does not say."""
     try:
         status_code, body = await sender.get("/v1/models")
     except BadAnswer as error:
         raise ConfigError(f"--server: /v1/models: {error.message}") from error
-    if status_code == 401:
+    if status_code == UNAUTHENTICATED:
         raise ConfigError(f"--server: it refuses the API key: set {API_KEY_VARIABLE} to the one it wants; {str(body)[:200]}")
     models = body.get("data")
-    first = models[0] if isinstance(models, list) and models else None
+    first, *rest = models if isinstance(models, list) and models else [None]
     if status_code != 200 or not isinstance(first, dict) or "id" not in first:
         raise ConfigError(f"--server: /v1/models answered HTTP {status_code}: {str(body)[:200]}")
-    return str(first["id"])
+    fingerprint = first.get("fingerprint")
+    others = tuple(str(one["id"]) for one in rest if isinstance(one, dict) and "id" in one)
+    return Served(str(first["id"]), fingerprint if isinstance(fingerprint, str) else None, others)
+
+
+def _refused_key(said: str) -> Unavailable:
+    advice = f"set {API_KEY_VARIABLE} to the one it wants, then run the same command again to go on from here"
+    return Unavailable(f"the server refuses the API key: {advice}; {said}")
+
+
+def _told(error: httpx.HTTPError) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _retry_after_s(response: httpx.Response) -> float:

@@ -12,9 +12,13 @@ from jdisagg.core.json_depth import MAX_DEPTH, deeper_than
 
 
 def decode(raw: bytes) -> Any:
-    """The value of `raw`. Raises ValueError when it is no JSON or nested too deep to tell; see `flaw` for the rest."""
+    """The value of `raw`, UTF-8. Raises ValueError when it is no JSON or nested too deep to tell; see `flaw` for the rest."""
     try:
-        return json.loads(raw)
+        return json.loads(raw.decode("utf-8-sig", "surrogatepass"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start + 1} is not UTF-8; save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at character {error.pos + 1}") from None
     except RecursionError:
         raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
 

@@ -103,15 +103,19 @@ class Generate:
         ]
 
     def score(self, examples: list[Example], answers: Answers, tokenizer: Tokenizer) -> Scores:
-        """Shares of answers that equal `expected` (spaces around both aside) and that contain `contains` or `expected`."""
+        """Shares of answers that equal `expected` (spaces around both aside), and that contain `contains` or
+        `expected`; of the examples that name one."""
         texts = [answers[example["id"]]["text"] for example in examples]
-        exact = contains = 0
+        exact: list[bool] = []
+        contains: list[bool] = []
         for text, example in zip(texts, examples, strict=True):
-            expected = example.get("expected")
-            part = example.get("contains", expected)
-            exact += expected is not None and text.strip() == expected.strip()
-            contains += part is not None and part in text
-        return {"exact_match": exact / len(examples), "contains": contains / len(examples)}
+            expected, part = example.get("expected"), example.get("contains")
+            if expected is not None:
+                exact.append(text.strip() == expected.strip())
+            if (part := expected if part is None else part) is not None:
+                contains.append(part in text)
+        shares = {"exact_match": exact, "contains": contains}
+        return {name: sum(hits) / len(hits) for name, hits in shares.items() if hits}
 
 
 class Perplexity:
@@ -202,7 +206,7 @@ def _check_limits(max_tokens: Any, stop: Any) -> None:
 def _check_choices(choices: Any, answer: Any) -> None:
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
         raise ValueError(f"choices must be a list of texts; got {choices!r}")
-    if not isinstance(answer, int):
+    if isinstance(answer, bool) or not isinstance(answer, int):
         raise ValueError(f"answer must be the index of a choice; got {answer!r}")
     if "" in choices:
         raise ValueError(f"choices[{choices.index('')}] is empty: it has no likelihood")

@@ -22,7 +22,8 @@ LIMIT_S = 30.0
 class FakeServer(ThreadingHTTPServer):
     """Answers after `delay_s`. `refusals`: how many requests to answer with 503 first. `odd`: HTTP status and body by prompt
     (a GET: by path) in place of what it would say. `dies_of`: a prompt at which it hangs up on
-    everybody, for `AWAY_S`. `together`: nothing is answered before so many requests were there at once."""
+    everybody, for `AWAY_S`. `together`: nothing is answered before so many requests were there at once. `model` and
+    `weights` are told of."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -35,6 +36,8 @@ class FakeServer(ThreadingHTTPServer):
         odd: Mapping[str, tuple[int, bytes]] | None = None,
         dies_of: str | None = None,
         together: int = 0,
+        model: str = "fake",
+        weights: str | None = None,
     ) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.delay_s = delay_s
@@ -42,6 +45,8 @@ class FakeServer(ThreadingHTTPServer):
         self.odd = odd or {}
         self.dies_of = dies_of
         self.together = together
+        self.model = {"model": model} | ({} if weights is None else {"system_fingerprint": weights})
+        self.card = {"id": model, "object": "model"} | ({} if weights is None else {"fingerprint": weights})
         self.were_together = threading.Event()
         self.back_s = 0.0  # monotonic
         self.open: set[socket.socket] = set()
@@ -93,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path in self.server.odd:
             self._send(*self.server.odd[self.path])
         else:
-            self._answer(200, {"object": "list", "data": [{"id": "fake", "object": "model"}]})
+            self._answer(200, {"object": "list", "data": [self.server.card]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -136,6 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
         return {
             "id": f"cmpl-{number}",
             "object": "text_completion",
+            **self.server.model,
             "created": int(time.time()),
             "choices": [{"index": 0, "text": text}],
             "usage": usage,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
 import signal
@@ -18,7 +19,7 @@ from jdisagg.batch.__main__ import main
 from jdisagg.batch.journal import Journal, journal_path
 from jdisagg.batch.lines import Call
 from jdisagg.batch.runner import Batch
-from jdisagg.batch.sender import Answer, Sender
+from jdisagg.batch.sender import Answer, Sender, Served
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.settings import load_config
 from tests.unit.batch.fake_server import serving
@@ -52,7 +53,7 @@ def test_answers_come_in_input_order_with_bad_lines_marked(tmp_path: Path, capsy
         assert main(arguments(source, output, server.url, "--seed", "1000")) == 0
         assert capsys.readouterr().err == "jdisagg.batch: 4 ok, 5 failed\n"
         assert main(arguments(source, output, server.url, "--seed", "1000")) == 0
-        said = "jdisagg.batch: already complete, nothing was run\njdisagg.batch: 4 ok, 5 failed\n"
+        said = "jdisagg.batch: already complete by model 'fake', nothing was run\njdisagg.batch: 4 ok, 5 failed\n"
         assert capsys.readouterr().err == said
     answers = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     batch_id = Batch(input=source, output=output, seed=1000).id
@@ -179,6 +180,62 @@ def test_a_finished_batch_is_not_run_again_and_another_output_is_not_overwritten
         write(source, ['{"prompt": "x"}'])
         assert main(arguments(source, output, server.url)) == 2
         assert output.read_bytes() == first
+
+
+@pytest.mark.parametrize("other", [{"model": "b"}, {"weights": "fedcba9876543210cc"}])
+def test_what_another_model_or_other_weights_answered_is_never_taken_for_this_one_s(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], other: dict[str, str]
+) -> None:
+    """Neither a finished output nor the beginning of one."""
+    source, output = write(tmp_path / "in.jsonl", ['{"prompt": "x"}', '{"prompt": "y"}']), tmp_path / "out.jsonl"
+    ours = {"model": "a", "weights": "0123456789abcdefcc"}
+    with serving(**ours) as server:
+        assert main(arguments(source, output, server.url)) == 0
+        first = output.read_bytes()
+    with serving(**ours) as server:
+        assert main(arguments(source, output, server.url)) == 0
+        assert "already complete by model 'a' with weights 0123456789abcdef, nothing was run" in capsys.readouterr().err
+    with serving(**(ours | other)) as server:
+        assert main(arguments(source, output, server.url)) == 2
+        said = capsys.readouterr().err
+        assert "holds answers of model 'a' with weights 0123456789abcdef, this server has model" in said
+        assert output.read_bytes() == first
+        line = json.loads(first.splitlines()[0])
+        output.unlink()
+        batch = Batch(input=source, output=output)
+        with Journal(output, batch.header("a", ours["weights"])) as journal:
+            journal.append([(1, line)])
+        assert main(arguments(source, output, server.url)) == 2
+        assert "belongs to another batch: its" in capsys.readouterr().err
+        assert not server.asked
+    with serving(**ours) as server:
+        assert main(arguments(source, output, server.url)) == 0
+        assert server.asked.total() == 1
+    assert output.read_bytes() == first
+    assert main(arguments(source, output, server.url)) == 0, "where nobody is, nobody is another one"
+
+
+def test_a_server_of_several_models_is_none_that_another_answered_as() -> None:
+    two = Served("base", "f", ("tuned",))
+    assert two.may_have_answered_as(Served("tuned", "g"))
+    assert two.may_have_answered_as(Served("base", None))
+    assert not two.may_have_answered_as(Served("base", "g"))
+    assert not two.may_have_answered_as(Served("third", "f"))
+
+
+def test_a_resumed_batch_has_one_time_in_all_its_lines(tmp_path: Path) -> None:
+    source, output = write(tmp_path / "in.jsonl", ['{"prompt": "x"}', '{"prompt": "y"}']), tmp_path / "out.jsonl"
+    os.utime(source, (1000, 1000))
+    with serving(delay_s=0.1) as server:
+        assert main(arguments(source, output, server.url)) == 0
+        whole = output.read_bytes()
+        with Journal(output, Batch(input=source, output=output).header("fake")) as journal:
+            journal.append([(1, json.loads(whole.splitlines()[0]))])
+        output.unlink()
+        os.utime(source, (2000, 2000))
+        assert main(arguments(source, output, server.url)) == 0
+    assert output.read_bytes() == whole
+    assert b'"created":1000' in whole
 
 
 @pytest.mark.parametrize(

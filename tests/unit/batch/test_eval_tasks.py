@@ -49,13 +49,14 @@ def test_generate_counts_exact_and_containing_answers() -> None:
     ]
     answers = {"1": {"text": " x = 1\n"}, "2": {"text": "x + y"}, "3": {"text": "y"}}
     scores = TASKS["generate"].score(examples, answers, TOKENIZER)
-    assert scores == {"exact_match": pytest.approx(1 / 3), "contains": pytest.approx(2 / 3)}
+    assert scores == {"exact_match": 0.5, "contains": pytest.approx(2 / 3)}, "shares of those that name such a text"
 
 
 def test_generate_leaves_spaces_aside_on_both_sides_and_counts_nothing_that_nobody_expects() -> None:
     examples = [{"id": "1", "prompt": "a", "expected": " x = 1"}, {"id": "2", "prompt": "a"}]
     answers = {"1": {"text": " x = 1\n"}, "2": {"text": "y"}}
-    assert TASKS["generate"].score(examples, answers, TOKENIZER) == {"exact_match": 0.5, "contains": 0.5}
+    assert TASKS["generate"].score(examples, answers, TOKENIZER) == {"exact_match": 1.0, "contains": 1.0}
+    assert TASKS["generate"].score(examples[1:], answers, TOKENIZER) == {}
 
 
 @pytest.mark.parametrize(

@@ -133,3 +133,14 @@ def test_nesting_is_allowed_up_to_the_limit() -> None:
 def test_whatever_is_encoded_reads_back() -> None:
     odd = {"half \ud800": "\udfff and \\ud800 and \N{SNOWMAN}"}
     assert json.loads(encode(odd)) == odd
+
+
+def test_a_file_in_utf_16_is_told_of_and_none_of_its_lines_is_guessed(tmp_path: Path) -> None:
+    lines = run(tmp_path, '{"prompt": "one"}\r\n{"prompt": "two"}\r\n'.encode("utf-16"), {})
+    assert all(line["response"] is None for line in lines)
+    assert "byte 1 is not UTF-8; save the file as UTF-8" in lines[0]["error"]["message"]
+
+
+def test_a_line_is_numbered_once(tmp_path: Path) -> None:
+    (line,) = run(tmp_path, b'{"prompt": \n', {})
+    assert line["error"]["message"] == "line 1 is not JSON: Expecting value at character 13"

@@ -120,6 +120,54 @@ def test_a_request_that_is_always_lost_fails_alone_while_others_are_served() -> 
     assert ask(server, "a", "b") == [(502, {"error": {"message": "lost"}}), (200, {"object": "text_completion"})]
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_request_that_is_refused_while_all_others_are_served_fails_alone_when_they_are_done(status: int) -> None:
+    never = httpx.Response(status, json={"error": {"message": "not this one"}})
+    server = Server(0.0, a=[(0, never)] * 60, b=[(0.5, BUSY), (0, FINE)], c=[(0.9, BUSY), (0.1, FINE)])
+    refused, *served = ask(server, "a", "b", "c")
+    assert refused == (status, {"error": {"message": "not this one"}})
+    assert served == [(200, {"object": "text_completion"})] * 2
+    assert 0.9 + PATIENCE_S < server.ended_s < 0.9 + 2 * PATIENCE_S
+
+
+def test_a_server_busy_with_others_comes_to_this_one_too_however_long_that_takes() -> None:
+    others = {f"c{i}": [(0.4 * i, BUSY), (0, FINE)] for i in range(1, 7)}
+    got = ask(server := Server(0.0, a=[*[(0.3, BUSY)] * 5, (0, FINE)], **others), "a", *others)
+    assert got == [(200, {"object": "text_completion"})] * 7
+    assert server.ended_s > 3 * PATIENCE_S
+
+
+def test_a_key_that_is_no_longer_taken_stops_the_batch_and_is_no_line_s_fault() -> None:
+    refused = httpx.Response(401, json={"error": {"message": "wrong key"}})
+    (error,) = ask(Server(0.0, a=[(0, refused)]), "a")
+    assert isinstance(error, Unavailable)
+    assert "set JDISAGG_API_KEY to the one it wants, then run the same command again" in error.message
+    assert "wrong key" in error.message
+
+
+def test_a_server_that_comes_back_with_another_key_is_not_waited_for() -> None:
+    class Locked(Server):
+        async def __call__(self, request: httpx.Request) -> httpx.Response:
+            if request.method == "GET":
+                return httpx.Response(401, json={"error": {"message": "wrong key"}})
+            return await super().__call__(request)
+
+    (error,) = ask(server := Locked(0.0, a=[(0, httpx.ReadError("")), (0, FINE)]), "a")
+    assert isinstance(error, Unavailable)
+    assert "refuses the API key" in error.message
+    assert server.ended_s < PATIENCE_S
+
+
+def test_what_a_server_that_is_not_there_says_is_told() -> None:
+    class Loading(Server):
+        async def __call__(self, request: httpx.Request) -> httpx.Response:
+            return httpx.Response(500) if request.method == "GET" else await super().__call__(request)
+
+    (error,) = ask(Loading(0.0, a=[(0, httpx.ReadError(""))]), "a")
+    assert isinstance(error, Unavailable)
+    assert "ReadError; then /v1/models answered HTTP 500" in error.message
+
+
 def test_requests_that_are_lost_since_the_last_one_served_was_sent_stop_the_batch() -> None:
     lost, served = ask(Server(0.0, a=[(0, LOST)] * 20, b=[(0.3, FINE)]), "a", "b")
     assert isinstance(lost, Unavailable)
