@@ -42,7 +42,7 @@ class Admission:
     def weigh_host_copy(self, sequence: Sequence, promised: int) -> None:
         """KV on the host comes back into pages of its own. Where too few are free, but would do beside the pages that hold its
         beginning, the copy is let go: the rest is computed again, sooner than the sequence, whom nobody passes, could go on."""
-        if not sequence.wait.host_tokens:
+        if not sequence.wait.host_tokens or self._table.refetches_retracted:  # where nothing is computed
             return
         total, num_free = self._table.pages.pages_for(self.gate_tokens(sequence)), self._table.pages.num_free - promised
         if self._cost(sequence, (), total) > num_free >= self._cost(sequence, self.find_prefix(sequence), total):

@@ -49,7 +49,7 @@ class SequenceTable:
         self.reserved: list[Sequence] = []  # just got pages for KV that a peer will send
         self.preempted: list[Preempted] = []  # by the latest plan
         self._is_decode_worker = is_decode_worker
-        self._refetch_retracted = refetch_retracted
+        self.refetches_retracted = refetch_retracted
 
     def add(self, sequence: Sequence) -> None:
         """Enter in the status it was made with."""
@@ -89,7 +89,7 @@ class SequenceTable:
         sequence.wait.was_preempted = True
         self._strip(sequence)
         sequence.wait.host_tokens = copy.num_tokens if copy is not None else 0
-        if copy is None and self._refetch_retracted:
+        if copy is None and self.refetches_retracted:
             self.move(sequence, Status.PREALLOC)
             self._ask_anew(sequence)
         else:

@@ -128,3 +128,16 @@ def test_who_has_computed_a_prompt_is_free_for_others_while_its_kv_still_travels
     assert world.wire.open_streams
     assert asked[-1] == {}
     world.settle()
+
+
+def test_kv_on_the_host_is_not_let_go_where_nothing_may_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two choices of one beginning, and room for one of them: it is in memory, and would save pages, elsewhere."""
+    monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.0)
+    world = World(local_prefill=False, decode_pages=13, prefill_pages=60, reserved_decode_tokens=0, host_tokens=200)
+    shared = tuple(range(1, 17))
+    for name, more, num in (("a", (20, 21, 22), 11), ("b", (21, 22, 23, 24), 22)):
+        world.submit(request(name, shared + more, num))
+    world.settle()
+    assert world.decode.scheduler.stats.retractions > 0
+    assert world.decode.scheduler.stats.restored_tokens > 0
+    assert world.decode.scheduler.stats.prefill_tokens == 0
