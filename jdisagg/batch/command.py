@@ -93,10 +93,9 @@ def parse_command(argv: Sequence[str]) -> Command:
             raise ConfigError(f"{name}: a batch that can be resumed needs a file, not a pipe; name one")
     with _usable("--input", args.input):
         if not args.input.is_file():
-            there = "a regular file is wanted, to be read again after an interruption" if args.input.exists() else "no file"
-            raise ConfigError(
-                f"--input: {there} {str(args.input)!r}" if there == "no file" else f"--input: {args.input}: {there}"
-            )
+            path = str(args.input)
+            flaw = f"{path}: a regular file is wanted, to be read again after an interruption" if args.input.exists() else ""
+            raise ConfigError(f"--input: {flaw or f'no file {path!r}'}")
     with _usable("--output", args.output):
         _check_output(args.output, args.input)
     role = "colocated" if args.disagg else "unified"
