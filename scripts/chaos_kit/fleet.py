@@ -156,8 +156,9 @@ class Fleet:
                 return f"{router.name}: {error!r}"
             for address, member in wanted.items():
                 found = seen.get(address)
-                gone = found is None or found["draining"]
-                if gone or (member in self.decode and (not found["linked"] or (trusted and found["suspect"]))):
+                if found is None or found["draining"]:
+                    return f"{member.name} at {router.name}: {found}"
+                if member in self.decode and (not found["linked"] or (trusted and found["suspect"])):
                     return f"{member.name} at {router.name}: {found}"
         return ""
 

@@ -6,7 +6,7 @@ import gzip
 import json
 import lzma
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,8 @@ from tokenizers import Tokenizer
 from demo_model.corpus import Module
 from demo_model.net import Params, Shape, token_nats
 from demo_model.tokens import BOS_ID
+
+Score = Callable[[Params, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]  # token_nats of a shape and dtype
 
 WINDOW, STRIDE = 1024, 512  # tokens: every token but a file's first sees at least WINDOW - STRIDE before it
 
@@ -66,7 +68,7 @@ def windows(ids: list[int]) -> list[tuple[list[int], int]]:
     return out
 
 
-def _window_nats(score: partial, params: Params, window: tuple[list[int], int]) -> float:  # type: ignore[type-arg]
+def _window_nats(score: Score, params: Params, window: tuple[list[int], int]) -> float:
     ids, counted = window
     tokens = np.zeros((1, WINDOW + 1), np.int32)
     segments = np.ones((1, WINDOW + 1), np.int32)

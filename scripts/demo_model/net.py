@@ -6,7 +6,6 @@ Kept apart from the serving model on purpose: no paged cache, attention that doe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -51,13 +50,8 @@ def init_params(key: jax.Array, shape: Shape) -> Params:
     return {"embed": embed, "norm": jnp.ones(e), "layers": layers}
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def matmul(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """x[T, I] @ w[I, O] with inputs rounded to `dtype` and float32 accumulation and result, in both directions."""
-    return _dot(x, w, dtype)
-
-
 def _dot(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """x[T, I] @ w[I, O] with inputs rounded to `dtype` and float32 accumulation and result."""
     return jnp.dot(x.astype(dtype), w.astype(dtype), preferred_element_type=jnp.float32)
 
 
@@ -71,6 +65,7 @@ def _matmul_bwd(dtype: jnp.dtype, saved: tuple[jax.Array, jax.Array], g: jax.Arr
     return _dot(g, w.T, dtype), _dot(x.T, g, dtype)
 
 
+matmul = jax.custom_vjp(_dot, nondiff_argnums=(2,))  # rounded so in both directions
 matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 

@@ -36,7 +36,7 @@ class TrainState:
 def make_optimizer() -> optax.GradientTransformation:
     """Muon (orthogonalised momentum) for the layers' matrices, Adam for embedding and norms; clipped by global norm."""
 
-    def matrices(params: Params) -> Params:
+    def matrices(params: Any) -> Any:
         def numbers(path: tuple[Any, ...], leaf: jax.Array) -> contrib.MuonDimensionNumbers | None:
             in_layer = isinstance(path[0], jax.tree_util.DictKey) and path[0].key == "layers"
             return contrib.MuonDimensionNumbers() if in_layer and leaf.ndim == 2 else None
@@ -93,7 +93,7 @@ def save_state(path: Path, state: TrainState) -> None:
     position = np.array([state.step, state.tokens, state.elapsed_s], np.float64)
     temporary = path.with_suffix(".tmp.npz")
     with temporary.open("wb") as file:
-        np.savez(file, position=position, **arrays)
+        np.savez(file, allow_pickle=False, position=position, **arrays)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

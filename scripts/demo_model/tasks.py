@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from demo_model.corpus import Module
@@ -46,5 +46,5 @@ def _places(module: Module) -> list[tuple[str, str]]:
     return places
 
 
-def _write(path: Path, examples: Iterable[dict[str, object]]) -> None:
+def _write(path: Path, examples: Iterable[Mapping[str, object]]) -> None:
     path.write_text("".join(json.dumps(example, ensure_ascii=False) + "\n" for example in examples), encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -27,10 +28,10 @@ def _score(model: PreTrainedModel, probe: Probe) -> dict[str, object]:
     return {"text": "", "logprobs": {"token_logprobs": [None, *chosen]}}
 
 
-def _generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, probe: Probe) -> dict[str, object]:
+def _generate(model: Any, tokenizer: PreTrainedTokenizerBase, probe: Probe) -> dict[str, object]:
     """Greedy; what follows a stop string is cut off, as a server does."""
     ids = torch.tensor([probe.token_ids])
     options = {"do_sample": False, "temperature": None, "top_p": None, "max_new_tokens": probe.max_tokens}
     generated = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
     text = tokenizer.decode(generated[0, len(probe.token_ids) :], skip_special_tokens=True)
-    return {"text": until_stop(text, probe.stop), "logprobs": None}
+    return {"text": until_stop(str(text), probe.stop), "logprobs": None}

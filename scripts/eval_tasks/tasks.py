@@ -41,7 +41,10 @@ class Probe:
 class Task(Protocol):
     """One kind of task."""
 
-    required: tuple[str, ...]  # fields of an example
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Fields of an example."""
+        ...
 
     def probes(self, example: Example, tokenizer: Tokenizer) -> list[Probe]:
         """The requests of one example."""

@@ -116,9 +116,9 @@ async def _ours(setting: Setting, directory: Path, asked: list[list[int]], dummy
     timeout = httpx.Timeout(max(5.0, setting.clock.left_s()), connect=10.0)
     async with open_local(_config(setting, directory, dummy), timeout) as client:
         sender = Sender(client, patience_s=PATIENCE_S)
-        header = batch.header(await served_model(sender))
+        served = await served_model(sender)
         began_s = time.monotonic()
-        with Journal(batch.output, header) as journal:
+        with Journal(batch.output, batch.header(served.name, served.fingerprint)) as journal:
             await run_batch(batch, journal, sender, lambda _: None)
         seconds = time.monotonic() - began_s
     responses = [json.loads(line)["response"] or {} for line in output.read_text().splitlines()]
