@@ -84,6 +84,7 @@ async def run(arguments: argparse.Namespace, directory: Path) -> list[Verdict]:
         checksums="checksums-off" not in arguments.inject,
         seed=arguments.seed[0],
         prefill_flags=("--tensor-parallel-size", str(arguments.prefill_tp)),
+        scarce=True,
         frees_at_once=True,
     )
     options = Options(

@@ -20,7 +20,9 @@ SIZES = (
     *("--max-model-len", "256", "--page-size", "16", "--max-num-seqs", "8"),
     *("--max-num-batched-tokens", "64", "--transfer-chunk-tokens", "32", "--lease-s", "4"),
 )
-PREFILL_PAGES, DECODE_PAGES = 97, 81  # small: prompts wait, streams are retracted
+PREFILL_PAGES, DECODE_PAGES = 97, 81  # small: prompts wait
+SCARCE = ("--num-pages", "25", "--reserved-decode-tokens", "0")
+HOST_KV_BYTES = 8 << 20
 NUM_ROUTERS = 2
 PAST_FORWARDERS = ("jax", "shm", "tcp")  # backends
 
@@ -43,6 +45,7 @@ class FleetPlan:
     sizes: tuple[str, ...] = SIZES
     prefill_flags: tuple[str, ...] = ()  # win over those before
     decode_flags: tuple[str, ...] = ()
+    scarce: bool = False  # D has so little memory that it retracts streams; every second one keeps their KV on the host
     frees_at_once: bool = False  # large buffers go back to the system when freed, so that RSS is what a process holds
 
     @property
@@ -106,6 +109,8 @@ class Fleet:
             self.prefill.append(self._member(f"P{number}", await self._proxy(), *flags))
         for number in range(1, plan.num_decode + 1):
             flags = ("--role", "decode", "--num-pages", str(DECODE_PAGES), "--local-prefill", plan.local_prefill, *join)
+            if plan.scarce:
+                flags = (*flags, *SCARCE, "--host-kv-bytes", "0" if number % 2 else str(HOST_KV_BYTES))
             flags = (*flags, *plan.decode_flags)
             self.decode.append(self._member(f"D{number}", await self._proxy(), *flags))
         for member in self.members:

@@ -22,12 +22,13 @@ GRPC_THREADS = "event_engine"  # its pool grows and shrinks with load and machin
 SLACK = {"threads": 2, "descriptors": 6, "sockets": 4}  # a connection more or less to each peer
 RSS_SLACK_BYTES = 24 * 2**20
 RSS_MIN_SAMPLES = 30
-GAUGES = ("jdisagg_kv_pages_used", "jdisagg_leases", "jdisagg_published_bytes")
+GAUGES = ("jdisagg_kv_pages_used", "jdisagg_leases", "jdisagg_published_bytes", "jdisagg_host_kv_held_tokens")
 COUNTERS = (
     "jdisagg_recoveries_total",
     "jdisagg_transfer_failures_total",
     "jdisagg_transfer_bytes_total",
     "jdisagg_retractions",
+    "jdisagg_host_kv_tokens",
 )
 
 

@@ -166,6 +166,8 @@ class Session:
         verdict.recoveries = watch.total("jdisagg_recoveries_total")
         verdict.transfer_failures = watch.total("jdisagg_transfer_failures_total")
         verdict.forwarded_bytes = self._forwarded_bytes() - forwarded_before
+        verdict.retractions = int(sum(watch.total("jdisagg_retractions").values()))
+        verdict.host_tokens = watch.total("jdisagg_host_kv_tokens")
         verdict.verified_bytes = sum(watch.total("jdisagg_transfer_bytes_total").values())
         verdict.tally.take(traffic.outcomes, self._catalogue, self._answers)
         verdict.faults = self._faults(striker, traffic.outcomes, self._drilled() - drilled_before)

@@ -22,6 +22,8 @@ class Verdict:
     faults: dict[str, tuple[int, int]] = field(default_factory=dict)  # kind -> (fired, hit a live transfer)
     recoveries: dict[str, float] = field(default_factory=dict)
     transfer_failures: dict[str, float] = field(default_factory=dict)
+    retractions: int = 0
+    host_tokens: dict[str, float] = field(default_factory=dict)  # of what was retracted: KV to host memory and back
     forwarded_bytes: int = 0  # from P to D, as the forwarders saw them: what was sent again or spoilt included
     verified_bytes: float = 0.0  # of KV, as the D counted them
     leaks: list[str] = field(default_factory=list)
@@ -74,6 +76,9 @@ class Verdict:
             lines.append(f"  {kind:<20}{fired:>7}{live:>7}   {after:<24} {victims}")
         lines.append("  recoveries: " + (_counts(self.recoveries) or "none"))
         lines.append("  failed transfers: " + (_counts(self.transfer_failures) or "none"))
+        lines.append(
+            f"  retracted: {self.retractions}; tokens to host memory and back: " + (_counts(self.host_tokens) or "none")
+        )
         moved = f"{self.forwarded_bytes / 1e6:.1f} MB left P, {self.verified_bytes / 1e6:.1f} MB of KV verified at D"
         lines.append(f"  bytes: {moved}")
         lines += [f"  e.g. {example}" for example in tally.examples[:8]]

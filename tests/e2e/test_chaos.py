@@ -50,7 +50,7 @@ async def _made(options: Options, directory: Path) -> Session:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Chaos]:
-    options = Options(plan=FleetPlan(model=str(tiny_model), frees_at_once=True), faults=frozenset(ALL))
+    options = Options(plan=FleetPlan(model=str(tiny_model), frees_at_once=True, scarce=True), faults=frozenset(ALL))
     yield from chaos(options, tmp_path_factory.mktemp("chaos"))
 
 
@@ -67,6 +67,7 @@ def test_no_fault_costs_a_token_or_leaves_anything_behind(fleet: Chaos, seed: in
     rungs = "".join(verdict.recoveries)
     assert all(rung in rungs for rung in ("refetch", "other_prefill", "replay"))
     assert sum(verdict.transfer_failures.values()) >= 10
+    assert verdict.retractions
 
 
 def test_the_harness_sees_what_checksums_leases_and_attempts_prevent(
