@@ -71,6 +71,12 @@ class Watch:
 
     rss: dict[tuple[str, int], list[tuple[float, int]]] = field(default_factory=dict)
     counters: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)  # the last that were seen
+    before: dict[str, float] = field(default_factory=dict)  # their sums when the run began: a fleet may have had runs before
+
+    async def begin(self, fleet: Fleet) -> None:
+        """Counts from here on."""
+        await self.sample(fleet)
+        self.before = self._sums("")
 
     async def run(self, fleet: Fleet) -> None:
         """Until cancelled."""
@@ -90,13 +96,17 @@ class Watch:
             self.counters[key] = {name: value for name, value in samples.items() if name.startswith(COUNTERS)}
 
     def total(self, prefix: str) -> dict[str, float]:
-        """Counters that begin so, over all processes there were."""
+        """What was counted since `begin` by counters that begin so, over all processes there were."""
+        sums = {name: value - self.before.get(name, 0.0) for name, value in self._sums(prefix).items()}
+        return {name: value for name, value in sums.items() if value}
+
+    def _sums(self, prefix: str) -> dict[str, float]:
         sums: dict[str, float] = {}
         for counters in self.counters.values():
             for name, value in counters.items():
                 if name.startswith(prefix):
                     sums[name] = sums.get(name, 0.0) + value
-        return {name: value for name, value in sums.items() if value}
+        return sums
 
     def growing(self) -> list[str]:
         """Processes whose memory climbs in the later two thirds of their life."""

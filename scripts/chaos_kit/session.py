@@ -140,6 +140,7 @@ class Session:
         traffic = Traffic(self._clients, self._catalogue, self._deadlines_s, at_once=self.options.at_once)
         kinds = tuple(kind for kind in SCRIPTED if kind in self.options.faults)
         striker = Striker(self.fleet, traffic, kinds, rounds=rounds, requests=requests, seed=seed)
+        await watch.begin(self.fleet)
         forwarded_before = self._forwarded_bytes()
         drilled_before, deaths_before, tracebacks_before = self._drilled(), len(self.fleet.ends.found), self._tracebacks()
         visits = [
