@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 from tests.kernels.compile_gate import KERNEL_CALLS, KERNELS, Case, compile_case
 
@@ -66,9 +67,11 @@ def bad_cases() -> Iterator[Case]:
 
 
 def lower(case: Case) -> str:
-    """StableHLO for CUDA. From jax 0.11 on this wants Triton's compiler, and raises RuntimeError without it."""
+    """StableHLO for CUDA. jax 0.11 must be told the device, and may want Triton's compiler: RuntimeError without it."""
     step, arguments = KERNELS[case.kernel](case, jax.ShapeDtypeStruct)
-    return jax.jit(step, donate_argnums=0).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((1,), ("tp",), axis_types=(AxisType.Auto,), abstract_device=device)):
+        return jax.jit(step, donate_argnums=0).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def large_results(text: str, least_bytes: int) -> list[str]:
