@@ -53,17 +53,23 @@ class Admission:
         """Reserve pages for a choice beside the sibling whose prompt it has: its full pages are shared, up to the prompt's last
         token, which the child feeds itself. The caller copies the page in between when there is one."""
         pages, holding = self._table.pages, child.holding
-        num_shared = (child.num_known - 1) // pages.page_size
         total = pages.pages_for(self.gate_tokens(child))
-        if total - num_shared > pages.num_free - promised:
+        if self.needs(child) > pages.num_free - promised:
             return False
-        pages.share(holding, donor.holding, num_shared)
+        pages.share(holding, donor.holding, self._num_shared(child))
         grown = pages.grow(holding, pages.pages_for(child.num_known))
         assert grown is not None, "the gate let a choice in that does not fit"
         holding.promised_pages = total
         child.continue_from(child.num_known - 1)
         child.told.cached_tokens = child.num_computed
         return True
+
+    def needs(self, sequence: Sequence) -> int:
+        """Free pages, beside those promised to others, that a sequence without memory wants before it gets any."""
+        total = self._table.pages.pages_for(self.gate_tokens(sequence))
+        if sequence.status is Status.FORKING:
+            return total - self._num_shared(sequence)
+        return self._cost(sequence, self._hits(sequence), total)
 
     def gate_tokens(self, sequence: Sequence, num_coming: int = 0) -> int:
         """Tokens for which there must be room before this sequence gets any memory, once `num_coming` more are known."""
@@ -83,7 +89,7 @@ class Admission:
     def pin_in_the_way(self) -> Sequence | None:
         """Who is to give up its pins, since nobody holds memory and whoever could take it finds too little beside them: the
         last of those whose peers have not begun, which may take long."""
-        queues, pages = self._table.queues, self._table.pages
+        queues = self._table.queues
         if self._table.someone_holds_memory:
             return None
         prealloc = list(queues[Status.PREALLOC])
@@ -93,8 +99,7 @@ class Admission:
         if not (pinned and candidates):
             return None
         first = min(candidates, key=lambda s: s.order)
-        total = pages.pages_for(self.gate_tokens(first))
-        return pinned[-1] if self._cost(first, self._hits(first), total) > pages.num_free else None
+        return pinned[-1] if self.needs(first) > self._table.pages.num_free else None
 
     def find_prefix(self, sequence: Sequence) -> tuple[int, ...]:
         """At least one token stays to be computed, for its logits; prompt log-probabilities need every position computed."""
@@ -110,6 +115,10 @@ class Admission:
     def _cost(self, sequence: Sequence, hits: tuple[int, ...], total: int) -> int:
         """Free pages that a sequence without memory needs to have `total`."""
         return self._table.pages.cost(hits, total) - len(sequence.holding.pages)
+
+    def _num_shared(self, child: Sequence) -> int:
+        """Full pages of the prompt that a choice shares with its sibling; it feeds the prompt's last token itself."""
+        return (child.num_known - 1) // self._table.pages.page_size
 
     def _skip_computed(self, sequence: Sequence, num_tokens: int) -> None:
         sequence.num_computed = sequence.num_scheduled = num_tokens

@@ -1,7 +1,7 @@
 """Why a live request did nothing in the step just planned, read from the scheduler's own tables; changes none of them.
 
 Valid after a call of `schedule` until the next call: pages, slots and budget are then as the planner left them when it passed
-the request over. The arithmetic is the gate's own (`Admission.gate_tokens`, `find_prefix`, `PageBook.cost`); what it does not
+the request over. The arithmetic is the gate's own (`Admission.needs`, `find_prefix`); what it does not
 explain is said to be unexplained.
 """
 
@@ -188,21 +188,13 @@ class Explainer:
         return Wait(Cause.BUDGET, f"token budget of {limit} spent by {' + '.join(named)}")
 
     def _shortage(self, sequence: Sequence) -> str | None:
-        """How far the gate's need is from what is free, as `Admission.take_memory` sees it."""
-        pages = self._table.pages
-        total = pages.pages_for(self._admission.gate_tokens(sequence))
-        if sequence.status is Status.FORKING:
-            needs = total - (sequence.num_known - 1) // pages.page_size
-        elif sequence.status is Status.PREALLOC or sequence.wait.host_tokens:
-            needs = total - len(sequence.holding.pages)
-        else:
-            needs = pages.cost(self._admission.find_prefix(sequence), total)
-        promised = self._table.outstanding_pages()
-        short = needs - (pages.num_free - promised)
+        """How far the gate's need is from what is free."""
+        needs, num_free, promised = self._admission.needs(sequence), self._table.pages.num_free, self._table.outstanding_pages()
+        short = needs - (num_free - promised)
         if short <= 0:
             return None
         kept = f", {promised} promised to admitted requests" if promised else ""
-        return f"{counted(short, 'page')} short (needs {needs}, {pages.num_free} free{kept})"
+        return f"{counted(short, 'page')} short (needs {needs}, {num_free} free{kept})"
 
     def _earlier(self, sequence: Sequence) -> Iterator[Sequence]:
         """Those whose turn comes before, of those that could go: choices with a sibling to fork from come before all others."""
