@@ -18,9 +18,10 @@ import httpx
 from tqdm import tqdm
 
 from jdisagg.batch.command import Command, parse_command
+from jdisagg.batch.finished import answered_by, check_unpublished, has_failed_lines, keep_answers
 from jdisagg.batch.journal import Journal, check_journal
 from jdisagg.batch.results import count_lines
-from jdisagg.batch.runner import answered_by, check_unpublished, run_batch
+from jdisagg.batch.runner import run_batch
 from jdisagg.batch.sender import Sender, Served, served_model
 from jdisagg.core.errors import ConfigError, JdisaggError, Unavailable
 from jdisagg.core.logs import setup_logs
@@ -39,7 +40,7 @@ def main(argv: Sequence[str], *, tidy: Callable[[], object] = lambda: None, what
     interrupted = f"jdisagg.batch: interrupted; {what_next}"
     try:
         command = parse_command(argv)
-        if check_unpublished(command.batch):
+        if check_unpublished(command.batch) or (command.retry_failed and has_failed_lines(command.batch.output)):
             asyncio.run(_run(command, tidy, interrupted))
         else:
             asyncio.run(_check_finished(command))
@@ -68,13 +69,19 @@ async def _check_finished(command: Command) -> None:
                 now = await served_model(Sender(client, patience_s=0.0))
             except Unavailable:
                 now = had  # nobody can say
-        if not now.may_have_answered_as(had):
-            raise ConfigError(
-                f"--output: {command.batch.output} holds answers of {_told(had)}, this server has {_told(now)}; remove it or "
-                "choose another --output"
-            )
+        _check_model(command, had, now)
     of = "" if had is None else f" by {_told(had)}"
-    print(f"jdisagg.batch: already complete{of}, nothing was run", file=sys.stderr)
+    again = "; --retry-failed asks again for what failed" if has_failed_lines(command.batch.output) else ""
+    print(f"jdisagg.batch: already complete{of}, nothing was run{again}", file=sys.stderr)
+
+
+def _check_model(command: Command, had: Served, now: Served) -> None:
+    if not now.may_have_answered_as(had):
+        who = "this engine" if command.server is None else "this server"
+        raise ConfigError(
+            f"--output: {command.batch.output} holds answers of {_told(had)}, {who} has {_told(now)}; remove it or "
+            "choose another --output"
+        )
 
 
 def _told(model: Served) -> str:
@@ -98,7 +105,12 @@ async def _run(command: Command, tidy: Callable[[], object], interrupted: str) -
             os._exit(EXIT_STOPPED)
         sender = Sender(client, patience_s=command.patience_s)
         served = await served_model(sender)
+        is_again = command.retry_failed and batch.output.exists()
+        if is_again and (had := answered_by(batch.output)) is not None:
+            _check_model(command, had, served)
         with Journal(batch.output, batch.header(served.name, served.fingerprint)) as journal:
+            if is_again:
+                await asyncio.to_thread(keep_answers, batch, journal)
             total = len(batch.numbers())
             with tqdm(total=total, initial=len(journal), unit="req", disable=command.quiet) as bar:
                 await run_batch(batch, journal, sender, bar.update)

@@ -40,6 +40,7 @@ class Command:
     patience_s: float
     request_timeout_s: float
     quiet: bool
+    retry_failed: bool
 
 
 class _Parser(argparse.ArgumentParser):
@@ -75,6 +76,9 @@ def parse_command(argv: Sequence[str]) -> Command:
     parser.add_argument(
         "--request-timeout-s", type=float, default=3600.0, metavar="S", help="longest wait for one answer (default 3600)"
     )
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="when all is done: ask again for the lines of the output that failed"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args, serve_flags = parser.parse_known_args(list(argv))
     if args.server is not None and (args.disagg or serve_flags):
@@ -106,6 +110,7 @@ def parse_command(argv: Sequence[str]) -> Command:
         patience_s=args.patience_s,
         request_timeout_s=args.request_timeout_s,
         quiet=args.quiet,
+        retry_failed=args.retry_failed,
     )
 
 

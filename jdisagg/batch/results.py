@@ -8,6 +8,9 @@ from typing import Any, TypeGuard
 
 from jdisagg.batch.lines import BadLine, Call
 
+_OK = 200
+_INVALID_LINE = "invalid_line"
+
 
 def line_id(batch_id: str, number: int) -> str:
     """Names its batch, so that a finished output can be told from those of others."""
@@ -30,7 +33,7 @@ def answer_line(call: Call, status_code: int, body: dict[str, Any], *, batch_id:
 
 def error_line(bad: BadLine, *, batch_id: str) -> dict[str, Any]:
     """The line of an input line that is no request."""
-    return _failed("invalid_line", bad.number, bad.custom_id, bad.message, batch_id)
+    return _failed(_INVALID_LINE, bad.number, bad.custom_id, bad.message, batch_id)
 
 
 def bad_answer_line(call: Call, message: str, *, batch_id: str) -> dict[str, Any]:
@@ -46,13 +49,22 @@ def is_output_line(value: object) -> TypeGuard[dict[str, Any]]:
     return response is None or (isinstance(response, dict) and "status_code" in response)
 
 
+def stays(line: dict[str, Any]) -> bool:
+    """Whether asking again could not change an output line: it was answered, or its input line is no request."""
+    response = line["response"]
+    if response is not None:
+        return response["status_code"] == _OK
+    error = line.get("error")
+    return isinstance(error, dict) and error.get("code") == _INVALID_LINE
+
+
 def count_lines(output: Path) -> str:
     """The words "N ok, M failed" about a finished output: ok is an answer with HTTP status 200."""
     ok = failed = 0
     with output.open("rb") as file:
         for raw in file:
             response = json.loads(raw)["response"]
-            succeeded = response is not None and response["status_code"] == 200
+            succeeded = response is not None and response["status_code"] == _OK
             ok += succeeded
             failed += not succeeded
     return f"{ok} ok, {failed} failed"

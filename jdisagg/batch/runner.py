@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,8 +15,8 @@ from typing import Any, NamedTuple
 from jdisagg.batch import strict_json
 from jdisagg.batch.journal import CREATED, Journal, journal_path
 from jdisagg.batch.lines import BadLine, Call, open_input, read_lines
-from jdisagg.batch.results import answer_line, bad_answer_line, error_line, is_output_line, line_id
-from jdisagg.batch.sender import BadAnswer, Sender, Served
+from jdisagg.batch.results import answer_line, bad_answer_line, error_line, line_id
+from jdisagg.batch.sender import BadAnswer, Sender
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
 
@@ -116,31 +115,6 @@ async def run_batch(batch: Batch, journal: Journal, sender: Sender, on_progress:
     await _to_its_end(journal.publish, batch.numbers())
 
 
-def check_unpublished(batch: Batch) -> bool:
-    """False when a former run has finished this batch. Raises ConfigError when the output is another batch's."""
-    if not batch.output.exists() or journal_path(batch.output).exists():
-        return True
-    with batch.output.open("rb") as file:
-        ids = [_id_in(raw) for raw in file]
-    if ids != [line_id(batch.id, number) for number in batch.numbers()]:
-        raise ConfigError(
-            f"--output: {batch.output} exists and is not the output of this batch (its input, --seed and engine); "
-            "remove it or choose another --output"
-        )
-    return False
-
-
-def answered_by(output: Path) -> Served | None:
-    """The model whose answers a finished output holds; None where none of them says."""
-    with output.open("rb") as file:
-        bodies = ((json.loads(raw)["response"] or {}).get("body") for raw in file)
-        named = next((body for body in bodies if isinstance(body, dict) and isinstance(body.get("model"), str)), None)
-    if named is None:
-        return None
-    fingerprint = named.get("system_fingerprint")
-    return Served(named["model"], fingerprint if isinstance(fingerprint, str) else None)
-
-
 async def _answer_all(
     batch: Batch, pending: Iterator[Call | BadLine], sender: Sender, answers: asyncio.Queue[Finished | None], created: int
 ) -> None:
@@ -168,14 +142,6 @@ def _first(failures: BaseExceptionGroup) -> BaseException:
     while isinstance(leaf, BaseExceptionGroup):
         leaf = leaf.exceptions[0]
     return leaf
-
-
-def _id_in(raw: bytes) -> str | None:
-    try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    return line.get("id") if is_output_line(line) else None
 
 
 async def _write(answers: asyncio.Queue[Finished | None], journal: Journal, on_progress: Callable[[int], object]) -> None:

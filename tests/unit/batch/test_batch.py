@@ -53,7 +53,10 @@ def test_answers_come_in_input_order_with_bad_lines_marked(tmp_path: Path, capsy
         assert main(arguments(source, output, server.url, "--seed", "1000")) == 0
         assert capsys.readouterr().err == "jdisagg.batch: 4 ok, 5 failed\n"
         assert main(arguments(source, output, server.url, "--seed", "1000")) == 0
-        said = "jdisagg.batch: already complete by model 'fake', nothing was run\njdisagg.batch: 4 ok, 5 failed\n"
+        said = (
+            "jdisagg.batch: already complete by model 'fake', nothing was run; --retry-failed asks again for what failed\n"
+            "jdisagg.batch: 4 ok, 5 failed\n"
+        )
         assert capsys.readouterr().err == said
     answers = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     batch_id = Batch(input=source, output=output, seed=1000).id
