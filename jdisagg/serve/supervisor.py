@@ -1,6 +1,6 @@
 """Keeps a set of children running: start, wait for READY, restart with back-off, end in stages.
 
-start -> READY -> exited -> (0.5 s, 1 s, .. 10 s) -> start -> ..     the delay falls back once a run stayed up for 30 s
+start -> READY -> exited -> (0.5 s, 1 s, .. 10 s) -> start -> ..     the delay falls back once a run served for 30 s
 start -> exit 2                                                      a bad configuration: StartFailed, nothing is retried
 start -> exit or silence, three times, never READY                   StartFailed
 """
@@ -37,7 +37,7 @@ class Patience:
     start_s: float = 900.0  # from start to READY: load, compile, warm up
     first_delay_s: float = 0.5
     max_delay_s: float = 10.0
-    stable_s: float = 30.0  # up this long = the next crash starts from the first delay
+    stable_s: float = 30.0  # READY this long = the next crash starts from the first delay
     grace_s: float = 35.0  # from SIGTERM to SIGKILL, once READY
     starting_grace_s: float = 1.0  # before READY there is nothing to drain
     max_start_failures: int = 3
@@ -49,6 +49,7 @@ class _Run(NamedTuple):
     ready: Ready | None
     status: int | None  # None: there was no process
     ending: str
+    served_s: float = 0.0  # from READY to its end
 
 
 class Supervisor:
@@ -93,7 +94,6 @@ class Supervisor:
     async def _keep(self, spec: ChildSpec, first: asyncio.Future[Ready]) -> None:
         delay_s, failures, previous = self._patience.first_delay_s, 0, None
         while not self._stopping.is_set():
-            began_s = time.monotonic()
             run = await self._run(spec, previous, first)
             if self._stopping.is_set():
                 return
@@ -102,7 +102,7 @@ class Supervisor:
             if not first.done() and (run.status == EXIT_BAD_CONFIG or failures == self._patience.max_start_failures):
                 first.set_exception(_start_failed(spec.name, run, failures))
                 return
-            if time.monotonic() - began_s >= self._patience.stable_s:
+            if run.served_s >= self._patience.stable_s:
                 delay_s = self._patience.first_delay_s
             if run.status == 0 and run.ready is not None:  # after a SIGTERM it drains and exits so
                 log.info("%s: ended as it was told to; starting it again in %.1f s", spec.name, delay_s)
@@ -128,10 +128,12 @@ class Supervisor:
             first.set_result(ready)
         elif ready is not None:  # whoever scrapes it has to know where it is now
             log.info("%s: ready again as pid %d, HTTP on %s, gRPC on %s", spec.name, ready.pid, ready.http, ready.grpc)
+        ready_s = time.monotonic()
         status = await child.wait()
+        served_s = 0.0 if ready is None else time.monotonic() - ready_s
         if not self._stopping.is_set():
             del self._children[spec.name]
-        return _Run(ready, status, f"exited with {status}" if status >= 0 else f"was ended by signal {-status}")
+        return _Run(ready, status, f"exited with {status}" if status >= 0 else f"was ended by signal {-status}", served_s)
 
     def _pass_on(self, keeper: asyncio.Task[None], first: asyncio.Future[Ready]) -> None:
         """A keeper that broke must not leave `start` waiting, nor a fleet without one of its processes."""

@@ -70,6 +70,27 @@ def test_a_child_for_which_there_is_no_process_is_tried_again_for_as_long_as_it_
     assert sum("p: could not be started: [Errno 11]" in text for text in said) == 5
 
 
+@pytest.mark.parametrize(("load_s", "serve_s", "grows"), [(0.4, 0.0, True), (0.0, 0.4, False)])
+def test_the_delay_falls_back_after_a_time_of_service_whatever_loading_took(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, load_s: float, serve_s: float, grows: bool
+) -> None:
+    environ = {"FAKE_DIR": str(tmp_path), "FAKE_MODE": "brief", "FAKE_LOAD_S": str(load_s), "FAKE_SERVE_S": str(serve_s)}
+    brief = ChildSpec(name="d", command=lambda _: (sys.executable, str(FAKE), "--role", "decode"), environ=environ)
+
+    async def body() -> None:
+        supervisor = Supervisor(Patience(first_delay_s=0.02, max_delay_s=1.0, stable_s=0.3, grace_s=10.0))
+        async with asyncio.timeout(LIMIT_S):
+            await supervisor.start([brief])
+            while supervisor.restarts < 3:
+                await asyncio.sleep(0.01)
+            await supervisor.stop()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(body())
+    delays_s = [record.args[-1] for record in caplog.records if isinstance(record.args, tuple) and "again in" in record.msg]
+    assert delays_s[:3] == ([0.02, 0.04, 0.08] if grows else [0.02] * 3)
+
+
 def test_a_child_for_which_there_never_was_a_process_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = failing(monkeypatch, lambda number: True)
 
