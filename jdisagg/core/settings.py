@@ -214,7 +214,7 @@ def _check_together(values: Values) -> None:
     if config.server.api_key is not None:
         check_key(config.server.api_key, "--api-key")
     step, slots = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
-    if step < slots:
+    if step < slots and config.role != "prefill":  # which decodes nothing
         fail(
             "--max-num-batched-tokens", step, f"at least --max-num-seqs = {slots}: each running sequence takes a token per step"
         )

@@ -169,8 +169,10 @@ class Borrower:
         """Borrowings that stand still or take too long."""
         actions: list[BorrowerAction] = []
         for record in [record for record in self._live.values() if record.reserved]:
-            if now_s >= record.deadline_s or now_s - record.progress_s >= STALL_S:
+            if now_s - record.progress_s >= STALL_S:
                 actions += self._end(record, Outcome.STALLED, f"no piece for {now_s - record.progress_s:.1f} s")
+            elif now_s >= record.deadline_s:
+                actions += self._end(record, Outcome.STALLED, "pieces come, but too slowly")
         return actions
 
     # --- helpers

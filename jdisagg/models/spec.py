@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.kv.spec import KVSpec
 from jdisagg.models.rope import RopeSpec, positive_number
 
-# Architecture -> (q, k, v have a bias; q and k are normalised per head). None: `attention_bias` in config.json decides.
-_FAMILIES: Mapping[str, tuple[bool | None, bool]] = {
-    "LlamaForCausalLM": (None, False),
-    "MistralForCausalLM": (False, False),
-    "Qwen2ForCausalLM": (True, False),
-    "Qwen3ForCausalLM": (None, True),
-}
-# By which transformers chooses the model; it calls a Mistral with layer_types a Ministral.
-_MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
-    "LlamaForCausalLM": ("llama",),
-    "MistralForCausalLM": ("mistral", "ministral"),
-    "Qwen2ForCausalLM": ("qwen2",),
-    "Qwen3ForCausalLM": ("qwen3",),
-}
-# What a config.json without the key means in transformers; with a key that is null it means none.
-_LEFT_OUT: Mapping[str, Mapping[str, int]] = {
-    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
-    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "sliding_window": 4096},
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    """How an architecture differs from the others."""
+
+    model_types: tuple[str, ...]  # by which transformers chooses the model
+    qkv_bias: bool | None  # of q, k and v; None: `attention_bias` in config.json decides
+    qk_norm: bool = False  # q and k are normalised per head
+    left_out: Mapping[str, int] = field(default_factory=dict)  # what config.json means without a key; a null means none
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    "LlamaForCausalLM": _Family(model_types=("llama",), qkv_bias=None),
+    "MistralForCausalLM": _Family(
+        model_types=("mistral", "ministral"),  # what transformers calls a Mistral with layer_types
+        qkv_bias=False,
+        left_out={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "Qwen2ForCausalLM": _Family(
+        model_types=("qwen2",), qkv_bias=True, left_out={"num_key_value_heads": 32, "sliding_window": 4096}
+    ),
+    "Qwen3ForCausalLM": _Family(
+        model_types=("qwen3",), qkv_bias=None, qk_norm=True, left_out={"num_key_value_heads": 32, "sliding_window": 4096}
+    ),
 }
 
 
@@ -65,7 +70,7 @@ class ModelSpec:
     def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
         """Read a config.json dict. Raises ConfigError naming the key that is missing or not supported."""
         architecture = _architecture(config)
-        config = {**_LEFT_OUT.get(architecture, {}), **config}
+        config = {**_FAMILIES[architecture].left_out, **config}
         if config.get("quantization_config") is not None:
             raise _unsupported("quantization_config", config["quantization_config"], "unquantized weights")
         if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
@@ -113,13 +118,13 @@ def _architecture(config: Mapping[str, Any]) -> str:
             break
     else:
         raise _unsupported("architectures", names, " | ".join(_FAMILIES))
-    if (model_type := config.get("model_type")) is not None and model_type not in _MODEL_TYPES[name]:
-        raise _unsupported("model_type", model_type, f"{' | '.join(_MODEL_TYPES[name])}, as architectures says {name}")
+    if (model_type := config.get("model_type")) is not None and model_type not in _FAMILIES[name].model_types:
+        raise _unsupported("model_type", model_type, f"{' | '.join(_FAMILIES[name].model_types)}, as architectures says {name}")
     return name
 
 
 def _attention(config: Mapping[str, Any], architecture: str) -> AttentionSpec:
-    qkv_bias, qk_norm = _FAMILIES[architecture]
+    family = _FAMILIES[architecture]
     config_bias = _flag(config, "attention_bias")
     num_heads = _positive(config, "num_attention_heads")
     num_kv_heads = _positive(config, "num_key_value_heads") if config.get("num_key_value_heads") else num_heads
@@ -135,9 +140,9 @@ def _attention(config: Mapping[str, Any], architecture: str) -> AttentionSpec:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        qkv_bias=config_bias if qkv_bias is None else qkv_bias,
-        out_bias=config_bias if qkv_bias is None else False,
-        qk_norm=qk_norm,
+        qkv_bias=config_bias if family.qkv_bias is None else family.qkv_bias,
+        out_bias=config_bias if family.qkv_bias is None else False,
+        qk_norm=family.qk_norm,
         windows=_windows(config, architecture),
     )
 

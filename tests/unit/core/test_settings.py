@@ -161,6 +161,10 @@ def test_a_bad_flag_says_what_it_got_and_what_to_change(argv: list[str], wanted:
     assert wanted in message(*argv)
 
 
+def test_who_decodes_nothing_needs_no_step_for_all_its_slots() -> None:
+    assert load("--role", "prefill", "--max-num-batched-tokens", "4").scheduler.max_num_batched_tokens == 4
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
