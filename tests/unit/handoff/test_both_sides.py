@@ -203,5 +203,6 @@ def test_hundreds_of_handoffs_with_failures_leave_no_state() -> None:
     world.tick(1.0)
     world.settle()
     assert {end for client in world.clients.values() for end in client.ends} <= {"complete", "finished"}
+    assert [len(client.ends) for client in world.clients.values()] == [1] * 300
     assert world.decode.is_idle
     assert all(worker.side.is_idle and not worker.held_bytes for worker in world.prefillers.values())

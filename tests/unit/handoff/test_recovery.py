@@ -160,7 +160,7 @@ def test_pieces_after_a_gap_are_fetched_again_from_the_next_worker() -> None:
     assert only(act.OpenStream, side.on_message(H, DEAD, 1.0)).message.held_tokens == 0
 
 
-@pytest.mark.covers("X22", "C06")
+@pytest.mark.covers("X22")
 def test_a_stream_that_ends_before_memory_exists_is_noticed() -> None:
     side = decode_side()
     side.start(request(), 0, ("p", "q"), 0.0)

@@ -304,7 +304,6 @@ def test_a_lost_stream_goes_on_from_what_is_in_place_and_the_next_peer_borrows_t
     assert since(world, before)[1:] == (borrowed, len(prompt) - borrowed)
 
 
-@pytest.mark.covers("D02")
 def test_the_first_piece_is_at_d_before_the_last_chunk_is_planned() -> None:
     world = World(local_prefill=False)
     world.submit(request("a", tuple(range(1, 46)), 2))  # four chunks of at most 12 tokens

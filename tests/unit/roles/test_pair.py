@@ -30,7 +30,7 @@ def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
 PROMPT = tuple(range(3, 22))
 
 
-@pytest.mark.covers("D14", "D12")
+@pytest.mark.covers("D14")
 def test_stream_is_exact_and_everything_is_freed() -> None:
     world = World(local_prefill=False)
     world.submit(request("a", PROMPT, 6))
@@ -38,6 +38,21 @@ def test_stream_is_exact_and_everything_is_freed() -> None:
     assert world.tokens("a") == expected(PROMPT, 6)
     assert world.outputs["a"][-1].finish is FinishReason.LENGTH
     assert world.decode.scheduler.stats.prefill_tokens == 0
+
+
+@pytest.mark.covers("D02")
+def test_the_peer_is_asked_at_once_and_no_page_is_taken_before_it_has_begun() -> None:
+    world = World(local_prefill=False)
+    scheduler = world.decode.scheduler
+    world.submit(request("a", PROMPT, 6))
+    for _ in range(5):  # P stands still
+        world.decode.tick(world.now_s)
+        world.network.step()
+    assert len(world.wire.open_streams) == 1
+    assert scheduler.counts()["prealloc"] == 1
+    assert scheduler.num_free_pages == scheduler.num_pages
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
 
 
 def test_last_output_says_where_the_prompt_was_computed() -> None:

@@ -22,6 +22,7 @@ NOTHING = Piece(begin=0, end=1, data=cast(Any, None))
 READY = ChunkReady(key="k", begin=0, end=1, shape=(1, 1, 1, 1), dtype="float32", num_bytes=4, checksum=0)
 
 
+@pytest.mark.covers("X07")
 def test_a_job_that_raises_is_in_the_log_and_the_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     lane, ran = Lane("lane"), threading.Event()
 

@@ -570,6 +570,7 @@ def test_a_decode_worker_that_takes_nothing_any_more_is_no_error_of_the_server(
     run_quiet(body())
 
 
+@pytest.mark.covers("X14")
 def test_answers_that_a_decode_worker_never_reads_do_not_heap_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peer_server, "LAST_WRITE_S", 0.2)
     monkeypatch.setattr(peer_server, "MOST_UNREAD", 100)

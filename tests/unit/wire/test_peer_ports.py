@@ -103,11 +103,13 @@ def test_a_port_that_refuses_is_left_out_at_once(refusing: str) -> None:
     assert monotonic() - began_s < NOT_YET / 2
 
 
+@pytest.mark.covers("X24")
 @pytest.mark.parametrize("endpoint", ["", "x", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:70000", "127.0.0.1:-1", "..:1"])
 def test_what_is_no_address_is_not_reachable(endpoint: str) -> None:
     assert [failed.endpoint for failed in reaching(tcp(endpoint), GRPC, times=2).unreachable] == [endpoint]
 
 
+@pytest.mark.covers("X24")
 def test_a_name_and_an_ipv6_address_are_reached() -> None:
     for bind, name in (("::1", ""), ("127.0.0.1", "localhost")):
         store = TcpStore(bind, name)
