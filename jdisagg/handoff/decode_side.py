@@ -19,10 +19,11 @@ from typing import Any
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.errors import Overloaded, RequestError, Unavailable
-from jdisagg.core.requests import EngineRequest, Output
+from jdisagg.core.requests import EngineRequest
 from jdisagg.handoff import actions as act
 from jdisagg.handoff import messages as msg
 from jdisagg.handoff.actions import DecodeAction
+from jdisagg.handoff.doubts import Doubts
 from jdisagg.handoff.first_token import objection
 from jdisagg.handoff.inbound import Inbound, InboundStage
 from jdisagg.handoff.inbound_stream import InboundStream
@@ -61,6 +62,7 @@ class DecodeSide:
             eos_token_ids=tuple(i for i in eos_token_ids if i < vocab_size),  # P refuses others; they never come
             forget=self._live.__delitem__,
         )
+        self._doubts = Doubts(self._recovery, config.transfer_chunk_tokens)
         self._looks = Looks()
         self._num_late = 0
 
@@ -83,6 +85,8 @@ class DecodeSide:
         if record.stream is None:
             return []
         record.stream.progress_s = now_s
+        if record.doubted is not None:
+            record.doubted.stream.progress_s = now_s  # it could send nothing before
         return record.ask(now_s) + self._complete(record)
 
     def release(self, request_id: str) -> list[DecodeAction]:
@@ -97,8 +101,9 @@ class DecodeSide:
         if (found := self._find(handoff)) is None:
             return [] if isinstance(message, msg.StreamEnded | msg.Quiet | msg.Awake) else self._late()
         record, stream = found
-        if stream is not record.stream:
-            return self._on_doubted(record, stream, message, now_s)
+        if (doubted := record.doubt_about(stream)) is not None:
+            actions, is_back = self._doubts.on_message(record, doubted, message, now_s)
+            return actions + (self._on_stream(record, stream, message, now_s) if is_back else [])
         stream.is_quiet = isinstance(message, msg.Quiet)
         if isinstance(message, msg.Quiet):
             return self._recovery.doubt(record, message.seconds, now_s)
@@ -108,22 +113,6 @@ class DecodeSide:
         ahead = record.doubted is not None and record.doubted.is_behind(message)
         moved = self._recovery.move(record, now_s) if ahead else []
         return moved + self._on_stream(record, stream, message, now_s)
-
-    def _on_doubted(self, record: Inbound, stream: InboundStream, message: PrefillToDecode, now_s: float) -> list[DecodeAction]:
-        """The quiet one says something after all, or its stream is over."""
-        match message:
-            case msg.StreamEnded(reason=reason, error=error):
-                return self._recovery.move(record, now_s, reason if error is None else f"{reason}: {error}", error)
-            case msg.Awake() if record.doubted is not None and not record.doubted.no_kv:
-                return self._recovery.trust(record, now_s)
-            case msg.Quiet() | msg.Awake():
-                return []
-            case msg.Refused(error=error) | msg.Done(first=Output(error=RequestError() as error)) if is_unfit(error):
-                return self._recovery.move(record, now_s, f"refused: {error}", error)
-            case msg.Refused(error=error) if not is_final(error):
-                return self._recovery.move(record, now_s)
-            case _:
-                return self._recovery.trust(record, now_s) + self._on_stream(record, stream, message, now_s)
 
     def _on_stream(self, record: Inbound, stream: InboundStream, message: PrefillToDecode, now_s: float) -> list[DecodeAction]:
         stage = record.stage
@@ -155,7 +144,7 @@ class DecodeSide:
     def _on_chunk(self, record: Inbound, stream: InboundStream, ready: msg.ChunkReady, now_s: float) -> list[DecodeAction]:
         if ready.key in stream.pieces:
             return self._late()
-        if complaint := record.complaint(ready, self._config.transfer_chunk_tokens):
+        if complaint := record.complaint(stream, ready, self._config.transfer_chunk_tokens):
             return self._recovery.lose(record, f"protocol: {complaint}", now_s)
         if record.stage is InboundStage.ACCEPTED:
             record.move(InboundStage.TRANSFERRING)
@@ -212,11 +201,9 @@ class DecodeSide:
         stream.line.arrived(ready, now_s)
         record.take(ready, stream.peer)
         actions: list[DecodeAction] = [act.Import(handoff.request_id, handoff, key), act.Send(handoff, msg.Ack(key=key))]
-        if stream is not record.stream:
-            return actions + (
-                self._recovery.trust(record, now_s) + self._complete(record) if record.is_covered_by_doubted else []
-            )
-        return actions + record.grant() + self._complete(record)
+        doubted = record.doubt_about(stream)
+        more = record.grant() if doubted is None else self._doubts.on_arrived(record, doubted, now_s)
+        return actions + more + self._complete(record)
 
     def on_failed(self, handoff: HandoffId, key: str, reason: str, now_s: float) -> list[DecodeAction]:
         """The piece did not arrive: the same key once more, then another backend or a new key from P, then another stream."""
@@ -226,9 +213,8 @@ class DecodeSide:
         piece = stream.pieces[key]
         if reason == "stalled" or piece.fetch_deadline_s != record.request.deadline_s:  # else the request had too little time
             stream.line.failed(piece, reason)
-        if stream is not record.stream:
-            stream.line.end(piece)  # once more, should P come back
-            return []
+        if (doubted := record.doubt_about(stream)) is not None:
+            return self._doubts.on_failed(record, doubted, piece, reason, now_s)
         if (actions := try_again(record, stream, piece, reason, now_s)) is None:
             return self._recovery.lose(record, cause_of(piece, reason), now_s, no_kv=reason in OUT_OF_TIME)
         return actions

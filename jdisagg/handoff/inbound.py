@@ -106,6 +106,10 @@ class Inbound:
         streams = (self.stream, None if self.doubted is None else self.doubted.stream)
         return next((stream for stream in streams if stream is not None and stream.handoff == handoff), None)
 
+    def doubt_about(self, stream: InboundStream) -> Doubted | None:
+        """The doubt that `stream` was set aside for; None when it is the one in use."""
+        return self.doubted if self.doubted is not None and self.doubted.stream is stream else None
+
     def ask(self, now_s: float) -> list[DecodeAction]:
         """Credit, and fetches of what is announced and not being fetched, once there are pages."""
         stream = self.stream
@@ -165,21 +169,20 @@ class Inbound:
         stream_reach = self.held_tokens if self.stream is None else self.stream.imported.reach(self.held_tokens)
         return stream_reach >= self.num_tokens
 
-    def complaint(self, ready: ChunkReady, chunk_tokens: int) -> str | None:
-        """What is wrong with an announced piece, or None."""
-        assert self.stream is not None
+    def complaint(self, stream: InboundStream, ready: ChunkReady, chunk_tokens: int) -> str | None:
+        """What is wrong with a piece that was announced on `stream`, or None."""
         span = f"piece [{ready.begin}, {ready.end})"
-        if not 0 <= ready.group < self.stream.announced.num_groups:
-            return f"{span} is of KV group {ready.group}; this cache has {self.stream.announced.num_groups}"
+        if not 0 <= ready.group < stream.announced.num_groups:
+            return f"{span} is of KV group {ready.group}; this cache has {stream.announced.num_groups}"
         if not self.held_tokens <= ready.begin < ready.end <= self.num_tokens:
             return f"{span} lies outside [{self.held_tokens}, {self.num_tokens})"
         if ready.end - ready.begin > chunk_tokens:
             return f"{span} is longer than --transfer-chunk-tokens {chunk_tokens}"
         if not 0 <= ready.num_bytes <= MAX_PIECE_BYTES:
             return f"{span} is announced with {ready.num_bytes} bytes"
-        if ready.backend not in ("", *self.stream.backends):
-            return f"{span} is announced over {ready.backend!r}, wanted one of {', '.join(self.stream.backends)}"
-        if self.stream.announced.of(ready.group).overlaps(ready.begin, ready.end):
+        if ready.backend not in ("", *stream.backends):
+            return f"{span} is announced over {ready.backend!r}, wanted one of {', '.join(stream.backends)}"
+        if stream.announced.of(ready.group).overlaps(ready.begin, ready.end):
             return f"{span} was announced before"
         return None
 

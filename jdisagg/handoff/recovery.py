@@ -142,7 +142,7 @@ class Recovery:
         hedge, doubted = record.stream, record.go_back()
         assert hedge is not None
         stream = doubted.stream
-        stream.progress_s += now_s - doubted.since_s  # nobody asked it for anything meanwhile
+        stream.progress_s = min(now_s, stream.progress_s + now_s - doubted.since_s)  # nobody asked it for anything meanwhile
         stream.line.wait_anew(now_s)
         request_id = record.request.request_id
         ended = act.Hedged(outcome, request_id, stream.peer, hedge.peer)

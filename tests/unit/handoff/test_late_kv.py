@@ -11,7 +11,7 @@ from jdisagg.core.errors import Overloaded
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.line import LATE_S, SLOWEST_BYTES_PER_S
-from jdisagg.handoff.messages import Accepted, Agreed, Awake, Done, HandoffId, Quiet, Refused, Started
+from jdisagg.handoff.messages import Accepted, Agreed, Awake, Done, Grant, HandoffId, Quiet, Refused, Started
 from tests.unit.handoff.rig import CONFIG, FIRST, NEVER, H, decode_side, none_of, only, ready, request
 
 H2 = HandoffId("r", 2)
@@ -76,6 +76,66 @@ def test_what_comes_after_all_ends_the_hedge() -> None:
     done = side.on_arrived(H, "c", 3.4)
     assert only(act.Hedged, done).outcome == "returned"
     assert only(act.KVComplete, done).request_id == "r"
+
+
+def queued() -> DecodeSide:
+    """As `computed`, credit for two pieces more is used up, none came, and q has put the prompt into its queue."""
+    side = decode_side(replace(CONFIG, transfer_buffer_bytes=100))
+    side.start(request(22), 0, ("p", "q"), 0.0)
+    for message in (Agreed(backends=("fake",)), Accepted(cached_tokens=0), Started()):
+        side.on_message(H, message, 0.0)
+    side.on_reserved("r", 0.0)
+    for key, begin in (("a", 0), ("b", 4)):
+        side.on_message(H, ready(key, begin, begin + 4), 1.0)
+    side.on_message(H, Done(first=FIRST, num_chunks=6), 2.0)
+    assert only(act.OpenStream, side.tick(2.0 + LATE)).handoff == H2
+    side.on_message(H2, Accepted(cached_tokens=0), 3.1)
+    return side
+
+
+def test_kv_that_comes_again_while_the_hedge_waits_goes_on_coming_until_it_is_all_there() -> None:
+    side = queued()
+    assert only(act.Send, side.on_arrived(H, "a", 3.2)[2:]) == act.Send(H, Grant(credit_bytes=200))
+    assert only(act.Fetch, side.on_message(H, ready("c", 8, 12), 3.3)).ready.key == "c", "and the hedge keeps its place"
+    assert none_of(act.CloseStream, side.on_arrived(H, "b", 3.4))
+    side.on_message(H2, Started(), 3.5)  # it computes, which may take longer than what is left
+    for key, begin in (("d", 12), ("e", 16)):
+        side.on_message(H, ready(key, begin, begin + 4), 3.6)
+    side.on_message(H, ready("f", 20, 22), 3.6)
+    for key in "cde":
+        assert none_of(act.Hedged, side.on_arrived(H, key, 3.7))
+    done = side.on_arrived(H, "f", 3.8)
+    assert only(act.Hedged, done).outcome == "returned"
+    assert only(act.CloseStream, done[:-1]).handoff == H2
+    assert only(act.KVComplete, done).request_id == "r"
+    assert side.is_idle
+
+
+def test_a_line_that_crawls_keeps_nobody_from_a_hedge_that_has_something() -> None:
+    side = queued()
+    side.on_arrived(H, "a", 3.2)
+    side.on_message(H, ready("c", 8, 12), 3.3)
+    side.on_message(H2, Started(), 3.4)
+    moved = side.on_message(H2, ready("x", 0, 4), 3.5)
+    assert rung(moved) == ("other_prefill", "p", True)
+    assert only(act.CloseStream, moved).handoff == H
+
+
+@pytest.mark.parametrize("reason", ["stalled", "slow", "timeout"])
+def test_what_did_not_come_while_the_hedge_waits_is_asked_for_again(reason: str) -> None:
+    side = queued()
+    again = only(act.Fetch, side.on_failed(H, "a", reason, 4.0))
+    assert (again.handoff, again.ready.key) == (H, "a")
+    assert again.deadline_s >= 9.0
+    assert side.on_failed(H, "b", "connection", 4.0) == [], "that would fail at once, again and again"
+
+
+def test_a_piece_that_makes_no_sense_leaves_the_request_to_the_hedge() -> None:
+    side = queued()
+    moved = side.on_message(H, ready("c", 4, 8), 3.3)
+    assert rung(moved)[:2] == ("other_prefill", "p")
+    assert "announced before" in only(act.Recovered, moved).cause
+    assert side.on_message(H2, Started(), 3.4) == [act.PeerReady("r")]
 
 
 def test_nobody_waits_for_kv_before_the_first_token_is_there() -> None:
@@ -226,7 +286,7 @@ def test_with_another_peer_two_stalls_move_the_request_there_and_the_line_is_rem
 def test_what_stalled_while_another_peer_was_asked_is_remembered_too() -> None:
     side = computed()
     side.tick(2.0 + LATE)
-    assert side.on_failed(H, "a", "stalled", 3.1) == []
+    assert only(act.Fetch, side.on_failed(H, "a", "stalled", 3.1)).ready.key == "a"
     for message in (Accepted(cached_tokens=0), Started(), ready("d", 0, 4)):
         side.on_message(H2, message, 3.2)
     compute(side, following := HandoffId("following", 3), ("p",))
