@@ -3,7 +3,7 @@
 dispatch(plan): offload -> evict -> admit -> page appends -> restore -> page copies -> prefill steps -> decode steps
                                                                                     nothing waits
 collect(handle): one read of what those steps sampled
-export_tokens / import_tokens: KV of a token range as a piece [L, T, K, F]; page size never leaves this file
+export_tokens / import_tokens: KV of a token range as a piece [L, T, K, F], which knows no pages
 """
 
 from __future__ import annotations
