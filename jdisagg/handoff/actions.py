@@ -210,4 +210,3 @@ class Unpark:
 
 
 PrefillAction = Admit | Unpark | Reply | CloseReply | Export | Discard | ReleaseRequest
-Action = DecodeAction | PrefillAction
