@@ -130,4 +130,3 @@ class StepResult:
     step_id: int
     sampled: tuple[Sampled, ...]
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)  # slot -> one per `targets` entry
-    step_s: float = 0.0
