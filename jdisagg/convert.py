@@ -19,6 +19,7 @@ from time import monotonic, sleep
 import jax
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.models.form import DTYPES
 from jdisagg.models.orbax_source import save_orbax
 from jdisagg.models.resolve import read_config, resolve_model
 from jdisagg.models.safetensors_files import has_safetensors
@@ -41,7 +42,6 @@ COMPANIONS = (
     "LICENSE",
 )
 SETTLED_S, GIVE_UP_S = 0.5, 5.0
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def convert(source: Path, output: Path, *, dtype: str | None) -> None:

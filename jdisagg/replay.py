@@ -23,6 +23,7 @@ from jdisagg.sched.log import CALLS_WITH_TIME, LoggedScheduler
 from jdisagg.sched.log_codec import decode, encode
 
 _NUM_NEAREST = 5
+_NO_MORE = "exact_rows"  # a size that logs of older workers have, and that changed nothing
 _CALLS = CALLS_WITH_TIME | frozenset(
     "peer_ready cancel fail release park unpark take_reserved take_retracted compute_locally fetch_first drain "
     "reset_prefix_cache".split()
@@ -174,7 +175,7 @@ def _make_scheduler(number: int, line: dict[str, Any]) -> LoggedScheduler:
         raise DamagedLog(number, "not a schedule log: the first line must be the call of __init__")
     try:
         config = replace(decode(line["args"])[0], schedule_log=None)
-        return LoggedScheduler(config, **{key: decode(value) for key, value in line["kwargs"].items()})
+        return LoggedScheduler(config, **{key: decode(value) for key, value in line["kwargs"].items() if key != _NO_MORE})
     except (LookupError, TypeError, AttributeError, ValueError, JdisaggError) as error:
         raise DamagedLog(number, f"no scheduler can be made of it: {type(error).__name__}: {error}") from error
 

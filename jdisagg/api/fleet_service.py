@@ -21,10 +21,11 @@ from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc
 
 
 class Registry(Protocol):
-    """Who is in the fleet; `jdisagg.router.fleet_engine.FleetEngine`."""
+    """Who is in the fleet; `jdisagg.router.workers.Workers`."""
 
     def register(self, member: Member) -> None:
-        """Add it, or replace what was at its address. Raises AddressTaken while that is alive."""
+        """Add it, or replace what was at its address. Raises AddressTaken while that is alive, Unfit for one of another
+        model, and Unavailable once the router is closed."""
         ...
 
     def heartbeat(self, address: str, epoch: str, load: Load, draining: bool) -> bool:

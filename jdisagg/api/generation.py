@@ -17,7 +17,7 @@ import grpc.aio
 from jdisagg.api.choice import ChoiceResult, Delta, ScoredToken, Transcript, has_many_scores
 from jdisagg.api.codec import encode_finish, encode_provenance, status_of
 from jdisagg.api.edge import Edge
-from jdisagg.api.intake import Prompt, TextRequest, check_model
+from jdisagg.api.intake import DEFAULT_MAX_TOKENS, Prompt, TextRequest, check_model
 from jdisagg.api.status_details import details_metadata, shown
 from jdisagg.api.unread import is_taken, not_taken
 from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, JdisaggError, RequestError
@@ -25,7 +25,6 @@ from jdisagg.core.requests import SamplingParams
 from jdisagg.core.trace import TRACEPARENT, read_traceparent
 from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
-_DEFAULT_MAX_TOKENS = 16
 MAX_REQUEST_BYTES = 16 * 2**20  # as over HTTP: to read one of 256 MiB holds up everybody else for ten seconds
 _SAMPLING_FIELDS = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 _OPTIONAL = (
@@ -110,7 +109,7 @@ def read_generate(
         sampling=_sampling(sampling, defaults),
         seed=sampling.seed if sampling.HasField("seed") else None,
         max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
-        default_max_tokens=_DEFAULT_MAX_TOKENS,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
         n=request.n or 1,
         stop=tuple(request.stop),
         echo=request.echo,

@@ -16,6 +16,7 @@ from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, EngineReques
 from jdisagg.text.stops import Stop
 from jdisagg.text.tokenizer import Tokenizer
 
+DEFAULT_MAX_TOKENS = 16  # of the answer to a prompt whose client does not say; a chat's is the rest of the context
 MAX_N = 64
 MAX_REQUEST_ID = 256  # characters: every token carries them from process to process
 MAX_CACHE_SALT = 1024  # characters: every choice of every prompt carries them, too

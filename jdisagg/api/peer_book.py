@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdisagg.api.peer_ports import Reached
-from jdisagg.core.fleet import DRAINING
+from jdisagg.core.fleet import DRAINING, SUSPECT_S
 
 log = logging.getLogger(__name__)
-SUSPECT_S = 5.0  # how long others are asked before one that could not be reached
-NO_KV_S = 30.0  # .. and before one whose KV did not come: each time that it is asked first costs a second
+NO_KV_S = 30.0  # as SUSPECT_S, for one whose KV did not come: each time that it is asked first costs a second
 _STATUS = re.compile(r"\b[A-Z][A-Z_]{4,}\b")  # of gRPC, in the text of a failure
 FORGET_S = 60.0  # without a hand-off: workers that restart come back under new addresses
 

@@ -1,4 +1,4 @@
-"""D's connection to one P: channel, Hello once per epoch, what KV can come over, and whether it is usable."""
+"""D's connection to one P: channel, Hello (once, and when asked again), what KV can come over, and whether P is usable."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ class TokenEngine(Protocol):
         """Yield outputs until one has `finish`. Closing the generator cancels the request and frees everything;
         throwing Enough into it (which comes out again) does so, too, and counts the request as stopped.
 
-        Errors that end the request arrive as the last Output's `error`; raises RequestError when it is not admitted at all.
+        Errors that end the request arrive as the last Output's `error`, or are raised, RequestError: a fleet raises when no
+        worker takes it, a worker's engine when it is closed or says nothing, not when it does not admit the request.
         """
         ...
 

@@ -7,7 +7,7 @@ import asyncio
 import grpc.aio
 from google.protobuf.message import Message
 
-UNREAD_TIMEOUT_S = 60.0  # as over HTTP; a large message may take longer:
+UNREAD_TIMEOUT_S = 60.0  # over HTTP, too (`http/protocol.py`); a large message may take longer:
 SLOWEST_BYTES_PER_S = 2**16
 
 

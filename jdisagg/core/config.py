@@ -49,7 +49,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The KV pool. At most one of the three sizes is given; none = 1 GiB on CPU, utilization elsewhere."""
+    """The KV pool. At most one of the three sizes is given; none = utilization, on CPU 1 GiB or twice what slots take."""
 
     page_size: int = 16  # tokens per page
     num_pages: int | None = None
@@ -75,7 +75,7 @@ class SchedulerConfig:
     max_bypass: int = 16  # later requests that may take memory before one that does not fit yet
     safety_margin: float = 0.0  # share of the pool below which nothing new starts while something runs
     host_kv_bytes: int = 0  # host memory for KV of preempted and retracted requests; 0 = always recompute
-    reserved_decode_tokens: int = 64  # D admits a prompt only when this many more tokens would fit
+    reserved_decode_tokens: int = 64  # a prompt is admitted only when this many more tokens would fit; not on P
     max_queue_len: int = 4096  # waiting requests before RESOURCE_EXHAUSTED
     schedule_log: str | None = None
 

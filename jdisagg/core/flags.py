@@ -65,7 +65,7 @@ _CACHE = (
     Flag(
         "cache",
         "device_memory_utilization",
-        "size of the pool by share of device memory; on CPU 1 GiB instead",
+        "size of the pool by share of device memory; on CPU at most 1 GiB instead",
         minimum=0.01,
         maximum=1,
     ),
@@ -106,7 +106,7 @@ _SCHEDULER = (
     ),
     Flag("scheduler", "reserved_decode_tokens", "tokens a prompt must leave room for before it is admitted", minimum=0),
     Flag("scheduler", "max_queue_len", "waiting requests before new ones are refused", minimum=1),
-    Flag("scheduler", "schedule_log", "write every plan to this file"),
+    Flag("scheduler", "schedule_log", "write every call of the scheduler and its result to this file"),
 )
 _TRANSFER = (
     Flag(

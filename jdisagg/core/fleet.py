@@ -8,6 +8,7 @@ from jdisagg.core.fingerprint import Parts
 from jdisagg.core.requests import Role
 
 MAX_PREFILL_PEERS = 4  # that one request may try
+SUSPECT_S = 5.0  # how long others are asked before a worker that failed, by routers, and by D before a P it could not reach
 DRAINING = "it is draining"  # why a peer is not asked
 
 

@@ -17,7 +17,7 @@ MAX_STOP_TOKEN_IDS = 64  # stop ids of one request and the model's EOS ids toget
 
 
 class Role(Enum):
-    """What a worker does. `UNIFIED` runs both phases; `COLOCATED` is a PREFILL and a DECODE engine in one process."""
+    """What an engine does. `UNIFIED` runs both phases; a colocated worker has two engines, a PREFILL and a DECODE one."""
 
     UNIFIED = "unified"
     PREFILL = "prefill"
@@ -68,7 +68,7 @@ class EngineRequest:
     priority: int = 0  # lower runs first
     cache_salt: str = ""  # prefix-cache tenancy
     fork_group: str = ""  # live requests of one group with one prompt share its KV; the choices of one client prompt
-    prefill_peers: tuple[str, ...] = ()  # for D: addresses of P in order of preference; empty = its own static list
+    prefill_peers: tuple[str, ...] = ()  # for D: addresses of P in order of preference; empty = those it knows itself
     fills_context: bool = False  # no max_tokens was asked for: it is what the model leaves, and a shorter worker gives less
     traceparent: str = ""  # W3C trace context of the client's call, carried along and logged; empty = none came
 
@@ -99,7 +99,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """Where a request's prompt KV came from: shown by quickstart, `x-jdisagg-*` headers and gRPC usage."""
+    """Where a request's prompt KV came from: shown by quickstart, in HTTP's `jdisagg` object and in gRPC's `Choice`."""
 
     prefill_worker: str = (
         ""  # "pid 123 @ 127.0.0.1:9000": the last that brought KV (its address if it died); empty when none did

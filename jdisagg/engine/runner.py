@@ -3,12 +3,11 @@
 dispatch(plan): offload -> evict -> admit -> page appends -> restore -> page copies -> prefill steps -> decode steps
                                                                                     nothing waits
 collect(handle): one read of what those steps sampled
-export_tokens / import_tokens: KV of a token range as a piece [L, T, K, F]; page size never leaves this file
+export_tokens / import_tokens: KV of a token range as a piece [L, T, K, F], which knows no pages
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ import jax
 import numpy as np
 
 from jdisagg.engine import admission
-from jdisagg.engine.buckets import EXACT_ROWS, PrefillBucket, smallest_holding
+from jdisagg.engine.buckets import PrefillBucket, smallest_holding
 from jdisagg.engine.device import Device
 from jdisagg.engine.host_copies import HostCopies
 from jdisagg.engine.packing import Packed, pack_exact, pack_prefill
@@ -45,7 +44,6 @@ class Dispatched:
 
     step_id: int
     parts: tuple[Part, ...]
-    started_s: float
 
 
 class ModelRunner:
@@ -82,14 +80,8 @@ class ModelRunner:
         """Tokens one sequence may have."""
         return self.shape.max_model_len
 
-    @property
-    def exact_rows(self) -> int | None:
-        """Rows of the exact step; None with fast numerics."""
-        return EXACT_ROWS if self.shape.exact else None
-
     def dispatch(self, plan: Plan) -> Dispatched:
         """Start one step without waiting for it."""
-        started_s = time.monotonic()
         for key in plan.forget:
             self._host.forget(key)
         for copy in plan.offload:
@@ -106,7 +98,7 @@ class ModelRunner:
         for part in parts:
             for array in jax.tree.leaves(part.wanted()):
                 array.copy_to_host_async()
-        return Dispatched(plan.step_id, tuple(parts), started_s)
+        return Dispatched(plan.step_id, tuple(parts))
 
     def is_done(self, handle: Dispatched) -> bool:
         """Whether the device is through with a dispatched step."""
@@ -117,8 +109,7 @@ class ModelRunner:
         """Wait for a dispatched step and read its tokens."""
         sampled, prompts = read(handle.parts, handle.step_id)
         self._host.settle()
-        seconds = time.monotonic() - handle.started_s
-        return StepResult(step_id=handle.step_id, sampled=sampled, prompt_logprobs=prompts, step_s=seconds)
+        return StepResult(step_id=handle.step_id, sampled=sampled, prompt_logprobs=prompts)
 
     def export_tokens(self, page_table: PageTable, begin: int, end: int, group: int = 0) -> Piece:
         """Gather KV of tokens [begin, end), at most `chunk_tokens`, into fresh arrays, ordered after dispatched steps."""

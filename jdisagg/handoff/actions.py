@@ -49,7 +49,7 @@ class PeerReady:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Get the piece of `ready`; answer with on_arrived or on_failed before `deadline_s` (monotonic)."""
+    """Get the piece of `ready` by `deadline_s` (monotonic); answer with on_arrived or on_failed, if it is not cancelled."""
 
     handoff: HandoffId
     peer: str
@@ -210,4 +210,3 @@ class Unpark:
 
 
 PrefillAction = Admit | Unpark | Reply | CloseReply | Export | Discard | ReleaseRequest
-Action = DecodeAction | PrefillAction

@@ -39,7 +39,7 @@ from jdisagg.core.errors import RequestError
 from jdisagg.core.requests import EngineRequest, Output
 
 
-@dataclass(frozen=True, order=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class HandoffId:
     """One stream opened for one request. `serial` is new for every stream, so late messages of an older one are told apart."""
 

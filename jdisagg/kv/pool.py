@@ -16,7 +16,6 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout
 
-NULL_PAGE = 0
 MIN_PAGES = 2  # the null page and one to use
 
 

@@ -25,25 +25,11 @@ def dot(x: jax.Array, w: jax.Array, *, contract: int = 0) -> jax.Array:
     )
 
 
-def linear(
-    params: Mapping[str, jax.Array],
-    x: jax.Array,
-    adapters: Mapping[str, jax.Array] | None = None,
-    adapter_ids: jax.Array | None = None,
-) -> jax.Array:
-    """x [T, I] @ kernel [I, O] (+ bias [O]) in x's dtype, accumulated in float32.
-
-    `adapters` are low-rank deltas {"a": [N, I, R], "b": [N, R, O]} of which row t takes number `adapter_ids` i32[T];
-    number 0 is kept zero by whoever loads them and means none.
-    """
+def linear(params: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
+    """x [T, I] @ kernel [I, O] (+ bias [O]) in x's dtype, accumulated in float32."""
     y = dot(x, params["kernel"])
     if "bias" in params:
         y = y + params["bias"].astype(jnp.float32)[None, :]
-    if adapters is not None and adapter_ids is not None:
-        num_adapters = adapters["a"].shape[0]
-        chosen = jax.nn.one_hot(adapter_ids, num_adapters, dtype=jnp.float32)
-        low = jnp.einsum("ti,nir->tnr", x, adapters["a"], preferred_element_type=jnp.float32) * chosen[:, :, None]
-        y = y + jnp.einsum("tnr,nro->to", low.astype(x.dtype), adapters["b"], preferred_element_type=jnp.float32)
     return y.astype(x.dtype)
 
 

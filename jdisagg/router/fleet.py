@@ -16,15 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdisagg.core.errors import AddressTaken
-from jdisagg.core.fleet import MAX_PREFILL_PEERS, Load, Member
+from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member
 from jdisagg.core.requests import Role
 from jdisagg.router.pairing import differing
 from jdisagg.router.prefixes import Key, Near
 
 AWAY_S = 60.0  # how long a worker that left may take to come back, before the model is no longer than the others
-SUSPECT_S = 5.0  # how long a failure counts against a worker
 NEAR_EXTRA, NEAR_SHARE = 2.0, 0.25  # requests that one which may have cached the prompt may have more: two, and a quarter
-MANY_MISSES = 4  # seconds: one that ends is evicted before, one that starts is reached before
+MANY_MISSES = 4  # attempts, seconds in all: one that ends is evicted before, one that starts is reached before
 
 
 @dataclass(slots=True)

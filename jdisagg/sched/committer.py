@@ -23,7 +23,7 @@ class Committer:
         self._eos = eos_token_ids
 
     def commit(self, rows: dict[int, Row], result: StepResult) -> list[Output]:
-        """Outputs of one step, in slot order of its plan."""
+        """Outputs of one step, in the order in which its rows were planned."""
         sampled = {s.slot: s for s in result.sampled}
         outputs: list[Output] = []
         page_size = self._table.pages.page_size

@@ -1,7 +1,8 @@
 """What the host decided for one step, as plain data, and what the device answered.
 
-`runner.dispatch(plan)` is the only way to the device. A Plan holds ints, floats and tuples only, so that it can be logged,
-replayed, and broadcast to the other processes of a multi-host worker. Slots are rows of the device-resident decode state,
+All that is computed goes to the device by `runner.dispatch(plan)`; pieces of a hand-off come and go beside plans, in order with
+them (`export_tokens`, `import_tokens`). A Plan holds ints, floats and tuples only, so that it can be logged, replayed, and
+broadcast to the other processes of a multi-host worker. Slots are rows of the device-resident decode state,
 [0, max_num_seqs). Order inside a step: offload, evict, admit, page-table appends, restore, page copies, prefill chunks, decode
 rows (`num_steps` times). Everything before the chunks reads and writes KV as the steps dispatched before left it.
 """
@@ -129,4 +130,3 @@ class StepResult:
     step_id: int
     sampled: tuple[Sampled, ...]
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)  # slot -> one per `targets` entry
-    step_s: float = 0.0

@@ -46,16 +46,14 @@ class Scheduler:
         num_pages: int,
         eos_token_ids: tuple[int, ...],
         enable_prefix_caching: bool = True,
-        exact_rows: int | None = None,
         num_lookahead: int = 0,
         local_prefill: bool = True,
         vocab_size: int | None = None,
         host_tokens: int = 0,
         retraction_cost: RetractionCost | None = None,
     ) -> None:
-        """`num_pages` counts the null page. `exact_rows` changes nothing here: the runner tiles rows. `local_prefill` False:
-        a decode worker whose retracted sequences are fetched again (`take_retracted`) instead of recomputed. `host_tokens`: KV
-        the host may keep of those that lost their pages.
+        """`num_pages` counts the null page. `local_prefill` False: a decode worker whose retracted sequences are fetched
+        again (`take_retracted`) instead of recomputed. `host_tokens`: KV the host may keep of those that lost their pages.
         Raises ConfigError."""
         pages = PageBook(num_pages=num_pages, page_size=page_size, enable_prefix_caching=enable_prefix_caching)
         self._limits = Limits(

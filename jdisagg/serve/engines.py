@@ -13,11 +13,10 @@ from typing import Any
 
 import jax
 
-from jdisagg.core.config import Config, LocalPrefill, Numerics
+from jdisagg.core.config import Config, LocalPrefill
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
 from jdisagg.core.values import parse_ranges
-from jdisagg.engine.buckets import EXACT_ROWS
 from jdisagg.engine.build import make_runner
 from jdisagg.engine.costs import measure_retraction_cost
 from jdisagg.engine.nan_search import NanSearch
@@ -131,7 +130,6 @@ def build_core(config: Config, role: Role, devices: Sequence[Any], *, tp: int, m
         num_pages=runner.num_pages,
         eos_token_ids=loaded.eos_token_ids,
         enable_prefix_caching=config.cache.enable_prefix_caching,
-        exact_rows=EXACT_ROWS if config.model.numerics is Numerics.EXACT else None,
         local_prefill=config.transfer.local_prefill is not LocalPrefill.NEVER,
         vocab_size=loaded.spec.vocab_size,
         host_tokens=host_tokens,

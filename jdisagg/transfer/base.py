@@ -5,7 +5,8 @@ gathers it into a fresh device array (the *piece*), hands it to `Publisher.publi
 blocks the engine thread: results come back as messages through `post` (the engine's inbox).
 
 Who owns what: pages belong to the request (engine); pieces and host buffers belong to the backend from `publish`/`fetch`
-until `discard`/`cancel`, which are idempotent and free at once. `num_buffered_bytes` must return to 0 when idle.
+until `discard`/`cancel`, which are idempotent and never wait: what a transfer thread is at work on is freed when it is through.
+`num_buffered_bytes` must return to 0 when idle.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class PublishFailed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceArrived:
-    """Whole, checksum verified, resident on D's devices with the pool's sharding, confirmed not to be an error array."""
+    """Whole, its checksum (if it has one) verified, on D's devices with the pool's sharding, confirmed to be no error array."""
 
     handoff: HandoffId
     ready: ChunkReady
@@ -112,7 +113,8 @@ class Fetcher(Protocol):
     name: str
 
     def fetch(self, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
-        """Get the piece from `peer`; answers with PieceArrived or PieceFailed before `deadline_s` (monotonic)."""
+        """Get the piece from `peer`; answers with PieceArrived or PieceFailed by `deadline_s` (monotonic), give or take,
+        later if its turn comes later, and not at all once cancelled."""
         ...
 
     def cancel(self, handoff: HandoffId) -> None:

@@ -87,7 +87,8 @@ class LaneFetcher:
     """A backend's Fetcher: runs `obtain(job)` on the lane of the job's peer and posts what came of it.
 
     `obtain` returns the placed piece or raises PieceError; one that takes its time looks at `job.cancelled` now and then.
-    fetch, cancel and close are for the engine thread and never wait for a transfer (close waits for the threads to end).
+    fetch and cancel are for the engine thread and never wait for a transfer; close is for whoever has stopped that one, and
+    waits for the threads to end.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 On the wire a piece is the C-ordered bytes of `[layers, tokens, heads, features]` with exactly its tokens, in P's dtype; after
 int8 data come the bytes of their scales, float32 `[layers, tokens, heads, 2]`. On D's mesh it is padded along tokens to
-`chunk_tokens`, so that the scatter into the pool is one executable, and has D's dtype and sharding. Nothing else knows this:
-backends carry bytes, or a piece's `arrays`.
+`chunk_tokens`, so that the scatter into the pool is one executable, and has D's dtype and sharding. Backends carry bytes, or a
+piece's `arrays`, and do not know this, but for "jax": it joins and pads on the device, and makes such bytes of what it cannot.
 """
 
 from __future__ import annotations

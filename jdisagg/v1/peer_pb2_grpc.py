@@ -57,7 +57,8 @@ class PeerServiceServicer:
     """
 
     def Hello(self, request, context):
-        """Once per (P, D) pair and epoch. FAILED_PRECONDITION names the field that does not match.
+        """Before D's first stream to P, and again whenever D wants to know whether P is there: every second, of those of --prefill.
+        FAILED_PRECONDITION names the field that does not match.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -21,12 +21,10 @@ from jdisagg.api.http.parameters import ResponseOptions, read_options, read_samp
 from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import completion_logprobs, prompt_logprobs, provenance_object, usage_object, wants_provenance
 from jdisagg.api.http.unserved import COMPLETION_FIELDS, refuse_formats, refuse_unserved
-from jdisagg.api.intake import Job, TextRequest
+from jdisagg.api.intake import DEFAULT_MAX_TOKENS, Job, TextRequest
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import SamplingParams
 from jdisagg.core.trace import TRACEPARENT, read_traceparent
-
-_DEFAULT_MAX_TOKENS = 16
 
 
 class Completions:
@@ -74,7 +72,7 @@ def read_completion(body: Body, defaults: SamplingParams, request_id: str, *, tr
         sampling=sampling,
         seed=body.integer("seed"),
         max_tokens=body.integer("max_tokens"),
-        default_max_tokens=_DEFAULT_MAX_TOKENS,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
         n=n,
         stop=body.texts("stop"),
         echo=echo,

@@ -20,11 +20,12 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from jdisagg.api.unread import UNREAD_TIMEOUT_S
+
 HEADER_TIMEOUT_S = 30.0  # from connecting, or from the first byte behind an answered request, to the end of the headers
 MAX_HEADER_BYTES = 2**20  # of one request, its first line included, and again behind its chunks; what came in one piece with
 # their end is not counted
 MOST_BEHIND = 16  # requests that wait behind the one that is answered, before nothing more is read
-UNREAD_TIMEOUT_S = 60.0  # a client that takes nothing of what waits for it for so long is gone
 
 
 class _Parser(httptools.HttpRequestParser):

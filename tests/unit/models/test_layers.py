@@ -34,17 +34,6 @@ def test_bfloat16_products_are_summed_in_float32() -> None:
     assert float(got[0, 0]) == 8192.0
 
 
-def test_each_row_takes_its_own_adapter_and_number_zero_is_none() -> None:
-    x, kernel = normal(0, 3, 8), normal(1, 8, 4)
-    a, b = normal(2, 3, 8, 2), normal(3, 3, 2, 4)
-    a[0], b[0] = 0.0, 0.0
-    ids = np.array([2, 0, 1], np.int32)
-    got = linear({"kernel": jnp.asarray(kernel)}, jnp.asarray(x), {"a": jnp.asarray(a), "b": jnp.asarray(b)}, jnp.asarray(ids))
-    wanted = np.stack([row @ kernel + row @ a[i] @ b[i] for row, i in zip(x, ids, strict=True)])
-    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
-    np.testing.assert_array_equal(got[1], linear({"kernel": jnp.asarray(kernel)}, jnp.asarray(x))[1])
-
-
 def test_rms_norm_is_computed_in_float32() -> None:
     x = jnp.asarray(normal(0, 4, 2, 32) * 100, jnp.bfloat16)
     scale = jnp.asarray(normal(1, 32), jnp.bfloat16)

@@ -10,7 +10,7 @@ import pytest
 
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.errors import ConfigError, HandoffLost, InvalidRequest
-from jdisagg.core.requests import Output, Role
+from jdisagg.core.requests import Output, Role, SamplingParams
 from jdisagg.replay import replay
 from jdisagg.sched.intake import Limits
 from jdisagg.sched.log import LoggedScheduler, make_scheduler
@@ -211,7 +211,7 @@ def test_what_no_call_uses_is_refused_by_name(value: object) -> None:
 
 
 def test_fields_at_their_default_are_left_out() -> None:
-    assert "step_s" not in encode(StepResult(step_id=1, sampled=(), step_s=float("0")))  # equal is enough
+    assert "temperature" not in encode(SamplingParams(temperature=float("1")))  # equal is enough
     assert encode(Output(request_id="a", cached_tokens=2)) == {"$": "Output", "request_id": "a", "cached_tokens": 2}
 
 

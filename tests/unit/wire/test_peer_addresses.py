@@ -13,8 +13,9 @@ import grpc.aio
 import pytest
 
 from jdisagg.api.byte_source import GrpcByteSource
-from jdisagg.api.peer_book import SUSPECT_S, PeerBook
+from jdisagg.api.peer_book import PeerBook
 from jdisagg.core.errors import Unavailable
+from jdisagg.core.fleet import SUSPECT_S
 from jdisagg.handoff.messages import Accepted, HandoffId, StreamEnded
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 from tests.unit.reading import read_whole
