@@ -28,10 +28,11 @@ from jdisagg.handoff.first_token import objection
 from jdisagg.handoff.inbound import Inbound, InboundStage
 from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import Ladder, is_final, is_unfit
+from jdisagg.handoff.looks import Looks
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
 from jdisagg.handoff.recovery import Recovery
 from jdisagg.handoff.refetch import OUT_OF_TIME, cause_of, try_again
-from jdisagg.handoff.silence import Looks, no_piece, unanswered
+from jdisagg.handoff.silence import forgive, no_piece, unanswered
 
 
 class DecodeSide:
@@ -229,7 +230,8 @@ class DecodeSide:
 
     def look(self, now_s: float) -> None:
         """The engine turns over, and has heard what there was to hear; before `tick`."""
-        self._looks.look(self._live.values(), now_s)
+        if still_s := self._looks.stood_still_s(now_s):
+            forgive(self._live.values(), still_s, now_s)
 
     def tick(self, now_s: float) -> list[DecodeAction]:
         """Deadlines of requests, answers and fetches; streams that stand still; pauses that are over."""

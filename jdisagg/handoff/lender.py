@@ -18,6 +18,7 @@ from typing import Any
 from jdisagg.core.config import TransferConfig
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.exports import ExportQueue, unguessable_key
+from jdisagg.handoff.looks import Looks
 from jdisagg.handoff.messages import Ack, ChunkReady, Declined, Grant, HandoffId, Want
 from jdisagg.handoff.outbound import OutgoingPiece
 
@@ -67,6 +68,7 @@ class Lender:
     def __init__(self, config: TransferConfig, *, bytes_per_token: int, new_key: Callable[[], str] = unguessable_key) -> None:
         self._config = config
         self._exports = ExportQueue(config, bytes_per_token=bytes_per_token, new_key=new_key)
+        self._looks = Looks()
         self._held: dict[HandoffId, int] = {}
         self._loans: dict[HandoffId, Loan] = {}
 
@@ -117,6 +119,9 @@ class Lender:
 
     def tick(self, now_s: float) -> list[LenderAction]:
         """Leases."""
+        if still_s := self._looks.stood_still_s(now_s):
+            for loan in self._loans.values():
+                loan.heard_s = min(now_s, loan.heard_s + still_s)
         actions: list[LenderAction] = []
         for handoff, loan in list(self._loans.items()):
             if now_s - loan.heard_s >= self._config.lease_s:

@@ -8,23 +8,14 @@ from jdisagg.handoff.inbound import Inbound, InboundStage
 from jdisagg.handoff.inbound_stream import InboundStream
 
 ANSWER_TIMEOUT_S = 10.0  # from Open to Accepted or Refused
-STOOD_STILL_S = 1.0  # between two looks of an engine that looks twenty times a second, or after every step
 
 
-class Looks:
-    """When D looked last."""
-
-    def __init__(self) -> None:
-        self._looked_s: float | None = None
-
-    def look(self, records: Iterable[Inbound], now_s: float) -> None:
-        """D looks: what peers said while it did not may be on its way still."""
-        passed_s = 0.0 if self._looked_s is None else now_s - self._looked_s
-        self._looked_s = now_s
-        for stream in (record.stream for record in records if passed_s >= STOOD_STILL_S):
-            if stream is not None:
-                stream.progress_s = min(now_s, stream.progress_s + passed_s)
-                stream.line.wait_anew(now_s)
+def forgive(records: Iterable[Inbound], still_s: float, now_s: float) -> None:
+    """D stood still for `still_s` until now."""
+    for stream in (record.stream for record in records):
+        if stream is not None:
+            stream.progress_s = min(now_s, stream.progress_s + still_s)
+            stream.line.wait_anew(now_s)
 
 
 def unanswered(record: Inbound, stream: InboundStream, now_s: float) -> str:

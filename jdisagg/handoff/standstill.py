@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from jdisagg.core.config import TransferConfig
+from jdisagg.handoff.looks import Looks
 from jdisagg.handoff.outbound import Outbound
 
 SLOWEST_BYTES_PER_S = 2**20  # of a network that is worth waiting for
@@ -21,7 +22,15 @@ class Standstill:
 
     def __init__(self, config: TransferConfig) -> None:
         self._lease_s = config.lease_s
+        self._looks = Looks()
         self._moved_s: dict[str, float] = {}  # by receiver: when it said something, or got its first piece
+
+    def look(self, live: Iterable[Outbound], now_s: float) -> None:
+        """P looks, before it judges anybody: silence in which it stood still itself is no receiver's."""
+        if still_s := self._looks.stood_still_s(now_s):
+            for record in live:
+                record.heard_s = min(now_s, record.heard_s + still_s)
+            self._moved_s = {receiver: min(now_s, moved_s + still_s) for receiver, moved_s in self._moved_s.items()}
 
     def moved(self, receiver: str, now_s: float) -> None:
         """It said something that is no heartbeat."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -173,6 +174,21 @@ def test_time_in_which_this_process_stood_still_makes_nothing_late() -> None:
         side.look(now_s)
     assert none_of(act.OpenStream, side.tick(22.0))
     assert only(act.OpenStream, side.tick(22.0 + LATE)).peer == "q"
+
+
+@pytest.mark.parametrize("steps_s", [(1.0,), (1.5,), (3.0,), (1.2, 0.05), (4.0, 0.1, 0.1)])
+def test_long_steps_are_no_standstill(steps_s: tuple[float, ...]) -> None:
+    """A large model on few cores: P never answers, and is given up about when it would be with short steps."""
+    side = decode_side()
+    side.start(request(), 0, ("p", "q"), 0.0)
+    now_s = 0.0
+    for step_s in itertools.cycle(steps_s):
+        now_s += step_s
+        side.look(now_s)
+        if asked := side.tick(now_s):
+            break
+    assert only(act.Recovered, asked).cause == "no answer for 10 s"
+    assert 10.0 <= now_s <= 10.0 + 2 * max(steps_s)
 
 
 def test_one_that_cannot_help_is_asked_again_after_as_long_a_wait_and_not_at_every_tick() -> None:

@@ -260,6 +260,16 @@ def test_pieces_nobody_fetches_are_taken_back_after_the_lease() -> None:
     assert side.tick(100.0) == []
 
 
+def test_time_in_which_the_lender_stood_still_is_not_of_the_lease() -> None:
+    side = lender()
+    side.on_message(H, WANT, 1.0)
+    side.on_message(H, Grant(credit_bytes=40), 2.0)
+    side.on_published(H, ready("k0", 2, 6), 3.0)
+    assert side.tick(3.1) == []
+    assert side.tick(63.1) == []
+    assert side.tick(63.1 + CONFIG.lease_s)[0] == act.Discard("k0")
+
+
 def test_a_piece_that_cannot_be_published_ends_the_loan() -> None:
     side = lender()
     side.on_message(H, WANT, 1.0)

@@ -226,6 +226,18 @@ def test_a_request_with_one_token_to_go_publishes_nothing_even_with_credit() -> 
     assert side.on_computed("r#1", 10) == []
 
 
+def test_silence_while_this_process_stood_still_costs_no_lease() -> None:
+    side = prefill_side()
+    opened(side)
+    for export in side.on_computed("r#1", 8):
+        assert isinstance(export, act.Export)
+        side.on_published(H, ready(export.key, export.begin, export.end), 0.1)
+    assert side.tick(0.2) == []
+    assert side.tick(60.2) == [], "paused, with its receiver and their machine"
+    assert side.tick(60.2 + CONFIG.lease_s / 2) == []
+    assert "not fetched" in str(only(act.Reply, side.tick(60.2 + CONFIG.lease_s)).message)
+
+
 @pytest.mark.covers("V22")
 def test_the_lease_runs_from_the_last_sign_of_life() -> None:
     side = prefill_side()

@@ -23,6 +23,7 @@ class Prefill:
         self.side = PrefillSide(config, bytes_per_token=bytes_per_token, new_key=lambda: f"k{next(keys)}")
         self.out: list[tuple[str, HandoffId, str]] = []  # receiver, hand-off, key of pieces that were not acknowledged
         self.receivers: dict[HandoffId, str] = {}
+        self.now_s = 0.0
 
     def opened(self, receiver: str, number: int) -> HandoffId:
         handoff = HandoffId(f"{receiver}-{number}", 1)
@@ -118,7 +119,15 @@ def test_what_was_taken_long_ago_counts_for_nobody_s_share() -> None:
 
 
 def beat(prefill: Prefill, now_s: float) -> list[str]:
-    """Everybody is alive; returns who is refused, and why."""
+    """Everybody is alive, and P looks now and then until `now_s`; returns who is refused, and why."""
+    told = beat_once(prefill, prefill.now_s)
+    while prefill.now_s < now_s:
+        prefill.now_s = min(now_s, prefill.now_s + 0.5)
+        told += beat_once(prefill, prefill.now_s)
+    return told
+
+
+def beat_once(prefill: Prefill, now_s: float) -> list[str]:
     for _, handoff, key in prefill.out:
         prefill.side.on_published(handoff, ready(key, 0, PIECE_TOKENS), 0.0)
     for handoff in prefill.receivers:
@@ -160,11 +169,12 @@ def test_who_takes_a_piece_now_and_then_is_slow_and_keeps_its_share() -> None:
         prefill.opened("slow", number)
     prefill.opened("waits", 0)
     assert prefill.shares == {"slow": 2}
-    assert beat(prefill, 0.0) == []
+    assert beat(prefill, 29.0) == []
     prefill.acknowledge("slow", 29.0)  # of one of its hand-offs: the others wait their turn in its queue
     assert beat(prefill, 31.0) == []
+    prefill.acknowledge("waits", 31.0)
     assert beat(prefill, 58.9) == []
-    assert len(beat(prefill, 59.1)) == 1
+    assert [told.split(":")[0] for told in beat(prefill, 59.1)] == ["request slow-0"]
 
 
 def test_a_large_piece_may_take_as_long_as_a_slow_network_needs() -> None:

@@ -97,7 +97,9 @@ class PairRules(RuleBasedStateMachine):
     @precondition(lambda self: any(decoder.wire.open_streams for decoder in self.world.decoders))
     @rule(data=st.data(), reason=st.sampled_from(["dead", "heartbeat"]))
     def cut(self, data: st.DataObject, reason: str) -> None:
-        streams = [(number, stream) for number, d in enumerate(self.world.decoders) for stream in sorted(d.wire.open_streams)]
+        streams = [
+            (number, stream) for number, d in enumerate(self.world.decoders) for stream in sorted(d.wire.open_streams, key=repr)
+        ]
         number, stream = data.draw(st.sampled_from(streams))
         self.world.decoders[number].wire.cut(stream, reason)
 
