@@ -105,7 +105,7 @@ class DecodeSide:
         if (doubted := record.doubt_about(stream)) is not None:
             actions, is_back = self._doubts.on_message(record, doubted, message, now_s)
             return actions + (self._on_stream(record, stream, message, now_s) if is_back else [])
-        stream.is_quiet = isinstance(message, msg.Quiet)
+        stream.silent_s = message.seconds if isinstance(message, msg.Quiet) else 0.0
         if isinstance(message, msg.Quiet):
             return self._recovery.doubt(record, message.seconds, now_s)
         if isinstance(message, msg.Awake):
@@ -244,7 +244,7 @@ class DecodeSide:
                     actions += self._recovery.resume(record, now_s)
             elif record.stream is not None:
                 actions += self._tick_stream(record, record.stream, now_s)
-        return actions
+        return actions + self._recovery.doubt_more(self._live.values(), now_s)
 
     def _tick_stream(self, record: Inbound, stream: InboundStream, now_s: float) -> list[DecodeAction]:
         if cause := unanswered(record, stream, now_s):

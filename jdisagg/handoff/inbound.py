@@ -265,6 +265,14 @@ class Inbound:
         tried = f"; {others} tried before" if others else ""
         return HandoffLost(f"request {request_id}: hand-off lost at stage {self.stage.value}{last}: {cause}{tried}; {advice}")
 
+    def outgrown(self, verdict: RequestError) -> HandoffLost:
+        """The error of a stream that is longer by now than any prefill worker takes: no fault of its client."""
+        text = (
+            f"request {self.request.request_id}: its KV is gone, and its prompt and output, {self.num_tokens} tokens, are more"
+        )
+        advice = "give prefill workers the pages and --max-model-len of the decode workers, or allow local prefill"
+        return HandoffLost(f"{text} than any prefill worker takes ({verdict.message}); {advice}")
+
     def summary(self) -> dict[str, Any]:
         """JSON-able state."""
         stream = self.stream

@@ -33,7 +33,7 @@ class InboundStream:
     settled_bytes: int = 0  # announced pieces that D has imported or given up
     cached_tokens: int = 0  # prompt tokens P had in its prefix cache
     has_started: bool = False  # P computes the prompt, or has
-    is_quiet: bool = False  # nothing comes from P, for longer than it should
+    silent_s: float = 0.0  # nothing comes from P, for so much longer than it should; 0.0 = it is heard
     is_parked: bool = False  # P computes the prompt again, when memory allows: no piece is due yet
 
     @property

@@ -23,9 +23,14 @@ def is_final(error: RequestError | None) -> bool:
     return isinstance(error, _FINAL)
 
 
+def is_invalid(error: RequestError | None) -> bool:
+    """Whether a worker finds the request wrong, and not itself."""
+    return isinstance(error, _UNFIT)
+
+
 def is_unfit(error: RequestError | None) -> bool:
     """Whether `error` says that its worker, and no other, can never serve the request."""
-    return isinstance(error, _UNFIT) or (isinstance(error, Unavailable) and error.field is not None)
+    return is_invalid(error) or (isinstance(error, Unavailable) and error.field is not None)
 
 
 class Ladder:

@@ -19,7 +19,8 @@ and waits in no second queue.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from weakref import WeakValueDictionary
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
@@ -29,12 +30,14 @@ from jdisagg.handoff.actions import DecodeAction
 from jdisagg.handoff.credit import Credit, window_bytes_of
 from jdisagg.handoff.inbound import Doubted, Inbound, InboundStage
 from jdisagg.handoff.inbound_stream import InboundStream
+from jdisagg.handoff.ladder import is_invalid
 from jdisagg.handoff.line import Inflow, Line
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.handoff.silence import late_kv
 from jdisagg.handoff.spans import GroupSpans
 
 GIVE_UP = 3  # times as late as what another P is asked for
+MOST_HEDGES = 32  # at a time: a P that is quiet for a moment must not have the next one drown in all of its prompts
 MOST_BAD_LINES = 64  # remembered: workers that start again come back under new addresses
 
 
@@ -62,6 +65,7 @@ class Recovery:
         self._forget = forget
         self._serial = 0
         self._inflow = Inflow()
+        self._hedging: list[Inbound] = []  # some may have ended
         self._lines = WeakValueDictionary[str, Line]()  # by peer; kept by their streams, ..
         self._bad_lines: dict[str, Line] = {}  # .. and those on which nothing comes
 
@@ -112,15 +116,29 @@ class Recovery:
     # --- hedges
 
     def doubt(self, record: Inbound, silent_s: float, now_s: float, *, no_kv: bool = False) -> list[DecodeAction]:
-        """Ask another P while this one is quiet, or its KV does not come; nothing happens where there is none or nothing is
-        owed."""
+        """Ask another P while this one is quiet, or its KV does not come; nothing happens where there is none, nothing is owed,
+        or as many as MOST_HEDGES are asked already."""
         stream = record.stream
         if stream is None or record.doubted is not None or (record.stage is InboundStage.COMPUTED and record.covered):
             return []
-        if (peer := record.ladder.next_peer(but=stream.peer)) is None:
+        if not self._room_for_hedges() or (peer := record.ladder.next_peer(but=stream.peer)) is None:
             return []
+        self._hedging.append(record)
         record.set_aside(silent_s, now_s, no_kv=no_kv)
         return self._open(record, peer, now_s)
+
+    def doubt_more(self, records: Iterable[Inbound], now_s: float) -> list[DecodeAction]:
+        """The same for those whose P is quiet still, as earlier hedges end."""
+        actions: list[DecodeAction] = []
+        quiet = (r for r in records if r.stream is not None and r.stream.silent_s and r.doubted is None)
+        for record in itertools.islice(quiet, self._room_for_hedges()):
+            assert record.stream is not None
+            actions += self.doubt(record, record.stream.silent_s, now_s)
+        return actions
+
+    def _room_for_hedges(self) -> int:
+        self._hedging = [record for record in self._hedging if record.doubted is not None]
+        return MOST_HEDGES - len(self._hedging)
 
     def late(self, record: Inbound, now_s: float) -> list[DecodeAction]:
         """Nothing, unless KV is all that is missing and does not come: then another P is asked, and where there is none the
@@ -144,6 +162,7 @@ class Recovery:
         stream = doubted.stream
         stream.progress_s = min(now_s, stream.progress_s + now_s - doubted.since_s)  # nobody asked it for anything meanwhile
         stream.line.wait_anew(now_s)
+        stream.silent_s = 0.0  # it is doubted anew when it is found quiet anew
         request_id = record.request.request_id
         ended = act.Hedged(outcome, request_id, stream.peer, hedge.peer)
         actions = [*hedge.close(), ended]
@@ -171,7 +190,7 @@ class Recovery:
             record.note("other_prefill", quiet.peer, cause, doubted.stage, no_kv=doubted.no_kv),
             act.Hedged("moved", record.request.request_id, quiet.peer, hedge.peer),
         ]
-        return actions + (self.doubt(record, doubted.silent_s, now_s) if hedge.is_quiet else [])
+        return actions + (self.doubt(record, doubted.silent_s, now_s) if hedge.silent_s else [])
 
     def _hedge_again(self, record: Inbound, doubted: Doubted, now_s: float) -> list[DecodeAction]:
         """The hedge cannot help: the next one, or none."""
@@ -210,4 +229,7 @@ class Recovery:
             note = record.note("local_prefill", peer, cause, no_kv=no_kv)
             self._forget(request_id)
             return [note, act.ComputeLocally(request_id, record.held_tokens, record.arrived)]
-        return self.fail(record, record.ladder.verdict or record.lost(peer, cause))
+        verdict = record.ladder.verdict
+        if verdict is not None and is_invalid(verdict) and record.request.generated_token_ids:
+            verdict = record.outgrown(verdict)
+        return self.fail(record, verdict or record.lost(peer, cause))

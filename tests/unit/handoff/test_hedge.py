@@ -23,6 +23,7 @@ from jdisagg.handoff.messages import (
     Started,
     StreamEnded,
 )
+from jdisagg.handoff.recovery import MOST_HEDGES
 from tests.unit.handoff.rig import CONFIG, FIRST, NEVER, H, decode_side, none_of, only, ready, request
 
 H2, H3 = HandoffId("r", 2), HandoffId("r", 3)
@@ -79,6 +80,32 @@ def test_while_a_peer_is_quiet_the_next_one_is_asked_for_what_is_missing() -> No
     assert none_of(act.Recovered, asked), "nothing is lost yet"
     shown = side.snapshot()["handoffs"]["r"]
     assert (shown["peer"], shown["doubted_peer"], shown["stage"]) == ("q", "p", "opening")
+
+
+def test_a_moment_of_quiet_does_not_send_all_of_a_peer_s_prompts_to_the_next_one() -> None:
+    side = decode_side()
+    number = MOST_HEDGES + 3
+    handoffs = [HandoffId(f"r{index}", index + 1) for index in range(number)]
+    for handoff in handoffs:
+        side.start(request(request_id=handoff.request_id), 0, ("p", "q"), 0.0)
+    opened = [action for handoff in handoffs for action in say(side, handoff, QUIET) if isinstance(action, act.OpenStream)]
+    assert len(opened) == MOST_HEDGES
+    assert side.tick(1.1) == []
+    hedge = opened[0].handoff
+    assert outcome_of(say(side, hedge, Accepted(cached_tokens=0), Started())) == "moved"
+    more = [action.peer for action in side.tick(1.2) if isinstance(action, act.OpenStream)]
+    assert more == ["q"], "the next one has its turn"
+    assert only(act.CloseStream, say(side, handoffs[1], Awake())).handoff == opened[1].handoff
+    say(side, handoffs[-2], Awake())
+    assert none_of(act.OpenStream, side.tick(1.3)[1:])
+    assert none_of(act.OpenStream, side.tick(1.4)), "nobody is quiet any more who is not doubted"
+    for handoff in handoffs:
+        side.release(handoff.request_id)
+    assert side.is_idle
+
+
+def outcome_of(actions: Sequence[act.DecodeAction]) -> str:
+    return only(act.Hedged, actions).outcome
 
 
 @pytest.mark.covers("C08")

@@ -319,6 +319,20 @@ def test_an_error_that_would_come_back_everywhere_ends_the_request_with_it(error
     assert side.is_idle
 
 
+@pytest.mark.parametrize("answer", [Refused(error=InvalidRequest("its pool is 8 tokens")), "Done"])
+def test_a_stream_that_has_outgrown_every_prefill_worker_is_lost_and_not_its_client_s_fault(answer: Refused | str) -> None:
+    side = decode_side(NEVER)
+    side.start(replace(request(), generated_token_ids=(7, 8)), 0, ("p",), 0.0)
+    error = InvalidRequest("its pool is 8 tokens")
+    message = answer if isinstance(answer, Refused) else Done(first=Output(request_id="r", error=error), num_chunks=0)
+    if message is not answer:
+        side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    failed = only(act.Fail, side.on_message(H, message, 1.0)).error
+    assert isinstance(failed, HandoffLost)
+    assert "12 tokens, are more than any prefill worker takes (its pool is 8 tokens)" in failed.message
+    assert "--max-model-len" in failed.message
+
+
 @pytest.mark.parametrize("error", [InvalidRequest("its context is 8 tokens"), ModelNotFound("it serves another one")])
 @pytest.mark.covers("P02")
 def test_a_worker_for_which_the_request_is_wrong_is_like_one_that_failed(error: RequestError) -> None:
