@@ -50,8 +50,9 @@ class PeerChoice:
 
     def of(self, request: EngineRequest) -> tuple[str, ...]:
         """Prefill workers to ask, the best first: as the request's router says (least busy first), else the first known one
-        at which no more than this prompt waits for us already."""
-        known, waiting = request.prefill_peers or self._known_peers(), self._waiting()
+        at which no more than this prompt waits for us already. A stream that has begun may have outlived its list: the known
+        ones follow."""
+        known, waiting = self._known(request), self._waiting()
         down = [peer for peer in known if self._peers.is_down(peer)]
         there = [peer for peer in known if peer not in down]
         if not request.prefill_peers:
@@ -60,6 +61,11 @@ class PeerChoice:
         answering = tuple(sorted(there, key=self._peers.is_doubtful))
         # with nothing to fall back on, asking is better than failing: the others may be unfit
         return (*answering, *down) if self._policy is LocalPrefill.NEVER else answering
+
+    def _known(self, request: EngineRequest) -> tuple[str, ...]:
+        if request.prefill_peers and not request.generated_token_ids:
+            return request.prefill_peers
+        return tuple(dict.fromkeys((*request.prefill_peers, *self._known_peers())))
 
     def _waiting(self) -> Counter[str]:
         """Tokens by peer."""
