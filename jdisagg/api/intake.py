@@ -139,8 +139,7 @@ def check_model(name: str, card: ModelCard) -> None:
 def check_sampling(sampling: SamplingParams, card: ModelCard) -> None:
     """Raise InvalidRequest when a parameter is out of range."""
     check_ranges(sampling)
-    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
-        raise _invalid("logit_bias", f"may hold at most {MAX_LOGIT_BIAS} tokens", len(sampling.logit_bias))
+    check_logit_bias(len(sampling.logit_bias))
     for token_id, bias in sampling.logit_bias:
         _check_range(f"logit_bias[{token_id}]", bias, -100, 100, field="logit_bias")
     max_stop_ids = MAX_STOP_TOKEN_IDS - len(card.eos_token_ids)
@@ -148,6 +147,12 @@ def check_sampling(sampling: SamplingParams, card: ModelCard) -> None:
         raise _invalid("stop_token_ids", f"may hold at most {max_stop_ids} ids", len(sampling.stop_token_ids))
     check_token_ids((token_id for token_id, _ in sampling.logit_bias), card.vocab_size, "logit_bias")
     check_token_ids(sampling.stop_token_ids, card.vocab_size, "stop_token_ids")
+
+
+def check_logit_bias(num_tokens: int) -> None:
+    """Raise InvalidRequest when it is for too many."""
+    if num_tokens > MAX_LOGIT_BIAS:
+        raise _invalid("logit_bias", f"may hold at most {MAX_LOGIT_BIAS} tokens", num_tokens)
 
 
 def check_ranges(sampling: SamplingParams) -> None:

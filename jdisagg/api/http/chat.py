@@ -44,6 +44,7 @@ class ChatCompletions:
         text_request = await asyncio.to_thread(read) if body.is_long else read()
         job = await while_connected(request.receive, _admit(self._edge, text_request, length_name(body)))
         answer = _Answer(self._edge, job, options, num_top=num_top)
+        del body, read, text_request  # of megabytes perhaps, and the answer may take minutes
         if options.stream:
             return await open_stream(request, answer.events())
         transcript = await while_connected(request.receive, self._edge.complete(job))
