@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from jdisagg.api.scores import check_prompt_scores, most_answer_tokens, too_many_answer_scores
 from jdisagg.api.token_engine import ModelCard
 from jdisagg.core.errors import InvalidRequest, ModelNotFound
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, EngineRequest, SamplingParams
@@ -92,12 +93,15 @@ async def admit(
     echo_texts = None
     if request.echo:
         echo_texts = tuple([await _echo_text(prompt, request, tokenizer, inline=inline) for prompt in request.prompts])
+    num_prompt_tokens = sum(map(len, prompts))
+    check_prompt_scores(num_prompt_tokens, request.n, request.sampling)
+    most_tokens = most_answer_tokens(num_prompt_tokens, len(prompts), request.n, request.sampling)
     first_seed = draw_seed() if request.seed is None else request.seed
     engine_requests = []
     for number, prompt in enumerate(prompts):
         sampling = replace(
             request.sampling,
-            max_tokens=_max_tokens(request, len(prompt), card.max_model_len),
+            max_tokens=_max_tokens(request, len(prompt), card.max_model_len, most_tokens),
             # a drawn seed differs by prompt, so equal prompts differ; a given one means the same answer wherever it stands
             seed=(first_seed + (number if request.seed is None else 0)) % 2**32,
         )
@@ -238,16 +242,18 @@ def _check_length(text: str, max_model_len: int, max_token_characters: int) -> N
         )
 
 
-def _max_tokens(request: TextRequest, num_prompt_tokens: int, max_model_len: int) -> int:
-    """Tokens to generate, as the engine counts them (at least 1)."""
+def _max_tokens(request: TextRequest, num_prompt_tokens: int, max_model_len: int, most_tokens: int | None) -> int:
+    """Tokens to generate, as the engine counts them (at least 1). `most_tokens`: as `most_answer_tokens` has it."""
     room = max_model_len - num_prompt_tokens
     wanted = None if request.max_tokens is None else max(request.max_tokens, 1)
     if room < (wanted or 1):
         field = "max_tokens" if wanted is not None and room > 0 else "prompt"
         raise _too_long(num_prompt_tokens, wanted or 1, max_model_len, field, scores_only=request.max_tokens == 0)
     if wanted is not None:
+        if most_tokens is not None and wanted > most_tokens:
+            raise too_many_answer_scores(wanted, most_tokens)
         return wanted
-    return room if request.default_max_tokens is None else min(room, request.default_max_tokens)
+    return min(count for count in (room, request.default_max_tokens, most_tokens) if count is not None)
 
 
 def _too_long(
