@@ -16,8 +16,9 @@ import grpc.aio
 
 from jdisagg.api.choice import ChoiceResult, Delta, ScoredToken, Transcript, has_many_scores
 from jdisagg.api.codec import encode_finish, encode_provenance, status_of
+from jdisagg.api.context_length import Prompt
 from jdisagg.api.edge import Edge
-from jdisagg.api.intake import Prompt, TextRequest, check_logit_bias, check_model
+from jdisagg.api.intake import TextRequest, check_logit_bias, check_model
 from jdisagg.api.status_details import details_metadata, shown
 from jdisagg.api.unread import is_taken, not_taken
 from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, JdisaggError, RequestError

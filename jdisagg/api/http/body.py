@@ -17,8 +17,9 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
+from jdisagg.api.context_length import Prompt
 from jdisagg.api.http.json_structure import MAX_STRUCTURE, num_structures
-from jdisagg.api.intake import MAX_SEQUENCES, Prompt
+from jdisagg.api.intake import MAX_SEQUENCES
 from jdisagg.core.errors import Cancelled, InvalidRequest
 from jdisagg.core.json_depth import MAX_DEPTH, deeper_than
 
@@ -38,6 +39,7 @@ class Body:
         """`where`: what stands before the names of fields in messages, for an object in a body."""
         self._fields = fields
         self._where = where
+        self.num_bytes = num_bytes
         self.is_long = num_bytes > _INLINE_BYTES
         self._known: set[str] = set()  # what was asked for
 
