@@ -19,6 +19,7 @@ from weakref import WeakSet
 from jdisagg.api.choice import ChoiceText, Delta, Transcript
 from jdisagg.api.in_order import is_long
 from jdisagg.api.intake import Job, TextRequest, admit
+from jdisagg.api.long_texts import LongTexts
 from jdisagg.api.token_engine import Enough, ModelCard, TokenEngine
 from jdisagg.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError
 from jdisagg.core.metrics import Metrics
@@ -60,6 +61,7 @@ class Edge:
         self._told: WeakSet[RequestError] = WeakSet()  # errors of requests that the engine had, which counts them
         self._live: dict[str, asyncio.Queue[Delta | Exception | _Abort]] = {}
         self._one_thread = asyncio.Lock()
+        self.long_texts = LongTexts()
 
     @property
     def card(self) -> ModelCard:
@@ -72,14 +74,15 @@ class Edge:
         return len(self._live)
 
     async def admit(self, request: TextRequest) -> Job:
-        """Check a request and tokenize it; nothing runs yet. Raises InvalidRequest, ModelNotFound, or Unavailable at a
-        router that no worker has registered with, and none does within seconds."""
+        """Check a request and tokenize it; nothing runs yet. Raises InvalidRequest, ModelNotFound, Overloaded where
+        too many long texts wait, or Unavailable at a router that no worker registers with within seconds."""
         if request.request_id in self._live:
             raise InvalidRequest(f"request_id {request.request_id!r} is still running; choose another", field="request_id")
         timeout_s = self._default_deadline_s if request.timeout_s is None else request.timeout_s
         deadline_s = monotonic() + min(timeout_s, self._default_deadline_s)
         card = await self._engine.first_card(deadline_s)
-        return await admit(request, card, self.tokenizer, deadline_s=deadline_s, draw_seed=self._draw_seed)
+        draw = self._draw_seed
+        return await admit(request, card, self.tokenizer, self.long_texts, deadline_s=deadline_s, draw_seed=draw)
 
     def transcript(self, job: Job, *, keep_text: bool = True) -> Transcript:
         """An empty transcript for the deltas of `job`."""

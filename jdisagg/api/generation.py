@@ -16,8 +16,9 @@ import grpc.aio
 
 from jdisagg.api.choice import ChoiceResult, Delta, ScoredToken, Transcript, has_many_scores
 from jdisagg.api.codec import encode_finish, encode_provenance, status_of
+from jdisagg.api.context_length import Prompt
 from jdisagg.api.edge import Edge
-from jdisagg.api.intake import DEFAULT_MAX_TOKENS, Prompt, TextRequest, check_model
+from jdisagg.api.intake import DEFAULT_MAX_TOKENS, TextRequest, check_logit_bias, check_model
 from jdisagg.api.status_details import details_metadata, shown
 from jdisagg.api.unread import is_taken, not_taken
 from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, JdisaggError, RequestError
@@ -179,6 +180,7 @@ def _prompt(request: generation_pb2.GenerateRequest) -> Prompt:
 
 
 def _sampling(message: common_pb2.SamplingParams, defaults: SamplingParams) -> SamplingParams:
+    check_logit_bias(len(message.logit_bias))
     given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
     if given.get("top_k") in (0, -1):
         given["top_k"] = None

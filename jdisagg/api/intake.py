@@ -5,11 +5,14 @@ Every bound is checked here, once, for HTTP and gRPC alike; the message names th
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
+from jdisagg.api.context_length import Prompt, check_length, too_long
+from jdisagg.api.long_texts import LongTexts, Run
+from jdisagg.api.scores import check_prompt_scores, most_answer_tokens, too_many_answer_scores
 from jdisagg.api.token_engine import ModelCard
 from jdisagg.core.errors import InvalidRequest, ModelNotFound
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, EngineRequest, SamplingParams
@@ -24,13 +27,6 @@ MAX_SEQUENCES = 1024  # prompts times choices of one client request
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
 MAX_LOGIT_BIAS = 300
-_INLINE_TOKENIZE_CHARACTERS = 16_384  # or tokens, of all prompts of a request; more are tokenized off the event loop
-
-Prompt = str | tuple[int, ...]
-
-
-class ContextLengthExceeded(InvalidRequest):
-    """Prompt and answer do not fit the model's context."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,23 +78,34 @@ class Job:
 
 
 async def admit(
-    request: TextRequest, card: ModelCard, tokenizer: Tokenizer, *, deadline_s: float, draw_seed: Callable[[], int]
+    request: TextRequest,
+    card: ModelCard,
+    tokenizer: Tokenizer,
+    long_texts: LongTexts,
+    *,
+    deadline_s: float,
+    draw_seed: Callable[[], int],
 ) -> Job:
-    """Check everything and build the engine requests. Raises InvalidRequest or ModelNotFound."""
+    """Check everything and build the engine requests. Raises InvalidRequest, ModelNotFound or Overloaded."""
     check_model(request.model, card)
     _check_counts(request)
     check_sampling(request.sampling, card)
-    inline = sum(map(len, request.prompts)) <= _INLINE_TOKENIZE_CHARACTERS
-    prompts = [await _token_ids(prompt, request, card, tokenizer, inline=inline) for prompt in request.prompts]
-    echo_texts = None
-    if request.echo:
-        echo_texts = tuple([await _echo_text(prompt, request, tokenizer, inline=inline) for prompt in request.prompts])
+    for prompt in request.prompts:
+        check_length(prompt, card.max_model_len, tokenizer.max_token_characters)
+    has_work = request.echo or any(isinstance(prompt, str) for prompt in request.prompts)
+    async with long_texts.place(sum(map(len, request.prompts)) if has_work else 0) as run:
+        prompts = await _tokenize(request, card, tokenizer, run)
+        echo_texts = None
+        if request.echo:
+            echo_texts = tuple([await _echo_text(prompt, request, tokenizer, run) for prompt in request.prompts])
+    num_prompt_tokens = sum(map(len, prompts))
+    most_tokens = most_answer_tokens(num_prompt_tokens, len(prompts), request.n, request.sampling)
     first_seed = draw_seed() if request.seed is None else request.seed
     engine_requests = []
     for number, prompt in enumerate(prompts):
         sampling = replace(
             request.sampling,
-            max_tokens=_max_tokens(request, len(prompt), card.max_model_len),
+            max_tokens=_max_tokens(request, len(prompt), card.max_model_len, most_tokens),
             # a drawn seed differs by prompt, so equal prompts differ; a given one means the same answer wherever it stands
             seed=(first_seed + (number if request.seed is None else 0)) % 2**32,
         )
@@ -140,8 +147,7 @@ def check_model(name: str, card: ModelCard) -> None:
 def check_sampling(sampling: SamplingParams, card: ModelCard) -> None:
     """Raise InvalidRequest when a parameter is out of range."""
     check_ranges(sampling)
-    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
-        raise _invalid("logit_bias", f"may hold at most {MAX_LOGIT_BIAS} tokens", len(sampling.logit_bias))
+    check_logit_bias(len(sampling.logit_bias))
     for token_id, bias in sampling.logit_bias:
         _check_range(f"logit_bias[{token_id}]", bias, -100, 100, field="logit_bias")
     max_stop_ids = MAX_STOP_TOKEN_IDS - len(card.eos_token_ids)
@@ -149,6 +155,12 @@ def check_sampling(sampling: SamplingParams, card: ModelCard) -> None:
         raise _invalid("stop_token_ids", f"may hold at most {max_stop_ids} ids", len(sampling.stop_token_ids))
     check_token_ids((token_id for token_id, _ in sampling.logit_bias), card.vocab_size, "logit_bias")
     check_token_ids(sampling.stop_token_ids, card.vocab_size, "stop_token_ids")
+
+
+def check_logit_bias(num_tokens: int) -> None:
+    """Raise InvalidRequest when it is for too many."""
+    if num_tokens > MAX_LOGIT_BIAS:
+        raise _invalid("logit_bias", f"may hold at most {MAX_LOGIT_BIAS} tokens", num_tokens)
 
 
 def check_ranges(sampling: SamplingParams) -> None:
@@ -197,64 +209,45 @@ def _check_counts(request: TextRequest) -> None:
     _check_range("priority", request.priority, -(2**31), 2**31 - 1)
 
 
-async def _token_ids(
-    prompt: Prompt, request: TextRequest, card: ModelCard, tokenizer: Tokenizer, *, inline: bool
-) -> tuple[int, ...]:
-    if isinstance(prompt, str):
-        special = request.special_tokens.add
-        _check_length(prompt, card.max_model_len, tokenizer.max_token_characters)
-        if inline:
-            prompt = tokenizer.encode(prompt, add_special_tokens=special)
-        else:
-            prompt = await asyncio.to_thread(tokenizer.encode, prompt, add_special_tokens=special)
-    elif len(prompt) > card.max_model_len:  # before anybody looks at millions of ids
-        raise _too_long(len(prompt), 1, card.max_model_len, "prompt")
-    if not prompt:
-        raise _invalid("prompt", "must hold at least one token", "none")
-    check_token_ids(prompt, card.vocab_size, "prompt")
-    return prompt
+async def _tokenize(request: TextRequest, card: ModelCard, tokenizer: Tokenizer, run: Run) -> list[tuple[int, ...]]:
+    """Refuses at the first prompt that shows to be one too many: those behind it may take minutes."""
+    prompts: list[tuple[int, ...]] = []
+    num_tokens = 0
+    for prompt in request.prompts:
+        if isinstance(prompt, str):
+            prompt = await run(partial(tokenizer.encode, prompt, add_special_tokens=request.special_tokens.add))
+        if not prompt:
+            raise _invalid("prompt", "must hold at least one token", "none")
+        check_token_ids(prompt, card.vocab_size, "prompt")
+        _check_room(request, len(prompt), card.max_model_len)
+        num_tokens += len(prompt)
+        check_prompt_scores(num_tokens, request.n, request.sampling)
+        prompts.append(prompt)
+    return prompts
 
 
-async def _echo_text(prompt: Prompt, request: TextRequest, tokenizer: Tokenizer, *, inline: bool) -> str:
+async def _echo_text(prompt: Prompt, request: TextRequest, tokenizer: Tokenizer, run: Run) -> str:
     if isinstance(prompt, str):
         return prompt
-    skip = request.special_tokens.skip
-    if inline:
-        return tokenizer.decode_begun(prompt, skip_special_tokens=skip)
-    return await asyncio.to_thread(tokenizer.decode_begun, prompt, skip_special_tokens=skip)
+    return await run(partial(tokenizer.decode_begun, prompt, skip_special_tokens=request.special_tokens.skip))
 
 
-def _check_length(text: str, max_model_len: int, max_token_characters: int) -> None:
-    """Text that is too long whatever its tokens are need not be tokenized: megabytes cost seconds and gigabytes."""
-    if len(text) > max_model_len * max_token_characters:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {max_model_len} tokens, but the prompt has {len(text)} characters, more "
-            f"than {max_token_characters} per token; shorten the prompt",
-            field="prompt",
-        )
+def _check_room(request: TextRequest, num_prompt_tokens: int, max_model_len: int) -> None:
+    room, wanted = max_model_len - num_prompt_tokens, max(request.max_tokens or 1, 1)
+    if room < wanted:
+        field = "max_tokens" if request.max_tokens is not None and room > 0 else "prompt"
+        raise too_long(num_prompt_tokens, wanted, max_model_len, field, scores_only=request.max_tokens == 0)
 
 
-def _max_tokens(request: TextRequest, num_prompt_tokens: int, max_model_len: int) -> int:
-    """Tokens to generate, as the engine counts them (at least 1)."""
+def _max_tokens(request: TextRequest, num_prompt_tokens: int, max_model_len: int, most_tokens: int | None) -> int:
+    """Tokens to generate, as the engine counts them (at least 1). `most_tokens`: as `most_answer_tokens` has it."""
     room = max_model_len - num_prompt_tokens
-    wanted = None if request.max_tokens is None else max(request.max_tokens, 1)
-    if room < (wanted or 1):
-        field = "max_tokens" if wanted is not None and room > 0 else "prompt"
-        raise _too_long(num_prompt_tokens, wanted or 1, max_model_len, field, scores_only=request.max_tokens == 0)
-    if wanted is not None:
+    if request.max_tokens is not None:
+        wanted = max(request.max_tokens, 1)
+        if most_tokens is not None and wanted > most_tokens:
+            raise too_many_answer_scores(wanted, most_tokens)
         return wanted
-    return room if request.default_max_tokens is None else min(room, request.default_max_tokens)
-
-
-def _too_long(
-    num_prompt_tokens: int, num_wanted: int, max_model_len: int, field: str, *, scores_only: bool = False
-) -> ContextLengthExceeded:
-    wanted = "one more to score it are needed" if scores_only else f"{num_wanted} for the answer were requested"
-    return ContextLengthExceeded(
-        f"This model's maximum context length is {max_model_len} tokens, but {num_prompt_tokens} in the prompt and "
-        f"{wanted}; shorten the prompt{' or lower max_tokens' * (num_wanted > 1)}",
-        field=field,
-    )
+    return min(count for count in (room, request.default_max_tokens, most_tokens) if count is not None)
 
 
 def _check_range(

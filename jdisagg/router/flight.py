@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from functools import cached_property
 from typing import Any
 
 from jdisagg.core.errors import RequestError
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
 from jdisagg.router.blame import Lost
 from jdisagg.router.fleet import Entry
-from jdisagg.router.prefixes import beginnings_of
 from jdisagg.router.setbacks import Setbacks
 
 
@@ -21,6 +19,7 @@ class Flight:
     def __init__(self, request: EngineRequest) -> None:
         self.request = request  # as the client sent it
         self.attempt = request.attempt
+        self.beginnings: list[bytes] = []  # of its prompt, from `Placement.begin` on
         self.events: asyncio.Queue[Output | Lost] = asyncio.Queue()
         self.entry: Entry | None = None  # the worker it runs on
         self.prefill: tuple[Entry, int] | None = None  # the P named first and the tokens asked of it, until the first one
@@ -32,11 +31,6 @@ class Flight:
         self._recoveries: tuple[str, ...] = ()  # of all attempts so far
         self._earlier: tuple[str, ...] = ()  # of the attempts before this one
         self._sent_prompt_logprobs = False
-
-    @cached_property
-    def beginnings(self) -> list[bytes]:
-        """Of its prompt; placing is tried again and again while there is no worker."""
-        return beginnings_of(self.request.prompt_token_ids, self.request.cache_salt)
 
     @property
     def num_delivered(self) -> int:

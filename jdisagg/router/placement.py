@@ -9,7 +9,7 @@ from jdisagg.core.requests import Output, Role
 from jdisagg.router.fleet import Entry
 from jdisagg.router.flight import Flight
 from jdisagg.router.homes import Homes
-from jdisagg.router.prefixes import Near, Prefixes
+from jdisagg.router.prefixes import LastBeginnings, Near, Prefixes
 from jdisagg.router.workers import Workers
 
 KIN_TOKENS = 32  # the turns of a chat begin with as many equal tokens, also where the first one was short
@@ -24,6 +24,7 @@ class Placement:
         self._fleet = workers.fleet
         self._homes = Homes()
         self._prefixes = Prefixes()
+        self._beginnings = LastBeginnings()
 
     def __len__(self) -> int:
         """Groups of siblings that live."""
@@ -32,6 +33,7 @@ class Placement:
     def begin(self, flight: Flight) -> None:
         """Before its first attempt; `end` must follow."""
         self._homes.enter(flight.request.fork_group)
+        flight.beginnings = self._beginnings.of(flight.request.prompt_token_ids, flight.request.cache_salt)
 
     def end(self, flight: Flight) -> None:
         """The request is over, whatever became of it."""

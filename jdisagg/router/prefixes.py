@@ -57,6 +57,23 @@ def _first(latest: Key, known: tuple[Key, ...]) -> tuple[Key, ...]:
     return (latest, *(key for key in known if key != latest))[:MOST_HOMES]
 
 
+class LastBeginnings:
+    """`beginnings_of`, without doing it again for the choices of one prompt, which come one after the other: of 120,000 tokens
+    that takes 8 ms, in which the event loop does nothing else."""
+
+    def __init__(self) -> None:
+        self._token_ids: tuple[int, ...] = ()
+        self._cache_salt = ""
+        self._found: list[bytes] = []
+
+    def of(self, token_ids: tuple[int, ...], cache_salt: str) -> list[bytes]:
+        """Not to be changed: the next choice gets the same list."""
+        if token_ids is not self._token_ids or cache_salt != self._cache_salt:
+            self._found = beginnings_of(token_ids, cache_salt)
+            self._token_ids, self._cache_salt = token_ids, cache_salt
+        return self._found
+
+
 def beginnings_of(token_ids: Sequence[int], cache_salt: str = "") -> list[bytes]:
     """One digest for each whole block, of everything up to its end. Caches keep what has another salt apart."""
     blocks, found = memoryview(array("q", token_ids)), list[bytes]()

@@ -17,14 +17,17 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from jdisagg.api.intake import Prompt
+from jdisagg.api.context_length import Prompt
+from jdisagg.api.http.json_structure import MAX_STRUCTURE, num_structures
+from jdisagg.api.intake import MAX_SEQUENCES
 from jdisagg.core.errors import Cancelled, InvalidRequest
 from jdisagg.core.json_depth import MAX_DEPTH, deeper_than
 
-MAX_BODY_BYTES = 16 * 2**20  # parsing them holds up everybody else for a quarter of a second
+MAX_BODY_BYTES = 16 * 2**20  # parsing them holds up everybody else for up to a second; see `json_structure` for those of lists
 _INLINE_BYTES = 2**18  # a chat of more is rendered off the event loop: 16 MiB of messages take a second
 _NEAR = 0.85  # max_token is that near to max_tokens, logprobs is not to top_logprobs
 _MAX_COMPARED, _MAX_NAME = 32, 40  # unknown names that are compared with known ones, and their characters: each takes time
+_MAX_SHOWN = 80  # characters of a wrong value
 BODY_TIMEOUT_S = 60.0  # from the end of the headers to the end of the body
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -36,6 +39,7 @@ class Body:
         """`where`: what stands before the names of fields in messages, for an object in a body."""
         self._fields = fields
         self._where = where
+        self.num_bytes = num_bytes
         self.is_long = num_bytes > _INLINE_BYTES
         self._known: set[str] = set()  # what was asked for
 
@@ -124,6 +128,9 @@ class Body:
         if isinstance(value, list) and value:
             if _is_token_list(value):
                 return (tuple(value),)
+            if len(value) > MAX_SEQUENCES and not _is_number(value[0]):
+                said = f"{name}: may hold at most {MAX_SEQUENCES} prompts; got {len(value)}, send several requests"
+                raise InvalidRequest(said, field=name)
             if all(isinstance(item, str) or (_is_token_list(item) and item) for item in value):
                 return tuple(item if isinstance(item, str) else tuple(item) for item in value)
         raise wrong_type(f"{self._where}{name}", "a non-empty string, list of token ids, or list of either", value)
@@ -131,7 +138,7 @@ class Body:
 
 async def read_body(request: Request) -> Body:
     """Read and parse; raises InvalidRequest when it is not one JSON object, HTTPException when it is longer than
-    MAX_BODY_BYTES (413) or compressed (415)."""
+    MAX_BODY_BYTES, has more than MAX_STRUCTURE lists, objects and keys (413) or is compressed (415)."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise HTTPException(415, f"the body has content-encoding {encoding[:80]}; send it without one")
@@ -148,10 +155,15 @@ async def read_body(request: Request) -> Body:
         raise Cancelled("the client went away while sending its request") from None
     except TimeoutError:
         raise InvalidRequest(f"the body did not arrive within {BODY_TIMEOUT_S:g} s; got {num_bytes} bytes") from None
+    return Body(_parse(b"".join(chunks)), num_bytes)
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    if (num := num_structures(raw)) > MAX_STRUCTURE:
+        raise HTTPException(413, f"the body has more than {MAX_STRUCTURE} lists, objects and keys; send several requests")
     try:
-        raw = b"".join(chunks)
         fields = json.loads(raw.decode("utf-8-sig"))
-        if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and deeper_than(fields):
+        if num > MAX_DEPTH and deeper_than(fields):
             raise RecursionError  # as whoever writes it again would
         if _ESCAPED_SURROGATE.search(raw):
             json.dumps(fields, ensure_ascii=False).encode()  # half of a pair is no character: nothing could tokenize it
@@ -163,13 +175,18 @@ async def read_body(request: Request) -> Body:
         raise InvalidRequest(f"the body is nested more than {MAX_DEPTH} deep") from error
     if not isinstance(fields, dict):
         raise InvalidRequest(f"the body must be a JSON object; got {type(fields).__name__}")
-    return Body(fields, num_bytes)
+    return fields
 
 
 def wrong_type(name: str, wanted: str, got: Any) -> InvalidRequest:
     """The error of a field that has another type."""
-    shown = json.dumps(got, ensure_ascii=False)
-    return InvalidRequest(f"{name}: must be {wanted}; got {shown[:80]}{'...' if len(shown) > 80 else ''}", field=name)
+    shown = ""
+    for part in json.JSONEncoder(ensure_ascii=False).iterencode(got[: _MAX_SHOWN + 1] if isinstance(got, str) else got):
+        shown += part  # one by one: a list of millions is not written for its beginning
+        if len(shown) > _MAX_SHOWN:
+            shown = f"{shown[:_MAX_SHOWN]}..."
+            break
+    return InvalidRequest(f"{name}: must be {wanted}; got {shown}", field=name)
 
 
 def _shown_byte(error: UnicodeDecodeError) -> str:

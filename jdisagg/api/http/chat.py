@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -41,9 +40,10 @@ class ChatCompletions:
         num_top = _read_top_logprobs(body)
         trace, request_id = read_traceparent(request.headers.get(TRACEPARENT)), request_id_of(request, body)
         read = partial(read_chat, body, self._edge, num_top, request_id=request_id, traceparent=trace)
-        text_request = await asyncio.to_thread(read) if body.is_long else read()
+        text_request = await self._edge.long_texts.run(read, body.num_bytes) if body.is_long else read()
         job = await while_connected(request.receive, _admit(self._edge, text_request, length_name(body)))
         answer = _Answer(self._edge, job, options, num_top=num_top)
+        del body, read, text_request  # of megabytes perhaps, and the answer may take minutes
         if options.stream:
             return await open_stream(request, answer.events())
         transcript = await while_connected(request.receive, self._edge.complete(job))

@@ -47,6 +47,7 @@ class Completions:
             num_top=text_request.sampling.logprobs,
             num_prompt_top=body.integer("prompt_logprobs"),
         )
+        del body, text_request  # of megabytes perhaps, and the answer may take minutes
         if options.stream:
             return await open_stream(request, answer.events())
         transcript = await while_connected(request.receive, self._edge.complete(job))

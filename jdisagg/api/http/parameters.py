@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdisagg.api.http.body import Body, wrong_type
-from jdisagg.api.intake import SpecialTokens
+from jdisagg.api.intake import SpecialTokens, check_logit_bias
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import SamplingParams
 
@@ -82,6 +82,7 @@ def _top_k(body: Body, default: int | None) -> int | None:
 
 def _logit_bias(entries: dict[str, Any]) -> tuple[tuple[int, float], ...]:
     """Keys are token ids written as strings."""
+    check_logit_bias(len(entries))
     biases: dict[int, float] = {}
     for key, bias in entries.items():
         try:

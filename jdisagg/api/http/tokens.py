@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from jdisagg.api.context_length import check_length
 from jdisagg.api.edge import Edge
 from jdisagg.api.http.body import read_body
+from jdisagg.api.http.long_json import long_json
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_unserved
 from jdisagg.api.intake import check_model, check_token_ids
+from jdisagg.api.long_texts import INLINE_CHARACTERS
 from jdisagg.core.errors import InvalidRequest
 
 MAX_CHARACTERS = 2**20  # of one text: a million takes the tokenizer seconds
@@ -36,7 +40,7 @@ class TokenEndpoints:
         if body.get("messages") is not None:
             refuse_unserved(body, CHAT_FIELDS)
             render = partial(render_prompt, body, tokenizer.chat)
-            text = await asyncio.to_thread(render) if body.is_long else render()
+            text = await self._edge.long_texts.run(render, body.num_bytes) if body.is_long else render()
             special = body.boolean("add_special_tokens", False)
         else:
             text, special = body.text("prompt"), body.boolean("add_special_tokens", True)
@@ -44,8 +48,19 @@ class TokenEndpoints:
             raise InvalidRequest("prompt: give a prompt (a string) or messages", field="prompt")
         if len(text) > MAX_CHARACTERS:
             raise InvalidRequest(f"prompt: at most {MAX_CHARACTERS} characters; got {len(text)}, split them", field="prompt")
-        answer = await asyncio.to_thread(self._tokens_of, text, special, body.boolean("return_token_strs"))
-        return JSONResponse(answer)
+        check_length(text, self._edge.card.max_model_len, tokenizer.max_token_characters)
+        work = partial(self._tokens_of, text, special, body.boolean("return_token_strs"))
+        return await self._answer(work, num_characters=len(text))
+
+    async def _answer(self, work: Callable[[], dict[str, Any]], *, num_characters: int) -> Response:
+        """`work` and the writing of what it returns are done beside the event loop."""
+
+        def write() -> bytes:
+            return long_json(work())
+
+        is_long = num_characters > INLINE_CHARACTERS
+        content = await (self._edge.long_texts.run(write, num_characters) if is_long else asyncio.to_thread(write))
+        return Response(content, media_type="application/json")
 
     def _tokens_of(self, text: str, add_special_tokens: bool, with_strings: bool) -> dict[str, Any]:
         tokenizer = self._edge.tokenizer
@@ -65,8 +80,8 @@ class TokenEndpoints:
         if len(token_ids) > MAX_TOKENS:
             raise InvalidRequest(f"tokens: at most {MAX_TOKENS} ids; got {len(token_ids)}, split them", field="tokens")
         check_token_ids(token_ids, self._edge.card.vocab_size, "tokens")
-        text = await asyncio.to_thread(self._edge.tokenizer.decode, token_ids, skip_special_tokens=False)
-        return JSONResponse({"prompt": text})
+        decode = partial(self._edge.tokenizer.decode, token_ids, skip_special_tokens=False)
+        return await self._answer(lambda: {"prompt": decode()}, num_characters=len(token_ids))
 
     async def models(self, request: Request) -> Response:
         """The served model, as a list."""

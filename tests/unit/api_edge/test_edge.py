@@ -11,8 +11,9 @@ from time import monotonic
 import pytest
 
 from jdisagg.api.choice import ChoiceText, Transcript
+from jdisagg.api.context_length import ContextLengthExceeded
 from jdisagg.api.edge import Edge
-from jdisagg.api.intake import ContextLengthExceeded, TextRequest
+from jdisagg.api.intake import TextRequest
 from jdisagg.core.errors import InvalidRequest, RequestError
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, SamplingParams, TokenLogprob
 from jdisagg.text.tokenizer import Tokenizer

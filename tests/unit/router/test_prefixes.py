@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from jdisagg.core.requests import EngineRequest, Role, SamplingParams
+from jdisagg.router import prefixes
 from jdisagg.router.fleet import NEAR_EXTRA, Entry, Fleet
 from jdisagg.router.prefixes import BLOCK_TOKENS, MOST_HOMES, Near, Prefixes, beginnings_of
 from tests.unit.router.fakes import FakeWorker, Router
@@ -37,6 +40,32 @@ def test_a_block_counts_only_behind_the_same_ones() -> None:
     assert len(set(one + other)) == 4
     assert beginnings_of(prompt(32, 32, 40))[:2] == one
     assert not set(one) & set(beginnings_of(prompt(32, 32), "another tenant's"))
+
+
+def test_choices_of_one_prompt_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[tuple[object, str]] = []
+
+    def counted(token_ids: tuple[int, ...], cache_salt: str) -> list[bytes]:
+        hashed.append((token_ids, cache_salt))
+        return beginnings_of(token_ids, cache_salt)
+
+    monkeypatch.setattr(prefixes, "beginnings_of", counted)
+    one, other = tuple(prompt(70)), tuple(prompt(70, 80))
+
+    async def check() -> None:
+        router = await Router().start()
+        workers = await fleet(FakeWorker((router.address,)), router=router)
+        asked = [(one, "")] * 3 + [(other, "")] * 2 + [(other, "salt"), (one, "")]
+        await asyncio.gather(
+            *(
+                collect(router, request(f"r/{number}", prompt=ids, cache_salt=salt, sampling=SamplingParams(max_tokens=2)))
+                for number, (ids, salt) in enumerate(asked)
+            )
+        )
+        await stop(router, *workers)
+
+    run_quiet(check())
+    assert hashed == [(one, ""), (other, ""), (other, "salt"), (one, "")]
 
 
 def test_so_many_prompts_are_remembered_and_the_oldest_are_forgotten() -> None:

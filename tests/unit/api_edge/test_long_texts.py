@@ -1,0 +1,165 @@
+"""Long texts have two threads of their own, and a bounded queue before them; short ones do not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from jdisagg.api import long_texts
+from jdisagg.api.http import tokens
+from jdisagg.api.long_texts import INLINE_CHARACTERS, MAX_WAITING_CHARACTERS, LongTexts
+from jdisagg.core.errors import Overloaded
+from jdisagg.text.tokenizer import Tokenizer
+from tests.unit.api_edge.fakes import WAIT_LIMIT_S, FakeEngine, Served, run, serving
+
+LONG = INLINE_CHARACTERS + 1
+
+
+async def until(holds: Any) -> None:
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+def test_two_run_at_a_time_and_a_cancelled_one_leaves_no_third() -> None:
+    async def check() -> None:
+        texts, free, begun = LongTexts(), threading.Event(), list[int]()
+
+        def work(number: int) -> int:
+            begun.append(number)
+            free.wait(WAIT_LIMIT_S)
+            return number
+
+        tasks = [asyncio.create_task(texts.run(lambda number=number: work(number), LONG)) for number in range(6)]
+        await until(lambda: len(begun) == 2)
+        tasks[0].cancel()
+        tasks[3].cancel()
+        await asyncio.sleep(0.05)
+        assert begun == [0, 1]
+        free.set()
+        assert [await tasks[number] for number in (1, 2, 4, 5)] == [1, 2, 4, 5]
+        assert begun == [0, 1, 2, 4, 5]
+
+    run(check())
+
+
+def test_beyond_so_many_characters_that_wait_a_request_is_told_when_to_come_again() -> None:
+    async def check() -> None:
+        texts = LongTexts()
+        async with texts.place(MAX_WAITING_CHARACTERS - 1), texts.place(3 * MAX_WAITING_CHARACTERS):
+            with pytest.raises(Overloaded, match=f"2 requests of {4 * MAX_WAITING_CHARACTERS - 1} characters") as caught:
+                await texts.run(lambda: 1, LONG)
+            assert caught.value.retry_after_s == 5.0
+            async with texts.place(INLINE_CHARACTERS) as at_once:
+                assert await at_once(threading.current_thread) is threading.main_thread()
+        assert await texts.run(lambda: 3, LONG) == 3
+
+    run(check())
+
+
+@asynccontextmanager
+async def crowded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
+    """A long text has its place; no more may wait."""
+    monkeypatch.setattr(long_texts, "MAX_WAITING_CHARACTERS", LONG)
+    engine = FakeEngine(tokenizer, "fox", max_model_len=100_000)
+    async with (
+        serving(engine, tokenizer) as served,
+        httpx.AsyncClient(base_url=served.http) as http,
+        served.edge.long_texts.place(LONG),
+    ):
+        yield served, http
+
+
+def test_every_way_to_the_tokenizer_has_that_bound_for_long_texts_alone(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        async with crowded(tokenizer, monkeypatch) as (served, http):
+            for num, status in ((10, 200), (2 * LONG, 429)):
+                text = "a " * num
+                for path, fields in (
+                    ("/v1/completions", {"prompt": text}),
+                    ("/v1/completions", {"prompt": [[5] * 100] * (1 + num // 100), "echo": True}),
+                    ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+                    ("/v1/chat/completions", {"messages": [{"role": "user", "content": text * (1 + num // 4000)}]}),
+                    ("/tokenize", {"prompt": text}),
+                    ("/tokenize", {"messages": [{"role": "user", "content": text * (1 + num // 4000)}]}),
+                    ("/detokenize", {"tokens": [5] * num}),
+                ):
+                    answer = await http.post(path, json=fields | {"max_tokens": 2})
+                    assert answer.status_code == status, (path, num, answer.text)
+                    assert answer.headers.get("retry-after") == ("5" if status == 429 else None)
+            ids = {"prompt": [5] * 2 * LONG, "max_tokens": 2}
+            assert (await http.post("/v1/completions", json=ids)).status_code == 200, "nothing to tokenize"
+        del served
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said", "num_encoded"),
+    [
+        (["a"] * 400 + ["b" * 100_000], "maximum context length", 0),
+        (["a b c d e f g " * 10] + ["a"] * 400 + [[5] * 201], "maximum context length", 0),
+        (["a"] * 5 + ["a" * 200] + ["a"] * 400, "maximum context length", 6),
+    ],
+)
+def test_no_prompt_is_tokenized_behind_one_that_is_refused(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, prompts: list[object], said: str, num_encoded: int
+) -> None:
+    encoded: list[str] = []
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str, **options: Any) -> tuple[int, ...]:
+        encoded.append(text)
+        return encode(self, text, **options)
+
+    engine = FakeEngine(tokenizer, "fox")
+
+    async def check() -> None:
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            monkeypatch.setattr(Tokenizer, "encode", counted)
+            answer = await http.post("/v1/completions", json={"prompt": prompts})
+            assert answer.status_code == 400
+            assert said in answer.json()["error"]["message"]
+
+    run(check())
+    assert len(encoded) == num_encoded
+
+
+def test_what_tokenize_answers_is_bounded_and_written_beside_the_loop(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers: set[threading.Thread] = set()
+    write = tokens.long_json
+
+    def noted(answer: dict[str, Any]) -> bytes:
+        writers.add(threading.current_thread())
+        return write(answer)
+
+    monkeypatch.setattr(tokens, "long_json", noted)
+    engine = FakeEngine(tokenizer, "fox", max_model_len=2000)
+
+    async def check() -> None:
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            asked = {"prompt": "the é " * 100, "return_token_strs": True}
+            answer = await http.post("/tokenize", json=asked)
+            assert answer.text == json.dumps(answer.json(), ensure_ascii=False, separators=(",", ":"))
+            back = await http.post("/detokenize", json={"tokens": answer.json()["tokens"]})
+            assert back.json()["prompt"].endswith("the é " * 100)
+            assert back.headers["content-type"] == "application/json"
+            most = 2000 * tokenizer.max_token_characters
+            assert (await http.post("/tokenize", json={"prompt": "a" * most})).status_code == 200
+            refused = await http.post("/tokenize", json={"prompt": "a" * (most + 1)})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+    run(check())
+    assert writers
+    assert threading.main_thread() not in writers
