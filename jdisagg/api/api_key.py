@@ -29,16 +29,10 @@ REFUSAL = (
     "missing or wrong API key; send the metadata 'authorization: Bearer KEY' "
     "(the processes of a fleet share one key: JDISAGG_API_KEY, or --api-key @FILE)"
 )
-_KINDS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler]] = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
 
 
 class KeyGuard(grpc.aio.ServerInterceptor):
-    """Ends every RPC without the key with UNAUTHENTICATED, before its first message is decoded."""
+    """Ends every RPC without the key with UNAUTHENTICATED, before any of its messages is read."""
 
     def __init__(self, api_key: str) -> None:
         self._expected = _bearer(api_key).encode()
@@ -49,14 +43,16 @@ class KeyGuard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The method's own handler, or one of its kind that refuses. Unknown methods stay UNIMPLEMENTED."""
+        """The method's own handler, or one that refuses, and as that of a stream of requests waits for none. Unknown methods
+        stay UNIMPLEMENTED."""
         handler = await continuation(handler_call_details)
         is_open = str(handler_call_details.method).startswith(OPEN_SERVICES)
         if handler is None or is_open or self._has_key(handler_call_details.invocation_metadata or ()):
             return handler
-        return _KINDS[handler.request_streaming, handler.response_streaming](
-            partial(self._refuse, method=str(handler_call_details.method))
-        )
+        refuse = partial(self._refuse, method=str(handler_call_details.method))
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(refuse)
+        return grpc.stream_unary_rpc_method_handler(refuse)
 
     async def _refuse(self, _: Any, context: grpc.aio.ServicerContext, *, method: str) -> None:
         if not method.startswith(CLIENT_SERVICE):  # a process that should be of this fleet; who made a client's call is told

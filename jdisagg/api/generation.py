@@ -14,6 +14,7 @@ from functools import partial
 
 import grpc.aio
 
+from jdisagg.api.channels import MAX_REQUEST_BYTES
 from jdisagg.api.choice import ChoiceResult, Delta, ScoredToken, Transcript, has_many_scores
 from jdisagg.api.codec import encode_finish, encode_provenance, status_of
 from jdisagg.api.edge import Edge
@@ -26,7 +27,6 @@ from jdisagg.core.trace import TRACEPARENT, read_traceparent
 from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 _DEFAULT_MAX_TOKENS = 16
-MAX_REQUEST_BYTES = 16 * 2**20  # as over HTTP: to read one of 256 MiB holds up everybody else for ten seconds
 _SAMPLING_FIELDS = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 _OPTIONAL = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs",
