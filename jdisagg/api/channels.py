@@ -68,6 +68,7 @@ class Credentials:
     channel: grpc.ChannelCredentials | None = None
     server: grpc.ServerCredentials | None = None
     api_key: str | None = field(default=None, repr=False)  # servers ask for it, channels send it
+    client_api_key: str | None = field(default=None, repr=False)  # which servers take of clients
 
 
 INSECURE = Credentials()
@@ -93,7 +94,7 @@ def open_blocking_channel(address: str, credentials: Credentials = INSECURE) -> 
 
 def make_server(credentials: Credentials = INSECURE) -> grpc.aio.Server:
     """An asyncio server without services or ports; `bind` it, then `await server.start()`. Asks for the API key, if any."""
-    guards = [KeyGuard(credentials.api_key)] if credentials.api_key else []
+    guards = [KeyGuard(credentials.api_key, credentials.client_api_key)] if credentials.api_key else []
     return grpc.aio.server(interceptors=guards, options=_SERVER_OPTIONS)
 
 

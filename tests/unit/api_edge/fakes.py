@@ -150,11 +150,15 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(engine: FakeEngine, tokenizer: Tokenizer, *, api_key: str | None = None) -> AsyncIterator[Served]:
+async def serving(
+    engine: FakeEngine, tokenizer: Tokenizer, *, api_key: str | None = None, client_api_key: str | None = None
+) -> AsyncIterator[Served]:
     """HTTP and gRPC on real sockets; on exit nothing may be left running."""
     metrics = Metrics()
     edge = Edge(engine, tokenizer, default_deadline_s=10.0, draw_seed=lambda: 77, metrics=metrics)
-    server = make_server(make_app(edge, engine, lambda: "jdisagg_up 1\n", api_key), stop_timeout_s=1.0)
+    server = make_server(
+        make_app(edge, engine, lambda: "jdisagg_up 1\n", api_key, client_api_key=client_api_key), stop_timeout_s=1.0
+    )
     await server.start()
     grpc_server = grpc.aio.server()
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), grpc_server)
