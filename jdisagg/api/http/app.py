@@ -62,7 +62,9 @@ def make_app(
         *([Middleware(_ApiKeyGuard, api_keys=keys)] if (keys := [key for key in (api_key, client_api_key) if key]) else []),
     ]
     handlers = {JdisaggError: _on_error, HTTPException: _on_http_error, Exception: _on_bug}
-    return Starlette(routes=routes, middleware=layers, exception_handlers=handlers)
+    app = Starlette(routes=routes, middleware=layers, exception_handlers=handlers)
+    app.router.redirect_slashes = False  # a redirect would go to whatever host the client named
+    return app
 
 
 def _cross_origin(origins: Sequence[str]) -> Middleware:
