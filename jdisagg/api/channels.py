@@ -17,6 +17,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from jdisagg.api.api_key import KeyedChannel, KeyGuard
+from jdisagg.api.late_request import RequestGuard
 from jdisagg.api.listening import listen
 from jdisagg.core.errors import ConfigError
 
@@ -95,7 +96,7 @@ def open_blocking_channel(address: str, credentials: Credentials = INSECURE) -> 
 def make_server(credentials: Credentials = INSECURE) -> grpc.aio.Server:
     """An asyncio server without services or ports; `bind` it, then `await server.start()`. Asks for the API key, if any."""
     guards = [KeyGuard(credentials.api_key, credentials.client_api_key)] if credentials.api_key else []
-    return grpc.aio.server(interceptors=guards, options=_SERVER_OPTIONS)
+    return grpc.aio.server(interceptors=[*guards, RequestGuard()], options=_SERVER_OPTIONS)
 
 
 def bind(server: grpc.aio.Server, host: str = "127.0.0.1", port: int = 0, credentials: Credentials = INSECURE) -> str:

@@ -20,7 +20,7 @@ from jdisagg.api.codec import encode_finish, encode_provenance, status_of
 from jdisagg.api.edge import Edge
 from jdisagg.api.intake import Prompt, TextRequest, check_model
 from jdisagg.api.status_details import details_metadata, shown
-from jdisagg.api.unread import is_taken, not_taken
+from jdisagg.api.unread import Reader, not_taken
 from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, JdisaggError, RequestError
 from jdisagg.core.requests import SamplingParams
 from jdisagg.core.trace import TRACEPARENT, read_traceparent
@@ -58,15 +58,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """The whole answer, or as much as is taken; then what is to be said of that. Raises RequestError."""
         timeout_s, traceparent = context.time_remaining(), _traceparent(context)
         job = await self._edge.admit(read_generate(request, self._edge.defaults, timeout_s, traceparent=traceparent))
-        transcript = self._edge.transcript(job)
+        transcript, reader = self._edge.transcript(job), Reader(context)
         async with aclosing(self._edge.stream(job)) as deltas:
             async for delta in deltas:
                 transcript.add(delta)
                 message = await self._edge.beside(partial(encode_delta, delta), is_long=has_many_scores([delta]))
-                if not await is_taken(context, generation_pb2.GenerateResponse(request_id=job.request_id, delta=message)):
+                if not await reader.takes(generation_pb2.GenerateResponse(request_id=job.request_id, delta=message)):
                     return _unread(job.request_id)
         complete = encode_complete(transcript)
-        is_read = await is_taken(context, generation_pb2.GenerateResponse(request_id=job.request_id, complete=complete))
+        is_read = await reader.takes(generation_pb2.GenerateResponse(request_id=job.request_id, complete=complete))
         return None if is_read else _unread(job.request_id)
 
     async def Abort(

@@ -204,7 +204,7 @@ def test_a_client_that_reads_slowly_keeps_its_connection_however_much_the_kernel
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_client_that_takes_a_little_each_minute_loses_its_connection(streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "UNREAD_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(protocol, "SLOWEST_BYTES_PER_S", 2**18)
+    monkeypatch.setattr(protocol, "SLOWEST_BYTES_PER_S", 2**30)
     ends: list[asyncio.Transport] = []
     monkeypatch.setattr(protocol.Protocol, "connection_made", _noting(ends, protocol.Protocol.connection_made))
 
@@ -218,13 +218,13 @@ def test_a_client_that_takes_a_little_each_minute_loses_its_connection(streams: 
             await loop.sock_connect(client, (served.host, served.port))
             while not ends:
                 await asyncio.sleep(0.01)
-            ends[0].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
+            ends[0].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             async with asyncio.timeout(60.0):
                 while not ends[0].is_closing():
                     with suppress(ConnectionResetError):
-                        await loop.sock_recv(client, 2048)
-                    await asyncio.sleep(0.2)
+                        await loop.sock_recv(client, 4096)
+                    await asyncio.sleep(0.1)
         await served.stop()
 
     run(check())
