@@ -60,9 +60,13 @@ def test_a_client_that_reads_nothing_is_not_kept(tokenizer: Tokenizer, monkeypat
     run(check())
 
 
-@pytest.mark.parametrize("rate", [1, None])
-def test_a_client_that_takes_a_message_now_and_then_is_not_kept_for_as_long_as_its_answer_lasts(rate: int | None) -> None:
-    """It is what waits that counts: an answer that comes slowly is taken by whoever takes it as it comes."""
+@pytest.mark.parametrize(
+    ("slowest", "ours_s", "kept"), [(2**30, 0.0, False), (2**13, 0.0, True), (2**30, 10.0, True)], ids=["slow", "fair", "busy"]
+)
+def test_a_client_that_takes_a_message_now_and_then_is_not_kept_for_as_long_as_its_answer_lasts(
+    slowest: int, ours_s: float, kept: bool
+) -> None:
+    """It is what waits for it that counts, and not what takes this process a moment."""
     taken: list[Message] = []
 
     async def write(message: Message) -> None:
@@ -74,12 +78,12 @@ def test_a_client_that_takes_a_message_now_and_then_is_not_kept_for_as_long_as_i
         message = generation_pb2.GenerateResponse(request_id="r" * 1000)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(slow, "_left_s", 0.5)
-            if rate is not None:
-                patch.setattr(unread, "SLOWEST_IN_ALL_BYTES_PER_S", 2**30)
+            patch.setattr(unread, "SLOWEST_IN_ALL_BYTES_PER_S", slowest)
+            patch.setattr(unread, "OURS_S", ours_s)
             began_s = monotonic()
             while len(taken) < 30 and await slow.takes(message):
                 await asyncio.sleep(0.02)  # the model is not done with the next
-            assert (len(taken) < 30) is (rate is not None), monotonic() - began_s
+            assert (len(taken) == 30) is kept, monotonic() - began_s
 
     run(check())
 
