@@ -1,8 +1,9 @@
 """The API key on gRPC: a guard before every service of a server, and channels that send the key with every call.
 
-    authorization: Bearer KEY        metadata of every RPC; health and reflection are open to all
+    authorization: Bearer KEY        metadata of every RPC; health is open to all
 
-Public and internal services share one port, so the processes of a fleet share one key.
+Public and internal services share one port, so the processes of a fleet share one key. Clients may have another, which opens
+GenerationService alone.
 """
 
 from __future__ import annotations
@@ -22,26 +23,22 @@ from jdisagg.core.logs import Seldom
 log = logging.getLogger(__name__)
 
 HEADER = "authorization"
-OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
+OPEN_SERVICE = "/grpc.health."
 CLIENT_SERVICE = "/jdisagg.v1.GenerationService/"
 REFUSED_EVERY_S = 10.0
 REFUSAL = (
     "missing or wrong API key; send the metadata 'authorization: Bearer KEY' "
     "(the processes of a fleet share one key: JDISAGG_API_KEY, or --api-key @FILE)"
 )
-_KINDS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler]] = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
+NOT_FOR_CLIENTS = "; the one sent is --client-api-key, which opens the HTTP API and GenerationService alone"
 
 
 class KeyGuard(grpc.aio.ServerInterceptor):
-    """Ends every RPC without the key with UNAUTHENTICATED, before its first message is decoded."""
+    """Ends every RPC without the key with UNAUTHENTICATED, before any of its messages is read."""
 
-    def __init__(self, api_key: str) -> None:
-        self._expected = _bearer(api_key).encode()
+    def __init__(self, api_key: str, client_api_key: str | None = None) -> None:
+        self._expected = (api_key.encode(),)
+        self._of_clients = () if client_api_key is None else (client_api_key.encode(),)
         self._seldom = Seldom(every_s=REFUSED_EVERY_S)
 
     async def intercept_service(
@@ -49,25 +46,38 @@ class KeyGuard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The method's own handler, or one of its kind that refuses. Unknown methods stay UNIMPLEMENTED."""
-        handler = await continuation(handler_call_details)
-        is_open = str(handler_call_details.method).startswith(OPEN_SERVICES)
-        if handler is None or is_open or self._has_key(handler_call_details.invocation_metadata or ()):
+        """The method's own handler, or one that refuses, and as that of a stream of requests waits for none. Unknown methods
+        stay UNIMPLEMENTED."""
+        handler, method = await continuation(handler_call_details), str(handler_call_details.method)
+        if handler is None or method.startswith(OPEN_SERVICE):
             return handler
-        return _KINDS[handler.request_streaming, handler.response_streaming](
-            partial(self._refuse, method=str(handler_call_details.method))
-        )
+        given = _given(handler_call_details.invocation_metadata or ())
+        is_client = is_bearer_of(given, self._of_clients)
+        if is_bearer_of(given, self._expected) or (is_client and method.startswith(CLIENT_SERVICE)):
+            return handler
+        refuse = partial(self._refuse, method=method, why=REFUSAL + NOT_FOR_CLIENTS * is_client)
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(refuse)
+        return grpc.stream_unary_rpc_method_handler(refuse)
 
-    async def _refuse(self, _: Any, context: grpc.aio.ServicerContext, *, method: str) -> None:
+    async def _refuse(self, _: Any, context: grpc.aio.ServicerContext, *, method: str, why: str) -> None:
         if not method.startswith(CLIENT_SERVICE):  # a process that should be of this fleet; who made a client's call is told
             text = "%s of %s was refused: missing or wrong API key"
             self._seldom.say(log, logging.WARNING, text, method, context.peer(), now_s=monotonic())
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
 
-    def _has_key(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        given = [value.encode() if isinstance(value, str) else value for name, value in metadata if name == HEADER]
-        scheme, _, rest = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        return hmac.compare_digest(b"Bearer " + rest, self._expected) and scheme.lower() == b"bearer"
+
+def is_bearer_of(given: bytes, keys: Iterable[bytes]) -> bool:
+    """Whether an `authorization` is `Bearer` and one of the keys; takes the same time for whatever is no key."""
+    scheme, _, key = given.partition(b" ")
+    matches = [hmac.compare_digest(key, expected) for expected in keys]
+    return any(matches) and scheme.lower() == b"bearer"
+
+
+def _given(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
+    """The one `authorization`; with several there is none."""
+    values = [value.encode() if isinstance(value, str) else value for name, value in metadata if name == HEADER]
+    return values[0] if len(values) == 1 else b""
 
 
 class KeyedChannel:

@@ -17,18 +17,24 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from jdisagg.api.api_key import KeyedChannel, KeyGuard
+from jdisagg.api.late_request import RequestGuard
 from jdisagg.api.listening import listen
 from jdisagg.core.errors import ConfigError
 
-MAX_MESSAGE_BYTES = 256 * 2**20
+MAX_MESSAGE_BYTES = 256 * 2**20  # that a client takes: log-probabilities of a long prompt are long
+MAX_REQUEST_BYTES = 16 * 2**20  # of a client, as over HTTP: to read one of 256 MiB holds up everybody else for ten seconds
 FULL_MESSAGE_BYTES = 4 * 2**20  # a message that gathers what has come since the last one takes no more behind so much
+# That a server takes, whole in memory before anybody has looked at it: a full message, and one more request.
+MAX_RECEIVED_BYTES = FULL_MESSAGE_BYTES + MAX_REQUEST_BYTES + 2**20
+MAX_STREAMS = 2**14  # on one connection; a decode worker has one for each of the requests that wait for one prefill worker
+MAX_IDLE_MS = 60_000  # without an RPC, until a server ends a connection; who comes back connects again. Our own channels go
+LEAVE_AFTER_MS = 30_000  # before: gRPC writes of a connection that a server has ended, and a call may meet that end
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
 _COMMON_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -36,6 +42,8 @@ _COMMON_OPTIONS = (
 )
 _CHANNEL_OPTIONS = (
     *_COMMON_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.client_idle_timeout_ms", LEAVE_AFTER_MS),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
@@ -45,6 +53,9 @@ _CHANNEL_OPTIONS = (
 )
 _SERVER_OPTIONS = (
     *_COMMON_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_RECEIVED_BYTES),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
@@ -58,6 +69,7 @@ class Credentials:
     channel: grpc.ChannelCredentials | None = None
     server: grpc.ServerCredentials | None = None
     api_key: str | None = field(default=None, repr=False)  # servers ask for it, channels send it
+    client_api_key: str | None = field(default=None, repr=False)  # which servers take of clients
 
 
 INSECURE = Credentials()
@@ -83,8 +95,8 @@ def open_blocking_channel(address: str, credentials: Credentials = INSECURE) -> 
 
 def make_server(credentials: Credentials = INSECURE) -> grpc.aio.Server:
     """An asyncio server without services or ports; `bind` it, then `await server.start()`. Asks for the API key, if any."""
-    guards = [KeyGuard(credentials.api_key)] if credentials.api_key else []
-    return grpc.aio.server(interceptors=guards, options=_SERVER_OPTIONS)
+    guards = [KeyGuard(credentials.api_key, credentials.client_api_key)] if credentials.api_key else []
+    return grpc.aio.server(interceptors=[*guards, RequestGuard()], options=_SERVER_OPTIONS)
 
 
 def bind(server: grpc.aio.Server, host: str = "127.0.0.1", port: int = 0, credentials: Credentials = INSECURE) -> str:

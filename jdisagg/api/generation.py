@@ -14,19 +14,19 @@ from functools import partial
 
 import grpc.aio
 
+from jdisagg.api.channels import MAX_REQUEST_BYTES
 from jdisagg.api.choice import ChoiceResult, Delta, ScoredToken, Transcript, has_many_scores
 from jdisagg.api.codec import encode_finish, encode_provenance, status_of
 from jdisagg.api.context_length import Prompt
 from jdisagg.api.edge import Edge
 from jdisagg.api.intake import DEFAULT_MAX_TOKENS, TextRequest, check_logit_bias, check_model
 from jdisagg.api.status_details import details_metadata, shown
-from jdisagg.api.unread import is_taken, not_taken
+from jdisagg.api.unread import Reader, not_taken
 from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, JdisaggError, RequestError
 from jdisagg.core.requests import SamplingParams
 from jdisagg.core.trace import TRACEPARENT, read_traceparent
 from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
-MAX_REQUEST_BYTES = 16 * 2**20  # as over HTTP: to read one of 256 MiB holds up everybody else for ten seconds
 _SAMPLING_FIELDS = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 _OPTIONAL = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs",
@@ -58,15 +58,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """The whole answer, or as much as is taken; then what is to be said of that. Raises RequestError."""
         timeout_s, traceparent = context.time_remaining(), _traceparent(context)
         job = await self._edge.admit(read_generate(request, self._edge.defaults, timeout_s, traceparent=traceparent))
-        transcript = self._edge.transcript(job)
+        transcript, reader = self._edge.transcript(job), Reader(context)
         async with aclosing(self._edge.stream(job)) as deltas:
             async for delta in deltas:
                 transcript.add(delta)
                 message = await self._edge.beside(partial(encode_delta, delta), is_long=has_many_scores([delta]))
-                if not await is_taken(context, generation_pb2.GenerateResponse(request_id=job.request_id, delta=message)):
+                if not await reader.takes(generation_pb2.GenerateResponse(request_id=job.request_id, delta=message)):
                     return _unread(job.request_id)
         complete = encode_complete(transcript)
-        is_read = await is_taken(context, generation_pb2.GenerateResponse(request_id=job.request_id, complete=complete))
+        is_read = await reader.takes(generation_pb2.GenerateResponse(request_id=job.request_id, complete=complete))
         return None if is_read else _unread(job.request_id)
 
     async def Abort(

@@ -12,7 +12,7 @@ from jdisagg.api.codec import abort
 from jdisagg.api.kv_event_codec import encode_batch, encode_snapshot
 from jdisagg.api.kv_event_ring import KVEventRing
 from jdisagg.api.pulse import cancel_and_wait
-from jdisagg.api.unread import is_taken, not_taken
+from jdisagg.api.unread import Reader, not_taken
 from jdisagg.core.errors import ConfigError, DeadlineExceeded, InvalidRequest, JdisaggError, Unavailable
 from jdisagg.core.metrics import Metrics
 from jdisagg.v1 import kv_events_pb2, kv_events_pb2_grpc
@@ -68,23 +68,24 @@ class KVEventsService(kv_events_pb2_grpc.KVEventsServiceServicer):
 
 async def _write(ring: KVEventRing, request: kv_events_pb2.SubscribeRequest, context: grpc.aio.ServicerContext) -> None:
     """Everything from the listener's position on; `write` waits while the listener does not read."""
+    reader = Reader(context)
     position = request.from_sequence if request.epoch == ring.epoch else 0  # there is no batch 0
     while True:
         if ring.has(position):
             for batch in await ring.read(position):
                 if not ring.has(position):
                     break  # overtaken while it did not read
-                await _take(context, encode_batch(ring, batch))
+                await _take(reader, encode_batch(ring, batch))
                 position = batch.sequence + 1
         else:
             snapshot = ring.snapshot()
             for message in encode_snapshot(ring, snapshot):
-                await _take(context, message)
+                await _take(reader, message)
             position = snapshot.sequence + 1
 
 
-async def _take(context: grpc.aio.ServicerContext, message: Message) -> None:
-    if not await is_taken(context, message):
+async def _take(reader: Reader, message: Message) -> None:
+    if not await reader.takes(message):
         raise DeadlineExceeded(f"KV events: {not_taken('them')}")
 
 

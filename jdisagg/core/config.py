@@ -120,6 +120,7 @@ class ServerConfig:
     router: tuple[str, ...] = ()  # routers to register with
     allowed_origins: tuple[str, ...] = ()  # of web pages whose scripts may call the HTTP API; "*" = of any
     api_key: str | None = None  # from JDISAGG_API_KEY, or @FILE; a bare value in argv is refused
+    client_api_key: str | None = None  # likewise; opens what clients use and nothing else
     default_deadline_s: float = 600.0
     drain_s: float = 30.0
     replay_budget: float = 0.5  # replays a router may start per new request, beside a floor and every live request once

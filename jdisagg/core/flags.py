@@ -175,7 +175,19 @@ _SERVER = (
         "web pages whose scripts may call the HTTP API (CORS): SCHEME://HOST[:PORT],.., or '*' for any; default: none",
         syntax="origins",
     ),
-    Flag("server", "api_key", "@FILE holding the key clients must send (or set JDISAGG_API_KEY)", syntax="secret"),
+    Flag(
+        "server",
+        "api_key",
+        "@FILE holding the key that opens everything, and that the processes of a fleet share (or set JDISAGG_API_KEY)",
+        syntax="secret",
+    ),
+    Flag(
+        "server",
+        "client_api_key",
+        "@FILE holding another key, for clients: it opens the HTTP API and GenerationService alone "
+        "(or set JDISAGG_CLIENT_API_KEY)",
+        syntax="secret",
+    ),
     Flag("server", "default_deadline_s", "deadline of requests that bring none, and the longest one may bring", minimum=0.1),
     Flag("server", "drain_s", "time running requests get after SIGTERM", minimum=0),
     Flag(

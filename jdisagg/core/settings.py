@@ -25,11 +25,12 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.flags import BY_NAME, FLAGS, ROLES, SECTIONS, Flag
 from jdisagg.core.foreign_flags import advice
 from jdisagg.core.scope import applies, check_flags, remark_on_file
-from jdisagg.core.values import check_key, fail, read_value
+from jdisagg.core.values import check_keys, fail, read_value
 
 log = logging.getLogger(__name__)
 
-API_KEY_VARIABLE = "JDISAGG_API_KEY"
+API_KEY_VARIABLE, CLIENT_API_KEY_VARIABLE = "JDISAGG_API_KEY", "JDISAGG_CLIENT_API_KEY"
+_KEY_VARIABLES = {"api_key": API_KEY_VARIABLE, "client_api_key": CLIENT_API_KEY_VARIABLE}
 SECTION_TYPES: dict[str, type] = {name: hint for name, hint in get_type_hints(Config).items() if name in SECTIONS}
 _HINTS = {flag.name: get_type_hints(SECTION_TYPES[flag.section])[flag.name] for flag in FLAGS}
 _POOL_SIZES = ("num_pages", "kv_cache_bytes", "device_memory_utilization")  # three ways to say one thing
@@ -77,10 +78,7 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
     role = (file_values | flag_values).get("role", Config().role)
     for name, raw in given.items():
         flag_values |= _read(BY_NAME[name].of(role), raw, "--" + name.replace("_", "-"), is_text=True)
-    values = {"api_key": environ[API_KEY_VARIABLE]} if API_KEY_VARIABLE in environ else {}
-    if values.get("api_key") == "":
-        what = "unset it for a server that anybody may use, or set it to the key"
-        raise ConfigError(f"{API_KEY_VARIABLE} is set and empty: {what}", field=API_KEY_VARIABLE)
+    values: Values = _read_keys(environ)
     if any(name in flag_values for name in _POOL_SIZES):
         file_values = {name: value for name, value in file_values.items() if name not in _POOL_SIZES}
     values |= file_values | flag_values
@@ -163,6 +161,17 @@ def _printed(config: Config, section: str) -> dict[str, Any]:
     return found
 
 
+def _read_keys(environ: Mapping[str, str]) -> Values:
+    """API keys of the environment."""
+    values = {name: environ[variable] for name, variable in _KEY_VARIABLES.items() if variable in environ}
+    for name, key in values.items():
+        if not key:
+            whom = "that anybody may use" if name == "api_key" else "without such a key"
+            what = f"unset it for a server {whom}, or set it to the key"
+            raise ConfigError(f"{_KEY_VARIABLES[name]} is set and empty: {what}", field=_KEY_VARIABLES[name])
+    return values
+
+
 def _read(flag: Flag | str, raw: object, where: str, *, is_text: bool) -> Values:
     """Typed value(s) of one setting; "role" stands above the sections."""
     if isinstance(flag, str):
@@ -211,8 +220,7 @@ def _check_together(values: Values) -> None:
     config = _build(values)
     if 0 < config.server.port == config.server.grpc_port:
         fail("--grpc-port", config.server.grpc_port, "another than --port, or 0 for a free one")
-    if config.server.api_key is not None:
-        check_key(config.server.api_key, "--api-key")
+    check_keys(config.server.api_key, config.server.client_api_key)
     step, slots = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     if step < slots and config.role != "prefill":  # which decodes nothing
         fail(

@@ -79,8 +79,24 @@ def check_key(key: str, where: str) -> None:
     if not (key.isascii() and key.isprintable() and " " not in key):
         raise ConfigError(
             f"{where}: a key of {len(key)} characters is not a word of printable ASCII; a header could not carry it",
-            field="api_key",
+            field=where,
         )
+
+
+def check_keys(api_key: str | None, client_api_key: str | None) -> None:
+    """Raise ConfigError for keys that no HTTP header carries, and for one of clients that protects nothing."""
+    if api_key is not None:
+        check_key(api_key, "--api-key")
+    if client_api_key is None:
+        return
+    option = "--client-api-key"
+    check_key(client_api_key, option)
+    if api_key is None:
+        what = "without it the services of the fleet ask for none; give it, too (or JDISAGG_API_KEY)"
+        raise ConfigError(f"{option}: got it without --api-key: {what}", field=option)
+    if client_api_key == api_key:
+        what = "a client would have the key that opens everything; choose another"
+        raise ConfigError(f"{option}: got the same key as for --api-key: {what}", field=option)
 
 
 def fail(where: str, got: object, wanted: str) -> NoReturn:

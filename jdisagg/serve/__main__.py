@@ -15,7 +15,14 @@ from jdisagg.api.http.version import package_version
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.logs import setup_logs
 from jdisagg.core.settings import load_config, to_toml
-from jdisagg.serve.environment import die_with_parent, keep_freed_memory, open_standard_streams, pin_to_cores, prepare_jax
+from jdisagg.serve.environment import (
+    allow_descriptors,
+    die_with_parent,
+    keep_freed_memory,
+    open_standard_streams,
+    pin_to_cores,
+    prepare_jax,
+)
 from jdisagg.serve.preflight import check_worker
 
 EXIT_BAD_CONFIG = 2
@@ -37,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         setup_logs(config.role)
         die_with_parent(os.environ)
+        allow_descriptors()
         pin_to_cores(config.device)
         if config.role not in _MODULES:
             check_worker(config)

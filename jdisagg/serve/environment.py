@@ -1,18 +1,23 @@
-"""What a process must settle before jax is imported: cores, devices, compilation cache, and whose life it shares."""
+"""What a process must settle before jax is imported: cores, devices, descriptors, compile cache, and whose life it shares."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
+import resource
 import signal
 import sys
 import threading
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from pathlib import Path
 
 from jdisagg.core.config import Config, DeviceConfig
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.values import expand_home, parse_ranges
+
+log = logging.getLogger(__name__)
 
 PARENT_VARIABLE = "JDISAGG_PARENT_PID"  # set by a supervisor that holds the write end of our stdin
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -106,6 +111,14 @@ def open_standard_streams() -> None:
     sys.stdin = sys.stdin or os.fdopen(0)
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(2, "w")
+
+
+def allow_descriptors() -> None:
+    """As many as this process may have: shells and service managers grant a thousand or so, and each connection takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # a limit that is none, or beyond what the kernel takes: ours stays
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    log.debug("descriptors: %d, now %d", soft, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def die_with_parent(environ: Mapping[str, str]) -> None:

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 
 from jdisagg.core.config import Config, LocalConfig
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.settings import API_KEY_VARIABLE, to_flags
+from jdisagg.core.settings import API_KEY_VARIABLE, CLIENT_API_KEY_VARIABLE, to_flags
 from jdisagg.core.values import parse_ranges
 from jdisagg.serve.child import ChildSpec
 from jdisagg.serve.process import Process, run_process
@@ -79,8 +79,10 @@ def worker_specs(config: Config, router: str, program: Sequence[str] = SERVE) ->
 
 
 def _shared_environ(config: Config) -> Mapping[str, str]:
-    """One API key for all processes of the fleet, since each asks the others for it; argv is for everybody to read."""
-    return {API_KEY_VARIABLE: config.server.api_key} if config.server.api_key else {}
+    """One API key for all processes of the fleet, since each asks the others for it, and that of clients; argv is for everybody
+    to read."""
+    keys = {API_KEY_VARIABLE: config.server.api_key, CLIENT_API_KEY_VARIABLE: config.server.client_api_key}
+    return {variable: key for variable, key in keys.items() if key}
 
 
 def split_devices(devices: str | None, needs: Sequence[int]) -> list[str | None]:

@@ -46,7 +46,7 @@ def run(config: Config) -> int:
 async def serve(config: Config, process: Process) -> int:
     """The life of one router process."""
     started_s = monotonic()
-    credentials = Credentials(api_key=config.server.api_key)
+    credentials = Credentials(api_key=config.server.api_key, client_api_key=config.server.client_api_key)
     server = make_server(credentials)
     address = bind(server, config.server.host, config.server.grpc_port)
     listener = listen(config.server.host, config.server.port)
@@ -75,7 +75,14 @@ async def serve(config: Config, process: Process) -> int:
         return await engine.drain(deadline_s)
 
     _add_admin(server, engine, drain)
-    app = make_app(edge, engine, metrics.text, config.server.api_key, config.server.allowed_origins)
+    app = make_app(
+        edge,
+        engine,
+        metrics.text,
+        config.server.api_key,
+        config.server.allowed_origins,
+        client_api_key=config.server.client_api_key,
+    )
     http = HttpServer(app, listener, stop_timeout_s=config.server.drain_s)
     process.dump_with(engine.debug_state)
     await server.start()

@@ -56,7 +56,7 @@ def run(config: Config) -> int:
 async def serve(config: Config, process: Process) -> int:
     """The life of one worker process."""
     started_s = monotonic()
-    credentials = Credentials(api_key=config.server.api_key)
+    credentials = Credentials(api_key=config.server.api_key, client_api_key=config.server.client_api_key)
     grpc_server = make_server(credentials)
     address = bind(grpc_server, config.server.host, config.server.grpc_port)
     app = StartingApp()
@@ -163,7 +163,14 @@ class _Edges:
         kv_events_pb2_grpc.add_KVEventsServiceServicer_to_server(self._kv_events, server)
         services = tuple(f"jdisagg.v1.{name}" for name in names)
         self._health = HealthReporter(server, services, self._engine.health)
-        self.app = make_app(edge, self._engine, self._metrics_text, config.server.api_key, config.server.allowed_origins)
+        self.app = make_app(
+            edge,
+            self._engine,
+            self._metrics_text,
+            config.server.api_key,
+            config.server.allowed_origins,
+            client_api_key=config.server.client_api_key,
+        )
         metrics.set_build(role=config.role, model=self.model_name)
 
     async def start(self) -> None:

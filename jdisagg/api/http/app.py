@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.applications import Starlette
@@ -15,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jdisagg.api.api_key import is_bearer_of
 from jdisagg.api.edge import Edge
 from jdisagg.api.http.chat import ChatCompletions
 from jdisagg.api.http.completions import Completions
@@ -36,9 +36,12 @@ def make_app(
     metrics_text: Callable[[], str],
     api_key: str | None = None,
     allowed_origins: Sequence[str] = (),
+    *,
+    client_api_key: str | None = None,
 ) -> Starlette:
     """The application. `edge` None: a role without completions, which serves health, readiness, metrics and debug only.
-    `allowed_origins`: of web pages whose scripts may read answers."""
+    What uses the model asks for a key, if there is one; either will do. `allowed_origins`: of web pages whose scripts may read
+    answers."""
     operations = Operations(engine, metrics_text)
     routes = [
         Route("/health", operations.health),
@@ -56,10 +59,12 @@ def make_app(
     layers = [
         *([_cross_origin(allowed_origins)] if allowed_origins else []),  # outside: scripts may read refusals, too
         Middleware(RequestIdHeader, refused=refused),
-        *([Middleware(_ApiKeyGuard, api_key=api_key)] if api_key else []),
+        *([Middleware(_ApiKeyGuard, api_keys=keys)] if (keys := [key for key in (api_key, client_api_key) if key]) else []),
     ]
     handlers = {JdisaggError: _on_error, HTTPException: _on_http_error, Exception: _on_bug}
-    return Starlette(routes=routes, middleware=layers, exception_handlers=handlers)
+    app = Starlette(routes=routes, middleware=layers, exception_handlers=handlers)
+    app.router.redirect_slashes = False  # a redirect would go to whatever host the client named
+    return app
 
 
 def _cross_origin(origins: Sequence[str]) -> Middleware:
@@ -105,19 +110,18 @@ def _counted(respond: Endpoint, edge: Edge) -> Endpoint:
 class _ApiKeyGuard:
     """Asks for `Authorization: Bearer KEY` on everything that uses the model."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
         self._app = app
-        self._expected = api_key.encode()
+        self._expected = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
-        if scope["type"] == "http" and scope["path"].startswith(_GUARDED):
-            scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-            if not hmac.compare_digest(given.encode(), self._expected) or scheme.lower() != "bearer":
-                error = Unauthenticated("missing or wrong API key; send the header 'Authorization: Bearer KEY'")
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        guarded = scope["type"] == "http" and scope["path"].startswith(_GUARDED)
+        if guarded and not is_bearer_of(Headers(scope=scope).get("authorization", "").encode(), self._expected):
+            error = Unauthenticated("missing or wrong API key; send the header 'Authorization: Bearer KEY'")
+            await error_response(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 async def _ask_elsewhere(request: Request) -> Response:

@@ -14,6 +14,8 @@ from jdisagg.api.http.version import package_version
 from jdisagg.api.token_engine import Health
 from jdisagg.core.metrics import CONTENT_TYPE
 
+FORWARDED = ("x-forwarded-for", "forwarded", "via")  # by which a proxy says that it is one
+
 
 class Observable(Protocol):
     """The part of a TokenEngine that operators look at; roles without completions have only this."""
@@ -54,8 +56,9 @@ class Operations:
         return JSONResponse({"version": self._version})
 
     async def debug_state(self, request: Request) -> Response:
-        """The engine's state, for clients on this machine only."""
-        if request.client is None or not _is_loopback(request.client.host):
+        """The engine's state, for clients on this machine only, and not for those of a proxy on it."""
+        forwarded = any(name in request.headers for name in FORWARDED)
+        if forwarded or request.client is None or not _is_loopback(request.client.host):
             return plain_error(403, "/debug/state is served to loopback clients only; ask from the machine itself")
         return JSONResponse(await self._engine.debug_state())
 
@@ -67,8 +70,8 @@ def _answer(good: bool, otherwise: str, reason: str) -> Response:
 
 
 def _is_loopback(host: str) -> bool:
-    """Also 127.0.0.1 as a socket for both kinds of addresses shows it: ::ffff:127.0.0.1. What a proxy here says of its
-    client (X-Forwarded-For) need not be an address."""
+    """Also 127.0.0.1 as a socket for both kinds of addresses shows it: ::ffff:127.0.0.1. Other servers of the application may
+    name clients otherwise than by an address."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -1,7 +1,8 @@
 """What uvicorn's HTTP/1.1 protocol does not do: bounds on headers, on clients that stand still, and on who may hang up.
 
-    headers     end within HEADER_TIMEOUT_S and MAX_HEADER_BYTES; so do trailers
-    answers     UNREAD_TIMEOUT_S without a byte taken, and the connection ends
+    connections beyond a share of this process's descriptors are refused
+    headers     end within HEADER_TIMEOUT_S, MAX_HEADERS and MAX_HEADER_BYTES; so do trailers
+    answers     UNREAD_TIMEOUT_S without a byte taken, or for longer too few of them, and the connection ends
     pipelines   a client that goes away cancels the request that is answered, not only the last of those behind it
     offers      of another protocol (h2c) are passed over
 
@@ -20,12 +21,18 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from jdisagg.api.unread import UNREAD_TIMEOUT_S
+from jdisagg.api.http.crowd import REFUSAL, Crowd
+from jdisagg.api.unread import SLOWEST_IN_ALL_BYTES_PER_S, UNREAD_TIMEOUT_S
 
 HEADER_TIMEOUT_S = 30.0  # from connecting, or from the first byte behind an answered request, to the end of the headers
-MAX_HEADER_BYTES = 2**20  # of one request, its first line included, and again behind its chunks; what came in one piece with
+MAX_HEADERS = 200  # of one request, and again behind its chunks
+MAX_HEADER_BYTES = 2**16  # of one request, its first line included, and again behind its chunks; what came in one piece with
 # their end is not counted
 MOST_BEHIND = 16  # requests that wait behind the one that is answered, before nothing more is read
+
+
+class _TooManyHeaders(Exception):
+    """Raised in a callback, to have the parser stop."""
 
 
 class _Parser(httptools.HttpRequestParser):
@@ -47,6 +54,10 @@ class _Parser(httptools.HttpRequestParser):
         while True:
             try:
                 return super().feed_data(data)
+            except httptools.HttpParserCallbackError as error:
+                if not isinstance(error.__context__, _TooManyHeaders):
+                    raise
+                return self._protocol.refuse_headers()
             except httptools.HttpParserUpgrade as error:
                 if not self.is_offered_another:
                     raise
@@ -59,16 +70,30 @@ class Protocol(HttpToolsProtocol):
 
     parser: _Parser
     _answered: RequestResponseCycle | None = None
+    _num_headers = 0  # since headers, or trailers, began
+    _is_refused = False  # there was no room for it
+    _have_begun = False  # headers, or a chunk, in the piece that is read
     _num_header_bytes: int | None = None  # in the pieces since the one in which headers, or a chunk, began; None: neither
     _header_timer: asyncio.TimerHandle | None = None
     _reader_timer: asyncio.TimerHandle | None = None
 
+    def __init__(self, *args: Any, crowd: Crowd, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._crowd = crowd
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if not self._crowd.has_room(len(self.connections)):
+            self._is_refused = True
+            transport.write(REFUSAL)
+            transport.close()
+            return
         self.parser = _Parser(self)
         super().connection_made(transport)
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._is_refused:
+            return
         self._stop_waiting()
         self._stop_waiting_for_reader()
         if self._answered is not None and not self._answered.response_complete:
@@ -77,24 +102,41 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._have_begun = False
         super().data_received(data)
         answered = self.cycle is not None and self.cycle.response_complete
         if answered and self._header_timer is None:  # the rest of a body that nobody wanted, or an empty line
             self._await_headers()
-        if self._num_header_bytes is not None:
+        if self._num_header_bytes is not None and not self._have_begun:
             self._num_header_bytes += len(data)
             if self._num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
                 self.send_400_response(f"The headers have more than {MAX_HEADER_BYTES} bytes.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._num_header_bytes = 0
+        self._num_headers = 0
+        self._begin_headers()
         self._await_headers()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
+            raise _TooManyHeaders
+        super().on_header(name, value)
+
+    def refuse_headers(self) -> None:
+        """End the connection of a request with too many."""
+        text = b"There are more than %d headers." % MAX_HEADERS
+        head = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain; charset=utf-8\r\n"
+        self.transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(text), text))
+        self.transport.close()
 
     def on_headers_complete(self) -> None:
         if not self.parser.is_offered_another:
             self._stop_waiting()
-            self._num_header_bytes = None
+            self._num_header_bytes, self._num_headers = None, 0
             super().on_headers_complete()
             if len(self.pipeline) < MOST_BEHIND:
                 self.flow.resume_reading()  # else nobody would hear that the client goes away
@@ -105,7 +147,10 @@ class Protocol(HttpToolsProtocol):
 
     def on_chunk_header(self) -> None:
         """Headers follow unless data does."""
-        self._num_header_bytes = 0
+        self._begin_headers()
+
+    def _begin_headers(self) -> None:
+        self._num_header_bytes, self._have_begun = 0, True
 
     def on_body(self, body: bytes) -> None:
         self._num_header_bytes = None
@@ -124,19 +169,21 @@ class Protocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._await_reader(_unread_bytes(self.transport))
+        unread_bytes = _unread_bytes(self.transport)
+        self._await_reader(unread_bytes, self.loop.time() + UNREAD_TIMEOUT_S + unread_bytes / SLOWEST_IN_ALL_BYTES_PER_S)
 
     def resume_writing(self) -> None:
         self._stop_waiting_for_reader()
         super().resume_writing()
 
-    def _await_reader(self, unread_bytes: int) -> None:
-        self._reader_timer = self.loop.call_later(UNREAD_TIMEOUT_S, self._reader_is_late, unread_bytes)
+    def _await_reader(self, unread_bytes: int, until_s: float) -> None:
+        left_s = max(0.0, min(UNREAD_TIMEOUT_S, until_s - self.loop.time()))
+        self._reader_timer = self.loop.call_later(left_s, self._reader_is_late, unread_bytes, until_s)
 
-    def _reader_is_late(self, unread_bytes: int) -> None:
+    def _reader_is_late(self, unread_bytes: int, until_s: float) -> None:
         left_bytes = _unread_bytes(self.transport)
-        if left_bytes < unread_bytes:
-            self._await_reader(left_bytes)
+        if left_bytes < unread_bytes and self.loop.time() < until_s:
+            self._await_reader(left_bytes, until_s)
         else:
             self.transport.abort()
 

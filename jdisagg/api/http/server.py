@@ -6,11 +6,14 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from jdisagg.api.http.crowd import Crowd
 from jdisagg.api.http.protocol import Protocol
 from jdisagg.api.listening import BACKLOG, listen
 from jdisagg.core.errors import ConfigError
@@ -37,12 +40,13 @@ class HttpServer:
         config = uvicorn.Config(
             app,
             loop="none",
-            http=Protocol,
+            http=cast(Any, partial(Protocol, crowd=Crowd())),
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=75,
             backlog=BACKLOG,
         )

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import grpc.aio
 from openai import AsyncOpenAI
 
+from jdisagg.api import channels
 from jdisagg.api.edge import Edge
 from jdisagg.api.generation import GenerationServicer
 from jdisagg.api.http.app import make_app
@@ -133,6 +134,7 @@ class Served:
     edge: Edge
     http: str  # base URL
     port: int
+    grpc_address: str
     client: AsyncOpenAI
     stub: generation_pb2_grpc.GenerationServiceStub
     metrics: Metrics
@@ -150,23 +152,27 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(engine: FakeEngine, tokenizer: Tokenizer, *, api_key: str | None = None) -> AsyncIterator[Served]:
+async def serving(
+    engine: FakeEngine, tokenizer: Tokenizer, *, api_key: str | None = None, client_api_key: str | None = None
+) -> AsyncIterator[Served]:
     """HTTP and gRPC on real sockets; on exit nothing may be left running."""
     metrics = Metrics()
     edge = Edge(engine, tokenizer, default_deadline_s=10.0, draw_seed=lambda: 77, metrics=metrics)
-    server = make_server(make_app(edge, engine, lambda: "jdisagg_up 1\n", api_key), stop_timeout_s=1.0)
+    server = make_server(
+        make_app(edge, engine, lambda: "jdisagg_up 1\n", api_key, client_api_key=client_api_key), stop_timeout_s=1.0
+    )
     await server.start()
-    grpc_server = grpc.aio.server()
+    grpc_server = channels.make_server()
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), grpc_server)
-    grpc_port = grpc_server.add_insecure_port("127.0.0.1:0")
+    grpc_address = channels.bind(grpc_server)
     await grpc_server.start()
     url = f"http://{server.address}"
     async with (
         AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0, timeout=10.0) as client,
-        grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}") as channel,
+        grpc.aio.insecure_channel(grpc_address) as channel,
     ):
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        served = Served(engine, edge, url, server.port, client, stub, metrics)
+        served = Served(engine, edge, url, server.port, grpc_address, client, stub, metrics)
         try:
             yield served
             await served.wait_idle()

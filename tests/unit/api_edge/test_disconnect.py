@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -200,16 +201,45 @@ def test_a_client_that_reads_slowly_keeps_its_connection_however_much_the_kernel
     run(check())
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_takes_a_little_each_minute_loses_its_connection(streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "UNREAD_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(protocol, "SLOWEST_IN_ALL_BYTES_PER_S", 2**30)
+    ends: list[asyncio.Transport] = []
+    monkeypatch.setattr(protocol.Protocol, "connection_made", _noting(ends, protocol.Protocol.connection_made))
+
+    async def check() -> None:
+        loop = asyncio.get_running_loop()
+        served = server.make_server(_events if streams else _megabytes, stop_timeout_s=0.1)
+        await served.start()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await loop.sock_connect(client, (served.host, served.port))
+            while not ends:
+                await asyncio.sleep(0.01)
+            ends[0].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            async with asyncio.timeout(60.0):
+                while not ends[0].is_closing():
+                    with suppress(ConnectionResetError):
+                        await loop.sock_recv(client, 4096)
+                    await asyncio.sleep(0.1)
+        await served.stop()
+
+    run(check())
+
+
 def _once_it_had_its_turn(read: list[bytes], num_reads: int) -> Callable[..., None]:
     """In the place of the look at a reader: it waits for a client that this busy process has not let read so often since."""
     look, num_seen = protocol.Protocol._reader_is_late, [0]
 
-    def patient(one: protocol.Protocol, unread_bytes: int) -> None:
+    def patient(one: protocol.Protocol, unread_bytes: int, until_s: float) -> None:
         if len(read) - num_seen[0] < num_reads:
-            one._reader_timer = one.loop.call_later(0.01, one._reader_is_late, unread_bytes)
+            one._reader_timer = one.loop.call_later(0.01, one._reader_is_late, unread_bytes, until_s)
         else:
             num_seen[0] = len(read)
-            look(one, unread_bytes)
+            look(one, unread_bytes, until_s)
 
     return patient
 

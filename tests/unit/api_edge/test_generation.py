@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from time import monotonic
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from jdisagg.api import unread
+from jdisagg.api import late_request, unread
 from jdisagg.api.generation import read_generate
 from jdisagg.core.errors import HandoffLost, Overloaded
 from jdisagg.core.requests import SamplingParams
@@ -53,6 +56,54 @@ def test_a_client_that_reads_nothing_is_not_kept(tokenizer: Tokenizer, monkeypat
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert caught.value.details() == "request mine: nothing of its answer was taken for 0.5 s; read sooner"
             assert served.ends() == {}, "what became of it only its engine counts"
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("slowest", "ours_s", "kept"), [(2**30, 0.0, False), (2**13, 0.0, True), (2**30, 10.0, True)], ids=["slow", "fair", "busy"]
+)
+def test_a_client_that_takes_a_message_now_and_then_is_not_kept_for_as_long_as_its_answer_lasts(
+    slowest: int, ours_s: float, kept: bool
+) -> None:
+    """It is what waits for it that counts, and not what takes this process a moment."""
+    taken: list[Message] = []
+
+    async def write(message: Message) -> None:
+        await asyncio.sleep(0.05)
+        taken.append(message)
+
+    async def check() -> None:
+        slow = unread.Reader(cast(grpc.aio.ServicerContext, SimpleNamespace(write=write)))
+        message = generation_pb2.GenerateResponse(request_id="r" * 1000)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(slow, "_left_s", 0.5)
+            patch.setattr(unread, "SLOWEST_IN_ALL_BYTES_PER_S", slowest)
+            patch.setattr(unread, "OURS_S", ours_s)
+            began_s = monotonic()
+            while len(taken) < 30 and await slow.takes(message):
+                await asyncio.sleep(0.02)  # the model is not done with the next
+            assert (len(taken) == 30) is kept, monotonic() - began_s
+
+    run(check())
+
+
+def test_a_call_that_brings_no_request_ends(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_request, "REQUEST_TIMEOUT_S", 0.3)
+
+    async def check() -> None:
+        async with (
+            serving(FakeEngine(tokenizer, "fox"), tokenizer) as served,
+            grpc.aio.insecure_channel(served.grpc_address) as channel,
+        ):
+            kinds = {"Generate": channel.stream_stream, "Abort": channel.stream_unary, "GetModel": channel.stream_unary}
+            for name, kind in kinds.items():
+                for ends, code in ((False, grpc.StatusCode.DEADLINE_EXCEEDED), (True, grpc.StatusCode.INVALID_ARGUMENT)):
+                    call = kind(f"/jdisagg.v1.GenerationService/{name}")()
+                    if ends:
+                        await call.done_writing()
+                    async with asyncio.timeout(20.0):
+                        assert await call.code() is code
 
     run(check())
 

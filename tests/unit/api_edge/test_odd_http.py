@@ -124,25 +124,67 @@ def test_a_client_that_goes_away_with_requests_behind_the_first_cancels_it(
     assert not caplog.records
 
 
+async def refused(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, part: bytes) -> None:
+    """Send piece after piece until the server has enough of it."""
+    answer = asyncio.create_task(reader.readuntil(b"headers have more"))
+    num_sent = 0
+    while not answer.done():
+        writer.write(part)
+        num_sent += len(part)
+        assert num_sent < 2**20
+        await asyncio.sleep(0.01)
+    assert b"400 Bad Request" in await answer
+
+
 @pytest.mark.parametrize("begin", [b"GET /", b"GET / HTTP/1.1\r\nhost: x\r\na: "], ids=["first line", "header"])
 def test_headers_without_an_end_are_not_collected(tokenizer: Tokenizer, begin: bytes) -> None:
     async def check() -> None:
         async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\na: " + b"a" * 500_000 + b"\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\na: " + b"a" * 50_000 + b"\r\n\r\n")
             assert b"200 OK" in await reader.readuntil(b"}")
             writer.write(begin)
             async with asyncio.timeout(60.0):
-                for _ in range(20):
-                    writer.write(b"a" * 2**16)
-                    await writer.drain()
-                assert b"400 Bad Request" in await reader.readline()
+                await refused(reader, writer, b"a" * 2**12)
             writer.transport.abort()
 
     run(check())
 
 
-@pytest.mark.parametrize("part", [b"a" * 2**16, b"a: b\r\n" * 2**13], ids=["one", "many"])
+@pytest.mark.parametrize("where", ["headers", "trailers"])
+@pytest.mark.parametrize(("num", "status"), [(200, b"200 OK"), (201, b"431 Request Header Fields Too L"), (2000, b"431 ")])
+def test_more_headers_or_trailers_than_anybody_sends_are_refused_before_the_rest_is_read(
+    tokenizer: Tokenizer, where: str, num: int, status: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bytes] = []
+    noting = protocol.Protocol.on_header
+
+    def note(one: protocol.Protocol, name: bytes, value: bytes) -> None:
+        seen.append(name)
+        noting(one, name, value)
+
+    monkeypatch.setattr(protocol.Protocol, "on_header", note)
+    if where == "headers":
+        asked = b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * num + b"\r\n"
+    else:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        asked = head + b"%x\r\n%s\r\n0\r\n" % (len(BODY), BODY) + b"a: b\r\n" * num + b"\r\n"
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(asked)
+            async with asyncio.timeout(60.0):
+                assert status in await reader.readline()
+                if num > 200:
+                    assert b"more than 200 headers" in await reader.read()
+            writer.transport.abort()
+
+    run(check())
+    assert len(seen) <= 203
+
+
+@pytest.mark.parametrize("part", [b"a" * 2**12, b"a: %s\r\n" % (b"b" * 2**12)], ids=["one", "many"])
 def test_trailers_without_an_end_are_not_collected(tokenizer: Tokenizer, part: bytes) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -150,14 +192,11 @@ def test_trailers_without_an_end_are_not_collected(tokenizer: Tokenizer, part: b
         async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
             chunks = b"%x\r\n%s\r\n1\r\n}\r\n" % (2_000_016, BODY[:-1] + b" " * 2_000_000)
-            writer.write(head + chunks + b"0\r\na: " + b"a" * 500_000 + b"\r\n\r\n")
+            writer.write(head + chunks + b"0\r\na: " + b"a" * 50_000 + b"\r\n\r\n")
             async with asyncio.timeout(60.0):
                 assert b"200 OK" in await reader.readuntil(b'"text":"fox"')
                 writer.write(head + chunks + b"0\r\na: ")
-                for _ in range(20):
-                    writer.write(part)
-                    await writer.drain()
-                assert b"400 Bad Request" in await reader.readuntil(b"headers have more")
+                await refused(reader, writer, part)
             writer.transport.abort()
 
     run(check())

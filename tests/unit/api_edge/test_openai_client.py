@@ -342,6 +342,19 @@ def test_an_api_key_is_needed_where_one_is_set(tokenizer: Tokenizer) -> None:
     run(check())
 
 
+def test_the_key_of_clients_opens_the_api(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer, api_key="secret", client_api_key="cl1ents") as served:
+            for key in ("secret", "cl1ents"):
+                client = served.client.with_options(api_key=key)
+                assert (await client.completions.create(model="tiny", prompt="the")).choices[0].text == "fox"
+            for key in ("other", "secretcl1ents"):
+                with pytest.raises(openai.AuthenticationError):
+                    await served.client.with_options(api_key=key).models.list()
+
+    run(check())
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_stream_gives_the_tokens_of_the_prompt_once_at_its_beginning(tokenizer: Tokenizer, n: int) -> None:
     async def check() -> None:

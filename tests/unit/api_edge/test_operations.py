@@ -180,6 +180,27 @@ def test_debug_state_is_for_this_machine_only(tokenizer: Tokenizer) -> None:
     run(check())
 
 
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded", "Via"])
+@pytest.mark.parametrize("said", ["203.0.113.9", "127.0.0.1", ""])
+def test_debug_state_is_not_for_clients_of_a_proxy_on_this_machine(tokenizer: Tokenizer, header: str, said: str) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            assert (await http.get("/debug/state")).status_code == 200
+            assert (await http.get("/debug/state", headers={header: said})).status_code == 403
+
+    run(check())
+
+
+def test_nobody_is_sent_to_the_host_that_the_request_names(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            for path in ("/health/", "/v1/completions/", "/metrics/"):
+                answer = await http.get(path, headers={"host": "evil.example"})
+                assert (answer.status_code, answer.headers.get("location")) == (404, None)
+
+    run(check())
+
+
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 on this machine")
 def test_every_address_is_meant_by_two_colons_and_loopback_is_loopback_on_both(tokenizer: Tokenizer) -> None:
     async def check() -> None:

@@ -243,6 +243,30 @@ def test_a_key_that_no_header_can_carry_is_refused_without_showing_it(key: str) 
     assert key not in caught.value.message
 
 
+def test_the_key_of_clients_is_another_one_beside_the_api_key_and_is_never_printed(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("f0r-clients\n")
+    environ = {"JDISAGG_API_KEY": "operators"}
+    from_file = load_config(["--client-api-key", f"@{path}"], environ)
+    assert (from_file.server.api_key, from_file.server.client_api_key) == ("operators", "f0r-clients")
+    assert load_config([], environ | {"JDISAGG_CLIENT_API_KEY": "f0r-clients"}).server == from_file.server
+    assert "f0r-clients" not in to_toml(from_file) + " ".join(to_flags(from_file))
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({"JDISAGG_CLIENT_API_KEY": "c"}, "--client-api-key: got it without --api-key"),
+        ({"JDISAGG_CLIENT_API_KEY": "c", "JDISAGG_API_KEY": "c"}, "--client-api-key: got the same key as for --api-key"),
+        ({"JDISAGG_CLIENT_API_KEY": "a b", "JDISAGG_API_KEY": "c"}, "--client-api-key: a key of 3 characters is not a word"),
+        ({"JDISAGG_CLIENT_API_KEY": "", "JDISAGG_API_KEY": "c"}, "JDISAGG_CLIENT_API_KEY is set and empty: unset it"),
+    ],
+)
+def test_a_key_of_clients_that_protects_nothing_is_refused(environ: dict[str, str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_config([], environ)
+
+
 FOREIGN = {  # flag -> the roles that take it
     "--prefill h:1": {"decode"},
     "--router h:1": {"unified", "prefill", "decode", "colocated"},

@@ -118,3 +118,12 @@ def test_a_large_block_is_cleared_by_the_kernel_once_unless_the_user_chose_other
     said, faults = done.stdout.split()
     assert said == str(kept)
     assert (int(faults) < 16) == kept
+
+
+def test_a_process_may_open_as_many_descriptors_as_the_system_lets_it() -> None:
+    code = (
+        "import resource as r; from jdisagg.serve.environment import allow_descriptors\n"
+        "r.setrlimit(r.RLIMIT_NOFILE, (256, 512)); allow_descriptors(); print(r.getrlimit(r.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("(512, 512)\n", "")

@@ -215,10 +215,10 @@ def test_sigusr1_shows_stacks_and_children(fleet) -> None:
     assert one.process.poll() is None
 
 
-def test_workers_are_commanded_to_register_and_the_key_stays_out_of_argv() -> None:
+def test_workers_are_commanded_to_register_and_the_keys_stay_out_of_argv() -> None:
     config = Config(
         local=LocalConfig(num_prefill=2, num_decode=1, prefill_tp=2, decode_tp=1),
-        server=ServerConfig(host="0.0.0.0", port=80, api_key="k3y"),
+        server=ServerConfig(host="0.0.0.0", port=80, api_key="k3y", client_api_key="cl1ents"),
         device=DeviceConfig(devices="0-4", cpu_affinity="0"),
     )
     specs = worker_specs(config, "127.0.0.1:9", program=())
@@ -228,12 +228,13 @@ def test_workers_are_commanded_to_register_and_the_key_stays_out_of_argv() -> No
         ("prefill", 2, "2,3"),
         ("decode", 1, "4"),
     ]
-    assert {(c.server.router, c.server.host, c.server.port, c.server.api_key) for c in loaded} == {
-        (("127.0.0.1:9",), "127.0.0.1", 0, "k3y")
-    }
+    servers = {(c.server.router, c.server.host, c.server.port, c.server.api_key, c.server.client_api_key) for c in loaded}
+    assert servers == {(("127.0.0.1:9",), "127.0.0.1", 0, "k3y", "cl1ents")}
     assert {c.device.cpu_affinity for c in loaded} == {"0"}
     router = router_spec(config, program=())
-    assert "k3y" not in " ".join(word for spec in (router, *specs) for word in spec.command(None))
+    words = " ".join(word for spec in (router, *specs) for word in spec.command(None))
+    assert "k3y" not in words
+    assert "cl1ents" not in words
     assert load_config(router.command(None), router.environ).server == config.server
     again = load_config(router.command(Ready(role="router", http="0.0.0.0:81", grpc="0.0.0.0:82", model="m")), {})
     assert (again.server.port, again.server.grpc_port) == (81, 82)
