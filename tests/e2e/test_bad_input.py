@@ -60,7 +60,13 @@ REQUESTS: dict[str, tuple[str, bytes, int, tuple[str, ...]]] = {
     "unknown stop type": ("/v1/completions", completion(stop={"a": 1}), 400, ("stop",)),
     "not JSON": ("/v1/completions", b'{"prompt": ', 400, ("JSON",)),
     "not an object": ("/v1/completions", b"[1, 2]", 400, ("object",)),
-    "nested beyond reason": ("/v1/completions", b"[" * 200_000, 400, ("nested more than",)),
+    "nested beyond reason": ("/v1/completions", b"[" * 60_000, 400, ("nested more than",)),
+    "lists beyond reason": (
+        "/v1/completions",
+        b'{"x": [' + b"[]," * 200_000 + b"[]]}",
+        413,
+        ("65536 lists", "several requests"),
+    ),
     "no messages": ("/v1/chat/completions", b"{}", 400, ("messages",)),
     "unknown role in a message": (
         "/v1/chat/completions",
