@@ -204,8 +204,7 @@ class PrefillSide:
     # --- time
 
     def tick(self, now_s: float) -> list[PrefillAction]:
-        """Deadlines, and leases: a D that holds published pieces and is silent for `lease_s` loses them and the hand-off. One
-        that takes none of them has more time, until others need the room."""
+        """Deadlines; leases: a D silent for `lease_s` loses published pieces; one that takes none, once others need room."""
         self._standstill.look(self._live.values(), now_s)
         actions: list[PrefillAction] = []
         for record in list(self._live.values()):
