@@ -7,13 +7,13 @@ small parts, so that what is slow, but moves, is seen to move.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from time import monotonic
 
 import grpc
 
-from jdisagg.api.channels import INSECURE, Credentials, open_blocking_channel
+from jdisagg.api.blocking_channels import BlockingChannels
+from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.piece_wire import FETCH, decode_part
 from jdisagg.api.stalls import StallWatch, Watched
 from jdisagg.core.errors import Stalled
@@ -30,16 +30,17 @@ class GrpcByteSource:
 
     def __init__(self, credentials: Credentials = INSECURE, *, stall_s: float = STALL_S) -> None:
         """`stall_s` without a byte end a read."""
-        self._credentials = credentials
         self._stalls = StallWatch(stall_s)
         self._slow: set[str] = set()  # peers whose latest read stalled, or nearly
-        self._channels: dict[str, grpc.Channel] = {}
-        self._lock = threading.Lock()
-        self._closed = False
+        self._channels = BlockingChannels(credentials)
 
     def read_into(self, peer: str, key: str, room: memoryview, deadline_s: float) -> Iterator[int]:
         """Fill `room` with the piece's bytes; see `ByteSource`."""
-        channel, filled, is_slow = self._channel(peer), 0, peer in self._slow
+        with self._channels.use(peer) as channel:
+            yield from self._read_over(channel, peer, key, room, deadline_s)
+
+    def _read_over(self, channel: grpc.Channel, peer: str, key: str, room: memoryview, deadline_s: float) -> Iterator[int]:
+        filled, is_slow = 0, peer in self._slow
         try:
             fetch = channel.unary_stream(
                 FETCH, request_serializer=peer_pb2.FetchRequest.SerializeToString, response_deserializer=decode_part
@@ -76,44 +77,22 @@ class GrpcByteSource:
         call = watched.call
         if watched.has_stalled:
             self._slow.add(peer)
-            self._drop(peer, channel)
+            self._channels.drop(peer, channel)
             return Stalled(f"piece {key} of {peer}: nothing came for {self._stalls.limit_s:g} s")
         code = call.code()
         text = f"piece {key} of {peer}: {code.name}: {told(call.details() or '')}"
         if code is grpc.StatusCode.NOT_FOUND:
             return KeyError(text)
-        self._drop(peer, channel)
+        self._channels.drop(peer, channel)
         # a deadline: perhaps nothing passes on this connection any more
         return TimeoutError(text) if code is grpc.StatusCode.DEADLINE_EXCEEDED else ConnectionError(text)
 
     def drop(self, peer: str) -> None:
         """The peer has fallen silent: reads from it end with ConnectionError now, later ones connect anew. Any thread."""
         self._slow.discard(peer)
-        with self._lock:
-            channel = self._channels.get(peer)
-        if channel is not None:
-            self._drop(peer, channel)
+        self._channels.drop(peer)
 
     def close(self) -> None:
         """Close every channel; reads in progress fail."""
-        with self._lock:
-            self._closed = True
-            channels, self._channels = list(self._channels.values()), {}
         self._stalls.close()
-        for channel in channels:
-            channel.close()
-
-    def _channel(self, peer: str) -> grpc.Channel:
-        with self._lock:
-            if self._closed:
-                raise ConnectionError("the source is closed")
-            if peer not in self._channels:
-                self._channels[peer] = open_blocking_channel(peer, self._credentials)
-            return self._channels[peer]
-
-    def _drop(self, peer: str, channel: grpc.Channel) -> None:
-        """The next read connects anew instead of waiting out this connection's back-off."""
-        with self._lock:
-            if self._channels.get(peer) is channel:
-                del self._channels[peer]
-        channel.close()
+        self._channels.close()

@@ -182,7 +182,7 @@ class GrpcPeerClient:
         ended = StreamEnded(reason="closed")
         for second in (False, True):
             link = self._link(stream.peer)
-            with link.in_use():
+            async with link.in_use():
                 try:
                     theirs = await (link.refresh() if second else link.hello())
                     reached = await link.reach(theirs)
@@ -250,7 +250,7 @@ class GrpcPeerClient:
     async def _probe_forever(self, peer: str) -> None:
         while True:
             link = self._link(peer)
-            with link.in_use():
+            async with link.in_use():
                 try:
                     theirs = await link.refresh()
                     await link.reach(theirs)  # so that it is known before the first request

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from time import monotonic
 
 import grpc
 import grpc.aio
 
-from jdisagg.api.channels import Credentials, open_channel
+from jdisagg.api.channels import Credentials, may_have_left, open_channel
 from jdisagg.api.identity_codec import decode_identity, encode_identity
 from jdisagg.api.peer_ports import PeerPorts, Reached
 from jdisagg.core.errors import Unavailable
@@ -30,30 +31,43 @@ class HelloFailed(Exception):
 
 
 class PeerLink:
-    """One channel. Used on one event loop; when the peer's process is gone, drop it and make a new one."""
+    """One channel, replaced after a long rest. Used on one event loop, under `in_use`; when the peer's process is gone, drop it
+    and make a new one."""
 
     def __init__(self, peer: str, identity: Identity, credentials: Credentials) -> None:
         self.peer = peer
         self.draining = False  # by its last Hello: it refuses new hand-offs
         self._identity = identity
-        self._channel = open_channel(peer, credentials)
-        self._stub = peer_pb2_grpc.PeerServiceStub(self._channel)
+        self._credentials = credentials
+        self._connect()
         self._hello: asyncio.Task[Identity] | None = None
         self._ports = PeerPorts()
         self._num_streams = 0
         self._unused = asyncio.Event()
         self._unused.set()
+        self._unused_at_s = monotonic()
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
+    def _connect(self) -> None:
+        self._channel = open_channel(self.peer, self._credentials)
+        self._stub = peer_pb2_grpc.PeerServiceStub(self._channel)
+
+    @asynccontextmanager
+    async def in_use(self) -> AsyncIterator[None]:
         """A stream lives on the channel, or is about to: `retire` waits for it."""
+        left = None
+        if self._num_streams == 0 and may_have_left(monotonic() - self._unused_at_s):
+            left = self._channel
+            self._connect()
         self._num_streams += 1
         self._unused.clear()
         try:
+            if left is not None:
+                await left.close()
             yield
         finally:
             self._num_streams -= 1
             if self._num_streams == 0:
+                self._unused_at_s = monotonic()
                 self._unused.set()
 
     async def retire(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import grpc
@@ -10,9 +12,14 @@ import grpc.aio
 import pytest
 
 from jdisagg.api import channels
+from jdisagg.api.byte_source import GrpcByteSource
 from jdisagg.api.channels import FULL_MESSAGE_BYTES, MAX_REQUEST_BYTES, Credentials
+from jdisagg.api.peer_link import PeerLink
+from jdisagg.api.peer_server import PeerServer
+from jdisagg.api.piece_server import add_peer_service
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc, generation_pb2_grpc
-from tests.unit.wire.rig import run_quiet, start_server
+from tests.unit.reading import read_whole
+from tests.unit.wire.rig import FAST, WAIT_LIMIT_S, identity, run_quiet, start_server
 from tests.unit.wire.test_api_key import KEY, METHODS, Everything
 
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0"  # the preface and empty SETTINGS
@@ -70,24 +77,21 @@ def test_a_server_takes_a_full_message_and_one_more_request_and_nothing_longer()
     run_quiet(body())
 
 
-def test_a_connection_without_calls_is_closed_and_our_own_channels_notice_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """They leave by themselves before: gRPC writes of a connection that a server ends so, and a call may meet that end."""
+@pytest.fixture
+def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers end a connection after three seconds without a call; our own channels leave after one."""
     usual = {side: dict(getattr(channels, side)) for side in ("_SERVER_OPTIONS", "_CHANNEL_OPTIONS")}
     assert 2 * usual["_CHANNEL_OPTIONS"][CLIENT_IDLE] <= usual["_SERVER_OPTIONS"][IDLE] <= 60_000
+    assert usual["_CHANNEL_OPTIONS"][CLIENT_IDLE] == channels.LEAVE_AFTER_MS
     for side, idle in (("_SERVER_OPTIONS", {IDLE: 3000}), ("_CHANNEL_OPTIONS", {CLIENT_IDLE: 1000})):
         monkeypatch.setattr(channels, side, tuple((usual[side] | idle).items()))
-    lister = Lister()
+    monkeypatch.setattr(channels, "LEAVE_AFTER_MS", 1000)
 
+
+@pytest.mark.usefixtures("short_rests")
+def test_a_connection_without_calls_is_closed() -> None:
     async def body() -> None:
-        server, address = await start_server(lambda server: fleet_pb2_grpc.add_FleetServiceServicer_to_server(lister, server))
-        channel = channels.open_channel(address)
-        stub = fleet_pb2_grpc.FleetServiceStub(channel)
-        for pause_s in (0.0, 5.0, 0.99, 1.0, 1.01):  # also at the moment at which it is closed
-            await asyncio.sleep(pause_s)
-            await stub.Register(fleet_pb2.RegisterRequest(), timeout=10.0)
-        assert len(lister.lengths) == 5
+        server, address = await start_server(lambda server: None)
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(HELLO)
@@ -95,12 +99,42 @@ def test_a_connection_without_calls_is_closed_and_our_own_channels_notice_nothin
             heard = await reader.read()  # to its end
         assert settings_of(heard)[MAX_CONCURRENT_STREAMS] == channels.MAX_STREAMS
         writer.close()
-        await channel.close()
+        await server.stop(0)
+
+    run_quiet(body())
+
+
+@pytest.mark.usefixtures("short_rests")
+def test_our_own_connections_to_a_peer_leave_before_they_are_closed_after_every_rest(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """gRPC writes of a connection that a server ends, and a call may meet that end."""
+
+    async def body() -> None:
+        service = PeerServer(identity(), post=lambda event: None, pieces={"piece": b"bytes"}, config=FAST)
+        server, address = await start_server(lambda server: add_peer_service(service, server))
+        link, source = PeerLink(address, identity(), channels.INSECURE), GrpcByteSource()
+        for rest_s in (0.0, 2.5, 0.99, 1.0, 1.01, 2.5):  # also at the moment at which it leaves
+            await asyncio.sleep(rest_s)
+            async with link.in_use():
+                await link.refresh()
+            assert await asyncio.to_thread(read_whole, source, address, "piece", monotonic() + WAIT_LIMIT_S) == b"bytes"
+        await asyncio.sleep(2.5)
+        assert num_connections_at(address) == 0
+        await link.close()
+        source.close()
         await server.stop(0)
 
     run_quiet(body())
     assert not caplog.records
     assert capfd.readouterr().err == ""
+
+
+def num_connections_at(address: str) -> int:
+    """Established ones, by the server's end."""
+    mine = f":{int(address.rpartition(':')[2]):04X}"
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return sum(local.endswith(mine) and state == "01" for _, local, _, state, *_ in lines)
 
 
 def settings_of(heard: bytes) -> dict[int, int]:

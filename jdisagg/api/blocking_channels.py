@@ -1,0 +1,71 @@
+"""Blocking channels to peers, one for each, for any thread. One that was at rest for long is replaced at its next use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic
+
+import grpc
+
+from jdisagg.api.channels import Credentials, may_have_left, open_blocking_channel
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    channel: grpc.Channel
+    num_users: int = 0
+    used_at_s: float = 0.0
+
+
+class BlockingChannels:
+    """`use` a channel, `drop` it when its connection is no good, `close` them all."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._lines: dict[str, _Line] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @contextmanager
+    def use(self, peer: str) -> Iterator[grpc.Channel]:
+        """The channel to HOST:PORT. Raises ConnectionError once all are closed."""
+        left = None
+        with self._lock:
+            if self._closed:
+                raise ConnectionError("the source is closed")
+            line = self._lines.get(peer)
+            if line is not None and not line.num_users and may_have_left(monotonic() - line.used_at_s):
+                left, line = line, None
+            if line is None:
+                line = self._lines[peer] = _Line(open_blocking_channel(peer, self._credentials))
+            line.num_users += 1
+        if left is not None:
+            left.channel.close()
+        try:
+            yield line.channel
+        finally:
+            with self._lock:
+                line.num_users -= 1
+                line.used_at_s = monotonic()
+
+    def drop(self, peer: str, channel: grpc.Channel | None = None) -> None:
+        """Close it, or whichever there is: the next use connects anew instead of waiting out this connection's back-off.
+        Calls in progress end."""
+        with self._lock:
+            line = self._lines.get(peer)
+            if line is not None and channel in (None, line.channel):
+                del self._lines[peer]
+                channel = line.channel
+        if channel is not None:
+            channel.close()
+
+    def close(self) -> None:
+        """Close every channel; calls in progress end."""
+        with self._lock:
+            self._closed = True
+            lines, self._lines = list(self._lines.values()), {}
+        for line in lines:
+            line.channel.close()
