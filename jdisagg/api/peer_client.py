@@ -198,7 +198,7 @@ class GrpcPeerClient:
                 if stream.closed:
                     break
                 deliver = partial(self._deliver, handoff, stream)
-                ended = await stream.run(link, theirs.epoch, reached.backends, deliver)
+                ended = await stream.run(link, theirs, reached.backends, deliver)
                 if ended.reason == UNCLEAR:
                     ended = replace(ended, reason=await _cleared_up(link, theirs.epoch))
             if ended.reason in ("dead", "heartbeat"):

@@ -35,14 +35,15 @@ Down = Open | Grant | Ack | Want | ChunkReady | Declined
 Up = Accepted | Started | Parked | ChunkReady | Done | Refused | Want | Grant | Ack
 
 
-def encode_down(message: Down, *, epoch: str, now_s: float) -> peer_pb2.PrefillRequest:
-    """D -> P. `epoch` is P's, from Hello."""
+def encode_down(message: Down, *, epoch: str, now_s: float, pulse: str = "") -> peer_pb2.PrefillRequest:
+    """D -> P. Of Open: `epoch` is P's, from Hello; `pulse` is shared with the streams of the same one."""
     match message:
         case Open():
             event = peer_pb2.Open(
                 request=encode_request(message.request, now_s),
                 held_tokens=message.held_tokens,
                 epoch=epoch,
+                pulse=pulse,
                 backend=message.backend,
                 backends=message.backends,
                 head_shards=message.head_shards,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from secrets import token_hex
 from time import monotonic
 
 import grpc
@@ -13,9 +14,11 @@ import grpc.aio
 from jdisagg.api.channels import Credentials, may_have_left, open_channel
 from jdisagg.api.identity_codec import decode_identity, encode_identity
 from jdisagg.api.peer_ports import PeerPorts, Reached
+from jdisagg.api.shared_pulse import SharedPulse
+from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.told import told
-from jdisagg.handoff.identity import Identity, agree
+from jdisagg.handoff.identity import SHARED_PULSE, Identity, agree
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 HELLO_TIMEOUT_S = 1.0
@@ -46,6 +49,7 @@ class PeerLink:
         self._unused = asyncio.Event()
         self._unused.set()
         self._unused_at_s = monotonic()
+        self._pulse: SharedPulse | None = None
 
     def _connect(self) -> None:
         self._channel = open_channel(self.peer, self._credentials)
@@ -90,6 +94,13 @@ class PeerLink:
     async def reach(self, theirs: Identity) -> Reached:
         """What KV can come over from the worker that said this; waits at most `PATIENCE_S` to know. Raises Incompatible."""
         return await self._ports.reach(theirs, agree(theirs, self._identity).backends)
+
+    def pulse(self, theirs: Identity, config: TransferConfig) -> SharedPulse:
+        """That of all streams to the worker that said this; a new one for each when it is older than that."""
+        if min(theirs.max_protocol, self._identity.max_protocol) < SHARED_PULSE:
+            return SharedPulse(config)
+        self._pulse = self._pulse or SharedPulse(config, name=token_hex(8))
+        return self._pulse
 
     def prefill(self, timeout_s: float) -> grpc.aio.StreamStreamCall:
         """Start a hand-off stream."""

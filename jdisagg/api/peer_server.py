@@ -4,7 +4,8 @@
                      every later one    -> PeerMessage(handoff, message)
                      its end            -> PeerMessage(handoff, StreamEnded(reason)), exactly once, whatever ended it
 
-Heartbeats go both ways on every stream; a D that is silent for `dead_after_s` has its stream ended with "heartbeat".
+Heartbeats go both ways, for all streams of one D at once; one that is silent for `dead_after_s` has its streams ended with
+"heartbeat".
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from functools import partial
 from time import monotonic
+from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
 
 from jdisagg.api.codec import abort
 from jdisagg.api.identity_codec import decode_identity, encode_identity
+from jdisagg.api.outbox import Outbox
 from jdisagg.api.peer_codec import UP_HEARTBEAT, decode_down, encode_up
 from jdisagg.api.piece_server import PieceBytes, PieceServer
-from jdisagg.api.pulse import Pulse, cancel_and_wait
+from jdisagg.api.pulse import cancel_and_wait
+from jdisagg.api.shared_pulse import Listener, SharedPulse
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import HandoffLost, InvalidRequest, Unavailable
 from jdisagg.core.logs import Seldom
@@ -64,6 +69,7 @@ class PeerServer(PieceServer):
         self._config = config
         self._serials = itertools.count(1)
         self._told_broken, self._told_unread = (Seldom(TOLD_EVERY_S, TOLD_FIRST) for _ in range(2))
+        self._pulses: WeakValueDictionary[str, SharedPulse] = WeakValueDictionary()  # of those who have streams, by Open.pulse
         self._num_streams = 0
         self._draining = False
 
@@ -96,16 +102,16 @@ class PeerServer(PieceServer):
         self, request_iterator: AsyncIterator[peer_pb2.PrefillRequest], context: grpc.aio.ServicerContext
     ) -> None:
         """One hand-off."""
-        opened = await self._read_open(request_iterator, context)
+        opened, pulse = await self._read_open(request_iterator, context)
         handoff = HandoffId(opened.request.request_id, next(self._serials))
         reply = _StreamReply(asyncio.get_running_loop())
         self._num_streams += 1
         reason, unread = "dead", None  # what a cancelled handler means: the connection is gone
         self._post(PeerOpened(handoff, opened, context.peer(), reply))
-        write = asyncio.create_task(reply.pump(context))
+        write = asyncio.create_task(reply.outbox.pump(context.write))
         try:
             try:
-                reason, unread = await self._converse(handoff, request_iterator, reply, write)
+                reason, unread = await self._converse(handoff, request_iterator, reply, write, pulse)
             finally:
                 self._num_streams -= 1
                 reply.abandon()
@@ -123,8 +129,10 @@ class PeerServer(PieceServer):
         finally:
             await cancel_and_wait(write)
 
-    async def _read_open(self, requests: AsyncIterator[peer_pb2.PrefillRequest], context: grpc.aio.ServicerContext) -> Open:
-        """The stream's first message; ends the RPC when it is not a good Open for this process."""
+    async def _read_open(
+        self, requests: AsyncIterator[peer_pb2.PrefillRequest], context: grpc.aio.ServicerContext
+    ) -> tuple[Open, SharedPulse]:
+        """The stream's first message, and whose life it shares; ends the RPC when it is not a good Open for this process."""
         try:
             async with asyncio.timeout(self._config.dead_after_s):
                 first = await anext(requests)
@@ -141,7 +149,9 @@ class PeerServer(PieceServer):
         if first.open.epoch != self._identity.epoch:
             wanted, got = self._identity.epoch, told(first.open.epoch)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"epoch: wanted {wanted}, got {got}; say Hello again")
-        return opened
+        if not (name := first.open.pulse):
+            return opened, SharedPulse(self._config)
+        return opened, self._pulses.setdefault(name, SharedPulse(self._config, name))
 
     async def _converse(
         self,
@@ -149,20 +159,30 @@ class PeerServer(PieceServer):
         requests: AsyncIterator[peer_pb2.PrefillRequest],
         reply: _StreamReply,
         write: asyncio.Task[None],
+        pulse: SharedPulse,
     ) -> tuple[str, InvalidRequest | None]:
         """Carry messages both ways until one side ends; returns why, and what is wrong with a message that cannot be read."""
-        pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=self._config.dead_after_s)
+        told_s = monotonic()
+
+        def renew() -> None:
+            nonlocal told_s
+            if monotonic() - told_s >= self._config.lease_s * LEASE_NEWS:
+                told_s = monotonic()
+                self._post(PeerAlive(handoff))
+
+        listener = Listener(reply.outbox.beat, on_alive=renew)
         read = asyncio.create_task(self._read(handoff, requests, pulse, reply))
-        beat = asyncio.create_task(pulse.run(reply.beat))
+        over = {listener.silent, reply.unread}
         try:
-            done, _ = await asyncio.wait({read, write, beat}, return_when=asyncio.FIRST_COMPLETED)
+            with pulse.hear(listener):
+                done, _ = await asyncio.wait({read, write, *over}, return_when=asyncio.FIRST_COMPLETED)
             if done == {write} and write.exception() is None:  # P has said its last
                 reply.abandon()
                 # D ends its half when it has read that. What D writes to a stream that is over fails, and gRPC for Python
                 # then loses P's last messages and its status.
                 await asyncio.wait({read}, timeout=self._config.dead_after_s * LINGER_SHARE)
         finally:
-            await cancel_and_wait(read, beat)
+            await cancel_and_wait(read)
         if read in done and isinstance(error := read.exception(), InvalidRequest):
             return "dead", error
         if read in done or write in done:
@@ -170,28 +190,23 @@ class PeerServer(PieceServer):
         return "heartbeat", None
 
     async def _read(
-        self, handoff: HandoffId, requests: AsyncIterator[peer_pb2.PrefillRequest], pulse: Pulse, reply: _StreamReply
+        self, handoff: HandoffId, requests: AsyncIterator[peer_pb2.PrefillRequest], pulse: SharedPulse, reply: _StreamReply
     ) -> None:
-        told_s = monotonic()
         async for wire in requests:
-            if reply.gone:
-                continue
             pulse.heard()
-            now_s = monotonic()
-            message = decode_down(wire, now_s)
-            if message is not None and not isinstance(message, Open):
-                self._post(PeerMessage(handoff, message))
-            elif now_s - told_s >= self._config.lease_s * LEASE_NEWS:
-                told_s = now_s
-                self._post(PeerAlive(handoff))
+            if not reply.gone:
+                message = decode_down(wire, monotonic())
+                if message is not None and not isinstance(message, Open):
+                    self._post(PeerMessage(handoff, message))
 
 
 class _StreamReply:
-    """`handoff.events.Reply` over a queue that the loop drains. None in the queue ends the stream."""
+    """`handoff.events.Reply` over an outbox that the loop pumps."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._queue: asyncio.Queue[peer_pb2.PrefillResponse | None] = asyncio.Queue()
+        self.outbox = Outbox(UP_HEARTBEAT)
+        self.unread: asyncio.Future[None] = loop.create_future()  # done when D leaves too much unread: the hand-off is over
         self.gone = False  # written and read on the loop: the hand-off is over, what still comes is for nobody
 
     def send(self, message: PrefillToDecode) -> None:
@@ -199,36 +214,26 @@ class _StreamReply:
         if isinstance(message, StreamEnded):
             self.close()
         elif not isinstance(message, MadeAtDecode):
-            self._put(encode_up(message))
+            self._cross(partial(self._put, encode_up(message)))
 
     def close(self) -> None:
         """Any thread: end the stream after what was sent before."""
-        self._put(None)
-
-    def beat(self) -> None:
-        """Loop only: a heartbeat unless something is on its way anyway."""
-        if self._queue.empty():
-            self._queue.put_nowait(UP_HEARTBEAT)
+        self._cross(self.outbox.close)
 
     def abandon(self) -> None:
-        """Loop only: drop everything but what is on its way; `pump` ends with that."""
+        """Loop only: drop everything but what is on its way, and end the stream with that."""
         self.gone = True
-        while not self._queue.empty():
-            self._queue.get_nowait()
-        self._queue.put_nowait(None)
+        self.outbox.abandon()
 
-    async def pump(self, context: grpc.aio.ServicerContext) -> None:
-        """Loop only: write until closed."""
-        while (message := await self._queue.get()) is not None:
-            await context.write(message)
-
-    def _put(self, message: peer_pb2.PrefillResponse | None) -> None:
+    def _cross(self, function: Callable[[], None]) -> None:
         if not self.gone:
             with suppress(RuntimeError):  # the loop is closed: the process is on its way out
-                self._loop.call_soon_threadsafe(self._append, message)
+                self._loop.call_soon_threadsafe(function)
 
-    def _append(self, message: peer_pb2.PrefillResponse | None) -> None:
-        if self._queue.qsize() >= MOST_UNREAD:
-            self.abandon()  # it sends, and reads nothing: from now on it is not heard, and ends as one that is silent
+    def _put(self, message: peer_pb2.PrefillResponse) -> None:
+        if len(self.outbox) >= MOST_UNREAD:
+            self.abandon()
+            if not self.unread.done():
+                self.unread.set_result(None)
         elif not self.gone:
-            self._queue.put_nowait(message)
+            self.outbox.put(message)

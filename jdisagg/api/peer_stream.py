@@ -12,11 +12,14 @@ import grpc.aio
 
 from jdisagg.api.codec import error_from_rpc
 from jdisagg.api.in_order import is_long
+from jdisagg.api.outbox import Outbox
 from jdisagg.api.peer_codec import DOWN_HEARTBEAT, Up, UpStream, encode_down
 from jdisagg.api.peer_link import PeerLink
-from jdisagg.api.pulse import QUIET_SHARE, Pulse, cancel_and_wait
+from jdisagg.api.pulse import QUIET_SHARE, cancel_and_wait
+from jdisagg.api.shared_pulse import Listener, SharedPulse
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import HandoffLost, InvalidRequest, RequestError, Unavailable
+from jdisagg.handoff.identity import Identity
 from jdisagg.handoff.messages import (
     Ack,
     Agreed,
@@ -53,52 +56,55 @@ class PeerStream:
         self._opening = opening
         self._config = config
         self._sent: list[peer_pb2.PrefillRequest] = []  # kept until the first answer
-        self._queue: asyncio.Queue[peer_pb2.PrefillRequest | None] | None = None  # None in the queue ends the stream
+        self._outbox: Outbox[peer_pb2.PrefillRequest] | None = None
 
     def send(self, message: Grant | Ack | Want | ChunkReady | Declined) -> None:
         """Queue a message."""
         wire = encode_down(message, epoch="", now_s=0.0)
         if not self.answered:
             self._sent.append(wire)
-        if self._queue is not None:
-            self._queue.put_nowait(wire)
+        if self._outbox is not None:
+            self._outbox.put(wire)
 
     def close(self) -> None:
         """End after what was sent before; idempotent."""
         self.closed = True
-        if self._queue is not None:
-            self._queue.put_nowait(None)
+        if self._outbox is not None:
+            self._outbox.close()
 
     async def run(
-        self, link: PeerLink, epoch: str, backends: tuple[str, ...], deliver: Callable[[PrefillToDecode], None]
+        self, link: PeerLink, theirs: Identity, backends: tuple[str, ...], deliver: Callable[[PrefillToDecode], None]
     ) -> StreamEnded:
-        """Carry messages both ways until either side ends; says why. "epoch" = the peer is another process than it was,
+        """Carry messages both ways until either side ends; says why. "epoch" = the peer is another process than `theirs`,
         UNCLEAR = ask it."""
-        queue = self._queue = asyncio.Queue()
+        outbox, pulse = Outbox(DOWN_HEARTBEAT), link.pulse(theirs, self._config)
+        self._outbox = outbox
         opening = replace(self._opening, backend=backends[0], backends=backends)
         deliver(Agreed(backends=backends))
-        for wire in (encode_down(opening, epoch=epoch, now_s=monotonic()), *self._sent):
-            queue.put_nowait(wire)
+        for wire in (encode_down(opening, epoch=theirs.epoch, now_s=monotonic(), pulse=pulse.name), *self._sent):
+            outbox.put(wire)
 
         def note_quiet(is_quiet: bool) -> None:
             deliver(Quiet(self._config.dead_after_s * QUIET_SHARE) if is_quiet else Awake())
 
-        pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=self._config.dead_after_s, on_quiet=note_quiet)
+        listener = Listener(outbox.beat, on_quiet=note_quiet)
         call = link.prefill(max(0.0, self._opening.request.deadline_s - monotonic()) + DEADLINE_GRACE_S)
         read = asyncio.create_task(self._read(call, pulse, deliver))
-        write = asyncio.create_task(_write(call, queue))
-        beat = asyncio.create_task(pulse.run(lambda: queue.put_nowait(DOWN_HEARTBEAT) if queue.empty() else None))
+        write = asyncio.create_task(_write(call, outbox))
         try:
-            done, _ = await asyncio.wait({read, beat}, return_when=asyncio.FIRST_COMPLETED)
+            with pulse.hear(listener):
+                done, _ = await asyncio.wait({read, listener.silent}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             call.cancel()
-            await cancel_and_wait(read, write, beat)
+            await cancel_and_wait(read, write)
         if read in done:
             return self._end(read.exception())
         silence = f"prefill peer {self.peer}: no heartbeat for {self._config.dead_after_s} s"
         return StreamEnded(reason="heartbeat", error=Unavailable(silence))
 
-    async def _read(self, call: grpc.aio.StreamStreamCall, pulse: Pulse, deliver: Callable[[PrefillToDecode], None]) -> None:
+    async def _read(
+        self, call: grpc.aio.StreamStreamCall, pulse: SharedPulse, deliver: Callable[[PrefillToDecode], None]
+    ) -> None:
         up = UpStream()
         async for wire in call:
             if wire is None:  # gRPC's word for bytes that are no message
@@ -109,7 +115,7 @@ class PeerStream:
                 deliver(message)
             pulse.heard()  # afterwards: who only wakes up to refuse is not gone back to
 
-    async def _decoded(self, up: UpStream, wire: peer_pb2.PrefillResponse, pulse: Pulse) -> list[Up]:
+    async def _decoded(self, up: UpStream, wire: peer_pb2.PrefillResponse, pulse: SharedPulse) -> list[Up]:
         """The messages in `wire`. A first token with the log-probabilities of a long prompt takes up to seconds to read: beside
         the loop, and P is not silent meanwhile."""
         if not is_long(wire.done.first):
@@ -134,7 +140,6 @@ class PeerStream:
         return StreamEnded(reason=reason, error=error_from_rpc(error, f"prefill peer {self.peer}: hand-off stream"))
 
 
-async def _write(call: grpc.aio.StreamStreamCall, queue: asyncio.Queue[peer_pb2.PrefillRequest | None]) -> None:
-    while (wire := await queue.get()) is not None:
-        await call.write(wire)
+async def _write(call: grpc.aio.StreamStreamCall, outbox: Outbox[peer_pb2.PrefillRequest]) -> None:
+    await outbox.pump(call.write)
     await call.done_writing()

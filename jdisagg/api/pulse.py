@@ -33,6 +33,11 @@ class Pulse:
         self._counted_s = 0.0  # until when; monotonic
         self._is_quiet = False
 
+    @property
+    def is_quiet(self) -> bool:
+        """What `on_quiet` was told last."""
+        return self._is_quiet
+
     def heard(self) -> None:
         """Something came from the other side."""
         self._silent_s, self._counted_s = 0.0, monotonic()

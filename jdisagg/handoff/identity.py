@@ -13,7 +13,8 @@ from jdisagg.core.fingerprint import Parts, difference
 from jdisagg.core.told import told
 from jdisagg.kv.spec import KVSpec
 
-PROTOCOL = 1
+OLDEST_PROTOCOL, PROTOCOL = 1, 2  # understood here
+SHARED_PULSE = 2  # since this one the streams of a pair share their heartbeats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +56,7 @@ class Identity:
     backends: tuple[Backend, ...]  # in order of preference
     ranks: tuple[Rank, ...] = ()
     build: str = ""
-    min_protocol: int = PROTOCOL
+    min_protocol: int = OLDEST_PROTOCOL
     max_protocol: int = PROTOCOL
 
 

@@ -123,7 +123,7 @@ class OldPrefill(peer_pb2_grpc.PeerServiceServicer):
 
     def __init__(self) -> None:
         self.old = OLD["first"]
-        self.identity = encode_identity(identity(epoch="old-1"))
+        self.identity = encode_identity(identity(epoch="old-1", max_protocol=1))
         self.opened: list[peer_pb2.Open] = []
 
     async def Hello(self, asked: peer_pb2.HelloRequest, context: grpc.aio.ServicerContext) -> peer_pb2.HelloResponse:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.fingerprint import Parts
-from jdisagg.handoff.identity import Agreement, Backend, CacheGroup, Identity, Incompatible, agree
+from jdisagg.handoff.identity import PROTOCOL, Agreement, Backend, CacheGroup, Identity, Incompatible, agree
 from jdisagg.kv.spec import KVSpec
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=4, features=16, dtype="float32", kind="window", window=64)
@@ -23,7 +23,7 @@ def worker(**changes: object) -> Identity:
 
 def test_equal_workers_pair_over_everything_and_begin_with_what_the_consumer_likes_best() -> None:
     agreement = agree(worker(), worker(backends=(GRPC, JAX)))
-    assert agreement == Agreement(protocol=1, backends=("grpc", "jax"))
+    assert agreement == Agreement(protocol=PROTOCOL, backends=("grpc", "jax"))
     assert agreement.backend == "grpc"
 
 
@@ -103,7 +103,7 @@ def test_a_producer_that_does_not_say_what_its_fingerprint_is_made_of_names_the_
 
 
 def test_parts_only_tell_and_equal_fingerprints_pair() -> None:
-    assert agree(worker(fingerprint_parts=PARTS), worker(fingerprint_parts=made_of(numerics="fast"))).protocol == 1
+    assert agree(worker(fingerprint_parts=PARTS), worker(fingerprint_parts=made_of(numerics="fast"))).protocol == PROTOCOL
 
 
 def test_what_is_converted_and_what_only_tells_may_differ() -> None:

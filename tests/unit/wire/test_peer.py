@@ -661,7 +661,7 @@ SPEC = KVSpec(num_layers=2, num_kv_heads=2, features=8, dtype="float32")
             {"fingerprint": "weights-2", "fingerprint_parts": (("numerics", "fast"),)},
             "numerics: wanted exact, got fast",
         ),
-        ({"min_protocol": 7, "max_protocol": 9}, r"protocol: wanted \[1, 1\], got \[7, 9\]"),
+        ({"min_protocol": 7, "max_protocol": 9}, r"protocol: wanted \[1, 2\], got \[7, 9\]"),
         ({"groups": ()}, "groups: wanted 1, got 0"),
         (
             {"groups": (CacheGroup(spec=dataclasses.replace(SPEC, num_kv_heads=4), page_size=16),)},
