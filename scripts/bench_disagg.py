@@ -1,9 +1,10 @@
 """What does disaggregation cost, and what does it buy? A unified worker against 1P+1D on this machine, over gRPC on 127.0.0.1.
 
-    PYTHONPATH=. python scripts/bench_disagg.py [--quick] [--parts first,jitter,turn,mixed] [--json FILE]
+    PYTHONPATH=. python scripts/bench_disagg.py [--quick] [--parts first,jitter,turn,mixed,waiting] [--json FILE]
 
 1. First and second token, at concurrency 1. 2. How much of the transfer is hidden behind prefill. 3. Jitter of a stream on D
 while KV of others is imported. 4. Bytes of a chat's second turn. 5. Inter-token latency under mixed prompts at a fixed rate.
+6. What hand-offs cost that wait for P.
 Random weights; equal settings for all workers; P and D have a core each, the unified worker P's core (in part 5 both cores as
 well), this client D's core. Everything is compared within one run. Two cores are needed, and nobody else should use them.
 """
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from disagg_bench import first_token, jitter, mixed, second_turn
+from disagg_bench import first_token, jitter, mixed, second_turn, waiting
 from disagg_bench.model import BenchModel, Prompts
 from disagg_bench.overlap import OverlapLog
 from disagg_bench.workers import PAGE_SIZE, Fleet, Workers, started
@@ -30,7 +31,7 @@ from disagg_bench.workers import PAGE_SIZE, Fleet, Workers, started
 from jdisagg.core.logs import LEVEL_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("first", "jitter", "turn", "mixed")
+PARTS = ("first", "jitter", "turn", "mixed", "waiting")
 _ROOM_TOKENS = 256  # beyond the longest prompt
 
 
@@ -44,10 +45,30 @@ class Size:
     rounds: int  # of parts 3 and 5
     imports: int  # per stream of part 3
     mixed_seconds: float  # per subject and round
+    waiting: tuple[int, ...]  # hand-offs of part 6
+    waiting_seconds: float
 
 
-FULL = Size(lengths=(1024, 2048, 4096, 8192), num_prompts=15, beside_tokens=4096, rounds=5, imports=4, mixed_seconds=30.0)
-QUICK = Size(lengths=(1024, 2048), num_prompts=4, beside_tokens=2048, rounds=1, imports=2, mixed_seconds=10.0)
+FULL = Size(
+    lengths=(1024, 2048, 4096, 8192),
+    num_prompts=15,
+    beside_tokens=4096,
+    rounds=5,
+    imports=4,
+    mixed_seconds=30.0,
+    waiting=(10, 100, 300),
+    waiting_seconds=10.0,
+)
+QUICK = Size(
+    lengths=(1024, 2048),
+    num_prompts=4,
+    beside_tokens=2048,
+    rounds=1,
+    imports=2,
+    mixed_seconds=10.0,
+    waiting=(100,),
+    waiting_seconds=3.0,
+)
 
 
 def main() -> int:
@@ -148,6 +169,12 @@ def measure_mixed(workers: Workers, size: Size, model: BenchModel, options: argp
     return part, mixed.lines(part)
 
 
+def measure_waiting(workers: Workers, size: Size, model: BenchModel, options: argparse.Namespace) -> tuple[Any, list[str]]:
+    """Part 6: without the workers, which have nothing to do meanwhile."""
+    rows = waiting.measure(size.waiting, size.waiting_seconds)
+    return rows, waiting.lines(rows)
+
+
 def machine() -> dict[str, Any]:
     """Where and of what the figures are."""
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
@@ -164,7 +191,13 @@ def machine() -> dict[str, Any]:
     }
 
 
-PART_FUNCTIONS = {"first": measure_first, "jitter": measure_jitter, "turn": measure_turn, "mixed": measure_mixed}
+PART_FUNCTIONS = {
+    "first": measure_first,
+    "jitter": measure_jitter,
+    "turn": measure_turn,
+    "mixed": measure_mixed,
+    "waiting": measure_waiting,
+}
 
 
 if __name__ == "__main__":
