@@ -14,8 +14,6 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
-from functools import partial
 from time import monotonic
 from weakref import WeakValueDictionary
 
@@ -24,18 +22,18 @@ import grpc.aio
 
 from jdisagg.api.codec import abort
 from jdisagg.api.identity_codec import decode_identity, encode_identity
-from jdisagg.api.outbox import Outbox
-from jdisagg.api.peer_codec import UP_HEARTBEAT, decode_down, encode_up
+from jdisagg.api.peer_codec import decode_down
 from jdisagg.api.piece_server import PieceBytes, PieceServer
 from jdisagg.api.pulse import cancel_and_wait
 from jdisagg.api.shared_pulse import Listener, SharedPulse
+from jdisagg.api.stream_reply import StreamReply
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import HandoffLost, InvalidRequest, Unavailable
 from jdisagg.core.logs import Seldom
 from jdisagg.core.told import told
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.identity import Identity, Incompatible, agree
-from jdisagg.handoff.messages import HandoffId, MadeAtDecode, Open, PrefillToDecode, StreamEnded
+from jdisagg.handoff.messages import HandoffId, Open, StreamEnded
 from jdisagg.v1 import peer_pb2
 
 log = logging.getLogger(__name__)
@@ -104,11 +102,11 @@ class PeerServer(PieceServer):
         """One hand-off."""
         opened, pulse = await self._read_open(request_iterator, context)
         handoff = HandoffId(opened.request.request_id, next(self._serials))
-        reply = _StreamReply(asyncio.get_running_loop())
+        reply = StreamReply(asyncio.get_running_loop(), MOST_UNREAD)
         self._num_streams += 1
         reason, unread = "dead", None  # what a cancelled handler means: the connection is gone
         self._post(PeerOpened(handoff, opened, context.peer(), reply))
-        write = asyncio.create_task(reply.outbox.pump(context.write))
+        write = asyncio.create_task(reply.pump(context.write, self._config.heartbeat_s))
         try:
             try:
                 reason, unread = await self._converse(handoff, request_iterator, reply, write, pulse)
@@ -157,7 +155,7 @@ class PeerServer(PieceServer):
         self,
         handoff: HandoffId,
         requests: AsyncIterator[peer_pb2.PrefillRequest],
-        reply: _StreamReply,
+        reply: StreamReply,
         write: asyncio.Task[None],
         pulse: SharedPulse,
     ) -> tuple[str, InvalidRequest | None]:
@@ -190,7 +188,7 @@ class PeerServer(PieceServer):
         return "heartbeat", None
 
     async def _read(
-        self, handoff: HandoffId, requests: AsyncIterator[peer_pb2.PrefillRequest], pulse: SharedPulse, reply: _StreamReply
+        self, handoff: HandoffId, requests: AsyncIterator[peer_pb2.PrefillRequest], pulse: SharedPulse, reply: StreamReply
     ) -> None:
         async for wire in requests:
             pulse.heard()
@@ -198,42 +196,3 @@ class PeerServer(PieceServer):
                 message = decode_down(wire, monotonic())
                 if message is not None and not isinstance(message, Open):
                     self._post(PeerMessage(handoff, message))
-
-
-class _StreamReply:
-    """`handoff.events.Reply` over an outbox that the loop pumps."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self.outbox = Outbox(UP_HEARTBEAT)
-        self.unread: asyncio.Future[None] = loop.create_future()  # done when D leaves too much unread: the hand-off is over
-        self.gone = False  # written and read on the loop: the hand-off is over, what still comes is for nobody
-
-    def send(self, message: PrefillToDecode) -> None:
-        """Any thread; dropped when the stream is gone."""
-        if isinstance(message, StreamEnded):
-            self.close()
-        elif not isinstance(message, MadeAtDecode):
-            self._cross(partial(self._put, encode_up(message)))
-
-    def close(self) -> None:
-        """Any thread: end the stream after what was sent before."""
-        self._cross(self.outbox.close)
-
-    def abandon(self) -> None:
-        """Loop only: drop everything but what is on its way, and end the stream with that."""
-        self.gone = True
-        self.outbox.abandon()
-
-    def _cross(self, function: Callable[[], None]) -> None:
-        if not self.gone:
-            with suppress(RuntimeError):  # the loop is closed: the process is on its way out
-                self._loop.call_soon_threadsafe(function)
-
-    def _put(self, message: peer_pb2.PrefillResponse) -> None:
-        if len(self.outbox) >= MOST_UNREAD:
-            self.abandon()
-            if not self.unread.done():
-                self.unread.set_result(None)
-        elif not self.gone:
-            self.outbox.put(message)

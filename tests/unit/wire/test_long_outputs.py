@@ -14,7 +14,7 @@ from jdisagg.core.requests import Output, SamplingParams, TokenLogprob
 from jdisagg.handoff.messages import Accepted, Done, Started
 from tests.unit.router.fakes import FakeWorker
 from tests.unit.wire.rig import FAST, identity, request, run_quiet, until
-from tests.unit.wire.test_peer import H1, Decode, Prefill, opening
+from tests.unit.wire.test_peer import CHUNK, H1, Decode, Prefill, opening
 from tests.unit.wire.test_worker import Client
 
 SCORED = (None, *(TokenLogprob(token, -1.0, ((token, -1.0),)) for token in range(LONG_POSITIONS)))
@@ -73,18 +73,19 @@ def test_nothing_is_left_of_a_stream_that_ends_while_long_outputs_are_converted(
     run_quiet(body())
 
 
-def test_a_first_token_that_takes_long_to_decode_holds_up_no_loop_and_makes_its_peer_seem_neither_quiet_nor_dead(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("name", ["encode_output", "decode_output"])
+def test_a_first_token_that_takes_long_to_convert_holds_up_neither_loop_nor_engine_and_nobody_seems_quiet_or_dead(
+    monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     threads: list[threading.Thread] = []
-    decode = peer_codec.decode_output
+    convert = getattr(peer_codec, name)
 
-    def slow(output: Any) -> Output:
+    def slow(output: Any) -> Any:
         threads.append(threading.current_thread())
         time.sleep(2 * FAST.dead_after_s)
-        return decode(output)
+        return convert(output)
 
-    monkeypatch.setattr(peer_codec, "decode_output", slow)
+    monkeypatch.setattr(peer_codec, name, slow)
     first = Output(request_id="r", token_ids=(7,), prompt_logprobs=(*SCORED, SCORED[-1]))
 
     async def body() -> None:
@@ -92,12 +93,13 @@ def test_a_first_token_that_takes_long_to_decode_holds_up_no_loop_and_makes_its_
         address = await p.start()
         d.client.open(address, H1, opening())
         await until(p.opened)
-        reply = p.opened()[0].reply
-        for message in (Accepted(cached_tokens=0), Started(), Done(first=first, num_chunks=0)):
+        reply, done = p.opened()[0].reply, Done(first=first, num_chunks=1)
+        for message in (said := [Accepted(cached_tokens=0), Started(), done, CHUNK]):
             reply.send(message)
-        await until(lambda: any(isinstance(message, Done) for message in d.messages(H1)))
-        assert d.messages(H1)[-1].first.prompt_logprobs == first.prompt_logprobs
+        await until(lambda: len(d.messages(H1)) == len(said))
+        assert d.messages(H1) == said
         assert d.pulse(H1) == []
+        assert p.ends() == []
         d.client.close(H1)
         await d.client.aclose()
         await p.server.stop(0)

@@ -1,0 +1,76 @@
+"""What P says on one hand-off's stream: from its engine's thread to the wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+
+from jdisagg.api.in_order import is_long
+from jdisagg.api.outbox import Outbox
+from jdisagg.api.peer_codec import UP_HEARTBEAT, Up, encode_up
+from jdisagg.handoff.messages import Done, MadeAtDecode, PrefillToDecode, StreamEnded
+from jdisagg.v1 import peer_pb2
+
+Write = Callable[[peer_pb2.PrefillResponse], Awaitable[object]]
+
+
+class StreamReply:
+    """`handoff.events.Reply` over an outbox that the loop pumps. The engine's thread encodes nothing."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, most_unread: int) -> None:
+        """On the loop. D may leave `most_unread` messages unread."""
+        self._loop = loop
+        self._most_unread = most_unread
+        self.outbox = Outbox[Up | peer_pb2.PrefillResponse](UP_HEARTBEAT)
+        self.unread: asyncio.Future[None] = loop.create_future()  # done when D leaves too much unread: the hand-off is over
+        self.gone = False  # written and read on the loop: the hand-off is over, what still comes is for nobody
+
+    def send(self, message: PrefillToDecode) -> None:
+        """Any thread; dropped when the stream is gone."""
+        if isinstance(message, StreamEnded):
+            self.close()
+        elif not isinstance(message, MadeAtDecode):
+            self._cross(partial(self._put, message))
+
+    def close(self) -> None:
+        """Any thread: end the stream after what was sent before."""
+        self._cross(self.outbox.close)
+
+    def abandon(self) -> None:
+        """Loop only: drop everything but what is on its way, and end the stream with that."""
+        self.gone = True
+        self.outbox.abandon()
+
+    async def pump(self, write: Write, heartbeat_s: float) -> None:
+        """Loop only: write until closed. Beats while a first token with the log-probabilities of a long prompt, which takes up
+        to seconds to encode, is encoded beside the loop."""
+        await self.outbox.pump(lambda message: _write(message, write, heartbeat_s))
+
+    def _cross(self, function: Callable[[], None]) -> None:
+        if not self.gone:
+            with suppress(RuntimeError):  # the loop is closed: the process is on its way out
+                self._loop.call_soon_threadsafe(function)
+
+    def _put(self, message: Up) -> None:
+        if len(self.outbox) >= self._most_unread:
+            self.abandon()
+            if not self.unread.done():
+                self.unread.set_result(None)
+        elif not self.gone:
+            self.outbox.put(message)
+
+
+async def _write(message: Up | peer_pb2.PrefillResponse, write: Write, heartbeat_s: float) -> None:
+    if isinstance(message, peer_pb2.PrefillResponse):
+        wire = message
+    elif isinstance(message, Done) and is_long(message.first):
+        encoding = asyncio.create_task(asyncio.to_thread(encode_up, message))
+        while not encoding.done():
+            await write(UP_HEARTBEAT)
+            await asyncio.wait({encoding}, timeout=heartbeat_s)
+        wire = encoding.result()
+    else:
+        wire = encode_up(message)
+    await write(wire)
