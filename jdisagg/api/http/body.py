@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
 from jdisagg.api.context_length import Prompt
+from jdisagg.api.http.body_room import BodyRoom
 from jdisagg.api.http.json_structure import MAX_STRUCTURE, num_structures
 from jdisagg.api.intake import MAX_SEQUENCES
 from jdisagg.core.errors import Cancelled, InvalidRequest
@@ -29,6 +30,7 @@ _NEAR = 0.85  # max_token is that near to max_tokens, logprobs is not to top_log
 _MAX_COMPARED, _MAX_NAME = 32, 40  # unknown names that are compared with known ones, and their characters: each takes time
 _MAX_SHOWN = 80  # characters of a wrong value
 BODY_TIMEOUT_S = 60.0  # from the end of the headers to the end of the body
+_room = BodyRoom()  # of this process
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -138,19 +140,22 @@ class Body:
 
 async def read_body(request: Request) -> Body:
     """Read and parse; raises InvalidRequest when it is not one JSON object, HTTPException when it is longer than
-    MAX_BODY_BYTES, has more than MAX_STRUCTURE lists, objects and keys (413) or is compressed (415)."""
+    MAX_BODY_BYTES, has more than MAX_STRUCTURE lists, objects and keys (413) or is compressed (415), Overloaded when too
+    much of others is on its way."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise HTTPException(415, f"the body has content-encoding {encoding[:80]}; send it without one")
     chunks: list[bytes] = []
     num_bytes = 0
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for chunk in request.stream():
-                num_bytes += len(chunk)
-                if num_bytes > MAX_BODY_BYTES:
-                    raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes; send several requests")
-                chunks.append(chunk)
+        with _room.hold() as add:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for chunk in request.stream():
+                    num_bytes += len(chunk)
+                    if num_bytes > MAX_BODY_BYTES:
+                        raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes; send several requests")
+                    add(len(chunk))
+                    chunks.append(chunk)
     except ClientDisconnect:
         raise Cancelled("the client went away while sending its request") from None
     except TimeoutError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import weakref
@@ -11,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jdisagg.api.http import body, chat, completions, parameters
+from jdisagg.api.http import body, body_room, chat, completions, parameters
 from jdisagg.api.http.body import Body, wrong_type
 from jdisagg.api.http.json_structure import MAX_STRUCTURE, num_structures
 from jdisagg.core.errors import InvalidRequest
@@ -50,6 +51,32 @@ def test_a_body_of_too_many_lists_is_refused_before_it_is_parsed(
                 assert answer.status_code == 413
                 said = f"the body has more than {MAX_STRUCTURE} lists, objects and keys; send several requests"
                 assert answer.json()["error"]["message"].startswith(said)
+
+    run(check())
+
+
+def test_bodies_that_are_on_their_way_have_so_much_memory_together(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_room, "MAX_BYTES", 2**20)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 700000\r\n\r\n{"
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            small, large = {"prompt": "the"}, {"prompt": "the", "user": "x" * 500_000}
+            assert (await http.post("/v1/completions", json=large)).status_code == 200
+            _, slow = await asyncio.open_connection("127.0.0.1", served.port)
+            slow.write(head + b" " * 600_000)
+            async with asyncio.timeout(30.0):
+                while (answer := await http.post("/v1/completions", json=large)).status_code != 429:
+                    await asyncio.sleep(0.01)  # the slow one has only begun
+            assert "requests of " in answer.json()["error"]["message"]
+            assert answer.headers["retry-after"] == "5"
+            assert (await http.post("/v1/completions", json=small)).status_code == 200
+            slow.close()
+            async with asyncio.timeout(30.0):
+                while (await http.post("/v1/completions", json=large)).status_code != 200:
+                    await asyncio.sleep(0.01)
 
     run(check())
 
