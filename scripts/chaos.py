@@ -85,7 +85,6 @@ async def run(arguments: argparse.Namespace, directory: Path) -> list[Verdict]:
         seed=arguments.seed[0],
         prefill_flags=("--tensor-parallel-size", str(arguments.prefill_tp)),
         scarce=True,
-        frees_at_once=True,
     )
     options = Options(
         plan=plan,

@@ -7,7 +7,8 @@ to agree. Floats travel as 32 bits. Unknown numbers have a stated meaning: a Fin
 from __future__ import annotations
 
 import math
-from typing import NoReturn
+from dataclasses import fields
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -47,6 +48,8 @@ _FINISH_TO_PROTO = {
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
 }
 _FINISH_FROM_PROTO = {number: reason for reason, number in _FINISH_TO_PROTO.items()}
+
+_IS_OPTIONAL = {name: field.has_presence for name, field in common_pb2.SamplingParams.DESCRIPTOR.fields_by_name.items()}
 
 _STATUS_BY_NAME = {status.name: status for status in grpc.StatusCode}
 _NAME_BY_CODE = {status.value[0]: status.name for status in grpc.StatusCode}
@@ -114,39 +117,25 @@ def remaining_ms(deadline_s: float, now_s: float) -> int:
 
 def encode_sampling(sampling: SamplingParams) -> common_pb2.SamplingParams:
     """Complete parameters: every field set."""
-    return common_pb2.SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        seed=sampling.seed,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        ignore_eos=sampling.ignore_eos,
-        stop_token_ids=sampling.stop_token_ids,
-        logprobs=sampling.logprobs,
-        prompt_logprobs=sampling.prompt_logprobs,
-    )
+    return common_pb2.SamplingParams(**{**_values(sampling), "logit_bias": dict(sampling.logit_bias)})
 
 
 def decode_sampling(message: common_pb2.SamplingParams) -> SamplingParams:
-    """Absent fields take the dataclass's defaults; `logit_bias` comes out sorted by token id."""
-    optional = (
-        "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-        "frequency_penalty", "seed", "max_tokens", "logprobs", "prompt_logprobs",
-    )  # fmt: skip
-    given = {name: getattr(message, name) for name in optional if message.HasField(name)}
-    return SamplingParams(
-        **given,
-        logit_bias=tuple(sorted(message.logit_bias.items())),
-        min_tokens=message.min_tokens,
-        ignore_eos=message.ignore_eos,
-        stop_token_ids=tuple(message.stop_token_ids),
-    )
+    """Absent fields take the dataclass's defaults."""
+    return SamplingParams(**given_sampling(message))
+
+
+def given_sampling(message: common_pb2.SamplingParams) -> dict[str, Any]:
+    """Fields of SamplingParams by name, optional ones that are absent left out; `logit_bias` comes out sorted by token id."""
+    names = [name for name, is_optional in _IS_OPTIONAL.items() if not is_optional or message.HasField(name)]
+    given: dict[str, Any] = {name: getattr(message, name) for name in names}
+    given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
+    given["stop_token_ids"] = tuple(message.stop_token_ids)
+    return given
+
+
+def _values(data: SamplingParams | Provenance) -> dict[str, Any]:
+    return {field.name: getattr(data, field.name) for field in fields(data)}
 
 
 def encode_request(request: EngineRequest, now_s: float) -> common_pb2.EngineRequest:
@@ -212,17 +201,7 @@ def _decode_logprob(message: common_pb2.TokenLogprob) -> TokenLogprob:
 
 def encode_provenance(provenance: Provenance) -> common_pb2.Provenance:
     """Field by field."""
-    return common_pb2.Provenance(
-        prefill_worker=provenance.prefill_worker,
-        decode_worker=provenance.decode_worker,
-        prefilled_tokens=provenance.prefilled_tokens,
-        transferred_tokens=provenance.transferred_tokens,
-        transferred_pages=provenance.transferred_pages,
-        transferred_bytes=provenance.transferred_bytes,
-        recoveries=provenance.recoveries,
-        borrowed_tokens=provenance.borrowed_tokens,
-        borrowed_bytes=provenance.borrowed_bytes,
-    )
+    return common_pb2.Provenance(**_values(provenance))
 
 
 def _decode_provenance(message: common_pb2.Provenance) -> Provenance:

@@ -16,7 +16,7 @@ import grpc.aio
 
 from jdisagg.api.channels import MAX_REQUEST_BYTES
 from jdisagg.api.choice import ChoiceResult, Delta, ScoredToken, Transcript, has_many_scores
-from jdisagg.api.codec import encode_finish, encode_provenance, status_of
+from jdisagg.api.codec import encode_finish, encode_provenance, given_sampling, status_of
 from jdisagg.api.context_length import Prompt
 from jdisagg.api.edge import Edge
 from jdisagg.api.intake import DEFAULT_MAX_TOKENS, TextRequest, check_logit_bias, check_model
@@ -28,10 +28,6 @@ from jdisagg.core.trace import TRACEPARENT, read_traceparent
 from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 _SAMPLING_FIELDS = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
-_OPTIONAL = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs",
-    "prompt_logprobs",
-)  # fmt: skip
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -181,17 +177,11 @@ def _prompt(request: generation_pb2.GenerateRequest) -> Prompt:
 
 def _sampling(message: common_pb2.SamplingParams, defaults: SamplingParams) -> SamplingParams:
     check_logit_bias(len(message.logit_bias))
-    given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
+    given = given_sampling(message)
     if given.get("top_k") in (0, -1):
         given["top_k"] = None
-    return replace(
-        defaults,
-        **given,
-        logit_bias=tuple(sorted(message.logit_bias.items())),
-        min_tokens=message.min_tokens,
-        ignore_eos=message.ignore_eos,
-        stop_token_ids=tuple(message.stop_token_ids),
-    )
+    of_request = {"seed": defaults.seed, "max_tokens": defaults.max_tokens}  # what is given of these is read for itself
+    return replace(defaults, **given | of_request)
 
 
 def _unread(request_id: str) -> DeadlineExceeded:

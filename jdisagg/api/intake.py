@@ -27,6 +27,20 @@ MAX_SEQUENCES = 1024  # prompts times choices of one client request
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
 MAX_LOGIT_BIAS = 300
+NUMBERS: dict[str, tuple[float, float]] = {  # sampling parameters that are any number in [low, high], but for top_p: (0, 1]
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),  # less makes logits infinite
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+}
+_COUNTS = {
+    "min_tokens": (0, 2**31 - 1),
+    "top_k": (1, 2**31 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,19 +179,9 @@ def check_logit_bias(num_tokens: int) -> None:
 
 def check_ranges(sampling: SamplingParams) -> None:
     """Raise InvalidRequest when a number is out of range, whatever the model."""
-    _check_range("temperature", sampling.temperature, 0, 100)
-    _check_range("top_p", sampling.top_p, 0, 1, open_below=True)
-    _check_range("min_p", sampling.min_p, 0, 1)
-    _check_range("repetition_penalty", sampling.repetition_penalty, 0.01, 100)  # less makes logits infinite
-    _check_range("presence_penalty", sampling.presence_penalty, -2, 2)
-    _check_range("frequency_penalty", sampling.frequency_penalty, -2, 2)
-    _check_range("min_tokens", sampling.min_tokens, 0, 2**31 - 1)
-    if sampling.top_k is not None:
-        _check_range("top_k", sampling.top_k, 1, 2**31 - 1)
-    if sampling.logprobs is not None:
-        _check_range("logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
-    if sampling.prompt_logprobs is not None:
-        _check_range("prompt_logprobs", sampling.prompt_logprobs, 0, MAX_LOGPROBS)
+    for name, (low, high) in (NUMBERS | _COUNTS).items():
+        if (value := getattr(sampling, name)) is not None:
+            _check_range(name, value, low, high, open_below=name == "top_p")
 
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int, field: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jdisagg.engine import admission
+from jdisagg.engine import updates
 from jdisagg.engine.buckets import EXACT_ROWS
 from jdisagg.engine.device import DeviceShape
 from jdisagg.engine.packing import empty_exact, empty_prefill
@@ -28,11 +28,11 @@ class Executable:
 def executables(shape: RunnerShape, sizes: DeviceShape) -> Iterator[Executable]:
     """All that a runner of `shape` can need, in the order in which they are warmed. The arguments are padding alone."""
     dummy = sizes.max_num_seqs
-    empty = admission.empty_admissions(num_slots=dummy, width=sizes.pages_per_seq, vocab_size=sizes.vocab_size)
-    yield Executable("admit", f"{admission.ADMIT_ROWS} slots", admission.ADMIT_ROWS, (empty,))
-    yield Executable("append", f"{dummy} pages", dummy, (admission.empty_appends(dummy),))
-    cells = admission.HISTORY_CELLS
-    yield Executable("history", f"{cells} cells", cells, admission.empty_history(dummy))
+    empty = updates.empty_admissions(num_slots=dummy, width=sizes.pages_per_seq, vocab_size=sizes.vocab_size)
+    yield Executable("admit", f"{updates.ADMIT_ROWS} slots", updates.ADMIT_ROWS, (empty,))
+    yield Executable("append", f"{dummy} pages", dummy, (updates.empty_appends(dummy),))
+    cells = updates.HISTORY_CELLS
+    yield Executable("history", f"{cells} cells", cells, updates.empty_history(dummy))
     if shape.exact:
         yield Executable("exact", f"{EXACT_ROWS} rows", EXACT_ROWS, (empty_exact(dummy),))
     for bucket in shape.prefill:

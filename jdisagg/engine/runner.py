@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdisagg.engine import admission
+from jdisagg.engine import updates
 from jdisagg.engine.buckets import PrefillBucket, smallest_holding
 from jdisagg.engine.device import Device
 from jdisagg.engine.host_copies import HostCopies
@@ -89,7 +89,7 @@ class ModelRunner:
         for slot in plan.evict:
             self._num_top.pop(slot, None)
         self._admit(plan.admit)
-        for entries in admission.pack_appends(plan.pages, num_slots=self.device.shape.max_num_seqs):
+        for entries in updates.pack_appends(plan.pages, num_slots=self.device.shape.max_num_seqs):
             self.device.append_pages(entries)
         for copy in plan.restore:
             self._restore(copy)
@@ -155,14 +155,14 @@ class ModelRunner:
     def _admit(self, admits: Sequence[Admit]) -> None:
         shape = self.device.shape
         sizes = {"num_slots": shape.max_num_seqs, "vocab_size": shape.vocab_size}
-        for rows in admission.pack_admissions(admits, width=shape.pages_per_seq, **sizes):
+        for rows in updates.pack_admissions(admits, width=shape.pages_per_seq, **sizes):
             self.device.admit(rows)
         for admit in admits:
             self._num_top.pop(admit.slot, None)
             if admit.sampling.logprobs is not None:
                 self._num_top[admit.slot] = admit.sampling.logprobs
-            if admission.is_shaped(admit.sampling):
-                for entries, bias in admission.pack_history(admit, **sizes):
+            if updates.is_shaped(admit.sampling):
+                for entries, bias in updates.pack_history(admit, **sizes):
                     self.device.add_history(entries, bias)
 
     def _prefill(self, plan: Plan) -> list[Part]:

@@ -34,7 +34,7 @@ from jdisagg.router.entrance import Entrance
 from jdisagg.router.fleet import Entry
 from jdisagg.router.flight import Flight
 from jdisagg.router.placement import Placement
-from jdisagg.router.recovery import Recovery, ReplayConfig
+from jdisagg.router.recovery import ReplayConfig, Replays
 from jdisagg.router.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class FleetEngine:
         self._flights: dict[str, Flight] = {}
         self._attempts = Attempts()
         self._placement = Placement(self.workers)
-        self._recovery = Recovery(replay or ReplayConfig(), metrics, worker_wait_s=config.worker_wait_s)
+        self._replays = Replays(replay or ReplayConfig(), metrics, worker_wait_s=config.worker_wait_s)
         self._draining = False
         self._closed = asyncio.Event()
 
@@ -108,7 +108,7 @@ class FleetEngine:
     async def first_card(self, deadline_s: float) -> ModelCard:
         """`card`; where no worker has registered yet, as right after a restart of this router, waits for one, as long as a new
         request waits for a worker. Raises Unavailable."""
-        until_s = min(deadline_s, monotonic() + self._recovery.place_wait_s)
+        until_s = min(deadline_s, monotonic() + self._replays.place_wait_s)
         while self._card is None and self.workers.fleet.longest(monotonic()) is None and not self._draining:
             if (left_s := until_s - monotonic()) <= 0:
                 break
@@ -152,7 +152,7 @@ class FleetEngine:
             raise Unavailable(DRAINING)
         if request.request_id in self._flights:
             raise InvalidRequest(f"request_id {request.request_id} is in use; ids must be unique among live requests")
-        self._recovery.admit(request, monotonic())
+        self._replays.admit(request, monotonic())
 
     def health(self) -> Health:
         """Ready while some worker can take a request."""
@@ -172,9 +172,9 @@ class FleetEngine:
 
     async def debug_state(self) -> dict[str, Any]:
         """Members and flights."""
-        self._recovery.expire(monotonic())
+        self._replays.expire(monotonic())
         flights = [flight.summary() for flight in self._flights.values()]
-        return {"members": self.workers.snapshot(), "flights": flights, "quarantined": self._recovery.num_quarantined}
+        return {"members": self.workers.snapshot(), "flights": flights, "quarantined": self._replays.num_quarantined}
 
     async def drain(self, deadline_s: float) -> int:
         """Admit nothing more and wait for what runs."""
@@ -207,7 +207,7 @@ class FleetEngine:
             if not late and self._placement.place(flight, now_s):
                 return
             weights, lacks = self._placement.weights(flight), self._placement.lacks(flight)
-            self._recovery.wait(flight, lacks, now_s - began_s, weights=weights, late=late)
+            self._replays.wait(flight, lacks, now_s - began_s, weights=weights, late=late)
             await self.workers.changed(min(0.25, flight.request.deadline_s - now_s))
 
     async def _next(self, flight: Flight) -> Output | None:
@@ -226,7 +226,7 @@ class FleetEngine:
                 event = Lost(Unavailable("other choices of this request are answered by other weights"), death=False)
             else:
                 self._placement.heard(flight, event)
-                self._recovery.heard(flight, event, monotonic())
+                self._replays.heard(flight, event, monotonic())
                 return flight.accept(event)
         try:
             return await self._recover(flight, event)
@@ -244,7 +244,7 @@ class FleetEngine:
             raise _shutting_down(flight)
         flight.setbacks.tried |= {failed.address}
         alone = self._placement.is_tried_everywhere(flight, now_s)
-        pause_s = self._recovery.next_attempt(flight, lost, worker=failed.worker, alone=alone, num_live=num_live, now_s=now_s)
+        pause_s = self._replays.next_attempt(flight, lost, worker=failed.worker, alone=alone, num_live=num_live, now_s=now_s)
         if alone:
             flight.setbacks.tried = frozenset({failed.address})  # begin another round
         with suppress(TimeoutError):

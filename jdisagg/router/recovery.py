@@ -34,7 +34,7 @@ class ReplayConfig:
     place_wait_s: float = 5.0  # how long a new request waits for a worker; a replay, whose client holds a stream, longer
 
 
-class Recovery:
+class Replays:
     """The brakes of one router. Lost at its restart: a new router knows of no deaths."""
 
     def __init__(self, config: ReplayConfig, metrics: Metrics, *, worker_wait_s: float) -> None:

@@ -18,12 +18,14 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
+from inspect import signature
 from pathlib import Path
 from time import monotonic
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar, cast
 
 from jdisagg.core.config import SchedulerConfig
-from jdisagg.core.errors import ConfigError, RequestError
+from jdisagg.core.errors import ConfigError
 from jdisagg.core.requests import EngineRequest, Output, Role
 from jdisagg.sched.explain import Cause, Explainer, Wait
 from jdisagg.sched.flight_recorder import FlightRecorder
@@ -34,6 +36,7 @@ from jdisagg.sched.table import SequenceTable
 from jdisagg.sched.views import Reserved
 
 _log = logging.getLogger(__name__)
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 CALLS_WITH_TIME = frozenset({"add", "expire", "schedule", "commit", "remote_first_token", "kv_arrived"})  # their last argument
 
@@ -45,6 +48,21 @@ def make_scheduler(config: SchedulerConfig, *, role: Role, **sizes: Any) -> Sche
     """
     directory = Path(tempfile.gettempdir()) if config.schedule_log is None else Path(config.schedule_log).parent
     return LoggedScheduler(config, role=role, plans_directory=directory, **sizes)
+
+
+def _written(method: _Method) -> _Method:
+    """The method of a LoggedScheduler that writes down every call; arguments that were left out are written, too."""
+    parameters = signature(method)
+
+    @wraps(method)
+    def call(self: LoggedScheduler, *args: Any, **kwargs: Any) -> Any:
+        if self._file is None:
+            return method(self, *args, **kwargs)
+        given = parameters.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        return self._call(method, *given.args[1:])
+
+    return cast("_Method", call)
 
 
 class LoggedScheduler(Scheduler):
@@ -76,49 +94,21 @@ class LoggedScheduler(Scheduler):
             with suppress(OSError):  # part of a line that a full disk did not take
                 file.close()
 
-    def add(self, request: EngineRequest, now_s: float, **options: Any) -> None:
-        """As Scheduler.add."""
-        self._call("add", super().add, request, now_s, **options)
-
-    def peer_ready(self, request_id: str, is_ready: bool = True) -> None:
-        """As Scheduler.peer_ready."""
-        self._call("peer_ready", super().peer_ready, request_id, is_ready)
-
-    def cancel(self, request_id: str) -> bool:
-        """As Scheduler.cancel."""
-        return self._call("cancel", super().cancel, request_id)
-
-    def fail(self, request_id: str, error: RequestError) -> Output | None:
-        """As Scheduler.fail."""
-        return self._call("fail", super().fail, request_id, error)
-
-    def release(self, request_id: str) -> None:
-        """As Scheduler.release."""
-        self._call("release", super().release, request_id)
-
-    def park(self, request_ids: tuple[str, ...]) -> str | None:
-        """As Scheduler.park."""
-        return self._call("park", super().park, request_ids)
-
-    def unpark(self, request_id: str) -> None:
-        """As Scheduler.unpark."""
-        self._call("unpark", super().unpark, request_id)
-
     def expire(self, now_s: float) -> list[Output]:
         """As Scheduler.expire; written when it may change something."""
-        return self._call("expire", super().expire, now_s, quiet=not self._arrivals.is_due(now_s))
+        return self._call(Scheduler.expire, now_s, quiet=not self._arrivals.is_due(now_s))
 
     def schedule(self, now_s: float) -> Plan:
         """As Scheduler.schedule; written unless the scheduler is idle (an empty plan may reserve pages)."""
         with self.recorder.writing_on_failure("schedule", super().snapshot):
-            plan = self._call("schedule", super().schedule, now_s, quiet=self.is_idle())
+            plan = self._call(Scheduler.schedule, now_s, quiet=self.is_idle())
         self.recorder.add(now_s, plan)
         return plan
 
     def commit(self, result: StepResult, now_s: float) -> list[Output]:
         """As Scheduler.commit."""
         with self.recorder.writing_on_failure("commit", super().snapshot):
-            return self._call("commit", super().commit, result, now_s)
+            return self._call(Scheduler.commit, result, now_s)
 
     def check(self) -> None:
         """As Scheduler.check."""
@@ -151,46 +141,39 @@ class LoggedScheduler(Scheduler):
 
     def take_reserved(self) -> list[Reserved]:
         """As Scheduler.take_reserved."""
-        return self._call("take_reserved", super().take_reserved, quiet=not self._table.reserved)
+        return self._call(Scheduler.take_reserved, quiet=not self._table.reserved)
 
     def take_retracted(self) -> list[EngineRequest]:
         """As Scheduler.take_retracted."""
         quiet = not self._table.retracted and self._admission.pin_in_the_way() is None
-        return self._call("take_retracted", super().take_retracted, quiet=quiet)
+        return self._call(Scheduler.take_retracted, quiet=quiet)
 
-    def remote_first_token(self, request_id: str, first: Output, now_s: float) -> Output:
-        """As Scheduler.remote_first_token."""
-        return self._call("remote_first_token", super().remote_first_token, request_id, first, now_s)
+    def add(self, request: EngineRequest, now_s: float, **options: Any) -> None:
+        """As Scheduler.add; written with the options that were given."""
+        self._call(Scheduler.add, request, now_s, **options)
 
-    def kv_arrived(self, request_id: str, now_s: float) -> None:
-        """As Scheduler.kv_arrived."""
-        self._call("kv_arrived", super().kv_arrived, request_id, now_s)
+    peer_ready = _written(Scheduler.peer_ready)
+    cancel = _written(Scheduler.cancel)
+    fail = _written(Scheduler.fail)
+    release = _written(Scheduler.release)
+    park = _written(Scheduler.park)
+    unpark = _written(Scheduler.unpark)
+    remote_first_token = _written(Scheduler.remote_first_token)
+    kv_arrived = _written(Scheduler.kv_arrived)
+    compute_locally = _written(Scheduler.compute_locally)
+    fetch_first = _written(Scheduler.fetch_first)
+    drain = _written(Scheduler.drain)
+    reset_prefix_cache = _written(Scheduler.reset_prefix_cache)
 
-    def compute_locally(self, request_id: str, held_tokens: int = 0) -> bool:
-        """As Scheduler.compute_locally."""
-        return self._call("compute_locally", super().compute_locally, request_id, held_tokens)
-
-    def fetch_first(self, request_id: str, held_limit: int) -> None:
-        """As Scheduler.fetch_first."""
-        self._call("fetch_first", super().fetch_first, request_id, held_limit)
-
-    def drain(self) -> None:
-        """As Scheduler.drain."""
-        self._call("drain", super().drain)
-
-    def reset_prefix_cache(self) -> int:
-        """As Scheduler.reset_prefix_cache."""
-        return self._call("reset_prefix_cache", super().reset_prefix_cache)
-
-    def _call(self, name: str, function: Callable[..., Any], *args: Any, quiet: bool = False, **kwargs: Any) -> Any:
-        """`quiet`: a polling call that cannot change anything is not written."""
+    def _call(self, method: Callable[..., Any], *args: Any, quiet: bool = False, **kwargs: Any) -> Any:
+        """`method` is the Scheduler's. `quiet`: a polling call that cannot change anything is not written."""
         if self._file is None or quiet:
-            return function(*args, **kwargs)
-        line = {"call": name, "args": encode(args), "kwargs": _plain(kwargs)}
-        if name not in CALLS_WITH_TIME:
+            return method(self, *args, **kwargs)
+        line = {"call": method.__name__, "args": encode(args), "kwargs": _plain(kwargs)}
+        if method.__name__ not in CALLS_WITH_TIME:
             line["at_s"] = round(self._clock(), 6)
         try:
-            result = function(*args, **kwargs)
+            result = method(self, *args, **kwargs)
         except Exception as error:
             self._write({**line, "raised": type(error).__name__})
             raise

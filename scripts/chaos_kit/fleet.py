@@ -45,8 +45,7 @@ class FleetPlan:
     sizes: tuple[str, ...] = SIZES
     prefill_flags: tuple[str, ...] = ()  # win over those before
     decode_flags: tuple[str, ...] = ()
-    scarce: bool = False  # D has so little memory that it retracts streams; every second one keeps their KV on the host
-    frees_at_once: bool = False  # large buffers go back to the system when freed, so that RSS is what a process holds
+    scarce: bool = False  # memory: D retracts streams, of which every second one keeps their KV on the host
 
     @property
     def model_flags(self) -> tuple[str, ...]:
@@ -121,7 +120,7 @@ class Fleet:
 
     def _member(self, name: str, proxy: Proxy | None, *flags: str) -> Member:
         env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-        if self.plan.frees_at_once:  # else glibc keeps the largest buffer of a step for each thread that ever ran one
+        if self.plan.scarce:  # else glibc keeps the largest buffer of a step for each thread that ever ran one, and RSS with it
             env["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
         return Member(name, *flags, directory=self._directory, http=self._http, proxy=proxy, env=env)
 

@@ -50,7 +50,7 @@ async def _made(options: Options, directory: Path) -> Session:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Chaos]:
-    options = Options(plan=FleetPlan(model=str(tiny_model), frees_at_once=True, scarce=True), faults=frozenset(ALL))
+    options = Options(plan=FleetPlan(model=str(tiny_model), scarce=True), faults=frozenset(ALL))
     yield from chaos(options, tmp_path_factory.mktemp("chaos"))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from jdisagg.api.http.tokens import MAX_CHARACTERS, MAX_TOKENS
-from jdisagg.api.intake import MAX_CACHE_SALT, MAX_LOGIT_BIAS, MAX_N, MAX_SEQUENCES, MAX_STOP_LENGTH, MAX_STOP_STRINGS
+from jdisagg.api.intake import MAX_CACHE_SALT, MAX_LOGIT_BIAS, MAX_N, MAX_SEQUENCES, MAX_STOP_LENGTH, MAX_STOP_STRINGS, NUMBERS
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
 _INTEGER, _STRING, _BOOLEAN = ({"type": kind} for kind in ("integer", "string", "boolean"))
@@ -35,13 +35,9 @@ _SHARED: dict[str, Any] = {
     "seed": _INTEGER,
     "stop": {"oneOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}]},
     "max_tokens": _range("integer", 1, _INT32_MAX),
-    "temperature": _range("number", 0, 100),
+    **{name: _range("number", *bounds) for name, bounds in NUMBERS.items()},
     "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
     "top_k": _range("integer", -1, _INT32_MAX) | {"description": "-1 and 0 are off"},
-    "min_p": _range("number", 0, 1),
-    "presence_penalty": _range("number", -2, 2),
-    "frequency_penalty": _range("number", -2, 2),
-    "repetition_penalty": _range("number", 0.01, 100),
     "logit_bias": {
         "type": "object",
         "additionalProperties": _range("number", -100, 100),

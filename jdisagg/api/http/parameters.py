@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jdisagg.api.http.body import Body, wrong_type
-from jdisagg.api.intake import SpecialTokens, check_logit_bias
+from jdisagg.api.intake import NUMBERS, SpecialTokens, check_logit_bias
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import SamplingParams
 
@@ -50,19 +50,11 @@ def read_special_tokens(body: Body, *, add: bool) -> SpecialTokens:
 
 def read_sampling(body: Body, defaults: SamplingParams, *, logprobs: int | None) -> SamplingParams:
     """Sampling parameters; what the body leaves out comes from `defaults`. Ranges are checked at intake."""
-
-    def number(name: str, default: float) -> float:
-        value = body.number(name)
-        return default if value is None else value
-
-    return SamplingParams(
-        temperature=number("temperature", defaults.temperature),
+    numbers = {name: body.number(name) for name in NUMBERS}
+    return replace(
+        defaults,
+        **{name: value for name, value in numbers.items() if value is not None},
         top_k=_top_k(body, defaults.top_k),
-        top_p=number("top_p", defaults.top_p),
-        min_p=number("min_p", defaults.min_p),
-        repetition_penalty=number("repetition_penalty", defaults.repetition_penalty),
-        presence_penalty=number("presence_penalty", defaults.presence_penalty),
-        frequency_penalty=number("frequency_penalty", defaults.frequency_penalty),
         logit_bias=_logit_bias(body.object("logit_bias")),
         min_tokens=body.integer("min_tokens") or 0,
         ignore_eos=body.boolean("ignore_eos"),

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from time import monotonic
 from typing import Any
 
@@ -176,27 +176,14 @@ def test_a_client_that_reads_slowly_keeps_its_connection_however_much_the_kernel
     monkeypatch.setattr(protocol, "UNREAD_TIMEOUT_S", 1.0)
     read: list[bytes] = []
     monkeypatch.setattr(protocol.Protocol, "_reader_is_late", _once_it_had_its_turn(read, 10))
-    ends: list[asyncio.Transport] = []
-    monkeypatch.setattr(protocol.Protocol, "connection_made", _noting(ends, protocol.Protocol.connection_made))
 
     async def check() -> None:
-        loop = asyncio.get_running_loop()
-        served = server.make_server(_events if streams else _megabytes, stop_timeout_s=0.1)
-        await served.start()
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**15)
-            client.setblocking(False)
-            await loop.sock_connect(client, (served.host, served.port))
-            while not ends:
-                await asyncio.sleep(0.01)
-            ends[0].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
-            await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        async with _asking(streams, monkeypatch, receive_buffer_bytes=2**15, send_buffer_bytes=2**20) as (client, end):
             for _ in range(40):
-                read.append(await loop.sock_recv(client, 2**14))
+                read.append(await asyncio.get_running_loop().sock_recv(client, 2**14))
                 assert read[-1]
                 await asyncio.sleep(0.05)
-                assert not ends[0].is_closing()
-        await served.stop()
+                assert not end.is_closing()
 
     run(check())
 
@@ -205,27 +192,16 @@ def test_a_client_that_reads_slowly_keeps_its_connection_however_much_the_kernel
 def test_a_client_that_takes_a_little_each_minute_loses_its_connection(streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "UNREAD_TIMEOUT_S", 0.5)
     monkeypatch.setattr(protocol, "SLOWEST_IN_ALL_BYTES_PER_S", 2**30)
-    ends: list[asyncio.Transport] = []
-    monkeypatch.setattr(protocol.Protocol, "connection_made", _noting(ends, protocol.Protocol.connection_made))
 
     async def check() -> None:
-        loop = asyncio.get_running_loop()
-        served = server.make_server(_events if streams else _megabytes, stop_timeout_s=0.1)
-        await served.start()
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.setblocking(False)
-            await loop.sock_connect(client, (served.host, served.port))
-            while not ends:
-                await asyncio.sleep(0.01)
-            ends[0].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-            await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-            async with asyncio.timeout(60.0):
-                while not ends[0].is_closing():
-                    with suppress(ConnectionResetError):
-                        await loop.sock_recv(client, 4096)
-                    await asyncio.sleep(0.1)
-        await served.stop()
+        async with (
+            _asking(streams, monkeypatch, receive_buffer_bytes=4096, send_buffer_bytes=4096) as (client, end),
+            asyncio.timeout(60.0),
+        ):
+            while not end.is_closing():
+                with suppress(ConnectionResetError):
+                    await asyncio.get_running_loop().sock_recv(client, 4096)
+                await asyncio.sleep(0.1)
 
     run(check())
 
@@ -242,6 +218,27 @@ def _once_it_had_its_turn(read: list[bytes], num_reads: int) -> Callable[..., No
             look(one, unread_bytes, until_s)
 
     return patient
+
+
+@asynccontextmanager
+async def _asking(
+    streams: bool, monkeypatch: pytest.MonkeyPatch, *, receive_buffer_bytes: int, send_buffer_bytes: int
+) -> AsyncGenerator[tuple[socket.socket, asyncio.Transport]]:
+    """A client that has asked a server for 16 MiB, and read nothing: its socket, and the server's end."""
+    ends: list[asyncio.Transport] = []
+    monkeypatch.setattr(protocol.Protocol, "connection_made", _noting(ends, protocol.Protocol.connection_made))
+    served = server.make_server(_events if streams else _megabytes, stop_timeout_s=0.1)
+    await served.start()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, (served.host, served.port))
+        while not ends:
+            await asyncio.sleep(0.01)
+        ends[0].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
+        await asyncio.get_running_loop().sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        yield client, ends[0]
+    await served.stop()
 
 
 async def _megabytes(scope: Scope, receive: Receive, send: Send) -> None:

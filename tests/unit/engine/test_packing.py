@@ -6,7 +6,7 @@ import pytest
 
 from jdisagg.core.config import CacheConfig, Config, LocalPrefill, ModelConfig, Numerics, SchedulerConfig, TransferConfig
 from jdisagg.core.requests import Role, SamplingParams
-from jdisagg.engine import admission
+from jdisagg.engine import updates
 from jdisagg.engine.buckets import PrefillBucket, decode_buckets, prefill_buckets
 from jdisagg.engine.packing import pack_prefill
 from jdisagg.engine.sizing import runner_shape
@@ -79,7 +79,7 @@ def test_every_prompt_token_is_fed_once_at_its_position():
 
 def test_history_counts_prompt_and_generated_tokens():
     request = admit(2, (1,), [5, 5, 6], SamplingParams(presence_penalty=1.0, logit_bias=((6, 2.0),)), generated=[6, 7, 7])
-    ((entries, bias),) = admission.pack_history(request, num_slots=4, vocab_size=10)
+    ((entries, bias),) = updates.pack_history(request, num_slots=4, vocab_size=10)
     table, added = np.zeros(10, np.int64), np.zeros(10)
     used = entries[0] == 2
     np.add.at(table, entries[1, used], entries[2, used])
@@ -90,6 +90,6 @@ def test_history_counts_prompt_and_generated_tokens():
 
 
 def test_admissions_come_in_fixed_sizes_and_padding_names_no_slot():
-    steps = list(admission.pack_admissions([admit(i, (1, 2), [3]) for i in range(5)], num_slots=6, width=4, vocab_size=10))
+    steps = list(updates.pack_admissions([admit(i, (1, 2), [3]) for i in range(5)], num_slots=6, width=4, vocab_size=10))
     assert [step.cursor[0].tolist() for step in steps] == [[0, 1, 2, 3], [4, 7, 7, 7]]
     assert steps[0].page_table[1].tolist() == [1, 2, 0, 0]

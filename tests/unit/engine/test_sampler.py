@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdisagg.core.requests import SamplingParams
-from jdisagg.engine import admission, state
+from jdisagg.engine import state, updates
 from jdisagg.engine.noise import gumbel
 from jdisagg.engine.sampler import sample, score
 from tests.unit.engine.support import admit
@@ -49,11 +49,11 @@ def build_state(cases):
     """A state whose slot i holds case i = (params, prompt, generated)."""
     st = state.new_state(SLOTS, 2, V)
     admits = [admit(i, (1,), p, s, generated=g, decodes=True, choice=i % 2) for i, (s, p, g) in enumerate(cases)]
-    for rows in admission.pack_admissions(admits, num_slots=SLOTS, width=2, vocab_size=V):
+    for rows in updates.pack_admissions(admits, num_slots=SLOTS, width=2, vocab_size=V):
         st = state.admit(st, rows)
     for one in admits:
-        if admission.is_shaped(one.sampling):
-            for entries, bias in admission.pack_history(one, num_slots=SLOTS, vocab_size=V):
+        if updates.is_shaped(one.sampling):
+            for entries, bias in updates.pack_history(one, num_slots=SLOTS, vocab_size=V):
                 st = state.add_history(st, jnp.asarray(entries), jnp.asarray(bias))
     return st
 

@@ -14,6 +14,7 @@ from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import Output, Role, SamplingParams
 from jdisagg.router.fleet import Fleet
 from tests.unit.router.fakes import FakeWorker, Router, expected
+from tests.unit.router.test_fleet_engine import collect, tokens
 from tests.unit.wire.rig import request, run_quiet, until
 
 MEMBER = Member(
@@ -43,18 +44,13 @@ def test_a_late_registration_of_a_process_that_is_gone_costs_no_stream_its_worke
         await until(lambda: router.linked() == 1)
         asked = request("r", prompt=(5, 6), sampling=SamplingParams(max_tokens=60))
         outputs: list[Output] = []
-
-        async def run() -> None:
-            async for output in router.engine.generate(asked):
-                outputs.append(output)
-
-        task = asyncio.create_task(run())
+        task = asyncio.create_task(collect(router, asked, outputs))
         await until(lambda: len(outputs) >= 3)
         (known,) = router.engine.workers.members()
         with pytest.raises(Unavailable):
             router.engine.workers.register(replace(known, epoch="gone"))
         await task
-        assert [token for output in outputs for token in output.token_ids] == expected(asked)
+        assert tokens(outputs) == expected(asked)
         assert router.replays() == 0
         await worker.die()
         await router.stop()

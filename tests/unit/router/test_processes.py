@@ -13,6 +13,7 @@ import pytest
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.requests import Output, SamplingParams
 from tests.unit.router.fakes import FakeWorker, Router, expected
+from tests.unit.router.test_fleet_engine import collect, tokens
 from tests.unit.wire.rig import request, run_quiet, until
 
 ROOT = Path(__file__).parents[3]
@@ -28,18 +29,13 @@ def test_a_stream_goes_on_within_about_a_second(how):
             await until(lambda: router.linked() == 1, limit_s=60.0)
             asked = request("r", prompt=(5, 6), sampling=SamplingParams(max_tokens=60))
             outputs: list[Output] = []
-
-            async def run() -> None:
-                async for output in router.engine.generate(asked):
-                    outputs.append(output)
-
-            task = asyncio.create_task(run())
+            task = asyncio.create_task(collect(router, asked, outputs))
             await until(lambda: len(outputs) >= 3)
             heir = await FakeWorker((router.address,), config=TransferConfig()).start()
             process.send_signal(how)
             assert await until(lambda: heir.engine.live) < 1.6
             await task
-            assert [token for output in outputs for token in output.token_ids] == expected(asked)
+            assert tokens(outputs) == expected(asked)
             assert outputs[-1].finish is not None
             if how is signal.SIGSTOP:
                 process.send_signal(signal.SIGCONT)

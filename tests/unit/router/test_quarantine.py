@@ -40,10 +40,10 @@ def test_a_prompt_is_refused_under_its_own_salt_alone() -> None:
 def test_the_state_of_an_idle_router_shows_nothing_in_quarantine_after_its_time() -> None:
     async def body() -> None:
         router = await Router().start()
-        recovery = router.engine._recovery
-        recovery._quarantine.add(ask("r1"), monotonic())
+        replays = router.engine._replays
+        replays._quarantine.add(ask("r1"), monotonic())
         assert (await router.engine.debug_state())["quarantined"] == 2
-        recovery._quarantine.add(ask("r1"), monotonic() - 61.0)
+        replays._quarantine.add(ask("r1"), monotonic() - 61.0)
         assert (await router.engine.debug_state())["quarantined"] == 0
         await router.stop()
 

@@ -9,11 +9,12 @@ import pytest
 
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import Load, Member
-from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role, SamplingParams
+from jdisagg.core.requests import EngineRequest, FinishReason, Role, SamplingParams
 from jdisagg.router import fleet
 from jdisagg.router.fleet import AWAY_S, Fleet
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router, expected
+from tests.unit.router.test_fleet_engine import collect
 from tests.unit.wire.rig import request, run_quiet, until
 
 MEMBER = Member(role=Role.DECODE, address="", worker="d", epoch="e", fingerprint="f", model="m", max_model_len=1, vocab_size=9)
@@ -21,10 +22,6 @@ MEMBER = Member(role=Role.DECODE, address="", worker="d", epoch="e", fingerprint
 
 def ask(request_id: str, max_tokens: int) -> EngineRequest:
     return request(request_id, prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=max_tokens))
-
-
-async def collect(router: Router, asked: EngineRequest) -> list[Output]:
-    return [output async for output in router.engine.generate(asked)]
 
 
 def test_a_request_goes_to_workers_that_hold_it_and_the_model_is_as_long_as_the_longest_that_decodes() -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 import jax
@@ -43,6 +43,16 @@ NP_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": n
 def sharding(first: int, size: int) -> NamedSharding:
     devices = np.array(jax.devices()[first : first + size])
     return NamedSharding(Mesh(devices, ("tp",)), PartitionSpec(None, None, "tp", None))
+
+
+TARGET = PieceTarget(
+    sharding=sharding(4, 4),
+    dtype="float32",
+    chunk_tokens=CHUNK_TOKENS,
+    num_layers=LAYERS,
+    num_kv_heads=HEADS,
+    features=FEATURES,
+)
 
 
 def tokens(num_tokens: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
@@ -136,10 +146,7 @@ class Rig:
     fetcher: Fetcher = field(init=False)
 
     def start(self, *, dtype: str = "float32", chunk_tokens: int = CHUNK_TOKENS, heads: int = HEADS) -> Rig:
-        target = PieceTarget(
-            sharding=sharding(4, 4), dtype=dtype, chunk_tokens=chunk_tokens, num_layers=LAYERS, num_kv_heads=heads,
-            features=FEATURES,
-        )  # fmt: skip
+        target = replace(TARGET, dtype=dtype, chunk_tokens=chunk_tokens, num_kv_heads=heads)
         post = self.events.put
         match self.kind:
             case "fake":

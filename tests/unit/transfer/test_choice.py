@@ -10,8 +10,7 @@ from jdisagg.handoff.messages import HandoffId
 from jdisagg.transfer.base import PieceFailed, TransferEvent
 from jdisagg.transfer.choice import FetcherSet, PublisherSet
 from jdisagg.transfer.fake import FakeFetcher, FakeNetwork, FakePublisher
-from jdisagg.transfer.target import PieceTarget
-from tests.unit.transfer.rig import CHUNK_TOKENS, FEATURES, HEADS, LAYERS, H, piece, sharding, tokens
+from tests.unit.transfer.rig import TARGET, H, piece, tokens
 
 H2 = HandoffId("other", 2)
 
@@ -66,15 +65,7 @@ def test_a_backend_that_failed_a_handoff_is_left_and_one_asked_for_is_taken() ->
 def test_a_piece_is_fetched_over_the_backend_it_names_and_an_unknown_one_fails_at_once() -> None:
     events: list[TransferEvent] = []
     network = FakeNetwork()
-    target = PieceTarget(
-        sharding=sharding(4, 4),
-        dtype="float32",
-        chunk_tokens=CHUNK_TOKENS,
-        num_layers=LAYERS,
-        num_kv_heads=HEADS,
-        features=FEATURES,
-    )
-    fetchers = FetcherSet([FakeFetcher(network, target, events.append)], events.append)
+    fetchers = FetcherSet([FakeFetcher(network, TARGET, events.append)], events.append)
     publisher = FakePublisher(network, events.append)
     publisher.publish(H, "k", piece(tokens(3)))
     network.run()

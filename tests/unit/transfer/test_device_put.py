@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -10,8 +11,7 @@ import pytest
 
 from jdisagg.kv.group import KVGroup
 from jdisagg.transfer.device_put import DevicePutPublisher, device_put_fetcher
-from jdisagg.transfer.target import PieceTarget
-from tests.unit.transfer.rig import CHUNK_TOKENS, FEATURES, HEADS, LAYERS, Rig, piece, sharding, tokens
+from tests.unit.transfer.rig import CHUNK_TOKENS, TARGET, Rig, piece, sharding, tokens
 
 
 @pytest.mark.parametrize(("devices_p", "first_d", "devices_d"), [(1, 4, 4), (2, 4, 1), (1, 0, 1), (2, 0, 2), (4, 4, 2)])
@@ -19,14 +19,7 @@ def test_any_two_meshes_byte_exact_without_compiling_after_warm_up(
     devices_p: int, first_d: int, devices_d: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = Rig("device_put")
-    target = PieceTarget(
-        sharding=sharding(first_d, devices_d),
-        dtype="float32",
-        chunk_tokens=CHUNK_TOKENS,
-        num_layers=LAYERS,
-        num_kv_heads=HEADS,
-        features=FEATURES,
-    )
+    target = replace(TARGET, sharding=sharding(first_d, devices_d))
     rig.publisher = DevicePutPublisher(rig.exchange, rig.events.put)
     example = KVGroup(piece(tokens(CHUNK_TOKENS), heads_on=devices_p).data)
     rig.fetcher = device_put_fetcher(rig.exchange, target, rig.events.put, example)

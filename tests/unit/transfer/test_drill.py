@@ -13,8 +13,7 @@ from jdisagg.transfer.drill import KeepingPublisher, TransferDrill
 from jdisagg.transfer.faulty import FaultyByteSource
 from jdisagg.transfer.host_backend import host_fetcher, host_publisher
 from jdisagg.transfer.lanes import LaneFetcher
-from tests.unit.transfer.rig import MAX_BYTES, LocalSource, Rig, piece, tokens
-from tests.unit.transfer.test_faulty import TARGET
+from tests.unit.transfer.rig import MAX_BYTES, TARGET, LocalSource, Rig, piece, tokens
 
 CHUNK = ChunkReady(key="k", begin=0, end=4, shape=(1, 4, 1, 2), dtype="float32", num_bytes=32, checksum=1)
 

@@ -16,29 +16,7 @@ from jdisagg.transfer.base import PieceArrived, PieceFailed, Published, PublishF
 from jdisagg.transfer.fake import FakeFetcher, FakePublisher
 from jdisagg.transfer.faulty import Fault, FaultyByteSource, FaultyFetcher, FaultyPublisher
 from jdisagg.transfer.host_backend import host_fetcher, host_publisher
-from jdisagg.transfer.target import PieceTarget
-from tests.unit.transfer.rig import (
-    CHUNK_TOKENS,
-    FEATURES,
-    HEADS,
-    LAYERS,
-    MAX_BYTES,
-    H,
-    LocalSource,
-    Rig,
-    piece,
-    sharding,
-    tokens,
-)
-
-TARGET = PieceTarget(
-    sharding=sharding(4, 4),
-    dtype="float32",
-    chunk_tokens=CHUNK_TOKENS,
-    num_layers=LAYERS,
-    num_kv_heads=HEADS,
-    features=FEATURES,
-)
+from tests.unit.transfer.rig import FEATURES, HEADS, LAYERS, MAX_BYTES, TARGET, H, LocalSource, Rig, piece, tokens
 
 
 @pytest.fixture

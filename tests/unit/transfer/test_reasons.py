@@ -11,8 +11,7 @@ from jdisagg.core.errors import Stalled
 from jdisagg.transfer import host_backend
 from jdisagg.transfer.base import PieceFailed
 from jdisagg.transfer.host_backend import host_fetcher
-from tests.unit.transfer.rig import Rig, piece, tokens
-from tests.unit.transfer.test_faulty import TARGET
+from tests.unit.transfer.rig import TARGET, Rig, piece, tokens
 
 
 class Failing:
