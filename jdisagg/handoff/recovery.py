@@ -190,7 +190,7 @@ class Recovery:
             record.note("other_prefill", quiet.peer, cause, doubted.stage, no_kv=doubted.no_kv),
             act.Hedged("moved", record.request.request_id, quiet.peer, hedge.peer),
         ]
-        return actions + (self.doubt(record, doubted.silent_s, now_s) if hedge.silent_s else [])
+        return actions + (self.doubt(record, hedge.silent_s, now_s) if hedge.silent_s else [])
 
     def _hedge_again(self, record: Inbound, doubted: Doubted, now_s: float) -> list[DecodeAction]:
         """The hedge cannot help: the next one, or none."""

@@ -155,6 +155,15 @@ def test_a_hedge_that_is_quiet_itself_is_doubted_when_its_turn_comes() -> None:
     assert only(act.Recovered, moved).cause == "nothing heard for 0.6 s; s was asked meanwhile"
 
 
+def test_of_a_quiet_hedge_its_own_silence_is_told() -> None:
+    side = hedged("p", "q", "s")
+    say(side, H2, Quiet(0.7))
+    say(side, H, SILENCE, now_s=50.0)
+    say(side, H3, Accepted(cached_tokens=0), now_s=59.0)
+    moved = say(side, H3, ready("x", 4, 8), now_s=59.0)
+    assert only(act.Recovered, moved).cause == "nothing heard for 0.7 s; s was asked meanwhile"
+
+
 def test_a_hedge_that_is_heard_needs_no_third() -> None:
     side = hedged("p", "q", "s")
     assert outcome(say(side, H, StreamEnded(reason="dead", error=Overloaded("lost"))))[0] == "moved"
