@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
+import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from time import monotonic
@@ -203,6 +205,75 @@ def test_a_heartbeat_takes_a_stream_on_which_it_gets_away() -> None:
             await until(lambda: len(heard) >= 5)
         assert len(stuck) == 0
         await cancel_and_wait(*writers)
+
+    run_quiet(body())
+
+
+def test_who_only_opens_streams_is_alive() -> None:
+    async def body() -> None:
+        p = Prefill(identity(epoch="e"))
+        async with channels.open_channel(await p.start()) as channel:
+            stub, calls = peer_pb2_grpc.PeerServiceStub(channel), list[grpc.aio.StreamStreamCall]()
+            while len(calls) < 20:
+                calls.append(stub.Prefill())
+                await calls[-1].write(encode_down(opening(), epoch="e", now_s=0.0, pulse="shared"))
+                await until(lambda: len(p.opened()) == len(calls))
+                await asyncio.sleep(FAST.dead_after_s / 5)
+            assert p.ends() == []
+            await until(lambda: p.ends() == ["heartbeat"] * len(calls))
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("where", ["on_quiet", "on_alive", "beat"])
+def test_a_bug_of_one_listener_does_not_leave_the_others_waiting_for_ever(where: str) -> None:
+    async def body() -> None:
+        def fail(*_: Any) -> bool:
+            raise RuntimeError("a bug")
+
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: told.append(what["exception"]))
+        told, pulse = list[object](), SharedPulse(FAST)
+        pulse.heard()
+        bad, good = (Listener(**{"beat": lambda: False, **changes}) for changes in ({where: fail}, {}))
+        with pulse.hear(bad), pulse.hear(good):
+            await until(good.silent.done)
+            with pulse.hear(late := Listener(lambda: True)):
+                await until(late.silent.done)
+        gc.collect()
+        assert {type(error) for error in told} == {RuntimeError}
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_comes_and_goes_hears_quiet_and_awake_in_turn_and_dies_only_after_quiet(seed: int) -> None:
+    """Many streams that live for moments, while the peer speaks for a while and is silent for a while."""
+    config = dataclasses.replace(FAST, heartbeat_s=0.02, dead_after_s=0.2)
+
+    async def body() -> None:
+        chance, pulse = random.Random(seed), SharedPulse(config)
+        heard, was_silent = list[list[bool]](), list[bool]()
+
+        async def live() -> None:
+            heard.append(mine := [])
+            with pulse.hear(listener := Listener(lambda: chance.random() < 0.5, on_quiet=mine.append)):
+                await asyncio.wait({listener.silent}, timeout=chance.choice([0.0, 0.01, 0.1, 1.0]))
+            if listener.silent.done():
+                was_silent.append(mine[-1:] == [True])
+
+        async with asyncio.TaskGroup() as streams:
+            for round_ in range(12):
+                for _ in range(chance.randrange(5, 25)):
+                    streams.create_task(live())
+                    if round_ % 3:
+                        pulse.heard()
+                    await asyncio.sleep(0.01)
+        assert was_silent
+        assert all(was_silent)
+        assert any(len(mine) > 1 for mine in heard)
+        for mine in heard:
+            assert mine == [number % 2 == 0 for number in range(len(mine))]
 
     run_quiet(body())
 
