@@ -149,7 +149,9 @@ class PeerServer(PieceServer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"epoch: wanted {wanted}, got {got}; say Hello again")
         if not (name := first.open.pulse):
             return opened, SharedPulse(self._config)
-        return opened, self._pulses.setdefault(name, SharedPulse(self._config, name))
+        pulse = self._pulses.setdefault(name, SharedPulse(self._config, name))
+        pulse.heard()
+        return opened, pulse
 
     async def _converse(
         self,

@@ -52,11 +52,11 @@ class SharedPulse:
         """The stream beats and listens inside; its `silent` is done once nothing came for `dead_after_s`. One that comes while
         the peer is quiet is told so."""
         self._listeners[listener] = None
-        if self._pulse is None:
-            self._start()
-        elif self._pulse.is_quiet:
-            listener.on_quiet(True)
         try:
+            if self._pulse is None:
+                self._start()
+            elif self._pulse.is_quiet:
+                listener.on_quiet(True)
             yield
         finally:
             del self._listeners[listener]
@@ -70,11 +70,14 @@ class SharedPulse:
         self._task = asyncio.create_task(self._run(self._pulse))
 
     async def _run(self, pulse: Pulse) -> None:
-        await pulse.run(self._beat)
-        self._pulse = self._task = None  # who comes now asks anew
-        for listener in self._listeners:
-            if not listener.silent.done():
-                listener.silent.set_result(None)
+        try:
+            await pulse.run(self._beat)
+        finally:
+            if self._pulse is pulse:  # it is dead; or a bug of a listener, after which nobody would notice
+                self._pulse = self._task = None  # who comes now asks anew
+                for listener in self._listeners:
+                    if not listener.silent.done():
+                        listener.silent.set_result(None)
 
     def _beat(self) -> None:
         listeners = list(self._listeners)

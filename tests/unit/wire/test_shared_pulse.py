@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
+import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from time import monotonic
@@ -202,6 +204,85 @@ def test_a_heartbeat_takes_a_stream_on_which_it_gets_away() -> None:
             await until(lambda: len(heard) >= 5)
         assert len(stuck) == 0
         await cancel_and_wait(*writers)
+
+    run_quiet(body())
+
+
+def test_who_only_opens_streams_is_alive() -> None:
+    async def body() -> None:
+        p = Prefill(identity(epoch="e"))
+        async with channels.open_channel(await p.start()) as channel:
+            stub, calls = peer_pb2_grpc.PeerServiceStub(channel), list[grpc.aio.StreamStreamCall]()
+            while len(calls) < 20:
+                calls.append(stub.Prefill())
+                await calls[-1].write(encode_down(opening(), epoch="e", now_s=0.0, pulse="shared"))
+                await until(lambda: len(p.opened()) == len(calls))
+                await asyncio.sleep(FAST.dead_after_s / 5)
+            assert p.ends() == []
+            await until(lambda: p.ends() == ["heartbeat"] * len(calls))
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("where", ["on_quiet", "on_alive", "beat"])
+def test_a_bug_of_one_listener_does_not_leave_the_others_waiting_for_ever(where: str) -> None:
+    async def body() -> None:
+        def fail(*_: Any) -> bool:
+            raise RuntimeError("a bug")
+
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: told.append(what["exception"]))
+        told, pulse = list[object](), SharedPulse(FAST)
+        pulse.heard()
+        bad, good = (Listener(**{"beat": lambda: False, **changes}) for changes in ({where: fail}, {}))
+        with pulse.hear(bad), pulse.hear(good):
+            await until(good.silent.done)
+            with pulse.hear(late := Listener(lambda: True)):
+                await until(late.silent.done)
+        gc.collect()
+        assert {type(error) for error in told} == {RuntimeError}
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_whoever_comes_and_goes_hears_quiet_and_awake_in_turn_and_dies_only_after_quiet(seed: int) -> None:
+    """Many streams that live for moments; the peer speaks, is quiet for a while, or dies."""
+    config = dataclasses.replace(FAST, dead_after_s=1.0)
+
+    async def body() -> None:
+        chance, pulse = random.Random(seed), SharedPulse(config)
+        heard, quiet_before_dead = list[list[bool]](), list[bool]()
+
+        async def live(seconds: float) -> None:
+            heard.append(mine := [])
+            with pulse.hear(listener := Listener(lambda: chance.random() < 0.5, on_quiet=mine.append)):
+                await asyncio.wait({listener.silent}, timeout=seconds)
+            if listener.silent.done():
+                quiet_before_dead.append(mine[-1:] == [True])
+
+        async with asyncio.TaskGroup() as streams:
+            for peer in ("speaks", "quiet", "speaks", "dies", "speaks", "quiet"):
+                for _ in range(chance.randrange(5, 25)):
+                    streams.create_task(live(chance.choice([0.0, 0.01, 0.1, 2.0])))
+                    if peer == "speaks":
+                        pulse.heard()
+                    await asyncio.sleep(0.01)
+                num_dead = len(quiet_before_dead)
+                last = streams.create_task(live(10.0))
+                if peer == "quiet":
+                    await until(lambda: heard[-1])
+                    streams.create_task(live(2.0))
+                    await asyncio.sleep(0.01)
+                    assert heard[-1] == [True], "it comes while the peer is quiet"
+                    pulse.heard()
+                elif peer == "dies":
+                    await last
+                    assert len(quiet_before_dead) > num_dead
+        assert all(quiet_before_dead)
+        assert max(len(mine) for mine in heard) > 1
+        for mine in heard:
+            assert mine == [number % 2 == 0 for number in range(len(mine))]
 
     run_quiet(body())
 
