@@ -327,7 +327,7 @@ def test_without_a_worker_a_request_waits_a_little_then_fails_or_is_served():
     async def body() -> None:
         router = await Router(ReplayConfig(place_wait_s=0.3)).start()
         began_s = monotonic()
-        with pytest.raises(Unavailable, match="no decode or unified worker .*; waited 0 s"):
+        with pytest.raises(Unavailable, match=r"no decode or unified worker .*; waited 0 s"):
             await collect(router, ask("r1"))
         assert 0.25 < monotonic() - began_s < 20.0
         with pytest.raises(DeadlineExceeded):
