@@ -231,7 +231,8 @@ def test_prefill_s_last_word_arrives_while_decode_writes_and_nobody_is_down(capl
             p.opened()[-1].reply.send(done)
             p.opened()[-1].reply.close()
             await until(lambda handoff=handoff: any(isinstance(message, Done) for message in d.messages(handoff)))
-            assert not d.ends(handoff), d.messages(handoff)
+            ends = [message for message in d.messages(handoff) if isinstance(message, Done | StreamEnded)]
+            assert ends in ([done], [done, StreamEnded(reason="closed")]), "what follows the last word tells nobody anything"
             d.client.close(handoff)
         assert d.usable(address)
         await until(lambda: len(p.ends()) == 20)
@@ -461,7 +462,7 @@ def test_unreachable_prefill_fails_within_about_a_second(kind):
             assert not d.usable(address)
             await d.client.aclose()
 
-    run_quiet(body())
+    run_quiet(body(), patient=False)
 
 
 def test_silence_of_either_side_is_seen_by_the_other():
@@ -597,7 +598,7 @@ def test_answers_that_a_decode_worker_never_reads_do_not_heap_up(monkeypatch: py
 
 def test_a_quiet_prefill_worker_is_heard_again_with_its_next_message():
     async def body() -> None:
-        frozen = TransferConfig(heartbeat_s=5.0, dead_after_s=30.0)
+        frozen = TransferConfig(heartbeat_s=60.0, dead_after_s=300.0)
         p, d = Prefill(identity(), frozen), Decode(config=TransferConfig(heartbeat_s=0.1, dead_after_s=5.0))
         d.client.open(await p.start(), H1, opening())
         await until(lambda: d.pulse(H1))
