@@ -549,7 +549,7 @@ def test_a_stream_that_decode_ends_while_prefill_writes_ends_for_both(size: int,
 def test_a_decode_worker_that_takes_nothing_any_more_is_no_error_of_the_server(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, wakes: bool
 ):
-    monkeypatch.setattr(peer_server, "LAST_WRITE_S", 20.0 if wakes else 0.2)
+    monkeypatch.setattr(peer_server, "LAST_WRITE_S", 100.0 if wakes else 0.2)
 
     async def body() -> None:
         p = Prefill(identity())
