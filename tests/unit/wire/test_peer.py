@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import socket
@@ -111,13 +112,17 @@ def opening(request_id: str = "r") -> Open:
 
 
 async def opened_by_hand(stub: peer_pb2_grpc.PeerServiceAsyncStub, p: Prefill, request_id: str) -> grpc.aio.StreamStreamCall:
-    """A stream of a D that sends no heartbeats and reads when the test does."""
+    """A stream of a D that sends no heartbeats and reads when the test does. Like D it sends again what came late."""
     before = len(p.opened())
     hello = await stub.Hello(peer_pb2.HelloRequest(identity=encode_identity(identity(epoch="d"))))
-    call = stub.Prefill()
-    await call.write(encode_down(opening(request_id), epoch=hello.identity.epoch, now_s=monotonic()))
-    await until(lambda: len(p.opened()) > before)
-    return call
+    while True:
+        call = stub.Prefill()
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await call.write(encode_down(opening(request_id), epoch=hello.identity.epoch, now_s=monotonic()))
+        await until(lambda: len(p.opened()) > before or call.done())  # noqa: B023
+        if len(p.opened()) > before:
+            return call
+        assert "no `open` came within" in await call.details()
 
 
 async def beat(call: grpc.aio.StreamStreamCall) -> None:
