@@ -110,5 +110,6 @@ def test_the_compiler_copies_a_weight_that_is_used_the_other_way_round() -> None
     weight, row = jax.ShapeDtypeStruct((96, 40), jnp.float32), jax.ShapeDtypeStruct((7,), jnp.float32)
     compiled = jax.jit(lambda w, x: (w.T.copy(), x + 1)).lower(weight, row).compile()
     precious = Precious(weights=frozenset({("f32", (96, 40))}), cache=frozenset())
-    (copy,) = copies(parse(compiled.as_text()), precious)
-    assert (copy.of, copy.num_bytes, copy.optional) == ("weight", 96 * 40 * 4, False)
+    found = copies(parse(compiled.as_text()), precious)
+    assert len(found) in (1, 2), "with jax 0.11 XLA:CPU transposes into one layout, and copies that into the other"
+    assert {(copy.of, copy.num_bytes, copy.optional) for copy in found} == {("weight", 96 * 40 * 4, False)}

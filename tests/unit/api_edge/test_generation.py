@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from time import monotonic
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -66,11 +65,14 @@ def test_a_client_that_reads_nothing_is_not_kept(tokenizer: Tokenizer, monkeypat
 def test_a_client_that_takes_a_message_now_and_then_is_not_kept_for_as_long_as_its_answer_lasts(
     slowest: int, ours_s: float, kept: bool
 ) -> None:
-    """It is what waits for it that counts, and not what takes this process a moment."""
+    """It is what waits for it that counts, and not what takes this process a moment. The clock goes on while it waits alone."""
     taken: list[Message] = []
+    now_s = [100.0]
 
     async def write(message: Message) -> None:
-        await asyncio.sleep(0.05)
+        for _ in range(5):
+            await asyncio.sleep(0.0)
+        now_s[0] += 0.05
         taken.append(message)
 
     async def check() -> None:
@@ -80,10 +82,10 @@ def test_a_client_that_takes_a_message_now_and_then_is_not_kept_for_as_long_as_i
             patch.setattr(slow, "_left_s", 0.5)
             patch.setattr(unread, "SLOWEST_IN_ALL_BYTES_PER_S", slowest)
             patch.setattr(unread, "OURS_S", ours_s)
-            began_s = monotonic()
+            patch.setattr(unread, "monotonic", lambda: now_s[0])
             while len(taken) < 30 and await slow.takes(message):
-                await asyncio.sleep(0.02)  # the model is not done with the next
-            assert (len(taken) == 30) is kept, monotonic() - began_s
+                now_s[0] += 0.02  # the model is not done with the next
+            assert (len(taken) == 30) is kept, len(taken)
 
     run(check())
 

@@ -10,6 +10,7 @@ from jdisagg.core.requests import Role
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.self_test import self_test
 from jdisagg.sched.plan import Plan, Sampled, StepResult
+from tests.unit.roles.test_engine_thread import until
 from tests.unit.roles.world import PEERS, World
 
 
@@ -35,6 +36,7 @@ def test_each_role_passes_its_self_test_without_the_other(role: Role, monkeypatc
         for _ in range(2):
             self_test(thread)
         assert thread.unhealthy_reason(time.monotonic()) == ""
+        until(lambda: thread.call(engine.scheduler.is_idle), "the step behind the last token ends")
     finally:
         assert thread.stop(5.0)
     assert crashes == []

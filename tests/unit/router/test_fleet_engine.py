@@ -327,9 +327,9 @@ def test_without_a_worker_a_request_waits_a_little_then_fails_or_is_served():
     async def body() -> None:
         router = await Router(ReplayConfig(place_wait_s=0.3)).start()
         began_s = monotonic()
-        with pytest.raises(Unavailable, match="no decode or unified worker"):
+        with pytest.raises(Unavailable, match=r"no decode or unified worker .*; waited 0 s"):
             await collect(router, ask("r1"))
-        assert 0.25 < monotonic() - began_s < ReplayConfig().place_wait_s
+        assert 0.25 < monotonic() - began_s < 20.0
         with pytest.raises(DeadlineExceeded):
             await collect(router, ask("r2", left_s=0.1))
         assert not router.engine.health().ready
@@ -400,7 +400,7 @@ def test_an_id_that_comes_again_gets_nothing_of_the_request_that_had_it_before()
 @pytest.mark.parametrize("state", ["waiting", "pausing", "running", "losing"])
 def test_a_router_that_closes_tells_every_client_to_ask_another_one(state):
     async def body() -> None:
-        router, outputs = await Router().start(), list[Output]()
+        router, outputs = await Router(ReplayConfig(place_wait_s=60.0)).start(), list[Output]()
         workers = [] if state == "waiting" else await fleet(FakeWorker((router.address,)), router=router)
         for worker in workers if state == "pausing" else ():
             worker.engine.refuse = Unavailable("it drains")
@@ -416,7 +416,7 @@ def test_a_router_that_closes_tells_every_client_to_ask_another_one(state):
             router.engine._on_lost(router.engine.workers.fleet.entries()[0], "heartbeat")
         await router.stop()
         ended = (await asyncio.gather(asked, return_exceptions=True))[0]
-        assert monotonic() - began_s < ReplayConfig().place_wait_s - 0.5, "at once, not when it would have given up"
+        assert monotonic() - began_s < 25.0, "at once, not when it would have given up"
         error = ended if state == "waiting" else outputs[-1].error  # the one who was not admitted yet, and the others
         assert isinstance(error, Unavailable)
         assert "shutting down" in error.message
@@ -498,6 +498,15 @@ def levels(caplog, logger: str, address: str) -> list[str]:
     return [record.levelname for record in caplog.records if record.name == logger and address in record.getMessage()]
 
 
+async def say_goodbye(router: Router, worker: FakeWorker) -> None:
+    """It waits two heartbeats at most, which a machine may stand still for: here of a minute."""
+    router.service._config = replace(FAST, heartbeat_s=60.0)
+    router.service.leave()
+    await router.service.everybody_told()
+    assert router.service._told == {worker.address}
+    await until(lambda: worker.registration._leaving == {router.address})
+
+
 def test_a_router_that_says_goodbye_is_no_outage_and_the_next_one_at_its_address_may_be(caplog):
     caplog.set_level("INFO")
 
@@ -505,8 +514,7 @@ def test_a_router_that_says_goodbye_is_no_outage_and_the_next_one_at_its_address
         router = await Router().start()
         (worker,) = await fleet(FakeWorker((router.address,)), router=router)
         address = router.address
-        router.service.leave()
-        await router.service.everybody_told()
+        await say_goodbye(router, worker)
         await router.stop()
         await until(lambda: not worker.registration.registered()[address])
         assert levels(caplog, "jdisagg.api.fleet_client", f"router {address} has stopped, as it said") == ["INFO"]
@@ -567,8 +575,7 @@ def test_a_router_that_said_that_it_ends_need_not_be_told_of_a_drain(caplog):
     async def body() -> None:
         router = await Router().start()
         (worker,) = await fleet(FakeWorker((router.address,)), router=router)
-        router.service.leave()
-        await router.service.everybody_told()
+        await say_goodbye(router, worker)
         await router._server.stop(0)
         worker.draining = True
         await worker.registration.announce()

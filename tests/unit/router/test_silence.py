@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from dataclasses import replace
 
@@ -48,8 +49,8 @@ def test_a_router_that_stood_still_says_so(caplog: pytest.LogCaptureFixture) -> 
         time.sleep(1.3)
         await until(lambda: "stood still" in caplog.text)
         await router.stop()
-        (told,) = [record.getMessage() for record in caplog.records if "stood still" in record.getMessage()]
-        assert told.startswith("this process stood still for 1.")
+        told = re.findall(r"this process stood still for (\d+\.\d) s", caplog.text)
+        assert max(float(seconds) for seconds in told) >= 1.2, "the machine may have stood still, too"
 
     run_quiet(body())
 

@@ -64,7 +64,9 @@ def test_a_stream_waits_for_a_worker_that_holds_it_rather_than_break_on_a_shorte
     run_quiet(body())
 
 
-def test_a_request_waits_for_a_prefill_worker_that_holds_it_rather_than_be_refused_by_a_shorter_one() -> None:
+def test_a_request_waits_for_a_prefill_worker_that_holds_it_rather_than_be_refused_by_a_shorter_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def body() -> None:
         router = await Router(ReplayConfig(place_wait_s=0.3)).start()
         decode = await FakeWorker((router.address,), needs_prefill=True, max_model_len=90).start()
@@ -74,6 +76,7 @@ def test_a_request_waits_for_a_prefill_worker_that_holds_it_rather_than_be_refus
         await until(lambda: len(router.engine.workers.members()) == 2)
         with pytest.raises(Unavailable, match=r"no prefill worker holds 4 tokens \(at most 3; --local-prefill never\); waited"):
             await collect(router, ask("r1", max_tokens=80))
+        monkeypatch.setattr(router.engine._recovery, "_config", ReplayConfig(place_wait_s=60.0))
         task = asyncio.create_task(collect(router, asked := ask("r2", max_tokens=80)))
         await asyncio.sleep(0.1)
         again = await FakeWorker((router.address,), Role.PREFILL, max_model_len=90).start()

@@ -2,7 +2,7 @@
 
 FAKE_DIR holds the notes. FAKE_MODE: "" | "crash-once" (decode exits 3 at its first start) | "crash" (decode always) |
 "bad-config" (decode exits 2) | "deaf" (decode ignores SIGTERM) | "silent" (decode never says READY, and ignores SIGTERM)
-| "brief" (decode loads for FAKE_LOAD_S, says READY and exits 3 after FAKE_SERVE_S).
+| "brief" (decode says READY and exits 3).
 """
 
 import json
@@ -52,8 +52,6 @@ if mode == "crash" or (mode == "crash-once" and (notes / "events").read_text().c
 server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 address = f"127.0.0.1:{server.server_port}"
-if mode == "brief":
-    time.sleep(float(os.environ["FAKE_LOAD_S"]))
 if mode != "silent":
     ready = {
         "event": "ready",
@@ -66,7 +64,6 @@ if mode != "silent":
     }
     print(json.dumps(ready), flush=True)
 if mode == "brief":
-    time.sleep(float(os.environ["FAKE_SERVE_S"]))
     sys.exit(3)
 while True:
     signal.pause()

@@ -9,12 +9,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jdisagg.core.config import Config
 from jdisagg.serve import local
+from jdisagg.serve import supervisor as module
 from jdisagg.serve.child import Child, ChildSpec
 from jdisagg.serve.process import Process
 from jdisagg.serve.ready import Ready
@@ -70,15 +72,31 @@ def test_a_child_for_which_there_is_no_process_is_tried_again_for_as_long_as_it_
     assert sum("p: could not be started: [Errno 11]" in text for text in said) == 5
 
 
-@pytest.mark.parametrize(("load_s", "serve_s", "grows"), [(0.4, 0.0, True), (0.0, 0.4, False)])
+@pytest.mark.parametrize(("load_s", "serve_s"), [(40.0, 0.0), (0.0, 40.0)])
 def test_the_delay_falls_back_after_a_time_of_service_whatever_loading_took(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, load_s: float, serve_s: float, grows: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, load_s: float, serve_s: float
 ) -> None:
-    environ = {"FAKE_DIR": str(tmp_path), "FAKE_MODE": "brief", "FAKE_LOAD_S": str(load_s), "FAKE_SERVE_S": str(serve_s)}
+    """Its clock goes on while a child loads and while it serves, and at no other time."""
+    environ = {"FAKE_DIR": str(tmp_path), "FAKE_MODE": "brief"}
     brief = ChildSpec(name="d", command=lambda _: (sys.executable, str(FAKE), "--role", "decode"), environ=environ)
+    now_s, wait_ready, wait = [100.0], Child.wait_ready, Child.wait
+
+    async def load(child: Child, timeout_s: float) -> Ready | None:
+        ready = await wait_ready(child, timeout_s)
+        now_s[0] += load_s
+        return ready
+
+    async def serve(child: Child) -> int:
+        status = await wait(child)
+        now_s[0] += serve_s
+        return status
+
+    monkeypatch.setattr(Child, "wait_ready", load)
+    monkeypatch.setattr(Child, "wait", serve)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
 
     async def body() -> None:
-        supervisor = Supervisor(Patience(first_delay_s=0.02, max_delay_s=1.0, stable_s=0.3, grace_s=10.0))
+        supervisor = Supervisor(Patience(first_delay_s=0.02, max_delay_s=1.0, stable_s=30.0, grace_s=10.0))
         async with asyncio.timeout(LIMIT_S):
             await supervisor.start([brief])
             while supervisor.restarts < 3:
@@ -88,7 +106,7 @@ def test_the_delay_falls_back_after_a_time_of_service_whatever_loading_took(
     with caplog.at_level(logging.WARNING):
         asyncio.run(body())
     delays_s = [record.args[-1] for record in caplog.records if isinstance(record.args, tuple) and "again in" in record.msg]
-    assert delays_s[:3] == ([0.02, 0.04, 0.08] if grows else [0.02] * 3)
+    assert delays_s[:3] == ([0.02] * 3 if serve_s else [0.02, 0.04, 0.08])
 
 
 def test_a_child_for_which_there_never_was_a_process_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

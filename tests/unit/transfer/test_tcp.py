@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -146,22 +146,27 @@ def test_a_silent_peer_costs_the_deadline_and_drop_ends_the_wait(source: TcpSour
             read(source, locator, within_s=0.2)
         assert not isinstance(raised.value, Stalled)
         assert time.monotonic() - began_s < 15.0
-        dropping = threading.Timer(0.2, source.drop, ["p"])
-        dropping.start()
+
+    with socket.create_server((HOST, 0)) as silent:
+        locator = str(Locator(HOST, silent.getsockname()[1], b"s" * 16, 1))
+        asked = threading.Thread(target=keep_silent, args=(silent, b"", lambda: source.drop("p")))
+        asked.start()
+        began_s = time.monotonic()
         with pytest.raises(ConnectionError):
             read(source, locator, within_s=60.0)
         assert time.monotonic() - began_s < 30.0
-        dropping.join()
+        asked.join()
 
 
-def serve_once(server: socket.socket) -> None:
-    """One piece, then silence until the other side hangs up."""
+def keep_silent(server: socket.socket, first: bytes, asked: Callable[[], object]) -> None:
+    """Answer one request with `first`, if that is anything; to every other call `asked`, until the other side hangs up."""
     connection, _ = server.accept()
     with connection:
-        connection.recv(REQUEST.size)
-        connection.sendall(REPLY.pack(4) + b"once")
-        while connection.recv(100):
-            pass
+        if first:
+            connection.recv(REQUEST.size)
+            connection.sendall(first)
+        while connection.recv(REQUEST.size):
+            asked()
 
 
 @pytest.mark.parametrize("sent", [b"", REPLY.pack(100), REPLY.pack(100) + b"half"])
@@ -211,17 +216,14 @@ def test_drop_ends_a_read_that_waits_on_a_kept_connection(source: TcpSource) -> 
     """It must not connect again to a peer that stands still, whose kernel accepts."""
     with socket.create_server((HOST, 0)) as silent:
         locator = Locator(HOST, silent.getsockname()[1], b"s" * 16, 1)
-        serving = threading.Thread(target=serve_once, args=(silent,))
+        serving = threading.Thread(target=keep_silent, args=(silent, REPLY.pack(4) + b"once", lambda: source.drop("p")))
         serving.start()
         assert read(source, str(locator)) == b"once"
-        dropping = threading.Timer(0.2, source.drop, ["p"])
-        dropping.start()
         began_s = time.monotonic()
         with pytest.raises(ConnectionError):
             read(source, str(locator), within_s=60.0)
         assert time.monotonic() - began_s < 30.0
         serving.join()
-        dropping.join()
 
 
 @pytest.mark.parametrize("num_bytes", [-2, -(2**63)])

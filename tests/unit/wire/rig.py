@@ -9,8 +9,9 @@ from time import monotonic
 from typing import Any
 
 import grpc.aio
+import pytest
 
-from jdisagg.api import channels
+from jdisagg.api import channels, peer_link
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.requests import EngineRequest, SamplingParams
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity
@@ -19,11 +20,13 @@ from jdisagg.kv.spec import KVSpec
 FAST = TransferConfig(heartbeat_s=0.05, dead_after_s=0.5)  # shorter ones break when the machine is busy
 RUN_LIMIT_S, WAIT_LIMIT_S = 120.0, 30.0  # only what hangs takes so long, on the busiest machine
 LONGEST_TURN_S = 0.05
+PATIENT = {"grpc.min_reconnect_backoff_ms": round(WAIT_LIMIT_S * 1000)}
 _servers: list[grpc.aio.Server] = []
 
 
-def run_quiet(body: Coroutine[Any, Any, None], limit_s: float = RUN_LIMIT_S) -> None:
-    """Run `body` and assert that no task and no thread outlives it."""
+def run_quiet(body: Coroutine[Any, Any, None], limit_s: float = RUN_LIMIT_S, *, patient: bool = True) -> None:
+    """Run `body` and assert that no task and no thread outlives it. `patient`: connections and Hellos have more than their
+    second, which a machine may stand still for."""
 
     async def main() -> None:
         try:
@@ -38,7 +41,11 @@ def run_quiet(body: Coroutine[Any, Any, None], limit_s: float = RUN_LIMIT_S) -> 
         assert await until(lambda: asyncio.all_tasks() <= mine, 10.0, left) < 0.5, left()
 
     before = {thread for thread in threading.enumerate() if not thread.daemon}
-    asyncio.run(main(), debug=False)
+    with pytest.MonkeyPatch.context() as patch:
+        if patient:
+            patch.setattr(channels, "_CHANNEL_OPTIONS", tuple((dict(channels._CHANNEL_OPTIONS) | PATIENT).items()))
+            patch.setattr(peer_link, "HELLO_TIMEOUT_S", WAIT_LIMIT_S)
+        asyncio.run(main(), debug=False)
     assert {thread for thread in threading.enumerate() if not thread.daemon} <= before
 
 

@@ -19,7 +19,7 @@ from jdisagg.api.peer_server import PeerServer
 from jdisagg.api.piece_server import add_peer_service
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc, generation_pb2_grpc
 from tests.unit.reading import read_whole
-from tests.unit.wire.rig import FAST, WAIT_LIMIT_S, identity, run_quiet, start_server
+from tests.unit.wire.rig import FAST, WAIT_LIMIT_S, identity, run_quiet, start_server, until
 from tests.unit.wire.test_api_key import KEY, METHODS, Everything
 
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0"  # the preface and empty SETTINGS
@@ -79,11 +79,12 @@ def test_a_server_takes_a_full_message_and_one_more_request_and_nothing_longer()
 
 @pytest.fixture
 def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers end a connection after three seconds without a call; our own channels leave after one."""
+    """Servers end a connection after eight seconds without a call; our own channels leave after one, or two: gRPC looks now and
+    then, and a machine may stand still meanwhile."""
     usual = {side: dict(getattr(channels, side)) for side in ("_SERVER_OPTIONS", "_CHANNEL_OPTIONS")}
     assert 2 * usual["_CHANNEL_OPTIONS"][CLIENT_IDLE] <= usual["_SERVER_OPTIONS"][IDLE] <= 60_000
     assert usual["_CHANNEL_OPTIONS"][CLIENT_IDLE] == channels.LEAVE_AFTER_MS
-    for side, idle in (("_SERVER_OPTIONS", {IDLE: 3000}), ("_CHANNEL_OPTIONS", {CLIENT_IDLE: 1000})):
+    for side, idle in (("_SERVER_OPTIONS", {IDLE: 8000}), ("_CHANNEL_OPTIONS", {CLIENT_IDLE: 1000})):
         monkeypatch.setattr(channels, side, tuple((usual[side] | idle).items()))
     monkeypatch.setattr(channels, "LEAVE_AFTER_MS", 1000)
 
@@ -108,7 +109,7 @@ def test_a_connection_without_calls_is_closed() -> None:
 def test_our_own_connections_to_a_peer_leave_before_they_are_closed_after_every_rest(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """gRPC writes of a connection that a server ends, and a call may meet that end."""
+    """gRPC writes "Got goaway" of a connection that a server ends, and a call may meet that end."""
 
     async def body() -> None:
         service = PeerServer(identity(), post=lambda event: None, pieces={"piece": b"bytes"}, config=FAST)
@@ -119,15 +120,14 @@ def test_our_own_connections_to_a_peer_leave_before_they_are_closed_after_every_
             async with link.in_use():
                 await link.refresh()
             assert await asyncio.to_thread(read_whole, source, address, "piece", monotonic() + WAIT_LIMIT_S) == b"bytes"
-        await asyncio.sleep(2.5)
-        assert num_connections_at(address) == 0
+        await until(lambda: num_connections_at(address) == 0)
         await link.close()
         source.close()
         await server.stop(0)
 
     run_quiet(body())
     assert not caplog.records
-    assert capfd.readouterr().err == ""
+    assert "goaway" not in capfd.readouterr().err.lower(), "gRPC may have other things to say"
 
 
 def num_connections_at(address: str) -> int:
