@@ -24,7 +24,7 @@ from jdisagg.api.codec import abort
 from jdisagg.api.identity_codec import decode_identity, encode_identity
 from jdisagg.api.peer_codec import decode_down
 from jdisagg.api.piece_server import PieceBytes, PieceServer
-from jdisagg.api.pulse import cancel_and_wait
+from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.api.shared_pulse import Listener, SharedPulse
 from jdisagg.api.stream_reply import StreamReply
 from jdisagg.core.config import TransferConfig
@@ -131,13 +131,9 @@ class PeerServer(PieceServer):
         self, requests: AsyncIterator[peer_pb2.PrefillRequest], context: grpc.aio.ServicerContext
     ) -> tuple[Open, SharedPulse]:
         """The stream's first message, and whose life it shares; ends the RPC when it is not a good Open for this process."""
-        try:
-            async with asyncio.timeout(self._config.dead_after_s):
-                first = await anext(requests)
-        except TimeoutError:  # it is on its way, or D stands still: not the request's fault, and D has other rungs
+        first = await self._first(requests)
+        if first is None:  # it is on its way, or D stands still: not the request's fault, and D has other rungs
             await abort(context, Unavailable(f"prefill stream: no `open` came within {self._config.dead_after_s:g} s"))
-        except StopAsyncIteration:
-            first = peer_pb2.PrefillRequest()
         try:
             opened = decode_down(first, monotonic())
         except InvalidRequest as error:
@@ -152,6 +148,18 @@ class PeerServer(PieceServer):
         pulse = self._pulses.setdefault(name, SharedPulse(self._config, name))
         pulse.heard()
         return opened, pulse
+
+    async def _first(self, requests: AsyncIterator[peer_pb2.PrefillRequest]) -> peer_pb2.PrefillRequest | None:
+        """The first message, an empty one when there is none; None when D was silent for `dead_after_s`, see Pulse."""
+        pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=self._config.dead_after_s)
+        first = asyncio.ensure_future(anext(requests, peer_pb2.PrefillRequest()))
+        silence = asyncio.create_task(pulse.run(lambda: None))
+        try:
+            await asyncio.wait({first, silence}, return_when=asyncio.FIRST_COMPLETED)
+            return first.result() if first.done() else None
+        finally:
+            first.cancel()
+            silence.cancel()
 
     async def _converse(
         self,

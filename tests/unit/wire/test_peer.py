@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import socket
 import threading
+import time
 import weakref
 from time import monotonic
 from typing import Any
@@ -828,6 +829,27 @@ def test_an_open_that_does_not_come_in_time_is_sent_again_and_no_fault_of_the_re
         assert await stalled[0].details() == "prefill stream: no `open` came within 0.5 s"
         assert d.ends(H1) == [], "the hand-off goes on with the second stream"
         await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_a_prefill_worker_that_stood_still_itself_takes_an_open_that_came_meanwhile():
+    """A burst of hundreds of them takes its loop longer than `dead_after_s` to read."""
+
+    async def body() -> None:
+        p = Prefill(identity(epoch="e"))
+        async with channels.open_channel(await p.start()) as channel:
+            call = peer_pb2_grpc.PeerServiceStub(channel).Prefill()
+            await call.wait_for_connection()
+            await asyncio.sleep(0.1)  # P waits for it
+            write = asyncio.create_task(call.write(encode_down(opening(), epoch="e", now_s=monotonic())))
+            await asyncio.sleep(0)
+            time.sleep(2 * FAST.dead_after_s)
+            await write
+            beating = asyncio.create_task(beat(call))
+            await until(p.opened)
+            await cancel_and_wait(beating)
         await p.server.stop(0)
 
     run_quiet(body())
