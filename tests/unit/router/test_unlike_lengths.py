@@ -76,7 +76,7 @@ def test_a_request_waits_for_a_prefill_worker_that_holds_it_rather_than_be_refus
         await until(lambda: len(router.engine.workers.members()) == 2)
         with pytest.raises(Unavailable, match=r"no prefill worker holds 4 tokens \(at most 3; --local-prefill never\); waited"):
             await collect(router, ask("r1", max_tokens=80))
-        monkeypatch.setattr(router.engine._recovery, "_config", ReplayConfig(place_wait_s=60.0))
+        monkeypatch.setattr(router.engine._replays, "_config", ReplayConfig(place_wait_s=60.0))
         task = asyncio.create_task(collect(router, asked := ask("r2", max_tokens=80)))
         await asyncio.sleep(0.1)
         again = await FakeWorker((router.address,), Role.PREFILL, max_model_len=90).start()
