@@ -849,6 +849,7 @@ def test_a_prefill_worker_that_stood_still_itself_takes_an_open_that_came_meanwh
             await write
             beating = asyncio.create_task(beat(call))
             await until(p.opened)
+            assert (p.service.num_streams, p.ends()) == (1, [])
             await cancel_and_wait(beating)
         await p.server.stop(0)
 
