@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -12,6 +13,8 @@ from jdisagg.api.outbox import Outbox
 from jdisagg.api.peer_codec import UP_HEARTBEAT, Up, encode_up
 from jdisagg.handoff.messages import Done, MadeAtDecode, PrefillToDecode, StreamEnded
 from jdisagg.v1 import peer_pb2
+
+log = logging.getLogger(__name__)
 
 Write = Callable[[peer_pb2.PrefillResponse], Awaitable[object]]
 
@@ -64,13 +67,21 @@ class StreamReply:
 
 async def _write(message: Up | peer_pb2.PrefillResponse, write: Write, heartbeat_s: float) -> None:
     if isinstance(message, peer_pb2.PrefillResponse):
-        wire = message
-    elif isinstance(message, Done) and is_long(message.first):
-        encoding = asyncio.create_task(asyncio.to_thread(encode_up, message))
+        await write(message)
+        return
+    if isinstance(message, Done) and is_long(message.first):
+        encoding = asyncio.create_task(asyncio.to_thread(_encode, message))
         while not encoding.done():
             await write(UP_HEARTBEAT)
             await asyncio.wait({encoding}, timeout=heartbeat_s)
-        wire = encoding.result()
+        await write(encoding.result())
     else:
-        wire = encode_up(message)
-    await write(wire)
+        await write(_encode(message))
+
+
+def _encode(message: Up) -> peer_pb2.PrefillResponse:
+    try:
+        return encode_up(message)
+    except Exception:  # a bug of ours: without this line the end of the stream would look like a broken connection
+        log.exception("a %s cannot be encoded; its hand-off is over", type(message).__name__)
+        raise

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from jdisagg.api import peer_codec, worker_client, worker_service
+from jdisagg.api import peer_codec, stream_reply, worker_client, worker_service
 from jdisagg.api.in_order import LONG_POSITIONS
 from jdisagg.core.requests import Output, SamplingParams, TokenLogprob
 from jdisagg.handoff.messages import Accepted, Done, Started
 from tests.unit.router.fakes import FakeWorker
 from tests.unit.wire.rig import FAST, identity, request, run_quiet, until
-from tests.unit.wire.test_peer import CHUNK, H1, Decode, Prefill, opening
+from tests.unit.wire.test_peer import CHUNK, H1, H2, Decode, Prefill, opening
 from tests.unit.wire.test_worker import Client
 
 SCORED = (None, *(TokenLogprob(token, -1.0, ((token, -1.0),)) for token in range(LONG_POSITIONS)))
@@ -53,6 +53,42 @@ def test_long_prompt_logprobs_are_converted_in_a_thread(
     run_quiet(body())
     on_loop = {token for token, thread in threads.items() if thread is threading.main_thread()}
     assert on_loop == ({2, 3, 4} if num_positions > LONG_POSITIONS else {1, 2, 3, 4})
+
+
+@pytest.mark.parametrize("scored", [None, (*SCORED, SCORED[-1])], ids=["short", "long"])
+def test_what_cannot_be_encoded_is_in_the_log_and_ends_its_hand_off_alone(
+    scored: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    encode = stream_reply.encode_up
+
+    def broken(message: Any) -> Any:
+        if isinstance(message, Done):
+            raise ValueError("value out of range")
+        return encode(message)
+
+    monkeypatch.setattr(stream_reply, "encode_up", broken)
+
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.open(address, H1, opening())
+        await until(p.opened)
+        d.client.open(address, H2, opening())
+        await until(lambda: len(p.opened()) == 2)
+        first = Output(request_id="r", token_ids=(7,), prompt_logprobs=scored)
+        p.opened()[0].reply.send(Done(first=first, num_chunks=0))
+        await until(lambda: d.ends(H1))
+        p.opened()[1].reply.send(Accepted(cached_tokens=0))
+        await until(lambda: d.messages(H2) == [Accepted(cached_tokens=0)])
+        assert p.ends() == ["dead"]
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+    said = [record for record in caplog.records if record.name == stream_reply.__name__]
+    assert [(record.getMessage(), record.exc_info is not None) for record in said] == [
+        ("a Done cannot be encoded; its hand-off is over", True)
+    ]
 
 
 def test_nothing_is_left_of_a_stream_that_ends_while_long_outputs_are_converted() -> None:
