@@ -28,6 +28,7 @@ from jdisagg.core.logs import setup_logs
 from jdisagg.core.settings import API_KEY_VARIABLE
 from jdisagg.core.values import check_key
 from jdisagg.serve.environment import keep_freed_memory, prepare_jax
+from jdisagg.serve.tpu import claim_chips, find_tpu
 
 EXIT_DONE, EXIT_STOPPED, EXIT_BAD_COMMAND = 0, 1, 2
 GOES_ON = "the same command goes on from here"
@@ -126,6 +127,7 @@ def _open_client(command: Command) -> AbstractAsyncContextManager[httpx.AsyncCli
         headers = {"authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=command.batch.max_concurrency + 1)  # and one that asks whether it is there
         return httpx.AsyncClient(base_url=command.server or "", timeout=timeout, headers=headers, limits=limits)
+    config = claim_chips(config, os.environ, find_tpu(os.environ))
     keep_freed_memory(os.environ)
     prepare_jax(config, os.environ)
     return importlib.import_module(_LOCAL_MODULE).open_local(config, timeout)

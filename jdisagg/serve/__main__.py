@@ -24,6 +24,7 @@ from jdisagg.serve.environment import (
     prepare_jax,
 )
 from jdisagg.serve.preflight import check_worker
+from jdisagg.serve.tpu import claim_chips, find_tpu
 
 EXIT_BAD_CONFIG = 2
 _MODULES = {"router": "jdisagg.serve.router", "local": "jdisagg.serve.local"}
@@ -48,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
         pin_to_cores(config.device)
         if config.role not in _MODULES:
             check_worker(config)
+            config = claim_chips(config, os.environ, find_tpu(os.environ))
             keep_freed_memory(os.environ)
             prepare_jax(config, os.environ)
         return importlib.import_module(_MODULES.get(config.role, _WORKER_MODULE)).run(config)

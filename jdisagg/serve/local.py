@@ -25,6 +25,7 @@ from jdisagg.serve.child import ChildSpec
 from jdisagg.serve.process import Process, run_process
 from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.supervisor import Patience, StartFailed, Supervisor
+from jdisagg.serve.tpu import TpuHost, find_tpu, share_chips
 
 log = logging.getLogger(__name__)
 
@@ -51,22 +52,24 @@ def router_spec(config: Config, program: Sequence[str] = SERVE) -> ChildSpec:
     return ChildSpec(name="router", command=command, environ=_shared_environ(config), stage=0)
 
 
-def worker_specs(config: Config, router: str, program: Sequence[str] = SERVE) -> list[ChildSpec]:
-    """Decode and prefill workers, on loopback and free ports, registering with `router` (HOST:PORT)."""
+def worker_specs(config: Config, router: str, program: Sequence[str] = SERVE, tpu: TpuHost | None = None) -> list[ChildSpec]:
+    """Decode and prefill workers, on loopback and free ports, registering with `router` (HOST:PORT). Raises ConfigError when
+    devices are too few."""
     local = config.local
     roles = [("prefill", config.prefill_tp, i) for i in range(local.num_prefill)]
     roles += [("decode", config.decode_tp, i) for i in range(local.num_decode)]
-    shares = split_devices(config.device.devices, [tp for _, tp, _ in roles])
+    needs, devices = [tp for _, tp, _ in roles], config.device.devices
+    shares = split_devices(devices, needs) if tpu is None else share_chips(tpu, devices, needs, os.environ)
     server = replace(
         config.server, host=LOOPBACK, advertise_host=None, advertise_port=None, port=0, grpc_port=0, router=(router,)
     )
     specs = []
-    for (role, tp, index), devices in zip(roles, shares, strict=True):
+    for (role, tp, index), share in zip(roles, shares, strict=True):
         settings = replace(
             config,
             role=role,
             model=replace(config.model, tensor_parallel_size=tp),
-            device=replace(config.device, devices=devices),
+            device=replace(config.device, devices=share),
             transfer=replace(config.transfer, prefill=()),  # the router names the peers of each request
             scheduler=replace(config.scheduler, schedule_log=_numbered(config.scheduler.schedule_log, f"{role}-{index}")),
             server=server,
@@ -138,7 +141,7 @@ async def _start_fleet(config: Config, supervisor: Supervisor, program: Sequence
     (router,) = await supervisor.start([router_spec(config, program)])
     if router.grpc is None or router.http is None:
         raise StartFailed("the router announced no address", 1)
-    workers = await supervisor.start(worker_specs(config, _reachable(router.grpc), program))
+    workers = await supervisor.start(worker_specs(config, _reachable(router.grpc), program, find_tpu(os.environ)))
     deadline_s = time.monotonic() + FLEET_READY_S
     reason = "not asked yet"
     while time.monotonic() < deadline_s:
