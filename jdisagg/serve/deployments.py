@@ -30,7 +30,8 @@ from jdisagg.roles.kv_feed import KVEventFeed
 from jdisagg.roles.kv_lending import KVLending
 from jdisagg.roles.side import Side
 from jdisagg.serve.backends import decode_backends, prefill_backends
-from jdisagg.serve.engines import Core, build_core, decode_side, prefill_side, start_engine, unified_side, usable_devices
+from jdisagg.serve.devices import usable_devices
+from jdisagg.serve.engines import Core, build_core, decode_side, prefill_side, start_engine, unified_side
 from jdisagg.serve.mirror import borrowing, lending, wants_to_borrow
 from jdisagg.transfer.choice import PublisherSet
 from jdisagg.transfer.device_put import DevicePutPublisher, Exchange, device_put_fetcher

@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-import jax
-
 from jdisagg.core.config import Config, LocalPrefill
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
-from jdisagg.core.values import parse_ranges
 from jdisagg.engine.build import make_runner
 from jdisagg.engine.costs import measure_retraction_cost
 from jdisagg.engine.nan_search import NanSearch
@@ -85,14 +82,6 @@ class Core:
             groups=(CacheGroup(spec=self.kv_spec, page_size=self.config.cache.page_size),),
             backends=tuple(backends),
         )
-
-
-def usable_devices(config: Config) -> list[Any]:
-    """`--devices` of the default backend, or all of them."""
-    devices = jax.devices()
-    if config.device.devices is None:
-        return devices
-    return [devices[index] for index in parse_ranges(config.device.devices, "--devices")]
 
 
 def build_core(config: Config, role: Role, devices: Sequence[Any], *, tp: int, metrics: Metrics, worker: str) -> Core:

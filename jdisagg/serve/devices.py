@@ -1,0 +1,57 @@
+"""The devices of a worker: those that jax has, and what is wrong with them in words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jdisagg.core.config import Config
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.values import parse_ranges
+from jdisagg.serve.tpu import BOUNDS, TpuHost, find_tpu
+
+
+def usable_devices(config: Config) -> list[Any]:
+    """`--devices` of the default backend, or all of them. Raises ConfigError when there are none, or not those."""
+    tpu = find_tpu(os.environ)
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        advice = (
+            "" if tpu is None else "; a TPU chip serves one process: give each its own, such as --devices 0 and --devices 1"
+        )
+        raise ConfigError(f"--devices: jax cannot start: {error}{advice}", field="--devices") from error
+    return choose_devices(devices, config.device.devices, num_processes=jax.process_count(), tpu=tpu)
+
+
+def choose_devices(devices: Sequence[Any], wanted: str | None, *, num_processes: int, tpu: TpuHost | None) -> list[Any]:
+    """`wanted` of `devices`. Raises ConfigError for one that is not there, for a TPU that would stand idle, and for a slice
+    over several hosts, of whose devices most are out of this process's reach."""
+    if num_processes > 1:
+        block = BOUNDS.get(tpu.num_chips if tpu else 4, "2,4,1")
+        chips = ",".join(map(str, range(tpu.num_chips if tpu else 4)))
+        raise ConfigError(
+            f"--devices: this is one of {num_processes} processes of a slice over several hosts, and a worker runs on one; "
+            "make each host a slice of its own, by its environment: TPU_PROCESS_BOUNDS=1,1,1 "
+            f"TPU_CHIPS_PER_PROCESS_BOUNDS={block} TPU_VISIBLE_CHIPS={chips}",
+            field="--devices",
+        )
+    if tpu is not None and devices[0].platform == "cpu":
+        raise ConfigError(
+            f"--devices: this machine has {tpu.num_chips} TPU chips, and jax would compute on its CPU: install libtpu "
+            "(scripts/setup.sh --accelerator tpu), or set JAX_PLATFORMS=cpu if that is meant",
+            field="--devices",
+        )
+    if wanted is None:
+        return list(devices)
+    indices = parse_ranges(wanted, "--devices")
+    if max(indices) >= len(devices):
+        raise ConfigError(
+            f"--devices: got {wanted!r}, wanted indices below {len(devices)}: jax has {len(devices)} devices "
+            f"({devices[0].platform})",
+            field="--devices",
+        )
+    return [devices[index] for index in indices]

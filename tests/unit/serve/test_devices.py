@@ -1,0 +1,57 @@
+"""What a worker makes of the devices that jax has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.serve.devices import choose_devices
+from jdisagg.serve.tpu import TpuHost
+
+ROOT = Path(__file__).parents[3]
+V6E_8 = TpuHost(num_chips=8, devices_per_chip=1)
+
+
+def devices(platform: str, count: int) -> list[Any]:
+    return [SimpleNamespace(platform=platform, id=index) for index in range(count)]
+
+
+def test_devices_are_those_named_in_that_order_or_all() -> None:
+    four = devices("tpu", 4)
+    assert choose_devices(four, "2,0", num_processes=1, tpu=V6E_8) == [four[2], four[0]]
+    assert choose_devices(four, None, num_processes=1, tpu=V6E_8) == four
+
+
+def test_a_device_that_is_not_there_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"--devices: got '0-7', wanted indices below 4: jax has 4 devices \(gpu\)"):
+        choose_devices(devices("gpu", 4), "0-7", num_processes=1, tpu=None)
+
+
+def test_a_tpu_host_does_not_serve_from_its_cpu_unnoticed() -> None:
+    with pytest.raises(ConfigError, match=r"8 TPU chips, .* CPU: .*--accelerator tpu.* JAX_PLATFORMS=cpu"):
+        choose_devices(devices("cpu", 1), None, num_processes=1, tpu=V6E_8)
+    assert choose_devices(devices("cpu", 1), None, num_processes=1, tpu=None)
+
+
+def test_a_worker_over_several_hosts_is_refused_with_what_makes_one_of_each() -> None:
+    wanted = r"one of 2 processes .* TPU_PROCESS_BOUNDS=1,1,1 TPU_CHIPS_PER_PROCESS_BOUNDS=2,2,1 TPU_VISIBLE_CHIPS=0,1,2,3"
+    with pytest.raises(ConfigError, match=wanted):
+        choose_devices(devices("tpu", 8), None, num_processes=2, tpu=TpuHost(num_chips=4, devices_per_chip=1))
+
+
+def test_a_backend_that_does_not_start_is_one_line_that_says_what_to_change() -> None:
+    environ = {**os.environ, "JAX_PLATFORMS": "no-such-platform", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "jdisagg.serve", "--role", "prefill", "--compilation-cache-dir", "off"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environ)
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("jdisagg.serve: ")]
+    assert "no-such-platform" in line
+    assert "--devices" in line
+    assert "Traceback" not in done.stderr
