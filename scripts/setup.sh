@@ -24,9 +24,18 @@ while [ $# -gt 0 ]; do
   shift
 done
 
+has_tpu() { # chips among the PCI cards, as jax looks for them: v6e and later have no /dev/accel0
+  local card
+  for card in "$1"/*/device; do
+    case "$(cat "${card%device}vendor" "$card" 2>/dev/null | tr '\n' ' ')" in
+      "0x1ae0 0x005e "|"0x1ae0 0x0062 "|"0x1ae0 0x0063 "|"0x1ae0 0x006f "|"0x1ae0 0x0076 ") return 0 ;;
+    esac
+  done
+  return 1
+}
 find_accelerator() {
   if [ -e /dev/nvidia0 ] || command -v nvidia-smi >/dev/null 2>&1; then echo cuda13
-  elif [ -e /dev/accel0 ] || [ -n "${TPU_NAME:-}${TPU_ACCELERATOR_TYPE:-}" ]; then echo tpu
+  elif has_tpu /sys/bus/pci/devices || [ -e /dev/accel0 ] || [ -n "${TPU_NAME:-}${TPU_ACCELERATOR_TYPE:-}" ]; then echo tpu
   else echo cpu; fi
 }
 case "$accelerator" in
@@ -70,7 +79,11 @@ spec=.
 [ ${#extras[@]} -eq 0 ] || spec=".[$(IFS=,; echo "${extras[*]}")]"
 echo "setup.sh: installing $spec (a few minutes the first time)"
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable "$spec"
-.venv/bin/python -c 'import jax; print(f"setup.sh: jax {jax.__version__}, devices: {jax.devices()}")'
+if [ "$accelerator" = tpu ]; then # asking for devices would take the chips from who serves, or wait for a slice's other hosts
+  .venv/bin/python -c 'import jax; print(f"setup.sh: jax {jax.__version__} for TPU")'
+else
+  .venv/bin/python -c 'import jax; print(f"setup.sh: jax {jax.__version__}, devices: {jax.devices()}")'
+fi
 pwd > .venv/jdisagg-checkout
 echo "$wanted" > "$stamp"
 [ "$test" = no ] || echo "$wanted" > .venv/jdisagg-run.stamp
