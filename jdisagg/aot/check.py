@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +88,8 @@ def _check_engine(question: Question, form: ModelForm, same: Sequence[PlannedEng
     roofline = Roofline(form, mesh, form.layout(mesh, config.cache.page_size), accelerator)
     works = [] if sizes is None else workloads(budget, sizes.runner, config.scheduler.max_num_seqs)
     times = [time for time in map(roofline.time, works) if time is not None]
-    problems = [*([budget.problem] if budget.problem else []), *step_problems(budget, steps)]
+    counts = Counter[str]() if sizes is None else Counter(each.name for each in executables(sizes.runner, sizes.device))
+    problems = [*([budget.problem] if budget.problem else []), *step_problems(budget, steps, counts)]
     return EngineReport(
         role=engine.role.value,
         tp=engine.tp,
@@ -97,9 +99,9 @@ def _check_engine(question: Question, form: ModelForm, same: Sequence[PlannedEng
         kv_dtype=form.kv_dtype,
         num_params=roofline.num_params,
         budget=budget,
-        num_executables=0 if sizes is None else sum(1 for _ in executables(sizes.runner, sizes.device)),
+        num_executables=counts.total(),
         steps=tuple(steps),
-        steps_need_bytes=needed_by(steps) if steps else None,
+        steps_need_bytes=needed_by(steps, counts) if steps else None,
         times=tuple(times),
         remedies=tuple(remedies(form, engine, config, accelerator)) if budget.problem else (),
         problems=tuple(problems),

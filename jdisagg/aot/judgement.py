@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jdisagg.aot.accelerators import GIB
 from jdisagg.aot.budget import Budget
@@ -16,18 +16,26 @@ _STEPS = ("prefill", "decode", "exact")
 _BOUND = {"memory": "memory bandwidth", "arithmetic": "arithmetic", "interconnect": "the links between devices"}
 
 
-def needed_by(steps: Sequence[CompiledStep]) -> int:
+def needed_by(steps: Sequence[CompiledStep], counts: Mapping[str, int]) -> int:
     """Bytes of one device that steps need beside weights and pool: decode state, the code of all, the largest temporaries,
-    and what the device's layout adds to weights, pool and state."""
+    and what the device's layout adds to weights, pool and state. `counts`: executables that the engine has, by name."""
     state = max((step.donated_bytes - step.cache_bytes for step in steps if step.name in _STEPS), default=0)
     temp = max((step.temp_bytes for step in steps), default=0)
-    return state + sum(step.code_bytes for step in steps) + temp + max((step.padding_bytes for step in steps), default=0)
+    return state + _code_bytes(steps, counts) + temp + max((step.padding_bytes for step in steps), default=0)
 
 
-def step_problems(budget: Budget, steps: Sequence[CompiledStep]) -> list[str]:
+def _code_bytes(steps: Sequence[CompiledStep], counts: Mapping[str, int]) -> int:
+    """Of all executables, which stay loaded: one that was not compiled is taken for the largest of its kind."""
+    by_name: dict[str, list[int]] = {}
+    for step in steps:
+        by_name.setdefault(step.name, []).append(step.code_bytes)
+    return sum(sum(each) + max(0, counts.get(name, 0) - len(each)) * max(each) for name, each in by_name.items())
+
+
+def step_problems(budget: Budget, steps: Sequence[CompiledStep], counts: Mapping[str, int]) -> list[str]:
     """Steps that the compiler refuses, and steps that need more than the device has left."""
     found = [f"{step.name} ({step.shape}) does not compile: {step.error}" for step in steps if step.error is not None]
-    wanted = needed_by(steps)
+    wanted = needed_by(steps, counts)
     over = (
         0 if budget.limit_bytes is None or not steps else budget.weights_bytes + budget.pool_bytes + wanted - budget.limit_bytes
     )

@@ -1,0 +1,36 @@
+"""What compiled steps need of a device."""
+
+from __future__ import annotations
+
+from jdisagg.aot.compiled import CompiledStep
+from jdisagg.aot.judgement import needed_by
+
+
+def step(name: str, code: int, temp: int = 0, state: int = 0) -> CompiledStep:
+    return CompiledStep(
+        name=name,
+        shape=f"{code} bytes",
+        size=1,
+        layers=(1,),
+        compile_cpu_s=0.0,
+        temp_bytes=temp,
+        code_bytes=code,
+        padding_bytes=0,
+        donated_bytes=1000 + state,
+        aliased_bytes=1000 + state,
+        cache_bytes=1000,
+        collectives=(),
+        copies=(),
+        kernels={},
+    )
+
+
+def test_the_code_of_executables_that_were_not_compiled_is_that_of_the_largest_of_their_kind() -> None:
+    steps = [step("prefill", 100, temp=7, state=3), step("decode", 20, temp=5)]
+    assert needed_by(steps, {"prefill": 1, "decode": 1}) == 3 + 7 + 120
+    assert needed_by(steps, {"prefill": 4, "decode": 3, "admit": 1}) == 3 + 7 + 4 * 100 + 3 * 20
+
+
+def test_code_that_was_compiled_counts_as_it_is() -> None:
+    assert needed_by([step("prefill", 100), step("prefill", 60)], {"prefill": 2}) == 160
+    assert needed_by([step("prefill", 100), step("prefill", 60)], {"prefill": 3}) == 260
