@@ -27,7 +27,7 @@ _ACTIVATIONS = 8  # float32 copies of the widest activation and of the logits th
 class DeviceMemory:
     """One device as its runtime counts, once it holds the weights."""
 
-    limit_bytes: int  # that the runtime may use
+    limit_bytes: int  # that the runtime may use; 0 where it does not say
     in_use_bytes: int
 
 
@@ -128,6 +128,12 @@ def _check_left(spec: ModelSpec, scheduler: SchedulerConfig, cache: CacheConfig,
     share, steps = cache.device_memory_utilization, steps_bytes(spec, scheduler)
     fullest = min(devices, key=lambda device: int(device.limit_bytes * share) - device.in_use_bytes)
     usable = int(fullest.limit_bytes * share)
+    if fullest.limit_bytes == 0:
+        raise ConfigError(
+            "--device-memory-utilization: the runtime does not say how much memory a device has, so there is no share of it; "
+            "give --kv-cache-bytes or --num-pages",
+            field="device_memory_utilization",
+        )
     if usable <= fullest.in_use_bytes + steps:
         raise ConfigError(
             f"--device-memory-utilization: {share} of a device's {fullest.limit_bytes} bytes is {usable}, wanted more than the "

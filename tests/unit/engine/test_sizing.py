@@ -1,0 +1,34 @@
+"""How large a pool is, by what a device says of its memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from jdisagg.core.config import CacheConfig, Config, ModelConfig, SchedulerConfig
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.requests import Role
+from jdisagg.engine.sizing import DeviceMemory, size_engine
+from jdisagg.kv.layout import choose_layout
+from tests.unit.engine.support import load
+
+CONFIG = Config(
+    model=ModelConfig(max_model_len=64),
+    cache=CacheConfig(page_size=4),
+    scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+)
+
+
+def num_pages(memory: DeviceMemory) -> int:
+    loaded, mesh = load("float32", 1)
+    layout = choose_layout(loaded.spec.kv_spec(loaded.kv_dtype), mesh, CONFIG.cache.page_size)
+    return size_engine(loaded.spec, layout, CONFIG, Role.UNIFIED, lambda: [memory]).num_pages
+
+
+def test_a_device_that_does_not_tell_its_memory_needs_a_pool_of_a_given_size() -> None:
+    with pytest.raises(ConfigError, match=r"--device-memory-utilization: .* does not say how much memory .*--kv-cache-bytes"):
+        num_pages(DeviceMemory(limit_bytes=0, in_use_bytes=0))
+
+
+def test_the_pool_is_what_the_share_leaves_beside_weights_and_steps() -> None:
+    whole = num_pages(DeviceMemory(limit_bytes=2**30, in_use_bytes=0))
+    assert 0 < num_pages(DeviceMemory(limit_bytes=2**30, in_use_bytes=2**29)) < whole // 2
