@@ -15,7 +15,7 @@ from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.ops import choose_ops
 from jdisagg.engine.runner import ModelRunner
 from jdisagg.engine.sizing import DeviceMemory, EngineSizes, pages_for, size_engine
-from jdisagg.kv.layout import choose_layout
+from jdisagg.kv.layout import LANES, choose_layout
 from jdisagg.models.load import LoadedModel
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,12 @@ def make_runner(loaded: LoadedModel, mesh: Mesh, config: Config, role: Role) -> 
     """
     layout = choose_layout(loaded.spec.kv_spec(loaded.kv_dtype), mesh, config.cache.page_size)
     sizes = size_engine(loaded.spec, layout, config, role, partial(_memory, mesh))
+    if layout.is_turned:
+        log.warning(
+            "%d KV pages, as every step copies the cache (keys and values are %d wide, wanted a multiple of %d); "
+            "--kv-cache-bytes gives another size, of which four more have to fit",
+            *(sizes.num_pages, layout.spec.features, LANES),
+        )
     _remark(loaded.spec.max_model_len, config, layout.page_size, sizes)
     model = DecoderModel(loaded.spec, choose_ops(layout, mesh), loaded.layer_loop)
     device = Device(model, loaded.params, layout, mesh, sizes.device, num_pages=sizes.num_pages)

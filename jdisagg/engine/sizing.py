@@ -19,7 +19,7 @@ from jdisagg.kv.layout import KVLayout
 from jdisagg.kv.pool import MIN_PAGES, num_pages_for_bytes
 from jdisagg.models.spec import ModelSpec
 
-CPU_CACHE_BYTES = 2**30
+SMALL_CACHE_BYTES = 2**30  # on CPU, and where every step copies the cache
 _ACTIVATIONS = 8  # float32 copies of the widest activation and of the logits that a step may hold at once
 
 
@@ -113,11 +113,11 @@ def _num_pages(
         return cache.num_pages
     if cache.kv_cache_bytes is not None:
         return _fitting_pages(layout, cache.kv_cache_bytes, "--kv-cache-bytes", f"got {cache.kv_cache_bytes}")
-    devices = memory()
+    devices = None if layout.is_turned else memory()
     if devices is None:
         # every slot full, as much again cached
         useful = 2 * config.scheduler.max_num_seqs * (pages_for(longest, layout.page_size) - 1) + 1
-        return min(useful, _fitting_pages(layout, CPU_CACHE_BYTES, "--kv-cache-bytes", f"default {CPU_CACHE_BYTES}"))
+        return min(useful, _fitting_pages(layout, SMALL_CACHE_BYTES, "--kv-cache-bytes", f"default {SMALL_CACHE_BYTES}"))
     _check_left(spec, config.scheduler, cache, devices)
     left = kv_bytes_left(spec, config, devices)
     share = cache.device_memory_utilization

@@ -23,6 +23,7 @@ from jdisagg.kv.group import KVGroup
 from jdisagg.kv.spec import SCALES, KVSpec
 
 TP_AXIS = "tp"
+LANES = 128  # of a TPU's registers
 _ALL = PartitionSpec()
 HEADS_OF_PIECE = PartitionSpec(None, None, TP_AXIS)  # [L, T, K, F]
 
@@ -36,6 +37,7 @@ class KVLayout:
     num_shards: int  # devices on the mesh axis "tp"
     heads_major: bool
     as_bits: bool  # the array holds 16-bit floats as uint16: XLA:CPU widens a bfloat16 cache to float32 at every access
+    is_turned: bool = False  # XLA:TPU turns the whole cache around in every step, into copies of two to four times its size
 
     @property
     def num_replicas(self) -> int:
@@ -126,7 +128,8 @@ class KVLayout:
 
 
 def choose_layout(spec: KVSpec, mesh: Mesh, page_size: int) -> KVLayout:
-    """The fastest layout for the mesh's platform. Raises ConfigError when heads cannot be split evenly over "tp"."""
+    """The fastest layout for the mesh's platform. Raises ConfigError when heads cannot be split evenly over "tp", or pages are
+    too small for int8 on TPU, where scales in registers half empty would take more memory than there is."""
     num_shards = mesh.shape.get(TP_AXIS, 1)
     heads = spec.num_kv_heads
     if heads % num_shards and num_shards % heads:
@@ -136,8 +139,21 @@ def choose_layout(spec: KVSpec, mesh: Mesh, page_size: int) -> KVLayout:
         )
     platform = mesh.devices.flat[0].platform
     heads_major = platform in ("cpu", "tpu")
+    if platform == "tpu" and spec.quantised and page_size % LANES:
+        raise ConfigError(
+            f"--page-size: got {page_size}, wanted a multiple of {LANES} for int8 on TPU, whose steps would need copies of all "
+            f"scales larger than the cache; give --page-size {LANES}",
+            field="page_size",
+        )
     as_bits = platform == "cpu" and jnp.dtype(spec.dtype).itemsize == 2
-    return KVLayout(spec=spec, page_size=page_size, num_shards=num_shards, heads_major=heads_major, as_bits=as_bits)
+    return KVLayout(
+        spec=spec,
+        page_size=page_size,
+        num_shards=num_shards,
+        heads_major=heads_major,
+        as_bits=as_bits,
+        is_turned=platform == "tpu" and spec.features % LANES != 0,
+    )
 
 
 def _cast_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

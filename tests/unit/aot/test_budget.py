@@ -72,9 +72,10 @@ def test_a_fixed_pool_that_does_not_fit_is_refused_though_the_engine_would_try()
 
 
 def test_int8_halves_a_page_but_for_its_scales() -> None:
-    whole, _ = make_budget(form("llama3-8b"), engine(1), Config(), DEVICES["v5p"])
-    half, _ = make_budget(form("llama3-8b", kv_dtype="int8"), engine(1), Config(), DEVICES["v5p"])
-    assert half.page_bytes == whole.page_bytes // 2 + 16 * 32 * 8 * 8
+    config = Config(cache=CacheConfig(page_size=128))
+    whole, _ = make_budget(form("llama3-8b"), engine(1), config, DEVICES["v5p"])
+    half, _ = make_budget(form("llama3-8b", kv_dtype="int8"), engine(1), config, DEVICES["v5p"])
+    assert half.page_bytes == whole.page_bytes // 2 + 128 * 32 * 8 * 8
 
 
 def test_kv_heads_fewer_than_devices_are_stored_by_all() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jdisagg.aot.planned import planned_mesh
 from jdisagg.core.config import CacheConfig, Config, ModelConfig, SchedulerConfig
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.requests import Role
@@ -32,3 +33,11 @@ def test_a_device_that_does_not_tell_its_memory_needs_a_pool_of_a_given_size() -
 def test_the_pool_is_what_the_share_leaves_beside_weights_and_steps() -> None:
     whole = num_pages(DeviceMemory(limit_bytes=2**30, in_use_bytes=0))
     assert 0 < num_pages(DeviceMemory(limit_bytes=2**30, in_use_bytes=2**29)) < whole // 2
+
+
+def test_a_cache_that_every_step_copies_is_as_small_as_on_a_cpu() -> None:
+    loaded, _ = load("float32", 1)
+    tpu = choose_layout(loaded.spec.kv_spec("bfloat16"), planned_mesh("tpu", 1), CONFIG.cache.page_size)
+    assert tpu.is_turned
+    sizes = size_engine(loaded.spec, tpu, CONFIG, Role.UNIFIED, lambda: [DeviceMemory(limit_bytes=2**34, in_use_bytes=0)])
+    assert sizes.num_pages == 2 * 4 * (64 // 4) + 1
