@@ -21,7 +21,7 @@ import tokenizers
 from jdisagg.core.errors import ConfigError
 from jdisagg.text.bytelevel import ByteLevelVocabulary
 from jdisagg.text.chat import ChatTemplate
-from jdisagg.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from jdisagg.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, begun_character
 
 T = TypeVar("T")
 
@@ -98,6 +98,11 @@ class Tokenizer:
     def decode_begun(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """`decode` for a text that goes on: without the character at its end of which only a part is there, which
         `detokenizer(before=token_ids)` will give."""
+        if self._bytes is None:
+            skip = self.special_ids if skip_special_tokens else frozenset()
+            kept = [token_id for token_id in token_ids if token_id not in skip]
+            begun = begun_character(token_ids, self._byte_of, skip)
+            return self.decode(kept[: len(kept) - len(begun)], skip_special_tokens=False)
         text = self.decode(token_ids, skip_special_tokens=skip_special_tokens)
         left = self.detokenizer(skip_special_tokens=skip_special_tokens, before=token_ids).flush()
         return text[: len(text) - len(left)]

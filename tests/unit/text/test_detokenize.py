@@ -99,6 +99,27 @@ def test_byte_fallback_makes_one_mark_of_one_unfinished_character(byte_fallback:
     assert "".join(_stream(byte_fallback, [*whole, *cut, _id(byte_fallback, "\u2581hello")])) == "中\ufffd hello"
 
 
+@pytest.mark.parametrize("num_begun", [1, 2, 3])
+@pytest.mark.parametrize("before", ["", "hello", "中"])
+@pytest.mark.parametrize("skipped", [True, False])
+def test_byte_fallback_ends_the_character_that_a_prompt_begins(
+    byte_fallback: Tokenizer, before: str, num_begun: int, skipped: bool
+) -> None:
+    whole = [_id(byte_fallback, "\u2581hello")] if before == "hello" else _bytes_of(byte_fallback, before)
+    smile = _bytes_of(byte_fallback, "😀")
+    prompt = [*whole, *smile[:num_begun], *([_id(byte_fallback, "<s>")] if skipped else [])]
+    stream = byte_fallback.detokenizer(before=prompt)
+    answer = "".join(map(stream.push, [*smile[num_begun:], _id(byte_fallback, "\u2581world")])) + stream.flush()
+    assert (byte_fallback.decode_begun(prompt), answer) == (before, "😀 world")
+
+
+def test_byte_fallback_marks_the_character_that_neither_prompt_nor_answer_ends(byte_fallback: Tokenizer) -> None:
+    prompt = [_id(byte_fallback, "\u2581hello"), *_bytes_of(byte_fallback, "😀")[:2]]
+    stream = byte_fallback.detokenizer(before=prompt)
+    pieces = (byte_fallback.decode_begun(prompt), stream.push(_id(byte_fallback, "\u2581world")), stream.flush())
+    assert pieces == ("hello", "\ufffd world", "")
+
+
 def test_an_answer_begins_with_the_space_that_parts_it_from_its_prompt(byte_fallback: Tokenizer) -> None:
     prompt, answer = [_id(byte_fallback, "\u2581hello")], [_id(byte_fallback, "\u2581world")]
     detokenizer = byte_fallback.detokenizer(before=prompt)
