@@ -54,7 +54,7 @@ class Tokenizer:
         self.chat = None if template is None else ChatTemplate(template, self.special_tokens, templates.get("tool_use"))
         decoder, vocabulary = json.loads(backend.to_str())["decoder"] or {}, backend.get_vocab(with_added_tokens=True)
         self.max_token_characters = max(map(len, vocabulary), default=1)
-        self._bytes = ByteLevelVocabulary(backend) if decoder.get("type") == "ByteLevel" else None
+        self._bytes = ByteLevelVocabulary(backend) if _is_byte_level(decoder) else None
         self._byte_of = _fallback_bytes(vocabulary) if _has_byte_fallback(decoder) else {}
 
     @classmethod
@@ -169,6 +169,12 @@ def _token_text(entry: Any) -> str | None:
     if text is not None and not isinstance(text, str):
         raise ConfigError(f"tokenizer_config.json: a special token is {entry!r}, wanted its text", field="model")
     return text
+
+
+def _is_byte_level(decoder: Mapping[str, Any]) -> bool:
+    """Whether a decoder of tokenizer.json is ByteLevel, or a sequence of it and of what only joins."""
+    parts = [part.get("type") for part in decoder.get("decoders", [decoder])]
+    return [part for part in parts if part != "Fuse"] == ["ByteLevel"]
 
 
 def _has_byte_fallback(decoder: Mapping[str, Any]) -> bool:

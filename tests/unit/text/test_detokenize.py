@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders
 
 from jdisagg.text.tokenizer import Tokenizer
 
@@ -118,6 +122,17 @@ def test_byte_fallback_marks_the_character_that_neither_prompt_nor_answer_ends(b
     stream = byte_fallback.detokenizer(before=prompt)
     pieces = (byte_fallback.decode_begun(prompt), stream.push(_id(byte_fallback, "\u2581world")), stream.flush())
     assert pieces == ("hello", "\ufffd world", "")
+
+
+@pytest.mark.parametrize("rest", [[], [decoders.Fuse()]])
+def test_a_byte_level_decoder_may_stand_in_a_sequence(byte_level_directory: Path, rest: list[decoders.Decoder]) -> None:
+    backend = tokenizers.Tokenizer.from_file(str(byte_level_directory / "tokenizer.json"))
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), *rest])  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer = Tokenizer(backend)
+    ids = tokenizer.encode("the fox 😀", add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)) == "the fox 😀".encode()
+    stream = tokenizer.detokenizer(before=ids[:-1])
+    assert (tokenizer.decode_begun(ids[:-1]), stream.push(ids[-1]), stream.flush()) == ("the fox ", "😀", "")
 
 
 def test_an_answer_begins_with_the_space_that_parts_it_from_its_prompt(byte_fallback: Tokenizer) -> None:
