@@ -87,8 +87,10 @@ def _template_kwargs(body: Body) -> dict[str, Any]:
 
 
 def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Content given in parts becomes one text, as most templates expect."""
+    """Content given in parts becomes one text, as most templates expect; what is null, or an empty list of calls, is left out:
+    some templates look only whether it is there."""
     where = f"messages[{index}]"
+    message = {name: value for name, value in message.items() if value is not None and (name, value) != ("tool_calls", [])}
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise InvalidRequest(f"{where}.role: must be a non-empty string", field=f"{where}.role")
     content = message.get("content")

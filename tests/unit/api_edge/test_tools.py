@@ -132,3 +132,17 @@ def test_a_call_without_text_is_shown_by_a_template_that_tells_none_from_empty(c
     messages = [asked, {"role": call["role"], "tool_calls": call["tool_calls"]} | content, said]
     prompt = render_prompt(Body({"messages": messages}), ChatTemplate(OF_THOSE_WITHOUT_TEXT, {}))
     assert prompt == f"hi;call weather{ARGUMENTS};rain;"
+
+
+@pytest.mark.parametrize(
+    "nothing", [{"tool_calls": None}, {"tool_calls": []}, {"name": None, "tool_calls": None, "refusal": None}]
+)
+@pytest.mark.parametrize("name", ["tool_calls", "name"])
+def test_what_a_message_has_as_null_is_not_in_it(nothing: dict[str, list[Any] | None], name: str) -> None:
+    template = ChatTemplate(  # Llama 3 looks for tool_calls in the message, and wants one
+        f"{{% for m in messages %}}{{% if '{name}' in m %}}{{{{ m.{name} | length }}}}{{{{ raise_exception('one call') }}}}"
+        "{% endif %}{{ m.content }};{% endfor %}",
+        {},
+    )
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "fox", **nothing}]
+    assert render_prompt(Body({"messages": messages}), template) == "hi;fox;"
