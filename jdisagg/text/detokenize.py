@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Protocol
 
@@ -52,6 +53,15 @@ class ByteDetokenizer:
         return self._utf8.decode(b"", final=True)
 
 
+def begun_character(token_ids: Sequence[int], byte_of: Mapping[int, int], skip: Collection[int]) -> bytes:
+    """Of a text that goes on: the bytes, each a token's, of the character at its end of which only a part is there."""
+    kept = (token_id for token_id in reversed(token_ids[-_CONTEXT_TOKENS:]) if token_id not in skip)
+    tail = list(takewhile(lambda token_id: token_id in byte_of, kept))
+    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    utf8.decode(bytes(byte_of[token_id] for token_id in reversed(tail)))
+    return utf8.getstate()[0]
+
+
 class WindowDetokenizer:
     """For any decoder. The window is bounded, so a push costs O(1) decodes of at most a dozen tokens.
 
@@ -67,12 +77,14 @@ class WindowDetokenizer:
         byte_of: Mapping[int, int] = MappingProxyType({}),
         before: Sequence[int] = (),
     ) -> None:
-        """`byte_of`: the tokens that are bytes. `before`: what the stream goes on with."""
+        """`byte_of`: the tokens that are bytes. `before`: what the stream goes on with; a character that it begins and does not
+        end belongs to the stream."""
         self._decode = decode
         self._skip = skip
         self._byte_of = byte_of
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._context = [token_id for token_id in before[-_CONTEXT_TOKENS:] if token_id not in skip]  # already emitted
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8.decode(begun_character(before, byte_of, skip))
         self._pending: list[int] = []  # not yet
 
     def push(self, token_id: int) -> str:

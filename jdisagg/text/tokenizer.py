@@ -21,7 +21,7 @@ import tokenizers
 from jdisagg.core.errors import ConfigError
 from jdisagg.text.bytelevel import ByteLevelVocabulary
 from jdisagg.text.chat import ChatTemplate
-from jdisagg.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from jdisagg.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, begun_character
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Tokenizer:
         self.chat = None if template is None else ChatTemplate(template, self.special_tokens, templates.get("tool_use"))
         decoder, vocabulary = json.loads(backend.to_str())["decoder"] or {}, backend.get_vocab(with_added_tokens=True)
         self.max_token_characters = max(map(len, vocabulary), default=1)
-        self._bytes = ByteLevelVocabulary(backend) if decoder.get("type") == "ByteLevel" else None
+        self._bytes = ByteLevelVocabulary(backend) if _is_byte_level(decoder) else None
         self._byte_of = _fallback_bytes(vocabulary) if _has_byte_fallback(decoder) else {}
 
     @classmethod
@@ -98,6 +98,11 @@ class Tokenizer:
     def decode_begun(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """`decode` for a text that goes on: without the character at its end of which only a part is there, which
         `detokenizer(before=token_ids)` will give."""
+        if self._bytes is None:
+            skip = self.special_ids if skip_special_tokens else frozenset()
+            kept = [token_id for token_id in token_ids if token_id not in skip]
+            begun = begun_character(token_ids, self._byte_of, skip)
+            return self.decode(kept[: len(kept) - len(begun)], skip_special_tokens=False)
         text = self.decode(token_ids, skip_special_tokens=skip_special_tokens)
         left = self.detokenizer(skip_special_tokens=skip_special_tokens, before=token_ids).flush()
         return text[: len(text) - len(left)]
@@ -164,6 +169,12 @@ def _token_text(entry: Any) -> str | None:
     if text is not None and not isinstance(text, str):
         raise ConfigError(f"tokenizer_config.json: a special token is {entry!r}, wanted its text", field="model")
     return text
+
+
+def _is_byte_level(decoder: Mapping[str, Any]) -> bool:
+    """Whether a decoder of tokenizer.json is ByteLevel, or a sequence of it and of what only joins."""
+    parts = [part.get("type") for part in decoder.get("decoders", [decoder])]
+    return [part for part in parts if part != "Fuse"] == ["ByteLevel"]
 
 
 def _has_byte_fallback(decoder: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -27,32 +28,47 @@ def render_prompt(body: Body, template: ChatTemplate | None) -> str:
     tools, variables = _offered_tools(body, template), _template_kwargs(body)
     render = partial(template.render, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
     texts = [_plain_message(index, message) for index, message in enumerate(messages)]
+    prompt = _render(render, texts)
+    index = next((i for i, message in enumerate(texts) if message.get("tool_calls")), None)
+    if index is None or _are_calls_seen(texts, prompt, render):
+        return prompt
+    without_text = [_without_empty_text(message) for message in texts]  # some look for calls where there is no text
+    with suppress(InvalidRequest):
+        prompt = _render(render, without_text)
+        if _render_without_calls(render, without_text) != prompt:
+            return prompt
+    field = f"messages[{index}].tool_calls"
+    told = f"{field}: the chat template of the served model shows none to it; write them into content"
+    raise InvalidRequest(told, field=field)
+
+
+def _render(render: Callable[[list[dict[str, Any]]], str], texts: list[dict[str, Any]]) -> str:
+    """Arguments of calls come as JSON text; templates that write them as JSON would quote it, others put the text itself
+    between their own."""
     objects = [_with_objects(message) for message in texts]
     try:
-        prompt = render(objects)  # arguments of calls come as JSON text; templates that write them as JSON would quote it
+        return render(objects)
     except InvalidRequest:
         if objects == texts:
             raise
-        return render(texts)  # others put the text itself between their own
-    _refuse_unseen_calls(objects, prompt, render)
-    return prompt
+        return render(texts)
 
 
-def _refuse_unseen_calls(messages: list[dict[str, Any]], prompt: str, render: Callable[[list[dict[str, Any]]], str]) -> None:
-    """Raises InvalidRequest where the prompt would be the same without the calls."""
-    index = next((i for i, message in enumerate(messages) if message.get("tool_calls")), None)
-    if index is None:
-        return
-    without = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
+def _are_calls_seen(messages: list[dict[str, Any]], prompt: str, render: Callable[[list[dict[str, Any]]], str]) -> bool:
+    """Whether the prompt would be another without the calls."""
     try:
-        are_seen = render(without) != prompt
+        return _render_without_calls(render, messages) != prompt
     except InvalidRequest:  # it misses them
-        return
-    if not are_seen:
-        field = f"messages[{index}].tool_calls"
-        raise InvalidRequest(
-            f"{field}: the chat template of the served model shows none to it; write them into content", field=field
-        )
+        return True
+
+
+def _render_without_calls(render: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]) -> str:
+    return render([{name: value for name, value in message.items() if name != "tool_calls"} for message in messages])
+
+
+def _without_empty_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of calls alone, as OpenAI writes it."""
+    return {**message, "content": None} if message.get("tool_calls") and message["content"] == "" else message
 
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents", "self"})
@@ -71,8 +87,10 @@ def _template_kwargs(body: Body) -> dict[str, Any]:
 
 
 def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Content given in parts becomes one text, as most templates expect."""
+    """Content given in parts becomes one text, as most templates expect; what is null, or an empty list of calls, is left out:
+    some templates look only whether it is there."""
     where = f"messages[{index}]"
+    message = {name: value for name, value in message.items() if value is not None and (name, value) != ("tool_calls", [])}
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise InvalidRequest(f"{where}.role: must be a non-empty string", field=f"{where}.role")
     content = message.get("content")

@@ -117,3 +117,32 @@ def test_a_template_that_refuses_calls_either_way_is_told_of() -> None:
     template = ChatTemplate(OF_CALLS.replace("ARGUMENTS", "raise_exception('no calls')"), {})
     with pytest.raises(InvalidRequest, match="no calls"):
         render_prompt(Body({"messages": CALLED}), template)
+
+
+OF_THOSE_WITHOUT_TEXT = (  # DeepSeek's distillations of R1: calls are shown where content is none, and nothing but calls is
+    "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}{% for c in m.tool_calls %}"
+    "call {{ c.function.name + c.function.arguments }};{% endfor %}{% elif m.content is not none %}{{ m.content }};{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
+def test_a_call_without_text_is_shown_by_a_template_that_tells_none_from_empty(content: dict[str, str | None]) -> None:
+    asked, call, said = CALLED
+    messages = [asked, {"role": call["role"], "tool_calls": call["tool_calls"]} | content, said]
+    prompt = render_prompt(Body({"messages": messages}), ChatTemplate(OF_THOSE_WITHOUT_TEXT, {}))
+    assert prompt == f"hi;call weather{ARGUMENTS};rain;"
+
+
+@pytest.mark.parametrize(
+    "nothing", [{"tool_calls": None}, {"tool_calls": []}, {"name": None, "tool_calls": None, "refusal": None}]
+)
+@pytest.mark.parametrize("name", ["tool_calls", "name"])
+def test_what_a_message_has_as_null_is_not_in_it(nothing: dict[str, list[Any] | None], name: str) -> None:
+    template = ChatTemplate(  # Llama 3 looks for tool_calls in the message, and wants one
+        f"{{% for m in messages %}}{{% if '{name}' in m %}}{{{{ m.{name} | length }}}}{{{{ raise_exception('one call') }}}}"
+        "{% endif %}{{ m.content }};{% endfor %}",
+        {},
+    )
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "fox", **nothing}]
+    assert render_prompt(Body({"messages": messages}), template) == "hi;fox;"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders
 
 from jdisagg.text.tokenizer import Tokenizer
 
@@ -97,6 +101,38 @@ def test_byte_fallback_makes_one_mark_of_one_unfinished_character(byte_fallback:
     whole, cut = _bytes_of(byte_fallback, "中"), _bytes_of(byte_fallback, "文")[:2]
     assert "".join(_stream(byte_fallback, [*whole, *cut])) == "中\ufffd"
     assert "".join(_stream(byte_fallback, [*whole, *cut, _id(byte_fallback, "\u2581hello")])) == "中\ufffd hello"
+
+
+@pytest.mark.parametrize("num_begun", [1, 2, 3])
+@pytest.mark.parametrize("before", ["", "hello", "中"])
+@pytest.mark.parametrize("skipped", [True, False])
+def test_byte_fallback_ends_the_character_that_a_prompt_begins(
+    byte_fallback: Tokenizer, before: str, num_begun: int, skipped: bool
+) -> None:
+    whole = [_id(byte_fallback, "\u2581hello")] if before == "hello" else _bytes_of(byte_fallback, before)
+    smile = _bytes_of(byte_fallback, "😀")
+    prompt = [*whole, *smile[:num_begun], *([_id(byte_fallback, "<s>")] if skipped else [])]
+    stream = byte_fallback.detokenizer(before=prompt)
+    answer = "".join(map(stream.push, [*smile[num_begun:], _id(byte_fallback, "\u2581world")])) + stream.flush()
+    assert (byte_fallback.decode_begun(prompt), answer) == (before, "😀 world")
+
+
+def test_byte_fallback_marks_the_character_that_neither_prompt_nor_answer_ends(byte_fallback: Tokenizer) -> None:
+    prompt = [_id(byte_fallback, "\u2581hello"), *_bytes_of(byte_fallback, "😀")[:2]]
+    stream = byte_fallback.detokenizer(before=prompt)
+    pieces = (byte_fallback.decode_begun(prompt), stream.push(_id(byte_fallback, "\u2581world")), stream.flush())
+    assert pieces == ("hello", "\ufffd world", "")
+
+
+@pytest.mark.parametrize("rest", [[], [decoders.Fuse()]])
+def test_a_byte_level_decoder_may_stand_in_a_sequence(byte_level_directory: Path, rest: list[decoders.Decoder]) -> None:
+    backend = tokenizers.Tokenizer.from_file(str(byte_level_directory / "tokenizer.json"))
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), *rest])  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer = Tokenizer(backend)
+    ids = tokenizer.encode("the fox 😀", add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)) == "the fox 😀".encode()
+    stream = tokenizer.detokenizer(before=ids[:-1])
+    assert (tokenizer.decode_begun(ids[:-1]), stream.push(ids[-1]), stream.flush()) == ("the fox ", "😀", "")
 
 
 def test_an_answer_begins_with_the_space_that_parts_it_from_its_prompt(byte_fallback: Tokenizer) -> None:
