@@ -14,6 +14,7 @@ from huggingface_hub import errors as hub_errors
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.values import expand_home
+from jdisagg.text.tokenizer_files import added_id, read_tokenizer_config
 
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "orbax/**")
 INDEX = "model.safetensors.index.json"  # of weights in several files
@@ -76,9 +77,12 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
     """Ids that end a sequence: of generation_config.json, or else of config.json, and the tokenizer's own, which is all that
     some fine-tunes change; may be empty. Raises ConfigError for what is no id."""
     ids = _configured_eos(directory)
-    named = _object_if_there(directory / "tokenizer_config.json").get("eos_token")
+    beside = read_tokenizer_config(directory)
+    named = beside.get("eos_token")
     text = named.get("content") if isinstance(named, dict) else named
     own = _token_id(_object_if_there(directory / "tokenizer.json"), text) if isinstance(text, str) else None
+    if own is None and isinstance(text, str):
+        own = added_id(beside, text)
     return ids if own is None or own in ids else (*ids, own)
 
 
