@@ -18,6 +18,7 @@ from jdisagg.text.tokenizer_files import added_id, read_tokenizer_config
 
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "orbax/**")
 INDEX = "model.safetensors.index.json"  # of weights in several files
+ADAPTER = "adapter_config.json"  # of LoRA and its kin
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -45,8 +46,18 @@ def read_config(directory: Path) -> dict[str, Any]:
     """config.json of a model directory. Raises ConfigError when it is absent or not a JSON object."""
     path = directory / "config.json"
     if not path.is_file():
+        check_whole(directory)
         raise ConfigError(f"--model: {directory} has no config.json; give a Hugging Face or converted directory", field="model")
     return read_object(path)
+
+
+def check_whole(directory: Path) -> None:
+    """Raise ConfigError for the directory of an adapter, which is no model. Ask only where something is missing."""
+    if (directory / ADAPTER).is_file():
+        raise ConfigError(
+            f"--model: {directory} holds an adapter ({ADAPTER}), wanted a whole model; merge it into its base first",
+            field="model",
+        )
 
 
 def read_model_config(name: str) -> dict[str, Any]:
