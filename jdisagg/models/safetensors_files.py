@@ -55,6 +55,16 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     return _unquantized(found)
 
 
+def stored_dtype(directory: Path) -> str:
+    """The type that holds every weight as it is stored: theirs if they share one, else float32 (which rounds float64 only)."""
+    kinds: set[str] = set()
+    files = {name: file for name, file in tensor_files(directory).items() if not name.endswith(DERIVED)}
+    for file in set(files.values()):
+        with opened(file) as handle:
+            kinds |= {handle.get_slice(name).get_dtype() for name, at in files.items() if at == file}
+    return {"BF16": "bfloat16", "F16": "float16"}.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
+
+
 def check_layers(directory: Path, num_layers: int) -> None:
     """Raise ConfigError naming a tensor that some layers have and others lack. What all lack is found when loading."""
     found: dict[str, set[int]] = {}
