@@ -92,6 +92,7 @@ def test_kv_spec_is_a_window_group_only_when_every_layer_has_it(config: dict[str
         ({"architectures": None}, "architectures"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope_parameters"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling"),
