@@ -17,6 +17,7 @@ from jdisagg.core.values import expand_home
 from jdisagg.text.tokenizer_files import added_id, read_tokenizer_config
 
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "orbax/**")
+HUB_IGNORED = ("consolidated*", "original/*")  # the same weights once more, in their authors' form
 INDEX = "model.safetensors.index.json"  # of weights in several files
 ADAPTER = "adapter_config.json"  # of LoRA and its kin
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -144,14 +145,15 @@ def _token_id(tokenizer: Mapping[str, Any], text: str) -> int | None:
 
 
 def _from_hub(name: str) -> Path:
+    patterns = {"allow_patterns": list(HUB_FILES), "ignore_patterns": list(HUB_IGNORED)}
     try:
-        cached = Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES), local_files_only=True))
+        cached = Path(huggingface_hub.snapshot_download(name, local_files_only=True, **patterns))
         if _is_whole(cached):
             return cached  # else ask the Hub for the rest; what is there is its answer, too, when it cannot be reached
     except (hub_errors.LocalEntryNotFoundError, hub_errors.HFValidationError):
         pass  # not in the cache: ask the Hub, whose answer is the one worth reporting
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
+        return Path(huggingface_hub.snapshot_download(name, **patterns))
     except (hub_errors.HfHubHTTPError, hub_errors.HFValidationError, OSError) as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(
@@ -167,7 +169,10 @@ def _is_whole(directory: Path) -> bool:
         return False
     index = directory / INDEX
     if not index.is_file():
-        return any(directory.glob("*.safetensors")) or (directory / "orbax").is_dir()
+        return (
+            any(not file.name.startswith("consolidated") for file in directory.glob("*.safetensors"))
+            or (directory / "orbax").is_dir()
+        )
     weight_map = read_object(index).get("weight_map")
     return isinstance(weight_map, dict) and all((directory / str(file)).is_file() for file in set(weight_map.values()))
 
