@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.files import why
 from jdisagg.models.resolve import INDEX, read_object
 
 DERIVED = (".rotary_emb.inv_freq",)  # buffers in old checkpoints that follow from config.json
@@ -18,7 +19,6 @@ _OTHERS = ("adapter_", "consolidated")  # how names of files begin that are an a
 _QUANTIZED = re.compile(  # what GPTQ, AWQ, bitsandbytes, compressed-tensors and fp8 checkpoints call the parts of a weight
     r".*\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map|weight_packed|weight_scale|weight_scale_inv|weight_zero_point)"
 )
-_POINTER = b"version https://git-lfs.github.com/"
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -84,7 +84,7 @@ def opened(file: Path) -> Iterator[Any]:
     try:
         handle = safe_open(file, framework="np")
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file}: not readable as safetensors: {_why(file, error)}", field="model") from error
+        raise ConfigError(f"{file}: not readable as safetensors: {why(file, error)}", field="model") from error
     with handle:
         yield handle
 
@@ -113,14 +113,3 @@ def _unquantized(found: dict[str, Path]) -> dict[str, Path]:
         if _QUANTIZED.fullmatch(name):
             raise ConfigError(f"{file}: {name} is part of a quantized weight, wanted unquantized weights", field="model")
     return found
-
-
-def _why(file: Path, error: Exception) -> str:
-    try:
-        with file.open("rb") as start:
-            is_pointer = start.read(len(_POINTER)) == _POINTER
-    except OSError:
-        is_pointer = False
-    return (
-        "it is git's note of a file that was not fetched; run git lfs pull" if is_pointer else f"{error}; copy the file again"
-    )

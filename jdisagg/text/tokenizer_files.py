@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import tokenizers
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.files import why
 
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ def read(path: Path, reader: Callable[[Path], T]) -> T:
     try:
         return reader(path)
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not readable: {error}; copy the file again", field="model") from error
+        raise ConfigError(f"{path}: not readable: {why(path, error)}", field="model") from error
 
 
 def _object_if_there(path: Path) -> dict[str, Any]:
