@@ -96,6 +96,8 @@ def test_kv_spec_is_a_window_group_only_when_every_layer_has_it(config: dict[str
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope_parameters"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling"),
+        ({"rope_scaling": {"factor": 4.0}}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "rope_parameters"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 5}, "head_dim"),
