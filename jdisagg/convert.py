@@ -22,7 +22,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.models.form import DTYPES
 from jdisagg.models.orbax_source import save_orbax
 from jdisagg.models.resolve import read_config, resolve_model
-from jdisagg.models.safetensors_files import has_safetensors
+from jdisagg.models.safetensors_files import has_safetensors, stored_dtype
 from jdisagg.models.safetensors_source import load_safetensors
 from jdisagg.models.sharding import make_mesh
 from jdisagg.models.spec import ModelSpec
@@ -45,7 +45,7 @@ SETTLED_S, GIVE_UP_S = 0.5, 5.0
 
 
 def convert(source: Path, output: Path, *, dtype: str | None) -> None:
-    """Write `source` to `output` as an Orbax checkpoint; `dtype` None keeps the type config.json names (else float32).
+    """Write `source` to `output` as an Orbax checkpoint; `dtype` None keeps that of the weights (`stored_dtype`).
 
     Raises ConfigError when `output` exists or cannot be written, or `source` cannot be read; then nothing is left behind.
     """
@@ -65,8 +65,7 @@ def _convert(source: Path, output: Path, dtype: str | None) -> None:
     if not has_safetensors(source):
         message = f"--model: {source} holds no safetensors weights; give a Hugging Face directory that does"
         raise ConfigError(message, field="model")
-    named = config.get("dtype") or config.get("torch_dtype")
-    dtype = dtype or (named if named in DTYPES else "float32")
+    dtype = dtype or stored_dtype(source)
     partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
     try:
         params = load_safetensors(source, spec, make_mesh(jax.devices("cpu"), 1), dtype)
@@ -95,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", required=True, help="Hugging Face directory or Hub id with safetensors weights")
     parser.add_argument("--output", required=True, type=Path, help="directory to create")
-    parser.add_argument("--dtype", choices=DTYPES, help="element type to store (default: as config.json says)")
+    parser.add_argument("--dtype", choices=DTYPES, help="element type to store (default: that of the weights)")
     args = parser.parse_args(argv)
     try:
         convert(resolve_model(args.model), args.output, dtype=args.dtype)

@@ -10,15 +10,14 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jdisagg.core.config import LayerLoop, ModelConfig, Numerics
-from jdisagg.core.errors import ConfigError
 from jdisagg.core.fingerprint import Parts
 from jdisagg.models.fingerprint import fingerprint
 from jdisagg.models.form import choose_dtypes, choose_layer_loop
+from jdisagg.models.formats import choose_format
 from jdisagg.models.init import random_params
 from jdisagg.models.limits import check_model
-from jdisagg.models.orbax_source import has_orbax, load_orbax
+from jdisagg.models.orbax_source import load_orbax
 from jdisagg.models.resolve import eos_token_ids, generation_defaults, read_config, resolve_model
-from jdisagg.models.safetensors_files import has_safetensors
 from jdisagg.models.safetensors_source import load_safetensors
 from jdisagg.models.spec import ModelSpec
 from jdisagg.models.stacking import stack_layers
@@ -49,7 +48,7 @@ def load_model(config: ModelConfig, mesh: Mesh, *, seed: int) -> LoadedModel:
     spec = ModelSpec.from_config(read_config(directory))
     check_model(config, spec, mesh.shape["tp"])
     dtype, kv_dtype = choose_dtypes(config, mesh.devices.flat[0].platform)
-    params = _load(_format(config.load_format, directory), directory, spec, mesh, dtype, seed=seed)
+    params = _load(choose_format(config.load_format, directory), directory, spec, mesh, dtype, seed=seed)
     layer_loop = choose_layer_loop(config)
     identity = fingerprint(spec, params, numerics=_numerics(config.numerics, layer_loop))
     return LoadedModel(
@@ -76,17 +75,3 @@ def _load(kind: str, directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str, *
     if kind == "dummy":
         return random_params(spec, mesh, dtype, seed=seed)
     return (load_safetensors if kind == "safetensors" else load_orbax)(directory, spec, mesh, dtype)
-
-
-def _format(wanted: str, directory: Path) -> str:
-    present = {"safetensors": has_safetensors(directory), "orbax": has_orbax(directory), "dummy": True}
-    if wanted == "auto":
-        wanted = "orbax" if present["orbax"] and not present["safetensors"] else "safetensors"
-    if wanted not in present:
-        raise ConfigError(f"--load-format is {wanted!r}, wanted auto | safetensors | orbax | dummy", field="load_format")
-    if not present[wanted]:
-        raise ConfigError(
-            f"--load-format: {directory} holds no {wanted} weights; give another --model, or --load-format dummy",
-            field="load_format",
-        )
-    return wanted

@@ -22,11 +22,11 @@ from jax.sharding import Mesh
 from jdisagg.core.errors import ConfigError
 from jdisagg.models.declare import Declared, build, declarations
 from jdisagg.models.declare import Path as ParamPath
+from jdisagg.models.formats import ORBAX
 from jdisagg.models.host_parts import HostParts, slabs
 from jdisagg.models.sharding import param_sharding
 from jdisagg.models.spec import ModelSpec
 
-SUBDIRECTORY = "orbax"
 CHUNK_BYTES = 4 * 2**20  # unit of writing and reading: what a load holds beyond the weights is a few of them
 _CONTEXT = {  # nothing is read twice, so nothing is cached; few threads, each of which keeps what it once allocated
     "cache_pool": {"total_bytes_limit": 0},
@@ -34,11 +34,6 @@ _CONTEXT = {  # nothing is read twice, so nothing is cached; few threads, each o
     "file_io_concurrency": {"limit": 1},
     "data_copy_concurrency": {"limit": 1},
 }
-
-
-def has_orbax(directory: Path) -> bool:
-    """True when `load_orbax` has something to read."""
-    return (directory / SUBDIRECTORY).is_dir()
 
 
 def save_orbax(directory: Path, spec: ModelSpec, params: dict[str, Any]) -> None:
@@ -51,12 +46,12 @@ def save_orbax(directory: Path, spec: ModelSpec, params: dict[str, Any]) -> None
         flat[declared.name] = leaf
     save_args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in flat}
     with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer, _without_patterns(directory.resolve()) as named:
-        checkpointer.save(named / SUBDIRECTORY, flat, save_args=save_args)
+        checkpointer.save(named / ORBAX, flat, save_args=save_args)
 
 
 def load_orbax(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -> dict[str, Any]:
     """The parameter dict as `dtype`, on its devices. Raises ConfigError naming tensor, directory, wanted and got."""
-    path = (directory / SUBDIRECTORY).resolve()
+    path = (directory / ORBAX).resolve()
     _check(path, spec, _stored(path))
     context = ts.Context(_CONTEXT)
 

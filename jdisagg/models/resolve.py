@@ -14,9 +14,12 @@ from huggingface_hub import errors as hub_errors
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.values import expand_home
+from jdisagg.text.tokenizer_files import added_id, read_tokenizer_config
 
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "orbax/**")
+HUB_IGNORED = ("consolidated*", "original/*")  # the same weights once more, in their authors' form
 INDEX = "model.safetensors.index.json"  # of weights in several files
+ADAPTER = "adapter_config.json"  # of LoRA and its kin
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -44,8 +47,18 @@ def read_config(directory: Path) -> dict[str, Any]:
     """config.json of a model directory. Raises ConfigError when it is absent or not a JSON object."""
     path = directory / "config.json"
     if not path.is_file():
+        check_whole(directory)
         raise ConfigError(f"--model: {directory} has no config.json; give a Hugging Face or converted directory", field="model")
     return read_object(path)
+
+
+def check_whole(directory: Path) -> None:
+    """Raise ConfigError for the directory of an adapter, which is no model. Ask only where something is missing."""
+    if (directory / ADAPTER).is_file():
+        raise ConfigError(
+            f"--model: {directory} holds an adapter ({ADAPTER}), wanted a whole model; merge it into its base first",
+            field="model",
+        )
 
 
 def read_model_config(name: str) -> dict[str, Any]:
@@ -76,9 +89,12 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
     """Ids that end a sequence: of generation_config.json, or else of config.json, and the tokenizer's own, which is all that
     some fine-tunes change; may be empty. Raises ConfigError for what is no id."""
     ids = _configured_eos(directory)
-    named = _object_if_there(directory / "tokenizer_config.json").get("eos_token")
+    beside = read_tokenizer_config(directory)
+    named = beside.get("eos_token")
     text = named.get("content") if isinstance(named, dict) else named
     own = _token_id(_object_if_there(directory / "tokenizer.json"), text) if isinstance(text, str) else None
+    if own is None and isinstance(text, str):
+        own = added_id(beside, text)
     return ids if own is None or own in ids else (*ids, own)
 
 
@@ -129,14 +145,15 @@ def _token_id(tokenizer: Mapping[str, Any], text: str) -> int | None:
 
 
 def _from_hub(name: str) -> Path:
+    patterns = {"allow_patterns": list(HUB_FILES), "ignore_patterns": list(HUB_IGNORED)}
     try:
-        cached = Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES), local_files_only=True))
+        cached = Path(huggingface_hub.snapshot_download(name, local_files_only=True, **patterns))
         if _is_whole(cached):
             return cached  # else ask the Hub for the rest; what is there is its answer, too, when it cannot be reached
     except (hub_errors.LocalEntryNotFoundError, hub_errors.HFValidationError):
         pass  # not in the cache: ask the Hub, whose answer is the one worth reporting
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
+        return Path(huggingface_hub.snapshot_download(name, **patterns))
     except (hub_errors.HfHubHTTPError, hub_errors.HFValidationError, OSError) as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(
@@ -152,7 +169,10 @@ def _is_whole(directory: Path) -> bool:
         return False
     index = directory / INDEX
     if not index.is_file():
-        return any(directory.glob("*.safetensors")) or (directory / "orbax").is_dir()
+        return (
+            any(not file.name.startswith("consolidated") for file in directory.glob("*.safetensors"))
+            or (directory / "orbax").is_dir()
+        )
     weight_map = read_object(index).get("weight_map")
     return isinstance(weight_map, dict) and all((directory / str(file)).is_file() for file in set(weight_map.values()))
 

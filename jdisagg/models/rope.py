@@ -39,6 +39,10 @@ class RopeSpec:
         if partial not in (None, 1.0):
             raise ConfigError(f"config.json: partial_rotary_factor is {partial!r}, wanted 1.0", field="partial_rotary_factor")
         if kind == "default":
+            if values.get("factor") not in (None, 1.0):  # transformers leaves it out with a warning, vLLM refuses it
+                raise ConfigError(
+                    f"config.json: {key}.factor is {values['factor']!r}, wanted a rope_type that uses it", field=key
+                )
             return cls(head_dim=head_dim, theta=theta)
         if kind == "linear":
             return cls(head_dim=head_dim, theta=theta, kind=kind, factor=_number(values, key, "factor"))

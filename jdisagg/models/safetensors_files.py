@@ -11,15 +11,20 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.files import why
 from jdisagg.models.resolve import INDEX, read_object
 
 DERIVED = (".rotary_emb.inv_freq",)  # buffers in old checkpoints that follow from config.json
+_OTHERS = ("adapter_", "consolidated")  # how names of files begin that are an adapter, or the model in another form
+_QUANTIZED = re.compile(  # what GPTQ, AWQ, bitsandbytes, compressed-tensors and fp8 checkpoints call the parts of a weight
+    r".*\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map|weight_packed|weight_scale|weight_scale_inv|weight_zero_point)"
+)
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def has_safetensors(directory: Path) -> bool:
     """True when `load_safetensors` has something to read."""
-    return bool((directory / INDEX).is_file() or any(directory.glob("*.safetensors")))
+    return bool((directory / INDEX).is_file() or _weight_files(directory))
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
@@ -30,20 +35,34 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConfigError(f"{index}: weight_map is {type(weight_map).__name__}, wanted an object", field="model")
-        found = {name: directory / Path(str(file)).name for name, file in weight_map.items()}
+        found = {name: directory / _beside(index, file) for name, file in weight_map.items()}
         held = {file: _names(file) for file in sorted(set(found.values()))}
         for name, file in found.items():
             if name not in held[file]:
                 raise ConfigError(f"{file}: no tensor {name}, which {index.name} says is there", field="model")
+        for file, names in held.items():
+            for name in sorted(names):
+                if found.get(name, file) != file:
+                    raise _twice(name, file, found[name])
         if single.is_file() and single not in held:
             raise ConfigError(f"{single} is there, too, and {index.name} does not name it; remove one of them", field="model")
-        return found
-    for file in [single] if single.is_file() else sorted(directory.glob("*.safetensors")):
+        return _unquantized(found)
+    for file in [single] if single.is_file() else _weight_files(directory):
         for name in _names(file):
             if name in found:
-                raise ConfigError(f"{file}: tensor {name} is in {found[name].name} too; keep one", field="model")
+                raise _twice(name, file, found[name])
             found[name] = file
-    return found
+    return _unquantized(found)
+
+
+def stored_dtype(directory: Path) -> str:
+    """The type that holds every weight as it is stored: theirs if they share one, else float32 (which rounds float64 only)."""
+    kinds: set[str] = set()
+    files = {name: file for name, file in tensor_files(directory).items() if not name.endswith(DERIVED)}
+    for file in set(files.values()):
+        with opened(file) as handle:
+            kinds |= {handle.get_slice(name).get_dtype() for name, at in files.items() if at == file}
+    return {"BF16": "bfloat16", "F16": "float16"}.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
 
 
 def check_layers(directory: Path, num_layers: int) -> None:
@@ -65,7 +84,7 @@ def opened(file: Path) -> Iterator[Any]:
     try:
         handle = safe_open(file, framework="np")
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file}: not readable as safetensors: {error}; copy the file again", field="model") from error
+        raise ConfigError(f"{file}: not readable as safetensors: {why(file, error)}", field="model") from error
     with handle:
         yield handle
 
@@ -73,3 +92,24 @@ def opened(file: Path) -> Iterator[Any]:
 def _names(file: Path) -> frozenset[str]:
     with opened(file) as handle:
         return frozenset(handle.keys())
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    return sorted(file for file in directory.glob("*.safetensors") if not file.name.startswith(_OTHERS))
+
+
+def _beside(index: Path, file: object) -> str:
+    if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
+        raise ConfigError(f"{index}: weight_map names {file!r}, wanted the name of a file beside it", field="model")
+    return file
+
+
+def _twice(name: str, file: Path, other: Path) -> ConfigError:
+    return ConfigError(f"{file}: tensor {name} is in {other.name} too; keep one", field="model")
+
+
+def _unquantized(found: dict[str, Path]) -> dict[str, Path]:
+    for name, file in found.items():
+        if _QUANTIZED.fullmatch(name):
+            raise ConfigError(f"{file}: {name} is part of a quantized weight, wanted unquantized weights", field="model")
+    return found

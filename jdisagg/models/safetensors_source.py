@@ -27,6 +27,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 def load_safetensors(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -> dict[str, Any]:
     """The parameter dict as `dtype`, on its devices. Raises ConfigError naming tensor, file, and what was wanted and got."""
     files = tensor_files(directory)
+    states = {file: _state(file) for file in sorted(set(files.values()))}
     _check_names(directory, spec, files)
     if spec.tied and OUTPUT in files:
         _check_tied(files)
@@ -47,7 +48,20 @@ def load_safetensors(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -
                 parts.fill(slab, values)
         return parts.placed()
 
-    return build(spec, make)
+    params = build(spec, make)
+    for file, state in states.items():
+        if _state(file) != state:
+            raise ConfigError(f"{file}: was changed while it was read; start again", field="model")
+    return params
+
+
+def _state(file: Path) -> tuple[int, int, int] | None:
+    """What is another one once a file was written or exchanged; None when it is gone."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _check_names(directory: Path, spec: ModelSpec, files: Mapping[str, Path]) -> None:

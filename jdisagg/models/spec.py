@@ -71,8 +71,9 @@ class ModelSpec:
         """Read a config.json dict. Raises ConfigError naming the key that is missing or not supported."""
         architecture = _architecture(config)
         config = {**_FAMILIES[architecture].left_out, **config}
-        if config.get("quantization_config") is not None:
-            raise _unsupported("quantization_config", config["quantization_config"], "unquantized weights")
+        for key in ("quantization_config", "compression_config"):  # the other one is that of older compressed-tensors
+            if config.get(key) is not None:
+                raise _unsupported(key, config[key], "unquantized weights")
         if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
             raise _unsupported("hidden_act", activation, "silu")
         if config.get("is_causal") not in (None, True):

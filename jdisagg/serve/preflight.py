@@ -8,9 +8,10 @@ from __future__ import annotations
 from jdisagg.api.listening import listen
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
+from jdisagg.models.formats import choose_format
 from jdisagg.models.limits import check_model
 from jdisagg.models.resolve import read_config, resolve_model
-from jdisagg.models.safetensors_files import check_layers, has_safetensors
+from jdisagg.models.safetensors_files import check_layers
 from jdisagg.models.spec import ModelSpec
 from jdisagg.serve.text_edge import read_text_model
 
@@ -28,7 +29,7 @@ def check_worker(config: Config) -> None:
         check_model(config.model, spec, tp)
     if config.role != "prefill":
         read_text_model(directory)
-    if config.model.load_format != "dummy" and has_safetensors(directory):
+    if choose_format(config.model.load_format, directory) == "safetensors":
         check_layers(directory, spec.num_layers)
 
 

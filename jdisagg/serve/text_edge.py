@@ -15,7 +15,7 @@ from jdisagg.core.config import ServerConfig
 from jdisagg.core.errors import ConfigError, InvalidRequest
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import SamplingParams
-from jdisagg.models.resolve import generation_defaults
+from jdisagg.models.resolve import check_whole, generation_defaults
 from jdisagg.text.tokenizer import Tokenizer
 
 
@@ -29,6 +29,8 @@ class TextModel:
 
 def read_text_model(directory: Path) -> TextModel:
     """Raises ConfigError when `directory` holds no usable tokenizer, or recommends sampling parameters that are none."""
+    if not (directory / "tokenizer.json").is_file():
+        check_whole(directory)
     return TextModel(tokenizer=Tokenizer.from_directory(directory), defaults=sampling_defaults(directory))
 
 

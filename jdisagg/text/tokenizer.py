@@ -11,10 +11,10 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import tokenizers
 
@@ -22,13 +22,11 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.text.bytelevel import ByteLevelVocabulary
 from jdisagg.text.chat import ChatTemplate
 from jdisagg.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, begun_character
-
-T = TypeVar("T")
+from jdisagg.text.tokenizer_files import add_tokens, read, read_tokenizer_config, special_tokens
 
 ADDITIONAL_TEMPLATES = "additional_chat_templates"  # a folder of the model's directory: NAME.jinja
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PARALLELISM_VARIABLE = "TOKENIZERS_PARALLELISM"
-_NAMED_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -40,12 +38,12 @@ class Tokenizer:
         config: dict[str, Any] | None = None,
         chat_templates: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`config` is the content of tokenizer_config.json; `chat_templates`, by name, win over those inside it."""
+        """`config`: see `read_tokenizer_config`; `chat_templates`, by name, win over those inside it."""
         config = config or {}
         os.environ.setdefault(_PARALLELISM_VARIABLE, "false")  # one text at a time has no use for a thread per core
         self._backend = backend
-        self.special_tokens = {name: text for name in _NAMED_SPECIAL if (text := _token_text(config.get(name))) is not None}
-        _add_missing_specials(backend, self.special_tokens.values())
+        self.special_tokens = special_tokens(config)
+        add_tokens(backend, config)
         backend.no_truncation()  # both may be saved in tokenizer.json and are for training
         backend.no_padding()
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
@@ -59,18 +57,18 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json, chat_template.jinja and additional_chat_templates/NAME.jinja. Raises
-        ConfigError when the first is missing, or one that is there cannot be read."""
+        """Read tokenizer.json, what stands beside it (`tokenizer_files`), chat_template.jinja and
+        additional_chat_templates/NAME.jinja. Raises ConfigError when the first is missing, or one that is there cannot be read.
+        """
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(
                 f"no tokenizer.json in {directory}: convert the tokenizer to the fast format and save it there", field="model"
             )
-        config_path, template_path = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-        config = _read(config_path, _read_object) if config_path.is_file() else {}
+        config, template_path = read_tokenizer_config(directory), directory / "chat_template.jinja"
         files = {"default": template_path} if template_path.is_file() else {}
         files |= {file.stem: file for file in sorted((directory / ADDITIONAL_TEMPLATES).glob("*.jinja"))}
-        return cls(_read(path, _read_backend), config, {name: _read(file, _read_text) for name, file in files.items()})
+        return cls(read(path, _read_backend), config, {name: read(file, _read_text) for name, file in files.items()})
 
     @property
     def vocab_size(self) -> int:
@@ -138,22 +136,8 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
-def _read(path: Path, reader: Callable[[Path], T]) -> T:
-    try:
-        return reader(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable: {error}; copy the file again", field="model") from error
-
-
 def _read_text(path: Path) -> str:
     return path.read_text("utf-8")
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    value = json.loads(_read_text(path))
-    if not isinstance(value, dict):
-        raise ValueError(f"it holds {type(value).__name__}, wanted a JSON object")
-    return value
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
@@ -161,14 +145,6 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library has no type of its own for it
         raise ValueError(error) from error
-
-
-def _token_text(entry: Any) -> str | None:
-    """A special token is written as text or as an object with `content`. Raises ConfigError for anything else."""
-    text = entry.get("content") if isinstance(entry, dict) else entry
-    if text is not None and not isinstance(text, str):
-        raise ConfigError(f"tokenizer_config.json: a special token is {entry!r}, wanted its text", field="model")
-    return text
 
 
 def _is_byte_level(decoder: Mapping[str, Any]) -> bool:
@@ -185,15 +161,6 @@ def _has_byte_fallback(decoder: Mapping[str, Any]) -> bool:
 def _fallback_bytes(vocabulary: Mapping[str, int]) -> dict[int, int]:
     matches = ((_BYTE_FALLBACK.fullmatch(token), token_id) for token, token_id in vocabulary.items())
     return {token_id: int(match[1], 16) for match, token_id in matches if match is not None}
-
-
-def _add_missing_specials(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
-    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    missing = [
-        tokenizers.AddedToken(text, special=True, normalized=False) for text in dict.fromkeys(texts) if text not in known
-    ]
-    if missing:
-        backend.add_special_tokens(missing)
 
 
 def _named_templates(entry: Any) -> Mapping[str, str]:

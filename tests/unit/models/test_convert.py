@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from jdisagg.convert import convert, main
@@ -16,7 +17,7 @@ from jdisagg.core.config import ModelConfig
 from jdisagg.core.errors import ConfigError
 from jdisagg.models.load import LoadedModel, load_model
 from jdisagg.models.sharding import make_mesh
-from tests.unit.models.conftest import CONFIG
+from tests.unit.models.conftest import CONFIG, write_model
 
 
 def load(directory: Path) -> LoadedModel:
@@ -51,6 +52,27 @@ def test_dtype_is_stored(model_directory: Path, tmp_path: Path) -> None:
         config = ModelConfig(model=str(tmp_path / "halved"), dtype=dtype)
         sizes[dtype] = load_model(config, make_mesh(jax.devices(), 1), seed=0).params["norm"]["scale"]
     assert (sizes["float32"] == sizes["bfloat16"].astype("float32")).all()
+
+
+@pytest.mark.parametrize(
+    ("stored", "named", "kept"),
+    [
+        (("float32", "float32"), "bfloat16", "float32"),
+        (("bfloat16", "bfloat16"), "float16", "bfloat16"),
+        (("float16", "float16"), None, "float16"),
+        (("bfloat16", "float32"), "bfloat16", "float32"),
+        (("bfloat16", "float16"), "float16", "float32"),
+    ],
+)
+def test_what_is_stored_is_kept_whatever_config_json_calls_it(
+    tmp_path: Path, tensors: dict[str, np.ndarray], stored: tuple[str, str], named: str | None, kept: str
+) -> None:
+    """Rounded to another type they would be other weights: workers of the two directories would not pair."""
+    cast = {name: (value * 1e-6).astype(stored[name.endswith("norm.weight")]) for name, value in tensors.items()}
+    source = write_model(tmp_path / "source", cast, torch_dtype=named)
+    convert(source, tmp_path / "converted", dtype=None)
+    assert json.loads((tmp_path / "converted" / "config.json").read_text())["dtype"] == kept
+    assert load(tmp_path / "converted").fingerprint == load(source).fingerprint
 
 
 def test_it_refuses_to_overwrite(model_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -75,6 +76,21 @@ def test_what_the_cache_lacks_of_a_model_is_fetched(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_model("someone/tiny") == tmp_path
     assert asked == ([True] if is_whole else [True, False])
+
+
+def test_weights_that_are_there_in_another_form_are_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tens of gigabytes that nothing reads."""
+    files = ["config.json", "model-00001.safetensors", "consolidated.safetensors", "original/params.json", "tokenizer.json"]
+    fetched: list[str] = []
+
+    def download(name: str, **options: Any) -> str:
+        patterns = {key: value for key, value in options.items() if key.endswith("_patterns")}
+        fetched[:] = huggingface_hub.utils.filter_repo_objects(files, **patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve_model("someone/tiny")
+    assert fetched == ["config.json", "model-00001.safetensors", "tokenizer.json"]
 
 
 def test_the_configuration_alone_is_read_from_a_file_a_directory_or_the_cache(

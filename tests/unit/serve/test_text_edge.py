@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.serve.text_edge import sampling_defaults
+from jdisagg.serve.text_edge import read_text_model, sampling_defaults
 
 
 @pytest.mark.parametrize(("top_k", "wanted"), [(20, 20), (20.0, 20), (0, None), (-1, None)])
@@ -48,3 +48,10 @@ def test_a_recommendation_that_no_request_may_have_is_the_model_s_fault(tmp_path
 def test_a_recommendation_that_is_null_is_none(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": None, "top_k": None, "top_p": 1}))
     assert sampling_defaults(tmp_path).temperature == 1.0
+
+
+def test_an_adapter_without_tokenizer_is_called_so(tmp_path: Path) -> None:
+    """Of a fleet on one machine the router speaks first."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds an adapter \(adapter_config\.json\), wanted a whole model"):
+        read_text_model(tmp_path)

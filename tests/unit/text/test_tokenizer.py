@@ -266,3 +266,9 @@ def test_a_digest_tells_vocabularies_special_tokens_and_templates_apart(byte_lev
     assert digest("one") == digest("two")
     assert digest("one again") not in changed
     assert len(changed) == 3
+
+
+def test_a_tokenizer_that_git_left_out_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9085657\n")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: not readable: .* git lfs pull"):
+        Tokenizer.from_directory(tmp_path)
