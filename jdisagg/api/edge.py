@@ -21,6 +21,7 @@ from jdisagg.api.in_order import is_long
 from jdisagg.api.intake import Job, TextRequest, admit
 from jdisagg.api.long_texts import LongTexts
 from jdisagg.api.token_engine import Enough, ModelCard, TokenEngine
+from jdisagg.api.turns import Turns
 from jdisagg.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, SamplingParams
@@ -62,6 +63,7 @@ class Edge:
         self._live: dict[str, asyncio.Queue[Delta | Exception | _Abort]] = {}
         self._one_thread = asyncio.Lock()
         self.long_texts = LongTexts()
+        self._turns = Turns()
 
     @property
     def card(self) -> ModelCard:
@@ -81,6 +83,7 @@ class Edge:
         timeout_s = self._default_deadline_s if request.timeout_s is None else request.timeout_s
         deadline_s = monotonic() + min(timeout_s, self._default_deadline_s)
         card = await self._engine.first_card(deadline_s)
+        await self._turns.wait()
         draw = self._draw_seed
         return await admit(request, card, self.tokenizer, self.long_texts, deadline_s=deadline_s, draw_seed=draw)
 
@@ -154,6 +157,7 @@ class Edge:
         request = job.requests[index]
         try:
             async with asyncio.timeout(max(0.0, job.deadline_s - monotonic()) + _DEADLINE_GRACE_S):
+                await self._turns.wait()
                 async with aclosing(self._deltas(job, index, request)) as deltas:
                     async for delta in deltas:
                         queue.put_nowait(delta)

@@ -21,6 +21,7 @@ from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.peer_book import PeerBook
 from jdisagg.api.peer_link import HelloFailed, PeerLink
 from jdisagg.api.peer_stream import UNCLEAR, PeerStream
+from jdisagg.api.turns import Turns
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
 from jdisagg.handoff.events import FromPrefill
@@ -62,6 +63,7 @@ class GrpcPeerClient:
         self._streams: dict[HandoffId, PeerStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._book = PeerBook()
+        self._turns = Turns()
         self._closed = False
 
     # --- any thread
@@ -195,6 +197,7 @@ class GrpcPeerClient:
                     return StreamEnded(reason=error.reason, error=error.error)
                 self._answered(link)
                 self._book.agreed(stream.peer, reached)
+                await self._turns.wait()
                 if stream.closed:
                     break
                 deliver = partial(self._deliver, handoff, stream)

@@ -22,6 +22,7 @@ from typing import Any
 from jdisagg.api.attempts import Attempts
 from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.token_engine import Enough, Health, ModelCard
+from jdisagg.api.turns import Turns
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.drill import Drill
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, Overloaded, RequestError, Unavailable
@@ -81,6 +82,7 @@ class FleetEngine:
         self._slow_request_s = slow_request_s
         self._flights: dict[str, Flight] = {}
         self._attempts = Attempts()
+        self._turns = Turns()
         self._placement = Placement(self.workers)
         self._replays = Replays(replay or ReplayConfig(), metrics, worker_wait_s=config.worker_wait_s)
         self._draining = False
@@ -200,6 +202,7 @@ class FleetEngine:
         """Send the attempt to a worker, waiting for one if there is none. Raises Unavailable or DeadlineExceeded."""
         began_s = monotonic()
         while True:
+            await self._turns.wait()  # a worker that is lost, or comes, concerns all of its requests at once
             if self._closed.is_set():
                 raise _shutting_down(flight)
             now_s = monotonic()

@@ -27,7 +27,7 @@ from jdisagg.models.resolve import resolve_model
 from jdisagg.router.entrance import Entrance
 from jdisagg.router.fleet_engine import FleetEngine
 from jdisagg.router.recovery import ReplayConfig
-from jdisagg.serve.process import Process, run_process
+from jdisagg.serve.process import Process, keep_what_is_there, run_process
 from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.text_edge import make_edge, read_text_model
 from jdisagg.v1 import admin_pb2_grpc, fleet_pb2_grpc, generation_pb2_grpc
@@ -88,6 +88,7 @@ async def serve(config: Config, process: Process) -> int:
     await server.start()
     await http.start()
     await health.start()
+    keep_what_is_there()
     announce(Ready(role="router", http=http.address, grpc=address, model=model, warmup_s=round(monotonic() - started_s, 3)))
     await process.stopping.wait()
     deadline_s = monotonic() + config.server.drain_s

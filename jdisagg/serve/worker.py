@@ -39,7 +39,7 @@ from jdisagg.roles.self_test import self_test
 from jdisagg.roles.watchdog import Watchdog
 from jdisagg.serve.deployments import Deployment, build_deployment
 from jdisagg.serve.engines import exit_on_crash
-from jdisagg.serve.process import Process, run_process
+from jdisagg.serve.process import Process, keep_what_is_there, run_process
 from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.text_edge import TextModel, make_edge, read_text_model
 from jdisagg.v1 import admin_pb2_grpc, generation_pb2_grpc, kv_events_pb2_grpc, worker_pb2_grpc
@@ -82,6 +82,7 @@ async def serve(config: Config, process: Process) -> int:
     app.serve(parts.app)
     await parts.start()
     _install_test_hooks(deployment)
+    keep_what_is_there()
     announce(
         Ready(
             role=config.role,

@@ -23,6 +23,7 @@ from jdisagg.api.http.openapi import openapi_document
 from jdisagg.api.http.operations import Observable, Operations
 from jdisagg.api.http.request_id import HEADER, RequestIdHeader, shown_request_id
 from jdisagg.api.http.tokens import TokenEndpoints
+from jdisagg.api.turns import Turns
 from jdisagg.core.errors import JdisaggError, RequestError, Unauthenticated
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -83,21 +84,23 @@ def _completion_routes(edge: Edge) -> list[Route]:
     async def openapi(request: Request) -> Response:
         return JSONResponse(openapi_document(edge.card.name))
 
+    turns = Turns()
     return [
         Route("/v1/models", tokens.models),
         Route("/v1/models/{name:path}", tokens.model),
-        Route("/v1/completions", _counted(Completions(edge).respond, edge), methods=["POST"]),
-        Route("/v1/chat/completions", _counted(ChatCompletions(edge).respond, edge), methods=["POST"]),
+        Route("/v1/completions", _counted(Completions(edge).respond, edge, turns), methods=["POST"]),
+        Route("/v1/chat/completions", _counted(ChatCompletions(edge).respond, edge, turns), methods=["POST"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/openapi.json", openapi),
     ]
 
 
-def _counted(respond: Endpoint, edge: Edge) -> Endpoint:
-    """`respond`, whose refusals count as requests that ended so."""
+def _counted(respond: Endpoint, edge: Edge, turns: Turns) -> Endpoint:
+    """`respond`, a few calls at a time, whose refusals count as requests that ended so."""
 
     async def responding(request: Request) -> Response:
+        await turns.wait()
         try:
             return await respond(request)
         except RequestError as error:
