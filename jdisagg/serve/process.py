@@ -34,8 +34,7 @@ log = logging.getLogger(__name__)
 
 EXIT_FORCED = 1
 ONE_TELLING_S = 0.2  # wrappers such as timeout(1) signal the process, and then its group with it
-
-GC_THRESHOLDS = (10_000, 10, 20)
+GC_THRESHOLDS = (10_000, 10, 20)  # two million new objects before all are searched: as many as thousands of requests have
 
 
 class Process:
@@ -89,7 +88,8 @@ class Process:
 
 def keep_what_is_there() -> None:
     """What a process has made until READY it keeps, and no search for garbage walks it from here on. With jax and the model's
-    programs those are 400,000 objects, and a quarter of a second in which no thread of the process moves."""
+    programs those are 400,000 objects, and a quarter of a second in which no thread of the process moves. Requests leave next
+    to no garbage to search for."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
