@@ -1,9 +1,9 @@
 """Runs every check and prints one report: format, lint, types, layers, generated code, protos, metrics, then the tests.
 
 Usage: checks.py [--quick] [pytest arguments]. Everything runs even when something fails. Tests that compute run in two
-processes side by side; those that start servers and wait for them run alone. Tools that come from outside the package index
-(buf, promtool) run when present and are listed as SKIPPED otherwise. The last line counts checks and tests together, in
-pytest's words; the exit status is 0 when nothing failed.
+processes, file by file; those that start servers and wait for them run one after the other. Tools that come from outside the
+package index (buf, promtool) run when present and are listed as SKIPPED otherwise. The last line counts checks and tests
+together, in pytest's words; the exit status is 0 when nothing failed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -29,13 +28,13 @@ import sys
 from jdisagg.core.metrics import Metrics
 sys.stdout.write(Metrics().text())
 """
-UNIT = ("tests/unit", "tests/compat")
-DEVICE = ("tests/kernels", "tests/golden")
-E2E = ("tests/e2e",)
-STAGES = ((UNIT, DEVICE), (E2E,))  # one after another; the parts of one side by side
+QUICK = ("tests/unit", "tests/compat")
+COMPUTING = (*QUICK, "tests/kernels", "tests/golden")
+SERVING = ("tests/e2e",)
+IN_TWO_PROCESSES = ("--numprocesses=2", "--dist=loadfile")
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 CHECK_TIMEOUT_S = 300
-TESTS_TIMEOUT_S = 3600  # of one stage
+TESTS_TIMEOUT_S = 3600  # of one pytest
 CLEAN_UP_S = 60
 NOTHING_SELECTED = 5  # pytest's exit status
 
@@ -110,24 +109,14 @@ def run_check(check: Check, tally: Tally, skipped: list[str]) -> None:
         print(output, flush=True)
 
 
-def run_tests(parts: tuple[tuple[str, ...], ...], extra: list[str], tally: Tally) -> None:
-    """Run pytest on each of `parts` at once and add their counts; the output of all but the first comes when they have ended.
-
-    Arguments that select nothing of a part are no failure there.
-    """
-    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        runs: list[tuple[subprocess.Popen[bytes], Path, Path | None]] = []
-        for paths in parts:
-            report, log = Path(directory) / f"{len(runs)}.xml", Path(directory) / f"{len(runs)}.log" if runs else None
-            command = [str(BIN / "pytest"), *paths, "-q", "--durations=15", f"--junit-xml={report}", *extra]
-            output = stack.enter_context(log.open("wb")) if log else None
-            runs.append((stack.enter_context(subprocess.Popen(command, stdout=output, stderr=output)), report, log))
-        until_s = time.monotonic() + TESTS_TIMEOUT_S
-        for pytest, report, log in runs:
-            status = _wait(pytest, until_s)
-            if log is not None:
-                print(log.read_text(errors="replace"), flush=True)
-            _count(report, status, tally)
+def run_tests(paths: tuple[str, ...], options: list[str], tally: Tally) -> None:
+    """Run pytest on `paths` and add its counts. Options that select nothing there are no failure."""
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory) / "report.xml"
+        command = [str(BIN / "pytest"), *paths, "-q", "--durations=15", f"--junit-xml={report}", *options]
+        with subprocess.Popen(command) as pytest:
+            status = _wait(pytest, time.monotonic() + TESTS_TIMEOUT_S)
+        _count(report, status, tally)
 
 
 def _count(report: Path, status: int, tally: Tally) -> None:
@@ -171,8 +160,9 @@ def main() -> int:
     counted = tally.all()
     with tempfile.TemporaryDirectory(prefix="jdisagg-xla-") as cache:
         os.environ.setdefault(CACHE, cache)  # for all of them
-        for parts in ((UNIT,),) if options.quick else STAGES:
-            run_tests(parts, extra, tally)
+        run_tests(QUICK if options.quick else COMPUTING, [*IN_TWO_PROCESSES, *extra], tally)
+        if not options.quick:
+            run_tests(SERVING, extra, tally)
     if tally.all() == counted:
         print(f"FAILED  no test matches {' '.join(extra)}", flush=True)
         tally.failed += 1
