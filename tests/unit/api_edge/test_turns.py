@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from itertools import pairwise
 
 import pytest
 
 from jdisagg.api.edge import Edge
 from jdisagg.api.http.app import make_app
 from jdisagg.api.intake import TextRequest
-from jdisagg.api.turns import PER_TURN, Turns
+from jdisagg.api.turns import PER_TURN, ROUNDS, Turns
 from jdisagg.core.requests import EngineRequest, Output, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine
@@ -36,8 +37,16 @@ def test_what_comes_at_once_goes_on_a_few_at_a_time_in_its_order() -> None:
             gone_on.append(number)
 
         tasks = [asyncio.create_task(work(number)) for number in range(NUM)]
-        assert await most_in_a_turn(lambda: len(gone_on), lambda: len(gone_on) == NUM) == PER_TURN
+        rounds = list[int]()
+
+        def all_on() -> bool:
+            rounds.append(len(gone_on))
+            return len(gone_on) == NUM
+
+        assert await most_in_a_turn(lambda: len(gone_on), all_on) == PER_TURN
         assert gone_on == list(range(NUM))
+        idle = sum(earlier == later for earlier, later in pairwise(rounds))
+        assert idle >= (ROUNDS - 2) * (NUM // PER_TURN - 1), "rounds in which gRPC takes in its events"
         await asyncio.gather(*tasks)
 
     asyncio.run(asyncio.wait_for(run(), 10))
@@ -68,8 +77,7 @@ def test_who_gave_up_waiting_takes_nobodys_turn() -> None:
         await asyncio.sleep(0)  # all have asked
         for task in tasks[PER_TURN : 3 * PER_TURN]:
             task.cancel()
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await tasks[-1]
         assert gone_on == [*range(PER_TURN), *range(3 * PER_TURN, 4 * PER_TURN)]
         await asyncio.gather(*tasks, return_exceptions=True)
 

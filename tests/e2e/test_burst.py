@@ -1,0 +1,25 @@
+"""The drill of a burst, small: every call ends well, and nobody is taken for dead."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(300)
+def test_everybody_who_calls_in_the_same_moment_gets_a_whole_answer(tmp_path: Path) -> None:
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    env.pop("XLA_FLAGS", None)
+    figures_path = tmp_path / "burst.json"
+    command = [sys.executable, "scripts/burst.py", "--requests", "400", "--d", "1", "--json", str(figures_path)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
+    figures = json.loads(figures_path.read_text())
+    assert (done.returncode, figures["well"], figures["failures"]) == (0, 400, {}), done.stdout + done.stderr
+    assert figures["taken for dead"] == 0
