@@ -33,7 +33,6 @@ class Call:
     """How one call ended. `failure` is empty after a whole answer."""
 
     first_s: float | None
-    num_parts: int
     failure: str
 
 
@@ -92,9 +91,9 @@ async def _all_at_once(port: int, num_requests: int) -> list[Call]:
 
 async def _call(port: int, prompt: str, max_tokens: int) -> Call:
     """One call over a connection of its own."""
-    began_s, first_s, num_parts = monotonic(), None, 0
-    wanted = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-    body = json.dumps(wanted).encode()
+    began_s, first_s, num_tokens = monotonic(), None, 0
+    wanted = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+    body = json.dumps({**wanted, "stream": True, "stream_options": {"include_usage": True}}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: burst\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     try:
         async with asyncio.timeout(CALL_TIMEOUT_S):
@@ -104,14 +103,17 @@ async def _call(port: int, prompt: str, max_tokens: int) -> Call:
             whole = False
             while line := await reader.readline():
                 if line.startswith(b'data: {"error"'):
-                    return Call(first_s=first_s, num_parts=num_parts, failure=line.decode().strip())
+                    return Call(first_s=first_s, failure=line.decode().strip())
                 if line.startswith(b"data: {"):
-                    first_s, num_parts = first_s or monotonic() - began_s, num_parts + 1
+                    first_s = first_s or monotonic() - began_s
+                    num_tokens = (json.loads(line[6:]).get("usage") or {}).get("completion_tokens", num_tokens)
                 whole = whole or line.startswith(b"data: [DONE]")
             writer.close()
     except (OSError, TimeoutError) as error:
-        return Call(first_s=first_s, num_parts=num_parts, failure=repr(error))
-    return Call(first_s=first_s, num_parts=num_parts, failure="" if whole else status or "the connection ended")
+        return Call(first_s=first_s, failure=repr(error))
+    if whole and num_tokens != max_tokens:
+        return Call(first_s=first_s, failure=f"{num_tokens} tokens, wanted {max_tokens}")
+    return Call(first_s=first_s, failure="" if whole else status or "the connection ended")
 
 
 def _recoveries(http: str) -> Counter[str]:

@@ -28,15 +28,17 @@ async def most_in_a_turn(count: Callable[[], int], until: Callable[[], bool]) ->
     return most
 
 
+async def go_on(turns: Turns, number: int, gone_on: list[int]) -> None:
+    """Wait for a turn and say so."""
+    await turns.wait()
+    gone_on.append(number)
+
+
 def test_what_comes_at_once_goes_on_a_few_at_a_time_in_its_order() -> None:
     async def run() -> None:
         turns, gone_on = Turns(), list[int]()
 
-        async def work(number: int) -> None:
-            await turns.wait()
-            gone_on.append(number)
-
-        tasks = [asyncio.create_task(work(number)) for number in range(NUM)]
+        tasks = [asyncio.create_task(go_on(turns, number, gone_on)) for number in range(NUM)]
         rounds = list[int]()
 
         def all_on() -> bool:
@@ -69,11 +71,7 @@ def test_who_gave_up_waiting_takes_nobodys_turn() -> None:
     async def run() -> None:
         turns, gone_on = Turns(), list[int]()
 
-        async def work(number: int) -> None:
-            await turns.wait()
-            gone_on.append(number)
-
-        tasks = [asyncio.create_task(work(number)) for number in range(4 * PER_TURN)]
+        tasks = [asyncio.create_task(go_on(turns, number, gone_on)) for number in range(4 * PER_TURN)]
         await asyncio.sleep(0)  # all have asked
         for task in tasks[PER_TURN : 3 * PER_TURN]:
             task.cancel()
