@@ -203,7 +203,7 @@ class GrpcPeerClient:
                 deliver = partial(self._deliver, handoff, stream)
                 ended = await stream.run(link, theirs, reached.backends, deliver)
                 if ended.reason == UNCLEAR:
-                    ended = replace(ended, reason=await _cleared_up(link, theirs.epoch))
+                    ended = await _cleared_up(ended, link, theirs.epoch)
             if ended.reason in ("dead", "heartbeat"):
                 self._failed(link, ended.error.message if ended.error else ended.reason)
             if stream.answered or ended.reason not in ("dead", "epoch"):
@@ -268,9 +268,10 @@ class GrpcPeerClient:
             await asyncio.sleep(PROBE_INTERVAL_S)
 
 
-async def _cleared_up(link: PeerLink, epoch: str) -> str:
-    """Why a stream ended that ended without a reason: the peer's process answers, or it does not."""
+async def _cleared_up(ended: StreamEnded, link: PeerLink, epoch: str) -> StreamEnded:
+    """What became of a stream that ended without P's status: its process answers, or it does not. The error is gRPC's own."""
     try:
-        return "closed" if (await link.refresh()).epoch == epoch else "dead"
+        answers = (await link.refresh()).epoch == epoch
     except HelloFailed:
-        return "dead"
+        answers = False
+    return StreamEnded(reason="closed") if answers else replace(ended, reason="dead")
