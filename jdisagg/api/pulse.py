@@ -20,15 +20,29 @@ def _nobody_cares(is_quiet: bool) -> None:
     """Nothing is done before the other side is dead."""
 
 
+def _nobody_waits(silent_s: float) -> bool:
+    """Who is silent for `dead_after_s` is dead."""
+    return False
+
+
 class Pulse:
     """Beats every `heartbeat_s` while `run` runs; ends when nothing was heard for `dead_after_s`, later on a loop so slow that
-    it misses its own wake-ups."""
+    it misses its own wake-ups, or where somebody waits for it."""
 
-    def __init__(self, *, heartbeat_s: float, dead_after_s: float, on_quiet: Callable[[bool], None] = _nobody_cares) -> None:
-        """`on_quiet` hears True after QUIET_SHARE of `dead_after_s` in silence, and False when something comes after that."""
+    def __init__(
+        self,
+        *,
+        heartbeat_s: float,
+        dead_after_s: float,
+        on_quiet: Callable[[bool], None] = _nobody_cares,
+        waits: Callable[[float], bool] = _nobody_waits,
+    ) -> None:
+        """`on_quiet` hears True after QUIET_SHARE of `dead_after_s` in silence, and False when something comes after that.
+        `waits` is asked at each wake-up from `dead_after_s` on, with the seconds of silence: True = not dead yet."""
         self._wake_s = heartbeat_s / WAKE_UPS_PER_BEAT
         self._limit_s = dead_after_s
         self._on_quiet = on_quiet
+        self._waits = waits
         self._silent_s = 0.0
         self._counted_s = 0.0  # until when; monotonic
         self._is_quiet = False
@@ -47,8 +61,8 @@ class Pulse:
         """Call `beat` every interval, by the clock; returns once the other side has been silent for too long."""
         was_late, self._counted_s = False, monotonic()
         beaten_s = self._counted_s
-        while self._silent_s < self._limit_s:
-            await asyncio.sleep(min(self._wake_s, self._limit_s - self._silent_s))
+        while (left_s := self._limit_s - self._silent_s) > 0 or self._waits(self._silent_s):
+            await asyncio.sleep(min(self._wake_s, left_s) if left_s > 0 else self._wake_s)
             was_late, now_s = self._count(may_decide=was_late), self._counted_s
             if now_s - beaten_s >= (WAKE_UPS_PER_BEAT - 0.5) * self._wake_s:
                 beaten_s = now_s
@@ -58,9 +72,10 @@ class Pulse:
         """Count what passed; whether it was more than counts. Two such wake-ups in a row may decide: the loop is just slow."""
         now_s, most_s = monotonic(), MOST_COUNTED * self._wake_s
         passed_s, self._counted_s = now_s - self._counted_s, now_s
+        before_s = self._silent_s
         self._silent_s += min(passed_s, most_s)
         if passed_s > most_s and not may_decide:
-            self._silent_s = min(self._silent_s, self._limit_s - self._wake_s)
+            self._silent_s = max(before_s, min(self._silent_s, self._limit_s - self._wake_s))
         elif self._silent_s >= QUIET_SHARE * self._limit_s:
             self._tell(True)
         return passed_s > most_s

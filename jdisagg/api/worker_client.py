@@ -50,27 +50,30 @@ class WorkerLink:
         on_up: Callable[[], None],
         on_down: Callable[[str], None],
         on_load: Callable[[Load, int], None],
+        on_quiet: Callable[[bool], None],
+        waits: Callable[[float], bool],
         credentials: Credentials = INSECURE,
         router: str = "",
     ) -> None:
         """Connects at once, in the background. Callbacks run on the loop and must not block; `on_load` comes before the outputs
         of the same message, with the number of requests that are cancelled and that the worker still counts. `router`: a name
-        of this process, by which the worker knows a replay of its own request from somebody else's request of the same id."""
+        of this process, by which the worker knows a replay of its own request from somebody else's request of the same id.
+        `on_quiet`, `waits`: see Pulse."""
         self.address = address
         self.answered = False
-        self._config = config
         self._on_outputs = on_outputs
         self._decoded = InOrder(decode_output, self._deliver)
         self._on_up = on_up
         self._on_down = on_down
         self._on_load = on_load
+        self._pulse = Pulse(heartbeat_s=config.heartbeat_s, dead_after_s=config.dead_after_s, on_quiet=on_quiet, waits=waits)
         self._router = router
         self._live: dict[str, int] = {}  # request id -> attempt
         self._submits: deque[EngineRequest] = deque()  # long ones take time to encode, and thousands fit no message
         self._cancels: list[worker_pb2.Cancel] = []
         self._wake = asyncio.Event()
         self._wake.set()
-        self._progress = _Progress(step_timeout_s)
+        self._progress = _Progress(step_timeout_s, config.heartbeat_s)
         self._task = asyncio.create_task(self._run(credentials))
 
     @property
@@ -122,11 +125,10 @@ class WorkerLink:
             self._on_down(reason)
 
     async def _converse(self, call: grpc.aio.StreamStreamCall) -> str:
-        pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=self._config.dead_after_s)
-        read = asyncio.create_task(self._read(call, pulse))
+        read = asyncio.create_task(self._read(call))
         write = asyncio.create_task(self._write(call))
-        beat = asyncio.create_task(pulse.run(self._beat))
-        stall = asyncio.create_task(self._watch_ticks())
+        beat = asyncio.create_task(self._pulse.run(self._wake.set))
+        stall = asyncio.create_task(self._progress.watch(lambda: bool(self._live)))
         try:
             done, _ = await asyncio.wait({read, write, beat, stall}, return_when=asyncio.FIRST_COMPLETED)
             if done == {write} and _ended_with_stream(write):  # its reading half knows why
@@ -146,9 +148,9 @@ class WorkerLink:
             await write  # raises: a bug of ours
         return STALLED if stall in done else SILENT
 
-    async def _read(self, call: grpc.aio.StreamStreamCall, pulse: Pulse) -> None:
+    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
         async for message in call:
-            pulse.heard()
+            self._pulse.heard()
             if not self.answered:
                 self.answered = True
                 self._on_up()
@@ -181,15 +183,6 @@ class WorkerLink:
             await call.write(worker_pb2.RunRequest(submits=submits, cancels=cancels, heartbeat=heartbeat, router=router))
             router = ""
 
-    async def _watch_ticks(self) -> None:
-        """Returns once the engine has stood still for too long while requests run."""
-        while not (self._live and self._progress.is_stalled):
-            await asyncio.sleep(self._config.heartbeat_s)
-            self._progress.wait(self._config.heartbeat_s)
-
-    def _beat(self) -> None:
-        self._wake.set()
-
 
 def _encode_submit(request: EngineRequest) -> worker_pb2.Submit:
     return worker_pb2.Submit(request=encode_request(request, monotonic()))
@@ -202,14 +195,17 @@ def _ended_with_stream(write: asyncio.Task[None]) -> bool:
 class _Progress:
     """How long the worker's tick counter has stood still, counted in our own beats (see `pulse`)."""
 
-    def __init__(self, step_timeout_s: float) -> None:
+    def __init__(self, step_timeout_s: float, heartbeat_s: float) -> None:
         self._step_timeout_s = step_timeout_s
+        self._heartbeat_s = heartbeat_s
         self._still_s = 0.0
         self._ticks = -1
 
-    @property
-    def is_stalled(self) -> bool:
-        return self._still_s > self._step_timeout_s
+    async def watch(self, is_busy: Callable[[], bool]) -> None:
+        """Returns once the engine has stood still for too long while requests run."""
+        while not (is_busy() and self._still_s > self._step_timeout_s):
+            await asyncio.sleep(self._heartbeat_s)
+            self._still_s += self._heartbeat_s
 
     def restart(self) -> None:
         self._still_s = 0.0
@@ -218,9 +214,6 @@ class _Progress:
         if ticks != self._ticks:
             self._ticks = ticks
             self._still_s = 0.0
-
-    def wait(self, seconds: float) -> None:
-        self._still_s += seconds
 
 
 def _ignore(*_: object) -> None:

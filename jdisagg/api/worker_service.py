@@ -5,7 +5,9 @@
                                     <-    RunResponse(outputs, load): everything of the ticks since the last one
     Heartbeat                      <->    every heartbeat_s; the worker's carries the engine's tick counter
 
-When the stream ends, by any cause, every request that came on it and is not finished is cancelled.
+When the stream ends, by any cause, every request that came on it and is not finished is cancelled. A router that says nothing
+is waited for: nobody else can go on with its requests, and where it or its network only paused nothing is lost. One that opens
+another stream has given up the first.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from time import monotonic
 from typing import Protocol
@@ -65,6 +67,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, engine: WorkerEngine, config: TransferConfig) -> None:
         self._engine = engine
         self._config = config
+        self._runs: dict[str, _RunStream] = {}  # by router, the newest
         self._num_streams = 0
 
     @property
@@ -74,16 +77,19 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Run(self, request_iterator: AsyncIterator[worker_pb2.RunRequest], context: grpc.aio.ServicerContext) -> None:
         """Serve one router until it goes away."""
-        run = _RunStream(self._engine, asyncio.get_running_loop())
-        pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=self._config.dead_after_s)
+        run = _RunStream(self._engine, asyncio.get_running_loop(), self._supersede)
+        silence_s = max(self._config.lease_s, self._config.dead_after_s)
+        pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=silence_s)
         read = asyncio.create_task(run.read(request_iterator, pulse))
         write = asyncio.create_task(run.write(context))
         beat = asyncio.create_task(pulse.run(run.beat))
         self._num_streams += 1
         try:
-            done, _ = await asyncio.wait({read, write, beat}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({read, write, beat, run.superseded}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._num_streams -= 1
+            if self._runs.get(run.router) is run:
+                del self._runs[run.router]
             run.end()
             await cancel_and_wait(read, write, beat)
         for task in done & {read, write}:
@@ -91,18 +97,24 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             if error is not None and not isinstance(error, grpc.aio.BaseError):
                 raise error  # a bug of ours: gRPC logs it, and the router hears of no end in good order
         if done == {beat}:
-            log.warning(
-                "router %s: no heartbeat for %.2f s; its requests are cancelled", context.peer(), self._config.dead_after_s
-            )
+            log.warning("router %s: no heartbeat for %.2f s; its requests are cancelled", context.peer(), silence_s)
+
+    def _supersede(self, run: _RunStream) -> None:
+        """The router of `run` has opened it, and so given up the one before."""
+        if (older := self._runs.get(run.router)) is not None and not older.superseded.done():
+            older.superseded.set_result(None)
+        self._runs[run.router] = run
 
 
 class _RunStream:
     """One router's requests. Everything but `_sink` runs on the loop."""
 
-    def __init__(self, engine: WorkerEngine, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engine: WorkerEngine, loop: asyncio.AbstractEventLoop, on_router: Callable[[_RunStream], None]) -> None:
+        self.router = ""
+        self.superseded: asyncio.Future[None] = loop.create_future()
         self._engine = engine
         self._loop = loop
-        self._router = ""
+        self._on_router = on_router
         self._live: set[tuple[str, int]] = set()  # request id, attempt
         self._outputs: deque[common_pb2.Output] = deque()
         self._encoded = InOrder(encode_output, self._append)
@@ -115,7 +127,9 @@ class _RunStream:
         """Hand submits and cancels to the engine."""
         async for message in requests:
             pulse.heard()
-            self._router = message.router or self._router
+            if message.router and not self.router:
+                self.router = message.router
+                self._on_router(self)
             for cancel in message.cancels:
                 self._live.discard((cancel.request_id, cancel.attempt))
                 self._engine.cancel(cancel.request_id, cancel.attempt, self._sink, enough=cancel.enough)
@@ -153,7 +167,7 @@ class _RunStream:
         try:
             request = decode_request(message, monotonic())
             self._live.add((request.request_id, request.attempt))
-            self._engine.submit(request, self._sink, self._router)
+            self._engine.submit(request, self._sink, self.router)
         except RequestError as error:
             failed = Output(request_id=message.request_id, attempt=message.attempt, finish=FinishReason.ERROR, error=error)
             self._deliver([failed])

@@ -91,7 +91,7 @@ class TransferConfig:
     local_prefill: LocalPrefill = LocalPrefill.ON_FAILURE
     local_prefill_below_tokens: int = 0
     want_min_tokens: int = 64  # KV of so many tokens that D holds is fetched by P instead of computed again; 0 = never
-    lease_s: float = 10.0  # published pieces outlive silence of their receiver by at most this
+    lease_s: float = 10.0  # published pieces, and requests, outlive silence of their receiver by at most this
     checksums: bool = True
     heartbeat_s: float = 0.25
     dead_after_s: float = 1.0

@@ -137,7 +137,7 @@ _TRANSFER = (
         minimum=0,
         only=("prefill", "colocated", "local"),
     ),
-    Flag("transfer", "lease_s", "life of published KV after its receiver fell silent", minimum=0.1),
+    Flag("transfer", "lease_s", "life of published KV, and of requests, after their receiver fell silent", minimum=0.1),
     Flag("transfer", "checksums", "verify every KV piece"),
     Flag("transfer", "heartbeat_s", "period of heartbeats", minimum=0.01),
     Flag("transfer", "dead_after_s", "silence after which a peer is dead", minimum=0.02),

@@ -13,7 +13,9 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.flags import BY_NAME, Flag
 
 ENGINE_SECTIONS = ("model", "cache", "scheduler", "transfer", "device")
-_OF_ROUTERS_TOO = frozenset(("model", "served_model_name", "heartbeat_s", "dead_after_s", "cpu_affinity", "step_timeout_s"))
+_OF_ROUTERS_TOO = frozenset(
+    ("model", "served_model_name", "heartbeat_s", "dead_after_s", "lease_s", "cpu_affinity", "step_timeout_s")
+)
 
 
 def applies(flag: Flag, role: str) -> bool:

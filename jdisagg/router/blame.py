@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jdisagg.api.worker_client import CLOSED, SILENT, STALLED
 from jdisagg.core.errors import HandoffLost, RequestError
-from jdisagg.router.fleet import Entry
+from jdisagg.router.entry import Entry
 from jdisagg.router.workers import EVICTED
 
 SILENCE = 0.5  # deaths

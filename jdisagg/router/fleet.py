@@ -13,45 +13,27 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from jdisagg.core.errors import AddressTaken
 from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member
 from jdisagg.core.requests import Role
+from jdisagg.router.entry import Entry
 from jdisagg.router.pairing import differing
 from jdisagg.router.prefixes import Key, Near
+from jdisagg.router.silence import Silence
 
 AWAY_S = 60.0  # how long a worker that left may take to come back, before the model is no longer than the others
 NEAR_EXTRA, NEAR_SHARE = 2.0, 0.25  # requests that one which may have cached the prompt may have more: two, and a quarter
 MANY_MISSES = 4  # attempts, seconds in all: one that ends is evicted before, one that starts is reached before
 
 
-@dataclass(slots=True)
-class Entry:
-    """One worker process."""
-
-    member: Member
-    last_seen_s: float
-    linked: bool = False  # its Run stream stands
-    linked_s: float = 0.0  # .. since then
-    pending: int = 0  # our requests on it; for P: those that named it first and have no token yet
-    pending_tokens: int = 0  # of P: in the prompts of those
-    others: int = 0  # requests on it that are not ours, as it last told
-    others_tokens: int = 0  # of P: what it has to compute besides
-    suspect_until_s: float = 0.0
-    misses: int = 0  # attempts in a row to open its Run stream that failed
-
-    @property
-    def key(self) -> Key:
-        """A process, not an address."""
-        return self.member.address, self.member.epoch
-
-
 class Fleet:
     """Members by address."""
 
-    def __init__(self, *, dead_after_s: float) -> None:
+    def __init__(self, *, dead_after_s: float, lease_s: float = 0.0) -> None:
+        """`lease_s`: how long workers that are silent all at once are waited for, see `silence`."""
         self._dead_after_s = dead_after_s
+        self._silence = Silence(dead_after_s, lease_s)
         self._entries: dict[str, Entry] = {}
         self._longest: tuple[Member, float] | None = None  # and when it was last seen to be it
 
@@ -96,10 +78,18 @@ class Fleet:
         heartbeats of its own."""
         if (found := self._longest_here()) is not None and not _is_longer(self._longest, found, now_s):
             self._longest = found, now_s
-        silent = [e for e in self._entries.values() if not e.linked and now_s - e.last_seen_s > self._dead_after_s]
+        silent = self._silence.gone(self._entries.values(), now_s)
         for entry in silent:
             del self._entries[entry.member.address]
         return silent
+
+    def tell_quiet(self, entry: Entry, is_quiet: bool, now_s: float) -> None:
+        """What the pulse of its Run stream says."""
+        self._silence.tell(entry, is_quiet, now_s)
+
+    def waits(self, entry: Entry, silent_s: float, now_s: float) -> bool:
+        """Whether a worker whose Run stream is silent for so long is not taken for dead."""
+        return self._silence.waits(entry, self._entries.values(), silent_s, now_s)
 
     def forgive(self, late_s: float, now_s: float) -> None:
         """This process slept `late_s` longer than it meant to: that is not the workers' silence. Who was heard meanwhile was
@@ -135,7 +125,7 @@ class Fleet:
         return max(self._entries.values(), key=rank).member if self._entries else None
 
     def count(self, role: Role) -> int:
-        """Workers of a role that are there; those that decode count while they are linked."""
+        """Workers of a role that are there; those that decode count while they are linked and heard."""
         return len(self._there(role))
 
     def count_draining(self, role: Role) -> int:
@@ -143,7 +133,8 @@ class Fleet:
         return sum(entry.member.draining for entry in self._there(role))
 
     def _there(self, role: Role) -> list[Entry]:
-        return [e for e in self._entries.values() if e.member.role is role and (e.linked or not e.member.decodes)]
+        entries = [entry for entry in self._entries.values() if entry.member.role is role]
+        return [entry for entry in entries if not entry.member.decodes or (entry.linked and not entry.is_awaited)]
 
     def choose(
         self,
@@ -173,7 +164,7 @@ class Fleet:
             address = entry.member.address
             lonely = entry.member.role is Role.DECODE and entry.member.fingerprint not in prefilled
             is_short = entry.member.max_model_len < wanted_tokens
-            doubtful = address in but_not, entry.suspect_until_s > now_s
+            doubtful = address in but_not, entry.is_quiet, entry.suspect_until_s > now_s
             busy, pending = _busy(entry)
             is_far = entry.key not in near or busy > least + NEAR_EXTRA + least * NEAR_SHARE
             return (*doubtful, is_short, address != home, lonely, is_far, busy, pending, _lot(entry, kin))
@@ -186,10 +177,10 @@ class Fleet:
 
     def _usable(self, fingerprint: str | None, num_tokens: int, prefill_tokens: int) -> tuple[list[Entry], str]:
         """Who can take such a request; where that is nobody, also what there is none of."""
-        linked = [entry for entry in self._entries.values() if entry.linked and entry.member.decodes]
-        there = [entry for entry in linked if fingerprint in (None, entry.member.fingerprint)]
+        of_it = [entry for entry in self._entries.values() if fingerprint in (None, entry.member.fingerprint)]
+        there = [entry for entry in of_it if entry.member.decodes and entry.linked and not entry.is_awaited]
         if not there:
-            return [], f"no decode or unified worker is connected{self._unreached(fingerprint)}"
+            return [], self._nobody(of_it)
         holding = [entry for entry in there if num_tokens <= entry.member.max_model_len]
         if not holding:
             longest = max(entry.member.max_model_len for entry in there)
@@ -215,11 +206,13 @@ class Fleet:
             why = f"; {unlike} must be the same on both"
         return [], f"no prefill worker that pairs with {_named(staying)} (--local-prefill never){why}"
 
-    def _unreached(self, fingerprint: str | None) -> str:
-        """Which workers of that fingerprint (None = any) send heartbeats all the same."""
-        unreached = [entry for entry in self._entries.values() if entry.misses >= MANY_MISSES and not entry.linked]
-        unreached = [entry for entry in unreached if fingerprint in (None, entry.member.fingerprint)]
-        return f" ({_named(unreached)} has registered, and this router does not reach it)" if unreached else ""
+    def _nobody(self, entries: list[Entry]) -> str:
+        """None of these has a Run stream that says something: which of them fell silent, or send heartbeats all the same."""
+        if silent := [entry for entry in entries if entry.linked]:
+            return f"no decode or unified worker is heard ({_named(silent)} fell silent)"
+        unreached = [entry for entry in entries if entry.misses >= MANY_MISSES]
+        which = f" ({_named(unreached)} has registered, and this router does not reach it)" if unreached else ""
+        return f"no decode or unified worker is connected{which}"
 
     def _prefill(self) -> list[Entry]:
         """Prefill workers that take requests."""

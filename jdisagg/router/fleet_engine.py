@@ -32,7 +32,7 @@ from jdisagg.roles.timeline import Timeline
 from jdisagg.router.blame import Lost
 from jdisagg.router.drill import with_late_outputs
 from jdisagg.router.entrance import Entrance
-from jdisagg.router.fleet import Entry
+from jdisagg.router.entry import Entry
 from jdisagg.router.flight import Flight
 from jdisagg.router.placement import Placement
 from jdisagg.router.recovery import ReplayConfig, Replays

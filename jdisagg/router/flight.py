@@ -9,7 +9,7 @@ from typing import Any
 from jdisagg.core.errors import RequestError
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
 from jdisagg.router.blame import Lost
-from jdisagg.router.fleet import Entry
+from jdisagg.router.entry import Entry
 from jdisagg.router.setbacks import Setbacks
 
 

@@ -6,7 +6,7 @@ import hashlib
 from array import array
 
 from jdisagg.core.requests import Output, Role
-from jdisagg.router.fleet import Entry
+from jdisagg.router.entry import Entry
 from jdisagg.router.flight import Flight
 from jdisagg.router.homes import Homes
 from jdisagg.router.prefixes import LastBeginnings, Near, Prefixes

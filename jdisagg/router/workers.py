@@ -26,7 +26,8 @@ from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.router.entrance import Entrance
-from jdisagg.router.fleet import MANY_MISSES, Entry, Fleet
+from jdisagg.router.entry import Entry, RunStream
+from jdisagg.router.fleet import MANY_MISSES, Fleet
 from jdisagg.router.pairing import PairingWatch
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Workers:
     ) -> None:
         """`step_timeout_s`: an engine whose ticks stand still for this long while requests run is lost. `entrance`: who may
         register."""
-        self.fleet = Fleet(dead_after_s=config.dead_after_s)
+        self.fleet = Fleet(dead_after_s=config.dead_after_s, lease_s=config.lease_s)
         self._config = config
         self._step_timeout_s = step_timeout_s
         self._on_outputs = on_outputs
@@ -127,6 +128,7 @@ class Workers:
                 "worker": entry.member.worker,
                 "fingerprint": entry.member.fingerprint,
                 "linked": entry.linked,
+                "quiet": entry.is_quiet,
                 "draining": entry.member.draining,
                 "suspect": entry.suspect_until_s > now_s,
                 "pending": entry.pending,
@@ -186,25 +188,49 @@ class Workers:
                     on_up=partial(self._up, entry),
                     on_down=partial(self._down, entry),
                     on_load=partial(self.fleet.tell_load, entry),
+                    on_quiet=partial(self._quiet, entry),
+                    waits=partial(self._waits, entry),
                     credentials=self._credentials,
                     router=self._name,
                 )
 
     def _up(self, entry: Entry) -> None:
-        entry.linked, entry.linked_s, entry.misses = True, monotonic(), 0
+        now_s = monotonic()
+        entry.stream, entry.misses = RunStream(now_s, steady_s=now_s + self._config.dead_after_s), 0
         self._retry_at_s.pop(entry.key, None)
         self._refusing.discard(entry.key)
         log.info("%s worker %s is connected", entry.member.role.value, entry.member.worker)
         self._on_back(entry)
         self._notify()
 
+    def _quiet(self, entry: Entry, is_quiet: bool) -> None:
+        if entry.stream is None:
+            return
+        was_awaited, now_s = entry.is_awaited, monotonic()
+        silent_s = now_s - (entry.stream.quiet_s or now_s)
+        self.fleet.tell_quiet(entry, is_quiet, now_s)
+        if was_awaited and not entry.is_awaited:
+            role, worker = entry.member.role.value, entry.member.worker
+            log.warning(
+                "%s worker %s is heard again after %.1f s; its %d requests go on", role, worker, silent_s, entry.pending
+            )
+            self._notify()
+
+    def _waits(self, entry: Entry, silent_s: float) -> bool:
+        was_awaited = entry.is_awaited
+        waits = self.fleet.waits(entry, silent_s, monotonic())
+        if waits and not was_awaited:
+            told = entry.member.role.value, entry.member.worker, entry.pending, self._config.lease_s
+            log.warning("%s worker %s is silent, and nobody else is heard: its %d requests wait for up to %g s", *told)
+        return waits
+
     def _down(self, entry: Entry, reason: str) -> None:
         """The link ended by itself."""
         self._links.pop(entry.key, None)
         now_s = monotonic()
         self._retry_at_s = {key: at_s for key, at_s in self._retry_at_s.items() if at_s > now_s}
-        broke = entry.linked and reason not in (CLOSED, SILENT, STALLED)
-        at_once = broke and now_s - entry.linked_s > STEADY_S  # it may be the connection alone: then nobody has died
+        broken = entry.stream if reason not in (CLOSED, SILENT, STALLED) else None
+        at_once = broken is not None and now_s - broken.since_s > STEADY_S  # it may be the connection alone: nobody died then
         self._retry_at_s[entry.key] = now_s + (0.0 if at_once else RECONNECT_S)
         entry.misses += not entry.linked
         self._say_why_not(entry, reason)
@@ -233,7 +259,7 @@ class Workers:
         self._gone(entry, reason)
 
     def _gone(self, entry: Entry, reason: str) -> None:
-        was_linked, entry.linked = entry.linked, False
+        was_linked, entry.stream = entry.linked, None
         self.fleet.suspect(entry, monotonic())
         if was_linked or not entry.member.decodes:
             worker, role = entry.member.worker, entry.member.role.value

@@ -193,6 +193,29 @@ def test_frozen_decode_worker_is_replayed_exactly(fleet: Fleet, unified: ServerP
     assert max(gaps.struck_s) < GAP_LIMIT_S
 
 
+@pytest.mark.parametrize("who", ["router", "every decode worker"])
+def test_a_pause_that_no_replay_could_mend_costs_none(fleet: Fleet, unified: ServerProcess, who: str) -> None:
+    """Twice as long as makes dead."""
+    requests = long_requests(STREAMS, seed=350 + len(who))
+    wanted = run_all(unified.grpc, requests)
+    victims = [fleet.router] if who == "router" else fleet.decode
+    replays = fleet.router.metric("jdisagg_recoveries_total", rung="replay")
+
+    def pause() -> None:
+        for victim in victims:
+            victim.signal(signal.SIGSTOP)
+        time.sleep(2.0)
+        for victim in victims:
+            victim.signal(signal.SIGCONT)
+
+    got = asyncio.run(interrupt(fleet.router.grpc, requests, 0.25, once_streaming(fleet.router, fleet.decode[0], pause)))
+    assert_exact(got, wanted)
+    assert max(one.largest_gap_s for one in got) > 1.5, "nothing ran when it paused"
+    assert fleet.router.metric("jdisagg_recoveries_total", rung="replay") == replays
+    for victim in fleet.decode:
+        wait_all_free(victim)
+
+
 def test_killed_prefill_worker_is_survived_by_local_prefill(
     start: Start, exact_flags: tuple[str, ...], unified: ServerProcess
 ) -> None:

@@ -61,7 +61,7 @@ class Fleet:
         """Start a worker; it is not ready yet."""
         routers = ",".join(router.grpc for router in self.routers)
         never = ("--local-prefill", "never") if role == "decode" else ()
-        exact = ("--numerics", "exact", "--model", str(model), "--served-model-name", "tiny", *SMALL)
+        exact = ("--numerics", "exact", "--model", str(model), "--served-model-name", "tiny", "--lease-s", "1", *SMALL)
         server = self.start(role, "--role", role, "--router", routers, *never, *exact)
         (self.prefill if role == "prefill" else self.decode).append(server)
         return server

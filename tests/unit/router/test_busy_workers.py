@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.fleet import Load
-from jdisagg.router.fleet import Entry, Fleet
+from jdisagg.router.entry import Entry
+from jdisagg.router.fleet import Fleet
 from jdisagg.router.placement import beginning
 from jdisagg.router.prefixes import Near
 from tests.unit.router.fakes import FakeWorker, Router
@@ -53,7 +54,7 @@ def test_the_heartbeats_of_a_worker_whose_stream_stands_are_older_news_than_its_
     entry = workers.entries()[0]
     assert workers.heartbeat("d1", "epoch of d1", Load(running=8), False, 1.0)
     assert (entry.member.load, entry.others) == (Load(), 0)
-    entry.linked = False
+    entry.stream = None
     assert workers.heartbeat("d1", "epoch of d1", Load(running=8), False, 1.0)
     assert (entry.member.load.running, entry.others) == (8, 8)
 

@@ -6,7 +6,8 @@ from collections import Counter
 
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import Role
-from jdisagg.router.fleet import Entry, Fleet
+from jdisagg.router.entry import Entry, RunStream
+from jdisagg.router.fleet import Fleet
 from jdisagg.router.placement import beginning
 
 CHAT = tuple(range(3, 40))
@@ -30,7 +31,7 @@ def idle_fleet(*addresses: str) -> Fleet:
             0.0,
         )
     for entry in fleet.entries():
-        entry.linked = True
+        entry.stream = RunStream(0.0, steady_s=0.0)
     return fleet
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from jdisagg.core.requests import EngineRequest, Role, SamplingParams
 from jdisagg.router import prefixes
-from jdisagg.router.fleet import NEAR_EXTRA, Entry, Fleet
+from jdisagg.router.entry import Entry
+from jdisagg.router.fleet import NEAR_EXTRA, Fleet
 from jdisagg.router.prefixes import BLOCK_TOKENS, MOST_HOMES, Near, Prefixes, beginnings_of
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.test_busy_workers import prefill_fleet

@@ -30,7 +30,7 @@ def test_a_stream_that_is_reset_is_opened_again_at_once_and_no_death(monkeypatch
             await until(lambda: tokens(outputs))
             (victim,) = (index for index, worker in enumerate(there) if "r1" in worker.engine.live)
             (entry,) = (e for e in router.engine.workers.fleet.entries() if e.member.address == there[victim].address)
-            await until(lambda entry=entry: monotonic() - entry.linked_s > workers.STEADY_S)
+            await until(lambda entry=entry: monotonic() - entry.stream.since_s > workers.STEADY_S)
             proxies[victim].cut()
             heir = there[1 - victim].engine
             await until(lambda heir=heir: "r1" in heir.live and router.linked() == 2)

@@ -12,6 +12,7 @@ import pytest
 from jdisagg.core.errors import HandoffLost
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import Role
+from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.fleet import Fleet
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.test_fleet_engine import ask, assert_whole, collect, fleet, stop
@@ -20,12 +21,99 @@ from tests.unit.wire.rig import FAST, run_quiet, until
 pytestmark = pytest.mark.timeout(120)
 
 
+def member(address: str, **fields: object) -> Member:
+    described = Member(
+        role=Role.DECODE, address=address, worker="d", epoch="e", fingerprint="f", model="m", max_model_len=8, vocab_size=9
+    )
+    return replace(described, **fields)
+
+
+def decoders(*addresses: str, **fields: object) -> tuple[Fleet, list[Entry]]:
+    """Linked at 0 and steady."""
+    fleet = Fleet(dead_after_s=1.0, lease_s=10.0)
+    for address in addresses:
+        fleet.register(member(address, **fields), 0.0)
+    for entry in fleet.entries():
+        entry.stream = RunStream(0.0, steady_s=0.0)
+    return fleet, fleet.entries()
+
+
 async def mute_worker(router: Router) -> FakeWorker:
     """Alone in the fleet, linked, and from now on silent."""
     worker = FakeWorker((router.address,), config=FAST.__class__(heartbeat_s=20.0, dead_after_s=60.0))
     (worker,) = await fleet(worker, router=router)
     worker.engine.frozen = True
     return worker
+
+
+def test_one_of_several_that_falls_silent_is_dead() -> None:
+    fleet, (one, _) = decoders("a:1", "b:1")
+    fleet.tell_quiet(one, True, 100.6)
+    assert not fleet.waits(one, 1.0, 101.0)
+
+
+@pytest.mark.parametrize("other", [{"draining": True}, {"fingerprint": "g"}, {"role": Role.PREFILL}])
+def test_whoever_cannot_go_on_with_its_requests_makes_nobody_dead(other: dict[str, object]) -> None:
+    fleet, (one,) = decoders("a:1")
+    fleet.register(member("b:1", **other), 0.0)
+    fleet.entries()[1].stream = None if other.get("role") else RunStream(0.0, steady_s=0.0)
+    fleet.tell_quiet(one, True, 100.6)
+    assert fleet.waits(one, 1.0, 101.0)
+    assert one.is_awaited
+
+
+def test_all_that_fall_silent_at_once_are_waited_for_and_get_nothing_new() -> None:
+    fleet, (one, two) = decoders("a:1", "b:1")
+    for entry in (one, two):
+        fleet.tell_quiet(entry, True, 100.6)
+    assert fleet.choose(None, 100.7) is not None, "quiet ones are better than none"
+    assert fleet.waits(one, 1.0, 101.0)
+    assert fleet.waits(two, 1.0, 101.0)
+    assert fleet.choose(None, 101.0) is None
+    assert "is heard (d, d fell silent)" in fleet.lacks(None)
+    assert fleet.count(Role.DECODE) == 0
+    assert fleet.waits(one, 9.9, 109.9)
+    assert not fleet.waits(one, 10.0, 110.0), "its worker has forgotten our requests"
+
+
+def test_the_first_one_that_is_heard_again_gives_the_others_as_long_as_it_was_silent() -> None:
+    fleet, (one, two) = decoders("a:1", "b:1")
+    for entry in (one, two):
+        fleet.tell_quiet(entry, True, 100.6)
+    assert all(fleet.waits(entry, 1.0, 101.0) for entry in (one, two))
+    fleet.tell_quiet(two, False, 103.0)  # it was silent from 100.0 on
+    assert fleet.choose(None, 103.0) is two
+    fleet.heartbeat("a:1", "e", Load(), False, 105.8)  # over another connection, which came back before
+    assert fleet.waits(one, 5.9, 105.9)
+    assert not fleet.waits(one, 6.1, 106.1)
+    fleet.tell_quiet(one, False, 105.0)
+    assert not one.is_awaited
+
+
+def test_a_worker_that_sends_heartbeats_has_a_broken_stream() -> None:
+    fleet, (one,) = decoders("a:1")
+    fleet.tell_quiet(one, True, 100.6)
+    fleet.heartbeat("a:1", "e", Load(), False, 100.8)
+    assert not fleet.waits(one, 1.0, 101.0)
+    assert not one.is_awaited
+
+
+def test_a_quiet_worker_gets_what_nobody_else_can_take() -> None:
+    fleet, (one, two) = decoders("a:1", "b:1")
+    fleet.tell_quiet(one, True, 1.0)
+    two.pending = 50
+    assert fleet.choose(None, 1.0) is two
+    assert fleet.choose(None, 1.0, but_not=frozenset({"b:1"})) is one
+
+
+def test_heartbeats_that_stop_everywhere_at_once_evict_nobody_before_the_lease_is_over() -> None:
+    fleet = Fleet(dead_after_s=1.0, lease_s=10.0)
+    for address in ("a:1", "b:1"):
+        fleet.register(member(address, role=Role.PREFILL), 0.0)
+    assert fleet.evict(9.0) == []
+    fleet.heartbeat("b:1", "e", Load(), False, 9.0)
+    assert [entry.member.address for entry in fleet.evict(9.1)] == ["a:1"]
+    assert [entry.member.address for entry in fleet.evict(19.1)] == ["b:1"]
 
 
 def test_a_router_that_slept_holds_its_sleep_against_nobody_and_is_not_told_of_the_future() -> None:

@@ -44,6 +44,8 @@ class FrontEnd:
             on_up=lambda: None,
             on_down=lambda reason: None,
             on_load=lambda load, num_cancelled: None,
+            on_quiet=lambda is_quiet: None,
+            waits=lambda silent_s: False,
             router=name,
         )
 
@@ -190,19 +192,24 @@ def test_a_replay_of_one_router_never_ends_another_routers_request_of_that_id() 
 def test_a_replay_on_a_new_stream_of_the_same_router_takes_the_place_of_the_older_attempt() -> None:
     async def body() -> None:
         async with working() as worker:
-            broken, again = FrontEnd(worker.address, "one"), FrontEnd(worker.address, "one")
-            await until(lambda: broken.link.answered and again.link.answered)
+            broken = FrontEnd(worker.address, "one")
+            await until(lambda: broken.link.answered)
             await worker.freeze()
             broken.link.submit(request("same", (1, 2, 3), 20))
-            await until(lambda: worker.num_posted == 1)
-            again.link.submit(replace(request("same", (1, 2, 3), 20), attempt=1))
+            broken.link.submit(request("other", (1, 2), 20))
             await until(lambda: worker.num_posted == 2)
+            again = FrontEnd(worker.address, "one")
+            again.link.submit(replace(request("same", (1, 2, 3), 20), attempt=1))
+            await until(lambda: worker.num_posted == 5)  # both are cancelled, one comes
+            assert not broken.link.alive, "who opens another stream has given up the first"
             worker.thread.thaw()
             await until(again.ends)
             assert again.tokens("same") == expected((1, 2, 3), 20)
             assert broken.ends() == []
             await broken.link.close()
             await again.link.close()
+            await until(lambda: worker.service.num_streams == 0)
+            assert worker.service._runs == {}
 
     checked(body)
 

@@ -28,11 +28,14 @@ def silence(
     late_s: Callable[[float], float],
     heard_at_s: float = -1.0,
     quiet: list[tuple[float, bool]] | None = None,
+    waits: Callable[[float], bool] = lambda silent_s: False,
 ) -> tuple[float, list[float]]:
     """When silence is noticed, and the beats until then; something is heard once, at `heard_at_s`. Into `quiet`: when it was
     said that the other side is quiet, and that it is not."""
     clock, noted = Clock(late_s), [] if quiet is None else quiet
-    one = Pulse(heartbeat_s=0.25, dead_after_s=1.0, on_quiet=lambda is_quiet: noted.append((clock.now_s, is_quiet)))
+    one = Pulse(
+        heartbeat_s=0.25, dead_after_s=1.0, on_quiet=lambda is_quiet: noted.append((clock.now_s, is_quiet)), waits=waits
+    )
     beats: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -103,3 +106,30 @@ def test_a_process_that_was_stopped_calls_nobody_quiet_before_it_reads_its_messa
     stops = [30.0]
     silence(monkeypatch, lambda now_s: stops.pop() if stops and now_s > 0.5 else 0.0, heard_at_s=30.6, quiet=quiet)
     assert quiet[0][0] > 31.0
+
+
+def test_who_is_waited_for_is_silent_for_longer_and_beaten_to_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def waits(silent_s: float) -> bool:
+        asked.append(silent_s)
+        return silent_s < 3.0
+
+    at_s, beats = silence(monkeypatch, lambda _: 0.0, waits=waits)
+    assert at_s == pytest.approx(3.0)
+    assert (asked[0], len(beats)) == (pytest.approx(1.0), 12)
+    assert asked == sorted(asked)
+
+
+def test_who_is_waited_for_and_heard_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet: list[tuple[float, bool]] = []
+    silence(monkeypatch, lambda _: 0.0, heard_at_s=2.5, quiet=quiet, waits=lambda silent_s: silent_s < 2.0)
+    assert quiet == [(0.625, True)], "it was dead before"
+    quiet.clear()
+    silence(monkeypatch, lambda _: 0.0, heard_at_s=1.5, quiet=quiet, waits=lambda silent_s: silent_s < 2.0)
+    assert quiet == [(0.625, True), (1.5, False), (1.5 + 0.625, True)]
+
+
+def test_a_loop_that_wakes_up_late_takes_no_silence_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_s, _ = silence(monkeypatch, lambda now_s: 5.0 if 1.4 < now_s < 1.6 else 0.0, waits=lambda silent_s: silent_s < 2.0)
+    assert at_s == pytest.approx(7.0, abs=0.1), "the late one counts for 125 ms"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Callable
 from time import monotonic
@@ -46,6 +47,8 @@ class Client:
             on_up=self._up,
             on_down=self.downs.append,
             on_load=lambda load, num_cancelled: self.loads.append(load),
+            on_quiet=lambda is_quiet: None,
+            waits=lambda silent_s: False,
         )
 
     def _up(self) -> None:
@@ -117,6 +120,30 @@ def test_an_older_attempt_that_comes_late_and_is_refused_takes_the_newer_one_fro
         call.cancel()
         await until(lambda: worker.service.num_streams == 0)
         assert not worker.engine.live, "it runs on for nobody"
+        await channel.close()
+        await worker.die()
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("lease_s", [1.5, 30.0])
+def test_a_router_that_says_nothing_keeps_its_requests_for_a_lease(lease_s: float, caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        worker = await FakeWorker((), config=dataclasses.replace(FAST, lease_s=lease_s)).start()
+        channel = channels.open_channel(worker.address)
+        call = worker_pb2_grpc.WorkerServiceStub(channel).Run()
+        asked = encode_request(request("r", sampling=SamplingParams(max_tokens=10_000)), monotonic())
+        await call.write(worker_pb2.RunRequest(submits=[worker_pb2.Submit(request=asked)]))
+        await until(lambda: worker.engine.live)
+        silent_s = 0.0
+        while silent_s < 2 * FAST.dead_after_s:
+            silent_s += await pause(0.01)
+        assert worker.engine.live, "nobody else can go on with it"
+        if lease_s < 2.0:
+            await until(lambda: not worker.engine.live)
+            await until(lambda: worker.service.num_streams == 0)
+            assert "no heartbeat for 1.50 s; its requests are cancelled" in caplog.text
+        call.cancel()
         await channel.close()
         await worker.die()
 
@@ -402,6 +429,8 @@ def test_a_bug_that_ends_a_run_stream_is_no_end_in_good_order_and_in_the_log(
             on_up=lambda: None,
             on_down=reasons.append,
             on_load=lambda load, num_cancelled: None,
+            on_quiet=lambda is_quiet: None,
+            waits=lambda silent_s: False,
         )
         await until(lambda: link.answered)
         if side == "worker reads":

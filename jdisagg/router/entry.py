@@ -1,0 +1,53 @@
+"""One worker process as the router knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jdisagg.core.fleet import Member
+from jdisagg.router.prefixes import Key
+
+
+@dataclass(slots=True)
+class RunStream:
+    """Its Run stream stands. See `silence`."""
+
+    since_s: float
+    steady_s: float  # from then on it can go on with the requests of silent ones
+    quiet_s: float | None = None  # since when nothing was heard; None: it is heard
+    is_awaited: bool = False  # silent for longer than makes dead: nothing new is given to it
+
+
+@dataclass(slots=True)
+class Entry:
+    """One worker process."""
+
+    member: Member
+    last_seen_s: float
+    stream: RunStream | None = None  # None: it has none, or it was not answered yet
+    pending: int = 0  # our requests on it; for P: those that named it first and have no token yet
+    pending_tokens: int = 0  # of P: in the prompts of those
+    others: int = 0  # requests on it that are not ours, as it last told
+    others_tokens: int = 0  # of P: what it has to compute besides
+    suspect_until_s: float = 0.0
+    misses: int = 0  # attempts in a row to open its Run stream that failed
+
+    @property
+    def key(self) -> Key:
+        """A process, not an address."""
+        return self.member.address, self.member.epoch
+
+    @property
+    def linked(self) -> bool:
+        """Its Run stream stands."""
+        return self.stream is not None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Its Run stream stands, and says nothing for longer than makes dead."""
+        return self.stream is not None and self.stream.is_awaited
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing was heard for a while, or for longer."""
+        return self.stream is not None and self.stream.quiet_s is not None

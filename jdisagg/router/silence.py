@@ -1,0 +1,69 @@
+"""Whether a worker that says nothing is waited for. Pure bookkeeping: time is passed in.
+
+    heard                                                     gets requests
+      0.6 of --dead-after-s without a word: quiet             gets some where all others are quiet, too
+      --dead-after-s, and another one is heard                dead: its requests go on there
+      --dead-after-s, and so are all others                   waited for, up to --lease-s: so long it keeps our requests, too
+
+Where everybody is silent at once it is this router, or its network, that paused, and a replay would have nowhere to go. When
+the first one is heard again the others get as long as it was silent: TCP doubles its pauses, so connections come back one by
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jdisagg.api.pulse import QUIET_SHARE
+from jdisagg.router.entry import Entry
+
+
+class Silence:
+    """What it means."""
+
+    def __init__(self, dead_after_s: float, lease_s: float) -> None:
+        self._dead_after_s = dead_after_s
+        self._longest_s = max(dead_after_s, lease_s)
+
+    def tell(self, entry: Entry, is_quiet: bool, now_s: float) -> None:
+        """What the pulse of its Run stream says."""
+        if (stream := entry.stream) is None:
+            return
+        if is_quiet:
+            stream.quiet_s = now_s - QUIET_SHARE * self._dead_after_s
+        elif stream.quiet_s is not None:
+            stream.steady_s = now_s + (now_s - stream.quiet_s)
+            stream.quiet_s, stream.is_awaited = None, False
+
+    def waits(self, entry: Entry, everybody: Iterable[Entry], silent_s: float, now_s: float) -> bool:
+        """Whether one whose Run stream is silent for long enough to be dead is not taken for that."""
+        stream = entry.stream
+        if stream is None or silent_s >= self._longest_s or _has_heir(entry, everybody, now_s):
+            return False
+        if now_s - entry.last_seen_s < QUIET_SHARE * self._dead_after_s and not stream.is_awaited:
+            return False  # it sends heartbeats: the stream alone is broken
+        stream.is_awaited = True
+        return True
+
+    def gone(self, everybody: Iterable[Entry], now_s: float) -> list[Entry]:
+        """Those without a stream whose heartbeats stopped; while nobody at all is heard, later."""
+        entries = list(everybody)
+        longest_s = self._dead_after_s if any(self._is_heard(entry, now_s) for entry in entries) else self._longest_s
+        return [entry for entry in entries if not entry.linked and now_s - entry.last_seen_s > longest_s]
+
+    def _is_heard(self, entry: Entry, now_s: float) -> bool:
+        if entry.linked:
+            return not entry.is_quiet
+        return now_s - entry.last_seen_s <= self._dead_after_s
+
+
+def _has_heir(entry: Entry, everybody: Iterable[Entry], now_s: float) -> bool:
+    """Whether somebody can go on with its requests."""
+    return any(
+        other.stream is not None
+        and not other.is_quiet
+        and other.stream.steady_s <= now_s
+        and other.member.fingerprint == entry.member.fingerprint
+        and not other.member.draining
+        for other in everybody
+    )
