@@ -37,7 +37,7 @@ M = TypeVar("M", bound=Message)
 _COMMON_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 12_000),  # as long the kernel waits for an acknowledgement: a lease, and the way back
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )

@@ -39,7 +39,7 @@ from jdisagg.v1 import peer_pb2
 log = logging.getLogger(__name__)
 
 LEASE_NEWS = 0.25  # of a lease: how often the engine hears that a silent D is alive
-LAST_WRITE_S = 15.0  # gRPC finds out in this time that a connection is dead
+LAST_WRITE_S = 22.0  # gRPC finds out in this time that a connection is dead
 LINGER_SHARE = 0.3  # of `dead_after_s`: D takes silence of P up to here for nothing
 MOST_UNREAD = 2**16  # messages that wait for one D to read; its credit and heartbeats make fewer
 TOLD_EVERY_S, TOLD_FIRST = 10.0, 32  # hand-offs that end badly: a worker's worth of them is in the log, a storm of them is not

@@ -24,6 +24,8 @@ class Silence:
     def __init__(self, dead_after_s: float, lease_s: float) -> None:
         self._dead_after_s = dead_after_s
         self._longest_s = max(dead_after_s, lease_s)
+        self._all_silent_s: float | None = None  # since when nobody is heard
+        self._patient_until_s = 0.0
 
     def tell(self, entry: Entry, is_quiet: bool, now_s: float) -> None:
         """What the pulse of its Run stream says."""
@@ -46,9 +48,16 @@ class Silence:
         return True
 
     def gone(self, everybody: Iterable[Entry], now_s: float) -> list[Entry]:
-        """Those without a stream whose heartbeats stopped; while nobody at all is heard, later."""
+        """Those without a stream whose heartbeats stopped; later while nobody is heard, and for as long after that. To be
+        called now and then."""
         entries = list(everybody)
-        longest_s = self._dead_after_s if any(self._is_heard(entry, now_s) for entry in entries) else self._longest_s
+        if entries and not any(self._is_heard(entry, now_s) for entry in entries):
+            self._all_silent_s = now_s - self._dead_after_s if self._all_silent_s is None else self._all_silent_s
+        elif self._all_silent_s is not None:
+            self._patient_until_s = now_s + min(now_s - self._all_silent_s, self._longest_s)
+            self._all_silent_s = None
+        is_patient = self._all_silent_s is not None or now_s < self._patient_until_s
+        longest_s = self._longest_s if is_patient else self._dead_after_s
         return [entry for entry in entries if not entry.linked and now_s - entry.last_seen_s > longest_s]
 
     def _is_heard(self, entry: Entry, now_s: float) -> bool:

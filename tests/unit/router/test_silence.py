@@ -110,10 +110,14 @@ def test_heartbeats_that_stop_everywhere_at_once_evict_nobody_before_the_lease_i
     fleet = Fleet(dead_after_s=1.0, lease_s=10.0)
     for address in ("a:1", "b:1"):
         fleet.register(member(address, role=Role.PREFILL), 0.0)
-    assert fleet.evict(9.0) == []
-    fleet.heartbeat("b:1", "e", Load(), False, 9.0)
-    assert [entry.member.address for entry in fleet.evict(9.1)] == ["a:1"]
-    assert [entry.member.address for entry in fleet.evict(19.1)] == ["b:1"]
+    assert fleet.evict(2.0) == []
+    fleet.heartbeat("b:1", "e", Load(), False, 3.0)
+    assert fleet.evict(3.0) == [], "others get as long: silence began at 1.0"
+    fleet.heartbeat("b:1", "e", Load(), False, 4.9)
+    assert fleet.evict(4.9) == []
+    assert [entry.member.address for entry in fleet.evict(5.1)] == ["a:1"]
+    assert fleet.evict(14.8) == []
+    assert [entry.member.address for entry in fleet.evict(15.0)] == ["b:1"], "a lease after it was heard"
 
 
 def test_a_router_that_slept_holds_its_sleep_against_nobody_and_is_not_told_of_the_future() -> None:
