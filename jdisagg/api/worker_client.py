@@ -128,7 +128,7 @@ class WorkerLink:
         read = asyncio.create_task(self._read(call))
         write = asyncio.create_task(self._write(call))
         beat = asyncio.create_task(self._pulse.run(self._wake.set))
-        stall = asyncio.create_task(self._progress.watch(lambda: bool(self._live)))
+        stall = asyncio.create_task(self._progress.watch(lambda: bool(self._live), self._pulse))
         try:
             done, _ = await asyncio.wait({read, write, beat, stall}, return_when=asyncio.FIRST_COMPLETED)
             if done == {write} and _ended_with_stream(write):  # its reading half knows why
@@ -201,11 +201,11 @@ class _Progress:
         self._still_s = 0.0
         self._ticks = -1
 
-    async def watch(self, is_busy: Callable[[], bool]) -> None:
-        """Returns once the engine has stood still for too long while requests run."""
+    async def watch(self, is_busy: Callable[[], bool], pulse: Pulse) -> None:
+        """Returns once the engine has stood still for too long while requests run; nothing is known of one that is not heard."""
         while not (is_busy() and self._still_s > self._step_timeout_s):
             await asyncio.sleep(self._heartbeat_s)
-            self._still_s += self._heartbeat_s
+            self._still_s += 0.0 if pulse.is_quiet else self._heartbeat_s
 
     def restart(self) -> None:
         self._still_s = 0.0

@@ -34,7 +34,7 @@ from tests.unit.wire.rig import FAST, pause, request, run_quiet, start_server, u
 class Client:
     """A router's link with lists for callbacks."""
 
-    def __init__(self, address: str, step_timeout_s: float = 0.3) -> None:
+    def __init__(self, address: str, step_timeout_s: float = 0.3, waited_for_s: float = 0.0) -> None:
         self.ups = 0
         self.batches: list[list[Output]] = []
         self.downs: list[str] = []
@@ -48,7 +48,7 @@ class Client:
             on_down=self.downs.append,
             on_load=lambda load, num_cancelled: self.loads.append(load),
             on_quiet=lambda is_quiet: None,
-            waits=lambda silent_s: False,
+            waits=lambda silent_s: silent_s < waited_for_s,
         )
 
     def _up(self) -> None:
@@ -145,6 +145,22 @@ def test_a_router_that_says_nothing_keeps_its_requests_for_a_lease(lease_s: floa
             assert "no heartbeat for 1.50 s; its requests are cancelled" in caplog.text
         call.cancel()
         await channel.close()
+        await worker.die()
+
+    run_quiet(body())
+
+
+def test_of_a_worker_that_is_not_heard_nobody_knows_whether_its_engine_stands_still() -> None:
+    async def body() -> None:
+        slow = dataclasses.replace(FAST, heartbeat_s=60.0, dead_after_s=120.0)
+        worker = await FakeWorker((), config=slow).start()
+        client = Client(worker.address, step_timeout_s=0.8 * FAST.dead_after_s, waited_for_s=3 * FAST.dead_after_s)
+        await until(lambda: client.ups)
+        worker.engine.frozen = True
+        client.link.submit(request("r"))
+        await until(lambda: client.downs)
+        assert client.downs == [SILENT]
+        await client.link.close()
         await worker.die()
 
     run_quiet(body())
