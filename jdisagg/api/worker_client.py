@@ -202,7 +202,7 @@ class _Progress:
         self._ticks = -1
 
     async def watch(self, is_busy: Callable[[], bool], pulse: Pulse) -> None:
-        """Returns once the engine has stood still for too long while requests run; nothing is known of one that is not heard."""
+        """Returns once the engine has stood still for too long while requests run; of one that is not heard nobody knows."""
         while not (is_busy() and self._still_s > self._step_timeout_s):
             await asyncio.sleep(self._heartbeat_s)
             self._still_s += 0.0 if pulse.is_quiet else self._heartbeat_s
