@@ -12,6 +12,8 @@ from jdisagg.router.blame import Lost
 from jdisagg.router.fleet import Entry
 from jdisagg.router.setbacks import Setbacks
 
+_NOTHING = (None, None, None, None)
+
 
 class Flight:
     """What was asked, what was delivered, where it runs. `events` holds what the current attempt brought."""
@@ -100,12 +102,14 @@ class Flight:
     def accept(self, output: Output) -> Output:
         """Note what is delivered; returns it as the client should see it: one attempt, nothing twice."""
         self._delivered.extend(output.token_ids)
-        if output.finish is None and output.prompt_logprobs is None and output.provenance is None:  # most of them
+        rest = output.finish, output.error, output.prompt_logprobs, output.provenance
+        if rest == _NOTHING:  # as in most of them, which take a third of the time so
             return Output(
                 request_id=output.request_id,
                 attempt=self.request.attempt,
                 token_ids=output.token_ids,
                 logprobs=output.logprobs,
+                cached_tokens=min(output.cached_tokens, len(self.request.prompt_token_ids)),
                 fingerprint=self.fingerprint,
             )
         self.finished = output.finish is not None
