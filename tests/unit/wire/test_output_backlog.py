@@ -6,13 +6,18 @@ import asyncio
 import random
 from time import monotonic
 
-from jdisagg.api.channels import FULL_MESSAGE_BYTES
+import grpc.aio
+import pytest
+
+from jdisagg.api import channels, worker_client
+from jdisagg.api.channels import FULL_MESSAGE_BYTES, Credentials
 from jdisagg.api.codec import decode_output, encode_output, encode_request
 from jdisagg.api.output_backlog import MOST_TOKENS, OutputBacklog
+from jdisagg.api.worker_client import WorkerLink
 from jdisagg.core.requests import FinishReason, Output, Provenance, SamplingParams, TokenLogprob
 from jdisagg.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.unit.router.fakes import FakeWorker, expected
-from tests.unit.wire.rig import narrow_channel, request, run_quiet, until
+from tests.unit.wire.rig import FAST, request, run_quiet, until
 
 
 def output(request_id: str = "r", *token_ids: int, **fields: object) -> common_pb2.Output:
@@ -94,7 +99,7 @@ def test_a_router_that_reads_late_gets_all_tokens_in_fewer_outputs() -> None:
     async def body() -> None:
         worker = await FakeWorker(()).start()
         asked = [request(f"r{i}", prompt=(i, 1), sampling=SamplingParams(max_tokens=300)) for i in range(60)]
-        async with narrow_channel(worker.address) as channel:
+        async with channels.open_channel(worker.address, reads_ahead=False) as channel:
             call = worker_pb2_grpc.WorkerServiceStub(channel).Run()
             submits = [worker_pb2.Submit(request=encode_request(one, monotonic())) for one in asked]
             await call.write(worker_pb2.RunRequest(submits=submits, heartbeat=worker_pb2.Heartbeat()))
@@ -121,6 +126,36 @@ def test_a_router_that_reads_late_gets_all_tokens_in_fewer_outputs() -> None:
             assert [token for o in mine for token in o.token_ids] == expected(one)
         assert len(outputs) < 60 * 300 / 2
         await until(lambda: worker.service.num_streams == 0)
+        await worker.die()
+
+    run_quiet(body())
+
+
+def test_a_routers_link_does_not_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC's window would grow with what a quick router reads, and hold seconds of tokens once it is slow."""
+    opened = list[bool]()
+    open_channel = channels.open_channel
+
+    def noted(address: str, *credentials: Credentials, reads_ahead: bool = True) -> grpc.aio.Channel:
+        opened.append(reads_ahead)
+        return open_channel(address, *credentials, reads_ahead=reads_ahead)
+
+    monkeypatch.setattr(worker_client, "open_channel", noted)
+
+    async def body() -> None:
+        worker, ups = await FakeWorker(()).start(), list[bool]()
+        link = WorkerLink(
+            worker.address,
+            config=FAST,
+            step_timeout_s=30.0,
+            on_outputs=lambda outputs: None,
+            on_up=lambda: ups.append(True),
+            on_down=lambda reason: None,
+            on_load=lambda load, num_cancelled: None,
+        )
+        await until(lambda: ups)
+        assert opened == [False]
+        await link.close()
         await worker.die()
 
     run_quiet(body())
