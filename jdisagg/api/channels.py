@@ -52,6 +52,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 1_000),  # also the connection attempt's time-out
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
+_NO_READING_AHEAD = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16))
 _SERVER_OPTIONS = (
     *_COMMON_OPTIONS,
     ("grpc.max_receive_message_length", MAX_RECEIVED_BYTES),
@@ -76,12 +77,14 @@ class Credentials:
 INSECURE = Credentials()
 
 
-def open_channel(address: str, credentials: Credentials = INSECURE) -> grpc.aio.Channel:
-    """An asyncio channel to HOST:PORT; connects on first use. The caller closes it."""
+def open_channel(address: str, credentials: Credentials = INSECURE, *, reads_ahead: bool = True) -> grpc.aio.Channel:
+    """An asyncio channel to HOST:PORT; connects on first use. The caller closes it. `reads_ahead` False: of what this process
+    has not read yet it holds 64 KiB, then the other side waits; gRPC alone lets that grow to megabytes."""
+    options = _CHANNEL_OPTIONS if reads_ahead else (*_CHANNEL_OPTIONS, *_NO_READING_AHEAD)
     if credentials.channel is None:
-        channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        channel = grpc.aio.insecure_channel(address, options=options)
     else:
-        channel = grpc.aio.secure_channel(address, credentials.channel, options=_CHANNEL_OPTIONS)
+        channel = grpc.aio.secure_channel(address, credentials.channel, options=options)
     return cast(grpc.aio.Channel, KeyedChannel(channel, credentials.api_key)) if credentials.api_key else channel
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from jdisagg.api.in_order import LONG_POSITIONS
 from jdisagg.core.requests import FinishReason, Output, Provenance, TokenLogprob
@@ -11,6 +12,9 @@ from jdisagg.text.detokenize import Detokenizer
 from jdisagg.text.stops import Stop, StopStrings
 from jdisagg.text.tokenizer import Tokenizer
 
+T = TypeVar("T")
+
+MOST_JOINED = 64  # tokens of one delta that several have become: it goes out at once, log-probabilities and all
 _MIN_LOGPROB = -9999.0  # JSON has no -Infinity, which a token that was filtered out has
 
 
@@ -24,9 +28,9 @@ class ScoredToken:
     text_offset: int = 0  # characters
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Delta:
-    """What is new in one choice. The last one of a choice has `finish` set."""
+    """What is new in one choice. The last one of a choice has `finish` set. Never changed; see Output why it is not frozen."""
 
     index: int
     text: str = ""
@@ -38,6 +42,41 @@ class Delta:
     provenance: Provenance | None = None
     cached_tokens: int = 0
     fingerprint: str | None = None  # as in Output
+
+
+def in_fewer(items: Sequence[Delta | T]) -> Sequence[Delta | T]:
+    """The same with deltas of one choice joined, up to MOST_JOINED tokens. Nothing passes what is no delta."""
+    if len(items) == 1:
+        return items
+    fewer, latest = list[Delta | T](), dict[int, tuple[int, Delta]]()  # by choice: its latest delta, and where it is
+    for item in items:
+        if not isinstance(item, Delta):
+            latest.clear()
+            fewer.append(item)
+            continue
+        at, before = latest.get(item.index, (0, None))
+        if before is not None and len(before.token_ids) + len(item.token_ids) <= MOST_JOINED:
+            fewer[at] = joined = _join(before, item)
+        else:
+            at, joined = len(fewer), item
+            fewer.append(item)
+        latest[item.index] = at, joined
+    return fewer
+
+
+def _join(first: Delta, then: Delta) -> Delta:
+    return Delta(
+        index=first.index,
+        text=first.text + then.text,
+        token_ids=first.token_ids + then.token_ids,
+        logprobs=first.logprobs + then.logprobs,
+        prompt_logprobs=first.prompt_logprobs + then.prompt_logprobs,
+        finish=then.finish,
+        stop=then.stop,
+        provenance=then.provenance or first.provenance,
+        cached_tokens=max(first.cached_tokens, then.cached_tokens),
+        fingerprint=then.fingerprint or first.fingerprint,
+    )
 
 
 class ChoiceText:

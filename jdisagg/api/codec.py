@@ -196,7 +196,7 @@ def encode_logprob(logprob: TokenLogprob | None) -> common_pb2.TokenLogprob:
 
 
 def _decode_logprob(message: common_pb2.TokenLogprob) -> TokenLogprob:
-    return TokenLogprob(message.token_id, message.logprob, tuple((top.token_id, top.logprob) for top in message.top))
+    return TokenLogprob(message.token_id, message.logprob, tuple([(top.token_id, top.logprob) for top in message.top]))
 
 
 def encode_provenance(provenance: Provenance) -> common_pb2.Provenance:
@@ -229,9 +229,9 @@ def encode_output(output: Output) -> common_pb2.Output:
         request_id=output.request_id,
         attempt=output.attempt,
         token_ids=output.token_ids,
-        logprobs=[encode_logprob(item) for item in output.logprobs or ()],
-        prompt_logprobs=[encode_logprob(item) for item in output.prompt_logprobs or ()],
-        finish=encode_finish(output.finish),
+        logprobs=None if output.logprobs is None else map(encode_logprob, output.logprobs),
+        prompt_logprobs=None if output.prompt_logprobs is None else map(encode_logprob, output.prompt_logprobs),
+        finish=None if output.finish is None else _FINISH_TO_PROTO[output.finish],
         stop_token_id=output.stop_token_id,
         error=None if output.error is None else encode_error(output.error),
         cached_tokens=output.cached_tokens,
@@ -242,13 +242,13 @@ def encode_output(output: Output) -> common_pb2.Output:
 def decode_output(message: common_pb2.Output) -> Output:
     """Empty repeated logprobs come out as None."""
     finish = None if not message.finish else _FINISH_FROM_PROTO.get(message.finish, FinishReason.ERROR)
-    prompt_logprobs = tuple(None if item.absent else _decode_logprob(item) for item in message.prompt_logprobs)
+    scored, prompt = message.logprobs, message.prompt_logprobs
     return Output(
         request_id=message.request_id,
         attempt=message.attempt,
         token_ids=tuple(message.token_ids),
-        logprobs=tuple(_decode_logprob(item) for item in message.logprobs) or None,
-        prompt_logprobs=prompt_logprobs or None,
+        logprobs=tuple(map(_decode_logprob, scored)) if scored else None,
+        prompt_logprobs=tuple(None if item.absent else _decode_logprob(item) for item in prompt) if prompt else None,
         finish=finish,
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
         error=decode_error(message.error) if message.HasField("error") else None,

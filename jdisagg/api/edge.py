@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from functools import partial
@@ -16,10 +17,11 @@ from time import monotonic
 from typing import TypeVar
 from weakref import WeakSet
 
-from jdisagg.api.choice import ChoiceText, Delta, Transcript
+from jdisagg.api.choice import ChoiceText, Delta, Transcript, in_fewer
 from jdisagg.api.in_order import is_long
 from jdisagg.api.intake import Job, TextRequest, admit
 from jdisagg.api.long_texts import LongTexts
+from jdisagg.api.mailbox import Mailbox
 from jdisagg.api.token_engine import Enough, ModelCard, TokenEngine
 from jdisagg.api.turns import Turns
 from jdisagg.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError
@@ -35,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Abort:
-    """Put into a stream's queue to end it."""
+    """Put into a stream's mailbox to end it."""
 
 
 class Edge:
@@ -60,7 +62,7 @@ class Edge:
         self._draw_seed = draw_seed or _draw_seed
         self._metrics = metrics
         self._told: WeakSet[RequestError] = WeakSet()  # errors of requests that the engine had, which counts them
-        self._live: dict[str, asyncio.Queue[Delta | Exception | _Abort]] = {}
+        self._live: dict[str, Mailbox[Delta | Exception | _Abort]] = {}
         self._one_thread = asyncio.Lock()
         self.long_texts = LongTexts()
         self._turns = Turns()
@@ -92,21 +94,24 @@ class Edge:
         return Transcript(len(job.requests), n=job.n, num_prompt_tokens=job.num_prompt_tokens, keep_text=keep_text)
 
     async def stream(self, job: Job) -> AsyncGenerator[Delta]:
-        """Run all choices at once and yield their deltas as they come; each choice ends with exactly one `finish`.
+        """Run all choices at once and yield their deltas as they come; each choice ends with exactly one `finish`. Deltas for
+        which a slow reader did not come in time, it gets a few of in one.
 
         Raises RequestError when a choice fails; the others are cancelled. Closing the generator frees everything.
         """
         if job.request_id in self._live:
             raise InvalidRequest(f"request_id {job.request_id!r} is still running; choose another", field="request_id")
-        queue = self._live[job.request_id] = asyncio.Queue()
+        mailbox = self._live[job.request_id] = Mailbox()
         tasks = [
-            asyncio.create_task(self._pump(job, index, queue), name=request.request_id)
+            asyncio.create_task(self._pump(job, index, mailbox), name=request.request_id)
             for index, request in enumerate(job.requests)
         ]
-        unfinished = set(range(len(tasks)))
+        unfinished, items = set(range(len(tasks))), deque[Delta | Exception | _Abort]()
         try:
             while unfinished:
-                item = await queue.get()
+                if not items:
+                    items += in_fewer(await mailbox.take())
+                item = items.popleft()
                 if isinstance(item, RequestError):
                     self._told.add(item)
                 if isinstance(item, Exception):
@@ -146,25 +151,25 @@ class Edge:
 
     def abort(self, request_id: str) -> bool:
         """End a running request: its choices finish with ABORT. False when no such request runs."""
-        queue = self._live.get(request_id)
-        if queue is None:
+        mailbox = self._live.get(request_id)
+        if mailbox is None:
             return False
-        queue.put_nowait(_Abort())
+        mailbox.put(_Abort())
         return True
 
-    async def _pump(self, job: Job, index: int, queue: asyncio.Queue[Delta | Exception | _Abort]) -> None:
-        """One choice. The queue is unbounded (by max_tokens): a slow reader must not hold KV pages."""
+    async def _pump(self, job: Job, index: int, mailbox: Mailbox[Delta | Exception | _Abort]) -> None:
+        """One choice. The mailbox is unbounded (by max_tokens): a slow reader must not hold KV pages."""
         request = job.requests[index]
         try:
             async with asyncio.timeout(max(0.0, job.deadline_s - monotonic()) + _DEADLINE_GRACE_S):
                 await self._turns.wait()
                 async with aclosing(self._deltas(job, index, request)) as deltas:
                     async for delta in deltas:
-                        queue.put_nowait(delta)
+                        mailbox.put(delta)
         except TimeoutError:
-            queue.put_nowait(DeadlineExceeded(f"request {request.request_id}: not finished within its deadline"))
-        except Exception as error:  # noqa: BLE001  # raised again by the reader of the queue
-            queue.put_nowait(error)
+            mailbox.put(DeadlineExceeded(f"request {request.request_id}: not finished within its deadline"))
+        except Exception as error:  # noqa: BLE001  # raised again by the reader of the mailbox
+            mailbox.put(error)
 
     async def _deltas(self, job: Job, index: int, request: EngineRequest) -> AsyncGenerator[Delta]:
         choice = ChoiceText(
@@ -184,7 +189,10 @@ class Edge:
                     raise output.error
                 if output.finish is FinishReason.ERROR:
                     raise RequestError(f"request {request.request_id}: the engine failed it without saying why")
-                delta = await self.beside(partial(choice.absorb, output), is_long=is_long(output))
+                if is_long(output):
+                    delta = await self.beside(partial(choice.absorb, output), is_long=True)
+                else:
+                    delta = choice.absorb(output)
                 yield delta
                 if delta.finish is not None:
                     if output.finish is None:

@@ -54,15 +54,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """The whole answer, or as much as is taken; then what is to be said of that. Raises RequestError."""
         timeout_s, traceparent = context.time_remaining(), _traceparent(context)
         job = await self._edge.admit(read_generate(request, self._edge.defaults, timeout_s, traceparent=traceparent))
-        transcript, reader = self._edge.transcript(job), Reader(context)
-        async with aclosing(self._edge.stream(job)) as deltas:
-            async for delta in deltas:
-                transcript.add(delta)
-                message = await self._edge.beside(partial(encode_delta, delta), is_long=has_many_scores([delta]))
-                if not await reader.takes(generation_pb2.GenerateResponse(request_id=job.request_id, delta=message)):
-                    return _unread(job.request_id)
-        complete = encode_complete(transcript)
-        is_read = await reader.takes(generation_pb2.GenerateResponse(request_id=job.request_id, complete=complete))
+        transcript = self._edge.transcript(job)
+        with Reader(context) as reader:
+            async with aclosing(self._edge.stream(job)) as deltas:
+                async for delta in deltas:
+                    transcript.add(delta)
+                    if has_many_scores([delta]):
+                        message = await self._edge.beside(partial(encode_delta, delta), is_long=True)
+                    else:
+                        message = encode_delta(delta)
+                    if not await reader.takes(generation_pb2.GenerateResponse(request_id=job.request_id, delta=message)):
+                        return _unread(job.request_id)
+            complete = encode_complete(transcript)
+            is_read = await reader.takes(generation_pb2.GenerateResponse(request_id=job.request_id, complete=complete))
         return None if is_read else _unread(job.request_id)
 
     async def Abort(
@@ -128,9 +132,9 @@ def encode_delta(delta: Delta) -> generation_pb2.Delta:
         index=delta.index,
         text=delta.text,
         token_ids=delta.token_ids,
-        logprobs=_logprobs(delta.logprobs),
-        prompt_logprobs=_logprobs(delta.prompt_logprobs),
-        finish=encode_finish(delta.finish),
+        logprobs=_logprobs(delta.logprobs) if delta.logprobs else None,
+        prompt_logprobs=_logprobs(delta.prompt_logprobs) if delta.prompt_logprobs else None,
+        finish=None if delta.finish is None else encode_finish(delta.finish),
     )
 
 

@@ -72,10 +72,10 @@ class InOrder(Generic[From, To]):
     def _put(self, outputs: list[From]) -> None:
         at_once: list[To] = []
         for output in outputs:
-            key = output.request_id, output.attempt
-            if key in self._behind:
-                self._behind[key].append(output)
+            if self._behind and (behind := self._behind.get((output.request_id, output.attempt))) is not None:
+                behind.append(output)
             elif is_long(output):
+                key = output.request_id, output.attempt
                 self._behind[key] = deque([output])
                 task = asyncio.create_task(self._convert_beside(key))
                 self._tasks.add(task)
@@ -101,4 +101,5 @@ class InOrder(Generic[From, To]):
 
 def is_long(output: AnyOutput) -> bool:
     """Whether to convert it takes longer than an event loop may stand still."""
-    return output.prompt_logprobs is not None and len(output.prompt_logprobs) > LONG_POSITIONS
+    scored = output.prompt_logprobs  # of a message, each look makes an object
+    return scored is not None and len(scored) > LONG_POSITIONS

@@ -68,8 +68,11 @@ class KVEventsService(kv_events_pb2_grpc.KVEventsServiceServicer):
 
 async def _write(ring: KVEventRing, request: kv_events_pb2.SubscribeRequest, context: grpc.aio.ServicerContext) -> None:
     """Everything from the listener's position on; `write` waits while the listener does not read."""
-    reader = Reader(context)
-    position = request.from_sequence if request.epoch == ring.epoch else 0  # there is no batch 0
+    with Reader(context) as reader:
+        await _write_to(reader, ring, request.from_sequence if request.epoch == ring.epoch else 0)  # there is no batch 0
+
+
+async def _write_to(reader: Reader, ring: KVEventRing, position: int) -> None:
     while True:
         if ring.has(position):
             for batch in await ring.read(position):

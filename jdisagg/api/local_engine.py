@@ -13,8 +13,9 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from jdisagg.api.attempts import Attempts
+from jdisagg.api.mailbox import Mailbox
 from jdisagg.api.token_engine import Enough, Health, ModelCard
-from jdisagg.core.errors import DeadlineExceeded, Unavailable
+from jdisagg.core.errors import DeadlineExceeded, RequestError, Unavailable
 from jdisagg.core.fleet import Load
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.roles.engine_thread import EngineThread
@@ -46,7 +47,7 @@ class LocalEngine:
         self._card = card
         self._not_ready_reason = not_ready_reason
         self._loop = asyncio.get_running_loop()
-        self._queues: dict[tuple[str, int], asyncio.Queue[Output | Unavailable]] = {}  # by request id and attempt
+        self._mailboxes: dict[tuple[str, int], Mailbox[Output | RequestError]] = {}  # by request id and attempt
         self._attempts = Attempts()
         self._draining = False
         self._sink = self._take_outputs  # one object: the engine groups a tick's outputs by sink
@@ -84,16 +85,19 @@ class LocalEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
         """Yield the request's outputs; closing the generator cancels it. See TokenEngine."""
-        queue: asyncio.Queue[Output | Unavailable] = asyncio.Queue()
+        mailbox = Mailbox[Output | RequestError]()
         request = self._attempts.behind(request)
         key = request.request_id, request.attempt
-        self._queues[key] = queue
+        self._mailboxes[key] = mailbox
         finished = enough = False
+        late_s = max(0.0, request.deadline_s - monotonic()) + DEADLINE_GRACE_S
+        late = DeadlineExceeded(f"request {request.request_id}: no answer from the engine within its deadline")
+        timer = self._loop.call_later(late_s, mailbox.put, late)
         self._thread.loop.inbox.post(Submit(request, self._sink, OWN))
         try:
             while not finished:
-                output = await self._next(queue, request)
-                if isinstance(output, Unavailable):
+                output = await mailbox.get()
+                if isinstance(output, RequestError):
                     raise output
                 finished = output.finish is not None
                 yield output
@@ -101,21 +105,12 @@ class LocalEngine:
             enough = True
             raise
         finally:
-            if self._queues.get(key) is queue:
-                del self._queues[key]
+            timer.cancel()
+            if self._mailboxes.get(key) is mailbox:
+                del self._mailboxes[key]
             if not finished:
                 self._attempts.left(*key)
                 self.cancel(*key, self._sink, enough=enough)
-
-    async def _next(self, queue: asyncio.Queue[Output | Unavailable], request: EngineRequest) -> Output | Unavailable:
-        with suppress(asyncio.QueueEmpty):
-            return queue.get_nowait()
-        timeout_s = max(0.0, request.deadline_s - monotonic()) + DEADLINE_GRACE_S
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await queue.get()
-        except TimeoutError:
-            raise DeadlineExceeded(f"request {request.request_id}: no answer from the engine within its deadline") from None
 
     def _take_outputs(self, outputs: list[Output]) -> None:
         """Engine thread: one crossing per tick."""
@@ -124,8 +119,8 @@ class LocalEngine:
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
-            if (queue := self._queues.get((output.request_id, output.attempt))) is not None:
-                queue.put_nowait(output)
+            if (mailbox := self._mailboxes.get((output.request_id, output.attempt))) is not None:
+                mailbox.put(output)
 
     def health(self) -> Health:
         """Healthy while ticks end; ready when the role's own conditions hold as well."""
@@ -154,9 +149,9 @@ class LocalEngine:
 
     def close(self) -> None:
         """Requests of its own edges that still run end with an error; those of a router end with its stream."""
-        for (request_id, _), queue in self._queues.items():
+        for (request_id, _), mailbox in self._mailboxes.items():
             advice = "send the request again, to another worker"
-            queue.put_nowait(Unavailable(f"request {request_id}: this worker is shutting down; {advice}"))
+            mailbox.put(Unavailable(f"request {request_id}: this worker is shutting down; {advice}"))
 
 
 async def _state_of(thread: EngineThread) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class WorkerLink:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self, credentials: Credentials) -> None:
-        channel = open_channel(self.address, credentials)
+        channel = open_channel(self.address, credentials, reads_ahead=False)  # what waits at the worker becomes less
         reason = CLOSED
         try:
             call = worker_pb2_grpc.WorkerServiceStub(channel).Run()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from time import monotonic
@@ -22,10 +21,10 @@ from typing import Protocol
 
 import grpc.aio
 
-from jdisagg.api.channels import fill_message
 from jdisagg.api.codec import decode_request, encode_output
 from jdisagg.api.fleet_codec import encode_load
 from jdisagg.api.in_order import InOrder
+from jdisagg.api.output_backlog import OutputBacklog
 from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import RequestError
@@ -116,7 +115,7 @@ class _RunStream:
         self._loop = loop
         self._on_router = on_router
         self._live: set[tuple[str, int]] = set()  # request id, attempt
-        self._outputs: deque[common_pb2.Output] = deque()
+        self._outputs = OutputBacklog()
         self._encoded = InOrder(encode_output, self._append)
         self._heartbeat_due = True
         self._wake = asyncio.Event()
@@ -137,12 +136,13 @@ class _RunStream:
                 self._submit(submit.request)
 
     async def write(self, context: grpc.aio.ServicerContext) -> None:
-        """One message per wake-up with everything there is, or several. Raises once outputs were lost on their way here."""
+        """One message per wake-up with everything there is, or several; while one waits to be taken, the next gathers. Raises
+        once outputs were lost on their way here."""
         while True:
             await self._wake.wait()
             self._wake.clear()
             self._encoded.check()
-            outputs = fill_message(self._outputs, lambda output: output)
+            outputs = self._outputs.fill()
             if self._outputs:
                 self._wake.set()
             heartbeat, self._heartbeat_due = self._heartbeat_due, False
@@ -183,5 +183,5 @@ class _RunStream:
         self._encoded.put(outputs)
 
     def _append(self, outputs: list[common_pb2.Output]) -> None:
-        self._outputs += outputs
+        self._outputs.put(outputs)
         self._wake.set()

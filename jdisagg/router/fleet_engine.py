@@ -127,6 +127,7 @@ class FleetEngine:
             raise
         flight = self._flights[request.request_id] = Flight(self._attempts.behind(request))
         self._placement.begin(flight)
+        late = self._tell_when_late(flight)
         try:
             await self._place(flight)  # raises: not admitted at all
             timeline.record.scheduled(monotonic())
@@ -143,6 +144,7 @@ class FleetEngine:
             flight.enough = True
             raise
         finally:
+            late.cancel()
             if not flight.finished:
                 (timeline.stopped if flight.enough else timeline.aborted)(monotonic())
             self._attempts.left(request.request_id, flight.attempt)
@@ -193,7 +195,7 @@ class FleetEngine:
         self._draining = True
         self._closed.set()
         for flight in self._flights.values():
-            flight.events.put_nowait(Lost(_shutting_down(flight), death=False))
+            flight.events.put(Lost(_shutting_down(flight), death=False))
         await self.workers.close()
 
     # --- one request
@@ -215,11 +217,9 @@ class FleetEngine:
 
     async def _next(self, flight: Flight) -> Output | None:
         """The next thing to tell the client; None after an attempt was replaced by another."""
-        try:
-            async with asyncio.timeout(max(0.0, flight.request.deadline_s - monotonic()) + DEADLINE_GRACE_S):
-                event = await flight.events.get()
-        except TimeoutError:
-            return flight.failed(DeadlineExceeded(f"request {flight.request.request_id}: no answer within its deadline"))
+        event = await flight.events.get()
+        if isinstance(event, RequestError):
+            return flight.failed(event)
         if isinstance(event, Output):
             if isinstance(event.error, _RECOVERABLE):
                 event = Lost(event.error, death=False)
@@ -235,6 +235,12 @@ class FleetEngine:
             return await self._recover(flight, event)
         except RequestError as error:
             return flight.failed(error)
+
+    def _tell_when_late(self, flight: Flight) -> asyncio.TimerHandle:
+        """One timer for the whole request; one for each of its tokens costs as much as the token."""
+        late_s = max(0.0, flight.request.deadline_s - monotonic()) + DEADLINE_GRACE_S
+        error = DeadlineExceeded(f"request {flight.request.request_id}: no answer within its deadline")
+        return asyncio.get_running_loop().call_later(late_s, flight.events.put, error)
 
     async def _recover(self, flight: Flight, lost: Lost) -> Output | None:
         """Start the next attempt, or end the request; raises the error that ends it."""
@@ -262,13 +268,13 @@ class FleetEngine:
         for output in outputs:
             flight = self._flights.get(output.request_id)
             if flight is not None and flight.attempt == output.attempt and flight.entry is not None:
-                flight.events.put_nowait(output)
+                flight.events.put(output)
 
     def _on_lost(self, entry: Entry, reason: str) -> None:
         lost = Lost.of(entry, reason)
         for flight in self._flights.values():
             if flight.entry is entry:
-                flight.events.put_nowait(lost)
+                flight.events.put(lost)
 
     def _on_back(self, entry: Entry) -> None:
         for flight in self._flights.values():

@@ -18,6 +18,7 @@ from jdisagg.api.http.connection import Event, open_stream, while_connected
 from jdisagg.api.http.long_json import whole_response
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens
+from jdisagg.api.http.plain_chunks import PlainChunks
 from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import chat_logprobs, provenance_object, usage_object, wants_provenance
 from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_formats, refuse_unserved
@@ -115,6 +116,7 @@ class _Answer:
         self._options = options
         self._num_top = num_top
         self._created = int(time.time())
+        self._card = edge.card  # a router looks through its fleet for it
 
     def whole(self, transcript: Transcript) -> dict[str, Any]:
         """The response of a request that does not stream."""
@@ -141,6 +143,7 @@ class _Answer:
     async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams: the role first, then text, then a finish reason for each choice."""
         transcript = self._edge.transcript(self._job, keep_text=False)
+        plain = None if self._shows_more else PlainChunks(lambda delta: self._with_usage(self._text_chunk(delta), transcript))
         opened: set[int] = set()
         async with aclosing(self._edge.stream(self._job)) as deltas:
             async for delta in deltas:
@@ -149,7 +152,9 @@ class _Answer:
                     yield self._with_usage(self._first_chunk(delta, shows_prompt=not opened), transcript)
                     opened.add(delta.index)
                 shows_tokens = self._options.return_token_ids and delta.token_ids
-                if delta.text or delta.logprobs or shows_tokens:
+                if plain is not None and (chunk := plain.chunk(delta, delta.fingerprint)) is not None:
+                    yield chunk
+                elif delta.text or delta.logprobs or shows_tokens:
                     yield self._with_usage(self._text_chunk(delta), transcript)
                 if delta.finish is not None:
                     yield self._with_usage(self._last_chunk(delta, transcript), transcript)
@@ -159,6 +164,11 @@ class _Answer:
             if self._options.provenance:
                 event["jdisagg"] = provenance_object(transcript)
             yield event
+
+    @property
+    def _shows_more(self) -> bool:
+        """Of each token, or with each chunk, than its text."""
+        return self._num_top is not None or self._options.return_token_ids or self._options.continuous_usage
 
     def _first_chunk(self, delta: Delta, *, shows_prompt: bool) -> dict[str, Any]:
         event = self._chunk(delta, {"role": "assistant", "content": ""})
@@ -199,8 +209,8 @@ class _Answer:
             "id": self._job.request_id,
             "object": kind,
             "created": self._created,
-            "model": self._edge.card.name,
-            "system_fingerprint": fingerprint or self._edge.card.fingerprint,
+            "model": self._card.name,
+            "system_fingerprint": fingerprint or self._card.fingerprint,
             "choices": choices,
         }
 

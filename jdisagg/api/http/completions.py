@@ -18,6 +18,7 @@ from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import Event, open_stream, while_connected
 from jdisagg.api.http.long_json import long_json, whole_response
 from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens
+from jdisagg.api.http.plain_chunks import PlainChunks
 from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import completion_logprobs, prompt_logprobs, provenance_object, usage_object, wants_provenance
 from jdisagg.api.http.unserved import COMPLETION_FIELDS, refuse_formats, refuse_unserved
@@ -99,6 +100,7 @@ class _Answer:
         self._num_top = num_top
         self._num_prompt_top = num_prompt_top
         self._created = int(time.time())
+        self._card = edge.card  # a router looks through its fleet for it
         self._begun: set[int] = set()  # choices of which a chunk was written
 
     def whole(self, transcript: Transcript) -> dict[str, Any]:
@@ -113,10 +115,13 @@ class _Answer:
     async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams; the first one of each choice has its prompt's tokens, if they are wanted."""
         transcript = self._edge.transcript(self._job, keep_text=False)
+        plain = None if self._shows_more else PlainChunks(lambda delta: self._event(delta, transcript))
         async with aclosing(self._edge.stream(self._job)) as deltas:
             async for delta in deltas:
                 transcript.add(delta)
-                if has_many_scores([delta]):
+                if plain is not None and (chunk := plain.chunk(delta, transcript.fingerprint)) is not None:
+                    yield chunk
+                elif has_many_scores([delta]):
                     yield await self._edge.beside(partial(self._long_chunk, delta, transcript), is_long=True)
                 elif event := self._chunk(delta, transcript):
                     yield event
@@ -126,15 +131,21 @@ class _Answer:
                 event["jdisagg"] = provenance_object(transcript)
             yield event
 
+    @property
+    def _shows_more(self) -> bool:
+        """Of each token, or with each chunk, than its text."""
+        return self._num_top is not None or self._options.return_token_ids or self._options.continuous_usage
+
     def _long_chunk(self, delta: Delta, transcript: Transcript) -> bytes:
-        event = self._chunk(delta, transcript)
-        assert event is not None
-        return long_json(event)
+        return long_json(self._event(delta, transcript))
 
     def _chunk(self, delta: Delta, transcript: Transcript) -> dict[str, Any] | None:
         shows_tokens = self._options.return_token_ids and delta.token_ids
         if not (delta.text or delta.logprobs or delta.prompt_logprobs or shows_tokens or delta.finish):
             return None
+        return self._event(delta, transcript)
+
+    def _event(self, delta: Delta, transcript: Transcript) -> dict[str, Any]:
         part = ChoiceResult(
             index=delta.index,
             texts=[delta.text],
@@ -159,8 +170,8 @@ class _Answer:
             "id": self._job.request_id,
             "object": "text_completion",
             "created": self._created,
-            "model": self._edge.card.name,
-            "system_fingerprint": transcript.fingerprint or self._edge.card.fingerprint,
+            "model": self._card.name,
+            "system_fingerprint": transcript.fingerprint or self._card.fingerprint,
             "choices": choices,
         }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
@@ -14,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jdisagg.api.http.errors import error_object
+from jdisagg.api.http.plain_chunks import encode_event
 from jdisagg.core.errors import Cancelled, JdisaggError
 
 T = TypeVar("T")
@@ -101,5 +101,4 @@ async def _send_data(send: Send, data: bytes) -> None:
 
 
 def _encode(event: Event) -> bytes:
-    text = event if isinstance(event, bytes) else json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
-    return b"data: " + text + b"\n\n"
+    return b"data: %b\n\n" % (event if isinstance(event, bytes) else encode_event(event))

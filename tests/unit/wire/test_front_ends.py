@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from jdisagg.api import local_engine
 from jdisagg.api.local_engine import LocalEngine
 from jdisagg.api.token_engine import Enough, Health, ModelCard
 from jdisagg.api.worker_client import WorkerLink
 from jdisagg.api.worker_service import WorkerService
-from jdisagg.core.errors import Unavailable
+from jdisagg.core.errors import DeadlineExceeded, Unavailable
 from jdisagg.core.requests import FinishReason, Output, Role
 from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.engine_loop import IDLE_WAIT_S
@@ -25,7 +26,7 @@ from jdisagg.roles.inbox import Cancel
 from jdisagg.v1 import worker_pb2_grpc
 from tests.unit.roles.engine import Engine
 from tests.unit.sched.engine_fake import expected, request
-from tests.unit.wire.rig import FAST, run_quiet, start_server, until
+from tests.unit.wire.rig import FAST, WAIT_LIMIT_S, run_quiet, start_server, until
 
 CARD = ModelCard(name="m", max_model_len=48, vocab_size=31, eos_token_ids=(0,), fingerprint="f")
 PATIENT_S = 30.0  # nobody takes a frozen engine for a stalled one
@@ -347,6 +348,22 @@ def test_outputs_of_one_tick_cross_to_the_loop_together() -> None:
             worker.thread.thaw()
             await asyncio.gather(*asked)
             assert max(sizes) == 3
+
+    checked(body)
+
+
+def test_a_request_of_whose_engine_nothing_is_heard_ends_behind_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_engine, "DEADLINE_GRACE_S", 0.2)
+
+    async def body() -> None:
+        async with working() as worker:
+            await worker.freeze()
+            asked = replace(request("own", (1, 2), 8), deadline_s=monotonic() + 0.1)
+            with pytest.raises(DeadlineExceeded, match="no answer from the engine"):
+                async with asyncio.timeout(WAIT_LIMIT_S):
+                    await anext(worker.local.generate(asked))
+            await until(lambda: worker.num_posted == 2)  # the request, and that nobody waits for it
+            worker.thread.thaw()
 
     checked(body)
 

@@ -41,9 +41,10 @@ def test_long_prompt_logprobs_are_converted_in_a_thread(
         await until(lambda: client.outputs("other"))
         threads.clear()
         worker.engine.say(Output(request_id="r", token_ids=(1,), prompt_logprobs=SCORED[:num_positions]))
-        for token in (2, 3):
-            worker.engine.say(Output(request_id="r", token_ids=(token,)))
-        worker.engine.say(Output(request_id="s", token_ids=(4,)))
+        for request_id, token in (("r", 2), ("r", 3), ("s", 4)):
+            if num_positions <= LONG_POSITIONS:  # what is sent at once becomes one output; what waits for a long one does not
+                await until(lambda sent=token: len(client.outputs("r")) == sent - 1)
+            worker.engine.say(Output(request_id=request_id, token_ids=(token,)))
         await until(lambda: len(client.outputs("r")) == 3 and client.outputs("s"))
         assert [output.token_ids for output in client.outputs("r")] == [(1,), (2,), (3,)]
         assert client.outputs("r")[0].prompt_logprobs == SCORED[:num_positions]
