@@ -174,7 +174,13 @@ _SERVER = (
     ),
     Flag("server", "port", "HTTP port; 0 picks a free one", minimum=0, maximum=65535),
     Flag("server", "grpc_port", "gRPC port; 0 picks a free one", minimum=0, maximum=65535),
-    Flag("server", "router", "routers a worker registers with, HOST:PORT,..", syntax="addresses", only=_WORKERS),
+    Flag(
+        "server",
+        "router",
+        "routers a worker registers with, HOST:PORT,..; of a name with several addresses, the one at each",
+        syntax="addresses",
+        only=_WORKERS,
+    ),
     Flag(
         "server",
         "allowed_origins",
