@@ -193,7 +193,7 @@ class FleetClient:
             self._unheard.pop(router, None)
             self._not_taken.pop(router, None)
             self._refused.discard(router)
-            log.info("registered with router %s", router)
+            log.info("registered with router %s as %s", router, self._member.address)
             self._compare(router, answer.heartbeat_ms / 1000, answer.dead_after_ms / 1000)
             interval_s = max(answer.heartbeat_ms, 10) / 1000
             while await self._heartbeat(router, stub):
