@@ -32,7 +32,7 @@ OTHER_PROGRAMS = {
     "--requests",
     "--inject",
     "--nano-vllm",
-    *("--no-deps", "--no-index", "--only-binary", "--platform", "--python-version", "--target"),  # of pip
+    *("--no-cache-dir", "--no-deps", "--no-index", "--only-binary", "--platform", "--python-version", "--target"),  # of pip
 }
 
 
