@@ -1,12 +1,18 @@
-"""A worker's registration with its routers: register, heartbeat, register again whenever a router does not know us."""
+"""A worker's registration with its routers: register, heartbeat, register again whenever a router does not know us.
+
+A name with several addresses is several routers (`router_names`): where one joins them this worker registers there, too, and a
+router that is no longer among them is let go once it does not answer and another one does.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from time import monotonic
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -14,6 +20,7 @@ import grpc.aio
 from jdisagg.api.channels import INSECURE, Credentials, open_channel
 from jdisagg.api.fleet_codec import encode_load, encode_member
 from jdisagg.api.pulse import cancel_and_wait
+from jdisagg.api.router_names import LOOK_S, LOOK_SOON_S, RouterNames
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.told import told
@@ -32,7 +39,8 @@ def _nobody_listens(router: str, peers: tuple[str, ...]) -> None:
 
 
 class FleetClient:
-    """Keeps one worker registered with every router given. Lives on one event loop."""
+    """Keeps one worker registered with every router given, and with every one that a name given stands for. Lives on one event
+    loop."""
 
     def __init__(
         self,
@@ -52,13 +60,18 @@ class FleetClient:
         self._state = state
         self._on_prefill = on_prefill
         self._credentials = credentials
-        self._registered: dict[str, bool] = dict.fromkeys(routers, False)
+        self._registered: dict[str, bool] = {}  # routers that are kept, and whether each knows us
         self._leaving: set[str] = set()  # routers that said goodbye: their end is no outage
         self._refused: set[str] = set()  # routers that do not take our API key: said once each time
         self._not_taken: dict[str, grpc.StatusCode] = {}  # another process has our address, or it is another model's: said once
-        self._unheard = set(routers)  # never registered with: said once
-        self._began_s = monotonic()
-        self._tasks = [asyncio.create_task(self._keep(router)) for router in routers]
+        self._unheard: dict[str, float] = {}  # never registered with, and since when: said once
+        self._typed = routers
+        self._names = RouterNames(routers)
+        self._failed = asyncio.Event()  # some router does not answer
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._keep_wanted()
+        if credentials.channel is None:  # what is encrypted is known by its name
+            self._start(self._follow_names())
 
     def registered(self) -> dict[str, bool]:
         """Routers, and whether each knows us as far as we know."""
@@ -85,15 +98,55 @@ class FleetClient:
         """Stop; routers evict us after missed heartbeats."""
         await cancel_and_wait(*self._tasks)
 
-    async def _keep(self, router: str) -> None:
-        """Serve one router for ever. A failed connection is replaced by a new one, which connects at once."""
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _follow_names(self) -> None:
+        """Keep every router that a name stands for, for ever."""
         while True:
             try:
+                await self._names.look()
+                self._keep_wanted()
+            except Exception:  # a bug of ours: routers that are known are kept
+                log.exception("the names of --router could not be looked up")
+            await asyncio.sleep(LOOK_SOON_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S - LOOK_SOON_S):
+                    await self._failed.wait()
+            self._failed.clear()
+
+    def _keep_wanted(self) -> None:
+        for router in self._names.wanted:
+            if router not in self._registered:
+                self._registered[router], self._unheard[router] = False, monotonic()
+                self._start(self._keep(router))
+
+    def _is_superseded(self, router: str) -> bool:
+        """Whether its name stands for others by now, and one of those has us."""
+        wanted = self._names.wanted
+        return router not in wanted and any(self._registered.get(other) for other in wanted)
+
+    async def _keep(self, router: str) -> None:
+        """Serve one router while it is wanted. A failed connection is replaced by a new one, which connects at once."""
+        while not self._is_superseded(router):
+            try:
                 await self._keep_until_it_fails(router)
+                self._failed.set()
                 await asyncio.sleep(RETRY_S)
             except Exception:  # a bug of ours or of grpc: without heartbeats this worker would be evicted, and nobody told
                 log.exception("the registration with router %s failed; registering again", router)
                 await asyncio.sleep(AFTER_BUG_S)
+        log.info(
+            "router %s is let go; registered with %s", router, ", ".join(r for r, known in self._registered.items() if known)
+        )
+        self._unheard.pop(router, None)
+        self._not_taken.pop(router, None)
+        self._leaving.discard(router)
+        self._refused.discard(router)
+        del self._registered[router]
+        self._on_prefill(router, ())
 
     async def _keep_until_it_fails(self, router: str) -> None:
         channel = open_channel(router, self._credentials)
@@ -123,8 +176,8 @@ class FleetClient:
             log.info("router %s has stopped, as it said; registering again when it is back", router)
         elif self._registered[router]:
             log.warning("router %s does not answer (%s); registering again until it does", router, code.name)
-        elif router in self._unheard and monotonic() - self._began_s > UNHEARD_S:
-            self._unheard.discard(router)
+        elif router in self._unheard and monotonic() - self._unheard[router] > UNHEARD_S:
+            del self._unheard[router]
             heard = (router, UNHEARD_S, code.name, why)
             log.warning("router %s has not answered for %.0f s (%s: %s); registering until it does", *heard)
 
@@ -137,13 +190,15 @@ class FleetClient:
             answer: fleet_pb2.RegisterResponse = await stub.Register(request, timeout=RPC_TIMEOUT_S)
             self._registered[router] = True
             self._leaving.discard(router)
-            self._unheard.discard(router)
+            self._unheard.pop(router, None)
             self._not_taken.pop(router, None)
             self._refused.discard(router)
-            log.info("registered with router %s", router)
+            log.info("registered with router %s as %s", router, self._member.address)
             self._compare(router, answer.heartbeat_ms / 1000, answer.dead_after_ms / 1000)
             interval_s = max(answer.heartbeat_ms, 10) / 1000
             while await self._heartbeat(router, stub):
+                if router in self._typed and self._is_superseded(router):
+                    return  # a name, one of whose routers answered; each of them is kept by now
                 await asyncio.sleep(interval_s)
 
     def _compare(self, router: str, heartbeat_s: float, dead_after_s: float) -> None:

@@ -25,7 +25,7 @@ class Flag:
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
-    syntax: str = ""  # "" | "bytes" (512MiB) | "ranges" (0-3,5) | "addresses" (HOST:PORT,..) | "origins" | "secret" (@FILE)
+    syntax: str = ""  # "" | "bytes" (512MiB) | "ranges" (0-3,5) | "addresses" (HOST:PORT,..) | "host" | "origins" | "secret"
     aliases: tuple[str, ...] = ()
     only: tuple[str, ...] = ()  # the roles it is for; () = every role with an engine, or all (see `core.scope`)
     role_choices: tuple[tuple[str, tuple[str, ...]], ...] = ()  # roles that choose among fewer
@@ -157,7 +157,13 @@ _DEVICE = (
 )
 _SERVER = (
     Flag("server", "host", "address to bind"),
-    Flag("server", "advertise_host", "name or address that routers and peers use to reach this process", only=_WORKERS),
+    Flag(
+        "server",
+        "advertise_host",
+        "name or address that routers and peers use to reach this process",
+        syntax="host",
+        only=_WORKERS,
+    ),
     Flag(
         "server",
         "advertise_port",
@@ -168,7 +174,13 @@ _SERVER = (
     ),
     Flag("server", "port", "HTTP port; 0 picks a free one", minimum=0, maximum=65535),
     Flag("server", "grpc_port", "gRPC port; 0 picks a free one", minimum=0, maximum=65535),
-    Flag("server", "router", "routers a worker registers with, HOST:PORT,..", syntax="addresses", only=_WORKERS),
+    Flag(
+        "server",
+        "router",
+        "routers a worker registers with, HOST:PORT,..; of a name with several addresses, the one at each",
+        syntax="addresses",
+        only=_WORKERS,
+    ),
     Flag(
         "server",
         "allowed_origins",

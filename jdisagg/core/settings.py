@@ -162,8 +162,8 @@ def _printed(config: Config, section: str) -> dict[str, Any]:
 
 
 def _read_keys(environ: Mapping[str, str]) -> Values:
-    """API keys of the environment."""
-    values = {name: environ[variable] for name, variable in _KEY_VARIABLES.items() if variable in environ}
+    """API keys of the environment, where a secret that was made with `echo` ends in a newline."""
+    values = {name: environ[variable].strip() for name, variable in _KEY_VARIABLES.items() if variable in environ}
     for name, key in values.items():
         if not key:
             whom = "that anybody may use" if name == "api_key" else "without such a key"

@@ -5,6 +5,7 @@ Every ConfigError reads `WHERE: got VALUE, wanted WHAT`; WHERE is the flag, or f
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 import types
@@ -16,7 +17,8 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.flags import Flag
 
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s\[\]:,/]+):(\d{1,5})")
+_HOST = r"[^\s\[\]:,/$(){}'\"]+"  # no shell's or orchestrator's variable that was left as it is: $(POD_IP)
+_ADDRESS = re.compile(rf"(\[[0-9a-fA-F:.]+\]|{_HOST}):(\d{{1,5}})")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s\[\]:,/?#@A-Z]+)(:\d{1,5})?")  # as browsers send it
 _DIGITS = r"\d{1,30}"  # of a number: beyond that int() may refuse, and no float holds it
 _MAX_INDEX = 4095  # of a device or core
@@ -31,6 +33,8 @@ def read_value(flag: Flag, hint: Any, raw: object, where: str, *, is_text: bool)
     kind = _without_none(hint)
     if flag.syntax == "addresses":
         return _addresses(raw, where)
+    if flag.syntax == "host":
+        return _host(raw, where)
     if flag.syntax == "origins":
         return _origins(raw, where)
     if flag.syntax == "bytes" and isinstance(raw, str):
@@ -163,6 +167,16 @@ def _addresses(raw: object, where: str) -> tuple[str, ...]:
         if match is None or not 0 < int(match[2]) <= 65535:
             fail(where, address, "HOST:PORT with a port of 1 to 65535")
     return found
+
+
+def _host(raw: object, where: str) -> str:
+    """Where others connect to: a name, or an address that is one machine's."""
+    text = _string(raw, where)
+    try:
+        address = ipaddress.ip_address(re.sub(r"^\[(.*)\]$", r"\1", text))
+    except ValueError:
+        return text if re.fullmatch(_HOST, text) else fail(where, text, "a host name or an address, without a port")
+    return fail(where, text, "what others reach; a wildcard they take for themselves") if address.is_unspecified else text
 
 
 def _origins(raw: object, where: str) -> tuple[str, ...]:

@@ -44,10 +44,18 @@ CALLS_WITH_TIME = frozenset({"add", "expire", "schedule", "commit", "remote_firs
 def make_scheduler(config: SchedulerConfig, *, role: Role, **sizes: Any) -> Scheduler:
     """The scheduler of a worker: recorded when `config.schedule_log` names a file. `sizes` are Scheduler's other arguments.
 
-    When an assertion fails its last plans go to the log's directory, else to the one for temporary files.
+    When an assertion fails its last plans go to the log's directory, else to the one for temporary files, if there is one.
     """
-    directory = Path(tempfile.gettempdir()) if config.schedule_log is None else Path(config.schedule_log).parent
+    directory = _temporary_directory() if config.schedule_log is None else Path(config.schedule_log).parent
     return LoggedScheduler(config, role=role, plans_directory=directory, **sizes)
+
+
+def _temporary_directory() -> Path | None:
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError as error:  # a container whose file systems are read-only
+        _log.warning("the last plans before a failed invariant would not be kept: %s", error.strerror)
+        return None
 
 
 def _written(method: _Method) -> _Method:

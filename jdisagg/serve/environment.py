@@ -16,6 +16,7 @@ from pathlib import Path
 from jdisagg.core.config import Config, DeviceConfig
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.values import expand_home, parse_ranges
+from jdisagg.serve.cores import CGROUPS, cpu_quota, usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -57,23 +58,24 @@ def num_devices_needed(config: Config) -> int:
     return needed
 
 
-def num_threads(num_devices: int) -> int:
-    """Threads that XLA:CPU needs for so many devices of one process, at least one for each core."""
-    return max(os.cpu_count() or 1, _THREADS_PER_DEVICE * num_devices)
+def num_threads(num_devices: int, cgroups: Path = CGROUPS) -> int:
+    """Threads that XLA:CPU needs for so many devices of one process, at least one for each core that it may keep busy."""
+    return max(usable_cores(cgroups), _THREADS_PER_DEVICE * num_devices)
 
 
-def prepare_jax(config: Config, environ: MutableMapping[str, str]) -> None:
+def prepare_jax(config: Config, environ: MutableMapping[str, str], cgroups: Path = CGROUPS) -> None:
     """Set the variables jax reads at import. What the user has set in the environment stays, but flags win over it.
 
-    Virtual CPU devices appear when the role needs several (accelerators ignore the setting), with threads for all of them:
-    one that waits in a collective holds its thread, and on two cores what it waits for may never get one. Memory is not
-    preallocated: the KV pool is sized explicitly, and two workers may share one device.
+    XLA:CPU counts the cores that this process may run on, and knows of no quota of a container. Virtual CPU devices appear when
+    the role needs several (accelerators ignore the setting), with threads for all of them: one that waits in a collective holds
+    its thread, and on two cores what it waits for may never get one. Memory is not preallocated: the KV pool is sized
+    explicitly, and two workers may share one device.
     """
     needed = num_devices_needed(config)
     if needed > 1 and DEVICE_COUNT_FLAG not in environ.get("XLA_FLAGS", ""):
         environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {DEVICE_COUNT_FLAG}={needed}".strip()
-    if needed > 1:
-        environ.setdefault(THREADS_VARIABLE, str(num_threads(needed)))
+    if needed > 1 or cpu_quota(cgroups) is not None:
+        environ.setdefault(THREADS_VARIABLE, str(num_threads(needed, cgroups)))
     environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     chosen = config.device.compilation_cache_dir
     if chosen == "off":
@@ -95,7 +97,7 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name in environ for name in ALLOCATOR_VARIABLES):
         return False
-    mallopt(_M_ARENA_MAX, max(_LEAST_ARENAS, os.cpu_count() or 1))  # by itself eight for each core, and each keeps up to 64 MiB
+    mallopt(_M_ARENA_MAX, max(_LEAST_ARENAS, usable_cores()))  # by itself eight for each core, and each keeps up to 64 MiB
     large = mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES) or mallopt(_M_MMAP_THRESHOLD, _LEAST_THRESHOLD_BYTES)
     return bool(large and mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES))
 

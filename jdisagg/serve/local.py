@@ -33,6 +33,7 @@ LOOPBACK = "127.0.0.1"
 FLEET_READY_S = 60.0  # from the last READY of a worker to a router that would serve
 SERVE = (sys.executable, "-m", "jdisagg.serve")
 GRACE_BEYOND_DRAIN_S = 5.0
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment: it is this machine
 
 
 def run(config: Config) -> int:
@@ -156,7 +157,7 @@ def _probe(url: str) -> tuple[bool, str]:
     """Whether GET `url` answers 200, and what it said otherwise."""
     try:
         try:
-            with urllib.request.urlopen(url, timeout=2.0) as response:
+            with DIRECT.open(url, timeout=2.0) as response:
                 return response.status == 200, ""
         except urllib.error.HTTPError as error:
             return False, f"{error.code} {error.read(500).decode(errors='replace')}"

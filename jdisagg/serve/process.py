@@ -11,7 +11,8 @@
         ...                                # drain within config.server.drain_s, close the parts
         return 0
 
-The first SIGTERM or SIGINT sets `stopping`; a later one ends the process at once, drained or not.
+The first SIGTERM or SIGINT sets `stopping`; a later one ends the process at once, drained or not. Before `run_process`, while
+modules are imported, `end_when_told` answers.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from time import monotonic
+from types import FrameType
 from typing import Any
 
 import uvloop
@@ -84,6 +86,18 @@ class Process:
             + "\n"
         )
         sys.stderr.flush()
+
+
+def end_when_told() -> None:
+    """Until `run_process` listens, SIGTERM and SIGINT end this process at once, with 0: there is nothing to drain. Process 1 of
+    a container would never hear of them otherwise: the kernel keeps signals from it for which it has no handler."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(sys.stderr.fileno(), b"ended while it was starting; no request was lost\n")
+    os._exit(0)
 
 
 def keep_what_is_there() -> None:

@@ -27,6 +27,7 @@ from jdisagg.models.resolve import resolve_model
 from jdisagg.router.entrance import Entrance
 from jdisagg.router.fleet_engine import FleetEngine
 from jdisagg.router.recovery import ReplayConfig
+from jdisagg.serve.leaving import Leaving
 from jdisagg.serve.process import Process, keep_what_is_there, run_process
 from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.text_edge import make_edge, read_text_model
@@ -70,6 +71,7 @@ async def serve(config: Config, process: Process) -> int:
     health = HealthReporter(server, SERVICES, engine.health)
 
     async def drain(deadline_s: float) -> int:
+        leaving.leave()
         await health.close()
         fleet.leave()
         return await engine.drain(deadline_s)
@@ -83,7 +85,8 @@ async def serve(config: Config, process: Process) -> int:
         config.server.allowed_origins,
         client_api_key=config.server.client_api_key,
     )
-    http = HttpServer(app, listener, stop_timeout_s=config.server.drain_s)
+    leaving = Leaving(app)
+    http = HttpServer(leaving, listener, stop_timeout_s=config.server.drain_s)
     process.dump_with(engine.debug_state)
     await server.start()
     await http.start()

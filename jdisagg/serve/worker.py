@@ -39,6 +39,7 @@ from jdisagg.roles.self_test import self_test
 from jdisagg.roles.watchdog import Watchdog
 from jdisagg.serve.deployments import Deployment, build_deployment
 from jdisagg.serve.engines import exit_on_crash
+from jdisagg.serve.leaving import Leaving
 from jdisagg.serve.process import Process, keep_what_is_there, run_process
 from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.text_edge import TextModel, make_edge, read_text_model
@@ -164,13 +165,15 @@ class _Edges:
         kv_events_pb2_grpc.add_KVEventsServiceServicer_to_server(self._kv_events, server)
         services = tuple(f"jdisagg.v1.{name}" for name in names)
         self._health = HealthReporter(server, services, self._engine.health)
-        self.app = make_app(
-            edge,
-            self._engine,
-            self._metrics_text,
-            config.server.api_key,
-            config.server.allowed_origins,
-            client_api_key=config.server.client_api_key,
+        self.app = Leaving(
+            make_app(
+                edge,
+                self._engine,
+                self._metrics_text,
+                config.server.api_key,
+                config.server.allowed_origins,
+                client_api_key=config.server.client_api_key,
+            )
         )
         metrics.set_build(role=config.role, model=self.model_name)
 
@@ -222,6 +225,7 @@ class _Edges:
         if not self._draining:
             log.info("draining: nothing more is admitted, what runs is waited for %.3g s", max(0.0, deadline_s - monotonic()))
         self._draining = True
+        self.app.leave()
         if self._deployment.peer_server is not None:
             self._deployment.peer_server.drain()
         await self._kv_events.close()

@@ -36,15 +36,17 @@ class _Asked:
     answer: Future[list[Address]]
     asked_s: float
 
-    def is_over(self, now_s: float) -> bool:
+    def is_over(self, now_s: float, remember_s: float) -> bool:
         """Whether to ask anew: it failed, or it was long ago."""
-        return self.answer.done() and (self.answer.exception() is not None or now_s - self.asked_s > REMEMBER_S)
+        return self.answer.done() and (self.answer.exception() is not None or now_s - self.asked_s > remember_s)
 
 
 class Names:
     """Hosts to addresses; a name has one thread at a time that asks for it. Any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, remember_s: float = REMEMBER_S) -> None:
+        """`remember_s`: so old an answer may be."""
+        self._remember_s = remember_s
         self._lock = threading.Lock()
         self._asked: dict[str, _Asked] = {}
 
@@ -68,7 +70,7 @@ class Names:
             return answer
         with self._lock:
             now_s = monotonic()
-            self._asked = {name: asked for name, asked in self._asked.items() if not asked.is_over(now_s)}
+            self._asked = {name: asked for name, asked in self._asked.items() if not asked.is_over(now_s, self._remember_s)}
             if (known := self._asked.get(host)) is not None:
                 return known.answer
             self._asked[host] = _Asked(answer, now_s)

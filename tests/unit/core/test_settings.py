@@ -94,6 +94,13 @@ def test_flag_wins_over_file_and_file_over_default(write) -> None:
     assert config.scheduler.max_queue_len == Config().scheduler.max_queue_len
 
 
+@pytest.mark.parametrize(
+    "host", ["10.0.0.7", "fd00::7", "[fd00::7]", "fe80::1%eth0", "decode-0.decode", "my_host", "xn--bcher-kva"]
+)
+def test_others_reach_a_process_by_name_or_address(host: str) -> None:
+    assert load("--role", "decode", "--advertise-host", host).server.advertise_host == host
+
+
 def test_a_flat_file_works_and_model_may_be_key_or_section(write) -> None:
     config = load("--config", write('role = "unified"\nmodel = "dir"\nblock_size = 4\nprefill = ["h:1"]\n'))
     assert (config.model.model, config.cache.page_size, config.transfer.prefill) == ("dir", 4, ("h:1",))
@@ -136,6 +143,21 @@ def test_a_pool_size_flag_replaces_another_pool_size_of_the_file(write) -> None:
         ),
         (["--local-prefill", "below-tokens=-1"], "wanted below-tokens=N with a whole number N"),
         (["--prefill", "host"], "--prefill: got 'host', wanted HOST:PORT with a port of 1 to 65535"),
+        (
+            ["--router", "$(ROUTER_HOST):9000"],
+            "--router: got '$(ROUTER_HOST):9000', wanted HOST:PORT with a port of 1 to 65535",
+        ),
+        (["--advertise-host", "$(POD_IP)"], "--advertise-host: got '$(POD_IP)', wanted a host name or an address, without"),
+        (
+            ["--advertise-host", "10.0.0.7:9000"],
+            "--advertise-host: got '10.0.0.7:9000', wanted a host name or an address, without",
+        ),
+        (
+            ["--advertise-host", "http://h"],
+            "--advertise-host: got 'http://h', wanted a host name or an address, without a port",
+        ),
+        (["--advertise-host", "0.0.0.0"], "--advertise-host: got '0.0.0.0', wanted what others reach; a wildcard they take"),
+        (["--advertise-host", "[::]"], "--advertise-host: got '[::]', wanted what others reach; a wildcard they take"),
         (["--prefill", "h:0"], "--prefill: got 'h:0', wanted HOST:PORT with a port of 1 to 65535"),
         (["--prefill", "h:1,h:1"], "--prefill: got 'h:1,h:1', wanted every address once"),
         (["--devices", "3-1"], "--devices: got '3-1', wanted ascending indices up to 4095"),
@@ -220,6 +242,7 @@ def test_the_api_key_comes_from_a_file_or_the_environment_and_is_never_printed(t
     from_file = load("--api-key", f"@{path}")
     assert from_file.server.api_key == "s3cret"
     assert load_config([], {"JDISAGG_API_KEY": "from-env"}).server.api_key == "from-env"
+    assert load_config([], {"JDISAGG_API_KEY": "from-echo\n"}).server.api_key == "from-echo"
     assert "s3cret" not in to_toml(from_file) + " ".join(to_flags(from_file))
     assert "# api_key is set" in to_toml(from_file)
     path.write_bytes(b"\xef\xbb\xbfs3cret\r\n")  # as Windows writes it
@@ -230,8 +253,9 @@ def test_the_api_key_comes_from_a_file_or_the_environment_and_is_never_printed(t
 
 
 def test_a_key_and_a_router_that_are_set_and_empty_are_no_open_server_and_no_lonely_worker() -> None:
-    with pytest.raises(ConfigError, match="JDISAGG_API_KEY is set and empty: unset it"):
-        load_config([], {"JDISAGG_API_KEY": ""})
+    for empty in ("", "\n"):
+        with pytest.raises(ConfigError, match="JDISAGG_API_KEY is set and empty: unset it"):
+            load_config([], {"JDISAGG_API_KEY": empty})
     for empty in ("", " , "):
         assert message("--role", "prefill", "--router", empty).startswith(f"--router: got {empty!r}, wanted HOST:PORT,..")
 

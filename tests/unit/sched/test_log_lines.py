@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,16 @@ def test_a_poll_that_takes_pins_away_is_written(tmp_path: Path) -> None:
 def test_without_a_file_nothing_is_encoded() -> None:
     scheduler = make_scheduler(SchedulerConfig(), role=Role.UNIFIED, **SIZES)
     assert not scheduler.cancel(object())  # type: ignore[arg-type] # no log line could hold it
+
+
+def test_where_no_directory_can_be_written_to_a_scheduler_does_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    make_scheduler(SchedulerConfig(), role=Role.UNIFIED, **SIZES)
+    (message,) = caplog.messages
+    assert message.startswith("the last plans before a failed invariant would not be kept: No usable temporary directory")
 
 
 @pytest.mark.parametrize("value", [Status.WAITING, Limits(role=Role.UNIFIED, max_model_len=1, page_size=1, num_usable_pages=1)])

@@ -1,5 +1,6 @@
 """What the documentation names exists: flags, files, metrics."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from jdisagg.aot.command import build_parser as build_aot_parser
 from jdisagg.core.flags import ROLES
 from jdisagg.core.metrics import Metrics
-from jdisagg.core.settings import build_parser
+from jdisagg.core.settings import build_parser, load_config
 
 ROOT = Path(__file__).parents[3]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,7 +33,7 @@ OTHER_PROGRAMS = {
     "--requests",
     "--inject",
     "--nano-vllm",
-    *("--no-deps", "--no-index", "--only-binary", "--platform", "--python-version", "--target"),  # of pip
+    *("--no-cache-dir", "--no-deps", "--no-index", "--only-binary", "--platform", "--python-version", "--target"),  # of pip
 }
 
 
@@ -66,6 +67,14 @@ def test_every_metric_named_exists_and_operations_names_every_metric() -> None:
     own = {name for name in exposed if name.startswith("jdisagg_")}
     assert own <= named | phases
     assert exposed - own == set(re.findall(r"`(process_\w+)`", text)), "the library's own"
+
+
+def test_containers_of_the_manifests_have_settings_that_load() -> None:
+    lists = re.findall(r"\bargs: (\[.*?\])", (ROOT / "docs" / "operations.md").read_text(), re.DOTALL)
+    manifests = [[flag.replace("$(POD_IP)", "fd00::7") for flag in json.loads(text)] for text in lists]
+    assert [load_config(argv, {}).role for argv in manifests] == ["router", "prefill"]
+    decode = [flag.replace("prefill", "decode") for flag in manifests[1]]
+    assert load_config(decode, {}).role == "decode"
 
 
 def test_the_readme_names_every_role() -> None:

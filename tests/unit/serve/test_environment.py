@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,16 +48,40 @@ def test_a_device_count_of_the_user_stays() -> None:
     assert environ["XLA_FLAGS"] == f"{COUNT}=8"
 
 
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int, str], Path]:
+    """One of 128 cores, of which this process may run on some, and whose container has a quota."""
+
+    def made(cores: int, quota: str) -> Path:
+        monkeypatch.setattr(os, "cpu_count", lambda: 128)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+        (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
+        return tmp_path
+
+    return made
+
+
 @pytest.mark.parametrize(
-    ("cores", "tp", "given", "wanted"), [(2, 1, None, None), (2, 4, None, "8"), (64, 4, None, "64"), (2, 4, "3", "3")]
+    ("cores", "quota", "tp", "wanted"),
+    [
+        (2, "max", 1, None),
+        (2, "max", 4, "8"),
+        (64, "max", 4, "64"),
+        (64, "400000", 1, "4"),
+        (64, "50000", 1, "2"),
+        (64, "150000", 4, "8"),
+        (2, "400000", 1, "2"),
+    ],
 )
-def test_several_devices_have_threads_enough_to_wait_for_one_another(
-    monkeypatch: pytest.MonkeyPatch, cores: int, tp: int, given: str | None, wanted: str | None
+def test_threads_are_as_many_as_cores_to_run_them_and_enough_for_devices_that_wait_for_one_another(
+    machine: Callable[[int, str], Path], cores: int, quota: str, tp: int, wanted: str | None
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    environ = {} if given is None else {"NPROC": given}
-    prepare_jax(config(tp=tp), environ)
+    environ: dict[str, str] = {}
+    prepare_jax(config(tp=tp), environ, machine(cores, quota))
     assert environ.get("NPROC") == wanted
+    chosen = {"NPROC": "3"}
+    prepare_jax(config(tp=tp), chosen, machine(cores, quota))
+    assert chosen["NPROC"] == "3"
 
 
 def test_the_compilation_cache_is_a_directory_that_exists(tmp_path: Path) -> None:

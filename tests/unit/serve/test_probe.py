@@ -13,6 +13,7 @@ from jdisagg.serve.local import _probe
 def probed(answer: bytes) -> tuple[bool, str]:
     """Of a server that says this and hangs up."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(5.0)  # for a probe that goes elsewhere
 
         def serve() -> None:
             connection, _ = listener.accept()
@@ -31,6 +32,13 @@ def probed(answer: bytes) -> tuple[bool, str]:
 def test_a_router_is_ready_when_it_says_so() -> None:
     assert probed(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n") == (True, "")
     assert probed(b"HTTP/1.1 503 No\r\ncontent-length: 4\r\n\r\nwhy?") == (False, "503 why?")
+
+
+def test_no_proxy_of_the_environment_stands_between_a_supervisor_and_its_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert probed(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n") == (True, "")
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from threading import Timer
 
 import pytest
 
@@ -46,6 +49,22 @@ def test_sigusr1_shows_what_a_process_does_that_is_still_starting() -> None:
         assert (state["event"], state["pid"], state["stage"]) == ("state", process.pid, "starting")
         assert state["seconds"] >= 0.05
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_has_just_been_started_ends_when_told(tmp_path: Path, number: signal.Signals) -> None:
+    """As process 1 of a container it would not hear of a signal that it has no handler for."""
+    settings = tmp_path / "settings.toml"
+    os.mkfifo(settings)
+    command = [sys.executable, "-m", "jdisagg.serve", "--config", str(settings)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        watch = Timer(30.0, process.kill)
+        watch.start()
+        with settings.open("w"):  # it reads them now
+            process.send_signal(number)
+            _, said = process.communicate()
+        watch.cancel()
+    assert (process.returncode, said) == (0, "ended while it was starting; no request was lost\n")
 
 
 def test_signals_that_come_together_are_one_and_a_later_one_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

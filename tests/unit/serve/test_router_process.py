@@ -1,5 +1,6 @@
 """A real router process without workers: READY, its edges, its end."""
 
+import http.client
 import os
 import signal
 import socket
@@ -59,6 +60,22 @@ def test_a_router_without_workers_is_healthy_but_not_ready_and_sigterm_ends_it_w
     assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
     process.send_signal(signal.SIGTERM)
     assert process.wait(WAIT_S) == 0
+
+
+def test_a_router_that_drains_hangs_up_on_clients_that_keep_their_connection(router) -> None:
+    _, ready = router
+    client = http.client.HTTPConnection(*ready.http.split(":"), timeout=30)
+
+    def kept() -> bool:
+        client.request("GET", "/ready")
+        with client.getresponse() as answer:
+            answer.read()
+        return client.sock is not None
+
+    assert kept()
+    with grpc.insecure_channel(ready.grpc) as channel:
+        admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), timeout=30)
+    assert not kept()
 
 
 def test_a_router_counts_bad_calls_and_has_no_prefix_cache_to_reset(router) -> None:

@@ -73,15 +73,13 @@ def test_a_silent_resolver_costs_the_deadline_and_one_thread_for_all_who_ask(res
     assert resolver.asked == ["there"]
 
 
-def test_an_answer_is_remembered_for_a_while(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("remember_s", "times_asked"), [(10.0, 1), (0.0, 2)])
+def test_an_answer_is_remembered_for_a_while(resolver: Resolver, remember_s: float, times_asked: int) -> None:
     resolver.answers.set()
-    known = Names()
+    known = Names(remember_s)
     for _ in range(2):
         assert addresses(known, "there") == THERE
-    assert resolver.asked == ["there"]
-    monkeypatch.setattr(names, "REMEMBER_S", 0.0)
-    assert addresses(known, "there") == THERE
-    assert resolver.asked == ["there", "there"]
+    assert resolver.asked == ["there"] * times_asked
 
 
 def test_a_name_that_nobody_knows_is_a_broken_connection_and_asked_for_again(resolver: Resolver) -> None:

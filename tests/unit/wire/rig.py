@@ -75,10 +75,12 @@ def narrow_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=[("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16)])
 
 
-async def start_server(add: Callable[[grpc.aio.Server], object], port: int = 0) -> tuple[grpc.aio.Server, str]:
+async def start_server(
+    add: Callable[[grpc.aio.Server], object], port: int = 0, *, host: str = "127.0.0.1"
+) -> tuple[grpc.aio.Server, str]:
     server = channels.make_server()
     add(server)
-    address = channels.bind(server, port=port)
+    address = channels.bind(server, host, port)
     await server.start()
     _servers.append(server)
     return server, address
