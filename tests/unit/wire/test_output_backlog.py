@@ -152,6 +152,8 @@ def test_a_routers_link_does_not_read_ahead(monkeypatch: pytest.MonkeyPatch) -> 
             on_up=lambda: ups.append(True),
             on_down=lambda reason: None,
             on_load=lambda load, num_cancelled: None,
+            on_quiet=lambda is_quiet: None,
+            waits=lambda silent_s: False,
         )
         await until(lambda: ups)
         assert opened == [False]
