@@ -48,7 +48,9 @@ def _key(output: common_pb2.Output) -> tuple[str, int]:
 
 
 def _takes(before: common_pb2.Output, output: common_pb2.Output) -> bool:
-    return not before.finish and len(before.token_ids) + len(output.token_ids) <= MOST_TOKENS
+    """An error stays alone: who reads one takes no tokens with it."""
+    fits = len(before.token_ids) + len(output.token_ids) <= MOST_TOKENS
+    return fits and not before.finish and not output.HasField("error")
 
 
 def _add(before: common_pb2.Output, output: common_pb2.Output) -> None:

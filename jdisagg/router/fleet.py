@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from jdisagg.core.errors import AddressTaken
 from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member
 from jdisagg.core.requests import Role
-from jdisagg.router.entry import Entry
+from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.pairing import differing
 from jdisagg.router.prefixes import Key, Near
 from jdisagg.router.silence import Silence
@@ -86,6 +86,10 @@ class Fleet:
     def tell_quiet(self, entry: Entry, is_quiet: bool, now_s: float) -> None:
         """What the pulse of its Run stream says."""
         self._silence.tell(entry, is_quiet, now_s)
+
+    def link(self, entry: Entry, now_s: float, *, again: bool) -> None:
+        """Its Run stream stands from now on; `again`: not the first one."""
+        entry.stream, entry.misses = RunStream(now_s, steady_s=self._silence.steady_s(now_s, again=again)), 0
 
     def waits(self, entry: Entry, silent_s: float, now_s: float) -> bool:
         """Whether a worker whose Run stream is silent for so long is not taken for dead."""

@@ -2,7 +2,7 @@
 
     heard                                                     gets requests
       0.6 of --dead-after-s without a word: quiet             gets some where all others are quiet, too
-      --dead-after-s, and another one is heard                dead: its requests go on there
+      --dead-after-s, and another one is heard                dead: its requests go on there (of unlike weights: new ones)
       --dead-after-s, and so are all others                   waited for, up to --lease-s: so long it keeps our requests, too
 
 Where everybody is silent at once it is this router, or its network, that paused, and a replay would have nowhere to go. When
@@ -34,13 +34,13 @@ class Silence:
         if is_quiet:
             stream.quiet_s = now_s - QUIET_SHARE * self._dead_after_s
         elif stream.quiet_s is not None:
-            stream.steady_s = now_s + (now_s - stream.quiet_s)
+            stream.steady_s = max(stream.steady_s, now_s + (now_s - stream.quiet_s))
             stream.quiet_s, stream.is_awaited = None, False
 
     def waits(self, entry: Entry, everybody: Iterable[Entry], silent_s: float, now_s: float) -> bool:
         """Whether one whose Run stream is silent for long enough to be dead is not taken for that."""
         stream = entry.stream
-        if stream is None or silent_s >= self._longest_s or _has_heir(entry, everybody, now_s):
+        if stream is None or silent_s >= self._longest_s or _has_heir(everybody, now_s):
             return False
         if now_s - entry.last_seen_s < QUIET_SHARE * self._dead_after_s and not stream.is_awaited:
             return False  # it sends heartbeats: the stream alone is broken
@@ -54,11 +54,24 @@ class Silence:
         if entries and not any(self._is_heard(entry, now_s) for entry in entries):
             self._all_silent_s = now_s - self._dead_after_s if self._all_silent_s is None else self._all_silent_s
         elif self._all_silent_s is not None:
-            self._patient_until_s = now_s + min(now_s - self._all_silent_s, self._longest_s)
+            self._patient_until_s = max(self._patient_until_s, now_s + self._patience_s(now_s))
             self._all_silent_s = None
         is_patient = self._all_silent_s is not None or now_s < self._patient_until_s
-        longest_s = self._longest_s if is_patient else self._dead_after_s
-        return [entry for entry in entries if not entry.linked and now_s - entry.last_seen_s > longest_s]
+        patient_s = self._longest_s if is_patient else self._dead_after_s
+
+        def is_gone(entry: Entry) -> bool:  # of a worker that decodes the stream had its time, or broke
+            return now_s - entry.last_seen_s > (self._dead_after_s if entry.member.decodes else patient_s)
+
+        return [entry for entry in entries if not entry.linked and is_gone(entry)]
+
+    def steady_s(self, now_s: float, *, again: bool) -> float:
+        """When a worker whose stream stands from now on can go on with the requests of silent ones. `again`: it had one before,
+        so others may be about to come back as well."""
+        patient_s = max(self._patient_until_s, now_s + self._patience_s(now_s)) if again else 0.0
+        return max(now_s + self._dead_after_s, patient_s)
+
+    def _patience_s(self, now_s: float) -> float:
+        return 0.0 if self._all_silent_s is None else min(now_s - self._all_silent_s, self._longest_s)
 
     def _is_heard(self, entry: Entry, now_s: float) -> bool:
         if entry.linked:
@@ -66,13 +79,9 @@ class Silence:
         return now_s - entry.last_seen_s <= self._dead_after_s
 
 
-def _has_heir(entry: Entry, everybody: Iterable[Entry], now_s: float) -> bool:
-    """Whether somebody can go on with its requests."""
+def _has_heir(everybody: Iterable[Entry], now_s: float) -> bool:
+    """Whether somebody can go on with the requests of who is silent."""
     return any(
-        other.stream is not None
-        and not other.is_quiet
-        and other.stream.steady_s <= now_s
-        and other.member.fingerprint == entry.member.fingerprint
-        and not other.member.draining
+        other.stream is not None and not other.is_quiet and other.stream.steady_s <= now_s and not other.member.draining
         for other in everybody
     )

@@ -26,7 +26,7 @@ from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.router.entrance import Entrance
-from jdisagg.router.entry import Entry, RunStream
+from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import MANY_MISSES, Fleet
 from jdisagg.router.pairing import PairingWatch
 
@@ -195,9 +195,7 @@ class Workers:
                 )
 
     def _up(self, entry: Entry) -> None:
-        now_s = monotonic()
-        entry.stream, entry.misses = RunStream(now_s, steady_s=now_s + self._config.dead_after_s), 0
-        self._retry_at_s.pop(entry.key, None)
+        self.fleet.link(entry, monotonic(), again=self._retry_at_s.pop(entry.key, None) is not None)
         self._refusing.discard(entry.key)
         log.info("%s worker %s is connected", entry.member.role.value, entry.member.worker)
         self._on_back(entry)
@@ -221,7 +219,9 @@ class Workers:
         waits = self.fleet.waits(entry, silent_s, monotonic())
         if waits and not was_awaited:
             told = entry.member.role.value, entry.member.worker, entry.pending, self._config.lease_s
-            log.warning("%s worker %s is silent, and nobody else is heard: its %d requests wait for up to %g s", *told)
+            log.warning(
+                "%s worker %s is silent, as is everybody who could go on with its %d requests; they wait, %g s at most", *told
+            )
         return waits
 
     def _down(self, entry: Entry, reason: str) -> None:

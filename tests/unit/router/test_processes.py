@@ -68,7 +68,7 @@ def test_when_all_workers_pause_at_once_their_streams_go_on_where_they_are(
             await until(lambda: all(len(got) >= 3 for got in outputs))
             for process in processes:
                 process.send_signal(signal.SIGSTOP)
-            await until(lambda: caplog.text.count("nobody else is heard") == num_workers)
+            await until(lambda: caplog.text.count("as is everybody") == num_workers)
             assert not router.engine.health().ready
             late = asyncio.create_task(collect(router, request("late", prompt=(7,), sampling=SamplingParams(max_tokens=3))))
             await asyncio.sleep(1.0)
@@ -97,7 +97,7 @@ def test_a_worker_that_is_waited_for_is_given_up_for_one_that_has_come(caplog: p
             task = asyncio.create_task(collect(router, asked, outputs))
             await until(lambda: len(outputs) >= 3)
             process.send_signal(signal.SIGSTOP)
-            await until(lambda: "nobody else is heard" in caplog.text)
+            await until(lambda: "as is everybody" in caplog.text)
             heir = await FakeWorker((router.address,), config=TransferConfig()).start()
             await until(lambda: heir.engine.live, limit_s=6.0)
             stream = router.engine.workers.fleet.entries()[-1].stream

@@ -52,7 +52,7 @@ def test_one_of_several_that_falls_silent_is_dead() -> None:
     assert not fleet.waits(one, 1.0, 101.0)
 
 
-@pytest.mark.parametrize("other", [{"draining": True}, {"fingerprint": "g"}, {"role": Role.PREFILL}])
+@pytest.mark.parametrize("other", [{"draining": True}, {"role": Role.PREFILL}])
 def test_whoever_cannot_go_on_with_its_requests_makes_nobody_dead(other: dict[str, object]) -> None:
     fleet, (one,) = decoders("a:1")
     fleet.register(member("b:1", **other), 0.0)
@@ -104,6 +104,39 @@ def test_a_quiet_worker_gets_what_nobody_else_can_take() -> None:
     two.pending = 50
     assert fleet.choose(None, 1.0) is two
     assert fleet.choose(None, 1.0, but_not=frozenset({"b:1"})) is one
+
+
+def test_another_short_pause_takes_no_time_from_the_others() -> None:
+    fleet, (one, two) = decoders("a:1", "b:1")
+    for entry in (one, two):
+        fleet.tell_quiet(entry, True, 100.6)
+    assert all(fleet.waits(entry, 1.0, 101.0) for entry in (one, two))
+    fleet.tell_quiet(two, False, 104.0)
+    fleet.tell_quiet(two, True, 104.6)
+    fleet.tell_quiet(two, False, 104.7)
+    assert fleet.waits(one, 7.9, 107.9)
+    assert not fleet.waits(one, 8.1, 108.1)
+
+
+@pytest.mark.parametrize(("again", "steady_s"), [(True, 106.0), (False, 104.5)])
+def test_a_connection_that_is_made_anew_gives_others_time_to_come_back_and_a_new_worker_does_not(
+    again: bool, steady_s: float
+) -> None:
+    fleet, (one, _) = decoders("a:1", "b:1")
+    for entry in fleet.entries():
+        fleet.tell_quiet(entry, True, 101.6)
+    fleet.evict(102.0)
+    one.stream = None
+    fleet.link(one, 103.5, again=again)
+    assert one.stream is not None
+    assert one.stream.steady_s == steady_s
+
+
+def test_workers_whose_streams_broke_are_gone_when_their_heartbeats_stop() -> None:
+    fleet, entries = decoders("a:1", "b:1")
+    for entry in entries:
+        entry.stream = None
+    assert len(fleet.evict(1.1)) == 2
 
 
 def test_heartbeats_that_stop_everywhere_at_once_evict_nobody_before_the_lease_is_over() -> None:

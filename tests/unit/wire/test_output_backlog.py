@@ -14,6 +14,7 @@ from jdisagg.api.channels import FULL_MESSAGE_BYTES, Credentials
 from jdisagg.api.codec import decode_output, encode_output, encode_request
 from jdisagg.api.output_backlog import MOST_TOKENS, OutputBacklog
 from jdisagg.api.worker_client import WorkerLink
+from jdisagg.core.errors import DeadlineExceeded
 from jdisagg.core.requests import FinishReason, Output, Provenance, SamplingParams, TokenLogprob
 from jdisagg.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.unit.router.fakes import FakeWorker, expected
@@ -67,6 +68,17 @@ def test_nothing_is_added_to_an_end_to_another_attempt_or_to_what_is_long() -> N
         ("b", 0, 2),
         ("c", 1, 1),
     ]
+
+
+def test_an_error_takes_no_tokens_with_it() -> None:
+    """Who reads an output with an error looks at nothing else of it."""
+    backlog = OutputBacklog()
+    backlog.put([output("a", 1)])
+    backlog.put([output("a", 2)])
+    backlog.put([output("a", finish=FinishReason.ERROR, error=DeadlineExceeded("too late"))])
+    one, end = taken(backlog)
+    assert (one.token_ids, one.error, one.finish) == ((1, 2), None, None)
+    assert (end.token_ids, type(end.error), end.finish) == ((), DeadlineExceeded, FinishReason.ERROR)
 
 
 def test_whenever_messages_are_taken_every_request_gets_its_tokens_in_order() -> None:
