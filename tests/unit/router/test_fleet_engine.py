@@ -16,7 +16,7 @@ from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, O
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role, SamplingParams
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router, expected
-from tests.unit.wire.rig import FAST, request, run_quiet, until
+from tests.unit.wire.rig import FAST, IMPATIENT, request, run_quiet, until
 
 
 def ask(request_id: str, max_tokens: int = 40, **fields) -> EngineRequest:
@@ -591,7 +591,7 @@ def test_a_worker_that_drained_has_left_and_any_other_is_lost(draining, role, ca
     caplog.set_level("INFO")
 
     async def body() -> None:
-        router = await Router().start()
+        router = await Router(config=IMPATIENT).start()
         (worker,) = await fleet(FakeWorker((router.address,), role), router=router)
         await until(lambda: worker.registration.registered()[router.address])
         worker.draining = draining

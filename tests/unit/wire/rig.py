@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -18,6 +19,7 @@ from jdisagg.handoff.identity import Backend, CacheGroup, Identity
 from jdisagg.kv.spec import KVSpec
 
 FAST = TransferConfig(heartbeat_s=0.05, dead_after_s=0.5)  # shorter ones break when the machine is busy
+IMPATIENT = replace(FAST, lease_s=1.0)  # a worker that is alone is evicted after a lease
 RUN_LIMIT_S, WAIT_LIMIT_S = 120.0, 30.0  # only what hangs takes so long, on the busiest machine
 LONGEST_TURN_S = 0.05
 PATIENT = {"grpc.min_reconnect_backoff_ms": round(WAIT_LIMIT_S * 1000)}

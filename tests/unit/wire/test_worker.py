@@ -28,7 +28,7 @@ from jdisagg.core.fleet import Load
 from jdisagg.core.requests import FinishReason, Output, Role, SamplingParams
 from jdisagg.v1 import admin_pb2, admin_pb2_grpc, common_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.unit.router.fakes import ArithmeticEngine, FakeWorker, Router, expected
-from tests.unit.wire.rig import FAST, pause, request, run_quiet, start_server, until
+from tests.unit.wire.rig import FAST, IMPATIENT, pause, request, run_quiet, start_server, until
 
 
 class Client:
@@ -233,7 +233,7 @@ def test_workers_register_heartbeat_and_register_again():
         await channel.close()
         await router.stop()
         await until(lambda: not worker.registration.registered()[router.address])
-        again = await Router().start(port)
+        again = await Router(config=IMPATIENT).start(port)
         await until(again.engine.workers.members)
         await worker.die()
         await until(lambda: not again.engine.workers.members())  # evicted
