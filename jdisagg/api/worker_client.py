@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from time import monotonic
+from time import monotonic, monotonic_ns
 
 import grpc
 import grpc.aio
@@ -67,7 +67,7 @@ class WorkerLink:
         self._on_down = on_down
         self._on_load = on_load
         self._pulse = Pulse(heartbeat_s=config.heartbeat_s, dead_after_s=config.dead_after_s, on_quiet=on_quiet, waits=waits)
-        self._router = router
+        self._first = worker_pb2.RunRequest(router=router, opened=monotonic_ns())
         self._live: dict[str, int] = {}  # request id -> attempt
         self._submits: deque[EngineRequest] = deque()  # long ones take time to encode, and thousands fit no message
         self._cancels: list[worker_pb2.Cancel] = []
@@ -171,17 +171,18 @@ class WorkerLink:
         self._on_outputs(outputs)
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
-        router = self._router  # said once
+        message = self._first
         while True:
             await self._wake.wait()
             self._wake.clear()
-            submits = fill_message(self._submits, _encode_submit)
+            message.submits.extend(fill_message(self._submits, _encode_submit))
             if self._submits:
                 self._wake.set()
-            cancels, self._cancels = self._cancels, []
-            heartbeat = worker_pb2.Heartbeat(ticks=0)
-            await call.write(worker_pb2.RunRequest(submits=submits, cancels=cancels, heartbeat=heartbeat, router=router))
-            router = ""
+            message.cancels.extend(self._cancels)
+            self._cancels.clear()
+            message.heartbeat.SetInParent()
+            await call.write(message)
+            message = worker_pb2.RunRequest()
 
 
 def _encode_submit(request: EngineRequest) -> worker_pb2.Submit:

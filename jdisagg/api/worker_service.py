@@ -99,10 +99,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             log.warning("router %s: no heartbeat for %.2f s; its requests are cancelled", context.peer(), silence_s)
 
     def _supersede(self, run: _RunStream) -> None:
-        """The router of `run` has opened it, and so given up the one before."""
-        if (older := self._runs.get(run.router)) is not None and not older.superseded.done():
-            older.superseded.set_result(None)
-        self._runs[run.router] = run
+        """The router of `run` has opened it, and so given up those before. It may itself be one whose first message is late."""
+        other = self._runs.get(run.router)
+        given_up, newest = (run, other) if other is not None and 0 < run.opened < other.opened else (other, run)
+        if given_up is not None and not given_up.superseded.done():
+            given_up.superseded.set_result(None)
+        self._runs[run.router] = newest
 
 
 class _RunStream:
@@ -110,6 +112,7 @@ class _RunStream:
 
     def __init__(self, engine: WorkerEngine, loop: asyncio.AbstractEventLoop, on_router: Callable[[_RunStream], None]) -> None:
         self.router = ""
+        self.opened = 0  # as the router counts its streams
         self.superseded: asyncio.Future[None] = loop.create_future()
         self._engine = engine
         self._loop = loop
@@ -127,8 +130,10 @@ class _RunStream:
         async for message in requests:
             pulse.heard()
             if message.router and not self.router:
-                self.router = message.router
+                self.router, self.opened = message.router, message.opened
                 self._on_router(self)
+                if self.superseded.done():
+                    return
             for cancel in message.cancels:
                 self._live.discard((cancel.request_id, cancel.attempt))
                 self._engine.cancel(cancel.request_id, cancel.attempt, self._sink, enough=cancel.enough)

@@ -30,16 +30,18 @@ class Heartbeat(_message.Message):
     def __init__(self, ticks: _Optional[int] = ...) -> None: ...
 
 class RunRequest(_message.Message):
-    __slots__ = ("submits", "cancels", "heartbeat", "router")
+    __slots__ = ("submits", "cancels", "heartbeat", "router", "opened")
     SUBMITS_FIELD_NUMBER: _ClassVar[int]
     CANCELS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
     submits: _containers.RepeatedCompositeFieldContainer[Submit]
     cancels: _containers.RepeatedCompositeFieldContainer[Cancel]
     heartbeat: Heartbeat
     router: str
-    def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., cancels: _Optional[_Iterable[_Union[Cancel, _Mapping]]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., router: _Optional[str] = ...) -> None: ...
+    opened: int
+    def __init__(self, submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., cancels: _Optional[_Iterable[_Union[Cancel, _Mapping]]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., router: _Optional[str] = ..., opened: _Optional[int] = ...) -> None: ...
 
 class RunResponse(_message.Message):
     __slots__ = ("outputs", "heartbeat", "load")

@@ -150,6 +150,32 @@ def test_a_router_that_says_nothing_keeps_its_requests_for_a_lease(lease_s: floa
     run_quiet(body())
 
 
+@pytest.mark.parametrize("newest_comes", ["first", "last"])
+def test_of_two_streams_of_a_router_the_one_it_opened_last_stays_whichever_is_heard_first(newest_comes: str) -> None:
+    async def body() -> None:
+        worker = await FakeWorker(()).start()
+        channel = channels.open_channel(worker.address)
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        attempts = (1, 0) if newest_comes == "first" else (0, 1)
+        calls = {attempt: stub.Run() for attempt in attempts}
+        for attempt in attempts:
+            asked = encode_request(request("r", attempt=attempt, sampling=SamplingParams(max_tokens=10_000)), monotonic())
+            submit = worker_pb2.Submit(request=asked)
+            await calls[attempt].write(worker_pb2.RunRequest(submits=[submit], router="one", opened=7 + attempt))
+            await until(lambda: worker.engine.live)
+        async for _ in calls[0]:
+            pass
+        assert await calls[0].code() is grpc.StatusCode.OK
+        await until(lambda: worker.engine.live["r"][0].attempt == 1)
+        assert worker.service.num_streams == 1
+        assert [asked.attempt for asked in worker.engine.seen] == ([1] if newest_comes == "first" else [0, 1])
+        calls[1].cancel()
+        await channel.close()
+        await worker.die()
+
+    run_quiet(body())
+
+
 def test_of_a_worker_that_is_not_heard_nobody_knows_whether_its_engine_stands_still() -> None:
     async def body() -> None:
         slow = dataclasses.replace(FAST, heartbeat_s=60.0, dead_after_s=120.0)
