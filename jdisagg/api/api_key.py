@@ -3,7 +3,7 @@
     authorization: Bearer KEY        metadata of every RPC; health is open to all
 
 Public and internal services share one port, so the processes of a fleet share one key. Clients may have another, which opens
-GenerationService alone.
+GenerationService alone. While keys are exchanged there are several of either, one a line; the first is the one to send.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import grpc
 import grpc.aio
 
 from jdisagg.core.logs import Seldom
+from jdisagg.core.values import keys_of
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,8 @@ class KeyGuard(grpc.aio.ServerInterceptor):
     """Ends every RPC without the key with UNAUTHENTICATED, before any of its messages is read."""
 
     def __init__(self, api_key: str, client_api_key: str | None = None) -> None:
-        self._expected = (api_key.encode(),)
-        self._of_clients = () if client_api_key is None else (client_api_key.encode(),)
+        self._expected = [key.encode() for key in keys_of(api_key)]
+        self._of_clients = [key.encode() for key in keys_of(client_api_key)]
         self._seldom = Seldom(every_s=REFUSED_EVERY_S)
 
     async def intercept_service(
@@ -112,4 +113,4 @@ class KeyedChannel:
 
 
 def _bearer(api_key: str) -> str:
-    return f"Bearer {api_key}"
+    return f"Bearer {keys_of(api_key)[0]}"

@@ -26,7 +26,7 @@ from jdisagg.batch.sender import Sender, Served, served_model
 from jdisagg.core.errors import ConfigError, JdisaggError, Unavailable
 from jdisagg.core.logs import setup_logs
 from jdisagg.core.settings import API_KEY_VARIABLE
-from jdisagg.core.values import check_key
+from jdisagg.core.values import check_key, keys_of
 from jdisagg.serve.environment import keep_freed_memory, prepare_jax
 from jdisagg.serve.tpu import claim_chips, find_tpu
 
@@ -122,9 +122,9 @@ def _open_client(command: Command) -> AbstractAsyncContextManager[httpx.AsyncCli
     config = command.batch.config
     timeout = httpx.Timeout(command.request_timeout_s, connect=10.0)
     if config is None:
-        if key := os.environ.get(API_KEY_VARIABLE):
-            check_key(key, API_KEY_VARIABLE)
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+        api_key = os.environ.get(API_KEY_VARIABLE, "")
+        check_key(api_key, API_KEY_VARIABLE)
+        headers = {"authorization": f"Bearer {keys[0]}"} if (keys := keys_of(api_key)) else {}
         limits = httpx.Limits(max_connections=command.batch.max_concurrency + 1)  # and one that asks whether it is there
         return httpx.AsyncClient(base_url=command.server or "", timeout=timeout, headers=headers, limits=limits)
     config = claim_chips(config, os.environ, find_tpu(os.environ))

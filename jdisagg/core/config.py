@@ -119,7 +119,7 @@ class ServerConfig:
     grpc_port: int = 0
     router: tuple[str, ...] = ()  # routers to register with
     allowed_origins: tuple[str, ...] = ()  # of web pages whose scripts may call the HTTP API; "*" = of any
-    api_key: str | None = None  # from JDISAGG_API_KEY, or @FILE; a bare value in argv is refused
+    api_key: str | None = None  # from JDISAGG_API_KEY, or @FILE, see `keys_of`; a bare value in argv is refused
     client_api_key: str | None = None  # likewise; opens what clients use and nothing else
     default_deadline_s: float = 600.0
     drain_s: float = 30.0

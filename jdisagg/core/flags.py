@@ -190,14 +190,15 @@ _SERVER = (
     Flag(
         "server",
         "api_key",
-        "@FILE holding the key that opens everything, and that the processes of a fleet share (or set JDISAGG_API_KEY)",
+        "@FILE holding the key that opens everything, and that the processes of a fleet share (or set JDISAGG_API_KEY); "
+        "of several lines all are taken and the first is sent",
         syntax="secret",
     ),
     Flag(
         "server",
         "client_api_key",
         "@FILE holding another key, for clients: it opens the HTTP API and GenerationService alone "
-        "(or set JDISAGG_CLIENT_API_KEY)",
+        "(or set JDISAGG_CLIENT_API_KEY); each line is one",
         syntax="secret",
     ),
     Flag("server", "default_deadline_s", "deadline of requests that bring none, and the longest one may bring", minimum=0.1),

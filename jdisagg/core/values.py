@@ -78,13 +78,19 @@ def expand_home(text: str, where: str) -> Path:
         fail(where, text, "a path without ~ (this machine knows no such home directory)")
 
 
-def check_key(key: str, where: str) -> None:
-    """Raise ConfigError for an API key that no HTTP header carries; the message does not show it."""
-    if not (key.isascii() and key.isprintable() and " " not in key):
-        raise ConfigError(
-            f"{where}: a key of {len(key)} characters is not a word of printable ASCII; a header could not carry it",
-            field=where,
-        )
+def keys_of(api_key: str | None) -> tuple[str, ...]:
+    """The keys that a setting holds, a line each: the first is sent, all are taken."""
+    return tuple(line.strip() for line in (api_key or "").split("\n") if line.strip())
+
+
+def check_key(api_key: str, where: str) -> None:
+    """Raise ConfigError for API keys that no HTTP header carries; the message does not show them."""
+    for key in keys_of(api_key):
+        if not (key.isascii() and key.isprintable() and " " not in key):
+            raise ConfigError(
+                f"{where}: a key of {len(key)} characters is not a word of printable ASCII; a header could not carry it",
+                field=where,
+            )
 
 
 def check_keys(api_key: str | None, client_api_key: str | None) -> None:
@@ -98,7 +104,7 @@ def check_keys(api_key: str | None, client_api_key: str | None) -> None:
     if api_key is None:
         what = "without it the services of the fleet ask for none; give it, too (or JDISAGG_API_KEY)"
         raise ConfigError(f"{option}: got it without --api-key: {what}", field=option)
-    if client_api_key == api_key:
+    if set(keys_of(client_api_key)) & set(keys_of(api_key)):
         what = "a client would have the key that opens everything; choose another"
         raise ConfigError(f"{option}: got the same key as for --api-key: {what}", field=option)
 
@@ -206,9 +212,9 @@ def _secret(raw: object, where: str) -> str:
         raise ConfigError(f"{where}: a secret is not given in the open; put it in a file and pass @FILE", field=where)
     try:
         with expand_home(raw[1:], where).open(encoding="utf-8-sig") as file:
-            lines = file.read(_MAX_SECRET).splitlines()
+            text = file.read(_MAX_SECRET).strip()
     except (OSError, ValueError) as error:  # no UTF-8, or a path that none can be
         raise ConfigError(f"{where}: cannot read the file {raw[1:]!r}: {error}", field=where) from error
-    if not lines or not lines[0].strip():
-        raise ConfigError(f"{where}: the file {raw[1:]!r} is empty; its first line must be the secret", field=where)
-    return lines[0].strip()
+    if not text:
+        raise ConfigError(f"{where}: the file {raw[1:]!r} is empty; its lines must be the secrets", field=where)
+    return text

@@ -25,6 +25,7 @@ from jdisagg.api.http.request_id import HEADER, RequestIdHeader, shown_request_i
 from jdisagg.api.http.tokens import TokenEndpoints
 from jdisagg.api.turns import Turns
 from jdisagg.core.errors import JdisaggError, RequestError, Unauthenticated
+from jdisagg.core.values import keys_of
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -60,7 +61,7 @@ def make_app(
     layers = [
         *([_cross_origin(allowed_origins)] if allowed_origins else []),  # outside: scripts may read refusals, too
         Middleware(RequestIdHeader, refused=refused),
-        *([Middleware(_ApiKeyGuard, api_keys=keys)] if (keys := [key for key in (api_key, client_api_key) if key]) else []),
+        *([Middleware(_ApiKeyGuard, api_keys=keys)] if (keys := keys_of(api_key) + keys_of(client_api_key)) else []),
     ]
     handlers = {JdisaggError: _on_error, HTTPException: _on_http_error, Exception: _on_bug}
     app = Starlette(routes=routes, middleware=layers, exception_handlers=handlers)

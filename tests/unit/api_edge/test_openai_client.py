@@ -344,11 +344,12 @@ def test_an_api_key_is_needed_where_one_is_set(tokenizer: Tokenizer) -> None:
 
 def test_the_key_of_clients_opens_the_api(tokenizer: Tokenizer) -> None:
     async def check() -> None:
-        async with serving(FakeEngine(tokenizer, "fox"), tokenizer, api_key="secret", client_api_key="cl1ents") as served:
-            for key in ("secret", "cl1ents"):
+        keys = {"api_key": "secret\nn3xt", "client_api_key": "cl1ent\nan0ther"}
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer, **keys) as served:
+            for key in ("secret", "n3xt", "cl1ent", "an0ther"):
                 client = served.client.with_options(api_key=key)
                 assert (await client.completions.create(model="tiny", prompt="the")).choices[0].text == "fox"
-            for key in ("other", "secretcl1ents"):
+            for key in ("other", "secretcl1ent", "secret\\nn3xt"):
                 with pytest.raises(openai.AuthenticationError):
                     await served.client.with_options(api_key=key).models.list()
 

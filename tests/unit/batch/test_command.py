@@ -47,7 +47,7 @@ def test_another_flag_beside_a_server_says_nothing_of_keys(source: Path, capsys:
         assert capsys.readouterr().err == f"jdisagg.batch: --server: leave out {flag}, the server has its own settings\n"
 
 
-@pytest.mark.parametrize("key", ["schlüssel", "two words", "line\nbreak", "end "])
+@pytest.mark.parametrize("key", ["schlüssel", "two words", "tab\tbed", "f\x0beed"])
 def test_a_key_that_no_header_carries_is_told_of_at_once(
     source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:

@@ -16,6 +16,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.flags import BY_NAME, FLAGS, ROLES, SECTIONS
 from jdisagg.core.scope import applies
 from jdisagg.core.settings import SECTION_TYPES, build_parser, load_config, to_flags, to_toml
+from jdisagg.core.values import keys_of
 
 NO_ENV: dict[str, str] = {}
 
@@ -247,6 +248,8 @@ def test_the_api_key_comes_from_a_file_or_the_environment_and_is_never_printed(t
     assert "# api_key is set" in to_toml(from_file)
     path.write_bytes(b"\xef\xbb\xbfs3cret\r\n")  # as Windows writes it
     assert load("--api-key", f"@{path}").server.api_key == "s3cret"
+    path.write_bytes(b"n3w\r\n\r\n s3cret \r\n")
+    assert keys_of(load("--api-key", f"@{path}").server.api_key) == ("n3w", "s3cret")
     path.write_text("\n")
     assert "is empty" in message("--api-key", f"@{path}")
     assert "printable" in message("--api-key", "@/dev/zero")
@@ -260,10 +263,10 @@ def test_a_key_and_a_router_that_are_set_and_empty_are_no_open_server_and_no_lon
         assert message("--role", "prefill", "--router", empty).startswith(f"--router: got {empty!r}, wanted HOST:PORT,..")
 
 
-@pytest.mark.parametrize("key", ["two words", "schlüssel", "tab\tbed", "bell\a"])
+@pytest.mark.parametrize("key", ["two words", "schlüssel", "tab\tbed", "bell\a", "line\x0bfeed"])
 def test_a_key_that_no_header_can_carry_is_refused_without_showing_it(key: str) -> None:
     with pytest.raises(ConfigError, match=f"--api-key: a key of {len(key)} characters is not a word") as caught:
-        load_config([], {"JDISAGG_API_KEY": key})
+        load_config([], {"JDISAGG_API_KEY": f"g00d\n{key}"})
     assert key not in caught.value.message
 
 
@@ -275,6 +278,8 @@ def test_the_key_of_clients_is_another_one_beside_the_api_key_and_is_never_print
     assert (from_file.server.api_key, from_file.server.client_api_key) == ("operators", "f0r-clients")
     assert load_config([], environ | {"JDISAGG_CLIENT_API_KEY": "f0r-clients"}).server == from_file.server
     assert "f0r-clients" not in to_toml(from_file) + " ".join(to_flags(from_file))
+    with pytest.raises(ConfigError, match="--client-api-key: got the same key as for --api-key"):
+        load_config([], {"JDISAGG_API_KEY": "new\nold", "JDISAGG_CLIENT_API_KEY": "f0r-clients\nold"})
 
 
 @pytest.mark.parametrize(

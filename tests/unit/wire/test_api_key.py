@@ -197,16 +197,22 @@ def member(address: str) -> Member:
     )
 
 
-@pytest.mark.parametrize("key", [KEY, None, "wrong"])
+@pytest.mark.parametrize(
+    ("key", "theirs", "is_shared"),
+    [
+        *[(KEY, KEY, True), (None, KEY, False), ("wrong", KEY, False)],
+        *[(KEY, f"n3w\n{KEY}", True), (f"{KEY}\nn3w", f"n3w\n{KEY}", True), (f"wrong\n{KEY}", KEY, False)],
+    ],
+)
 def test_a_fleet_that_shares_the_key_works_and_a_stranger_to_it_is_told_why(
-    key: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    key: str | None, theirs: str, is_shared: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Registration, the Run stream, a hand-off and a fetch, by the clients that the processes use."""
     caplog.set_level("INFO")
     monkeypatch.setattr("jdisagg.api.fleet_client.UNHEARD_S", 0.0)
 
     async def body() -> None:
-        async with Everything(None, Credentials(api_key=KEY)) as there:
+        async with Everything(None, Credentials(api_key=theirs)) as there:
             mine = Credentials(api_key=key)
             registration = FleetClient(member(there.address), (there.address,), state=lambda: (Load(), False), credentials=mine)
             events: list[Any] = []
@@ -215,7 +221,7 @@ def test_a_fleet_that_shares_the_key_works_and_a_stranger_to_it_is_told_why(
             )
             peers.open(there.address, HandoffId("r", 1), Open(request=request("r"), held_tokens=0, backend="grpc"))
             source = GrpcByteSource(mine)
-            if key == KEY:
+            if is_shared:
                 await until(lambda: there.fleet.workers.fleet.entries() and there.fleet.workers.fleet.entries()[0].linked)
                 asked = request("routed")
                 outputs = [output async for output in there.fleet.generate(asked)]

@@ -17,7 +17,7 @@ from tests.unit.wire.test_api_key import KEY, METHODS, REFLECTION, Everything, c
 
 def test_the_key_of_clients_opens_what_clients_use_and_nothing_else(tokenizer: Tokenizer) -> None:
     async def body() -> None:
-        async with Everything(tokenizer, Credentials(api_key=KEY, client_api_key="cl1ents")) as server:
+        async with Everything(tokenizer, Credentials(api_key=KEY, client_api_key="an0ther\ncl1ents")) as server:
             channel = channels.open_channel(server.address, Credentials(api_key="cl1ents"))
             codes = {method: await code_of(channel, method, None) for method in (*METHODS, REFLECTION)}
             opened = {method for method, code in codes.items() if code is not grpc.StatusCode.UNAUTHENTICATED}
