@@ -15,13 +15,13 @@ import json
 import random
 import sys
 import tempfile
-import urllib.request
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from disagg_bench.client import by_label
 from fleet_process import FleetProcess, free_port
 
 READY_TIMEOUT_S, CALL_TIMEOUT_S = 240.0, 300.0
@@ -68,7 +68,8 @@ def run(num_requests: int, num_p: int, num_d: int, logs: Path) -> dict[str, Any]
         seconds = monotonic() - began_s
         rungs: Counter[str] = Counter()
         for one in ready.values():
-            rungs.update(_recoveries(one.http or ""))
+            found = by_label(one.http or "", "jdisagg_recoveries_total", "rung")
+            rungs.update({rung: int(count) for rung, count in found.items()})
         lost = sum(" is lost: " in line for line in (logs / "router.log").read_text(errors="replace").splitlines())
     finally:
         for process in reversed(processes.values()):
@@ -114,14 +115,6 @@ async def _call(port: int, prompt: str, max_tokens: int) -> Call:
     if whole and num_tokens != max_tokens:
         return Call(first_s=first_s, failure=f"{num_tokens} tokens, wanted {max_tokens}")
     return Call(first_s=first_s, failure="" if whole else status or "the connection ended")
-
-
-def _recoveries(http: str) -> Counter[str]:
-    """By rung, from /metrics."""
-    with urllib.request.urlopen(f"http://{http}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    rungs = [line.partition("jdisagg_recoveries_total{rung=")[2].split("} ") for line in lines]
-    return Counter({rung[0].strip('"'): int(float(rung[1])) for rung in rungs if len(rung) == 2 and float(rung[1])})
 
 
 def _figures(calls: list[Call], seconds: float) -> dict[str, Any]:

@@ -96,10 +96,6 @@ class KeyedChannel:
         """See grpc.Channel."""
         return self._keyed(self._channel.unary_stream(*args, **kwargs))
 
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """See grpc.Channel."""
-        return self._keyed(self._channel.stream_unary(*args, **kwargs))
-
     def stream_stream(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """See grpc.Channel."""
         return self._keyed(self._channel.stream_stream(*args, **kwargs))

@@ -67,10 +67,10 @@ def status_of(error: JdisaggError) -> grpc.StatusCode:
     return _STATUS_BY_NAME[error.grpc_status]
 
 
-async def abort(context: grpc.aio.ServicerContext, error: JdisaggError) -> NoReturn:
-    """End an RPC with the error's status, message and details."""
+async def abort(context: grpc.aio.ServicerContext, error: JdisaggError, path: str | None = None) -> NoReturn:
+    """End an RPC with the error's status, message and details. `path`: its field's in the request, where that is no name."""
     code = status_of(error)
-    await context.abort(code, shown(error.message), details_metadata(code, error, error.field))
+    await context.abort(code, shown(error.message), details_metadata(code, error, path or error.field))
     raise AssertionError("abort returned")
 
 
@@ -96,11 +96,10 @@ def decode_error(message: common_pb2.RequestFailure) -> RequestError:
     return _ERROR_BY_NAME.get(name, RequestError)(text, field=told(message.field) or None)
 
 
-def error_from_rpc(error: grpc.RpcError, what: str) -> RequestError:
+def error_from_rpc(error: grpc.aio.AioRpcError, what: str) -> RequestError:
     """The failure of an RPC as the core's error; `what` says who was asked for what."""
-    name = error.code().name if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else "UNKNOWN"
-    details = error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else str(error)
-    message = f"{what}: {name}: {told(details or '')}"
+    name = error.code().name
+    message = f"{what}: {name}: {told(error.details() or '')}"
     if name == Overloaded.grpc_status:
         retry_after_s = read_retry_after_s(error)
         return Overloaded(message) if retry_after_s is None else Overloaded(message, retry_after_s=retry_after_s)
@@ -231,7 +230,7 @@ def encode_output(output: Output) -> common_pb2.Output:
         token_ids=output.token_ids,
         logprobs=None if output.logprobs is None else map(encode_logprob, output.logprobs),
         prompt_logprobs=None if output.prompt_logprobs is None else map(encode_logprob, output.prompt_logprobs),
-        finish=None if output.finish is None else _FINISH_TO_PROTO[output.finish],
+        finish=encode_finish(output.finish),
         stop_token_id=output.stop_token_id,
         error=None if output.error is None else encode_error(output.error),
         cached_tokens=output.cached_tokens,

@@ -137,10 +137,8 @@ class Edge:
                 transcript.add(delta)
         return transcript
 
-    async def beside(self, function: Callable[[], T], *, is_long: bool) -> T:
-        """What `function` returns; a long one runs beside the event loop, where more than one would only take turns with it."""
-        if not is_long:
-            return function()
+    async def beside(self, function: Callable[[], T]) -> T:
+        """What `function`, a long one, returns. It runs beside the event loop, where more than one would only take turns."""
         async with self._one_thread:
             return await asyncio.to_thread(function)
 
@@ -190,7 +188,7 @@ class Edge:
                 if output.finish is FinishReason.ERROR:
                     raise RequestError(f"request {request.request_id}: the engine failed it without saying why")
                 if is_long(output):
-                    delta = await self.beside(partial(choice.absorb, output), is_long=True)
+                    delta = await self.beside(partial(choice.absorb, output))
                 else:
                     delta = choice.absorb(output)
                 yield delta

@@ -7,10 +7,10 @@ router that is no longer among them is let go once it does not answer and anothe
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
@@ -38,6 +38,17 @@ def _nobody_listens(router: str, peers: tuple[str, ...]) -> None:
     """Only decode workers use prefill workers."""
 
 
+@dataclass(slots=True)
+class _Router:
+    """One that is kept: whether it knows us, and what the log has had of it since it did."""
+
+    is_registered: bool = False
+    is_leaving: bool = False  # it said goodbye: its end is no outage
+    is_refusal_told: bool = False  # it does not take our API key
+    not_taken: grpc.StatusCode | None = None  # told: another process has our address, or it is another model's
+    unheard_s: float | None = None  # never registered with, and since when; None once that is told
+
+
 class FleetClient:
     """Keeps one worker registered with every router given, and with every one that a name given stands for. Lives on one event
     loop."""
@@ -60,11 +71,7 @@ class FleetClient:
         self._state = state
         self._on_prefill = on_prefill
         self._credentials = credentials
-        self._registered: dict[str, bool] = {}  # routers that are kept, and whether each knows us
-        self._leaving: set[str] = set()  # routers that said goodbye: their end is no outage
-        self._refused: set[str] = set()  # routers that do not take our API key: said once each time
-        self._not_taken: dict[str, grpc.StatusCode] = {}  # another process has our address, or it is another model's: said once
-        self._unheard: dict[str, float] = {}  # never registered with, and since when: said once
+        self._routers: dict[str, _Router] = {}  # that are kept
         self._typed = routers
         self._names = RouterNames(routers)
         self._failed = asyncio.Event()  # some router does not answer
@@ -75,12 +82,12 @@ class FleetClient:
 
     def registered(self) -> dict[str, bool]:
         """Routers, and whether each knows us as far as we know."""
-        return dict(self._registered)
+        return {router: known.is_registered for router, known in self._routers.items()}
 
     async def announce(self) -> None:
         """Heartbeat at once: routers that do not end themselves learn that we drain before we refuse their next request. Takes
         RPC_TIMEOUT_S at most."""
-        told = [router for router, known in self._registered.items() if known and router not in self._leaving]
+        told = [router for router, known in self._routers.items() if known.is_registered and not known.is_leaving]
         await asyncio.gather(*(self._announce(router) for router in told))
 
     async def _announce(self, router: str) -> None:
@@ -119,14 +126,14 @@ class FleetClient:
 
     def _keep_wanted(self) -> None:
         for router in self._names.wanted:
-            if router not in self._registered:
-                self._registered[router], self._unheard[router] = False, monotonic()
+            if router not in self._routers:
+                self._routers[router] = _Router(unheard_s=monotonic())
                 self._start(self._keep(router))
 
     def _is_superseded(self, router: str) -> bool:
         """Whether its name stands for others by now, and one of those has us."""
         wanted = self._names.wanted
-        return router not in wanted and any(self._registered.get(other) for other in wanted)
+        return router not in wanted and any(self.registered().get(other) for other in wanted)
 
     async def _keep(self, router: str) -> None:
         """Serve one router while it is wanted. A failed connection is replaced by a new one, which connects at once."""
@@ -138,14 +145,9 @@ class FleetClient:
             except Exception:  # a bug of ours or of grpc: without heartbeats this worker would be evicted, and nobody told
                 log.exception("the registration with router %s failed; registering again", router)
                 await asyncio.sleep(AFTER_BUG_S)
-        log.info(
-            "router %s is let go; registered with %s", router, ", ".join(r for r, known in self._registered.items() if known)
-        )
-        self._unheard.pop(router, None)
-        self._not_taken.pop(router, None)
-        self._leaving.discard(router)
-        self._refused.discard(router)
-        del self._registered[router]
+        others = ", ".join(other for other, is_registered in self.registered().items() if is_registered)
+        log.info("router %s is let go; registered with %s", router, others)
+        del self._routers[router]
         self._on_prefill(router, ())
 
     async def _keep_until_it_fails(self, router: str) -> None:
@@ -155,29 +157,30 @@ class FleetClient:
         except grpc.aio.AioRpcError as error:
             self._say(router, error)
         finally:
-            self._registered[router] = False
+            self._routers[router].is_registered = False
             await channel.close()
 
     def _say(self, router: str, error: grpc.aio.AioRpcError) -> None:
         """Why an RPC failed, when it is news."""
         code, why, (_, draining) = error.code(), told(error.details() or ""), self._state()
+        known = self._routers[router]
         if code is grpc.StatusCode.UNAUTHENTICATED:
-            if router not in self._refused:
-                self._refused.add(router)
+            if not known.is_refusal_told:
+                known.is_refusal_told = True
                 log.error("router %s refuses this worker: %s", router, why)
         elif draining:
             return
         elif code in (grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.FAILED_PRECONDITION):
-            if self._not_taken.get(router) is not code:
-                self._not_taken[router] = code
+            if known.not_taken is not code:
+                known.not_taken = code
                 level = logging.ERROR if code is grpc.StatusCode.FAILED_PRECONDITION else logging.WARNING
                 log.log(level, "router %s does not take this worker: %s; registering until it does", router, why)
-        elif self._registered[router] and router in self._leaving:
+        elif known.is_registered and known.is_leaving:
             log.info("router %s has stopped, as it said; registering again when it is back", router)
-        elif self._registered[router]:
+        elif known.is_registered:
             log.warning("router %s does not answer (%s); registering again until it does", router, code.name)
-        elif router in self._unheard and monotonic() - self._unheard[router] > UNHEARD_S:
-            del self._unheard[router]
+        elif known.unheard_s is not None and monotonic() - known.unheard_s > UNHEARD_S:
+            known.unheard_s = None
             heard = (router, UNHEARD_S, code.name, why)
             log.warning("router %s has not answered for %.0f s (%s: %s); registering until it does", *heard)
 
@@ -185,14 +188,10 @@ class FleetClient:
         """Register, then heartbeat until an RPC fails; NOT_FOUND means register again on the same connection."""
         while True:
             load, draining = self._state()
-            member = dataclasses.replace(self._member, load=load, draining=draining)
+            member = replace(self._member, load=load, draining=draining)
             request = fleet_pb2.RegisterRequest(member=encode_member(member))
             answer: fleet_pb2.RegisterResponse = await stub.Register(request, timeout=RPC_TIMEOUT_S)
-            self._registered[router] = True
-            self._leaving.discard(router)
-            self._unheard.pop(router, None)
-            self._not_taken.pop(router, None)
-            self._refused.discard(router)
+            self._routers[router] = _Router(is_registered=True)
             log.info("registered with router %s as %s", router, self._member.address)
             self._compare(router, answer.heartbeat_ms / 1000, answer.dead_after_ms / 1000)
             interval_s = max(answer.heartbeat_ms, 10) / 1000
@@ -227,8 +226,8 @@ class FleetClient:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return False
             raise
-        if answer.leaving:
-            self._leaving.add(router)
+        if answer.leaving and (known := self._routers.get(router)) is not None:
+            known.is_leaving = True
         if answer.HasField("prefill"):
             self._on_prefill(router, tuple(answer.prefill.addresses))
         return True

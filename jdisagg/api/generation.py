@@ -16,11 +16,10 @@ import grpc.aio
 
 from jdisagg.api.channels import MAX_REQUEST_BYTES
 from jdisagg.api.choice import ChoiceResult, Delta, ScoredToken, Transcript, has_many_scores
-from jdisagg.api.codec import encode_finish, encode_provenance, given_sampling, status_of
+from jdisagg.api.codec import abort, encode_finish, encode_provenance, given_sampling
 from jdisagg.api.context_length import Prompt
 from jdisagg.api.edge import Edge
 from jdisagg.api.intake import DEFAULT_MAX_TOKENS, TextRequest, check_logit_bias, check_model
-from jdisagg.api.status_details import details_metadata, shown
 from jdisagg.api.unread import Reader, not_taken
 from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, JdisaggError, RequestError
 from jdisagg.core.requests import SamplingParams
@@ -43,10 +42,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             unread = await self._send(request, context)
         except RequestError as error:
             self._edge.refused(error)
-            await _abort(context, error, request)
+            await abort(context, error, _path(error.field, request))
         else:
             if unread is not None:
-                await _abort(context, unread)  # waits for a reader that stands still, and holds no answer meanwhile
+                await abort(context, unread)  # waits for a reader that stands still, and holds no answer meanwhile
 
     async def _send(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -60,7 +59,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 async for delta in deltas:
                     transcript.add(delta)
                     if has_many_scores([delta]):
-                        message = await self._edge.beside(partial(encode_delta, delta), is_long=True)
+                        message = await self._edge.beside(partial(encode_delta, delta))
                     else:
                         message = encode_delta(delta)
                     if not await reader.takes(generation_pb2.GenerateResponse(request_id=job.request_id, delta=message)):
@@ -84,8 +83,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             card = self._edge.card
             check_model(request.model, card)
         except JdisaggError as error:
-            await _abort(context, error)
-            raise  # never: abort does
+            await abort(context, error)
         return generation_pb2.GetModelResponse(
             model=card.name,
             max_model_len=card.max_model_len,
@@ -134,7 +132,7 @@ def encode_delta(delta: Delta) -> generation_pb2.Delta:
         token_ids=delta.token_ids,
         logprobs=_logprobs(delta.logprobs) if delta.logprobs else None,
         prompt_logprobs=_logprobs(delta.prompt_logprobs) if delta.prompt_logprobs else None,
-        finish=None if delta.finish is None else encode_finish(delta.finish),
+        finish=encode_finish(delta.finish),
     )
 
 
@@ -192,17 +190,8 @@ def _unread(request_id: str) -> DeadlineExceeded:
     return DeadlineExceeded(f"request {request_id}: {not_taken('its answer')}")
 
 
-async def _abort(
-    context: grpc.aio.ServicerContext, error: JdisaggError, request: generation_pb2.GenerateRequest | None = None
-) -> None:
-    """End the call with the error's status, message and details."""
-    code = status_of(error)
-    field = None if error.field is None else _path(error.field, request)
-    await context.abort(code, shown(error.message), details_metadata(code, error, field))
-
-
-def _path(field: str, request: generation_pb2.GenerateRequest | None) -> str:
+def _path(field: str | None, request: generation_pb2.GenerateRequest) -> str | None:
     """The field's path in GenerateRequest."""
-    if field == "prompt" and request is not None:
+    if field == "prompt":
         return request.WhichOneof("prompt") or "prompt"
     return f"sampling.{field}" if field in _SAMPLING_FIELDS else field

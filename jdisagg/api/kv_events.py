@@ -39,7 +39,7 @@ class KVEventsService(kv_events_pb2_grpc.KVEventsServiceServicer):
             await abort(context, error)
         await context.send_initial_metadata(())
         write = asyncio.create_task(_write(ring, request, context))
-        closed = asyncio.create_task(_wait(self._closed))
+        closed = asyncio.create_task(self._closed.wait())
         self._metrics.cache.event_listeners.inc()
         try:
             await asyncio.wait({write, closed}, return_when=asyncio.FIRST_COMPLETED)
@@ -90,10 +90,6 @@ async def _write_to(reader: Reader, ring: KVEventRing, position: int) -> None:
 async def _take(reader: Reader, message: Message) -> None:
     if not await reader.takes(message):
         raise DeadlineExceeded(f"KV events: {not_taken('them')}")
-
-
-async def _wait(event: asyncio.Event) -> None:
-    await event.wait()
 
 
 def _stopping() -> Unavailable:

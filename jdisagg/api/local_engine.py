@@ -157,16 +157,16 @@ class LocalEngine:
 async def _state_of(thread: EngineThread) -> dict[str, Any]:
     """Taken between two ticks; says so when the engine does not turn over."""
     try:
-        return await ask(thread, thread.loop.snapshot, ANSWER_TIMEOUT_S)
+        return await ask(thread, thread.loop.snapshot)
     except Unavailable as error:
         return {"error": error.message, "in_flight": thread.loop.in_flight_text()}
 
 
-async def ask(thread: EngineThread, function: Callable[[], Answer], timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+async def ask(thread: EngineThread, function: Callable[[], Answer]) -> Answer:
     """Run `function` on an engine's thread between two ticks. Raises Unavailable when it does not turn over."""
     future = thread.loop.inbox.call(function)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
             return await asyncio.wrap_future(future)
     except TimeoutError:
-        raise Unavailable(f"the engine thread has not answered within {timeout_s:g} s; see /health") from None
+        raise Unavailable(f"the engine thread has not answered within {ANSWER_TIMEOUT_S:g} s; see /health") from None

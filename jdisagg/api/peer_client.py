@@ -25,7 +25,7 @@ from jdisagg.api.turns import Turns
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
 from jdisagg.handoff.events import FromPrefill
-from jdisagg.handoff.identity import Identity, Incompatible
+from jdisagg.handoff.identity import Identity
 from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, Open, StreamEnded
 
 log = logging.getLogger(__name__)
@@ -186,12 +186,8 @@ class GrpcPeerClient:
             link = self._link(stream.peer)
             async with link.in_use():
                 try:
-                    theirs = await (link.refresh() if second else link.hello())
+                    theirs = await link.hello(again=second)
                     reached = await link.reach(theirs)
-                except Incompatible as error:  # P thought otherwise: it is older or newer than this
-                    refused = Unavailable(f"prefill peer {stream.peer}: {error}")
-                    self._failed(link, refused.message, refuses=True)
-                    return StreamEnded(reason="hello", error=refused)
                 except HelloFailed as error:
                     self._failed(link, error.error.message, refuses=error.reason == "hello")
                     return StreamEnded(reason=error.reason, error=error.error)
@@ -255,11 +251,9 @@ class GrpcPeerClient:
             link = self._link(peer)
             async with link.in_use():
                 try:
-                    theirs = await link.refresh()
+                    theirs = await link.hello(again=True)
                     await link.reach(theirs)  # so that it is known before the first request
                     self._answered(link)
-                except Incompatible as error:
-                    self._failed(link, f"prefill peer {peer}: {error}", refuses=True)
                 except HelloFailed as error:
                     self._failed(link, error.error.message, refuses=error.reason == "hello")
                 except Exception as error:  # a bug of ours or of grpc: asked again over a new connection
@@ -271,7 +265,7 @@ class GrpcPeerClient:
 async def _cleared_up(ended: StreamEnded, link: PeerLink, epoch: str) -> StreamEnded:
     """What became of a stream that ended without P's status: its process answers, or it does not. The error is gRPC's own."""
     try:
-        answers = (await link.refresh()).epoch == epoch
+        answers = (await link.hello(again=True)).epoch == epoch
     except HelloFailed:
         answers = False
     return StreamEnded(reason="closed") if answers else replace(ended, reason="dead")

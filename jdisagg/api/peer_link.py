@@ -18,7 +18,7 @@ from jdisagg.api.shared_pulse import SharedPulse
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.told import told
-from jdisagg.handoff.identity import SHARED_PULSE, Identity, agree
+from jdisagg.handoff.identity import SHARED_PULSE, Identity, Incompatible, agree
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 HELLO_TIMEOUT_S = 1.0
@@ -79,21 +79,20 @@ class PeerLink:
         await self._unused.wait()
         await self.close()
 
-    async def hello(self) -> Identity:
-        """The peer's identity; asks once and shares the answer. Raises HelloFailed within about a second."""
-        if self._hello is None:
-            self._hello = asyncio.create_task(self._say_hello())
-        return await asyncio.shield(self._hello)
-
-    async def refresh(self) -> Identity:
-        """Ask again, whatever was answered before; shares a question that is under way."""
-        if self._hello is None or self._hello.done():
+    async def hello(self, *, again: bool = False) -> Identity:
+        """The peer's identity; asks once and shares the answer. `again`: asks whatever was answered before, and shares a
+        question that is under way. Raises HelloFailed within about a second."""
+        if self._hello is None or (again and self._hello.done()):
             self._hello = asyncio.create_task(self._say_hello())
         return await asyncio.shield(self._hello)
 
     async def reach(self, theirs: Identity) -> Reached:
-        """What KV can come over from the worker that said this; waits at most `PATIENCE_S` to know. Raises Incompatible."""
-        return await self._ports.reach(theirs, agree(theirs, self._identity).backends)
+        """What KV can come over from the worker that said this; waits at most `PATIENCE_S` to know. Raises HelloFailed."""
+        try:
+            agreed = agree(theirs, self._identity).backends
+        except Incompatible as error:  # P thought otherwise: it is older or newer than this
+            raise HelloFailed("hello", Unavailable(f"prefill peer {self.peer}: {error}")) from error
+        return await self._ports.reach(theirs, agreed)
 
     def pulse(self, theirs: Identity, config: TransferConfig) -> SharedPulse:
         """That of all streams to the worker that said this; a new one for each when it is older than that."""

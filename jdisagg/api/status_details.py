@@ -39,10 +39,8 @@ def details_metadata(code: grpc.StatusCode, error: JdisaggError, field: str | No
     return ((DETAILS_KEY, status.SerializeToString()),)
 
 
-def read_retry_after_s(error: grpc.RpcError) -> float | None:
+def read_retry_after_s(error: grpc.aio.AioRpcError) -> float | None:
     """Seconds of a failed RPC's RetryInfo, when it carries one."""
-    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
-        return None
     raw = next((value for key, value in error.trailing_metadata() or () if key == DETAILS_KEY), None)
     if not isinstance(raw, bytes):
         return None

@@ -76,11 +76,6 @@ class WorkerLink:
         self._progress = _Progress(step_timeout_s, config.heartbeat_s)
         self._task = asyncio.create_task(self._run(credentials))
 
-    @property
-    def alive(self) -> bool:
-        """Whether requests can still be submitted."""
-        return not self._task.done()
-
     def submit(self, request: EngineRequest) -> None:
         """Queue for the next messages up; outputs come through `on_outputs` until one has `finish`."""
         if not self._live:

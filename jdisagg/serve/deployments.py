@@ -34,7 +34,7 @@ from jdisagg.serve.devices import usable_devices
 from jdisagg.serve.engines import Core, build_core, decode_side, prefill_side, start_engine, unified_side
 from jdisagg.serve.mirror import borrowing, lending, wants_to_borrow
 from jdisagg.transfer.choice import PublisherSet
-from jdisagg.transfer.device_put import DevicePutPublisher, Exchange, device_put_fetcher
+from jdisagg.transfer.device_put import DevicePutPublisher, device_put_fetcher
 from jdisagg.transfer.drill import TransferDrill
 from jdisagg.transfer.grpc_backend import PieceStore
 from jdisagg.transfer.host_backend import host_fetcher, host_publisher
@@ -241,18 +241,16 @@ def _colocated(
         )
     prefill = build_core(_logging_to(config, "prefill"), Role.PREFILL, devices[:tp_p], tp=tp_p, metrics=metrics, worker=worker)
     decode = build_core(_logging_to(config, "decode"), Role.DECODE, devices[tp_p:], tp=tp_d, metrics=metrics, worker=worker)
-    exchange = Exchange()
-    publisher = DevicePutPublisher(exchange, prefill.inbox.post)
-    fetcher = device_put_fetcher(exchange, _target(decode), decode.inbox.post, prefill.runner.device.empty_piece())
+    publisher = DevicePutPublisher(prefill.inbox.post)
+    fetcher = device_put_fetcher(publisher, _target(decode), decode.inbox.post, prefill.runner.device.empty_piece())
     peers = InProcessPeers(prefill.inbox, decode.inbox)
     static = (InProcessPeers.ADDRESS,)
     deployment = Deployment(decode, compiles)
     deployment.num_executables += prefill.num_executables
     borrower, lender = None, None
     if wants_to_borrow(prefill):
-        back = Exchange()
-        lent = DevicePutPublisher(back, decode.inbox.post)
-        borrowed = device_put_fetcher(back, _target(prefill), prefill.inbox.post, decode.runner.device.empty_piece())
+        lent = DevicePutPublisher(decode.inbox.post)
+        borrowed = device_put_fetcher(lent, _target(prefill), prefill.inbox.post, decode.runner.device.empty_piece())
         borrower, lender = borrowing(prefill, borrowed), lending(decode, lent, InProcessPeers.ADDRESS)
         deployment.closers += [lent.close, borrowed.close]
     deployment.add_engine(prefill, prefill_side(prefill, PublisherSet([publisher]), borrower), on_crash, loop)

@@ -31,7 +31,7 @@ from jdisagg.api.piece_server import add_peer_service
 from jdisagg.api.worker_service import WorkerService
 from jdisagg.core.config import Config
 from jdisagg.core.drill import HOOKS_VARIABLE
-from jdisagg.core.fleet import Load, Member
+from jdisagg.core.fleet import Member
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
 from jdisagg.models.resolve import resolve_model
@@ -73,7 +73,7 @@ async def serve(config: Config, process: Process) -> int:
     )
     deployment = await _unless_stopped(process, build)
     parts = _Edges(config, deployment, text=text, metrics=metrics, address=public, server=grpc_server)
-    process.dump_with(parts.state)
+    process.dump_with(parts.engine.debug_state)
     for engine in deployment.engines:
         await _unless_stopped(process, asyncio.to_thread(self_test, engine))
     deployment.compiles_are_over()
@@ -101,7 +101,7 @@ async def serve(config: Config, process: Process) -> int:
         log.warning("requests still running at the end of --drain-s: %d", unfinished)
     else:
         log.info("drained: every request has ended")
-    parts.end_requests()
+    parts.engine.close()
     await http.stop(deadline_s)
     await grpc_server.stop(1.0)
     await parts.close()
@@ -137,7 +137,7 @@ class _Edges:
     ) -> None:
         self.model_name = config.served_name
         self._text_digest = "" if text is None else text.tokenizer.digest()
-        self._engine = LocalEngine(
+        self.engine = LocalEngine(
             deployment.front,
             deployment.card(self.model_name),
             not_ready_reason=deployment.not_ready_reason,
@@ -153,22 +153,22 @@ class _Edges:
         names = ["AdminService", "KVEventsService"]
         if text is not None:
             names += ["GenerationService", "WorkerService"]
-            edge = make_edge(self._engine, text, config.server, metrics)
+            edge = make_edge(self.engine, text, config.server, metrics)
             generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
-            worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self._engine, config.transfer), server)
+            worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self.engine, config.transfer), server)
         if deployment.peer_server is not None:
             names.append("PeerService")
             add_peer_service(deployment.peer_server, server)
-        admin = AdminService(drain=self.drain, stats=self.state, reset_prefix_cache=deployment.reset_prefix_cache)
+        admin = AdminService(drain=self.drain, stats=self.engine.debug_state, reset_prefix_cache=deployment.reset_prefix_cache)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         self._kv_events = KVEventsService(deployment.kv_rings, metrics)
         kv_events_pb2_grpc.add_KVEventsServiceServicer_to_server(self._kv_events, server)
         services = tuple(f"jdisagg.v1.{name}" for name in names)
-        self._health = HealthReporter(server, services, self._engine.health)
+        self._health = HealthReporter(server, services, self.engine.health)
         self.app = Leaving(
             make_app(
                 edge,
-                self._engine,
+                self.engine,
                 self._metrics_text,
                 config.server.api_key,
                 config.server.allowed_origins,
@@ -181,19 +181,17 @@ class _Edges:
         """Report health and register with the routers."""
         await self._health.start()
         if self._config.server.router:
-            credentials = Credentials(api_key=self._config.server.api_key)
-            routers = self._config.server.router
             self._fleet = FleetClient(
                 self._member(),
-                routers,
-                state=self._fleet_state,
+                self._config.server.router,
+                state=lambda: (self.engine.load, self._draining),
                 on_prefill=self._deployment.learn_prefill,
-                credentials=credentials,
+                credentials=Credentials(api_key=self._config.server.api_key),
                 config=self._config.transfer,
             )
 
     def _member(self) -> Member:
-        card = self._engine.card
+        card = self.engine.card
         return Member(
             role=Role.UNIFIED if self._config.role == "colocated" else Role(self._config.role),
             address=self._address,
@@ -209,16 +207,9 @@ class _Edges:
             text_digest=self._text_digest,
         )
 
-    def _fleet_state(self) -> tuple[Load, bool]:
-        return self._engine.load, self._draining
-
     def _metrics_text(self) -> str:
         self._deployment.count_compiles()
         return self._metrics.text()
-
-    async def state(self) -> dict[str, Any]:
-        """For /debug/state, SIGUSR1 and AdminService.Stats."""
-        return await self._engine.debug_state()
 
     async def drain(self, deadline_s: float) -> int:
         """Say so to routers and decode workers, admit nothing more, wait. There is no way back but a restart."""
@@ -232,11 +223,7 @@ class _Edges:
         await self._health.close()
         if self._fleet is not None:
             await self._fleet.announce()
-        return await self._engine.drain(deadline_s)
-
-    def end_requests(self) -> None:
-        """Tell clients whose requests still run."""
-        self._engine.close()
+        return await self.engine.drain(deadline_s)
 
     async def close(self) -> None:
         """End registration and peer connections."""

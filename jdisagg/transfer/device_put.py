@@ -1,8 +1,8 @@
 """Backend "device_put": prefill mesh and decode mesh in one process; pieces go from device to device.
 
-Publisher and Fetcher share an Exchange. A published piece stays on P's mesh until it is discarded; a fetch copies it onto
-D's mesh on a transfer thread, because a device_put between meshes of different size blocks its caller. Dropping the source
-after the copy was started is safe. There are no bytes to check: `checksum` is 0.
+A published piece stays on P's mesh until it is discarded; a fetch copies it onto D's mesh on a transfer thread, because a
+device_put between meshes of different size blocks its caller. Dropping the source after the copy was started is safe. There are
+no bytes to check: `checksum` is 0.
 """
 
 from __future__ import annotations
@@ -14,79 +14,55 @@ from jdisagg.transfer.lanes import FetchJob, LaneFetcher
 from jdisagg.transfer.target import PieceError, PieceTarget, announce, num_bytes_of, pack
 
 
-class Exchange:
-    """Published pieces by key. P's engine thread writes, D's transfer thread reads: single dict operations only."""
+class DevicePutPublisher:
+    """P's half. P's engine thread writes, D's transfer thread reads: single dict operations only."""
 
-    def __init__(self) -> None:
-        self._pieces: dict[str, Piece] = {}
+    name = "device_put"
 
-    def put(self, key: str, piece: Piece) -> None:
-        """Keep `piece` until it is discarded."""
+    def __init__(self, post: Post) -> None:
+        self._post = post
+        self._pieces: dict[str, Piece] = {}  # from publish to discard
+
+    def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
+        """Fetchable at once; the gather may still run, the fetch waits for it."""
+        assert piece.begin < piece.end, f"piece [{piece.begin}, {piece.end}) of {handoff} is empty"
         self._pieces[key] = piece
+        self._post(Published(handoff=handoff, ready=announce(key, piece, checksum=0, backend=self.name)))
 
     def get(self, key: str) -> Piece | None:
-        """The piece, or None."""
+        """The piece, or None. Any thread."""
         return self._pieces.get(key)
 
     def discard(self, key: str) -> None:
         """Drop the piece; unknown keys are ignored."""
         self._pieces.pop(key, None)
 
-    def clear(self) -> None:
-        """Drop everything."""
-        self._pieces.clear()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the pieces' tokens."""
-        return sum(num_bytes_of(piece) for piece in list(self._pieces.values()))
-
-
-class DevicePutPublisher:
-    """P's half."""
-
-    name = "device_put"
-
-    def __init__(self, exchange: Exchange, post: Post) -> None:
-        self._exchange = exchange
-        self._post = post
-
-    def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
-        """Fetchable at once; the gather may still run, the fetch waits for it."""
-        assert piece.begin < piece.end, f"piece [{piece.begin}, {piece.end}) of {handoff} is empty"
-        self._exchange.put(key, piece)
-        self._post(Published(handoff=handoff, ready=announce(key, piece, checksum=0, backend=self.name)))
-
-    def discard(self, key: str) -> None:
-        """Drop the array."""
-        self._exchange.discard(key)
-
     @property
     def num_buffered_bytes(self) -> int:
-        """Bytes held for published pieces."""
-        return self._exchange.num_bytes
+        """Bytes of the published pieces' tokens."""
+        return sum(num_bytes_of(piece) for piece in list(self._pieces.values()))
 
     def close(self) -> None:
         """Drop everything."""
-        self._exchange.clear()
+        self._pieces.clear()
 
 
-def device_put_fetcher(exchange: Exchange, target: PieceTarget, post: Post, example: KVGroup) -> LaneFetcher:
+def device_put_fetcher(publisher: DevicePutPublisher, target: PieceTarget, post: Post, example: KVGroup) -> LaneFetcher:
     """D's half. Copies `example`, arrays that lie like P's pieces, at once: one device to many compiles a slicing program."""
     target.place(example)
-    return LaneFetcher("device_put", _Copies(exchange, target).obtain, post)
+    return LaneFetcher("device_put", _Copies(publisher, target).obtain, post)
 
 
 class _Copies:
-    """Pieces out of an Exchange."""
+    """Pieces of a publisher in this process."""
 
-    def __init__(self, exchange: Exchange, target: PieceTarget) -> None:
-        self._exchange = exchange
+    def __init__(self, publisher: DevicePutPublisher, target: PieceTarget) -> None:
+        self._publisher = publisher
         self._target = target
 
     def obtain(self, job: FetchJob) -> Piece:
         ready = job.ready
-        piece = self._exchange.get(ready.key)
+        piece = self._publisher.get(ready.key)
         if piece is None:
             raise PieceError("unknown_key", f"no piece {ready.key!r} here: acknowledged, or its lease is over")
         self._target.check(ready)

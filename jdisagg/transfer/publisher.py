@@ -15,7 +15,6 @@ from typing import Protocol
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.transfer.base import Piece, Post, Published, PublishFailed
 from jdisagg.transfer.lanes import CLOSE_TIMEOUT_S, Lane
-from jdisagg.transfer.room import Room
 from jdisagg.transfer.target import num_bytes_of
 
 log = logging.getLogger(__name__)
@@ -50,19 +49,22 @@ class LanePublisher:
         self.name = name
         self._offers = offers
         self._post = post
-        self._room = Room(max_bytes)
+        self._max_bytes = max_bytes
+        self._sizes: dict[str, int] = {}  # from publish to discard; no lock: both threads write, single dict operations only
         self._lane = Lane(f"{name}-publish", offers.rest)
 
     def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
         """Make the piece fetchable on the transfer thread; answers Published or PublishFailed, nothing once discarded."""
         assert piece.begin < piece.end, f"piece [{piece.begin}, {piece.end}) of {handoff} is empty"
-        if not self._room.take(key, num_bytes_of(piece)):
+        num_bytes, used = num_bytes_of(piece), self.num_buffered_bytes
+        if used and used + num_bytes > self._max_bytes:
             self._fail(handoff, key, piece, "buffer_full")
             return
+        self._sizes[key] = num_bytes
         self._lane.submit(lambda: self._put(handoff, key, piece))
 
     def _put(self, handoff: HandoffId, key: str, piece: Piece) -> None:
-        if key not in self._room:
+        if key not in self._sizes:
             return
         try:
             ready = self._offers.put(key, piece)
@@ -71,10 +73,10 @@ class LanePublisher:
             told = (self.name, piece.begin, piece.end, handoff, error)
             log.log(level, "%s: publishing piece [%d, %d) of %s: %r", *told, exc_info=level > logging.WARNING)
             self._offers.discard(key)
-            self._room.free(key)
+            self._sizes.pop(key, None)
             self._fail(handoff, key, piece, f"device: {error}")
             return
-        if key in self._room:
+        if key in self._sizes:
             self._post(Published(handoff=handoff, ready=ready))
 
     def _fail(self, handoff: HandoffId, key: str, piece: Piece, reason: str) -> None:
@@ -82,17 +84,17 @@ class LanePublisher:
 
     def discard(self, key: str) -> None:
         """Free the piece, behind whatever the transfer thread is doing."""
-        if self._room.free(key):
+        if self._sizes.pop(key, None) is not None:
             self._lane.submit(lambda: self._offers.discard(key))
 
     @property
     def num_buffered_bytes(self) -> int:
         """Bytes held for pieces that are published or being published."""
-        return self._room.num_bytes
+        return sum(list(self._sizes.values()))
 
     def close(self) -> None:
         """Free everything and end the thread."""
-        for key in self._room.keys:
+        for key in list(self._sizes):
             self.discard(key)
         self._lane.submit(self._offers.close)
         self._lane.stop()

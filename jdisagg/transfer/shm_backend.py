@@ -150,9 +150,6 @@ class ShmSource:
             with suppress(OSError):
                 os.close(descriptor)
 
-    def close(self) -> None:
-        """Nothing to close."""
-
 
 def _read_slot(descriptor: int, slot: Slot, room: memoryview, deadline_s: float) -> Iterator[int]:
     """Raises KeyError when something else is there."""

@@ -12,6 +12,7 @@ from math import inf
 
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from jdisagg.api.channels import open_blocking_channel
 from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
@@ -107,10 +108,18 @@ class Client:
 
 def counters(http_address: str) -> dict[str, float]:
     """Every sample of a worker's /metrics by name, labels added up; 0 for names it does not have."""
-    with urllib.request.urlopen(f"http://{http_address}/metrics", timeout=10) as response:
-        text = response.read().decode()
     totals: dict[str, float] = defaultdict(float)
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            totals[sample.name] += sample.value
+    for sample in _samples(http_address):
+        totals[sample.name] += sample.value
     return totals
+
+
+def by_label(http_address: str, name: str, label: str) -> dict[str, float]:
+    """What one metric of a worker has counted, by the label's value."""
+    return {sample.labels[label]: sample.value for sample in _samples(http_address) if sample.name == name and sample.value}
+
+
+def _samples(http_address: str) -> list[Sample]:
+    with urllib.request.urlopen(f"http://{http_address}/metrics", timeout=10) as response:
+        families = text_string_to_metric_families(response.read().decode())
+    return [sample for family in families for sample in family.samples]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from disagg_bench.client import Client, counters
+from disagg_bench.client import Client, by_label, counters
 from fleet_process import FleetProcess, free_port
-from prometheus_client.parser import text_string_to_metric_families
 
 from gpu_kit.findings import Findings
 from gpu_kit.setting import Setting
@@ -42,10 +40,8 @@ class Server:
 
     def bytes_by_backend(self) -> dict[str, float]:
         """KV bytes received, by the backend that carried them."""
-        with urllib.request.urlopen(f"http://{self.ready.http}/metrics", timeout=10) as response:
-            families = text_string_to_metric_families(response.read().decode())
-        samples = [sample for family in families for sample in family.samples]
-        return {s.labels["backend"]: s.value for s in samples if s.name == "jdisagg_transfer_bytes_total" and s.value}
+        assert self.ready.http is not None
+        return by_label(self.ready.http, "jdisagg_transfer_bytes_total", "backend")
 
 
 class Servers:

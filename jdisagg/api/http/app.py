@@ -20,9 +20,10 @@ from jdisagg.api.http.chat import ChatCompletions
 from jdisagg.api.http.completions import Completions
 from jdisagg.api.http.errors import error_response, plain_error
 from jdisagg.api.http.openapi import openapi_document
-from jdisagg.api.http.operations import Observable, Operations
+from jdisagg.api.http.operations import Operations
 from jdisagg.api.http.request_id import HEADER, RequestIdHeader, shown_request_id
 from jdisagg.api.http.tokens import TokenEndpoints
+from jdisagg.api.token_engine import TokenEngine
 from jdisagg.api.turns import Turns
 from jdisagg.core.errors import JdisaggError, RequestError, Unauthenticated
 from jdisagg.core.values import keys_of
@@ -34,7 +35,7 @@ _GUARDED = ("/v1/", "/tokenize", "/detokenize")
 
 def make_app(
     edge: Edge | None,
-    engine: Observable,
+    engine: TokenEngine,
     metrics_text: Callable[[], str],
     api_key: str | None = None,
     allowed_origins: Sequence[str] = (),

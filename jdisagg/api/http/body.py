@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from difflib import get_close_matches
 from itertools import islice
 from typing import Any
@@ -64,63 +64,49 @@ class Body:
                 found = f"{self._where}{name}"
                 raise InvalidRequest(f"{found}: is no field of this request; did you mean {near[0]}?", field=found)
 
+    def _get_typed(self, name: str, wanted: str, fits: Callable[[Any], bool]) -> Any:
+        """The raw value, None when absent. Raises InvalidRequest unless it `fits`."""
+        value = self.get(name)
+        if value is not None and not fits(value):
+            raise wrong_type(f"{self._where}{name}", wanted, value)
+        return value
+
     def number(self, name: str) -> float | None:
         """A JSON number."""
-        value = self.get(name)
-        if value is not None and not _is_number(value):
-            raise wrong_type(f"{self._where}{name}", "a number", value)
-        return value
+        return self._get_typed(name, "a number", _is_number)
 
     def integer(self, name: str) -> int | None:
         """A JSON number without a fraction."""
-        value = self.get(name)
-        if value is not None and not (_is_number(value) and value == value // 1):
-            raise wrong_type(f"{self._where}{name}", "an integer", value)
+        value = self._get_typed(name, "an integer", lambda value: _is_number(value) and value == value // 1)
         return None if value is None else int(value)
 
     def boolean(self, name: str, default: bool = False) -> bool:
         """true or false."""
-        value = self.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise wrong_type(f"{self._where}{name}", "true or false", value)
+        value = self._get_typed(name, "true or false", lambda value: isinstance(value, bool))
         return default if value is None else value
 
     def text(self, name: str) -> str | None:
         """A string."""
-        value = self.get(name)
-        if value is not None and not isinstance(value, str):
-            raise wrong_type(f"{self._where}{name}", "a string", value)
-        return value
+        return self._get_typed(name, "a string", lambda value: isinstance(value, str))
 
     def texts(self, name: str) -> tuple[str, ...]:
         """One string or a list of strings."""
-        value = self.get(name)
-        if isinstance(value, str):
-            return (value,)
-        if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
-            raise wrong_type(f"{self._where}{name}", "a string or a list of strings", value)
-        return tuple(value or ())
+        value = self._get_typed(
+            name, "a string or a list of strings", lambda value: isinstance(value, str) or _is_list(value, str)
+        )
+        return (value,) if isinstance(value, str) else tuple(value or ())
 
     def integers(self, name: str) -> tuple[int, ...]:
         """A list of integers."""
-        value = self.get(name)
-        if value is not None and not _is_token_list(value):
-            raise wrong_type(f"{self._where}{name}", "a list of integers", value)
-        return tuple(value or ())
+        return tuple(self._get_typed(name, "a list of integers", _is_token_list) or ())
 
     def objects(self, name: str) -> list[dict[str, Any]]:
         """A list of JSON objects."""
-        value = self.get(name)
-        if value is not None and not (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
-            raise wrong_type(f"{self._where}{name}", "a list of objects", value)
-        return value or []
+        return self._get_typed(name, "a list of objects", lambda value: _is_list(value, dict)) or []
 
     def object(self, name: str) -> dict[str, Any]:
         """A JSON object."""
-        value = self.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise wrong_type(f"{self._where}{name}", "an object", value)
-        return value or {}
+        return self._get_typed(name, "an object", lambda value: isinstance(value, dict)) or {}
 
     def prompts(self, name: str) -> tuple[Prompt, ...]:
         """OpenAI's `prompt`: text, token ids, or a list of either."""
@@ -202,5 +188,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_token_list(value: Sequence[Any]) -> bool:
+def _is_list(value: Any, of: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, of) for item in value)
+
+
+def _is_token_list(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)

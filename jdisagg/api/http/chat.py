@@ -143,7 +143,9 @@ class _Answer:
     async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams: the role first, then text, then a finish reason for each choice."""
         transcript = self._edge.transcript(self._job, keep_text=False)
-        plain = None if self._shows_more else PlainChunks(lambda delta: self._with_usage(self._text_chunk(delta), transcript))
+        plain = None
+        if self._num_top is None and not self._options.shows_more:
+            plain = PlainChunks(lambda delta: self._with_usage(self._text_chunk(delta), transcript))
         opened: set[int] = set()
         async with aclosing(self._edge.stream(self._job)) as deltas:
             async for delta in deltas:
@@ -164,11 +166,6 @@ class _Answer:
             if self._options.provenance:
                 event["jdisagg"] = provenance_object(transcript)
             yield event
-
-    @property
-    def _shows_more(self) -> bool:
-        """Of each token, or with each chunk, than its text."""
-        return self._num_top is not None or self._options.return_token_ids or self._options.continuous_usage
 
     def _first_chunk(self, delta: Delta, *, shows_prompt: bool) -> dict[str, Any]:
         event = self._chunk(delta, {"role": "assistant", "content": ""})

@@ -115,14 +115,16 @@ class _Answer:
     async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams; the first one of each choice has its prompt's tokens, if they are wanted."""
         transcript = self._edge.transcript(self._job, keep_text=False)
-        plain = None if self._shows_more else PlainChunks(lambda delta: self._event(delta, transcript))
+        plain = None
+        if self._num_top is None and not self._options.shows_more:
+            plain = PlainChunks(lambda delta: self._event(delta, transcript))
         async with aclosing(self._edge.stream(self._job)) as deltas:
             async for delta in deltas:
                 transcript.add(delta)
                 if plain is not None and (chunk := plain.chunk(delta, transcript.fingerprint)) is not None:
                     yield chunk
                 elif has_many_scores([delta]):
-                    yield await self._edge.beside(partial(self._long_chunk, delta, transcript), is_long=True)
+                    yield await self._edge.beside(partial(self._long_chunk, delta, transcript))
                 elif event := self._chunk(delta, transcript):
                     yield event
         if self._options.include_usage:
@@ -130,11 +132,6 @@ class _Answer:
             if self._options.provenance:
                 event["jdisagg"] = provenance_object(transcript)
             yield event
-
-    @property
-    def _shows_more(self) -> bool:
-        """Of each token, or with each chunk, than its text."""
-        return self._num_top is not None or self._options.return_token_ids or self._options.continuous_usage
 
     def _long_chunk(self, delta: Delta, transcript: Transcript) -> bytes:
         return long_json(self._event(delta, transcript))

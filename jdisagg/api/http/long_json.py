@@ -18,7 +18,7 @@ async def whole_response(edge: Edge, transcript: Transcript, whole: Callable[[Tr
     """The response of a request that does not stream; a long one is made and written beside the event loop."""
     if not has_many_scores(transcript.choices):
         return JSONResponse(whole(transcript))
-    content = await edge.beside(lambda: long_json(whole(transcript)), is_long=True)
+    content = await edge.beside(lambda: long_json(whole(transcript)))
     return Response(content, media_type="application/json")
 
 

@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable
-from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from jdisagg.api.http.errors import plain_error
 from jdisagg.api.http.version import package_version
-from jdisagg.api.token_engine import Health
+from jdisagg.api.token_engine import TokenEngine
 from jdisagg.core.metrics import CONTENT_TYPE
 
 FORWARDED = ("x-forwarded-for", "forwarded", "via")  # by which a proxy says that it is one
 
 
-class Observable(Protocol):
-    """The part of a TokenEngine that operators look at; roles without completions have only this."""
-
-    def health(self) -> Health:
-        """Current health, without waiting."""
-        ...
-
-    async def debug_state(self) -> dict[str, Any]:
-        """Queues, ledgers and streams as JSON-able data."""
-        ...
-
-
 class Operations:
     """The endpoints."""
 
-    def __init__(self, engine: Observable, metrics_text: Callable[[], str]) -> None:
+    def __init__(self, engine: TokenEngine, metrics_text: Callable[[], str]) -> None:
         self._engine = engine
         self._metrics_text = metrics_text
         self._version = package_version()

@@ -21,6 +21,11 @@ class ResponseOptions:
     return_token_ids: bool
     provenance: bool  # where the KV came from, under the key "jdisagg"
 
+    @property
+    def shows_more(self) -> bool:
+        """Of each token, or with each chunk, than its text."""
+        return self.return_token_ids or self.continuous_usage
+
 
 def read_options(body: Body, *, provenance: bool) -> ResponseOptions:
     """`stream`, `stream_options`, `return_token_ids`."""

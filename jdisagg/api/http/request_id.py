@@ -36,20 +36,19 @@ class RequestIdHeader:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(HEADER)
-        is_good = given is None or _GOOD.fullmatch(given) is not None
-        kind = _KINDS.get(scope["path"], "")
-        _name(scope, given if is_good else None)
+        bad = given if given is not None and _GOOD.fullmatch(given) is None else None
+        _name(scope, given if bad is None else None)
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(shown_request_id(scope))
             await send(message)
 
-        if is_good:
+        if bad is None:
             await self._app(scope, receive, send_named)
             return
-        error = _bad_header(scope)
-        if kind and self._refused is not None:
+        error = _bad_name(HEADER, bad)
+        if scope["path"] in _KINDS and self._refused is not None:
             self._refused(error)
         await error_response(error)(scope, receive, send_named)
 
@@ -77,10 +76,6 @@ def _name(scope: Scope, given: str | None) -> None:
 def shown_request_id(scope: Scope) -> dict[str, str]:
     """The header of the answer; for answers that are made outside of `RequestIdHeader`."""
     return {HEADER: scope[_SHOWN]} if _SHOWN in scope else {}
-
-
-def _bad_header(scope: Scope) -> InvalidRequest:
-    return _bad_name(HEADER, Headers(scope=scope)[HEADER])
 
 
 def _bad_name(field: str, given: str) -> InvalidRequest:

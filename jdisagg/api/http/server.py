@@ -13,9 +13,10 @@ from typing import Any, cast
 import uvicorn
 from starlette.types import ASGIApp
 
+from jdisagg.api.channels import join_address
 from jdisagg.api.http.crowd import Crowd
 from jdisagg.api.http.protocol import Protocol
-from jdisagg.api.listening import BACKLOG, listen
+from jdisagg.api.listening import BACKLOG
 from jdisagg.core.errors import ConfigError
 
 _START_TIMEOUT_S = 10.0
@@ -56,7 +57,7 @@ class HttpServer:
     @property
     def address(self) -> str:
         """HOST:PORT."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return join_address(self.host, self.port)
 
     async def start(self) -> None:
         """Return when connections are accepted."""
@@ -84,8 +85,3 @@ class HttpServer:
             await asyncio.gather(task, return_exceptions=True)
         else:
             task.result()
-
-
-def make_server(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0, stop_timeout_s: float = 5.0) -> HttpServer:
-    """`listen` and a server on it; serving begins with `start`. Raises ConfigError when the address is taken."""
-    return HttpServer(app, listen(host, port), stop_timeout_s=stop_timeout_s)

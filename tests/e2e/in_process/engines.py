@@ -36,7 +36,7 @@ from jdisagg.roles.streams import Streams
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.transfer.choice import PublisherSet
-from jdisagg.transfer.device_put import DevicePutPublisher, Exchange, device_put_fetcher
+from jdisagg.transfer.device_put import DevicePutPublisher, device_put_fetcher
 from jdisagg.transfer.target import PieceTarget
 from tests.e2e.in_process.runners import BUDGET, MAX_LEN, POOL, SLOTS
 
@@ -232,14 +232,12 @@ class EnginePair:
         self.prefill = Engine(runners[0], Role.PREFILL, **prefill or {})
         local = local_prefill is not LocalPrefill.NEVER
         self.decode = Engine(runners[1], Role.DECODE, local_prefill=local, **decode or {})
-        exchange = Exchange()
-        self._publisher = DevicePutPublisher(exchange, self.prefill.inbox.post)
+        self._publisher = DevicePutPublisher(self.prefill.inbox.post)
         target = PieceTarget.of(kept, runners[1].device.piece_sharding, runners[1].chunk_tokens)
-        self._fetcher = device_put_fetcher(exchange, target, self.decode.inbox.post, runners[0].device.empty_piece())
-        back = Exchange()
-        lent = DevicePutPublisher(back, self.decode.inbox.post)
+        self._fetcher = device_put_fetcher(self._publisher, target, self.decode.inbox.post, runners[0].device.empty_piece())
+        lent = DevicePutPublisher(self.decode.inbox.post)
         to_prefill = PieceTarget.of(sent, runners[0].device.piece_sharding, runners[0].chunk_tokens)
-        borrowed = device_put_fetcher(back, to_prefill, self.prefill.inbox.post, runners[1].device.empty_piece())
+        borrowed = device_put_fetcher(lent, to_prefill, self.prefill.inbox.post, runners[1].device.empty_piece())
         borrowing = KVBorrowing(
             Borrower(configs[0], bytes_per_token=sent.bytes_per_token),
             min_tokens=max(1, want_min_tokens),

@@ -15,7 +15,8 @@ from jdisagg.api import channels
 from jdisagg.api.edge import Edge
 from jdisagg.api.generation import GenerationServicer
 from jdisagg.api.http.app import make_app
-from jdisagg.api.http.server import make_server
+from jdisagg.api.http.server import HttpServer
+from jdisagg.api.listening import listen
 from jdisagg.api.token_engine import Enough, Health, ModelCard
 from jdisagg.core.errors import RequestError
 from jdisagg.core.metrics import Metrics
@@ -158,9 +159,8 @@ async def serving(
     """HTTP and gRPC on real sockets; on exit nothing may be left running."""
     metrics = Metrics()
     edge = Edge(engine, tokenizer, default_deadline_s=10.0, draw_seed=lambda: 77, metrics=metrics)
-    server = make_server(
-        make_app(edge, engine, lambda: "jdisagg_up 1\n", api_key, client_api_key=client_api_key), stop_timeout_s=1.0
-    )
+    app = make_app(edge, engine, lambda: "jdisagg_up 1\n", api_key, client_api_key=client_api_key)
+    server = HttpServer(app, listen(), stop_timeout_s=1.0)
     await server.start()
     grpc_server = channels.make_server()
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), grpc_server)

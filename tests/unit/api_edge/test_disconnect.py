@@ -15,6 +15,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from jdisagg.api.http import connection, protocol, server
+from jdisagg.api.listening import listen
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, Served, run, serving
 
@@ -227,7 +228,7 @@ async def _asking(
     """A client that has asked a server for 16 MiB, and read nothing: its socket, and the server's end."""
     ends: list[asyncio.Transport] = []
     monkeypatch.setattr(protocol.Protocol, "connection_made", _noting(ends, protocol.Protocol.connection_made))
-    served = server.make_server(_events if streams else _megabytes, stop_timeout_s=0.1)
+    served = server.HttpServer(_events if streams else _megabytes, listen(), stop_timeout_s=0.1)
     await served.start()
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)

@@ -15,9 +15,10 @@ from starlette.routing import Route
 
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.body import Body
-from jdisagg.api.http.server import make_server
+from jdisagg.api.http.server import HttpServer
 from jdisagg.api.http.unserved import CHAT_FIELDS, COMPLETION_FIELDS
 from jdisagg.api.http.version import package_version
+from jdisagg.api.listening import listen
 from jdisagg.api.token_engine import Health
 from jdisagg.core.errors import ConfigError
 from jdisagg.text.tokenizer import Tokenizer
@@ -145,7 +146,8 @@ def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
 
 def test_a_role_without_completions_serves_operations_only(tokenizer: Tokenizer) -> None:
     async def check() -> None:
-        server = make_server(make_app(None, FakeEngine(tokenizer, "fox"), lambda: "up 1\n", "key"))
+        app = make_app(None, FakeEngine(tokenizer, "fox"), lambda: "up 1\n", "key")
+        server = HttpServer(app, listen(), stop_timeout_s=5.0)
         await server.start()
         async with httpx.AsyncClient(base_url=f"http://{server.address}") as http:
             for path in ("/health", "/ping", "/ready", "/metrics", "/version", "/debug/state"):
@@ -205,7 +207,7 @@ def test_nobody_is_sent_to_the_host_that_the_request_names(tokenizer: Tokenizer)
 def test_every_address_is_meant_by_two_colons_and_loopback_is_loopback_on_both(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         app = make_app(None, FakeEngine(tokenizer, "fox"), lambda: "")
-        server = make_server(app, host="::")
+        server = HttpServer(app, listen("::"), stop_timeout_s=5.0)
         await server.start()
         try:
             async with httpx.AsyncClient() as http:
@@ -221,9 +223,9 @@ def test_every_address_is_meant_by_two_colons_and_loopback_is_loopback_on_both(t
 def test_a_taken_port_is_a_configuration_error(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         app = make_app(None, FakeEngine(tokenizer, "fox"), lambda: "")
-        server = make_server(app)
+        server = HttpServer(app, listen(), stop_timeout_s=5.0)
         with pytest.raises(ConfigError, match=f"port {server.port}.*choose another") as caught:
-            make_server(app, port=server.port)
+            listen(port=server.port)
         assert caught.value.field == "port"
         await server.stop()
         await asyncio.sleep(0)

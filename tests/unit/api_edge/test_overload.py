@@ -20,7 +20,8 @@ from jdisagg.api.codec import abort, error_from_rpc
 from jdisagg.api.edge import Edge
 from jdisagg.api.generation import GenerationServicer
 from jdisagg.api.http.app import make_app
-from jdisagg.api.http.server import make_server
+from jdisagg.api.http.server import HttpServer
+from jdisagg.api.listening import listen
 from jdisagg.api.local_engine import LocalEngine
 from jdisagg.api.token_engine import ModelCard, TokenEngine
 from jdisagg.api.worker_service import WorkerService
@@ -76,7 +77,7 @@ class Worker:
 async def edge_over(engine: TokenEngine, tokenizer: Tokenizer) -> AsyncIterator[tuple[openai.AsyncOpenAI, Any]]:
     """An HTTP client and a gRPC stub of a real edge over `engine`."""
     edge = Edge(engine, tokenizer, default_deadline_s=60.0)
-    server = make_server(make_app(edge, engine, lambda: "x 1\n"), stop_timeout_s=1.0)
+    server = HttpServer(make_app(edge, engine, lambda: "x 1\n"), listen(), stop_timeout_s=1.0)
     await server.start()
     grpc_server, address = await start_server(
         lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)

@@ -9,7 +9,7 @@ import httpx
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from jdisagg.api.http.server import HttpServer, make_server
+from jdisagg.api.http.server import HttpServer
 from jdisagg.api.http.starting import REASON, StartingApp
 from jdisagg.api.http.version import package_version
 from jdisagg.api.listening import listen
@@ -53,7 +53,7 @@ def test_a_request_that_took_all_of_the_drain_time_gets_no_more_of_it() -> None:
                 cut.append(scope["path"])
                 raise
 
-        http = make_server(endless, stop_timeout_s=600.0)
+        http = HttpServer(endless, listen(), stop_timeout_s=600.0)
         await http.start()
         async with httpx.AsyncClient(base_url=f"http://{http.address}", timeout=None) as client:
             asked = asyncio.create_task(client.get("/for-ever"))

@@ -55,7 +55,8 @@ def test_what_is_no_message_is_told_without_a_stack_and_seldom_and_a_bug_as_ever
 
 NO_HTTP = """
 import asyncio
-from jdisagg.api.http.server import make_server
+from jdisagg.api.http.server import HttpServer
+from jdisagg.api.listening import listen
 from jdisagg.core.logs import setup_logs
 
 async def send(port, text):
@@ -68,7 +69,7 @@ async def app(scope, receive, send):
     raise AssertionError(scope)
 
 async def main():
-    server = make_server(app)
+    server = HttpServer(app, listen(), stop_timeout_s=5.0)
     await server.start()
     for text in (b"PRI * HTTP/2.0\\r\\n\\r\\nSM\\r\\n\\r\\n", b"\\x16\\x03\\x01\\x02\\x00", b"no http\\r\\n\\r\\n"):
         await send(server.port, text)

@@ -504,7 +504,7 @@ async def say_goodbye(router: Router, worker: FakeWorker) -> None:
     router.service.leave()
     await router.service.everybody_told()
     assert router.service._told == {worker.address}
-    await until(lambda: worker.registration._leaving == {router.address})
+    await until(lambda: worker.registration._routers[router.address].is_leaving)
 
 
 def test_a_router_that_says_goodbye_is_no_outage_and_the_next_one_at_its_address_may_be(caplog):

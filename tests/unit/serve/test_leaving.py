@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from jdisagg.api.http.server import make_server
+from jdisagg.api.http.server import HttpServer
+from jdisagg.api.listening import listen
 from jdisagg.serve.leaving import Leaving
 
 
@@ -21,7 +22,7 @@ async def answer(request: Request) -> Response:
 def test_a_process_that_ends_hangs_up_after_its_answers_and_no_other_does() -> None:
     async def body() -> None:
         app = Leaving(Starlette(routes=[Route("/", answer)]))
-        server = make_server(app)
+        server = HttpServer(app, listen(), stop_timeout_s=5.0)
         await server.start()
         client = http.client.HTTPConnection(server.host, server.port, timeout=10)
 

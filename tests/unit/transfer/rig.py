@@ -22,8 +22,7 @@ from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.kv.group import KVGroup
 from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed, Published, Publisher, PublishFailed, TransferEvent
 from jdisagg.transfer.cut import Cutter, Joiner
-from jdisagg.transfer.device_put import DevicePutPublisher, Exchange, device_put_fetcher
-from jdisagg.transfer.fake import FakeFetcher, FakeNetwork, FakePublisher
+from jdisagg.transfer.device_put import DevicePutPublisher, device_put_fetcher
 from jdisagg.transfer.grpc_backend import PieceStore
 from jdisagg.transfer.host_backend import host_fetcher, host_publisher
 from jdisagg.transfer.jax_backend import jax_fetcher, jax_publisher
@@ -33,6 +32,7 @@ from jdisagg.transfer.target import PieceTarget
 from jdisagg.transfer.tcp_source import TcpSource
 from jdisagg.transfer.tcp_store import TcpStore
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
+from tests.unit.transfer.fake import FakeFetcher, FakeNetwork, FakePublisher
 
 LAYERS, CHUNK_TOKENS, HEADS, FEATURES = 2, 8, 4, 6
 MAX_BYTES = 1 << 20
@@ -139,7 +139,6 @@ class Rig:
     events: queue.SimpleQueue[TransferEvent] = field(default_factory=queue.SimpleQueue)
     network: FakeNetwork = field(default_factory=FakeNetwork)
     store: PieceStore = field(default_factory=PieceStore)
-    exchange: Exchange = field(default_factory=Exchange)
     cleanups: list[Callable[[], object]] = field(default_factory=list)
     threads_before: set[threading.Thread] = field(default_factory=lambda: set(threading.enumerate()))
     publisher: Publisher = field(init=False)
@@ -153,9 +152,9 @@ class Rig:
                 self.publisher = FakePublisher(self.network, post)
                 self.fetcher = FakeFetcher(self.network, target, post)
             case "device_put":
-                self.publisher = DevicePutPublisher(self.exchange, post)
+                self.publisher = publisher = DevicePutPublisher(post)
                 example = KVGroup(piece(tokens(CHUNK_TOKENS)).data)
-                self.fetcher = device_put_fetcher(self.exchange, target, post, example)
+                self.fetcher = device_put_fetcher(publisher, target, post, example)
             case "grpc":
                 self.publisher = host_publisher("grpc", self.store, post, max_bytes=self.max_bytes)
                 self.fetcher = host_fetcher("grpc", LocalSource(self.store), target, post)

@@ -9,7 +9,7 @@ import pytest
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.transfer.base import PieceFailed, TransferEvent
 from jdisagg.transfer.choice import FetcherSet, PublisherSet
-from jdisagg.transfer.fake import FakeFetcher, FakeNetwork, FakePublisher
+from tests.unit.transfer.fake import FakeFetcher, FakeNetwork, FakePublisher
 from tests.unit.transfer.rig import TARGET, H, piece, tokens
 
 H2 = HandoffId("other", 2)

@@ -20,9 +20,9 @@ def test_any_two_meshes_byte_exact_without_compiling_after_warm_up(
 ) -> None:
     rig = Rig("device_put")
     target = replace(TARGET, sharding=sharding(first_d, devices_d))
-    rig.publisher = DevicePutPublisher(rig.exchange, rig.events.put)
+    rig.publisher = publisher = DevicePutPublisher(rig.events.put)
     example = KVGroup(piece(tokens(CHUNK_TOKENS), heads_on=devices_p).data)
-    rig.fetcher = device_put_fetcher(rig.exchange, target, rig.events.put, example)
+    rig.fetcher = device_put_fetcher(publisher, target, rig.events.put, example)
     sent = tokens(5, seed=1)
     source = piece(sent, heads_on=devices_p)
     jax.config.update("jax_log_compiles", True)  # on every thread, unlike the context manager

@@ -8,22 +8,7 @@ import pytest
 
 from jdisagg.transfer import host_backend
 from jdisagg.transfer.base import Piece
-from jdisagg.transfer.room import Room
 from tests.unit.transfer.rig import H, Rig, piece, tokens
-
-
-def test_room_is_bounded_and_takes_one_piece_that_is_too_large() -> None:
-    room = Room(max_bytes=10)
-    assert room.take("big", 100)
-    assert not room.take("small", 1)
-    assert room.free("big")
-    assert not room.free("big"), "once"
-    assert room.take("a", 6)
-    assert not room.take("b", 5)
-    assert room.take("c", 4)
-    assert (room.num_bytes, room.keys) == (10, ["a", "c"])
-    assert "a" in room
-    assert "b" not in room
 
 
 @pytest.mark.parametrize("kind", ["grpc", "tcp", "shm", "jax"])

@@ -118,7 +118,7 @@ def test_our_own_connections_to_a_peer_leave_before_they_are_closed_after_every_
         for rest_s in (0.0, 2.5, 0.99, 1.0, 1.01, 2.5):  # also at the moment at which it leaves
             await asyncio.sleep(rest_s)
             async with link.in_use():
-                await link.refresh()
+                await link.hello(again=True)
             assert await asyncio.to_thread(read_whole, source, address, "piece", monotonic() + WAIT_LIMIT_S) == b"bytes"
         await until(lambda: num_connections_at(address) == 0)
         await link.close()
