@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jdisagg.core.errors import Overloaded
 from jdisagg.core.requests import FinishReason, Output, Role
+from jdisagg.replay import replay
 from jdisagg.sched.forecast import FEW
 from jdisagg.sched.queue_limit import MAX_RETRY_S, MIN_RETRY_S
 from tests.unit.sched.engine_fake import FAR_S, FakeEngine, request
@@ -125,6 +127,23 @@ def test_a_burst_is_no_overload(num_sent: int) -> None:
     assert not load.refused
 
 
+def test_a_rate_is_not_believed_for_longer_than_it_was_seen() -> None:
+    load = Load()
+    load.run(1, per_step=300, time_s=60.0)  # at the rate of the first steps they take 45 s
+    load.run(30, per_step=1, time_s=60.0)
+    assert not load.refused
+    load.run(60, per_step=1, time_s=60.0)
+    assert load.refused
+
+
+def test_a_short_queue_takes_whoever_comes() -> None:
+    load = Load()
+    for _ in range(100):
+        while load.engine.scheduler.counts()["waiting"] < FEW:
+            assert load.send(time_s=1.0)
+        load.run(1)
+
+
 def test_a_decode_worker_counts_those_that_wait_for_their_peer() -> None:
     load = Load(Role.DECODE)
     for number in range(60):
@@ -140,3 +159,15 @@ def test_a_queue_that_nobody_has_left_says_nothing() -> None:
     load = Load(Role.DECODE)
     load.run(100, per_step=1, time_s=20.0)  # its peer is not there
     assert not load.refused
+
+
+def test_an_overload_that_comes_again_after_a_pause_replays_from_its_log(tmp_path: Path) -> None:
+    load = Load(schedule_log=str(path := tmp_path / "log.jsonl"))
+    for _ in range(2):
+        load.run(60, per_step=4)
+        load.run(100)
+    load.engine.scheduler.close_log()
+    with path.open() as lines:
+        report = replay(lines)
+    assert load.refused
+    assert report.difference is None
