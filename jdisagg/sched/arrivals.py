@@ -7,6 +7,7 @@ from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from jdisagg.core.requests import EngineRequest, Output, Role
 from jdisagg.sched.admission import Admission
 from jdisagg.sched.committer import Committer
+from jdisagg.sched.forecast import Forecast
 from jdisagg.sched.intake import Limits, check_request
 from jdisagg.sched.queue_limit import QueueLimit
 from jdisagg.sched.sequence import Sequence, WaitState
@@ -27,6 +28,7 @@ class Arrivals:
         self._config = config
         self._limits = limits
         self._queue_limit = QueueLimit(table, config.max_queue_len)
+        self._forecast = Forecast(table)
         self._num_added = 0
         self._next_deadline_s = float("inf")
         self._complete: list[Output] = []  # of requests that were over when they came (a replay whose last output got lost)
@@ -42,14 +44,18 @@ class Arrivals:
         if self._end_if_complete(request):
             return
         status = Status.PREALLOC if remote else Status.WAITING
+        order = (self._rank(request, now_s), self._num_added)
         decodes = self._limits.role is not Role.PREFILL  # a choice that forks feeds the prompt's last token in a decode step
         if request.fork_group and decodes and self._table.groups.can_wait(request, remote=remote):
             status = Status.FORKING
         else:
+            if decodes:  # P's clients are decode workers, which counted the wait for it
+                self._forecast.check(request, order, now_s)
             self._queue_limit.admit(now_s)  # a choice that waits for its sibling takes no place of its own
+            self._forecast.added(now_s)
         sequence = Sequence(
             request=request,
-            order=(self._rank(request, now_s), self._num_added),
+            order=order,
             status=status,
             generated=list(request.generated_token_ids),
             stop_ids=stop_ids(request.sampling, self._limits.eos_token_ids),
@@ -65,6 +71,7 @@ class Arrivals:
     def planned(self, now_s: float) -> None:
         """A plan was made: some may have left the queue."""
         self._queue_limit.observe(now_s)
+        self._forecast.observe(now_s)
 
     def is_due(self, now_s: float) -> bool:
         """`expire` has something to say or to end."""

@@ -74,6 +74,7 @@ class Committer:
         sequence.generated.extend(first.token_ids)
         output = self.output(sequence, first, first.token_ids)
         if first.finish is not None:
+            self._table.stats.served += 1
             self._table.end(sequence)
         return output
 

@@ -31,6 +31,10 @@ class SequenceQueue:
         """Those whose turn comes before that of a sequence of any queue. The queue must not change meanwhile."""
         return islice(self._sequences, bisect_left(self._orders, other.order))
 
+    def num_before(self, order: tuple[float, int]) -> int:
+        """How many have a turn before one of that order."""
+        return bisect_left(self._orders, order)
+
     def head(self, count: int) -> Iterator[Sequence]:
         """The first so many, in order. The queue must not change meanwhile."""
         return islice(self._sequences, count)

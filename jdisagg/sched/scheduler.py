@@ -93,8 +93,8 @@ class Scheduler:
         """Queue a request. `remote`: its KV comes from a peer; leading tokens found in the prefix index (at most `held_limit`)
         are pinned and need not be sent. `is_open` False: reserve no pages before `peer_ready`.
 
-        Raises InvalidRequest (it could never run; the message has the number to use), Overloaded (queue full; says when to
-        come again), Unavailable (draining). After an error nothing is kept.
+        Raises InvalidRequest (it could never run; the message has the number to use), Overloaded (queue full, or its turn
+        would come too late; says when to come again), Unavailable (draining). After an error nothing is kept.
         """
         self._arrivals.add(request, now_s, remote=remote, held_limit=held_limit, is_open=is_open)
 

@@ -190,6 +190,7 @@ class Starter:
 
     def _occupy(self, draft: Draft, sequence: Sequence, *, decodes: bool) -> None:
         slot = sequence.slot = self._table.slots.take()
+        self._table.stats.served += 1
         self._table.move(sequence, Status.RUNNING)
         draft.admit.append(
             Admit(

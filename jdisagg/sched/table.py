@@ -26,6 +26,7 @@ class Stats:
     refound_tokens: int = 0  # of preempted sequences, outputs included: found again when they came back
     prefill_tokens: int = 0  # scheduled in chunks
     decode_tokens: int = 0  # scheduled as decode rows
+    served: int = 0  # got a slot, again after a preemption, or their only token from a peer
     forks: int = 0  # choices that took a sibling's prompt KV
     offloaded_tokens: int = 0  # of preempted and retracted sequences, to host memory
     restored_tokens: int = 0  # and back

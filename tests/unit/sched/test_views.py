@@ -34,7 +34,7 @@ def test_a_snapshot_tells_where_every_sequence_is_and_what_it_holds() -> None:
         "stats": {
             **{"preemptions": 0, "retractions": 0, "prefix_hit_tokens": 0, "prefix_query_tokens": 12},
             "refound_tokens": 0,
-            **{"prefill_tokens": 12, "decode_tokens": 2, "forks": 0, "offloaded_tokens": 0, "restored_tokens": 0},
+            **{"prefill_tokens": 12, "decode_tokens": 2, "served": 2, "forks": 0, "offloaded_tokens": 0, "restored_tokens": 0},
         },
         "sequences": [
             {

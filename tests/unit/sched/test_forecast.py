@@ -1,0 +1,173 @@
+"""A request whose turn would come too late is refused when it comes: what would be computed for it is thrown away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jdisagg.core.errors import Overloaded
+from jdisagg.core.requests import FinishReason, Output, Role
+from jdisagg.replay import replay
+from jdisagg.sched.forecast import FEW
+from jdisagg.sched.queue_limit import MAX_RETRY_S, MIN_RETRY_S
+from tests.unit.sched.engine_fake import FAR_S, FakeEngine, request
+
+STEP_S = 0.1
+TIME_S = 4.0  # of each request
+
+
+class Load:
+    """A worker of two slots, on which a request takes three steps; `run` brings some with every step."""
+
+    def __init__(self, role: Role = Role.UNIFIED, **config: Any) -> None:
+        self.engine = FakeEngine(role, max_num_seqs=2, **config)
+        self.num_sent = 0
+        self.refused: list[Overloaded] = []
+
+    def send(self, *, time_s: float = TIME_S, **options: Any) -> bool:
+        """One more request; whether it was taken."""
+        name, deadline_s = f"r{self.num_sent}", self.engine.now_s + time_s
+        self.num_sent += 1
+        try:
+            prompt = (1, 2, 3, self.num_sent % 50)
+            if self.engine.role is Role.DECODE:
+                self.engine.scheduler.add(
+                    request(name, prompt, 3, deadline_s=deadline_s), self.engine.now_s, remote=True, is_open=False
+                )
+            else:
+                self.engine.add(request(name, prompt, 3, deadline_s=deadline_s, **options))
+        except Overloaded as error:
+            self.refused.append(error)
+            return False
+        return True
+
+    def run(self, num_steps: int, per_step: int = 0, **options: Any) -> None:
+        for _ in range(num_steps):
+            for _ in range(per_step):
+                self.send(**options)
+            self.engine.tick()
+            self.engine.now_s += STEP_S
+
+    @property
+    def num_well(self) -> int:
+        """Requests that got their whole answer."""
+        return sum(seen.outputs[-1].finish is FinishReason.LENGTH for seen in self.engine.seen.values() if seen.outputs)
+
+
+def overloaded(**config: Any) -> Load:
+    """Whoever comes now and has no more time than the others is refused."""
+    load = Load(**config)
+    load.run(100, per_step=4, priority=5)
+    while load.send(priority=5):
+        pass
+    return load
+
+
+def test_goodput_does_not_fall_as_load_rises() -> None:
+    loads = {per_step: Load() for per_step in (1, 4, 16)}
+    for per_step, load in loads.items():
+        load.run(300, per_step=per_step)
+    well = {per_step: load.num_well for per_step, load in loads.items()}
+    assert min(well.values()) > 0.85 * max(well.values()) > 100, well
+
+
+def test_who_is_taken_gets_an_answer() -> None:
+    load = Load()
+    load.run(300, per_step=4)
+    load.run(60)
+    assert load.engine.scheduler.is_idle()
+    assert load.num_well > 0.8 * (load.num_sent - len(load.refused))
+
+
+def test_who_has_the_time_is_taken() -> None:
+    load = overloaded()
+    assert load.send(time_s=10 * TIME_S)
+    assert load.send(time_s=FAR_S)
+
+
+def test_who_is_refused_hears_when_to_come_again() -> None:
+    load = Load()
+    while not load.refused:
+        load.run(1, per_step=4)
+    before = len(load.refused)
+    while load.refused[-1].retry_after_s < MAX_RETRY_S:
+        load.send()
+    times = [error.retry_after_s for error in load.refused[before:]]
+    assert times == sorted(set(times[:-1])) + times[-1:]  # one after the other, as places come free
+    assert MIN_RETRY_S <= times[0] < MAX_RETRY_S
+    assert f"retry in {times[-1]:.1f} s" in load.refused[-1].message
+
+
+def test_a_stream_that_goes_on_is_taken() -> None:
+    assert overloaded().send(generated=(5,))
+
+
+def test_who_goes_before_those_that_wait_is_taken() -> None:
+    assert overloaded(scheduling_policy="priority").send(priority=0)
+
+
+def test_a_prefill_worker_refuses_nobody() -> None:
+    """Decode workers have counted the wait for it; they would ask it again and again."""
+    load = Load(Role.PREFILL)
+    load.run(100, per_step=4)
+    assert not load.refused
+
+
+@pytest.mark.parametrize("num_sent", [FEW, 200])
+def test_a_burst_is_no_overload(num_sent: int) -> None:
+    load = Load()
+    for _ in range(30):  # it was busy before
+        load.run(1, per_step=1)
+        load.run(1)
+    load.run(60)
+    assert load.engine.scheduler.is_idle()
+    load.run(1, per_step=num_sent)
+    assert not load.refused
+
+
+def test_a_rate_is_not_believed_for_longer_than_it_was_seen() -> None:
+    load = Load()
+    load.run(1, per_step=300, time_s=60.0)  # at the rate of the first steps they take 45 s
+    load.run(30, per_step=1, time_s=60.0)
+    assert not load.refused
+    load.run(60, per_step=1, time_s=60.0)
+    assert load.refused
+
+
+def test_a_short_queue_takes_whoever_comes() -> None:
+    load = Load()
+    for _ in range(100):
+        while load.engine.scheduler.counts()["waiting"] < FEW:
+            assert load.send(time_s=1.0)
+        load.run(1)
+
+
+def test_a_decode_worker_counts_those_that_wait_for_their_peer() -> None:
+    load = Load(Role.DECODE)
+    for number in range(60):
+        load.run(1, per_step=2)
+        if (name := f"r{number}") in load.engine.scheduler.table.live:
+            load.engine.scheduler.remote_first_token(
+                name, Output(request_id=name, token_ids=(1,), finish=FinishReason.STOP), 0.0
+            )
+    assert load.refused
+
+
+def test_a_queue_that_nobody_has_left_says_nothing() -> None:
+    load = Load(Role.DECODE)
+    load.run(100, per_step=1, time_s=20.0)  # its peer is not there
+    assert not load.refused
+
+
+def test_an_overload_that_comes_again_after_a_pause_replays_from_its_log(tmp_path: Path) -> None:
+    load = Load(schedule_log=str(path := tmp_path / "log.jsonl"))
+    for _ in range(2):
+        load.run(60, per_step=4)
+        load.run(100)
+    load.engine.scheduler.close_log()
+    with path.open() as lines:
+        report = replay(lines)
+    assert load.refused
+    assert report.difference is None
