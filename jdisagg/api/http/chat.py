@@ -17,7 +17,7 @@ from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import Event, open_stream, while_connected
 from jdisagg.api.http.long_json import whole_response
 from jdisagg.api.http.messages import render_prompt
-from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens
+from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens, read_timeout_s
 from jdisagg.api.http.plain_chunks import PlainChunks
 from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import chat_logprobs, provenance_object, usage_object, wants_provenance
@@ -72,6 +72,7 @@ def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, t
         special_tokens=read_special_tokens(body, add=False),  # the template writes BOS and EOS itself
         priority=body.integer("priority") or 0,
         cache_salt=body.text("cache_salt") or "",
+        timeout_s=read_timeout_s(body),
         traceparent=traceparent,
     )
     body.refuse_misspelt()

@@ -17,7 +17,7 @@ from jdisagg.api.edge import Edge
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import Event, open_stream, while_connected
 from jdisagg.api.http.long_json import long_json, whole_response
-from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens
+from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens, read_timeout_s
 from jdisagg.api.http.plain_chunks import PlainChunks
 from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import completion_logprobs, prompt_logprobs, provenance_object, usage_object, wants_provenance
@@ -81,6 +81,7 @@ def read_completion(body: Body, defaults: SamplingParams, request_id: str, *, tr
         special_tokens=read_special_tokens(body, add=True),
         priority=body.integer("priority") or 0,
         cache_salt=body.text("cache_salt") or "",
+        timeout_s=read_timeout_s(body),
         traceparent=traceparent,
     )
     body.refuse_misspelt()

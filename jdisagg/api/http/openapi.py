@@ -52,6 +52,7 @@ _SHARED: dict[str, Any] = {
     "add_special_tokens": _BOOLEAN,
     "priority": _range("integer", -_INT32_MAX - 1, _INT32_MAX),
     "cache_salt": _STRING | {"maxLength": MAX_CACHE_SALT},
+    "timeout_s": {"type": "number", "exclusiveMinimum": 0},
     "response_format": {"type": "object", "properties": {"type": {"enum": ["text"]}}},
 }
 _COMPLETION = _SHARED | {

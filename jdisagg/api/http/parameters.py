@@ -53,6 +53,14 @@ def read_special_tokens(body: Body, *, add: bool) -> SpecialTokens:
     )
 
 
+def read_timeout_s(body: Body) -> float | None:
+    """`timeout_s`: how long its client waits; None where the body does not say."""
+    timeout_s = body.number("timeout_s")
+    if timeout_s is not None and not timeout_s > 0:
+        raise InvalidRequest(f"timeout_s: must be more than 0; got {timeout_s:g}", field="timeout_s")
+    return timeout_s
+
+
 def read_sampling(body: Body, defaults: SamplingParams, *, logprobs: int | None) -> SamplingParams:
     """Sampling parameters; what the body leaves out comes from `defaults`. Ranges are checked at intake."""
     numbers = {name: body.number(name) for name in NUMBERS}

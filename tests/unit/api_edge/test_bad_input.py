@@ -79,6 +79,8 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"guided_regex": "a+"}, "guided_regex"),
     ({"priority": 2**40}, "priority"),
+    ({"timeout_s": 0}, "timeout_s"),
+    ({"timeout_s": "10s"}, "timeout_s"),
     ({"max_token": 4}, "max_token"),
     ({"temprature": 0}, "temprature"),
     ({"stop_tokens_ids": [5]}, "stop_tokens_ids"),

@@ -20,7 +20,15 @@ BESIDE: dict[str, dict[str, Any]] = {"top_logprobs": {"logprobs": True}}
 BELOW_BY_CONTEXT = ("max_tokens", "max_completion_tokens", "min_tokens")  # nobody reaches their maximum
 BOUNDED = {
     *("n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "priority"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "top_logprobs", "prompt_logprobs"),
+    *(
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logprobs",
+        "top_logprobs",
+        "prompt_logprobs",
+        "timeout_s",
+    ),
 }
 
 
