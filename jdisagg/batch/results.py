@@ -49,11 +49,15 @@ def is_output_line(value: object) -> TypeGuard[dict[str, Any]]:
     return response is None or (isinstance(response, dict) and "status_code" in response)
 
 
+def is_answered(line: dict[str, Any]) -> bool:
+    """Whether an output line is an answer with HTTP status 200."""
+    return line["response"] is not None and line["response"]["status_code"] == _OK
+
+
 def stays(line: dict[str, Any]) -> bool:
     """Whether asking again could not change an output line: it was answered, or its input line is no request."""
-    response = line["response"]
-    if response is not None:
-        return response["status_code"] == _OK
+    if line["response"] is not None:
+        return is_answered(line)
     error = line.get("error")
     return isinstance(error, dict) and error.get("code") == _INVALID_LINE
 
@@ -63,8 +67,7 @@ def count_lines(output: Path) -> str:
     ok = failed = 0
     with output.open("rb") as file:
         for raw in file:
-            response = json.loads(raw)["response"]
-            succeeded = response is not None and response["status_code"] == _OK
+            succeeded = is_answered(json.loads(raw))
             ok += succeeded
             failed += not succeeded
     return f"{ok} ok, {failed} failed"
