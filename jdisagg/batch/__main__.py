@@ -19,6 +19,7 @@ import httpx
 from jdisagg.batch.command import Command, parse_command
 from jdisagg.batch.finished import answered_by, check_unpublished, has_failed_lines, keep_answers
 from jdisagg.batch.journal import Journal, check_journal
+from jdisagg.batch.lanes import Lanes
 from jdisagg.batch.progress import shown
 from jdisagg.batch.results import count_lines
 from jdisagg.batch.runner import run_batch
@@ -125,8 +126,7 @@ def _open_client(command: Command) -> AbstractAsyncContextManager[httpx.AsyncCli
         if key := os.environ.get(API_KEY_VARIABLE):
             check_key(key, API_KEY_VARIABLE)
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=command.batch.max_concurrency + 1)  # and one that asks whether it is there
-        return httpx.AsyncClient(base_url=command.server or "", timeout=timeout, headers=headers, limits=limits)
+        return httpx.AsyncClient(base_url=command.server or "", timeout=timeout, headers=headers, transport=Lanes())
     config = claim_chips(config, os.environ, find_tpu(os.environ))
     keep_freed_memory(os.environ)
     prepare_jax(config, os.environ)
