@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -10,6 +11,7 @@ from jdisagg.batch.lines import BadLine, Call
 
 _OK = 200
 _INVALID_LINE = "invalid_line"
+_SHOWN = 16  # characters of a fingerprint
 
 
 def line_id(batch_id: str, number: int) -> str:
@@ -63,14 +65,30 @@ def stays(line: dict[str, Any]) -> bool:
 
 
 def count_lines(output: Path) -> str:
-    """The words "N ok, M failed" about a finished output: ok is an answer with HTTP status 200."""
-    ok = failed = 0
+    """The words "N ok, M failed" about a finished output: ok is an answer with HTTP status 200.
+
+    More of them when the server exchanged its weights meanwhile."""
+    failed = 0
+    ok: Counter[str | None] = Counter()  # by weights
     with output.open("rb") as file:
         for raw in file:
-            succeeded = is_answered(json.loads(raw))
-            ok += succeeded
-            failed += not succeeded
-    return f"{ok} ok, {failed} failed"
+            line = json.loads(raw)
+            if is_answered(line):
+                ok[_weights(line["response"].get("body"))] += 1
+            else:
+                failed += 1
+    said = f"{ok.total()} ok, {failed} failed"
+    if len(ok) > 1:
+        shares = ", ".join(
+            f"{count} of {weights[:_SHOWN] if weights else 'unknown ones'}" for weights, count in ok.most_common()
+        )
+        said += f"; the weights changed while the batch ran, these are answers {shares}"
+    return said
+
+
+def _weights(body: object) -> str | None:
+    fingerprint = body.get("system_fingerprint") if isinstance(body, dict) else None
+    return fingerprint if isinstance(fingerprint, str) else None
 
 
 def _failed(code: str, number: int, custom_id: str | None, message: str, batch_id: str) -> dict[str, Any]:

@@ -55,6 +55,18 @@ def test_a_progress_line_is_no_bar_where_nobody_looks(tmp_path: Path, capsys: py
     assert capsys.readouterr().err == "jdisagg.batch: 3 ok, 0 failed\n"
 
 
+def test_a_batch_whose_server_exchanged_its_weights_says_whose_answers_it_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "x"}\n{"prompt": "new"}\n{"prompt": "y"}\n{"prompt": "z", "max_tokens": -1}\n')
+    odd = {"new": (200, b'{"model": "fake", "system_fingerprint": "fedcba9876543210cc"}')}
+    with serving(weights="0123456789abcdefcc", odd=odd) as server:
+        assert main(["--input", str(source), "--output", str(output), "--server", server.url, "--quiet"]) == 0
+    changed = "the weights changed while the batch ran, these are answers 2 of 0123456789abcdef, 1 of fedcba9876543210"
+    assert capsys.readouterr().err == f"jdisagg.batch: 3 ok, 1 failed; {changed}\n"
+
+
 def test_a_bar_on_a_terminal_counts_failures_and_is_not_torn_by_what_is_logged(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "x"}\n{"prompt": "y", "max_tokens": -1}\n')
