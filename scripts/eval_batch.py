@@ -20,11 +20,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from eval_tasks.tasks import TASKS, Answers, Probe, Scores, load_examples
+from eval_tasks.tasks import TASKS, Answers, Probe, Scores, load_examples, scored_part
 
 from jdisagg.batch.__main__ import GOES_ON
 from jdisagg.batch.__main__ import main as run_batch
 from jdisagg.batch.journal import journal_path
+from jdisagg.batch.results import is_answered
 from jdisagg.core.errors import ConfigError
 from jdisagg.models.resolve import resolve_model
 from jdisagg.text.tokenizer import Tokenizer
@@ -83,11 +84,10 @@ def main() -> int:
         if status:
             return status
         try:
-            answers = read_answers(work_dir)
+            scores["jdisagg"] = task.score(examples, read_answers(work_dir), tokenizer)
         except ValueError as error:
             print(f"eval_batch: {error}", file=sys.stderr)
             return EXIT_BAD_TASK
-        scores["jdisagg"] = task.score(examples, answers, tokenizer)
     if args.reference:
         reference = importlib.import_module("eval_tasks.reference")  # needs torch
         scores[args.reference] = task.score(examples, reference.reference_answers(directory, probes), tokenizer)
@@ -109,15 +109,22 @@ def write_probes(probes: list[Probe], work_dir: Path) -> Path:
 
 
 def read_answers(work_dir: Path) -> Answers:
-    """First choices by probe name. Raises ValueError for the first request that failed."""
+    """What is scored of first choices, by probe name. Raises ValueError when requests failed, with what the first one got."""
     answers: Answers = {}
-    for raw in (work_dir / OUTPUT).read_bytes().splitlines():
-        line = json.loads(raw)
-        response = line["response"]
-        if response is None or response["status_code"] != 200:
-            problem = line["error"] if response is None else response["body"]
-            raise ValueError(f"{line['custom_id']} was not answered: {problem}")
-        answers[line["custom_id"]] = response["body"]["choices"][0]
+    problems = 0
+    first = ""
+    with (work_dir / OUTPUT).open("rb") as file:
+        for raw in file:
+            line = json.loads(raw)
+            response = line["response"]
+            if is_answered(line):
+                answers[line["custom_id"]] = scored_part(response["body"]["choices"][0])
+                continue
+            problems += 1
+            first = first or f"{line['custom_id']} was not answered: {line['error'] if response is None else response['body']}"
+    if problems:
+        again = "--retry-failed asks for them again where --work-dir kept the rest"
+        raise ValueError(f"{first}; {problems} of {problems + len(answers)} requests failed; {again}")
     return answers
 
 

@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import httpx
-from tqdm import tqdm
 
 from jdisagg.batch.command import Command, parse_command
 from jdisagg.batch.finished import answered_by, check_unpublished, has_failed_lines, keep_answers
 from jdisagg.batch.journal import Journal, check_journal
+from jdisagg.batch.lanes import Lanes
+from jdisagg.batch.progress import shown
 from jdisagg.batch.results import count_lines
 from jdisagg.batch.runner import run_batch
 from jdisagg.batch.sender import Sender, Served, served_model
@@ -113,8 +114,8 @@ async def _run(command: Command, tidy: Callable[[], object], interrupted: str) -
             if is_again:
                 await asyncio.to_thread(keep_answers, batch, journal)
             total = len(batch.numbers())
-            with tqdm(total=total, initial=len(journal), unit="req", disable=command.quiet) as bar:
-                await run_batch(batch, journal, sender, bar.update)
+            with shown(total, len(journal), quiet=command.quiet) as on_progress:
+                await run_batch(batch, journal, sender, on_progress)
 
 
 def _open_client(command: Command) -> AbstractAsyncContextManager[httpx.AsyncClient]:
@@ -125,8 +126,7 @@ def _open_client(command: Command) -> AbstractAsyncContextManager[httpx.AsyncCli
         api_key = os.environ.get(API_KEY_VARIABLE, "")
         check_key(api_key, API_KEY_VARIABLE)
         headers = {"authorization": f"Bearer {keys[0]}"} if (keys := keys_of(api_key)) else {}
-        limits = httpx.Limits(max_connections=command.batch.max_concurrency + 1)  # and one that asks whether it is there
-        return httpx.AsyncClient(base_url=command.server or "", timeout=timeout, headers=headers, limits=limits)
+        return httpx.AsyncClient(base_url=command.server or "", timeout=timeout, headers=headers, transport=Lanes())
     config = claim_chips(config, os.environ, find_tpu(os.environ))
     keep_freed_memory(os.environ)
     prepare_jax(config, os.environ)

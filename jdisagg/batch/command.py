@@ -79,7 +79,9 @@ def parse_command(argv: Sequence[str]) -> Command:
     parser.add_argument(
         "--retry-failed", action="store_true", help="when all is done: ask again for the lines of the output that failed"
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument(
+        "--quiet", action="store_true", help="no word of progress (a bar on a terminal, else a line every 30 s)"
+    )
     args, serve_flags = parser.parse_known_args(list(argv))
     if args.server is not None and (args.disagg or serve_flags):
         names = [flag.partition("=")[0] for flag in serve_flags] or ["--disagg"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -10,6 +11,7 @@ from jdisagg.batch.lines import BadLine, Call
 
 _OK = 200
 _INVALID_LINE = "invalid_line"
+_SHOWN = 16  # characters of a fingerprint
 
 
 def line_id(batch_id: str, number: int) -> str:
@@ -49,25 +51,44 @@ def is_output_line(value: object) -> TypeGuard[dict[str, Any]]:
     return response is None or (isinstance(response, dict) and "status_code" in response)
 
 
+def is_answered(line: dict[str, Any]) -> bool:
+    """Whether an output line is an answer with HTTP status 200."""
+    return line["response"] is not None and line["response"]["status_code"] == _OK
+
+
 def stays(line: dict[str, Any]) -> bool:
     """Whether asking again could not change an output line: it was answered, or its input line is no request."""
-    response = line["response"]
-    if response is not None:
-        return response["status_code"] == _OK
+    if line["response"] is not None:
+        return is_answered(line)
     error = line.get("error")
     return isinstance(error, dict) and error.get("code") == _INVALID_LINE
 
 
 def count_lines(output: Path) -> str:
-    """The words "N ok, M failed" about a finished output: ok is an answer with HTTP status 200."""
-    ok = failed = 0
+    """The words "N ok, M failed" about a finished output: ok is an answer with HTTP status 200.
+
+    More of them when the server exchanged its weights meanwhile."""
+    failed = 0
+    ok: Counter[str | None] = Counter()  # by weights
     with output.open("rb") as file:
         for raw in file:
-            response = json.loads(raw)["response"]
-            succeeded = response is not None and response["status_code"] == _OK
-            ok += succeeded
-            failed += not succeeded
-    return f"{ok} ok, {failed} failed"
+            line = json.loads(raw)
+            if is_answered(line):
+                ok[_weights(line["response"].get("body"))] += 1
+            else:
+                failed += 1
+    said = f"{ok.total()} ok, {failed} failed"
+    if len(ok) > 1:
+        shares = ", ".join(
+            f"{count} of {weights[:_SHOWN] if weights else 'unknown ones'}" for weights, count in ok.most_common()
+        )
+        said += f"; the weights changed while the batch ran, these are answers {shares}"
+    return said
+
+
+def _weights(body: object) -> str | None:
+    fingerprint = body.get("system_fingerprint") if isinstance(body, dict) else None
+    return fingerprint if isinstance(fingerprint, str) else None
 
 
 def _failed(code: str, number: int, custom_id: str | None, message: str, batch_id: str) -> dict[str, Any]:

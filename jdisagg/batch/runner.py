@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -96,8 +96,10 @@ class Batch:
             )
 
 
-async def run_batch(batch: Batch, journal: Journal, sender: Sender, on_progress: Callable[[int], object]) -> None:
-    """Do what the journal lacks, then publish the output. `on_progress(n)`: n more lines are durable.
+async def run_batch(
+    batch: Batch, journal: Journal, sender: Sender, on_progress: Callable[[Sequence[Finished]], object]
+) -> None:
+    """Do what the journal lacks, then publish the output. `on_progress(lines)`: these are durable.
 
     Raises Unavailable when the server stays away, WriteFailed when the disk is full, ConfigError when the input is gone or
     changed meanwhile; the journal then holds what was answered.
@@ -144,7 +146,9 @@ def _first(failures: BaseExceptionGroup) -> BaseException:
     return leaf
 
 
-async def _write(answers: asyncio.Queue[Finished | None], journal: Journal, on_progress: Callable[[int], object]) -> None:
+async def _write(
+    answers: asyncio.Queue[Finished | None], journal: Journal, on_progress: Callable[[Sequence[Finished]], object]
+) -> None:
     """Journal whatever has gathered, one fsync for all of it, until None comes."""
     open_ = True
     while open_:
@@ -155,7 +159,7 @@ async def _write(answers: asyncio.Queue[Finished | None], journal: Journal, on_p
         finished = [answer for answer in gathered if answer is not None]
         if finished:
             await _to_its_end(journal.append, finished)
-            on_progress(len(finished))
+            on_progress(finished)
 
 
 async def _to_its_end(write: Callable[[Any], None], what: Any) -> None:

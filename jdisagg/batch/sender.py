@@ -24,6 +24,7 @@ RETRIED = frozenset({429, LOST, 503})  # "not now"
 Answer = tuple[int, dict[str, Any]]  # HTTP status, JSON object
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 MOST_TIMES_TAKEN = 5  # and not answered, by a server that was there each time afterwards
+ALONE_FROM = 2  # times: once may be a restart, which is the fault of none of the many that it cut off
 PROBE_TIMEOUT_S = 10.0
 SILENT_S, TOLD_EVERY_S = 1.0, 30.0  # a wait is told of when it has lasted that long, whichever request's it is; and so often
 _SHOWN_BYTES = 200  # of an answer that is quoted in a message
@@ -54,7 +55,7 @@ class Sender:
         self._patience_s = patience_s
         self._served_s = float("-inf")  # when the latest request that was answered had been sent
         self._told_s = float("-inf")  # of a wait
-        self._suspect = asyncio.Lock()  # a request that may bring the server down is asked again beside no other such
+        self._suspect = asyncio.Lock()  # of requests that may bring the server down one is asked at a time
 
     async def send(self, call: Call, request_id: str) -> Answer:
         """(HTTP status, body) of the answer; 502 when the server lost this request for `patience_s` and served later ones, 429
@@ -77,7 +78,7 @@ class Sender:
         refused_since_s, times_taken, pause_s = None, 0, FIRST_PAUSE_S
         while True:
             queued_s = monotonic()
-            async with self._suspect if times_taken else nullcontext():
+            async with self._suspect if times_taken >= ALONE_FROM else nullcontext():
                 if refused_since_s is not None:
                     refused_since_s += monotonic() - queued_s
                 sent_s = monotonic()

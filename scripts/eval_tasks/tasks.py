@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ class Choice:
         for example in examples:
             context = tokenizer.encode(example["context"])
             sums = [
-                math.fsum(token_logprobs(answers[probe.name])[common_length(context, probe.token_ids) :])
+                math.fsum(prompt_logprobs(answers, probe.name, probe.token_ids)[common_length(context, probe.token_ids) :])
                 for probe in self.probes(example, tokenizer)
             ]
             per_byte = [total / len(choice.encode()) for total, choice in zip(sums, example["choices"], strict=True)]
@@ -137,8 +138,8 @@ class Perplexity:
         """Per token and per byte."""
         nats, num_tokens, num_bytes = 0.0, 0, 0
         for example in examples:
-            for index, (_, counted) in enumerate(windows(tuple(tokenizer.encode(example["text"])))):
-                nats -= math.fsum(token_logprobs(answers[f"{example['id']}/{index}"])[-counted:])
+            for index, (ids, counted) in enumerate(windows(tuple(tokenizer.encode(example["text"])))):
+                nats -= math.fsum(prompt_logprobs(answers, f"{example['id']}/{index}", ids)[-counted:])
                 num_tokens += counted
             num_bytes += len(example["text"].encode())
         bits = nats / math.log(2)
@@ -233,9 +234,29 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def token_logprobs(choice: dict[str, Any]) -> list[float]:
-    """Log-probabilities (nats) of the prompt's tokens; the first token has none and counts as 0."""
-    return [0.0 if value is None else value for value in choice["logprobs"]["token_logprobs"]]
+def scored_part(choice: dict[str, Any]) -> dict[str, Any]:
+    """A choice without what no score is made of: 200 bytes a token, which of a large task's answers no memory holds."""
+    kept: dict[str, Any] = {"text": choice["text"]}
+    if isinstance(choice.get("logprobs"), dict):
+        kept["logprobs"] = {"token_logprobs": array("d", _zero_for_none(choice["logprobs"]["token_logprobs"]))}
+    return kept
+
+
+def prompt_logprobs(answers: Answers, name: str, token_ids: tuple[int, ...]) -> list[float]:
+    """Log-probabilities (nats) of the prompt's tokens; the first token has none and counts as 0. Raises ValueError when the
+    answer has not one for each."""
+    logprobs = answers[name].get("logprobs")
+    values = _zero_for_none(logprobs["token_logprobs"]) if isinstance(logprobs, dict) else []
+    if len(values) != len(token_ids):
+        raise ValueError(
+            f"{name} was answered with log-probabilities of {len(values)} tokens, its prompt has {len(token_ids)}: the server "
+            'must take token ids as a prompt, "echo" and "logprobs"'
+        )
+    return values
+
+
+def _zero_for_none(values: Sequence[float | None]) -> list[float]:
+    return [0.0 if value is None else value for value in values]
 
 
 def until_stop(text: str, stops: Sequence[str]) -> str:

@@ -178,12 +178,52 @@ def test_a_request_that_failed_is_one_line_and_no_score(
     path = tmp_path / "task.jsonl"
     path.write_text('{"text": "import os"}\n', "utf-8")
     line = {"custom_id": "1/0", "response": {"status_code": 400, "body": {"message": "too long"}}, "error": None}
-    (tmp_path / "out.jsonl").write_text(json.dumps(line) + "\n", "utf-8")
+    later = {"custom_id": "2/0", "response": None, "error": {"code": "invalid_answer"}}
+    fine = {"custom_id": "3/0", "response": {"status_code": 200, "body": {"choices": [{"text": ""}]}}, "error": None}
+    (tmp_path / "out.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (fine, line, later)), "utf-8")
     monkeypatch.setattr(eval_batch, "run_batch", lambda _, **_options: 0)
     monkeypatch.setattr(sys, "argv", ["eval_batch.py", "perplexity", "--task", str(path), "--work-dir", str(tmp_path)])
     assert eval_batch.main() == 2
     told = capsys.readouterr()
-    assert (told.out, told.err) == ("", "eval_batch: 1/0 was not answered: {'message': 'too long'}\n")
+    assert (told.out, told.err.count("\n")) == ("", 1)
+    assert told.err.startswith(
+        "eval_batch: 1/0 was not answered: {'message': 'too long'}; 2 of 3 requests failed; --retry-failed asks"
+    )
+
+
+@pytest.mark.parametrize("kind", ["choice", "perplexity"])
+@pytest.mark.parametrize("logprobs", [None, {"token_logprobs": []}, {"token_logprobs": [-0.5]}])
+def test_a_server_that_does_not_score_the_prompt_is_told_of_and_no_score_is_made_up(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    logprobs: dict[str, Any] | None,
+) -> None:
+    """It may leave out log-probabilities, or the echo, so that there are those of other tokens."""
+    path = tmp_path / "task.jsonl"
+    path.write_text('{"text": "import os", "context": "import ", "choices": ["os", "sys"], "answer": 0}\n', "utf-8")
+    body = {"choices": [{"text": "", "logprobs": logprobs}]}
+    lines = [{"custom_id": f"1/{i}", "response": {"status_code": 200, "body": body}, "error": None} for i in range(2)]
+    (tmp_path / "out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    monkeypatch.setattr(eval_batch, "run_batch", lambda _, **_options: 0)
+    monkeypatch.setattr(sys, "argv", ["eval_batch.py", kind, "--task", str(path), "--work-dir", str(tmp_path)])
+    assert eval_batch.main() == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("\n")) == ("", 1)
+    assert told.err.startswith("eval_batch: 1/0 was answered with log-probabilities of ")
+
+
+def test_of_a_large_task_s_answers_only_what_is_scored_is_kept(tmp_path: Path) -> None:
+    tokens = [f"token {i}" for i in range(1000)]
+    logprobs = {"tokens": tokens, "token_logprobs": [None, *[-0.5] * 999], "text_offset": [*range(1000)], "top_logprobs": None}
+    body = {"choices": [{"text": "", "logprobs": logprobs}]}
+    line = json.dumps({"custom_id": "x", "response": {"status_code": 200, "body": body}, "error": None}) + "\n"
+    (tmp_path / "out.jsonl").write_text(line, "utf-8")
+    answer = eval_batch.read_answers(tmp_path)["x"]
+    assert list(answer["logprobs"]) == ["token_logprobs"]
+    assert sys.getsizeof(answer["logprobs"]["token_logprobs"]) < 10_000
+    assert list(answer["logprobs"]["token_logprobs"]) == [0.0, *[-0.5] * 999]
 
 
 @pytest.mark.parametrize("name", ["no/scores.json", "."], ids=["no directory", "a directory"])

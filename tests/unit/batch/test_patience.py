@@ -90,9 +90,20 @@ def test_an_outage_behind_a_refusal_and_a_long_answer_has_the_whole_patience() -
 
 
 def test_waiting_for_another_line_s_turn_is_not_the_server_s_absence() -> None:
-    """Both are dropped once; then `a` is refused around the second that `b` takes alone."""
-    server = Server(0.0, a=[(0, DROPPED), (0, BUSY), (0, BUSY), (0, FINE)], b=[(0, DROPPED), (1.0, FINE)])
+    """Both are dropped twice; then `a` is refused around the second that `b` takes alone."""
+    twice = [(0.0, DROPPED)] * 2
+    server = Server(0.0, a=[*twice, (0, BUSY), (0, BUSY), (0, FINE)], b=[*twice, (1.0, FINE)])
     assert ask(server, "a", "b") == [(200, {"object": "text_completion"})] * 2
+
+
+@pytest.mark.parametrize(("restarts", "least_s", "most_s"), [(1, 1.0, 1.5), (2, 20.0, 20.5)])
+def test_a_server_that_restarts_once_is_asked_everything_again_at_once_and_one_by_one_behind_a_second_time(
+    restarts: int, least_s: float, most_s: float
+) -> None:
+    names = [f"a{i}" for i in range(20)]
+    server = Server(0.0, **{name: [*[(0.0, DROPPED)] * restarts, (1.0, FINE)] for name in names})
+    assert ask(server, *names) == [(200, {"object": "text_completion"})] * 20
+    assert least_s <= server.ended_s < most_s
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""How far a batch is, on stderr: a bar on a terminal, a line now and then in a log file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+from typing import TextIO
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from jdisagg.batch.results import is_answered
+from jdisagg.batch.runner import Finished
+
+REPORT_EVERY_S = 30.0
+_REDRAW_EVERY_S = 1.0
+_SMOOTHING = 0.05  # of the bar's rate: about its last twenty redraws
+OnProgress = Callable[[Sequence[Finished]], object]
+
+
+@contextmanager
+def shown(total: int, done: int, *, quiet: bool) -> Iterator[OnProgress]:
+    """What is to be told of more finished lines, of `total` of which `done` were finished before."""
+    if quiet:
+        yield len
+    elif sys.stderr.isatty():
+        with logging_redirect_tqdm(), _bar(total, done) as bar:
+            yield bar
+    else:
+        yield Reports(total, done, sys.stderr)
+
+
+@contextmanager
+def _bar(total: int, done: int) -> Iterator[OnProgress]:
+    failed = 0
+    with tqdm(total=total, initial=done, unit="req", mininterval=_REDRAW_EVERY_S, smoothing=_SMOOTHING) as bar:
+
+        def update(finished: Sequence[Finished]) -> None:
+            nonlocal failed
+            if more := _num_failed(finished):
+                failed += more
+                bar.set_postfix_str(f"{failed} failed", refresh=False)
+            bar.update(len(finished))
+
+        yield update
+
+
+class Reports:
+    """Lines for a file: how much, how fast since the line before, how long at that rate."""
+
+    def __init__(self, total: int, done: int, out: TextIO) -> None:
+        """`done` of `total` lines were finished by former runs."""
+        self._total = total
+        self._done = self._told = done
+        self._failed = 0
+        self._told_s = monotonic()
+        self._out = out
+        if done:
+            print(f"jdisagg.batch: {done} of {total} were done before", file=out, flush=True)
+
+    def __call__(self, finished: Sequence[Finished]) -> None:
+        """These are finished, too."""
+        self._done += len(finished)
+        self._failed += _num_failed(finished)
+        now_s = monotonic()
+        if now_s - self._told_s < REPORT_EVERY_S:
+            return
+        rate = (self._done - self._told) / (now_s - self._told_s)
+        self._told, self._told_s = self._done, now_s
+        share, left = self._done / self._total, tqdm.format_interval((self._total - self._done) / rate)
+        text = f"{self._done} of {self._total} ({share:.0%}), {self._failed} failed; {rate:.3g} requests/s, {left} left"
+        print(f"jdisagg.batch: {text}", file=self._out, flush=True)
+
+
+def _num_failed(finished: Sequence[Finished]) -> int:
+    return sum(not is_answered(line) for _, line in finished)
