@@ -5,8 +5,9 @@ computed for it is thrown away when its deadline passes. At four times what a fl
 were computed for nobody. By Little's law the wait is that of so many departures as requests are before it.
 
 It speaks of an unbroken queue only, of at least `FEW` requests, in which as many have been served, and when it has seen a
-fifth of the time in question, or 30 s: a burst, or a stall that is over, is no overload. Deterministic: the clock is the
-caller's.
+fifth of the time in question, or 30 s: a burst, or a stall that is over, is no overload. Time in which fewer wait does not
+count: behind one that is long at its peer others are served as fast as they come, not as they could be. Deterministic: the
+clock is the caller's.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Forecast:
 
     def __init__(self, table: SequenceTable) -> None:
         self._table = table
-        self._samples: deque[tuple[float, int]] = deque()  # (time, served so far), since somebody waits
+        # (time, seconds in which FEW waited, served in them), since somebody waits
+        self._samples: deque[tuple[float, float, int]] = deque()
+        self._since: tuple[float, int] | None = None  # when FEW wait: (time, served so far) as of the latest sample or later
         self._booked_s = 0.0  # who is to come again until then has been told so
 
     def check(self, request: EngineRequest, order: tuple[float, int], now_s: float) -> None:
@@ -42,8 +45,8 @@ class Forecast:
         num_before = self._num_before(order)
         if request.generated_token_ids or num_before < FEW or not self._samples:
             return
-        (first_s, num_first), (_, num_last) = self._samples[0], self._samples[-1]
-        seen_s, num_served = now_s - first_s, num_last - num_first
+        (_, first_s, num_first), (last_s, num_last) = self._samples[0], self._count(now_s)
+        seen_s, num_served = last_s - first_s, num_last - num_first
         if num_served < FEW or seen_s < min(spared_s * _LEAST_SEEN, _WINDOW_S):
             return
         wait_s = num_before * seen_s / num_served
@@ -60,14 +63,19 @@ class Forecast:
 
     def added(self, now_s: float) -> None:
         """One more is about to wait."""
-        if not self._is_waited:
+        num_waiting = self._num_waiting
+        if not num_waiting:
             self._begin(now_s)
+        if self._since is None and num_waiting + 1 >= FEW:
+            self._since = now_s, self._table.stats.served
 
     def observe(self, now_s: float) -> None:
         """A plan was made."""
-        if not self._is_waited or not self._samples:
+        num_waiting = self._num_waiting
+        if not num_waiting or not self._samples:
             self._begin(now_s)
-        sample = now_s, self._table.stats.served
+        sample = now_s, *self._count(now_s)
+        self._since = (now_s, self._table.stats.served) if num_waiting >= FEW else None
         if len(self._samples) > 1 and now_s - self._samples[-2][0] < _GRAIN_S:
             self._samples[-1] = sample
         else:
@@ -77,11 +85,20 @@ class Forecast:
 
     def _begin(self, now_s: float) -> None:
         self._samples.clear()
-        self._samples.append((now_s, self._table.stats.served))
+        self._samples.append((now_s, 0.0, 0))
+        self._since = now_s, self._table.stats.served
+
+    def _count(self, now_s: float) -> tuple[float, int]:
+        """As of now."""
+        _, seen_s, num_served = self._samples[-1]
+        if self._since is None:
+            return seen_s, num_served
+        since_s, num_before = self._since
+        return seen_s + now_s - since_s, num_served + self._table.stats.served - num_before
 
     @property
-    def _is_waited(self) -> bool:
-        return any(self._table.queues[status] for status in _SLOTLESS)
+    def _num_waiting(self) -> int:
+        return sum(len(self._table.queues[status]) for status in _SLOTLESS)
 
     def _num_before(self, order: tuple[float, int]) -> int:
         """Whose turn comes before; of those who only want a slot, not who finds one free."""

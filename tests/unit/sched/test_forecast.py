@@ -155,6 +155,20 @@ def test_a_decode_worker_counts_those_that_wait_for_their_peer() -> None:
     assert load.refused
 
 
+def test_a_burst_beside_a_prompt_that_is_long_at_its_peer_is_no_overload() -> None:
+    """What comes now and then is served as fast as it comes: that is no rate at which a queue would move."""
+    load = Load(Role.DECODE)
+    load.send(time_s=600.0)
+    for number in range(1, 40):
+        load.send(time_s=20.0)
+        load.run(10)
+        load.engine.scheduler.remote_first_token(
+            f"r{number}", Output(request_id=f"r{number}", token_ids=(1,), finish=FinishReason.STOP), 0.0
+        )
+    load.run(1, per_step=40, time_s=20.0)
+    assert not load.refused
+
+
 def test_a_queue_that_nobody_has_left_says_nothing() -> None:
     load = Load(Role.DECODE)
     load.run(100, per_step=1, time_s=20.0)  # its peer is not there
