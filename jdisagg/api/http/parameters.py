@@ -57,7 +57,7 @@ def read_timeout_s(body: Body) -> float | None:
     """`timeout_s`: how long its client waits; None where the body does not say."""
     timeout_s = body.number("timeout_s")
     if timeout_s is not None and not timeout_s > 0:
-        raise InvalidRequest(f"timeout_s: must be more than 0; got {timeout_s:g}", field="timeout_s")
+        raise wrong_type("timeout_s", "a number above 0", timeout_s)
     return timeout_s
 
 

@@ -80,6 +80,8 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "a+"}, "guided_regex"),
     ({"priority": 2**40}, "priority"),
     ({"timeout_s": 0}, "timeout_s"),
+    ({"timeout_s": float("nan")}, "timeout_s"),
+    ({"timeout_s": -(10**400)}, "timeout_s"),
     ({"timeout_s": "10s"}, "timeout_s"),
     ({"max_token": 4}, "max_token"),
     ({"temprature": 0}, "temprature"),
