@@ -212,9 +212,11 @@ def _secret(raw: object, where: str) -> str:
         raise ConfigError(f"{where}: a secret is not given in the open; put it in a file and pass @FILE", field=where)
     try:
         with expand_home(raw[1:], where).open(encoding="utf-8-sig") as file:
-            text = file.read(_MAX_SECRET).strip()
+            text = file.read(_MAX_SECRET + 1)
     except (OSError, ValueError) as error:  # no UTF-8, or a path that none can be
         raise ConfigError(f"{where}: cannot read the file {raw[1:]!r}: {error}", field=where) from error
-    if not text:
+    if len(text) > _MAX_SECRET:  # what is cut off could be half of a key
+        raise ConfigError(f"{where}: the file {raw[1:]!r} has more than {_MAX_SECRET} characters of secrets", field=where)
+    if not text.strip():
         raise ConfigError(f"{where}: the file {raw[1:]!r} is empty; its lines must be the secrets", field=where)
-    return text
+    return text.strip()

@@ -252,7 +252,9 @@ def test_the_api_key_comes_from_a_file_or_the_environment_and_is_never_printed(t
     assert keys_of(load("--api-key", f"@{path}").server.api_key) == ("n3w", "s3cret")
     path.write_text("\n")
     assert "is empty" in message("--api-key", f"@{path}")
-    assert "printable" in message("--api-key", "@/dev/zero")
+    assert "more than 65536 characters" in message("--api-key", "@/dev/zero")
+    path.write_text("s3cret\n" * 2**14)  # the last one would be let in by its beginning
+    assert "more than 65536 characters" in message("--api-key", f"@{path}")
 
 
 def test_a_key_and_a_router_that_are_set_and_empty_are_no_open_server_and_no_lonely_worker() -> None:
