@@ -25,6 +25,7 @@ FEW = 8  # of fewer nothing can be said
 _LEAST_SEEN = 0.2  # of the wait in question
 _WINDOW_S = 30.0  # over which the rate is taken
 _GRAIN_S = 0.5  # between samples of it
+_STOPPED_S = 5.0  # between plans: that was no step, the process stood still
 _SLOTLESS = (Status.WAITING, Status.PREALLOC, Status.TRANSFER, Status.READY)
 
 
@@ -94,7 +95,8 @@ class Forecast:
         if self._since is None:
             return seen_s, num_served
         since_s, num_before = self._since
-        return seen_s + now_s - since_s, num_served + self._table.stats.served - num_before
+        step_s = now_s - since_s
+        return seen_s + (step_s if step_s < _STOPPED_S else 0.0), num_served + self._table.stats.served - num_before
 
     @property
     def _num_waiting(self) -> int:

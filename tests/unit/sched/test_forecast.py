@@ -136,6 +136,17 @@ def test_a_rate_is_not_believed_for_longer_than_it_was_seen() -> None:
     assert load.refused
 
 
+def test_time_in_which_the_process_stood_still_says_nothing() -> None:
+    load = Load()
+    for _ in range(30):
+        load.run(1, per_step=2, time_s=1000.0)
+    load.engine.now_s += 300.0
+    for _ in range(100):
+        load.send(time_s=30.0)  # some 45 are before it, which takes 7 s
+        load.run(2)
+    assert not load.refused
+
+
 def test_a_short_queue_takes_whoever_comes() -> None:
     load = Load()
     for _ in range(100):
