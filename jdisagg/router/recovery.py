@@ -130,7 +130,11 @@ class Replays:
                 f"(last: {lost.error.message}); not tried again"
             )
         error = flight.setbacks.refused(lost.error) if isinstance(lost.error, Overloaded) else lost.error
-        if flight.setbacks.refusals > self._config.max_refusals or (alone and isinstance(error, Overloaded)):
+        displaced = (
+            flight.setbacks.deaths and flight.is_untouched
+        )  # it was accepted: who took it is gone, and others get fuller
+        is_full = alone and isinstance(error, Overloaded) and not displaced
+        if is_full or flight.setbacks.refusals > self._config.max_refusals:
             raise error
         refused = not lost.death and flight.is_untouched and isinstance(error, Overloaded | Unavailable)
         if refused or self._budget.take(num_live, now_s):

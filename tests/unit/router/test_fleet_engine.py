@@ -181,6 +181,26 @@ def test_a_request_given_back_moves_to_another_worker(error):
     run_quiet(body())
 
 
+def test_a_request_whose_worker_died_in_its_queue_asks_a_full_one_again():
+    async def body() -> None:
+        router = await Router().start()
+        workers = await fleet(FakeWorker((router.address,)), FakeWorker((router.address,)), router=router)
+        for worker in workers:
+            worker.engine.frozen = True
+        asked = ask("r1")
+        task = asyncio.create_task(collect(router, asked))
+        await until(lambda: any(worker.engine.live for worker in workers))
+        victim = next(worker for worker in workers if worker.engine.live)
+        (heir,) = (worker for worker in workers if worker is not victim)
+        heir.engine.refusals = [Overloaded("12 requests are before it", retry_after_s=3.0) for _ in range(2)]
+        heir.engine.frozen = False
+        await victim.die()
+        assert_whole(asked, await task)
+        await stop(router, heir)
+
+    run_quiet(body())
+
+
 @pytest.mark.covers("X26")
 def test_late_outputs_of_an_older_attempt_are_dropped():
     async def body() -> None:
