@@ -106,4 +106,5 @@ class Forecast:
         """Whose turn comes before; of those who only want a slot, not who finds one free."""
         queues, num_free = self._table.queues, self._table.slots.num_free
         at_peers = queues[Status.PREALLOC].num_before(order) + queues[Status.TRANSFER].num_before(order)
-        return at_peers + max(0, queues[Status.WAITING].num_before(order) + queues[Status.READY].num_before(order) - num_free)
+        slotless = sum(queues[status].num_before(order) for status in (Status.WAITING, Status.READY, Status.FORKING))
+        return at_peers + max(0, slotless - num_free)
