@@ -48,15 +48,15 @@ def test_a_watched_peer_is_asked_again_after_an_error_that_nobody_expected(
 ) -> None:
     async def body() -> None:
         monkeypatch.setattr("jdisagg.api.peer_client.PROBE_INTERVAL_S", 0.05)
-        refresh, asked = PeerLink.refresh, []
+        hello, asked = PeerLink.hello, []
 
-        async def break_once(link: PeerLink) -> Identity:
+        async def break_once(link: PeerLink, *, again: bool = False) -> Identity:
             asked.append(link)
             if len(asked) == 1:
                 raise TypeError("our bug")
-            return await refresh(link)
+            return await hello(link, again=again)
 
-        monkeypatch.setattr(PeerLink, "refresh", break_once)
+        monkeypatch.setattr(PeerLink, "hello", break_once)
         p, d = Prefill(identity()), Decode()
         address = await p.start()
         d.client.watch((address,))
