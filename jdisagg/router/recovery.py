@@ -130,10 +130,8 @@ class Replays:
                 f"(last: {lost.error.message}); not tried again"
             )
         error = flight.setbacks.refused(lost.error) if isinstance(lost.error, Overloaded) else lost.error
-        displaced = (
-            flight.setbacks.deaths and flight.is_untouched
-        )  # it was accepted: who took it is gone, and others get fuller
-        is_full = alone and isinstance(error, Overloaded) and not displaced
+        was_accepted = flight.setbacks.deaths and flight.is_untouched  # by a worker that is gone; the others get fuller
+        is_full = alone and isinstance(error, Overloaded) and not was_accepted
         if is_full or flight.setbacks.refusals > self._config.max_refusals:
             raise error
         refused = not lost.death and flight.is_untouched and isinstance(error, Overloaded | Unavailable)
