@@ -4,10 +4,10 @@ Without this an overloaded worker serves nobody: whoever's turn comes has waited
 computed for it is thrown away when its deadline passes. At four times what a fleet could serve, 9 of 10 prompt tokens
 were computed for nobody. By Little's law the wait is that of so many departures as requests are before it.
 
-It speaks of an unbroken queue only, of at least `FEW` requests, in which as many have been served, and when it has seen a
-fifth of the time in question, or 30 s: a burst, or a stall that is over, is no overload. Time in which fewer wait does not
-count: behind one that is long at its peer others are served as fast as they come, not as they could be. Deterministic: the
-clock is the caller's.
+It speaks of an unbroken queue only, of at least `FEW` requests, in which as many have been served within the latest 30 s, and
+when it has seen a fifth of the time in question, or 30 s: a burst, or a stall that is over, is no overload, and a worker that
+serves fewer refuses nobody. Time in which fewer wait does not count: behind one that is long at its peer others are served as
+fast as they come, not as they could be. Deterministic: the clock is the caller's.
 """
 
 from __future__ import annotations

@@ -33,10 +33,11 @@ class QueueLimit:
         self._samples: deque[tuple[float, int]] = deque([(0.0, 0)])  # (seconds with a queue, left it), both since start
         self._booked_s = 0.0  # places that come free until then are promised
 
-    def admit(self, now_s: float) -> None:
-        """One more waits from now on. Raises Overloaded with `retry_after_s` when the queue is full."""
+    def admit(self, now_s: float, *, goes_on: bool = False) -> None:
+        """One more waits from now on. Raises Overloaded with `retry_after_s` when the queue is full, but for a stream that
+        `goes_on` after another worker: its client has seen some of it, and was promised the rest."""
         num_waiting = self._count() - self._num_expected()
-        if num_waiting < self._max_queue_len:
+        if goes_on or num_waiting < self._max_queue_len:
             self._num_added += 1
             return
         earliest_s = max(self._booked_s, now_s) + self._seconds_per_place(now_s)

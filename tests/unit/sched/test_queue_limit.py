@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jdisagg.core.errors import Overloaded
-from jdisagg.core.requests import Role
+from jdisagg.core.requests import FinishReason, Role
 from jdisagg.sched.queue_limit import MAX_RETRY_S, MIN_RETRY_S, UNKNOWN_RETRY_S
 from tests.unit.sched.engine_fake import FakeEngine, request
 
@@ -113,3 +113,14 @@ def test_those_for_whom_a_slot_is_free_wait_for_their_peer_and_take_no_place_in_
     remote(engine, "e")
     with pytest.raises(Overloaded):
         remote(engine, "f")
+
+
+def test_a_stream_that_goes_on_after_another_worker_finds_a_place_in_a_full_queue() -> None:
+    engine = FakeEngine(max_num_seqs=1, max_queue_len=1)
+    engine.add(request("a", (1,), 1), request("b", (1,), 1))
+    engine.tick()
+    refused_s(engine)
+    engine.add(request("goes-on", (1, 2), 3, generated=(5,)))
+    refused_s(engine)
+    engine.run()
+    assert engine.seen["goes-on"].last.finish is FinishReason.LENGTH
