@@ -1,8 +1,9 @@
 """How long a request would wait for its slot, as the queue moves now; refuses one that would have too little time left.
 
 Without this an overloaded worker serves nobody: whoever's turn comes has waited for nearly all of its time, and what is
-computed for it is thrown away when its deadline passes. At four times what a fleet could serve, 9 of 10 prompt tokens
-were computed for nobody. By Little's law the wait is that of so many departures as requests are before it.
+computed for it is thrown away when its deadline passes. At four times what a fleet could serve, 9 of 10 prompt tokens were
+computed for nobody, and a fifth as many requests ended well. By Little's law the wait is that of so many departures as requests
+are before it.
 
 It speaks of an unbroken queue only, of at least `FEW` requests, in which as many have been served within the latest 30 s, and
 when it has seen a fifth of the time in question, or 30 s: a burst, or a stall that is over, is no overload, and a worker that
