@@ -26,6 +26,7 @@ FEW = 8  # of fewer nothing can be said
 _LEAST_SEEN = 0.2  # of the wait in question
 _WINDOW_S = 30.0  # over which the rate is taken
 _GRAIN_S = 0.5  # between samples of it
+_LEAST_TIME_S = 0.5  # of who has less nothing is said: a short wait is no overload, and a deadline that ends it no waste
 _STOPPED_S = 5.0  # between plans: that was no step, the process stood still
 _SLOTLESS = (Status.WAITING, Status.PREALLOC, Status.TRANSFER, Status.READY)
 
@@ -43,10 +44,10 @@ class Forecast:
     def check(self, request: EngineRequest, order: tuple[float, int], now_s: float) -> None:
         """Raises Overloaded, with `retry_after_s`, for a new request whose turn would come too late. One that goes on
         somewhere else is never refused."""
-        spared_s = (request.deadline_s - now_s) * QUEUE_SHARE
-        num_before = self._num_before(order)
-        if request.generated_token_ids or num_before < FEW or not self._samples:
+        time_s, num_before = request.deadline_s - now_s, self._num_before(order)
+        if request.generated_token_ids or time_s < _LEAST_TIME_S or num_before < FEW or not self._samples:
             return
+        spared_s = time_s * QUEUE_SHARE
         (_, first_s, num_first), (last_s, num_last) = self._samples[0], self._count(now_s)
         seen_s, num_served = last_s - first_s, num_last - num_first
         if num_served < FEW or seen_s < min(spared_s * _LEAST_SEEN, _WINDOW_S):
@@ -59,7 +60,7 @@ class Forecast:
         self._booked_s = now_s + retry_after_s
         raise Overloaded(
             f"{num_before} requests are before it, a wait of some {wait_s:.1f} s, and its deadline is in "
-            f"{request.deadline_s - now_s:.1f} s; retry in {retry_after_s:.1f} s, allow more time, or add a worker",
+            f"{time_s:.1f} s; retry in {retry_after_s:.1f} s, allow more time, or add a worker",
             retry_after_s=retry_after_s,
         )
 

@@ -113,6 +113,16 @@ def test_who_is_refused_hears_when_to_come_again() -> None:
     assert f"retry in {times[-1]:.1f} s" in load.refused[-1].message
 
 
+def test_who_has_next_to_no_time_hears_of_the_deadline() -> None:
+    load = overloaded()
+    assert not load.send(time_s=0.6, priority=5)
+    before = load.refused[-1].retry_after_s
+    for _ in range(100):
+        assert load.send(time_s=0.4, priority=5)
+    load.send(priority=5)
+    assert load.refused[-1].retry_after_s < before + 1.0, "nobody else comes later for them"
+
+
 def test_a_stream_that_goes_on_is_taken() -> None:
     assert overloaded().send(generated=(5,))
 
