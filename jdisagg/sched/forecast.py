@@ -17,7 +17,7 @@ from collections import deque
 
 from jdisagg.core.errors import Overloaded
 from jdisagg.core.requests import EngineRequest
-from jdisagg.sched.queue_limit import MAX_RETRY_S, MIN_RETRY_S
+from jdisagg.sched.retry import Bookings
 from jdisagg.sched.states import Status
 from jdisagg.sched.table import SequenceTable
 
@@ -39,7 +39,7 @@ class Forecast:
         # (time, seconds in which FEW waited, served in them), since somebody waits
         self._samples: deque[tuple[float, float, int]] = deque()
         self._since: tuple[float, int] | None = None  # when FEW wait: (time, served so far) as of the latest sample or later
-        self._booked_s = 0.0  # who is to come again until then has been told so
+        self._bookings = Bookings()
 
     def check(self, request: EngineRequest, order: tuple[float, int], now_s: float) -> None:
         """Raises Overloaded, with `retry_after_s`, for a new request whose turn would come too late. One that goes on
@@ -55,9 +55,7 @@ class Forecast:
         wait_s = num_before * seen_s / num_served
         if wait_s <= spared_s:
             return
-        earliest_s = max(self._booked_s, now_s + wait_s - spared_s) + seen_s / num_served
-        retry_after_s = min(max(earliest_s - now_s, MIN_RETRY_S), MAX_RETRY_S)
-        self._booked_s = now_s + retry_after_s
+        retry_after_s = self._bookings.retry_after_s(now_s, now_s + wait_s - spared_s, seen_s / num_served)
         raise Overloaded(
             f"{num_before} requests are before it, a wait of some {wait_s:.1f} s, and its deadline is in "
             f"{time_s:.1f} s; retry in {retry_after_s:.1f} s, allow more time, or add a worker",

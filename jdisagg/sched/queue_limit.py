@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections import deque
 
 from jdisagg.core.errors import Overloaded
+from jdisagg.sched.retry import Bookings
 from jdisagg.sched.states import Status
 from jdisagg.sched.table import SequenceTable
 
-MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 UNKNOWN_RETRY_S = 1.0  # nothing has left a queue yet
 _WINDOW_S = 30.0  # of time with a queue, over which the rate is taken
 _GRAIN_S = 0.5  # between samples of it
@@ -31,7 +31,7 @@ class QueueLimit:
         self._num_added = 0  # since
         self._observed_s: float | None = None
         self._samples: deque[tuple[float, int]] = deque([(0.0, 0)])  # (seconds with a queue, left it), both since start
-        self._booked_s = 0.0  # places that come free until then are promised
+        self._bookings = Bookings()
 
     def admit(self, now_s: float, *, goes_on: bool = False) -> None:
         """One more waits from now on. Raises Overloaded with `retry_after_s` when the queue is full, but for a stream that
@@ -40,9 +40,7 @@ class QueueLimit:
         if goes_on or num_waiting < self._max_queue_len:
             self._num_added += 1
             return
-        earliest_s = max(self._booked_s, now_s) + self._seconds_per_place(now_s)
-        retry_after_s = min(max(earliest_s - now_s, MIN_RETRY_S), MAX_RETRY_S)
-        self._booked_s = now_s + retry_after_s
+        retry_after_s = self._bookings.retry_after_s(now_s, now_s, self._seconds_per_place(now_s))
         raise Overloaded(
             f"{num_waiting} requests are waiting, max_queue_len is {self._max_queue_len}; "
             f"retry in {retry_after_s:.1f} s or add a worker",

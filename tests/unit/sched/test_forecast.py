@@ -11,7 +11,7 @@ from jdisagg.core.errors import Overloaded
 from jdisagg.core.requests import FinishReason, Output, Role
 from jdisagg.replay import replay
 from jdisagg.sched.forecast import FEW
-from jdisagg.sched.queue_limit import MAX_RETRY_S, MIN_RETRY_S
+from jdisagg.sched.retry import MAX_RETRY_S, MIN_RETRY_S
 from tests.unit.sched.engine_fake import FAR_S, FakeEngine, request
 
 STEP_S = 0.1

@@ -6,7 +6,8 @@ import pytest
 
 from jdisagg.core.errors import Overloaded
 from jdisagg.core.requests import FinishReason, Role
-from jdisagg.sched.queue_limit import MAX_RETRY_S, MIN_RETRY_S, UNKNOWN_RETRY_S
+from jdisagg.sched.queue_limit import UNKNOWN_RETRY_S
+from jdisagg.sched.retry import MAX_RETRY_S, MIN_RETRY_S
 from tests.unit.sched.engine_fake import FakeEngine, request
 
 
