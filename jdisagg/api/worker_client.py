@@ -166,7 +166,7 @@ class WorkerLink:
         self._on_outputs(outputs)
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
-        message = self._first
+        message, self._first = self._first, worker_pb2.RunRequest()  # what it grows by is not kept
         while True:
             await self._wake.wait()
             self._wake.clear()
