@@ -740,7 +740,7 @@ def test_tokens_that_no_worker_of_the_model_sends_are_not_delivered(
         if other.engine.live:
             liar, other = other, liar
         liar.engine.say(Output(request_id="r1", attempt=0, token_ids=odd))
-        liar.engine.frozen = other.engine.frozen = False
+        other.engine.frozen = False  # and not the liar, whose next token could travel with these
         assert_whole(asked, await task)
         assert [seen.generated_token_ids for seen in other.engine.seen] == [()]
         await stop(router, liar, other)
