@@ -137,7 +137,7 @@ def test_a_client_that_takes_nothing_of_its_answer_loses_its_connection(
     monkeypatch.setattr(protocol, "UNREAD_TIMEOUT_S", 0.3)
     read: list[bytes] = []
     if reads:
-        monkeypatch.setattr(protocol.Protocol, "_reader_is_late", _once_it_had_its_turn(read, 1))
+        monkeypatch.setattr(protocol.Protocol, "_reader_is_late", _once_it_had_its_turn(read, 3))
     ends: list[asyncio.Transport] = []
     monkeypatch.setattr(protocol.Protocol, "connection_made", _noting(ends, protocol.Protocol.connection_made))
 

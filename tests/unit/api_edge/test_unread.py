@@ -85,15 +85,17 @@ def test_a_call_that_is_cancelled_while_it_writes_is_cancelled(is_late: bool) ->
     run(check())
 
 
-def test_a_later_message_may_wait_as_long_as_the_first() -> None:
+def test_a_later_message_may_wait_as_long_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unread, "UNREAD_TIMEOUT_S", 1.0)
+
     async def check() -> None:
         context = Context()
         context.takes.set()
         with context.reader() as reader:
             assert await reader.takes(MESSAGE)
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.6)
             context.takes.clear()
-            asyncio.get_running_loop().call_later(0.15, context.takes.set)
+            asyncio.get_running_loop().call_later(0.6, context.takes.set)
             assert await reader.takes(MESSAGE), "the timer was set for the first"
             assert num_timers() == 2
         assert num_timers() == 1, "that of the test"

@@ -51,7 +51,7 @@ async def streaming(router: Router) -> tuple[EngineRequest, list[Output], asynci
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_stream_goes_on_within_about_a_second(how):
     async def body() -> None:
-        async with serving() as (router, (process,)):
+        async with serving(step_timeout_s=5.0) as (router, (process,)):
             asked, outputs, task = await streaming(router)
             heir = await FakeWorker((router.address,), config=TransferConfig()).start()
             process.send_signal(how)
