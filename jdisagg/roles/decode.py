@@ -50,9 +50,9 @@ class DecodeRole:
         metrics: Metrics,
         known_peers: Callable[[], tuple[str, ...]],
         page_size: int,
-        lending: KVLending | None = None,
+        lending: KVLending,
     ) -> None:
-        """`known_peers`: for requests that name none. `lending` None: prefill workers are not offered the KV that is here."""
+        """`known_peers`: for requests that name none."""
         self._scheduler = scheduler
         self._handoffs = handoffs
         self._runner = runner
@@ -103,7 +103,7 @@ class DecodeRole:
     def handle(self, message: Message, now_s: float) -> list[Output]:
         """A message of P, or of a transfer thread."""
         match message:
-            case FromPrefill(handoff=handoff, message=Want() | Grant() | Ack() as body) if self._lending is not None:
+            case FromPrefill(handoff=handoff, message=Want() | Grant() | Ack() as body):
                 return self._execute(self._lending.on_message(handoff, body, now_s), now_s)
             case FromPrefill(handoff=handoff, message=body):
                 return self._execute(self._handoffs.on_message(handoff, body, now_s), now_s)
@@ -117,7 +117,7 @@ class DecodeRole:
             case PieceFailed(handoff=handoff, ready=ready, reason=reason):
                 self._transfers.failed(message)
                 return self._execute(self._handoffs.on_failed(handoff, ready.key, reason, now_s), now_s)
-            case Published() | PublishFailed() if self._lending is not None:
+            case Published() | PublishFailed():
                 return self._execute(self._lending.on_published(message, now_s), now_s)
             case _:
                 raise AssertionError(f"a decode engine got {type(message).__name__}")
@@ -126,8 +126,7 @@ class DecodeRole:
         """Deadlines and stalls of hand-offs."""
         self._handoffs.look(now_s)
         self._recoveries.tick()
-        lent = [] if self._lending is None else self._lending.tick(now_s)
-        return self._execute([*lent, *self._handoffs.tick(now_s)], now_s)
+        return self._execute([*self._lending.tick(now_s), *self._handoffs.tick(now_s)], now_s)
 
     def after_step(self, plan: Plan | None, outputs: list[Output], now_s: float) -> list[Output]:
         """Grant credit to what just got pages, restart what was retracted, and sign finished requests."""
@@ -163,12 +162,11 @@ class DecodeRole:
             case act.OpenStream(handoff=handoff, peer=peer, message=message):
                 self._scheduler.peer_ready(handoff.request_id, False)
                 self._peer_choice.opened(handoff, peer, message.request.num_tokens - message.held_tokens)
-                self._peers.open(peer, handoff, message if self._lending is None else self._lending.open(handoff, message))
+                self._peers.open(peer, handoff, self._lending.open(handoff, message))
             case act.Send(handoff=handoff, message=message):
                 self._peers.send(handoff, message)
             case act.CloseStream(handoff=handoff):
-                if self._lending is not None:
-                    self._lending.release(handoff)
+                self._lending.release(handoff)
                 self._peer_choice.closed(handoff)
                 self._peers.close(handoff)
             case act.Fetch(handoff=handoff, peer=peer, ready=ready, deadline_s=deadline_s):
@@ -217,7 +215,7 @@ class DecodeRole:
     @property
     def is_idle(self) -> bool:
         """No hand-off is alive."""
-        return self._handoffs.is_idle and (self._lending is None or self._lending.is_idle)
+        return self._handoffs.is_idle and self._lending.is_idle
 
     @property
     def num_guests(self) -> int:
@@ -229,5 +227,5 @@ class DecodeRole:
         return self._handoffs.snapshot() | {
             "peers": self._peers.snapshot(),
             "asked_tokens": self._peer_choice.snapshot(),
-            "lending": {} if self._lending is None else self._lending.snapshot(),
+            "lending": self._lending.snapshot(),
         }

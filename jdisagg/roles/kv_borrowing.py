@@ -48,8 +48,7 @@ class KVBorrowing:
         fetcher: Fetcher,
         metrics: Metrics,
     ) -> None:
-        """`min_tokens` (at least 1): fewer are computed. `dtype`: of KV here; other KV is not wanted."""
-        assert min_tokens > 0, f"min_tokens is {min_tokens}: without borrowing there is no KVBorrowing"
+        """`min_tokens`: fewer are computed; 0 = nothing is ever fetched. `dtype`: of KV here; other KV is not wanted."""
         self._borrower = borrower
         self._min_tokens = min_tokens
         self._page_size = page_size
@@ -69,7 +68,7 @@ class KVBorrowing:
         """The request was just queued to be computed here: have it wait for D's KV instead, when that is worth it."""
         request, lending = admit.request, admit.lending
         request_id = request.request_id
-        if lending is None or (lending.backend, lending.dtype) != (self._fetcher.name, self._dtype):
+        if not self._min_tokens or lending is None or (lending.backend, lending.dtype) != (self._fetcher.name, self._dtype):
             return
         if request.sampling.prompt_logprobs is not None:
             return  # every position is computed for them

@@ -37,7 +37,8 @@ from jdisagg.core.requests import Role
 from jdisagg.models.resolve import resolve_model
 from jdisagg.roles.self_test import self_test
 from jdisagg.roles.watchdog import Watchdog
-from jdisagg.serve.deployments import Deployment, build_deployment
+from jdisagg.serve.build import build_deployment
+from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.engines import exit_on_crash
 from jdisagg.serve.leaving import Leaving
 from jdisagg.serve.process import Process, keep_what_is_there, run_process
@@ -191,14 +192,14 @@ class _Edges:
             )
 
     def _member(self) -> Member:
-        card = self.engine.card
+        card, core = self.engine.card, self._deployment.core
         return Member(
             role=Role.UNIFIED if self._config.role == "colocated" else Role(self._config.role),
             address=self._address,
-            worker=self._deployment.worker,
-            epoch=self._deployment.epoch,
+            worker=core.worker,
+            epoch=core.epoch,
             fingerprint=card.fingerprint,
-            fingerprint_parts=self._deployment.loaded.fingerprint_parts,
+            fingerprint_parts=core.loaded.fingerprint_parts,
             model=card.name,
             max_model_len=card.max_model_len,
             vocab_size=card.vocab_size,

@@ -240,7 +240,7 @@ class EnginePair:
         borrowed = device_put_fetcher(lent, to_prefill, self.prefill.inbox.post, runners[1].device.empty_piece())
         borrowing = KVBorrowing(
             Borrower(configs[0], bytes_per_token=sent.bytes_per_token),
-            min_tokens=max(1, want_min_tokens),
+            min_tokens=want_min_tokens,
             page_size=runners[0].page_size,
             dtype=sent.dtype,
             scheduler=self.prefill.scheduler,
@@ -265,7 +265,7 @@ class EnginePair:
                 publishers=PublisherSet([self._publisher]),
                 metrics=self.prefill.metrics,
                 worker="prefill",
-                borrowing=borrowing if want_min_tokens else None,
+                borrowing=borrowing,
             )
         )
         self.decode.complete(
