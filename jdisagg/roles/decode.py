@@ -157,8 +157,8 @@ class DecodeRole:
         match action:
             case act.PeerReady(request_id=request_id, is_ready=is_ready):
                 self._scheduler.peer_ready(request_id, is_ready)
-                if is_ready and (stream := self._streams.get(request_id)):
-                    stream.timeline.record.scheduled(now_s)
+                if is_ready and (record := self._streams.record(request_id)):
+                    record.scheduled(now_s)
             case act.OpenStream(handoff=handoff, peer=peer, message=message):
                 self._scheduler.peer_ready(handoff.request_id, False)
                 self._peer_choice.opened(handoff, peer, message.request.num_tokens - message.held_tokens)
@@ -179,30 +179,22 @@ class DecodeRole:
                 self._recoveries.recovered(action)
             case act.Hedged():
                 self._recoveries.hedged(action)
-            case act.FirstToken() | act.KVComplete() | act.ComputeLocally() | act.Fail():
-                return self._tell_scheduler(action, now_s)
-        return []
-
-    def _tell_scheduler(
-        self, action: act.FirstToken | act.KVComplete | act.ComputeLocally | act.Fail, now_s: float
-    ) -> list[Output]:
-        match action:
             case act.FirstToken(request_id=request_id, output=output):
                 self._recoveries.served()
                 self._peer_choice.computed(request_id)
                 self._hidden.computed(request_id, now_s)
-                if output.finish is None and (stream := self._streams.get(request_id)):
-                    stream.timeline.record.awaits_kv()
+                if output.finish is None and (record := self._streams.record(request_id)):
+                    record.awaits_kv()
                 return [self._scheduler.remote_first_token(request_id, output, now_s)]
             case act.KVComplete(request_id=request_id, provenance=provenance):
                 self._provenance.arrived(request_id, provenance)
                 self._scheduler.kv_arrived(request_id, now_s)
-                if stream := self._streams.get(request_id):
-                    stream.timeline.record.kv_arrived(now_s)
+                if record := self._streams.record(request_id):
+                    record.kv_arrived(now_s)
             case act.ComputeLocally(request_id=request_id, held_tokens=held_tokens, provenance=provenance):
                 self._provenance.arrived(request_id, provenance)
-                if stream := self._streams.get(request_id):
-                    stream.timeline.record.kv_given_up(now_s)
+                if record := self._streams.record(request_id):
+                    record.kv_given_up(now_s)
                 self._scheduler.compute_locally(request_id, held_tokens)
             case act.Fail(request_id=request_id, error=error):
                 self._recoveries.failed(request_id, error, now_s)

@@ -163,29 +163,35 @@ class PrefillRole:
         self._execute(self._handoffs.on_failed_requests(failed), now_s)
         self._execute(self._borrowing.planned(now_s), now_s)
         if plan is not None:
-            for admit in plan.admit:
-                if record := self._records.get(admit.request_id):
-                    record.scheduled(now_s)
-                self._execute(self._handoffs.on_started(admit.request_id), now_s)
-            for chunk in plan.prefill:
-                if self._handoffs.owns(chunk.request_id):  # else it has failed just now
-                    self._num_computed[chunk.request_id] += len(chunk.token_ids)
-                upto = chunk.start + len(chunk.token_ids)
-                self._execute(self._handoffs.on_computed(chunk.request_id, upto), now_s)
+            self._dispatched(plan, now_s)
         own: list[Output] = []
         for output in outputs:
             if output.request_id in failed:
                 continue
-            if not self._handoffs.owns(output.request_id):
-                own.append(self._ended(output))
+            if self._handoffs.owns(output.request_id):
+                self._sampled(output, now_s)
             else:
-                if output.token_ids and (record := self._records.get(output.request_id)):
-                    record.produced(now_s)
-                num_computed = self._num_computed[output.request_id]
-                provenance = Provenance(prefill_worker=self._worker, prefilled_tokens=num_computed)
-                signed = replace(output, provenance=self._borrowing.sign(output.request_id, provenance))
-                self._execute(self._handoffs.on_first_token(output.request_id, signed), now_s)
+                own.append(self._ended(output))
         return own
+
+    def _dispatched(self, plan: Plan, now_s: float) -> None:
+        for admit in plan.admit:
+            if record := self._records.get(admit.request_id):
+                record.scheduled(now_s)
+            self._execute(self._handoffs.on_started(admit.request_id), now_s)
+        for chunk in plan.prefill:
+            if self._handoffs.owns(chunk.request_id):  # else it has failed just now
+                self._num_computed[chunk.request_id] += len(chunk.token_ids)
+            upto = chunk.start + len(chunk.token_ids)
+            self._execute(self._handoffs.on_computed(chunk.request_id, upto), now_s)
+
+    def _sampled(self, output: Output, now_s: float) -> None:
+        if output.token_ids and (record := self._records.get(output.request_id)):
+            record.produced(now_s)
+        num_computed = self._num_computed[output.request_id]
+        provenance = Provenance(prefill_worker=self._worker, prefilled_tokens=num_computed)
+        signed = replace(output, provenance=self._borrowing.sign(output.request_id, provenance))
+        self._execute(self._handoffs.on_first_token(output.request_id, signed), now_s)
 
     def _ended(self, output: Output) -> Output:
         """A self-test: there is no D to close the stream, so its first token ends it."""

@@ -91,7 +91,7 @@ class CountingPipeline(StepPipeline):
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, *, overlap: bool, margin: float) -> None:
         counted = CountedRunner(runner, self._count)
-        super().__init__(scheduler, counted)
+        super().__init__(scheduler, counted, lambda *_: "nobody looked")
         self._parts = scheduler, counted
         self._overlap = overlap
         self._margin_pages = margin * scheduler.num_pages
