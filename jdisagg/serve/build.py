@@ -20,7 +20,7 @@ from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
 from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.in_process import InProcessPeers
-from jdisagg.serve.backends import decode_backends, prefill_backends
+from jdisagg.serve.backends import DecodeBackends, PrefillBackends
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.devices import usable_devices
 from jdisagg.serve.engines import Core, OnCrash, build_core, decode_side, prefill_side
@@ -64,7 +64,7 @@ def build_deployment(
 
 def _add_prefill(deployment: Deployment, address: str, credentials: Credentials, drill: TransferDrill) -> None:
     core = deployment.core
-    backends = prefill_backends(core, _host(address), credentials, drill)
+    backends = PrefillBackends(core, _host(address), credentials, drill)
     deployment.num_executables += backends.num_executables
     deployment.peer_server = PeerServer(
         core.identity(backends.offered), post=core.inbox.post, pieces=backends.store, config=core.config.transfer
@@ -78,7 +78,7 @@ def _add_decode(
     deployment: Deployment, address: str, credentials: Credentials, drill: TransferDrill, loop: asyncio.AbstractEventLoop
 ) -> None:
     core, config = deployment.core, deployment.core.config.transfer
-    backends = decode_backends(core, core.piece_target, _host(address), credentials, drill)
+    backends = DecodeBackends(core, core.piece_target, _host(address), credentials, drill)
     deployment.num_executables += backends.num_executables
     peers = GrpcPeerClient(
         core.identity(backends.offered),
