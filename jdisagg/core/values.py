@@ -56,7 +56,7 @@ def read_value(flag: Flag, hint: Any, raw: object, where: str, *, is_text: bool)
     return _choice(text, flag.choices, where, flag.role) if flag.choices else text
 
 
-def parse_ranges(text: str, where: str = "ranges") -> tuple[int, ...]:
+def parse_ranges(text: str, where: str) -> tuple[int, ...]:
     """Indices named by "0-3,5", in order, without repeats. Raises ConfigError."""
     found: dict[int, None] = {}
     for part in text.split(","):

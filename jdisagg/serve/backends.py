@@ -7,8 +7,8 @@
     jax     JAX's transfer server, falling back to grpc; both sides must ask for it
 
 D's order of preference decides. A backend that cannot start here is not offered, and the log says why; `auto` leaves tcp out
-without a word where connections are encrypted. A new one is a case of `_publisher`, of `_fetcher` and, if there is more to say than
-its name, of `_hello`, and a name in _ORDER.
+without a word where connections are encrypted. A new one is a case of `_publisher` and `_fetcher`, of `_hello` if there is more
+to say than its name, and a name in _ORDER.
 """
 
 from __future__ import annotations

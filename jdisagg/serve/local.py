@@ -19,7 +19,8 @@ from dataclasses import asdict, replace
 
 from jdisagg.core.config import Config, LocalConfig
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.settings import API_KEY_VARIABLE, CLIENT_API_KEY_VARIABLE, to_flags
+from jdisagg.core.printed import to_flags
+from jdisagg.core.settings import API_KEY_VARIABLE, CLIENT_API_KEY_VARIABLE
 from jdisagg.core.values import parse_ranges
 from jdisagg.serve.child import ChildSpec
 from jdisagg.serve.process import Process, run_process
