@@ -210,7 +210,7 @@ class Engine:
         assert self.scheduler.is_idle(), self.scheduler.snapshot()
         self.scheduler.check()
         assert self.scheduler.num_free_pages == self.scheduler.num_pages
-        assert self.runner.num_host_copies == 0
+        assert len(self.runner._host) == 0
         assert len(self.streams) == 0
 
 
