@@ -87,7 +87,7 @@ class DecodeRole:
 
     def forget(self, request_id: str) -> None:
         """End its hand-off and drop what arrived for it."""
-        self._execute(self._handoffs.release(request_id), 0.0)
+        self._execute(self._handoffs.release(request_id), 0.0)  # nothing that it does looks at the time
         self._early = [output for output in self._early if output.request_id != request_id]
         self._provenance.forget(request_id)
         self._hidden.forget(request_id)

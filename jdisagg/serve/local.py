@@ -42,7 +42,7 @@ def run(config: Config) -> int:
     return run_process(lambda process: supervise(config, process))
 
 
-def router_spec(config: Config, program: Sequence[str] = SERVE) -> ChildSpec:
+def router_spec(config: Config, program: Sequence[str]) -> ChildSpec:
     """The router: our edges. A restart keeps the ports of the first run."""
 
     def command(previous: Ready | None) -> Sequence[str]:
@@ -54,7 +54,7 @@ def router_spec(config: Config, program: Sequence[str] = SERVE) -> ChildSpec:
     return ChildSpec(name="router", command=command, environ=_shared_environ(config), stage=0)
 
 
-def worker_specs(config: Config, router: str, program: Sequence[str] = SERVE, tpu: TpuHost | None = None) -> list[ChildSpec]:
+def worker_specs(config: Config, router: str, program: Sequence[str], tpu: TpuHost | None = None) -> list[ChildSpec]:
     """Decode and prefill workers, on loopback and free ports, registering with `router` (HOST:PORT). Raises ConfigError when
     devices are too few."""
     local = config.local
