@@ -99,7 +99,7 @@ def _read_file(path: Path, role: str | None) -> Values:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config: cannot read {str(path)!r}: {error.strerror}", field="--config") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOMLDecodeError for a number of 5000 digits, nor for deep nesting
         raise ConfigError(f"--config: {path} is not TOML: {error}", field="--config") from error
     values: Values = _read_role(table.pop("role"), f"{path} role") if "role" in table else {}
     role = role or values.get("role", Config().role)
@@ -112,6 +112,8 @@ def _read_file(path: Path, role: str | None) -> Values:
                 values |= _once(values, flag, _read(flag.of(role), value, f"{path} [{key}] {inner}", is_text=False), path)
         elif key in BY_NAME and not isinstance(raw, dict):
             values |= _once(values, BY_NAME[key], _read(BY_NAME[key].of(role), raw, f"{path} {key}", is_text=False), path)
+        elif key in SECTIONS:
+            fail(f"{path} {key}", raw, f"the section [{key}]")
         else:
             _unknown_key(path, None, key)
     return values

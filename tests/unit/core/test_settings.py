@@ -219,6 +219,12 @@ def test_who_decodes_nothing_needs_no_step_for_all_its_slots() -> None:
         ('[server]\napi_key = "@\\u0000"\n', "[server] api_key: cannot read the file '\\x00'"),
         ("role = 3\n", "role: got 3, wanted one of unified"),
         ("[cache\n", "is not TOML"),
+        (f"num_pages = {'9' * 5000}\n", "is not TOML: Exceeds the limit"),
+        (f"num_pages = {'[' * 5000}\n", "is not TOML: maximum recursion depth exceeded"),
+        (f"drain_s = {'9' * 400}\n", "wanted a finite number"),
+        ('[scheduler]\nschedule_log = "a\\u0000b"\n', "[scheduler] schedule_log: got 'a\\x00b', wanted a string without NUL"),
+        ("server = 5\n", "server: got 5, wanted the section [server]"),
+        ("[[server]]\nport = 5\n", "server: got [{'port': 5}], wanted the section [server]"),
     ],
 )
 def test_a_bad_file_names_file_section_and_key(write, text: str, wanted: str) -> None:
