@@ -17,7 +17,8 @@ from jdisagg.core.config import Config
 from jdisagg.core.metrics import Metrics
 from jdisagg.roles.self_test import self_test
 from jdisagg.roles.watchdog import Watchdog
-from jdisagg.serve.deployments import Deployment, build_deployment
+from jdisagg.serve.build import build_deployment
+from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.engines import exit_on_crash
 from jdisagg.serve.text_edge import make_edge, read_text_model
 
@@ -45,5 +46,5 @@ async def open_local(config: Config, timeout: httpx.Timeout) -> AsyncIterator[ht
 def _application(config: Config, deployment: Deployment, metrics: Metrics, timeout: httpx.Timeout) -> Starlette:
     engine = LocalEngine(deployment.front, deployment.card(config.served_name), not_ready_reason=deployment.not_ready_reason)
     server = replace(config.server, default_deadline_s=timeout.read or config.server.default_deadline_s)
-    edge = make_edge(engine, read_text_model(deployment.loaded.directory), server)
+    edge = make_edge(engine, read_text_model(deployment.core.loaded.directory), server)
     return make_app(edge, engine, metrics.text)

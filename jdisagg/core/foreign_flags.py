@@ -47,7 +47,6 @@ _NOTHING = {
     "--disable-cuda-graph": "every step is compiled before READY; leave it out",
     "--trust-remote-code": "no code of a model is ever run; leave it out",
 }
-NAMES = tuple(dict.fromkeys(_CALLED.values()))
 
 
 def advice(option: str) -> str:

@@ -101,9 +101,7 @@ class TokenLogprob:
 class Provenance:
     """Where a request's prompt KV came from: shown by quickstart, in HTTP's `jdisagg` object and in gRPC's `Choice`."""
 
-    prefill_worker: str = (
-        ""  # "pid 123 @ 127.0.0.1:9000": the last that brought KV (its address if it died); empty when none did
-    )
+    prefill_worker: str = ""  # "pid 123 @ 127.0.0.1:9000", or its address if it died: the last that brought KV; "" = none did
     decode_worker: str = ""
     prefilled_tokens: int = 0  # computed for this request, prefix hits left out
     transferred_tokens: int = 0
@@ -111,9 +109,8 @@ class Provenance:
     transferred_bytes: int = 0
     borrowed_tokens: int = 0  # the other way: KV of the prompt that the prefill worker fetched instead of computing it
     borrowed_bytes: int = 0
-    recoveries: tuple[
-        str, ...
-    ] = ()  # rungs taken, in order: "refetch", "other_backend", "other_prefill", "reconnect", "local_prefill", "replay"
+    # rungs taken, in order: "refetch", "other_backend", "other_prefill", "reconnect", "local_prefill", "replay"
+    recoveries: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True, slots=True)

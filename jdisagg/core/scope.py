@@ -37,15 +37,12 @@ def check_flags(names: Iterable[str], role: str) -> str | None:
                 "remove it, or choose that role",
                 field=flag.name,
             )
-    return f"{_listed(flag.option for flag in ignored)}: means nothing to --role {role}, ignored" if ignored else None
+    listed = ", ".join(flag.option for flag in ignored)
+    return f"{listed}: means nothing to --role {role}, ignored" if ignored else None
 
 
 def remark_on_file(path: object, names: Iterable[str], role: str) -> str | None:
     """A remark on keys of a file that are for other roles alone."""
     foreign = [BY_NAME[name] for name in names if BY_NAME[name].only and not applies(BY_NAME[name], role)]
-    listed = _listed(f"[{flag.section}] {flag.name}" for flag in foreign)
+    listed = ", ".join(f"[{flag.section}] {flag.name}" for flag in foreign)
     return f"{path}: {listed}: means nothing to --role {role}, ignored" if foreign else None
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)

@@ -3,14 +3,13 @@
     config = load_config(["--role", "decode", "--page-size", "32"])
 
 A file has a top-level `role` and the sections of `jdisagg.core.flags` (or no sections at all). An unknown flag or key is a
-ConfigError that names it, where it stands, and the nearest right one. `to_toml` prints what `load_config` reads back.
+ConfigError that names it, where it stands, and the nearest right one. `jdisagg.core.printed` is the way back.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import logging
 import os
 import tomllib
@@ -24,7 +23,7 @@ from jdisagg.core.config import Config, LocalPrefill
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.flags import BY_NAME, FLAGS, ROLES, SECTIONS, Flag
 from jdisagg.core.foreign_flags import advice
-from jdisagg.core.scope import applies, check_flags, remark_on_file
+from jdisagg.core.scope import check_flags, remark_on_file
 from jdisagg.core.values import check_keys, fail, read_value
 
 log = logging.getLogger(__name__)
@@ -44,10 +43,13 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def build_parser(prog: str = "python -m jdisagg.serve") -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of every flag, for `--help` and for `load_config`. Values stay text; absent flags are absent."""
     parser = _Parser(
-        prog=prog, allow_abbrev=False, argument_default=argparse.SUPPRESS, description="Serve a model with jdisagg."
+        prog="python -m jdisagg.serve",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        description="Serve a model with jdisagg.",
     )
     parser.add_argument("--role", metavar="ROLE", help=f"{', '.join(ROLES)} (default {Config().role})")
     parser.add_argument("--config", metavar="FILE.toml", help="read settings from a file; flags win over it")
@@ -73,8 +75,8 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
         _unknown_flag(unknown[0])
     given = vars(known)
     path = given.pop("config", None)
-    flag_values: Values = _read("role", given.pop("role"), "--role", is_text=True) if "role" in given else {}
-    file_values = read_file(Path(path), flag_values.get("role")) if path is not None else {}
+    flag_values: Values = _read_role(given.pop("role"), "--role") if "role" in given else {}
+    file_values = _read_file(Path(path), flag_values.get("role")) if path is not None else {}
     role = (file_values | flag_values).get("role", Config().role)
     for name, raw in given.items():
         flag_values |= _read(BY_NAME[name].of(role), raw, "--" + name.replace("_", "-"), is_text=True)
@@ -90,16 +92,16 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
     return _build(values)
 
 
-def read_file(path: Path, role: str | None = None) -> Values:
+def _read_file(path: Path, role: str | None) -> Values:
     """Typed values of a TOML file, by field name, read for `role` or the file's own. Raises ConfigError naming file, section
     and key."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config: cannot read {str(path)!r}: {error.strerror}", field="--config") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOMLDecodeError for a number of 5000 digits, nor for deep nesting
         raise ConfigError(f"--config: {path} is not TOML: {error}", field="--config") from error
-    values: Values = _read("role", table.pop("role"), f"{path} role", is_text=False) if "role" in table else {}
+    values: Values = _read_role(table.pop("role"), f"{path} role") if "role" in table else {}
     role = role or values.get("role", Config().role)
     for key, raw in table.items():
         if key in SECTIONS and isinstance(raw, dict):
@@ -110,55 +112,11 @@ def read_file(path: Path, role: str | None = None) -> Values:
                 values |= _once(values, flag, _read(flag.of(role), value, f"{path} [{key}] {inner}", is_text=False), path)
         elif key in BY_NAME and not isinstance(raw, dict):
             values |= _once(values, BY_NAME[key], _read(BY_NAME[key].of(role), raw, f"{path} {key}", is_text=False), path)
+        elif key in SECTIONS:
+            fail(f"{path} {key}", raw, f"the section [{key}]")
         else:
             _unknown_key(path, None, key)
     return values
-
-
-def to_toml(config: Config) -> str:
-    """The configuration as TOML that `load_config` reads back to an equal one; a secret appears as a comment only."""
-    lines = [f"role = {json.dumps(config.role)}"]
-    for section in SECTIONS:
-        lines += ["", f"[{section}]"]
-        for name, value in _printed(config, section).items():
-            lines.append(f"# {name} is set" if BY_NAME[name].syntax == "secret" else f"{name} = {json.dumps(value)}")
-    return "\n".join(lines) + "\n"
-
-
-def to_flags(config: Config) -> list[str]:
-    """Flags that make a child process load the same configuration, as far as it means something to its role. Secrets are left
-    out: pass them in its environment."""
-    defaults = Config()
-    argv = ["--role", config.role]
-    for section in SECTIONS:
-        usual = _printed(defaults, section)
-        for name, value in _printed(config, section).items():
-            flag = BY_NAME[name]
-            if flag.syntax == "secret" or usual.get(name) == value or not applies(flag, config.role):
-                continue
-            if isinstance(value, bool):
-                argv.append(flag.option if value else "--no-" + flag.option[2:])
-            else:
-                text = ",".join(value) if isinstance(value, list) else str(value)
-                argv.append(f"{flag.option}={text}")  # it may begin with a dash
-    return argv
-
-
-def _printed(config: Config, section: str) -> dict[str, Any]:
-    """Set fields of one section as TOML values."""
-    part = getattr(config, section)
-    found: dict[str, Any] = {}
-    for flag in (flag for flag in FLAGS if flag.section == section and flag.name != "print_config"):
-        value = getattr(part, flag.name)
-        if value is LocalPrefill.BELOW_TOKENS:
-            found[flag.name] = f"{value.value}={part.local_prefill_below_tokens}"
-        elif isinstance(value, Enum):
-            found[flag.name] = value.value
-        elif value is not None:
-            found[flag.name] = list(value) if isinstance(value, tuple) else value
-    if "num_pages" in found or "kv_cache_bytes" in found:
-        found.pop("device_memory_utilization", None)
-    return found
 
 
 def _read_keys(environ: Mapping[str, str]) -> Values:
@@ -172,10 +130,13 @@ def _read_keys(environ: Mapping[str, str]) -> Values:
     return values
 
 
-def _read(flag: Flag | str, raw: object, where: str, *, is_text: bool) -> Values:
-    """Typed value(s) of one setting; "role" stands above the sections."""
-    if isinstance(flag, str):
-        return {"role": raw} if raw in ROLES else fail(where, raw, "one of " + ", ".join(ROLES))
+def _read_role(raw: object, where: str) -> Values:
+    """The setting that stands above the sections."""
+    return {"role": raw} if raw in ROLES else fail(where, raw, "one of " + ", ".join(ROLES))
+
+
+def _read(flag: Flag, raw: object, where: str, *, is_text: bool) -> Values:
+    """Typed value(s) of one setting."""
     if flag.name == "local_prefill":
         return _read_local_prefill(raw, where)
     return {flag.name: read_value(flag, _HINTS[flag.name], raw, where, is_text=is_text)}

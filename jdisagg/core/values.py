@@ -56,7 +56,7 @@ def read_value(flag: Flag, hint: Any, raw: object, where: str, *, is_text: bool)
     return _choice(text, flag.choices, where, flag.role) if flag.choices else text
 
 
-def parse_ranges(text: str, where: str = "ranges") -> tuple[int, ...]:
+def parse_ranges(text: str, where: str) -> tuple[int, ...]:
     """Indices named by "0-3,5", in order, without repeats. Raises ConfigError."""
     found: dict[int, None] = {}
     for part in text.split(","):
@@ -124,6 +124,8 @@ def _without_none(hint: Any) -> Any:
 def _string(raw: object, where: str) -> str:
     if not isinstance(raw, str) or not raw.strip():
         fail(where, raw, "a non-empty string")
+    if "\0" in raw:
+        fail(where, raw, "a string without NUL, which no path may hold")
     return raw
 
 
@@ -142,13 +144,15 @@ def _integer(raw: object, where: str, is_text: bool) -> int:
 
 
 def _float(raw: object, where: str, is_text: bool) -> float:
+    if isinstance(raw, bool) or not isinstance(raw, int | float | str) or (isinstance(raw, str) and not is_text):
+        fail(where, raw, "a finite number")
     try:
-        value = float(raw) if (is_text and isinstance(raw, str)) else raw
+        value = float(raw)
     except ValueError:
         fail(where, raw, "a number")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        fail(where, raw, "a finite number")
-    return float(value)
+    except OverflowError:  # a whole number of a file may have any number of digits
+        value = math.inf
+    return value if math.isfinite(value) else fail(where, raw, "a finite number")
 
 
 def _in_bounds(flag: Flag, value: Any, where: str) -> Any:

@@ -18,11 +18,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdisagg.engine import state as slots
 from jdisagg.engine.batches import ExactBatch, PrefillBatch
 from jdisagg.engine.functions import jit_functions
-from jdisagg.engine.model import Params, StepModel
+from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.steps import StepOut
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout
 from jdisagg.kv.pool import KVPool
+from jdisagg.models.decoder import Params
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +40,7 @@ class Device:
     """Runs steps and state updates in the order they are called."""
 
     def __init__(
-        self, model: StepModel, params: Params, layout: KVLayout, mesh: Mesh, shape: DeviceShape, *, num_pages: int
+        self, model: DecoderModel, params: Params, layout: KVLayout, mesh: Mesh, shape: DeviceShape, *, num_pages: int
     ) -> None:
         """Allocate pool and state on `mesh`; functions compile when first called."""
         self.shape = shape

@@ -15,14 +15,14 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdisagg.engine import state as slots
-from jdisagg.engine.model import StepModel
+from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.moves import scatter_tokens
 from jdisagg.engine.steps import StepFunctions
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout
 
 
-def jit_functions(model: StepModel, layout: KVLayout, mesh: Mesh) -> dict[str, Any]:
+def jit_functions(model: DecoderModel, layout: KVLayout, mesh: Mesh) -> dict[str, Any]:
     """Every function by name. `mesh` may be one of abstract devices: then they can be lowered and compiled, not called."""
     whole, kv, pieces = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, layout.partition), layout.piece_sharding(mesh)
     steps = StepFunctions(model, layout.page_size, whole)

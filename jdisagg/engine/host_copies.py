@@ -34,12 +34,6 @@ class HostCopies:
     def __len__(self) -> int:
         return len(self._copies)
 
-    @property
-    def num_bytes(self) -> int:
-        """Host memory of the copies that have settled."""
-        settled = [copy.pieces for copy in self._copies.values() if copy.is_settled]
-        return sum(array.nbytes for array in jax.tree.leaves(settled))
-
     def keep(self, key: str, pieces: list[KVGroup], num_tokens: int) -> None:
         """Start copying fresh arrays, which hold `num_tokens` in all, to the host."""
         for array in jax.tree.leaves(pieces):

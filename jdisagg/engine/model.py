@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import jax
 
 from jdisagg.core.config import LayerLoop
-from jdisagg.kv.group import KVGroup
 from jdisagg.models import decoder
 from jdisagg.models.batch import AttentionOps, TokenBatch
+from jdisagg.models.decoder import KV, Params
 from jdisagg.models.spec import ModelSpec
-
-Params = Mapping[str, Any]
-KV = tuple[KVGroup, ...]
-
-
-class StepModel(Protocol):
-    """What a step runs."""
-
-    def forward(self, params: Params, kv: KV, batch: TokenBatch) -> tuple[KV, jax.Array]:
-        """Write the tokens' KV; returns (kv, hidden [T, E])."""
-        ...
-
-    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        """f32[R, V] of hidden rows [R, E]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +22,9 @@ class DecoderModel:
     layer_loop: LayerLoop
 
     def forward(self, params: Params, kv: KV, batch: TokenBatch) -> tuple[KV, jax.Array]:
-        """See StepModel."""
+        """Write the tokens' KV; returns (kv, hidden [T, E])."""
         return decoder.forward(params, self.spec, kv, batch, self.ops, layer_loop=self.layer_loop)
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        """See StepModel."""
+        """f32[R, V] of hidden rows [R, E]."""
         return decoder.logits(params, self.spec, hidden)

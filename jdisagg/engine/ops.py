@@ -102,7 +102,7 @@ class RefOps:
             scale=scale,
             window=window,
             heads_major=self._layout.heads_major,
-            dtype=_product_dtype(q) if self._layout.spec.quantised else self._layout.dtype,
+            dtype=_product_dtype(self._layout, q),
             block_tokens=self._block_tokens,
         )
         arguments = (q, kv, jnp.asarray(layer, jnp.int32), batch.page_tables, batch.positions, batch.rows)
@@ -134,8 +134,7 @@ class TpuOps:
         self, q: jax.Array, kv: KVGroup, layer: int | jax.Array, batch: TokenBatch, *, scale: float, window: int | None
     ) -> jax.Array:
         """See RefOps."""
-        dtype = _product_dtype(q) if self._layout.spec.quantised else self._layout.dtype
-        options = {"implementation": "tpu", "dtype": dtype, "table": self._table, "interpret": self._interpret}
+        options = {"implementation": "tpu", "table": self._table, "interpret": self._interpret}
         return _attend_shards(self._layout, self._mesh, (q, kv, layer, batch), scale=scale, window=window, **options)
 
 
@@ -159,14 +158,13 @@ class GpuOps:
     ) -> jax.Array:
         """See RefOps."""
         layout = self._layout
-        dtype = _product_dtype(q) if layout.spec.quantised else layout.dtype
         *pages, heads, features = kv.data.shape
         local = jax.ShapeDtypeStruct((*pages, heads // layout.num_shards, features), kv.data.dtype)
         queries = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] // layout.num_shards, q.shape[2]), q.dtype)
-        if reason := gpu_refuses(queries, local, dtype=dtype, heads_major=layout.heads_major):
+        if reason := gpu_refuses(queries, local, dtype=_product_dtype(layout, q), heads_major=layout.heads_major):
             log.warning("attention is served by plain XLA, several times slower than the kernel: %s", reason)
             return self._plain.attend(q, kv, layer, batch, scale=scale, window=window)
-        options = {"implementation": "gpu", "dtype": dtype, "table": self._table, "interpret": self._interpret}
+        options = {"implementation": "gpu", "table": self._table, "interpret": self._interpret}
         return _attend_shards(layout, self._mesh, (q, kv, layer, batch), scale=scale, window=window, **options)
 
 
@@ -176,7 +174,7 @@ def _attend_shards(
     """Attention of (q, kv, layer, batch) by kernel, every shard its own heads."""
     q, kv, layer, batch = what
     kind = Kind.DECODE if batch.page_tables.shape[0] == q.shape[0] else Kind.PREFILL
-    kernel = partial(_attend_kernel, heads_major=layout.heads_major, kind=kind, **options)
+    kernel = partial(_attend_kernel, heads_major=layout.heads_major, kind=kind, dtype=_product_dtype(layout, q), **options)
     arguments = (q, kv, jnp.asarray(layer, jnp.int32), batch.page_tables, batch.rows)
     specs = (_ROWS, layout.partition, _ALL, _ALL, _ALL)
     return jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=_ROWS, check_vma=False)(*arguments)
@@ -243,6 +241,9 @@ def _attend_kernel(q: jax.Array, kv: KVGroup, *where: Any, **options: Any) -> ja
     return attend(q, kv.data, *where, **options, scales=kv.scales)
 
 
-def _product_dtype(q: jax.Array) -> jnp.dtype:
-    """What queries meet int8 keys in: their own dtype, but float16 would lose small probabilities with their scales."""
+def _product_dtype(layout: KVLayout, q: jax.Array) -> jnp.dtype:
+    """What queries meet keys in: the keys' dtype, or for int8 ones their own; but float16 would lose small probabilities with
+    their scales."""
+    if not layout.spec.quantised:
+        return layout.dtype
     return jnp.dtype(jnp.float32) if q.dtype == jnp.float16 else q.dtype

@@ -46,9 +46,7 @@ class _Tile:
         return self.chunk.samples and self.end == len(self.chunk.token_ids)
 
 
-def pack_prefill(
-    chunks: Sequence[PrefillChunk], buckets: tuple[PrefillBucket, ...], dummy_slot: int
-) -> Iterator[tuple[PrefillBucket, Packed]]:
+def pack_prefill(chunks: Sequence[PrefillChunk], buckets: tuple[PrefillBucket, ...], dummy_slot: int) -> Iterator[Packed]:
     """Cut the chunks into steps, each of the smallest bucket that holds it."""
     tiles = [
         _Tile(chunk, begin, min(begin + PREFILL_TILE, len(chunk.token_ids)))
@@ -63,7 +61,7 @@ def pack_prefill(
             taken += 1
         step, tiles = tiles[:taken], tiles[taken:]
         bucket = next(b for b in buckets if b.num_tiles >= len(step) and b.num_rows >= rows)
-        yield bucket, _prefill_step(step, bucket, dummy_slot)
+        yield _prefill_step(step, bucket, dummy_slot)
 
 
 def _prefill_step(tiles: Sequence[_Tile], bucket: PrefillBucket, dummy_slot: int) -> Packed:

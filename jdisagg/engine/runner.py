@@ -66,11 +66,6 @@ class ModelRunner:
         return self.device.layout.page_size
 
     @property
-    def num_host_copies(self) -> int:
-        """Sequences whose KV is kept in host memory."""
-        return len(self._host)
-
-    @property
     def chunk_tokens(self) -> int:
         """Tokens of a piece, padding included."""
         return self.device.shape.chunk_tokens
@@ -167,7 +162,7 @@ class ModelRunner:
 
     def _prefill(self, plan: Plan) -> list[Part]:
         packed = pack_prefill(plan.prefill, self.shape.prefill, self.device.shape.max_num_seqs)
-        return [self._part(step, self.device.prefill(step.batch)) for _, step in packed]
+        return [self._part(step, self.device.prefill(step.batch)) for step in packed]
 
     def _decode(self, plan: Plan) -> list[Part]:
         packed = []

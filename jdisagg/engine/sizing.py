@@ -105,10 +105,8 @@ def kv_bytes_left(spec: ModelSpec, config: Config, memory: Sequence[DeviceMemory
 def _num_pages(
     spec: ModelSpec, layout: KVLayout, config: Config, longest: int, memory: Callable[[], Sequence[DeviceMemory] | None]
 ) -> int:
-    """Pages of the pool from whichever of the three sizes was given."""
+    """Pages of the pool from whichever of the three sizes was given; settings let pass one at the most."""
     cache = config.cache
-    if cache.num_pages is not None and cache.kv_cache_bytes is not None:
-        raise ConfigError("num_pages and kv_cache_bytes are both given; keep one of them", field="num_pages")
     if cache.num_pages is not None:
         return cache.num_pages
     if cache.kv_cache_bytes is not None:

@@ -15,10 +15,11 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdisagg.engine.batches import ExactBatch, PrefillBatch
-from jdisagg.engine.model import KV, Params, StepModel
+from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.sampler import Logprobs, Sampling, no_logprobs, sample, score, score_if
 from jdisagg.engine.state import DecodeState, record_tokens, take_rows
 from jdisagg.models.batch import TokenBatch
+from jdisagg.models.decoder import KV, Params
 from pallas_kernels.rows import Rows, rows_of_tiles, rows_of_tokens
 
 PROMPT_BLOCK = 16  # prompt positions whose logits exist at the same time
@@ -37,7 +38,7 @@ class StepOut:
 class StepFunctions:
     """The steps of one model and page size; logits are made whole on every shard before sampling."""
 
-    model: StepModel
+    model: DecoderModel
     page_size: int
     replicated: NamedSharding
 

@@ -92,9 +92,9 @@ class PrefixJournal:
 class CachedPages:
     """Key -> page of an index elsewhere, kept by applying its events in order."""
 
-    def __init__(self, page_size: int, pages: dict[bytes, CachedPage] | None = None) -> None:
+    def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self.pages: dict[bytes, CachedPage] = {} if pages is None else pages
+        self.pages: dict[bytes, CachedPage] = {}
 
     def apply(self, events: Iterable[KVEvent]) -> None:
         """Raises KeyError when a page is removed that is not here (an event was lost), ValueError for tokens that do not fit

@@ -32,7 +32,6 @@ class KVPool:
                 field="num_pages",
             )
         self.num_pages = num_pages
-        self.layouts = layouts
         self.shardings = tuple(NamedSharding(mesh, layout.partition) for layout in layouts)
         shapes = tuple(layout.abstract(num_pages) for layout in layouts)
         zeros = jax.jit(partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=self.shardings)

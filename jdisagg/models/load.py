@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from jdisagg.models.formats import choose_format
 from jdisagg.models.init import random_params
 from jdisagg.models.limits import check_model
 from jdisagg.models.orbax_source import load_orbax
-from jdisagg.models.resolve import eos_token_ids, generation_defaults, read_config, resolve_model
+from jdisagg.models.resolve import eos_token_ids, read_config, resolve_model
 from jdisagg.models.safetensors_source import load_safetensors
 from jdisagg.models.spec import ModelSpec
 from jdisagg.models.stacking import stack_layers
@@ -33,7 +32,6 @@ class LoadedModel:
     fingerprint: str  # equal on two workers that may pair
     fingerprint_parts: Parts = ()
     eos_token_ids: tuple[int, ...]
-    generation_defaults: Mapping[str, float]  # sampling parameters for requests that name none
     directory: Path
     dtype: str  # of parameters and activations
     kv_dtype: str  # of the KV cache
@@ -58,7 +56,6 @@ def load_model(config: ModelConfig, mesh: Mesh, *, seed: int) -> LoadedModel:
         fingerprint=identity.digest,
         fingerprint_parts=identity.parts,
         eos_token_ids=eos_token_ids(directory),
-        generation_defaults=generation_defaults(directory),
         directory=directory,
         dtype=dtype,
         kv_dtype=kv_dtype,

@@ -50,9 +50,9 @@ class DecodeRole:
         metrics: Metrics,
         known_peers: Callable[[], tuple[str, ...]],
         page_size: int,
-        lending: KVLending | None = None,
+        lending: KVLending,
     ) -> None:
-        """`known_peers`: for requests that name none. `lending` None: prefill workers are not offered the KV that is here."""
+        """`known_peers`: for requests that name none."""
         self._scheduler = scheduler
         self._handoffs = handoffs
         self._runner = runner
@@ -87,7 +87,7 @@ class DecodeRole:
 
     def forget(self, request_id: str) -> None:
         """End its hand-off and drop what arrived for it."""
-        self._execute(self._handoffs.release(request_id), 0.0)
+        self._execute(self._handoffs.release(request_id), 0.0)  # nothing that it does looks at the time
         self._early = [output for output in self._early if output.request_id != request_id]
         self._provenance.forget(request_id)
         self._hidden.forget(request_id)
@@ -103,7 +103,7 @@ class DecodeRole:
     def handle(self, message: Message, now_s: float) -> list[Output]:
         """A message of P, or of a transfer thread."""
         match message:
-            case FromPrefill(handoff=handoff, message=Want() | Grant() | Ack() as body) if self._lending is not None:
+            case FromPrefill(handoff=handoff, message=Want() | Grant() | Ack() as body):
                 return self._execute(self._lending.on_message(handoff, body, now_s), now_s)
             case FromPrefill(handoff=handoff, message=body):
                 return self._execute(self._handoffs.on_message(handoff, body, now_s), now_s)
@@ -117,7 +117,7 @@ class DecodeRole:
             case PieceFailed(handoff=handoff, ready=ready, reason=reason):
                 self._transfers.failed(message)
                 return self._execute(self._handoffs.on_failed(handoff, ready.key, reason, now_s), now_s)
-            case Published() | PublishFailed() if self._lending is not None:
+            case Published() | PublishFailed():
                 return self._execute(self._lending.on_published(message, now_s), now_s)
             case _:
                 raise AssertionError(f"a decode engine got {type(message).__name__}")
@@ -126,8 +126,7 @@ class DecodeRole:
         """Deadlines and stalls of hand-offs."""
         self._handoffs.look(now_s)
         self._recoveries.tick()
-        lent = [] if self._lending is None else self._lending.tick(now_s)
-        return self._execute([*lent, *self._handoffs.tick(now_s)], now_s)
+        return self._execute([*self._lending.tick(now_s), *self._handoffs.tick(now_s)], now_s)
 
     def after_step(self, plan: Plan | None, outputs: list[Output], now_s: float) -> list[Output]:
         """Grant credit to what just got pages, restart what was retracted, and sign finished requests."""
@@ -158,17 +157,16 @@ class DecodeRole:
         match action:
             case act.PeerReady(request_id=request_id, is_ready=is_ready):
                 self._scheduler.peer_ready(request_id, is_ready)
-                if is_ready and (stream := self._streams.get(request_id)):
-                    stream.timeline.record.scheduled(now_s)
+                if is_ready and (record := self._streams.record(request_id)):
+                    record.scheduled(now_s)
             case act.OpenStream(handoff=handoff, peer=peer, message=message):
                 self._scheduler.peer_ready(handoff.request_id, False)
                 self._peer_choice.opened(handoff, peer, message.request.num_tokens - message.held_tokens)
-                self._peers.open(peer, handoff, message if self._lending is None else self._lending.open(handoff, message))
+                self._peers.open(peer, handoff, self._lending.open(handoff, message))
             case act.Send(handoff=handoff, message=message):
                 self._peers.send(handoff, message)
             case act.CloseStream(handoff=handoff):
-                if self._lending is not None:
-                    self._lending.release(handoff)
+                self._lending.release(handoff)
                 self._peer_choice.closed(handoff)
                 self._peers.close(handoff)
             case act.Fetch(handoff=handoff, peer=peer, ready=ready, deadline_s=deadline_s):
@@ -181,30 +179,22 @@ class DecodeRole:
                 self._recoveries.recovered(action)
             case act.Hedged():
                 self._recoveries.hedged(action)
-            case act.FirstToken() | act.KVComplete() | act.ComputeLocally() | act.Fail():
-                return self._tell_scheduler(action, now_s)
-        return []
-
-    def _tell_scheduler(
-        self, action: act.FirstToken | act.KVComplete | act.ComputeLocally | act.Fail, now_s: float
-    ) -> list[Output]:
-        match action:
             case act.FirstToken(request_id=request_id, output=output):
                 self._recoveries.served()
                 self._peer_choice.computed(request_id)
                 self._hidden.computed(request_id, now_s)
-                if output.finish is None and (stream := self._streams.get(request_id)):
-                    stream.timeline.record.awaits_kv()
+                if output.finish is None and (record := self._streams.record(request_id)):
+                    record.awaits_kv()
                 return [self._scheduler.remote_first_token(request_id, output, now_s)]
             case act.KVComplete(request_id=request_id, provenance=provenance):
                 self._provenance.arrived(request_id, provenance)
                 self._scheduler.kv_arrived(request_id, now_s)
-                if stream := self._streams.get(request_id):
-                    stream.timeline.record.kv_arrived(now_s)
+                if record := self._streams.record(request_id):
+                    record.kv_arrived(now_s)
             case act.ComputeLocally(request_id=request_id, held_tokens=held_tokens, provenance=provenance):
                 self._provenance.arrived(request_id, provenance)
-                if stream := self._streams.get(request_id):
-                    stream.timeline.record.kv_given_up(now_s)
+                if record := self._streams.record(request_id):
+                    record.kv_given_up(now_s)
                 self._scheduler.compute_locally(request_id, held_tokens)
             case act.Fail(request_id=request_id, error=error):
                 self._recoveries.failed(request_id, error, now_s)
@@ -217,7 +207,7 @@ class DecodeRole:
     @property
     def is_idle(self) -> bool:
         """No hand-off is alive."""
-        return self._handoffs.is_idle and (self._lending is None or self._lending.is_idle)
+        return self._handoffs.is_idle and self._lending.is_idle
 
     @property
     def num_guests(self) -> int:
@@ -229,5 +219,5 @@ class DecodeRole:
         return self._handoffs.snapshot() | {
             "peers": self._peers.snapshot(),
             "asked_tokens": self._peer_choice.snapshot(),
-            "lending": {} if self._lending is None else self._lending.snapshot(),
+            "lending": self._lending.snapshot(),
         }

@@ -20,10 +20,11 @@ from typing import Any
 from jdisagg.core.errors import NumericalError, RequestError, Unavailable
 from jdisagg.core.fleet import Load
 from jdisagg.core.metrics import Metrics
-from jdisagg.core.requests import FinishReason, Output, Provenance
+from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
 from jdisagg.roles.inbox import Call, Cancel, Inbox, Message, Submit
 from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline
+from jdisagg.roles.ports import OutputSink
 from jdisagg.roles.side import Side
 from jdisagg.roles.stages import Stage, StageClock
 from jdisagg.roles.streams import Streams
@@ -115,11 +116,11 @@ class EngineLoop:
     def _mark(self, plan: Plan | None, now_s: float) -> None:
         """Tell the requests' records what the step just planned does to them."""
         for lost in self._scheduler.preempted:
-            if stream := self._streams.get(lost.request_id):
-                stream.timeline.record.preempted(now_s)
+            if record := self._streams.record(lost.request_id):
+                record.preempted(now_s)
         for admit in plan.admit if plan is not None else ():
-            if stream := self._streams.get(admit.request_id):
-                stream.timeline.record.scheduled(now_s)
+            if record := self._streams.record(admit.request_id):
+                record.scheduled(now_s)
 
     def _take(self, message: Message, outputs: list[Output], now_s: float) -> None:
         """Handle one message; `outputs` are those of this tick so far."""
@@ -209,15 +210,14 @@ class EngineLoop:
 
     def fail_all(self, error: RequestError) -> None:
         """The engine cannot go on: tell every client, without touching the device."""
-        for request_id in self._streams.ids():
-            stream = self._streams.close(request_id)
-            if stream is not None:
-                stream.sink([_failure(request_id, stream.request.attempt, error)])
+        for request_id, stream in self._streams.items():
+            self._streams.close(request_id)
+            stream.sink([_failure(request_id, stream.request.attempt, error)])
 
-    def self_test(self, message: Submit, now_s: float) -> None:
+    def self_test(self, request: EngineRequest, sink: OutputSink, now_s: float) -> None:
         """Run one request through the real loop without needing a peer (readiness)."""
-        self._side.start_self_test(message.request, now_s)
-        self._streams.open(message.request, message.sink, Timeline(Metrics(), message.request, now_s))  # it counts nowhere
+        self._side.start_self_test(request, now_s)
+        self._streams.open(request, sink, Timeline(Metrics(), request, now_s))  # it counts nowhere
 
     def in_flight_text(self) -> str:
         """The plan the device works on, for the log; safe to call from another thread."""

@@ -19,6 +19,7 @@ from jdisagg.roles.engine_loop import EngineLoop
 log = logging.getLogger(__name__)
 
 STALLED_AFTER_S = 5.0  # /health is false when no tick has ended for this long
+ANSWER_S = 5.0  # that `call` waits for
 
 
 class EngineThread:
@@ -46,9 +47,9 @@ class EngineThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def call(self, function: Callable[[], Any], timeout_s: float = 5.0) -> Any:
+    def call(self, function: Callable[[], Any]) -> Any:
         """Run `function` between two ticks and return its result. Raises TimeoutError when the engine does not turn over."""
-        return self.loop.inbox.call(function).result(timeout=timeout_s)
+        return self.loop.inbox.call(function).result(timeout=ANSWER_S)
 
     def unhealthy_reason(self, now_s: float) -> str:
         """Empty when the engine turns over."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jdisagg.core.metrics import Metrics
@@ -23,14 +23,6 @@ from jdisagg.sched.scheduler import Scheduler
 from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Tally:
-    """What one request got from its receiver."""
-
-    num_tokens: int = 0
-    num_bytes: int = 0
 
 
 class KVBorrowing:
@@ -48,8 +40,7 @@ class KVBorrowing:
         fetcher: Fetcher,
         metrics: Metrics,
     ) -> None:
-        """`min_tokens` (at least 1): fewer are computed. `dtype`: of KV here; other KV is not wanted."""
-        assert min_tokens > 0, f"min_tokens is {min_tokens}: without borrowing there is no KVBorrowing"
+        """`min_tokens`: fewer are computed; 0 = nothing is ever fetched. `dtype`: of KV here; other KV is not wanted."""
         self._borrower = borrower
         self._min_tokens = min_tokens
         self._page_size = page_size
@@ -60,7 +51,7 @@ class KVBorrowing:
         self._metrics = metrics
         self._transfers = Transfers(metrics)
         self._handoffs: dict[str, HandoffId] = {}  # of requests that borrow or have borrowed, until they are released
-        self._tallies: dict[str, _Tally] = {}
+        self._ended: dict[str, Borrowed] = {}  # likewise, once that is over
         self._arrived: dict[tuple[HandoffId, str], Piece] = {}  # confirmed pieces until their Import action, same call
 
     # --- requests
@@ -69,7 +60,7 @@ class KVBorrowing:
         """The request was just queued to be computed here: have it wait for D's KV instead, when that is worth it."""
         request, lending = admit.request, admit.lending
         request_id = request.request_id
-        if lending is None or (lending.backend, lending.dtype) != (self._fetcher.name, self._dtype):
+        if not self._min_tokens or lending is None or (lending.backend, lending.dtype) != (self._fetcher.name, self._dtype):
             return
         if request.sampling.prompt_logprobs is not None:
             return  # every position is computed for them
@@ -83,7 +74,6 @@ class KVBorrowing:
             self._scheduler.compute_locally(request_id)
             return
         self._handoffs[request_id] = admit.handoff
-        self._tallies[request_id] = _Tally()
         self._borrower.start(admit.handoff, request_id, lending, (begin, end), request.deadline_s)
 
     def planned(self, now_s: float) -> list[act.Reply]:
@@ -95,14 +85,14 @@ class KVBorrowing:
 
     def sign(self, request_id: str, provenance: Provenance) -> Provenance:
         """Say in it what was borrowed for the request; other requests' stays as it is."""
-        tally = self._tallies.get(request_id)
-        if tally is None:
+        borrowed = self._ended.get(request_id)
+        if borrowed is None:
             return provenance
-        return replace(provenance, borrowed_tokens=tally.num_tokens, borrowed_bytes=tally.num_bytes)
+        return replace(provenance, borrowed_tokens=borrowed.num_tokens, borrowed_bytes=borrowed.num_bytes)
 
     def release(self, request_id: str) -> None:
         """The hand-off is over; idempotent."""
-        self._tallies.pop(request_id, None)
+        self._ended.pop(request_id, None)
         if handoff := self._handoffs.pop(request_id, None):
             self._execute(self._borrower.release(handoff))
 
@@ -147,8 +137,7 @@ class KVBorrowing:
         return replies
 
     def _end(self, borrowed: Borrowed) -> None:
-        tally = self._tallies[borrowed.engine_request_id]
-        tally.num_tokens, tally.num_bytes = borrowed.num_tokens, borrowed.num_bytes
+        self._ended[borrowed.engine_request_id] = borrowed
         self._metrics.transfer.borrowings.labels(outcome=borrowed.outcome.value).inc()
         self._metrics.transfer.borrowed_tokens.inc(borrowed.num_tokens)
         if borrowed.outcome is not Outcome.COMPLETE:

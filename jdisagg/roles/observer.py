@@ -26,7 +26,7 @@ class TickObserver:
         self.load = Load()
         self._scheduler = scheduler
         self._metrics = metrics
-        self._role = role.value
+        self._role = role
         self._kv_feed = kv_feed
         self._pending_age = 0  # ticks
         self._seen = replace(scheduler.stats)
@@ -50,7 +50,7 @@ class TickObserver:
             waiting=max(0, num_unfinished - running),
             free_pages=free,
             total_pages=total,
-            pending_prefill_tokens=self._pending(counts) if self._role == Role.PREFILL.value else 0,
+            pending_prefill_tokens=self._pending(counts) if self._role is Role.PREFILL else 0,
         )
         if turn.plan is not None:
             metrics.engine.step_seconds.labels(phase=_phase(turn.plan)).observe(turn.host_s + turn.waited_s)
@@ -69,7 +69,7 @@ class TickObserver:
 
     def _count(self) -> None:
         now, seen, metrics = self._scheduler.stats, self._seen, self._metrics
-        metrics.engine.prefill_tokens.labels(role=self._role).inc(now.prefill_tokens - seen.prefill_tokens)
+        metrics.engine.prefill_tokens.labels(role=self._role.value).inc(now.prefill_tokens - seen.prefill_tokens)
         metrics.cache.hit_tokens.inc(now.prefix_hit_tokens - seen.prefix_hit_tokens)
         metrics.cache.query_tokens.inc(now.prefix_query_tokens - seen.prefix_query_tokens)
         metrics.cache.refound_tokens.inc(now.refound_tokens - seen.refound_tokens)

@@ -37,7 +37,7 @@ class Turn:
 class StepPipeline:
     """At most one step in flight besides the one being dispatched."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, find_nan: FindNan | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, find_nan: FindNan) -> None:
         """`find_nan` is asked about at most one failed sequence per turn."""
         self._scheduler = scheduler
         self._runner = runner
@@ -79,7 +79,7 @@ class StepPipeline:
         """The first sequence to fail for infinity or NaN learns where in its KV it is; its pages are held until the commit."""
         for index, one in enumerate(result.sampled):
             held = None if one.bad is None else self._scheduler.kv_of_failed(result.step_id, one)
-            if held is not None and self._find_nan is not None:
+            if held is not None:
                 explained = replace(one, bad=f"{one.bad}; {self._find_nan(*held)}")
                 return replace(result, sampled=(*result.sampled[:index], explained, *result.sampled[index + 1 :]))
         return result

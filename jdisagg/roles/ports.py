@@ -6,12 +6,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from jdisagg.core.requests import Output
-from jdisagg.handoff.events import Reply
 from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, Open
 from jdisagg.sched.plan import PageTable, Plan, StepResult
 from jdisagg.transfer.base import Piece
-
-__all__ = ["OutputSink", "PeerClient", "Reply", "Runner"]
 
 
 class Runner(Protocol):

@@ -51,11 +51,10 @@ class PrefillRole:
         publishers: PublisherSet,
         metrics: Metrics,
         worker: str,
+        borrowing: KVBorrowing,
         slow_request_s: float = inf,
-        borrowing: KVBorrowing | None = None,
     ) -> None:
-        """`slow_request_s`: prompts whose hand-off takes longer in all are logged with their life. `borrowing` None: KV that
-        decode workers hold is never asked for."""
+        """`slow_request_s`: prompts whose hand-off takes longer in all are logged with their life."""
         self._scheduler = scheduler
         self._handoffs = handoffs
         self._runner = runner
@@ -64,8 +63,8 @@ class PrefillRole:
         self._metrics = metrics
         self._published_bytes, self._leases = GaugeShare(metrics.transfer.published_bytes), GaugeShare(metrics.transfer.leases)
         self._worker = worker
-        self._slow_request_s = slow_request_s
         self._borrowing = borrowing
+        self._slow_request_s = slow_request_s
         self._records: dict[str, RequestRecord] = {}  # of live hand-offs, by engine request id
         self._num_computed = Counter[str]()  # tokens in steps so far, by engine request id, until the hand-off is over
         self._replies: dict[HandoffId, Reply] = {}
@@ -90,11 +89,11 @@ class PrefillRole:
                 if isinstance(body, Want) and body.backend:
                     self._publishers.prefer(handoff, body.backend)
                 self._execute(self._handoffs.on_message(handoff, body, now_s), now_s)
-                if self._borrowing is not None and isinstance(body, ChunkReady | Declined):
+                if isinstance(body, ChunkReady | Declined):
                     self._execute(self._borrowing.on_message(handoff, body, now_s), now_s)
             case PeerAlive(handoff=handoff):
                 self._execute(self._handoffs.on_heartbeat(handoff, now_s), now_s)
-            case PieceArrived() | PieceFailed() if self._borrowing is not None:
+            case PieceArrived() | PieceFailed():
                 self._execute(self._borrowing.on_fetched(message, now_s), now_s)
             case Published(handoff=handoff, ready=ready):
                 self._execute(self._handoffs.on_published(handoff, ready, now_s), now_s)
@@ -134,8 +133,7 @@ class PrefillRole:
     def before_step(self, now_s: float) -> list[Output]:
         """Deadlines and leases."""
         self._execute(self._handoffs.tick(now_s), now_s)
-        if self._borrowing is not None:
-            self._execute(self._borrowing.tick(now_s), now_s)
+        self._execute(self._borrowing.tick(now_s), now_s)
         self._make_room(now_s)
         counts = self._handoffs.counts()
         self._published_bytes.show(self._publishers.num_buffered_bytes)
@@ -163,34 +161,37 @@ class PrefillRole:
         """Publish what the dispatched chunks made, and answer first tokens; failures come first, their pages are gone."""
         failed = {o.request_id: o.error for o in outputs if o.error is not None and self._handoffs.owns(o.request_id)}
         self._execute(self._handoffs.on_failed_requests(failed), now_s)
-        if self._borrowing is not None:
-            self._execute(self._borrowing.planned(now_s), now_s)
+        self._execute(self._borrowing.planned(now_s), now_s)
         if plan is not None:
-            for admit in plan.admit:
-                if record := self._records.get(admit.request_id):
-                    record.scheduled(now_s)
-                self._execute(self._handoffs.on_started(admit.request_id), now_s)
-            for chunk in plan.prefill:
-                if self._handoffs.owns(chunk.request_id):  # else it has failed just now
-                    self._num_computed[chunk.request_id] += len(chunk.token_ids)
-                upto = chunk.start + len(chunk.token_ids)
-                self._execute(self._handoffs.on_computed(chunk.request_id, upto), now_s)
+            self._dispatched(plan, now_s)
         own: list[Output] = []
         for output in outputs:
             if output.request_id in failed:
                 continue
-            if not self._handoffs.owns(output.request_id):
-                own.append(self._ended(output))
+            if self._handoffs.owns(output.request_id):
+                self._sampled(output, now_s)
             else:
-                if output.token_ids and (record := self._records.get(output.request_id)):
-                    record.produced(now_s)
-                num_computed = self._num_computed[output.request_id]
-                provenance = Provenance(prefill_worker=self._worker, prefilled_tokens=num_computed)
-                if self._borrowing is not None:
-                    provenance = self._borrowing.sign(output.request_id, provenance)
-                signed = replace(output, provenance=provenance)
-                self._execute(self._handoffs.on_first_token(output.request_id, signed), now_s)
+                own.append(self._ended(output))
         return own
+
+    def _dispatched(self, plan: Plan, now_s: float) -> None:
+        for admit in plan.admit:
+            if record := self._records.get(admit.request_id):
+                record.scheduled(now_s)
+            self._execute(self._handoffs.on_started(admit.request_id), now_s)
+        for chunk in plan.prefill:
+            if self._handoffs.owns(chunk.request_id):  # else it has failed just now
+                self._num_computed[chunk.request_id] += len(chunk.token_ids)
+            upto = chunk.start + len(chunk.token_ids)
+            self._execute(self._handoffs.on_computed(chunk.request_id, upto), now_s)
+
+    def _sampled(self, output: Output, now_s: float) -> None:
+        if output.token_ids and (record := self._records.get(output.request_id)):
+            record.produced(now_s)
+        num_computed = self._num_computed[output.request_id]
+        provenance = Provenance(prefill_worker=self._worker, prefilled_tokens=num_computed)
+        signed = replace(output, provenance=self._borrowing.sign(output.request_id, provenance))
+        self._execute(self._handoffs.on_first_token(output.request_id, signed), now_s)
 
     def _ended(self, output: Output) -> Output:
         """A self-test: there is no D to close the stream, so its first token ends it."""
@@ -227,8 +228,7 @@ class PrefillRole:
                 case act.Discard(key=key):
                     self._publishers.discard(key)
                 case act.ReleaseRequest(engine_request_id=request_id):
-                    if self._borrowing is not None:
-                        self._borrowing.release(request_id)
+                    self._borrowing.release(request_id)
                     self._scheduler.release(request_id)
                     self._num_computed.pop(request_id, None)
                     if record := self._records.pop(request_id, None):
@@ -238,8 +238,7 @@ class PrefillRole:
         handoff, request = admit.handoff, admit.request
         try:
             self._scheduler.add(request, now_s)
-            if self._borrowing is not None:
-                self._borrowing.consider(admit)
+            self._borrowing.consider(admit)
         except RequestError as error:
             self._execute(self._handoffs.on_refused(handoff, error), now_s)
             return
@@ -252,7 +251,7 @@ class PrefillRole:
     @property
     def is_idle(self) -> bool:
         """No hand-off is alive."""
-        return self._handoffs.is_idle and (self._borrowing is None or self._borrowing.is_idle)
+        return self._handoffs.is_idle and self._borrowing.is_idle
 
     @property
     def num_guests(self) -> int:
@@ -265,6 +264,6 @@ class PrefillRole:
             **self._handoffs.snapshot(),
             "buffered_bytes": self._publishers.num_buffered_bytes,
             "replies": len(self._replies),
-            "borrowing": {} if self._borrowing is None else self._borrowing.snapshot(),
+            "borrowing": self._borrowing.snapshot(),
             "requests": {request_id: record.snapshot() for request_id, record in self._records.items()},
         }

@@ -8,7 +8,6 @@ from time import monotonic
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, SamplingParams
 from jdisagg.roles.engine_thread import EngineThread
-from jdisagg.roles.inbox import Submit
 
 TIMEOUT_S = 60.0
 REQUEST_ID = "self-test"
@@ -29,7 +28,7 @@ def self_test(engine: EngineThread) -> None:
         for output in batch:
             outputs.put(output)
 
-    engine.call(lambda: engine.loop.self_test(Submit(request, sink), monotonic()))
+    engine.call(lambda: engine.loop.self_test(request, sink, monotonic()))
     while True:
         try:
             output = outputs.get(timeout=TIMEOUT_S)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.roles.ports import OutputSink
+from jdisagg.roles.record import RequestRecord
 from jdisagg.roles.timeline import Timeline
 
 
@@ -43,6 +44,11 @@ class Streams:
         """The live stream of that id."""
         return self._streams.get(request_id)
 
+    def record(self, request_id: str) -> RequestRecord | None:
+        """What happens to it here is noted there."""
+        stream = self._streams.get(request_id)
+        return None if stream is None else stream.timeline.record
+
     def close(self, request_id: str) -> Stream | None:
         """Forget the request; idempotent."""
         return self._streams.pop(request_id, None)
@@ -62,10 +68,9 @@ class Streams:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue
-            stream.timeline.produced(len(output.token_ids), now_s)
+            stream.timeline.delivered(output, now_s)
             by_sink.setdefault(id(stream.sink), (stream.sink, []))[1].append(output)
             if output.finish is not None:
-                stream.timeline.finished(output, now_s)
                 self.close(output.request_id)
         for sink, batch in by_sink.values():
             sink(batch)

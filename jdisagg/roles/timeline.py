@@ -26,34 +26,16 @@ class Timeline:
         self._last_s: float | None = None
         self._num_tokens = 0
 
-    def produced(self, num_tokens: int, now_s: float) -> None:
-        """`num_tokens` new tokens are on their way to the client."""
-        if num_tokens == 0:
-            return
-        self.record.produced(now_s)
-        if self._last_s is None:
-            self._metrics.requests.ttft_seconds.observe(now_s - self._arrived_s)
-            self._metrics.requests.prompt_tokens.inc(self._num_prompt_tokens)
-        else:
-            for _ in range(num_tokens):
-                self._metrics.requests.itl_seconds.observe((now_s - self._last_s) / num_tokens)
-        self._last_s = now_s
-        self._num_tokens += num_tokens
-        self._metrics.requests.generated_tokens.inc(num_tokens)
-
     def delivered(self, output: Output, now_s: float) -> None:
         """`output` is on its way to the client; a gap that a replay fills is one gap, as the client feels it."""
-        self.produced(len(output.token_ids), now_s)
-        if output.finish is not None:
-            self.finished(output, now_s)
-
-    def finished(self, output: Output, now_s: float) -> None:
-        """The last output is on its way."""
+        if output.token_ids:
+            self._produced(len(output.token_ids), now_s)
+        if output.finish is None:
+            return
         if output.error is not None:
             self.failed(output.error, now_s)
-            return
-        reason = output.finish.value if output.finish else "unknown"
-        self._end(reason, reason, now_s)
+        else:
+            self._end(output.finish.value, output.finish.value, now_s)
 
     def failed(self, error: RequestError, now_s: float) -> None:
         """It ends with an error."""
@@ -69,6 +51,19 @@ class Timeline:
     def stopped(self, now_s: float) -> None:
         """Its client has all that it wanted: a stop string came."""
         self._end(FinishReason.STOP.value, "stop string", now_s)
+
+    def _produced(self, num_tokens: int, now_s: float) -> None:
+        requests = self._metrics.requests
+        self.record.produced(now_s)
+        if self._last_s is None:
+            requests.ttft_seconds.observe(now_s - self._arrived_s)
+            requests.prompt_tokens.inc(self._num_prompt_tokens)
+        else:
+            for _ in range(num_tokens):
+                requests.itl_seconds.observe((now_s - self._last_s) / num_tokens)
+        self._last_s = now_s
+        self._num_tokens += num_tokens
+        requests.generated_tokens.inc(num_tokens)
 
     def _end(self, reason: str, text: str, now_s: float) -> None:
         self._metrics.requests.finished.labels(reason=reason).inc()

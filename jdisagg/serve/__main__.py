@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from jdisagg.api.http.version import package_version
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.logs import setup_logs
-from jdisagg.core.settings import load_config, to_toml
+from jdisagg.core.printed import to_toml
+from jdisagg.core.settings import load_config
 from jdisagg.serve.environment import (
     allow_descriptors,
     die_with_parent,

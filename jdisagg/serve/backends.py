@@ -7,14 +7,15 @@
     jax     JAX's transfer server, falling back to grpc; both sides must ask for it
 
 D's order of preference decides. A backend that cannot start here is not offered, and the log says why; `auto` leaves tcp out
-without a word where connections are encrypted. A new one is a row in _KINDS and, where it is to be tried, a name in _ORDER.
+without a word where connections are encrypted. A new one is a case of `_publisher` and `_fetcher`, of `_hello` if there is more
+to say than its name, and a name in _ORDER.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -52,169 +53,121 @@ _ORDER = {
 }
 
 
-@dataclass(kw_only=True)
 class PrefillBackends:
     """P's halves, and what Hello says of them."""
 
-    core: Core
-    host: str  # where peers reach those that listen
-    credentials: Credentials
-    drill: TransferDrill
-    store: PieceStore = field(default_factory=PieceStore)  # what PeerService.Fetch reads
-    offered: list[Backend] = field(default_factory=list)
-    endpoints: dict[str, str] = field(default_factory=dict)  # of backends with a port of their own
-    num_executables: int = 0
-    publishers: PublisherSet = field(init=False)
+    def __init__(self, core: Core, host: str, credentials: Credentials, drill: TransferDrill) -> None:
+        """Start them; peers reach those that listen at `host`."""
+        self.store = PieceStore()  # what PeerService.Fetch reads
+        self.num_executables = 0
+        self._core = core
+        self._host = host
+        self._endpoints: dict[str, str] = {}  # of backends with a port of their own
+        started = _started(core, credentials, lambda name: drill.publisher(self._publisher(name)))
+        self.publishers = PublisherSet([publisher for _, publisher in started])
+        self.offered = [replace(hello, endpoint=self._endpoints.get(hello.name)) for hello, _ in started]
 
-    def carrying(self, name: str, store: ByteStore) -> Publisher:
+    def _publisher(self, name: str) -> Publisher:
+        match name:
+            case "grpc":
+                return self._carrying(name, self.store)
+            case "shm":
+                return self._carrying(name, ShmStore())
+            case "tcp":
+                store = TcpStore(self._core.config.server.host, self._host)
+                self._endpoints[name] = join_address(*store.address)
+                return self._carrying(name, store)
+            case "jax":
+                core, config = self._core, self._core.config.transfer
+                servers = TransferServers(jax.local_devices(), self._host)
+                cutter = Cutter(core.runner.device.empty_piece().arrays, checksums=config.checksums)
+                self.num_executables += cutter.warm_up()
+                return jax_publisher(servers, cutter, core.inbox.post, max_bytes=config.transfer_buffer_bytes)
+        raise AssertionError(f"no transfer backend is called {name!r}")
+
+    def _carrying(self, name: str, store: ByteStore) -> Publisher:
         """A publisher of bytes."""
-        config = self.core.config.transfer
+        config = self._core.config.transfer
         max_bytes, checksums = config.transfer_buffer_bytes, config.checksums
-        return host_publisher(name, store, self.core.inbox.post, max_bytes=max_bytes, checksums=checksums)
+        return host_publisher(name, store, self._core.inbox.post, max_bytes=max_bytes, checksums=checksums)
 
 
-@dataclass(kw_only=True)
 class DecodeBackends:
     """D's halves, what Hello says of them, and what has to be closed, in order."""
 
-    core: Core
-    target: PieceTarget
-    host: str
-    credentials: Credentials
-    drill: TransferDrill
-    offered: list[Backend] = field(default_factory=list)
-    closers: list[Callable[[], None]] = field(default_factory=list)
-    droppers: list[Callable[[str], None]] = field(default_factory=list)
-    buffers: Buffers = field(default_factory=Buffers)
-    num_executables: int = 0
-    fetcher: FetcherSet = field(init=False)
+    def __init__(self, core: Core, target: PieceTarget, host: str, credentials: Credentials, drill: TransferDrill) -> None:
+        """Start them, for pieces that become like `target`; see PrefillBackends."""
+        self.num_executables = 0
+        self._core = core
+        self._target = target
+        self._host = host
+        self._credentials = credentials
+        self._drill = drill
+        self._buffers = Buffers()
+        self._connected: list[GrpcByteSource | TcpSource] = []  # a read from a dead peer ends with its connection
+        post = core.inbox.post
+        started = _started(core, credentials, lambda name: drill.fetcher(partial(self._fetcher, name), post))
+        self.fetcher = FetcherSet([fetcher for _, fetcher in started], post)
+        self.offered = [hello for hello, _ in started]
+        self.closers: list[Callable[[], None]] = [*(source.close for source in self._connected), self.fetcher.close]
 
     @property
     def head_shards(self) -> int:
         """In how many parts D holds the heads of a piece."""
-        return head_shards(self.target.sharding, self.target.shape)
+        return head_shards(self._target.sharding, self._target.shape)
 
     def on_down(self, peer: str) -> None:
         """A peer's connection was given up."""
-        for drop in self.droppers:
-            drop(peer)
+        for source in self._connected:
+            source.drop(peer)
 
-    def carrying(self, name: str, source: ByteSource) -> Callable[[Post], Fetcher]:
-        """A fetcher of bytes."""
-        return partial(host_fetcher, name, self.drill.byte_source(source), self.target, buffers=self.buffers)
+    def _fetcher(self, name: str, post: Post) -> Fetcher:
+        match name:
+            case "grpc":
+                stall_s = self._core.config.transfer.dead_after_s
+                return self._carrying(name, self._kept(GrpcByteSource(self._credentials, stall_s=stall_s)), post)
+            case "shm":
+                return self._carrying(name, ShmSource(), post)
+            case "tcp":
+                return self._carrying(name, self._kept(TcpSource()), post)
+            case "jax":
+                target = self._target
+                servers, joiner = TransferServers(jax.local_devices(), self._host), joiner_of(target, target.dtype)
+                self.num_executables += warm_up_fetches(joiner, target)
+                return jax_fetcher(servers, joiner, target, post)
+        raise AssertionError(f"no transfer backend is called {name!r}")
 
-    def connected(self, source: GrpcByteSource | TcpSource) -> ByteSource:
-        """One with connections: a read from a dead peer ends with them."""
-        self.closers.append(source.close)
-        self.droppers.append(source.drop)
+    def _kept(self, source: GrpcByteSource | TcpSource) -> ByteSource:
+        self._connected.append(source)
         return source
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Kind:
-    """One backend: its halves, and what Hello says. All may raise Unsupported and OSError."""
-
-    publisher: Callable[[PrefillBackends], Publisher]
-    fetcher: Callable[[DecodeBackends], Callable[[Post], Fetcher]]
-    hello: Callable[[], Backend]
+    def _carrying(self, name: str, source: ByteSource, post: Post) -> Fetcher:
+        """A fetcher of bytes."""
+        return host_fetcher(name, self._drill.byte_source(source), self._target, post, self._buffers)
 
 
-def _grpc_source(halves: DecodeBackends) -> GrpcByteSource:
-    return GrpcByteSource(halves.credentials, stall_s=halves.core.config.transfer.dead_after_s)
-
-
-def _publish_tcp(halves: PrefillBackends) -> Publisher:
-    _check_plain(halves.credentials)
-    store = TcpStore(halves.core.config.server.host, halves.host)
-    halves.endpoints["tcp"] = join_address(*store.address)
-    return halves.carrying("tcp", store)
-
-
-def _fetch_tcp(halves: DecodeBackends) -> Callable[[Post], Fetcher]:
-    _check_plain(halves.credentials)
-    return halves.carrying("tcp", halves.connected(TcpSource()))
-
-
-def _publish_jax(halves: PrefillBackends) -> Publisher:
-    core, config = halves.core, halves.core.config.transfer
-    servers = TransferServers(jax.local_devices(), halves.host)
-    cutter = Cutter(core.runner.device.empty_piece().arrays, checksums=config.checksums)
-    halves.num_executables += cutter.warm_up()
-    return jax_publisher(servers, cutter, core.inbox.post, max_bytes=config.transfer_buffer_bytes)
-
-
-def _fetch_jax(halves: DecodeBackends) -> Callable[[Post], Fetcher]:
-    target = halves.target
-    servers = TransferServers(jax.local_devices(), halves.host)
-    joiner = joiner_of(target, target.dtype)
-    halves.num_executables += warm_up_fetches(joiner, target)
-    return partial(jax_fetcher, servers, joiner, target)
-
-
-_KINDS = {
-    "grpc": _Kind(
-        publisher=lambda halves: halves.carrying("grpc", halves.store),
-        fetcher=lambda halves: halves.carrying("grpc", halves.connected(_grpc_source(halves))),
-        hello=lambda: Backend(name="grpc"),
-    ),
-    "shm": _Kind(
-        publisher=lambda halves: halves.carrying("shm", ShmStore()),
-        fetcher=lambda halves: halves.carrying("shm", ShmSource()),
-        hello=lambda: Backend(name="shm", version=same_host_token()),  # pairs within a host
-    ),
-    "tcp": _Kind(publisher=_publish_tcp, fetcher=_fetch_tcp, hello=lambda: Backend(name="tcp")),
-    "jax": _Kind(
-        publisher=_publish_jax,
-        fetcher=_fetch_jax,
-        hello=lambda: Backend(name="jax", version=JAX_VERSION, num_transport_addresses=NUM_ADDRESSES),
-    ),
-}
-
-
-def prefill_backends(core: Core, host: str, credentials: Credentials, drill: TransferDrill) -> PrefillBackends:
-    """Start P's halves; peers reach those that listen at `host`."""
-    halves = PrefillBackends(core=core, host=host, credentials=credentials, drill=drill)
-    publishers = _started(halves, lambda kind: drill.publisher(kind.publisher(halves)))
-    halves.offered = [replace(offer, endpoint=halves.endpoints.get(offer.name)) for offer in halves.offered]
-    halves.publishers = PublisherSet(publishers)
-    return halves
-
-
-def decode_backends(
-    core: Core, target: PieceTarget, host: str, credentials: Credentials, drill: TransferDrill
-) -> DecodeBackends:
-    """Start D's halves for pieces that become like `target`."""
-    halves, post = DecodeBackends(core=core, target=target, host=host, credentials=credentials, drill=drill), core.inbox.post
-    halves.fetcher = FetcherSet(_started(halves, lambda kind: drill.fetcher(kind.fetcher(halves), post)), post)
-    halves.closers.append(halves.fetcher.close)
-    return halves
-
-
-def _started(halves: PrefillBackends | DecodeBackends, start: Callable[[_Kind], Half]) -> list[Half]:
-    """What can be started here, in order of preference; Hello will offer it."""
-    started: list[Half] = []
-    for name in _wanted(halves.core.config.transfer.kv_transfer_backend, halves.credentials):
+def _started(core: Core, credentials: Credentials, start: Callable[[str], Half]) -> list[tuple[Backend, Half]]:
+    """What can be started here, in order of preference, with what Hello says of it."""
+    choice = core.config.transfer.kv_transfer_backend
+    encrypts = credentials.channel is not None or credentials.server is not None
+    started: list[tuple[Backend, Half]] = []
+    for name in _ORDER[choice]:
+        if name == "tcp" and encrypts and choice == "auto":
+            continue
         try:
-            backend = _KINDS[name].hello()
-            started.append(start(_KINDS[name]))
+            if name == "tcp" and encrypts:
+                raise Unsupported("it sends KV as it is, and this worker encrypts")
+            started.append((_hello(name), start(name)))
         except (Unsupported, OSError) as error:
             log.warning("transfer backend %s is not offered: %s", name, error)
-            continue
-        halves.offered.append(backend)
     return started
 
 
-def _wanted(choice: str, credentials: Credentials) -> tuple[str, ...]:
-    """Backends to start, in order of preference."""
-    if choice == "auto" and _encrypts(credentials):
-        return tuple(name for name in _ORDER[choice] if name != "tcp")
-    return _ORDER[choice]
-
-
-def _check_plain(credentials: Credentials) -> None:
-    if _encrypts(credentials):
-        raise Unsupported("it sends KV as it is, and this worker encrypts")
-
-
-def _encrypts(credentials: Credentials) -> bool:
-    return credentials.channel is not None or credentials.server is not None
+def _hello(name: str) -> Backend:
+    match name:
+        case "shm":
+            return Backend(name=name, version=same_host_token())  # pairs within a host
+        case "jax":
+            return Backend(name=name, version=JAX_VERSION, num_transport_addresses=NUM_ADDRESSES)
+        case _:
+            return Backend(name=name)

@@ -19,13 +19,15 @@ from jdisagg.engine.costs import measure_retraction_cost
 from jdisagg.engine.nan_search import NanSearch
 from jdisagg.engine.runner import ModelRunner
 from jdisagg.engine.warmup import warm_up
+from jdisagg.handoff.borrower import Borrower
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity
+from jdisagg.handoff.lender import Lender
+from jdisagg.handoff.messages import Lending
 from jdisagg.handoff.prefill_side import PrefillSide
 from jdisagg.kv.spec import KVSpec
 from jdisagg.models.load import LoadedModel, load_model
 from jdisagg.models.sharding import make_mesh
-from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.decode import DecodeRole
 from jdisagg.roles.engine_loop import EngineLoop
 from jdisagg.roles.engine_thread import EngineThread
@@ -42,13 +44,15 @@ from jdisagg.roles.streams import Streams
 from jdisagg.sched.intake import Limits, check_config
 from jdisagg.sched.log import make_scheduler
 from jdisagg.sched.scheduler import Scheduler
-from jdisagg.transfer.base import Fetcher
+from jdisagg.transfer.base import Fetcher, Publisher
 from jdisagg.transfer.choice import PublisherSet
+from jdisagg.transfer.target import PieceTarget
 
 log = logging.getLogger(__name__)
 
 EXIT_ENGINE_CRASHED = 71
 LAST_WORDS_S = 0.3
+OnCrash = Callable[[BaseException], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,11 @@ class Core:
     def kv_spec(self) -> KVSpec:
         """KV of one token, unsharded."""
         return self.loaded.spec.kv_spec(self.loaded.kv_dtype)
+
+    @property
+    def piece_target(self) -> PieceTarget:
+        """What arriving pieces must become for this engine's import executable."""
+        return PieceTarget.of(self.kv_spec, self.runner.device.piece_sharding, self.runner.chunk_tokens)
 
     def identity(self, backends: Sequence[Backend]) -> Identity:
         """What Hello says of this engine; `backends` in order of preference."""
@@ -139,9 +148,7 @@ def build_core(config: Config, role: Role, devices: Sequence[Any], *, tp: int, m
     )
 
 
-def start_engine(
-    core: Core, side: Side, on_crash: Callable[[BaseException], None], kv_feed: KVEventFeed | None = None
-) -> EngineThread:
+def start_engine(core: Core, side: Side, on_crash: OnCrash, kv_feed: KVEventFeed | None) -> EngineThread:
     """The engine's thread, running. `kv_feed`: told of cache changes after every tick."""
     loop = EngineLoop(
         scheduler=core.scheduler,
@@ -159,23 +166,29 @@ def start_engine(
     return thread
 
 
-def unified_side(core: Core) -> Side:
-    """Both phases here."""
-    return ComputeSide(core.scheduler)
-
-
-def prefill_side(core: Core, publishers: PublisherSet, borrowing: KVBorrowing | None = None) -> Side:
-    """Prompts for decode workers."""
-    handoffs = PrefillSide(core.config.transfer, bytes_per_token=core.kv_spec.bytes_per_token)
+def prefill_side(core: Core, publishers: PublisherSet, borrowed: Fetcher) -> Side:
+    """Prompts for decode workers. `borrowed` brings KV of theirs, if it is wanted: what it brought is found again in the
+    prefix cache."""
+    config, spec = core.config.transfer, core.kv_spec
+    borrowing = KVBorrowing(
+        Borrower(config, bytes_per_token=spec.bytes_per_token),
+        min_tokens=config.want_min_tokens if core.config.cache.enable_prefix_caching else 0,
+        page_size=core.runner.page_size,
+        dtype=spec.dtype,
+        scheduler=core.scheduler,
+        runner=core.runner,
+        fetcher=borrowed,
+        metrics=core.metrics,
+    )
     return PrefillRole(
         scheduler=core.scheduler,
-        handoffs=handoffs,
+        handoffs=PrefillSide(config, bytes_per_token=spec.bytes_per_token),
         runner=core.runner,
         publishers=publishers,
         metrics=core.metrics,
         worker=core.worker,
-        slow_request_s=core.config.server.slow_request_s,
         borrowing=borrowing,
+        slow_request_s=core.config.server.slow_request_s,
     )
 
 
@@ -187,17 +200,26 @@ def decode_side(
     backend: str,
     known_peers: Callable[[], tuple[str, ...]],
     head_shards: int = 1,
-    lending: KVLending | None = None,
+    lent: Publisher,
+    address: str,
 ) -> Side:
-    """Tokens from KV that P computed."""
-    config = core.config.transfer
+    """Tokens from KV that P computed. P fetches what `lent` publishes from `address`."""
+    config, spec = core.config.transfer, core.kv_spec
     handoffs = DecodeSide(
         config,
-        chunk_bytes_per_token=core.kv_spec.most_bytes_per_token,
+        chunk_bytes_per_token=spec.most_bytes_per_token,
         backend=backend,
         head_shards=head_shards,
         vocab_size=core.loaded.spec.vocab_size,
         eos_token_ids=core.loaded.eos_token_ids,
+    )
+    lending = KVLending(
+        Lender(config, bytes_per_token=spec.bytes_per_token),
+        Lending(address=address, backend=lent.name, dtype=spec.dtype),
+        scheduler=core.scheduler,
+        runner=core.runner,
+        publisher=lent,
+        metrics=core.metrics,
     )
     return DecodeRole(
         config=config,

@@ -19,7 +19,8 @@ from dataclasses import asdict, replace
 
 from jdisagg.core.config import Config, LocalConfig
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.settings import API_KEY_VARIABLE, CLIENT_API_KEY_VARIABLE, to_flags
+from jdisagg.core.printed import to_flags
+from jdisagg.core.settings import API_KEY_VARIABLE, CLIENT_API_KEY_VARIABLE
 from jdisagg.core.values import parse_ranges
 from jdisagg.serve.child import ChildSpec
 from jdisagg.serve.process import Process, run_process
@@ -41,7 +42,7 @@ def run(config: Config) -> int:
     return run_process(lambda process: supervise(config, process))
 
 
-def router_spec(config: Config, program: Sequence[str] = SERVE) -> ChildSpec:
+def router_spec(config: Config, program: Sequence[str]) -> ChildSpec:
     """The router: our edges. A restart keeps the ports of the first run."""
 
     def command(previous: Ready | None) -> Sequence[str]:
@@ -53,7 +54,7 @@ def router_spec(config: Config, program: Sequence[str] = SERVE) -> ChildSpec:
     return ChildSpec(name="router", command=command, environ=_shared_environ(config), stage=0)
 
 
-def worker_specs(config: Config, router: str, program: Sequence[str] = SERVE, tpu: TpuHost | None = None) -> list[ChildSpec]:
+def worker_specs(config: Config, router: str, program: Sequence[str], tpu: TpuHost | None = None) -> list[ChildSpec]:
     """Decode and prefill workers, on loopback and free ports, registering with `router` (HOST:PORT). Raises ConfigError when
     devices are too few."""
     local = config.local

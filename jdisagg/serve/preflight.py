@@ -35,7 +35,7 @@ def check_worker(config: Config) -> None:
 
 def _check_pool(config: Config) -> None:
     cache, wanted = config.cache, config.model.max_model_len
-    if cache.num_pages is None or wanted is None or cache.kv_cache_bytes is not None:
+    if cache.num_pages is None or wanted is None:
         return
     holds = (cache.num_pages - 1) * cache.page_size
     if 0 < holds < wanted:

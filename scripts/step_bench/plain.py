@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdisagg.engine.model import KV, DecoderModel, Params
+from jdisagg.engine.model import DecoderModel
 from jdisagg.kv.group import KVGroup
 from jdisagg.models import rotary
 from jdisagg.models.batch import TokenBatch
-from jdisagg.models.decoder import block
+from jdisagg.models.decoder import KV, Params, block
 from jdisagg.models.layers import rms_norm
 
 _HIDDEN = -1e30
@@ -47,7 +47,7 @@ class ScannedModel(DecoderModel):
     """Layers and their caches are the scan's inputs, new caches its outputs."""
 
     def forward(self, params: Params, kv: KV, batch: TokenBatch) -> tuple[KV, jax.Array]:
-        """See StepModel; layers are stacked, and none has a window."""
+        """See DecoderModel; layers are stacked, and none has a window."""
         turn = rotary.angles(self.spec.rope, batch.positions)
 
         def body(x: jax.Array, layer: tuple[Params, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -91,7 +91,7 @@ class CountingPipeline(StepPipeline):
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, *, overlap: bool, margin: float) -> None:
         counted = CountedRunner(runner, self._count)
-        super().__init__(scheduler, counted)
+        super().__init__(scheduler, counted, lambda *_: "nobody looked")
         self._parts = scheduler, counted
         self._overlap = overlap
         self._margin_pages = margin * scheduler.num_pages
@@ -210,7 +210,7 @@ class Engine:
         assert self.scheduler.is_idle(), self.scheduler.snapshot()
         self.scheduler.check()
         assert self.scheduler.num_free_pages == self.scheduler.num_pages
-        assert self.runner.num_host_copies == 0
+        assert len(self.runner._host) == 0
         assert len(self.streams) == 0
 
 
@@ -240,7 +240,7 @@ class EnginePair:
         borrowed = device_put_fetcher(lent, to_prefill, self.prefill.inbox.post, runners[1].device.empty_piece())
         borrowing = KVBorrowing(
             Borrower(configs[0], bytes_per_token=sent.bytes_per_token),
-            min_tokens=max(1, want_min_tokens),
+            min_tokens=want_min_tokens,
             page_size=runners[0].page_size,
             dtype=sent.dtype,
             scheduler=self.prefill.scheduler,
@@ -265,7 +265,7 @@ class EnginePair:
                 publishers=PublisherSet([self._publisher]),
                 metrics=self.prefill.metrics,
                 worker="prefill",
-                borrowing=borrowing if want_min_tokens else None,
+                borrowing=borrowing,
             )
         )
         self.decode.complete(

@@ -14,8 +14,9 @@ from jdisagg.core import foreign_flags
 from jdisagg.core.config import Config, LocalPrefill, Numerics
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.flags import BY_NAME, FLAGS, ROLES, SECTIONS
+from jdisagg.core.printed import to_flags, to_toml
 from jdisagg.core.scope import applies
-from jdisagg.core.settings import SECTION_TYPES, build_parser, load_config, to_flags, to_toml
+from jdisagg.core.settings import SECTION_TYPES, build_parser, load_config
 from jdisagg.core.values import keys_of
 
 NO_ENV: dict[str, str] = {}
@@ -218,6 +219,12 @@ def test_who_decodes_nothing_needs_no_step_for_all_its_slots() -> None:
         ('[server]\napi_key = "@\\u0000"\n', "[server] api_key: cannot read the file '\\x00'"),
         ("role = 3\n", "role: got 3, wanted one of unified"),
         ("[cache\n", "is not TOML"),
+        (f"num_pages = {'9' * 5000}\n", "is not TOML: Exceeds the limit"),
+        (f"num_pages = {'[' * 5000}\n", "is not TOML: maximum recursion depth exceeded"),
+        (f"drain_s = {'9' * 400}\n", "wanted a finite number"),
+        ('[scheduler]\nschedule_log = "a\\u0000b"\n', "[scheduler] schedule_log: got 'a\\x00b', wanted a string without NUL"),
+        ("server = 5\n", "server: got 5, wanted the section [server]"),
+        ("[[server]]\nport = 5\n", "server: got [{'port': 5}], wanted the section [server]"),
     ],
 )
 def test_a_bad_file_names_file_section_and_key(write, text: str, wanted: str) -> None:
@@ -446,5 +453,5 @@ def test_every_section_is_printed_in_order() -> None:
 
 def test_foreign_flags_are_called_as_ours_are_and_none_of_them_is_ours() -> None:
     ours = {option for action in build_parser()._actions for option in action.option_strings}
-    assert set(foreign_flags.NAMES) <= ours
+    assert set(foreign_flags._CALLED.values()) <= ours
     assert not {name for name in (*foreign_flags._CALLED, *foreign_flags._NOTHING) if name in ours}

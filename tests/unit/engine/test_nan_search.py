@@ -30,7 +30,7 @@ from jdisagg.roles.self_test import self_test
 from jdisagg.roles.streams import Streams
 from jdisagg.sched.plan import PageTable
 from jdisagg.sched.scheduler import Scheduler
-from jdisagg.serve.deployments import build_deployment
+from jdisagg.serve.build import build_deployment
 from jdisagg.transfer.base import Piece
 from tests.e2e.tiny_model import make_tiny_model
 from tests.unit.engine.support import load, make, prompt_of

@@ -60,9 +60,9 @@ def test_every_prompt_token_is_fed_once_at_its_position():
     chunks = [chunk for slot, prompt in prompts.items() for chunk in chunk_up(slot, prompt, [len(prompt)], num_top=1)]
     fed: dict[tuple[int, int], int] = {}
     sampled, wanted = [], {}
-    for bucket, step in pack_prefill(chunks, (PrefillBucket(32, 2), PrefillBucket(64, 2)), dummy_slot=9):
+    for step in pack_prefill(chunks, (PrefillBucket(32, 2), PrefillBucket(64, 2)), dummy_slot=9):
         batch = step.batch
-        assert len(batch.token_ids) == bucket.num_tokens
+        assert len(batch.token_ids) in (32, 64)
         for index in np.flatnonzero(batch.positions >= 0):
             key = (int(batch.tile_slots[index // 16]), int(batch.positions[index]))
             assert key not in fed

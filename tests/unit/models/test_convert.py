@@ -16,6 +16,7 @@ from jdisagg.convert import convert, main
 from jdisagg.core.config import ModelConfig
 from jdisagg.core.errors import ConfigError
 from jdisagg.models.load import LoadedModel, load_model
+from jdisagg.models.resolve import generation_defaults
 from jdisagg.models.sharding import make_mesh
 from tests.unit.models.conftest import CONFIG, write_model
 
@@ -37,7 +38,7 @@ def test_a_converted_model_is_the_same_model(model_directory: Path, tmp_path: Pa
     model = load(output)
     assert model.fingerprint == load(model_directory).fingerprint
     assert model.eos_token_ids == (3, 5)
-    assert model.generation_defaults == {"temperature": 0.6, "top_k": 20}
+    assert generation_defaults(output) == {"temperature": 0.6, "top_k": 20}
     assert (output / "chat_template.jinja").read_text() == "{{ messages }}"
     assert (output / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
     assert not (output / "model.safetensors").exists()

@@ -49,7 +49,7 @@ class Engine:
         """Complete the engine with its role."""
         self.loop = EngineLoop(
             scheduler=self.scheduler,
-            pipeline=StepPipeline(self.scheduler, self.runner),
+            pipeline=StepPipeline(self.scheduler, self.runner, lambda *_: "nobody looked"),
             side=side,
             inbox=self.inbox,
             streams=self.streams,

@@ -9,9 +9,8 @@ import pytest
 from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.roles import engine_loop
-from jdisagg.roles.decode import DecodeRole
 from jdisagg.roles.peer_choice import PeerChoice
-from tests.unit.roles.world import PEERS, FakeFetcher, World
+from tests.unit.roles.world import PEERS, World
 from tests.unit.sched.engine_fake import expected, request
 
 
@@ -21,27 +20,8 @@ def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_loop, "LISTEN_S", 0.0)
 
 
-def world_below(num_tokens: int) -> World:
-    """One whose decode worker computes prompts of fewer than `num_tokens`."""
-    world = World()
-    role = DecodeRole(
-        config=TransferConfig(local_prefill=LocalPrefill.BELOW_TOKENS, local_prefill_below_tokens=num_tokens),
-        scheduler=world.decode.scheduler,
-        handoffs=world.handoffs,
-        runner=world.decode.runner,
-        peers=world.wire,
-        fetcher=FakeFetcher(world.network, world.decode.inbox),
-        streams=world.decode.streams,
-        metrics=world.decode.metrics,
-        known_peers=lambda: PEERS,
-        page_size=4,
-    )
-    world.decode.run(role)
-    return world
-
-
 def test_prompts_below_the_limit_never_leave_the_decode_worker() -> None:
-    world = world_below(12)
+    world = World(below_tokens=12)
     short, long = tuple(range(3, 14)), tuple(range(3, 15))
     assert (len(short), len(long)) == (11, 12)
     world.submit(request("short", short, 6))
@@ -55,7 +35,7 @@ def test_prompts_below_the_limit_never_leave_the_decode_worker() -> None:
 
 
 def test_a_short_prompt_that_loses_its_pages_is_computed_here_again() -> None:
-    world = world_below(12)
+    world = World(below_tokens=12)
     prompts = {f"r{i}": tuple(range(3 + i, 14 + i)) for i in range(4)}
     for name, prompt in prompts.items():
         world.submit(request(name, prompt, 24))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jdisagg.core.metrics import Metrics
-from jdisagg.core.requests import EngineRequest, SamplingParams
+from jdisagg.core.requests import EngineRequest, Output, SamplingParams
 from jdisagg.roles.timeline import DEADLINE_SLACK_S, Timeline
 
 
@@ -46,8 +46,8 @@ def test_a_prompt_counts_when_it_brings_its_first_token_once_for_all_its_choices
             request_id=f"r/{choice}", prompt_token_ids=(1, 2, 3, 4), sampling=SamplingParams(), deadline_s=100.0, choice=choice
         )
         timeline = Timeline(metrics, asked, 90.0)
-        timeline.produced(0, 91.0)
+        timeline.delivered(Output(request_id="r"), 91.0)
         assert metrics.requests.prompt_tokens._value.get() == (4 if choice else 0)
-        timeline.produced(1, 92.0)
-        timeline.produced(2, 93.0)
+        timeline.delivered(Output(request_id="r", token_ids=(5,)), 92.0)
+        timeline.delivered(Output(request_id="r", token_ids=(6, 7)), 93.0)
         assert metrics.requests.prompt_tokens._value.get() == 4

@@ -96,6 +96,7 @@ class World:
         self,
         *,
         local_prefill: bool = True,
+        below_tokens: int = 0,
         decode_pages: int = 24,
         prefill_pages: int = 24,
         prefill_page_size: int = 4,
@@ -106,10 +107,15 @@ class World:
         clock: Callable[[], float] = monotonic,
         **decode: Any,
     ) -> None:
-        """`dtypes`: of P's and of D's KV, as they say; `want_min_tokens` 0: D lends and P never asks; `decode`: settings of the
-        decode engines."""
+        """`below_tokens`: prompts of fewer never leave D. `dtypes`: of P's and of D's KV, as they say; `want_min_tokens` 0: D
+        lends and P never asks; `decode`: settings of the decode engines."""
         policy = LocalPrefill.ON_FAILURE if local_prefill else LocalPrefill.NEVER
-        config = TransferConfig(transfer_chunk_tokens=CHUNK_TOKENS, transfer_buffer_bytes=96, local_prefill=policy)
+        config = TransferConfig(
+            transfer_chunk_tokens=CHUNK_TOKENS,
+            transfer_buffer_bytes=96,
+            local_prefill=LocalPrefill.BELOW_TOKENS if below_tokens else policy,
+            local_prefill_below_tokens=below_tokens,
+        )
         self.now_s = 0.0
         self.network = Network()
         self.prefill = Engine(Role.PREFILL, prefill_pages, local_prefill=True, page_size=prefill_page_size)
@@ -119,7 +125,7 @@ class World:
         self.publisher = FakePublisher(self.network, self.prefill.inbox)
         self.borrower = Borrower(config, bytes_per_token=BYTES_PER_TOKEN)
         borrowing = KVBorrowing(
-            self.borrower, min_tokens=max(1, want_min_tokens), page_size=prefill_page_size, dtype=dtypes[0],
+            self.borrower, min_tokens=want_min_tokens, page_size=prefill_page_size, dtype=dtypes[0],
             scheduler=self.prefill.scheduler, runner=self.prefill.runner, metrics=self.prefill.metrics,
             fetcher=FakeFetcher(self.network, self.prefill.inbox, to_prefill=True),
         )  # fmt: skip
@@ -132,7 +138,7 @@ class World:
                 metrics=self.prefill.metrics,
                 worker="p0",
                 slow_request_s=slow_request_s,
-                borrowing=borrowing if want_min_tokens else None,
+                borrowing=borrowing,
             ),
             clock=clock,
         )

@@ -18,7 +18,7 @@ from jdisagg.core.config import Config, ServerConfig, TransferConfig
 from jdisagg.core.drill import Drill
 from jdisagg.handoff.identity import Backend
 from jdisagg.serve import backends
-from jdisagg.serve.backends import DecodeBackends, PrefillBackends, decode_backends, prefill_backends
+from jdisagg.serve.backends import DecodeBackends, PrefillBackends
 from jdisagg.transfer.drill import TransferDrill
 from jdisagg.transfer.target import PieceTarget
 
@@ -38,7 +38,7 @@ class Worker:
     def prefill(
         self, choice: str, *, credentials: Credentials = INSECURE, bind: str = "127.0.0.1", host: str = ""
     ) -> PrefillBackends:
-        halves = prefill_backends(core(choice, bind), host or bind, credentials, DRILL)
+        halves = PrefillBackends(core(choice, bind), host or bind, credentials, DRILL)
         self._stack.callback(halves.publishers.close)
         return halves
 
@@ -47,7 +47,7 @@ class Worker:
         target = PieceTarget(
             sharding=sharding, dtype="float32", chunk_tokens=8, num_layers=1, num_kv_heads=1, features=4
         )  # fmt: skip
-        halves = decode_backends(core(choice), target, "127.0.0.1", credentials, DRILL)
+        halves = DecodeBackends(core(choice), target, "127.0.0.1", credentials, DRILL)
         for close in halves.closers:
             self._stack.callback(close)
         return halves

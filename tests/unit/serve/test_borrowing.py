@@ -14,9 +14,9 @@ from jdisagg.core.config import Config
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.kv.spec import KVSpec
 from jdisagg.roles.inbox import Inbox
-from jdisagg.serve import deployments
+from jdisagg.serve import build
 from jdisagg.transfer import lanes
-from jdisagg.transfer.lanes import LaneFetcher
+from jdisagg.transfer.target import PieceTarget
 
 SPEC = KVSpec(num_layers=1, num_kv_heads=1, features=1, dtype="float32")
 READY = ChunkReady(key="k", begin=0, end=1, shape=(1, 1, 1, 1), dtype="float32", num_bytes=4, checksum=0)
@@ -24,17 +24,15 @@ READY = ChunkReady(key="k", begin=0, end=1, shape=(1, 1, 1, 1), dtype="float32",
 
 def test_decode_workers_that_come_back_elsewhere_leave_no_channel_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "IDLE_S", 0.05)
-    dropped, fetchers, inbox = list[str](), list[LaneFetcher](), Inbox()
-    monkeypatch.setattr(deployments.GrpcByteSource, "read_into", lambda *_: iter(()))  # a peer that has nothing
-    monkeypatch.setattr(deployments.GrpcByteSource, "drop", lambda self, peer: dropped.append(peer))
-    monkeypatch.setattr(deployments, "borrowing", lambda core, fetcher: fetchers.append(fetcher))
-    device = SimpleNamespace(piece_sharding=jnp.zeros(1).sharding)
-    runner = SimpleNamespace(device=device, chunk_tokens=4)
-    core = SimpleNamespace(config=Config(role="prefill"), kv_spec=SPEC, runner=runner, inbox=inbox)
-    deployment = SimpleNamespace(closers=[])
-    deployments._grpc_borrowing(cast(Any, core), cast(Any, deployment), INSECURE)
+    dropped, inbox = list[str](), Inbox()
+    monkeypatch.setattr(build.GrpcByteSource, "read_into", lambda *_: iter(()))  # a peer that has nothing
+    monkeypatch.setattr(build.GrpcByteSource, "drop", lambda self, peer: dropped.append(peer))
+    target = PieceTarget.of(SPEC, jnp.zeros(1).sharding, 4)
+    core = SimpleNamespace(config=Config(role="prefill"), piece_target=target, inbox=inbox)
+    deployment = SimpleNamespace(core=core, closers=[])
+    fetcher = build._borrowed(cast(Any, deployment), INSECURE)
     for serial in range(3):
-        fetchers[0].fetch(HandoffId("a", serial), f"restarted:{serial}", READY, time.monotonic() + 60.0)
+        fetcher.fetch(HandoffId("a", serial), f"restarted:{serial}", READY, time.monotonic() + 60.0)
         assert inbox.drain(30.0)
     deadline_s = time.monotonic() + 30.0
     while not {"restarted:0", "restarted:1", "restarted:2"} <= set(dropped):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -16,7 +16,7 @@ from jdisagg.core.config import Config
 from jdisagg.core.requests import Role
 from jdisagg.roles import engine_thread
 from jdisagg.roles.compute import ComputeSide
-from jdisagg.serve.deployments import Deployment
+from jdisagg.serve.deployment import Deployment
 from tests.unit.roles.engine import Engine
 from tests.unit.sched.engine_fake import request
 from tests.unit.wire.rig import until
@@ -28,10 +28,10 @@ CARD = ModelCard(name="m", max_model_len=48, vocab_size=31, eos_token_ids=(0,), 
 def two() -> Iterator[tuple[Deployment, list[Engine]]]:
     engines, crashes = [Engine(Role.UNIFIED, 24, local_prefill=True) for _ in range(2)], list[BaseException]()
     cores = [core_of(engine) for engine in engines]
-    deployment = Deployment(cores[-1], cast(Any, SimpleNamespace(count=0)))
     loop = asyncio.new_event_loop()
+    deployment = Deployment(cores[-1], loop, crashes.append)
     for core, engine in zip(cores, engines, strict=True):
-        deployment.add_engine(core, ComputeSide(engine.scheduler), crashes.append, loop)
+        deployment.add_engine(core, ComputeSide(engine.scheduler))
     yield deployment, engines
     for thread in deployment.engines:
         thread.thaw()

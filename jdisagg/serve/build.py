@@ -1,0 +1,182 @@
+"""The worker roles as sets of engines: unified (one), prefill (one), decode (one), colocated (prefill and decode, wired)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jdisagg.api.byte_source import GrpcByteSource
+from jdisagg.api.channels import INSECURE, Credentials
+from jdisagg.api.peer_client import GrpcPeerClient
+from jdisagg.api.peer_server import PeerServer
+from jdisagg.api.piece_server import PieceServer
+from jdisagg.core.config import Config
+from jdisagg.core.drill import drill_of
+from jdisagg.core.errors import ConfigError
+from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import Role
+from jdisagg.roles.compute import ComputeSide
+from jdisagg.roles.in_process import InProcessPeers
+from jdisagg.serve.backends import DecodeBackends, PrefillBackends
+from jdisagg.serve.deployment import Deployment
+from jdisagg.serve.devices import usable_devices
+from jdisagg.serve.engines import Core, OnCrash, build_core, decode_side, prefill_side
+from jdisagg.transfer.base import Fetcher, Publisher
+from jdisagg.transfer.choice import PublisherSet
+from jdisagg.transfer.device_put import DevicePutPublisher, device_put_fetcher
+from jdisagg.transfer.drill import TransferDrill
+from jdisagg.transfer.grpc_backend import PieceStore
+from jdisagg.transfer.host_backend import host_fetcher, host_publisher
+
+log = logging.getLogger(__name__)
+
+
+def build_deployment(
+    config: Config,
+    metrics: Metrics,
+    worker: str,
+    loop: asyncio.AbstractEventLoop,
+    on_crash: OnCrash,
+    *,
+    credentials: Credentials = INSECURE,
+    address: str = "",
+) -> Deployment:
+    """Build the role's engines, running; peers are reached with `credentials`, and they reach this process's gRPC server at
+    `address` ("" = there are none: unified, colocated). Raises ConfigError."""
+    devices = usable_devices(config)
+    if config.role == "colocated":
+        return _colocated(config, devices, metrics, worker, loop=loop, on_crash=on_crash)
+    role = Role(config.role)
+    core = build_core(config, role, devices, tp=config.model.tensor_parallel_size, metrics=metrics, worker=worker)
+    deployment = Deployment(core, loop, on_crash)
+    drill = TransferDrill(drill_of())
+    if role is Role.PREFILL:
+        _add_prefill(deployment, address, credentials, drill)
+    elif role is Role.DECODE:
+        _add_decode(deployment, address, credentials, drill, loop)
+    else:
+        deployment.add_engine(core, ComputeSide(core.scheduler))
+    return deployment
+
+
+def _add_prefill(deployment: Deployment, address: str, credentials: Credentials, drill: TransferDrill) -> None:
+    core = deployment.core
+    backends = PrefillBackends(core, _host(address), credentials, drill)
+    deployment.num_executables += backends.num_executables
+    deployment.peer_server = PeerServer(
+        core.identity(backends.offered), post=core.inbox.post, pieces=backends.store, config=core.config.transfer
+    )
+    side = prefill_side(core, backends.publishers, _borrowed(deployment, credentials))
+    deployment.closers.append(backends.publishers.close)
+    deployment.add_engine(core, side)
+
+
+def _add_decode(
+    deployment: Deployment, address: str, credentials: Credentials, drill: TransferDrill, loop: asyncio.AbstractEventLoop
+) -> None:
+    core, config = deployment.core, deployment.core.config.transfer
+    backends = DecodeBackends(core, core.piece_target, _host(address), credentials, drill)
+    deployment.num_executables += backends.num_executables
+    peers = GrpcPeerClient(
+        core.identity(backends.offered),
+        loop=loop,
+        post=drill.messages(core.inbox.post),
+        config=config,
+        credentials=credentials,
+        on_down=backends.on_down,
+    )
+    peers.watch(config.prefill)
+    side = decode_side(
+        core,
+        peers=peers,
+        fetcher=backends.fetcher,
+        backend=backends.offered[0].name,
+        known_peers=lambda: deployment.prefill.candidates,
+        head_shards=backends.head_shards,
+        lent=_lent(deployment),
+        address=address,
+    )
+    deployment.peer_client = peers
+    deployment.closers += backends.closers
+    deployment.add_engine(core, side)
+
+
+def _borrowed(deployment: Deployment, credentials: Credentials) -> Fetcher:
+    """P fetches from the gRPC servers of decode workers."""
+    core = deployment.core
+    source = GrpcByteSource(credentials, stall_s=core.config.transfer.dead_after_s)
+    fetcher = host_fetcher("grpc", source, core.piece_target, core.inbox.post, on_end=source.drop)
+    deployment.closers += [source.close, fetcher.close]
+    return fetcher
+
+
+def _lent(deployment: Deployment) -> Publisher:
+    """D's gRPC server offers what is lent."""
+    core, pieces = deployment.core, PieceStore()
+    config = core.config.transfer
+    max_bytes = config.transfer_buffer_bytes
+    publisher = host_publisher("grpc", pieces, core.inbox.post, max_bytes=max_bytes, checksums=config.checksums)
+    deployment.peer_server = PieceServer(pieces)
+    deployment.closers.append(publisher.close)
+    return publisher
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
+
+
+def _colocated(
+    config: Config,
+    devices: Sequence[Any],
+    metrics: Metrics,
+    worker: str,
+    *,
+    loop: asyncio.AbstractEventLoop,
+    on_crash: OnCrash,
+) -> Deployment:
+    tp_p, tp_d = config.prefill_tp, config.decode_tp
+    if len(devices) == tp_p == tp_d == 1:
+        log.info("both engines on one device, %s: give each pool a size with --kv-cache-bytes or --num-pages", devices[0])
+        devices = [*devices, *devices]
+    if len(devices) < tp_p + tp_d:
+        raise ConfigError(
+            f"--role colocated: got {len(devices)} devices, wanted {tp_p} for prefill and {tp_d} for decode; "
+            "give more with --devices or lower --prefill-tp and --decode-tp",
+            field="devices",
+        )
+    prefill = build_core(_logging_to(config, "prefill"), Role.PREFILL, devices[:tp_p], tp=tp_p, metrics=metrics, worker=worker)
+    decode = build_core(_logging_to(config, "decode"), Role.DECODE, devices[tp_p:], tp=tp_d, metrics=metrics, worker=worker)
+    deployment = Deployment(decode, loop, on_crash)
+    deployment.num_executables += prefill.num_executables
+    computed, lent = DevicePutPublisher(prefill.inbox.post), DevicePutPublisher(decode.inbox.post)
+    fetcher, borrowed = _exchange(computed, prefill, decode), _exchange(lent, decode, prefill)
+    deployment.closers += [lent.close, borrowed.close, computed.close, fetcher.close]
+    deployment.add_engine(prefill, prefill_side(prefill, PublisherSet([computed]), borrowed))
+    side = decode_side(
+        decode,
+        peers=InProcessPeers(prefill.inbox, decode.inbox),
+        fetcher=fetcher,
+        backend=computed.name,
+        known_peers=lambda: (InProcessPeers.ADDRESS,),
+        lent=lent,
+        address=InProcessPeers.ADDRESS,
+    )
+    deployment.add_engine(decode, side)
+    return deployment
+
+
+def _exchange(publisher: DevicePutPublisher, source: Core, target: Core) -> Fetcher:
+    """What brings pieces of `source`'s engine to that of `target`, in this process."""
+    example = source.runner.device.empty_piece()
+    return device_put_fetcher(publisher, target.piece_target, target.inbox.post, example)
+
+
+def _logging_to(config: Config, suffix: str) -> Config:
+    """Two schedulers in one process write two schedule logs."""
+    path = config.scheduler.schedule_log
+    if path is None:
+        return config
+    return replace(config, scheduler=replace(config.scheduler, schedule_log=f"{path}.{suffix}"))

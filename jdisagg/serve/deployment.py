@@ -1,0 +1,117 @@
+"""The engines of one worker process, and what has to be closed with them. `build.py` makes it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from jdisagg.api.kv_event_ring import KVEventRing
+from jdisagg.api.local_engine import ask
+from jdisagg.api.peer_client import GrpcPeerClient
+from jdisagg.api.peer_server import PeerServer
+from jdisagg.api.piece_server import PieceServer
+from jdisagg.api.token_engine import ModelCard
+from jdisagg.core.config import LocalPrefill
+from jdisagg.engine.compiles import CompileCounter
+from jdisagg.handoff.directory import PrefillDirectory
+from jdisagg.roles.engine_thread import EngineThread
+from jdisagg.roles.kv_feed import KVEventFeed
+from jdisagg.roles.side import Side
+from jdisagg.serve.engines import Core, OnCrash, start_engine
+
+
+class Deployment:
+    """One engine, or two that belong together. `front` takes the clients' requests."""
+
+    def __init__(self, core: Core, loop: asyncio.AbstractEventLoop, on_crash: OnCrash) -> None:
+        """`core` is that of the engine added last; an engine's cache events are kept for listeners on `loop`."""
+        self.core = core
+        self.num_executables = core.num_executables
+        self.engines: list[EngineThread] = []
+        self.peer_server: PeerServer | PieceServer | None = None
+        self.peer_client: GrpcPeerClient | None = None
+        self.prefill = PrefillDirectory(core.config.transfer.prefill)
+        self.closers: list[Callable[[], None]] = []
+        self.kv_rings: dict[str, KVEventRing] = {}  # by role of the engine; empty when events are off
+        self._loop = loop
+        self._on_crash = on_crash
+        self._resets: list[Callable[[], int]] = []  # of the engines' prefix caches, in the same order
+        self._compiles = CompileCounter()
+        self._counted_compiles = 0
+
+    @property
+    def front(self) -> EngineThread:
+        """The engine that clients talk to: the last one added."""
+        return self.engines[-1]
+
+    def card(self, name: str) -> ModelCard:
+        """What the served model promises."""
+        loaded = self.core.loaded
+        return ModelCard(
+            name=name,
+            max_model_len=self.core.runner.max_model_len,
+            vocab_size=loaded.spec.vocab_size,
+            eos_token_ids=loaded.eos_token_ids,
+            fingerprint=loaded.fingerprint,
+        )
+
+    def compiles_are_over(self) -> None:
+        """From here on every compilation counts against `compiles_after_ready_total`."""
+        self._counted_compiles = self._compiles.count
+
+    def count_compiles(self) -> None:
+        """Bring `compiles_after_ready_total` up to date; called at every scrape."""
+        count = self._compiles.count
+        self.core.metrics.engine.compiles_after_ready.inc(count - self._counted_compiles)
+        self._counted_compiles = count
+
+    def not_ready_reason(self) -> str:
+        """Empty when a request would be served now: on D that takes a usable P, or leave to prefill here."""
+        if self.peer_client is None or self.core.config.transfer.local_prefill is not LocalPrefill.NEVER:
+            return ""
+        return self.prefill.not_ready_reason(self.peer_client.failures())
+
+    @property
+    def needs_prefill(self) -> bool:
+        """Whether this is a D that serves only while a router has a P for it."""
+        config = self.core.config.transfer
+        return self.peer_client is not None and config.local_prefill is LocalPrefill.NEVER and not config.prefill
+
+    def learn_prefill(self, router: str, peers: tuple[str, ...]) -> None:
+        """A router told this D which prefill workers there are; others it has spoken to are forgotten. On the loop."""
+        self.prefill.learn(router, peers)
+        if self.peer_client is not None:
+            self.peer_client.keep_only({*self.prefill.static, *self.prefill.told})
+
+    def add_engine(self, core: Core, side: Side) -> None:
+        """Start one engine."""
+        feed, cache = None, core.config.cache
+        if cache.enable_kv_events:
+            ring = KVEventRing(
+                pool=core.role.value,
+                epoch=core.epoch,
+                page_size=core.runner.page_size,
+                num_batches=cache.kv_events_buffer,
+                loop=self._loop,
+            )
+            self.kv_rings[ring.pool] = ring
+            feed = KVEventFeed(core.scheduler.kv_journal(), ring.post, core.metrics)
+        self.engines.append(start_engine(core, side, self._on_crash, feed))
+        self._resets.append(core.scheduler.reset_prefix_cache)
+
+    async def reset_prefix_cache(self) -> int:
+        """Every engine forgets its cached prefixes; returns the pages freed. Raises Unavailable when one does not turn over."""
+        freed = [await ask(thread, reset) for thread, reset in zip(self.engines, self._resets, strict=True)]
+        return sum(freed)
+
+    async def aclose(self) -> None:
+        """End peer connections."""
+        if self.peer_client is not None:
+            await self.peer_client.aclose()
+
+    def stop(self) -> None:
+        """Stop engine threads, then transfer threads."""
+        for engine in self.engines:
+            engine.stop()
+        for close in self.closers:
+            close()
