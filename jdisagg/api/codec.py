@@ -152,6 +152,7 @@ def encode_request(request: EngineRequest, now_s: float) -> common_pb2.EngineReq
         deadline_ms=remaining_ms(request.deadline_s, now_s),
         prefill_peers=request.prefill_peers,
         traceparent=request.traceparent,
+        num_asked=request.num_asked,
     )
 
 
@@ -177,6 +178,7 @@ def decode_request(message: common_pb2.EngineRequest, now_s: float) -> EngineReq
         deadline_s=now_s + min(message.deadline_ms / 1000, _MAX_DEADLINE_S),
         prefill_peers=tuple(message.prefill_peers),
         traceparent=read_traceparent(message.traceparent),
+        num_asked=max(1, message.num_asked),
     )
 
 

@@ -187,6 +187,7 @@ def test_of_several_full_workers_the_soonest_time_is_passed_on() -> None:
         outputs = [output async for output in router.engine.generate(asked)]
         assert isinstance(outputs[-1].error, Overloaded)
         assert outputs[-1].error.retry_after_s == 2.5
+        assert [worker.engine.seen[0].num_asked for worker in workers] == [3] * 3
         assert [worker.engine.seen[0].traceparent for worker in workers] == [TRACE] * 3  # on every attempt
         for worker in workers:
             await worker.die()
