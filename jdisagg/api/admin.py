@@ -12,7 +12,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from jdisagg.api.codec import abort
+from jdisagg.api.codec import refuse
+from jdisagg.api.status_details import end_call
 from jdisagg.core.errors import RequestError
 from jdisagg.v1 import admin_pb2, admin_pb2_grpc
 
@@ -59,9 +60,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.ResetPrefixCacheResponse:
         """Forget cached prefixes. UNIMPLEMENTED where there are none: UNAVAILABLE would invite to ask again."""
         if self._reset_prefix_cache is None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, _NO_PREFIX_CACHE)
+            end_call(context, grpc.StatusCode.UNIMPLEMENTED, _NO_PREFIX_CACHE)
+            return admin_pb2.ResetPrefixCacheResponse()
         try:
             pages_freed = await self._reset_prefix_cache()
         except RequestError as error:
-            await abort(context, error)
+            refuse(context, error)
+            return admin_pb2.ResetPrefixCacheResponse()
         return admin_pb2.ResetPrefixCacheResponse(pages_freed=pages_freed)

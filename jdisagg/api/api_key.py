@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from jdisagg.api.status_details import end_call
 from jdisagg.core.logs import Seldom
 from jdisagg.core.values import keys_of
 
@@ -65,7 +66,7 @@ class KeyGuard(grpc.aio.ServerInterceptor):
         if not method.startswith(CLIENT_SERVICE):  # a process that should be of this fleet; who made a client's call is told
             text = "%s of %s was refused: missing or wrong API key"
             self._seldom.say(log, logging.WARNING, text, method, context.peer(), now_s=monotonic())
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
+        end_call(context, grpc.StatusCode.UNAUTHENTICATED, why)
 
 
 def is_bearer_of(given: bytes, keys: Iterable[bytes]) -> bool:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import grpc.aio
 
-from jdisagg.api.status_details import details_metadata, read_retry_after_s, shown
+from jdisagg.api.status_details import details_metadata, end_call, read_retry_after_s, shown
 from jdisagg.core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -67,11 +67,11 @@ def status_of(error: JdisaggError) -> grpc.StatusCode:
     return _STATUS_BY_NAME[error.grpc_status]
 
 
-async def abort(context: grpc.aio.ServicerContext, error: JdisaggError, path: str | None = None) -> NoReturn:
-    """End an RPC with the error's status, message and details. `path`: its field's in the request, where that is no name."""
+def refuse(context: grpc.aio.ServicerContext, error: JdisaggError, path: str | None = None) -> None:
+    """Have an RPC end with the error's status, message and details once its handler returns. `path`: its field's in the
+    request, where that is no name."""
     code = status_of(error)
-    await context.abort(code, shown(error.message), details_metadata(code, error, path or error.field))
-    raise AssertionError("abort returned")
+    end_call(context, code, shown(error.message), details_metadata(code, error, path or error.field))
 
 
 def encode_error(error: RequestError) -> common_pb2.RequestFailure:
@@ -152,6 +152,7 @@ def encode_request(request: EngineRequest, now_s: float) -> common_pb2.EngineReq
         deadline_ms=remaining_ms(request.deadline_s, now_s),
         prefill_peers=request.prefill_peers,
         traceparent=request.traceparent,
+        num_asked=request.num_asked,
     )
 
 
@@ -177,6 +178,7 @@ def decode_request(message: common_pb2.EngineRequest, now_s: float) -> EngineReq
         deadline_s=now_s + min(message.deadline_ms / 1000, _MAX_DEADLINE_S),
         prefill_peers=tuple(message.prefill_peers),
         traceparent=read_traceparent(message.traceparent),
+        num_asked=max(1, message.num_asked),
     )
 
 

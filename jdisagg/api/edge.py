@@ -115,7 +115,10 @@ class Edge:
                 if isinstance(item, RequestError):
                     self._told.add(item)
                 if isinstance(item, Exception):
-                    raise item
+                    try:
+                        raise item
+                    finally:
+                        del item  # else this frame, with the job, and the error's traceback keep each other
                 if isinstance(item, _Abort):
                     break
                 if item.finish is not None:
@@ -166,6 +169,8 @@ class Edge:
                         mailbox.put(delta)
         except TimeoutError:
             mailbox.put(DeadlineExceeded(f"request {request.request_id}: not finished within its deadline"))
+        except RequestError as error:  # an answer, and no bug to look for; frames that it has passed hold it
+            mailbox.put(error.with_traceback(None))
         except Exception as error:  # noqa: BLE001  # raised again by the reader of the mailbox
             mailbox.put(error)
 

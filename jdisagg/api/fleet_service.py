@@ -12,8 +12,9 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from jdisagg.api.codec import abort
+from jdisagg.api.codec import refuse
 from jdisagg.api.fleet_codec import decode_load, decode_member, encode_member
+from jdisagg.api.status_details import end_call
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import InvalidRequest, Unavailable
 from jdisagg.core.fleet import Load, Member
@@ -67,7 +68,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         try:
             self._registry.register(decode_member(request.member))
         except (InvalidRequest, Unavailable) as error:
-            await abort(context, error)
+            refuse(context, error)
+            return fleet_pb2.RegisterResponse()
         return fleet_pb2.RegisterResponse(
             heartbeat_ms=round(self._config.heartbeat_s * 1000), dead_after_ms=round(self._config.dead_after_s * 1000)
         )
@@ -77,7 +79,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.HeartbeatResponse:
         """A worker is still there; NOT_FOUND asks it to register."""
         if not self._registry.heartbeat(request.address, request.epoch, decode_load(request.load), request.draining):
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"{request.address} is not registered here; register again")
+            end_call(context, grpc.StatusCode.NOT_FOUND, f"{request.address} is not registered here; register again")
+            return fleet_pb2.HeartbeatResponse()
         if self._leaving:
             self._told.add(request.address)
         peers = self._registry.prefill_for(request.address)

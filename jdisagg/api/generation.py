@@ -16,7 +16,7 @@ import grpc.aio
 
 from jdisagg.api.channels import MAX_REQUEST_BYTES
 from jdisagg.api.choice import ChoiceResult, Delta, ScoredToken, Transcript, has_many_scores
-from jdisagg.api.codec import abort, encode_finish, encode_provenance, given_sampling
+from jdisagg.api.codec import encode_finish, encode_provenance, given_sampling, refuse
 from jdisagg.api.context_length import Prompt
 from jdisagg.api.edge import Edge
 from jdisagg.api.intake import DEFAULT_MAX_TOKENS, TextRequest, check_logit_bias, check_model
@@ -42,10 +42,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             unread = await self._send(request, context)
         except RequestError as error:
             self._edge.refused(error)
-            await abort(context, error, _path(error.field, request))
+            refuse(context, error, _path(error.field, request))
         else:
             if unread is not None:
-                await abort(context, unread)  # waits for a reader that stands still, and holds no answer meanwhile
+                refuse(context, unread)  # waits for a reader that stands still, and holds no answer meanwhile
 
     async def _send(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -83,7 +83,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             card = self._edge.card
             check_model(request.model, card)
         except JdisaggError as error:
-            await abort(context, error)
+            refuse(context, error)
+            return generation_pb2.GetModelResponse()
         return generation_pb2.GetModelResponse(
             model=card.name,
             max_model_len=card.max_model_len,

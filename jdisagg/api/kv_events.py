@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import grpc.aio
 from google.protobuf.message import Message
 
-from jdisagg.api.codec import abort
+from jdisagg.api.codec import refuse
 from jdisagg.api.kv_event_codec import encode_batch, encode_snapshot
 from jdisagg.api.kv_event_ring import KVEventRing
 from jdisagg.api.pulse import cancel_and_wait
@@ -36,7 +36,7 @@ class KVEventsService(kv_events_pb2_grpc.KVEventsServiceServicer):
         try:
             ring = self._ring(request.pool)
         except JdisaggError as error:
-            await abort(context, error)
+            return refuse(context, error)
         await context.send_initial_metadata(())
         write = asyncio.create_task(_write(ring, request, context))
         closed = asyncio.create_task(self._closed.wait())
@@ -48,9 +48,9 @@ class KVEventsService(kv_events_pb2_grpc.KVEventsServiceServicer):
             await cancel_and_wait(write, closed)
         if not write.cancelled() and (error := write.exception()) is not None:
             if isinstance(error, DeadlineExceeded):
-                await abort(context, error)
+                return refuse(context, error)
             raise error  # our bug, or a broken stream: gRPC tells the listener
-        await abort(context, _stopping())
+        refuse(context, _stopping())
 
     def _ring(self, pool: str) -> KVEventRing:
         if self._closed.is_set():

@@ -10,6 +10,8 @@ import grpc
 import grpc.aio
 
 from jdisagg.api.api_key import CLIENT_SERVICE
+from jdisagg.api.codec import refuse
+from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, RequestError
 
 REQUEST_TIMEOUT_S = 300.0  # from the beginning of a call to the end of its request, which may be long
 
@@ -30,18 +32,21 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         respond = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
         async def begin(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
-            return await respond(await _first(requests, context), context)
+            try:
+                request = await _first(requests)
+            except RequestError as error:
+                return refuse(context, error)
+            return await respond(request, context)
 
         kind = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
         return kind(begin, handler.request_deserializer, handler.response_serializer)
 
 
-async def _first(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
+async def _first(requests: AsyncIterator[Any]) -> Any:
     try:
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
             return await anext(requests)
     except TimeoutError:
-        why = grpc.StatusCode.DEADLINE_EXCEEDED, f"no request came within {REQUEST_TIMEOUT_S:g} s; send it sooner"
+        raise DeadlineExceeded(f"no request came within {REQUEST_TIMEOUT_S:g} s; send it sooner") from None
     except StopAsyncIteration:
-        why = grpc.StatusCode.INVALID_ARGUMENT, "the call brought no request; send one"
-    await context.abort(*why)
+        raise InvalidRequest("the call brought no request; send one") from None

@@ -20,15 +20,16 @@ from weakref import WeakValueDictionary
 import grpc
 import grpc.aio
 
-from jdisagg.api.codec import abort
+from jdisagg.api.codec import refuse
 from jdisagg.api.identity_codec import decode_identity, encode_identity
 from jdisagg.api.peer_codec import decode_down
 from jdisagg.api.piece_server import PieceBytes, PieceServer
 from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.api.shared_pulse import Listener, SharedPulse
+from jdisagg.api.status_details import end_call
 from jdisagg.api.stream_reply import StreamReply
 from jdisagg.core.config import TransferConfig
-from jdisagg.core.errors import HandoffLost, InvalidRequest, Unavailable
+from jdisagg.core.errors import HandoffLost, InvalidRequest, OtherProcess, RequestError, Unavailable
 from jdisagg.core.logs import Seldom
 from jdisagg.core.told import told
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
@@ -86,9 +87,9 @@ class PeerServer(PieceServer):
         try:
             agreement = agree(self._identity, theirs)
         except Incompatible as error:
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION, f"{self._identity.worker} cannot serve {theirs.worker}: {error}"
-            )
+            text = f"{self._identity.worker} cannot serve {theirs.worker}: {error}"
+            end_call(context, grpc.StatusCode.FAILED_PRECONDITION, text)
+            return peer_pb2.HelloResponse()
         return peer_pb2.HelloResponse(
             identity=encode_identity(self._identity),
             protocol=agreement.protocol,
@@ -100,7 +101,10 @@ class PeerServer(PieceServer):
         self, request_iterator: AsyncIterator[peer_pb2.PrefillRequest], context: grpc.aio.ServicerContext
     ) -> None:
         """One hand-off."""
-        opened, pulse = await self._read_open(request_iterator, context)
+        try:
+            opened, pulse = await self._read_open(request_iterator)
+        except RequestError as error:
+            return refuse(context, error)
         handoff = HandoffId(opened.request.request_id, next(self._serials))
         reply = StreamReply(asyncio.get_running_loop(), MOST_UNREAD)
         self._num_streams += 1
@@ -123,26 +127,22 @@ class PeerServer(PieceServer):
             if unread is not None:  # not the fault of who made the request, as InvalidRequest would have D believe
                 text, what = "request %s of %s: a message cannot be read: %s", (handoff.request_id, context.peer())
                 self._told_unread.say(log, logging.WARNING, text, *what, unread, now_s=monotonic())
-                await abort(context, HandoffLost(f"{self._identity.worker} cannot read a message: {unread}"))
+                refuse(context, HandoffLost(f"{self._identity.worker} cannot read a message: {unread}"))
         finally:
             await cancel_and_wait(write)
 
-    async def _read_open(
-        self, requests: AsyncIterator[peer_pb2.PrefillRequest], context: grpc.aio.ServicerContext
-    ) -> tuple[Open, SharedPulse]:
-        """The stream's first message, and whose life it shares; ends the RPC when it is not a good Open for this process."""
+    async def _read_open(self, requests: AsyncIterator[peer_pb2.PrefillRequest]) -> tuple[Open, SharedPulse]:
+        """The stream's first message, and whose life it shares. Raises RequestError when it is not a good Open for this
+        process."""
         first = await self._first(requests)
         if first is None:  # it is on its way, or D stands still: not the request's fault, and D has other rungs
-            await abort(context, Unavailable(f"prefill stream: no `open` came within {self._config.dead_after_s:g} s"))
-        try:
-            opened = decode_down(first, monotonic())
-        except InvalidRequest as error:
-            await abort(context, error)
+            raise Unavailable(f"prefill stream: no `open` came within {self._config.dead_after_s:g} s")
+        opened = decode_down(first, monotonic())
         if not isinstance(opened, Open):
-            await abort(context, InvalidRequest("prefill stream: the first message must be `open`", field="open"))
+            raise InvalidRequest("prefill stream: the first message must be `open`", field="open")
         if first.open.epoch != self._identity.epoch:
             wanted, got = self._identity.epoch, told(first.open.epoch)
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"epoch: wanted {wanted}, got {got}; say Hello again")
+            raise OtherProcess(f"epoch: wanted {wanted}, got {got}; say Hello again")
         if not (name := first.open.pulse):
             return opened, SharedPulse(self._config)
         pulse = self._pulses.setdefault(name, SharedPulse(self._config, name))

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from jdisagg.api.piece_wire import FETCH, encode_part
+from jdisagg.api.status_details import end_call
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 FETCH_PART_BYTES = 2**19  # halves of it cost a third more time; who reads over a slow network asks for less at a time
@@ -41,7 +42,7 @@ class PieceServer(peer_pb2_grpc.PeerServiceServicer):
         size = min(max(request.part_bytes, LEAST_PART_BYTES), FETCH_PART_BYTES) if request.part_bytes else FETCH_PART_BYTES
         failure = await self._send(request.key, size, context)
         if failure is not None:
-            await context.abort(*failure)  # waits for a reader that stands still, and holds no piece meanwhile
+            end_call(context, *failure)  # waits for a reader that stands still, and holds no piece meanwhile
 
     async def _send(self, key: str, part_bytes: int, context: grpc.aio.ServicerContext) -> tuple[grpc.StatusCode, str] | None:
         """The bytes, or as many as are taken; returns what went wrong."""

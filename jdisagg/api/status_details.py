@@ -39,6 +39,17 @@ def details_metadata(code: grpc.StatusCode, error: JdisaggError, field: str | No
     return ((DETAILS_KEY, status.SerializeToString()),)
 
 
+def end_call(
+    context: grpc.aio.ServicerContext, code: grpc.StatusCode, text: str, metadata: tuple[tuple[str, bytes], ...] = ()
+) -> None:
+    """Have an RPC end so once its handler returns. gRPC's `abort` raises, and keeps what it raised with the call: a cycle of
+    all frames up to there, with the call and its request, until all of Python's objects are searched for garbage, which is
+    seldom. A router that refused 2,500 prompts of 2,000 tokens grew by 110 MB."""
+    context.set_code(code)
+    context.set_details(text)
+    context.set_trailing_metadata(metadata)
+
+
 def read_retry_after_s(error: grpc.aio.AioRpcError) -> float | None:
     """Seconds of a failed RPC's RetryInfo, when it carries one."""
     raw = next((value for key, value in error.trailing_metadata() or () if key == DETAILS_KEY), None)

@@ -87,6 +87,12 @@ class Unfit(Unavailable):
     grpc_status, http_status = "FAILED_PRECONDITION", 409
 
 
+class OtherProcess(Unavailable):
+    """What came is for a process that had this address before."""
+
+    grpc_status, http_status = "FAILED_PRECONDITION", 409
+
+
 class DeadlineExceeded(RequestError):
     """The request's deadline passed."""
 

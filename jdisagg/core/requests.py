@@ -70,6 +70,7 @@ class EngineRequest:
     fork_group: str = ""  # live requests of one group with one prompt share its KV; the choices of one client prompt
     prefill_peers: tuple[str, ...] = ()  # for D: addresses of P in order of preference; empty = those it knows itself
     fills_context: bool = False  # no max_tokens was asked for: it is what the model leaves, and a shorter worker gives less
+    num_asked: int = 1  # workers that are asked before it is refused: full ones share out who comes again
     traceparent: str = ""  # W3C trace context of the client's call, carried along and logged; empty = none came
 
     @property

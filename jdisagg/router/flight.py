@@ -61,8 +61,9 @@ class Flight:
         """Whether nothing of it has reached the client: another model could still answer."""
         return not self._delivered and not self._sent_prompt_logprobs
 
-    def attempt_request(self, prefill_peers: tuple[str, ...], max_model_len: int) -> EngineRequest:
-        """The request for the current attempt, at a worker of that context: everything delivered so far counts as generated."""
+    def attempt_request(self, prefill_peers: tuple[str, ...], max_model_len: int, num_asked: int) -> EngineRequest:
+        """The request for the current attempt, at a worker of that context, one of `num_asked`: everything delivered so far
+        counts as generated."""
         sampling = self.request.sampling
         if self.request.fills_context:
             room = max_model_len - len(self.request.prompt_token_ids)
@@ -75,6 +76,7 @@ class Flight:
             attempt=self.attempt,
             generated_token_ids=self.request.generated_token_ids + tuple(self._delivered),
             prefill_peers=prefill_peers,
+            num_asked=num_asked,
         )
 
     def replay(self) -> None:

@@ -104,7 +104,8 @@ class Placement:
                 peers[0].pending += 1
                 peers[0].pending_tokens += flight.prefill_tokens
         named = tuple(peer.member.address for peer in peers)
-        self._workers.submit(entry, flight.attempt_request(named, entry.member.max_model_len))
+        num_asked = sum(one.linked and one.member.decodes for one in self._fleet.entries())
+        self._workers.submit(entry, flight.attempt_request(named, entry.member.max_model_len, num_asked))
 
     def _leave_prefill(self, flight: Flight) -> None:
         if flight.prefill is not None:

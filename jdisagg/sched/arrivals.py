@@ -52,7 +52,7 @@ class Arrivals:
             if decodes:  # P's clients are decode workers, which counted the wait for it
                 self._forecast.check(request, order, now_s)
             # a choice that waits for its sibling takes no place of its own
-            self._queue_limit.admit(now_s, goes_on=bool(request.generated_token_ids))
+            self._queue_limit.admit(now_s, goes_on=bool(request.generated_token_ids), num_asked=request.num_asked)
             self._forecast.added(now_s)
         sequence = Sequence(
             request=request,

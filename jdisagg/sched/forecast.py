@@ -55,7 +55,8 @@ class Forecast:
         wait_s = num_before * seen_s / num_served
         if wait_s <= spared_s:
             return
-        retry_after_s = self._bookings.retry_after_s(now_s, now_s + wait_s - spared_s, seen_s / num_served)
+        free_s, num_asked = now_s + wait_s - spared_s, request.num_asked
+        retry_after_s = self._bookings.retry_after_s(now_s, free_s, seen_s / num_served, num_asked)
         raise Overloaded(
             f"{num_before} requests are before it, a wait of some {wait_s:.1f} s, and its deadline is in "
             f"{time_s:.1f} s; retry in {retry_after_s:.1f} s, allow more time, or add a worker",

@@ -33,14 +33,14 @@ class QueueLimit:
         self._samples: deque[tuple[float, int]] = deque([(0.0, 0)])  # (seconds with a queue, left it), both since start
         self._bookings = Bookings()
 
-    def admit(self, now_s: float, *, goes_on: bool = False) -> None:
-        """One more waits from now on. Raises Overloaded with `retry_after_s` when the queue is full, but for a stream that
-        `goes_on` after another worker: its client has seen some of it, and was promised the rest."""
+    def admit(self, now_s: float, *, goes_on: bool = False, num_asked: int = 1) -> None:
+        """One more waits from now on. Raises Overloaded with `retry_after_s` when the queue is full, as one of `num_asked`, but
+        for a stream that `goes_on` after another worker: its client has seen some of it, and was promised the rest."""
         num_waiting = self._count() - self._num_expected()
         if goes_on or num_waiting < self._max_queue_len:
             self._num_added += 1
             return
-        retry_after_s = self._bookings.retry_after_s(now_s, now_s, self._seconds_per_place(now_s))
+        retry_after_s = self._bookings.retry_after_s(now_s, now_s, self._seconds_per_place(now_s), num_asked)
         raise Overloaded(
             f"{num_waiting} requests are waiting, max_queue_len is {self._max_queue_len}; "
             f"retry in {retry_after_s:.1f} s or add a worker",

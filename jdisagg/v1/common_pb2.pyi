@@ -118,7 +118,7 @@ class Provenance(_message.Message):
     def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefilled_tokens: _Optional[int] = ..., transferred_tokens: _Optional[int] = ..., transferred_pages: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., recoveries: _Optional[_Iterable[str]] = ..., borrowed_tokens: _Optional[int] = ..., borrowed_bytes: _Optional[int] = ...) -> None: ...
 
 class EngineRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "generated_token_ids", "sampling", "choice", "priority", "cache_salt", "deadline_ms", "prefill_peers", "fork_group", "traceparent")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "generated_token_ids", "sampling", "choice", "priority", "cache_salt", "deadline_ms", "prefill_peers", "fork_group", "traceparent", "num_asked")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,7 @@ class EngineRequest(_message.Message):
     PREFILL_PEERS_FIELD_NUMBER: _ClassVar[int]
     FORK_GROUP_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_ASKED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -143,7 +144,8 @@ class EngineRequest(_message.Message):
     prefill_peers: _containers.RepeatedScalarFieldContainer[str]
     fork_group: str
     traceparent: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., choice: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., prefill_peers: _Optional[_Iterable[str]] = ..., fork_group: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    num_asked: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., choice: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., prefill_peers: _Optional[_Iterable[str]] = ..., fork_group: _Optional[str] = ..., traceparent: _Optional[str] = ..., num_asked: _Optional[int] = ...) -> None: ...
 
 class Output(_message.Message):
     __slots__ = ("request_id", "attempt", "token_ids", "logprobs", "prompt_logprobs", "finish", "stop_token_id", "error", "cached_tokens", "provenance")

@@ -143,6 +143,7 @@ class Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
+        self._stop_waiting_for_reader()  # who asks again has taken what came before, or makes this answer wait
         super()._start_asgi_task(cycle, app)
 
     def on_chunk_header(self) -> None:
@@ -167,20 +168,37 @@ class Protocol(HttpToolsProtocol):
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._await_reader_of_the_rest()
+
     def pause_writing(self) -> None:
         super().pause_writing()
-        unread_bytes = _unread_bytes(self.transport)
-        self._await_reader(unread_bytes, self.loop.time() + UNREAD_TIMEOUT_S + unread_bytes / SLOWEST_IN_ALL_BYTES_PER_S)
+        self._begin_to_await_reader()
 
     def resume_writing(self) -> None:
         self._stop_waiting_for_reader()
         super().resume_writing()
+        self._await_reader_of_the_rest()
+
+    def _await_reader_of_the_rest(self) -> None:
+        """Closing waits for the end of a whole answer to be taken, however little it is, and nobody is to write any more."""
+        if self._answered is not None and self._answered.response_complete and self.transport.get_write_buffer_size():
+            self._begin_to_await_reader()
+
+    def _begin_to_await_reader(self) -> None:
+        self._stop_waiting_for_reader()
+        unread_bytes = _unread_bytes(self.transport)
+        self._await_reader(unread_bytes, self.loop.time() + UNREAD_TIMEOUT_S + unread_bytes / SLOWEST_IN_ALL_BYTES_PER_S)
 
     def _await_reader(self, unread_bytes: int, until_s: float) -> None:
         left_s = max(0.0, min(UNREAD_TIMEOUT_S, until_s - self.loop.time()))
         self._reader_timer = self.loop.call_later(left_s, self._reader_is_late, unread_bytes, until_s)
 
     def _reader_is_late(self, unread_bytes: int, until_s: float) -> None:
+        self._reader_timer = None
+        if not self.transport.get_write_buffer_size():
+            return
         left_bytes = _unread_bytes(self.transport)
         if left_bytes < unread_bytes and self.loop.time() < until_s:
             self._await_reader(left_bytes, until_s)

@@ -169,6 +169,55 @@ def test_a_client_that_takes_nothing_of_its_answer_loses_its_connection(
     run(check())
 
 
+@pytest.mark.parametrize("keeps_alive", [True, False])
+def test_a_client_that_leaves_the_end_of_its_answer_loses_its_connection(
+    keeps_alive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However little of it waits: too little to make whoever writes it wait, who is through with it."""
+    monkeypatch.setattr(protocol, "UNREAD_TIMEOUT_S", 0.3)
+
+    async def check() -> None:
+        ends: list[asyncio.Transport] = []
+        monkeypatch.setattr(protocol.Protocol, "connection_made", _noting(ends, protocol.Protocol.connection_made))
+        lost: list[Any] = []
+        monkeypatch.setattr(protocol.Protocol, "connection_lost", _noting(lost, protocol.Protocol.connection_lost))
+        served = server.HttpServer(_until_some_waits(ends), listen(), stop_timeout_s=0.1)
+        await served.start()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(client, (served.host, served.port))
+            head = b"GET / HTTP/1.1\r\nhost: x\r\n%s\r\n" % (b"" if keeps_alive else b"connection: close\r\n")
+            await asyncio.get_running_loop().sock_sendall(client, head)
+            async with asyncio.timeout(20.0):
+                while not lost:
+                    await asyncio.sleep(0.01)
+        await served.stop()
+
+    run(check())
+
+
+@pytest.mark.parametrize("keeps_alive", [True, False])
+def test_a_client_that_takes_its_answer_keeps_its_connection(keeps_alive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "UNREAD_TIMEOUT_S", 0.1)
+    ends: list[asyncio.Transport] = []
+    monkeypatch.setattr(protocol.Protocol, "connection_made", _noting(ends, protocol.Protocol.connection_made))
+
+    async def check() -> None:
+        served = server.HttpServer(_megabytes, listen(), stop_timeout_s=0.1)
+        await served.start()
+        limits = httpx.Limits(max_connections=1)
+        headers = {} if keeps_alive else {"connection": "close"}
+        async with httpx.AsyncClient(limits=limits, headers=headers, timeout=60.0) as client:
+            for _ in range(3):
+                assert len((await client.get(f"http://{served.address}/")).content) == 2**24
+                await asyncio.sleep(0.3)
+        assert len(ends) == (1 if keeps_alive else 3)
+        await served.stop()
+
+    run(check())
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_client_that_reads_slowly_keeps_its_connection_however_much_the_kernel_holds_for_it(
     streams: bool, monkeypatch: pytest.MonkeyPatch
@@ -219,6 +268,19 @@ def _once_it_had_its_turn(read: list[bytes], num_reads: int) -> Callable[..., No
             look(one, unread_bytes, until_s)
 
     return patient
+
+
+def _until_some_waits(ends: list[asyncio.Transport]) -> Callable[..., Any]:
+    """An application whose answer ends when the kernel takes no more."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while ends[0].get_write_buffer_size() < 20_000:
+            await send({"type": "http.response.body", "body": b"x" * 1000, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return app
 
 
 @asynccontextmanager

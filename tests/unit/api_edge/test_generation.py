@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from grpc_status import rpc_status
 from jdisagg.api import late_request, unread
 from jdisagg.api.generation import read_generate
 from jdisagg.core.errors import HandoffLost, Overloaded
-from jdisagg.core.requests import SamplingParams
+from jdisagg.core.requests import EngineRequest, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import common_pb2, generation_pb2
 from tests.unit.api_edge.fakes import PROVENANCE, FakeEngine, Served, run, serving
@@ -55,6 +56,28 @@ def test_a_client_that_reads_nothing_is_not_kept(tokenizer: Tokenizer, monkeypat
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert caught.value.details() == "request mine: nothing of its answer was taken for 0.5 s; read sooner"
             assert served.ends() == {}, "what became of it only its engine counts"
+
+    run(check())
+
+
+def test_a_refused_call_leaves_nothing_to_the_garbage_collector(tokenizer: Tokenizer) -> None:
+    """It searches all of a router's objects once in tens of thousands of refusals: a storm of retries would fill its memory."""
+
+    async def check() -> None:
+        engine = FakeEngine(tokenizer, ANSWER)
+        async with serving(engine, tokenizer) as served:
+            gc.collect()
+            gc.disable()
+            try:
+                engine.refusal = Overloaded("full")
+                for _ in range(5):
+                    with pytest.raises(grpc.aio.AioRpcError, match="full"):
+                        await _collect(served, text="the quick")
+                engine.refusal = None
+                await asyncio.sleep(0.1)  # the last call may still be about to end
+                assert not [one for one in gc.get_objects() if isinstance(one, EngineRequest | grpc.aio.AbortError)]
+            finally:
+                gc.enable()
 
     run(check())
 

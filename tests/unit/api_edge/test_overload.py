@@ -4,6 +4,7 @@ RESOURCE_EXHAUSTED with RetryInfo, both also through a router; and the trace con
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,11 +17,12 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from jdisagg.api.codec import abort, error_from_rpc
+from jdisagg.api.codec import error_from_rpc, refuse
 from jdisagg.api.edge import Edge
 from jdisagg.api.generation import GenerationServicer
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.server import HttpServer
+from jdisagg.api.intake import Job
 from jdisagg.api.listening import listen
 from jdisagg.api.local_engine import LocalEngine
 from jdisagg.api.token_engine import ModelCard, TokenEngine
@@ -30,6 +32,7 @@ from jdisagg.core.requests import EngineRequest, Role, SamplingParams
 from jdisagg.roles import engine_thread
 from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.engine_thread import EngineThread
+from jdisagg.router.flight import Flight
 from jdisagg.sched.plan import StepResult
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc, generation_pb2, generation_pb2_grpc
@@ -184,9 +187,33 @@ def test_of_several_full_workers_the_soonest_time_is_passed_on() -> None:
         outputs = [output async for output in router.engine.generate(asked)]
         assert isinstance(outputs[-1].error, Overloaded)
         assert outputs[-1].error.retry_after_s == 2.5
+        assert [worker.engine.seen[0].num_asked for worker in workers] == [3] * 3
         assert [worker.engine.seen[0].traceparent for worker in workers] == [TRACE] * 3  # on every attempt
         for worker in workers:
             await worker.die()
+        await router.stop()
+
+    run(check())
+
+
+def test_what_a_router_refuses_leaves_nothing_to_the_garbage_collector(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        router = await Router().start()
+        worker = await FakeWorker((router.address,)).start()
+        worker.engine.refuse = Overloaded("full")
+        await until(lambda: router.linked() == 1)
+        async with edge_over(router.engine, tokenizer) as (_, stub):
+            gc.collect()
+            gc.disable()
+            try:
+                for _ in range(5):
+                    with pytest.raises(grpc.aio.AioRpcError, match="full"):
+                        await stub.Generate(generation_pb2.GenerateRequest(text="the quick")).read()
+                await asyncio.sleep(0.1)  # the last call may still be about to end
+                assert not [one for one in gc.get_objects() if isinstance(one, Flight | Job)]
+            finally:
+                gc.enable()
+        await worker.die()
         await router.stop()
 
     run(check())
@@ -197,7 +224,7 @@ def test_details_of_an_internal_rpc_come_back_as_the_same_error() -> None:
         error: Any = Overloaded("full", retry_after_s=7.25)
 
         async def List(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-            await abort(context, self.error)
+            refuse(context, self.error)
 
     async def check() -> None:
         service = Refusing()

@@ -36,6 +36,7 @@ def request(
     priority: int = 0,
     salt: str = "",
     fork_group: str = "",
+    num_asked: int = 1,
     **sampling: Any,
 ) -> EngineRequest:
     """A request with short notation."""
@@ -48,6 +49,7 @@ def request(
         priority=priority,
         cache_salt=salt,
         fork_group=fork_group,
+        num_asked=num_asked,
     )
 
 

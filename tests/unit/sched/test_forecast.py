@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,31 @@ def test_who_is_refused_hears_when_to_come_again() -> None:
     assert times == sorted(set(times[:-1])) + times[-1:]  # one after the other, as places come free
     assert MIN_RETRY_S <= times[0] < MAX_RETRY_S
     assert f"retry in {times[-1]:.1f} s" in load.refused[-1].message
+
+
+def test_full_workers_share_out_who_comes_again() -> None:
+    """Who is told to come again then is served as soon by several as by one, and they stand idle as little."""
+
+    def served_after_s(num_workers: int) -> float:
+        """All of five seconds of four times what they serve; who is refused comes again exactly when it is told."""
+        loads = [Load() for _ in range(num_workers)]
+        due = [(5.0 * number / (130 * num_workers), number) for number in range(130 * num_workers)]
+        now_s = 0.0
+        while due or not all(load.engine.scheduler.is_idle() for load in loads):
+            assert now_s < 120.0
+            while due and due[0][0] <= now_s:
+                _, number = heapq.heappop(due)
+                least_loaded = sorted(loads, key=lambda load: sum(load.engine.scheduler.counts().values()))
+                if not any(load.send(num_asked=num_workers) for load in least_loaded):
+                    heapq.heappush(due, (now_s + min(load.refused[-1].retry_after_s for load in loads), number))
+            for load in loads:
+                load.run(1)
+            now_s += STEP_S
+        return now_s
+
+    alone_s = served_after_s(1)
+    assert alone_s > 10.0
+    assert served_after_s(3) < 1.1 * alone_s
 
 
 def test_who_has_next_to_no_time_hears_of_the_deadline() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from jdisagg.core.errors import Overloaded
@@ -11,9 +13,9 @@ from jdisagg.sched.retry import MAX_RETRY_S, MIN_RETRY_S
 from tests.unit.sched.engine_fake import FakeEngine, request
 
 
-def refused_s(engine: FakeEngine) -> float:
+def refused_s(engine: FakeEngine, *, num_asked: int = 1) -> float:
     with pytest.raises(Overloaded, match="max_queue_len") as caught:
-        engine.add(request("one-too-many", (1, 2), 3))
+        engine.add(request("one-too-many", (1, 2), 3, num_asked=num_asked))
     assert f"retry in {caught.value.retry_after_s:.1f} s" in caught.value.message
     return caught.value.retry_after_s
 
@@ -34,6 +36,13 @@ def under_load(seconds_per_request: float, num_requests: int = 12) -> FakeEngine
         engine.add(request(f"r{added}", (1, added + 2), 2))
         added += 1
     return engine
+
+
+def test_who_asked_several_workers_is_promised_its_share_of_a_place_at_each() -> None:
+    engine = under_load(1.0)
+    place_s = -refused_s(engine) + refused_s(engine)
+    times = [refused_s(engine, num_asked=4) for _ in range(5)]
+    assert [after - before for before, after in pairwise(times)] == [pytest.approx(place_s / 4)] * 4
 
 
 def test_without_any_experience_it_is_a_second() -> None:
