@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 BLOCK_TOKENS = 32
 MOST_BEGINNINGS = 262_144  # remembered, in some 40 MB: of 5,600 prompts of 2,000 tokens that share none
 NEAR_PART = 4  # who had less than a quarter of a prompt is not near: a short system prompt would keep everything on one worker
-MOST_HOMES = 8  # of one beginning: a common one, as of a system prompt, soon is everywhere
+MOST_HOMES = 32  # of one beginning: a common one soon is everywhere, and who has it unknown to us is idle beside the others
 
 Key = tuple[str, str]  # Entry.key: a process, not an address
 Beginning = tuple[int, bytes]  # tokens, and their digest
