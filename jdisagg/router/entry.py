@@ -27,6 +27,7 @@ class Entry:
     stream: RunStream | None = None  # None: it has none, or it was not answered yet
     pending: int = 0  # our requests on it; for P: those that named it first and have no token yet
     pending_tokens: int = 0  # of P: in the prompts of those
+    pending_cached: int = 0  # of P: of these, those that it may have cached
     others: int = 0  # requests on it that are not ours, as it last told
     others_tokens: int = 0  # of P: what it has to compute besides
     suspect_until_s: float = 0.0

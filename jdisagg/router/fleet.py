@@ -3,8 +3,8 @@
 A decode or unified worker can be chosen while it heartbeats, is linked (its Run stream stands), does not drain and has a
 context that holds the request. Choice is by least load: of decode workers by requests, of prefill workers by prompt tokens; a
 decode worker that failed lately is chosen only when there is no other. A prompt that begins as an earlier one did goes where
-that went, whose cache may have it, as long as this costs little; of equally busy ones what begins alike gets the same, and what
-does not is spread.
+that went, whose cache may have it, while others have not much less to do: the longer the beginning, the more. Of equally busy
+ones what begins alike gets the same, and what does not is spread.
 Requests never cross fingerprints: a fleet half old and half new weights serves both, each request within one.
 """
 
@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
 
 from jdisagg.core.errors import AddressTaken
 from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.pairing import differing
-from jdisagg.router.prefixes import Key, Near
+from jdisagg.router.prefixes import NOWHERE, Near
 from jdisagg.router.silence import Silence
 
 AWAY_S = 60.0  # how long a worker that left may take to come back, before the model is no longer than the others
-NEAR_EXTRA, NEAR_SHARE = 2.0, 0.25  # requests that one which may have cached the prompt may have more: two, and a quarter
+NEAR_SHARE = 1.25  # of the least busy one's requests, that one which may have cached a part of the prompt may have, and besides
+NEAR_LEAST, NEAR_TOKENS, NEAR_MOST = 2, 512, 8  # two, and one for each 512 tokens of that part, eight at most
 MANY_MISSES = 4  # attempts, seconds in all: one that ends is evicted before, one that starts is reached before
 
 
@@ -150,14 +150,14 @@ class Fleet:
         wanted_tokens: int = 0,
         but_not: frozenset[str] = frozenset(),
         home: str = "",
-        near: Sequence[Key] = (),
+        near: Near = NOWHERE,
         kin: bytes = b"",
     ) -> Entry | None:
         """The worker for the next request of that fingerprint (None = any) and of `num_tokens`, its output included, with a
         prefill worker for `prefill_tokens` if it needs one; addresses in `but_not` only as a last resort, and one that holds
-        `wanted_tokens` before others, then the one at `home`, one that has prefill workers of its weights, one that is `near`
-        while it is not much busier than the least busy one, and then less busy ones. Of equally busy ones all requests with the
-        same `kin` get the same, whoever else comes and goes."""
+        `wanted_tokens` before others, then the one at `home`, one that has prefill workers of its weights, the one that had
+        most of the prompt (`near`) of those that are not much busier than the least busy one, and then less busy ones. Of
+        equally busy ones all requests with the same `kin` get the same, whoever else comes and goes."""
         usable, _ = self._usable(fingerprint, num_tokens, prefill_tokens)
         if not usable:
             return None
@@ -170,8 +170,10 @@ class Fleet:
             is_short = entry.member.max_model_len < wanted_tokens
             doubtful = address in but_not, entry.is_quiet, entry.suspect_until_s > now_s
             busy, pending = _busy(entry)
-            is_far = entry.key not in near or busy > least + NEAR_EXTRA + least * NEAR_SHARE
-            return (*doubtful, is_short, address != home, lonely, is_far, busy, pending, _lot(entry, kin))
+            cached = near.decodes.get(entry.key, 0)
+            if busy > least * NEAR_SHARE + min(NEAR_MOST, NEAR_LEAST + cached / NEAR_TOKENS):
+                cached = 0
+            return (*doubtful, is_short, address != home, lonely, -cached, busy, pending, _lot(entry, kin))
 
         return min(usable, key=rank)
 
@@ -224,7 +226,8 @@ class Fleet:
 
     def prefill_peers(self, fingerprint: str, num_tokens: int, near: Near, kin: bytes = b"") -> list[Entry]:
         """Prefill workers of that fingerprint that hold `num_tokens`: first who has fewest tokens to compute until such a
-        request is done, without what is cached `near`; of equals the same for all requests of one `kin`."""
+        request is done, without what is cached, of it (`near`) and of those before it; of equals the same for all requests of
+        one `kin`."""
         peers = self._prefill_of(fingerprint, near, kin)
         return [peer for peer in peers if num_tokens <= peer.member.max_model_len][:MAX_PREFILL_PEERS]
 
@@ -234,12 +237,12 @@ class Fleet:
         if entry is None or entry.member.role is not Role.DECODE:
             return None
         kin = hashlib.blake2b(address.encode()).digest()  # not the same one for all decode workers
-        return tuple(peer.member.address for peer in self._prefill_of(entry.member.fingerprint, Near(), kin))
+        return tuple(peer.member.address for peer in self._prefill_of(entry.member.fingerprint, NOWHERE, kin))
 
     def _prefill_of(self, fingerprint: str, near: Near, kin: bytes) -> list[Entry]:
         def rank(peer: Entry) -> tuple[object, ...]:
-            cached = near.num_tokens if peer.key in near.prefills else 0
-            return peer.pending_tokens + peer.others_tokens - cached, peer.pending, _lot(peer, kin)
+            num_waiting = peer.pending_tokens - peer.pending_cached + peer.others_tokens
+            return num_waiting - near.prefills.get(peer.key, 0), peer.pending, _lot(peer, kin)
 
         return sorted((peer for peer in self._prefill() if peer.member.fingerprint == fingerprint), key=rank)
 

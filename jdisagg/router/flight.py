@@ -10,6 +10,7 @@ from jdisagg.core.errors import RequestError
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
 from jdisagg.router.blame import Lost
 from jdisagg.router.entry import Entry
+from jdisagg.router.prefixes import Beginning
 from jdisagg.router.setbacks import Setbacks
 
 _NOTHING = (None, None, None, None)
@@ -21,10 +22,10 @@ class Flight:
     def __init__(self, request: EngineRequest) -> None:
         self.request = request  # as the client sent it
         self.attempt = request.attempt
-        self.beginnings: list[bytes] = []  # of its prompt, from `Placement.begin` on
+        self.beginnings: list[Beginning] = []  # of its prompt, from `Placement.begin` on
         self.events = Mailbox[Output | Lost | RequestError]()  # an error ends the request
         self.entry: Entry | None = None  # the worker it runs on
-        self.prefill: tuple[Entry, int] | None = None  # the P named first and the tokens asked of it, until the first one
+        self.prefill: tuple[Entry, int, int] | None = None  # the P named first and the tokens asked of it, until the first one
         self.fingerprint: str | None = None
         self.setbacks = Setbacks()
         self.finished = False

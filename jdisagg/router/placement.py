@@ -12,7 +12,7 @@ from jdisagg.router.homes import Homes
 from jdisagg.router.prefixes import LastBeginnings, Near, Prefixes
 from jdisagg.router.workers import Workers
 
-KIN_TOKENS = 32  # the turns of a chat begin with as many equal tokens, also where the first one was short
+KIN_TOKENS = 32  # of a prompt too short to be remembered
 
 
 class Placement:
@@ -48,8 +48,9 @@ class Placement:
             "num_tokens": flight.least_tokens,
             "prefill_tokens": flight.prefill_tokens,
         }
-        kin, near = beginning(flight.request.prompt_token_ids), self._prefixes.find(flight.beginnings)
-        entry = self._fleet.choose(self.weights(flight), now_s, **lengths, but_not=tried, home=home, near=near.decodes, kin=kin)
+        near = self._prefixes.find(flight.beginnings)
+        kin = near.news or beginning(flight.request.prompt_token_ids)
+        entry = self._fleet.choose(self.weights(flight), now_s, **lengths, but_not=tried, home=home, near=near, kin=kin)
         if entry is None:
             return False
         self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.fingerprint)
@@ -100,18 +101,21 @@ class Placement:
         if entry.member.role is Role.DECODE:
             peers = self._fleet.prefill_peers(flight.fingerprint, flight.prefill_tokens, near, kin)
             if peers:
-                flight.prefill = peers[0], flight.prefill_tokens
+                num_tokens, num_cached = flight.prefill_tokens, near.prefills.get(peers[0].key, 0)
+                flight.prefill = peers[0], num_tokens, num_cached
                 peers[0].pending += 1
-                peers[0].pending_tokens += flight.prefill_tokens
+                peers[0].pending_tokens += num_tokens
+                peers[0].pending_cached += num_cached
         named = tuple(peer.member.address for peer in peers)
         num_asked = sum(one.linked and one.member.decodes for one in self._fleet.entries())
         self._workers.submit(entry, flight.attempt_request(named, entry.member.max_model_len, num_asked))
 
     def _leave_prefill(self, flight: Flight) -> None:
         if flight.prefill is not None:
-            entry, num_tokens = flight.prefill
+            entry, num_tokens, num_cached = flight.prefill
             entry.pending -= 1
             entry.pending_tokens -= num_tokens
+            entry.pending_cached -= num_cached
             flight.prefill = None
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jdisagg.core.requests import EngineRequest, Role, SamplingParams
 from jdisagg.router import prefixes
 from jdisagg.router.entry import Entry
-from jdisagg.router.fleet import NEAR_EXTRA, Fleet
-from jdisagg.router.prefixes import BLOCK_TOKENS, MOST_HOMES, Near, Prefixes, beginnings_of
+from jdisagg.router.fleet import Fleet
+from jdisagg.router.prefixes import BLOCK_TOKENS, MOST_HOMES, NEAR_PART, Beginning, Near, Prefixes, beginnings_of
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.test_busy_workers import prefill_fleet
 from tests.unit.router.test_fleet_engine import collect, fleet, stop
@@ -25,15 +27,40 @@ def prompt(*lengths: int) -> list[int]:
     return [1000 * length + i for length in lengths for i in range(length)]
 
 
-def test_the_longest_known_beginning_in_whole_blocks_counts() -> None:
+@given(common=st.integers(0, 9000), tails=st.tuples(st.integers(1, 9000), st.integers(1, 9000)))
+@settings(max_examples=60, deadline=None)
+def test_what_two_prompts_have_in_common_is_found_wherever_it_ends(common: int, tails: tuple[int, int]) -> None:
+    prefixes, head = Prefixes(), [7] * common
+    one, other = (beginnings_of(head + [number] * tail) for number, tail in enumerate(tails))
+    prefixes.note(one, D1, P1)
+    near, blocks = prefixes.find(other), common // BLOCK_TOKENS * BLOCK_TOKENS
+    found = near.decodes.get(D1, 0)
+    assert near == Near({D1: found} if found else {}, {P1: found} if found else {}, near.news)
+    assert found <= blocks
+    assert found >= blocks * 16 // 17 or blocks * 16 / 17 < (common + tails[1]) / NEAR_PART
+    assert len(other) <= 32 + 16 * 5
+
+
+def test_every_worker_counts_for_what_it_had() -> None:
     prefixes = Prefixes()
     prefixes.note(beginnings_of(prompt(70)), D1, P1)
     prefixes.note(beginnings_of(prompt(70, 80)), D2, None)
-    assert prefixes.find(beginnings_of(prompt(70, 90))) == Near((D1,), (P1,), 64)
-    assert prefixes.find(beginnings_of(prompt(70, 80, 33))) == Near((D2,), (), 128)
-    assert prefixes.find(beginnings_of(prompt(70)[:64])) == Near((D1,), (P1,), 64)
-    for unknown in (prompt(31), prompt(63), prompt(70)[1:], []):
-        assert prefixes.find(beginnings_of(unknown)) == Near()
+    asked = beginnings_of(prompt(70, 80, 33))
+    assert prefixes.find(asked) == Near({D1: 64, D2: 128}, {P1: 64}, asked[4][1])
+    asked = beginnings_of(prompt(70, 80)[:128])
+    assert prefixes.find(asked) == Near({D1: 64, D2: 128}, {P1: 64}, asked[-1][1])
+    for unknown in (prompt(63), prompt(70)[1:]):
+        asked = beginnings_of(unknown)
+        assert prefixes.find(asked) == Near(news=asked[0][1])
+    assert prefixes.find(beginnings_of(prompt(31))) == Near()
+
+
+def test_who_had_less_than_a_quarter_of_a_prompt_is_not_near() -> None:
+    prefixes = Prefixes()
+    prefixes.note(beginnings_of(prompt(64)), D1, P1)
+    assert prefixes.find(beginnings_of(prompt(64, 192))).decodes == {D1: 64}
+    asked = beginnings_of(prompt(64, 224))
+    assert prefixes.find(asked) == Near(news=asked[2][1])
 
 
 def test_a_block_counts_only_behind_the_same_ones() -> None:
@@ -46,7 +73,7 @@ def test_a_block_counts_only_behind_the_same_ones() -> None:
 def test_choices_of_one_prompt_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[tuple[object, str]] = []
 
-    def counted(token_ids: tuple[int, ...], cache_salt: str) -> list[bytes]:
+    def counted(token_ids: tuple[int, ...], cache_salt: str) -> list[Beginning]:
         hashed.append((token_ids, cache_salt))
         return beginnings_of(token_ids, cache_salt)
 
@@ -69,18 +96,17 @@ def test_choices_of_one_prompt_are_hashed_once(monkeypatch: pytest.MonkeyPatch) 
     assert hashed == [(one, ""), (other, ""), (other, "salt"), (one, "")]
 
 
-def test_so_many_prompts_are_remembered_and_the_oldest_are_forgotten() -> None:
-    prefixes = Prefixes(most_prompts=3)
-    chains = [beginnings_of([number] * BLOCK_TOKENS) for number in range(4)]
+def test_so_many_beginnings_are_remembered_and_the_oldest_are_forgotten_of_a_prompt_the_longest_first() -> None:
+    prefixes = Prefixes(most_beginnings=6)
+    chains = [beginnings_of([number] * 2 * BLOCK_TOKENS) for number in range(4)]
     for chain in chains[:3]:
         prefixes.note(chain, D1, None)
     prefixes.note(chains[0], D2, None)  # again: now the latest
-    prefixes.find(chains[1])  # asked for, too
-    prefixes.note(chains[3], D1, None)
-    assert len(prefixes) == 3
-    assert [prefixes.find(chain).decodes for chain in chains] == [(D2, D1), (D1,), (), (D1,)]
+    prefixes.note(chains[3][:1], D1, None)
+    assert len(prefixes) == 6
+    assert [prefixes.find(chain).decodes for chain in chains] == [{D2: 64, D1: 64}, {D1: 32}, {D1: 64}, {D1: 32}]
     prefixes.note([], D1, None)
-    assert len(prefixes) == 3, "a prompt shorter than a block"
+    assert len(prefixes) == 6, "a prompt shorter than a block"
 
 
 def test_a_common_beginning_is_known_of_everybody_who_had_it_lately() -> None:
@@ -88,46 +114,60 @@ def test_a_common_beginning_is_known_of_everybody_who_had_it_lately() -> None:
     for number in (*range(MOST_HOMES + 2), 5):
         prefixes.note(chain, (f"d{number}", "epoch"), (f"p{number % 2}", "epoch"))
     near = prefixes.find(chain)
-    assert [address for address, _ in near.decodes] == ["d5", "d9", "d8", "d7", "d6", "d4", "d3", "d2"]
+    earlier = [f"d{number}" for number in range(MOST_HOMES + 1, 1, -1) if number != 5]
+    assert [address for address, _ in near.decodes] == ["d5", *earlier]
     assert [address for address, _ in near.prefills] == ["p1", "p0"]
     d1, d2, _ = (workers := idle_fleet("d1", "d2", "d3")).entries()
     d1.pending = 1
-    assert workers.choose("weights", 0.0, near=(d1.key, d2.key)) is d2, "of two that had it the less busy one"
+    assert workers.choose("weights", 0.0, near=Near({d1.key: 32, d2.key: 32})) is d2, "of two that had it the less busy one"
 
 
-def chosen(fleet: Fleet, near: Entry) -> Entry:
-    entry = fleet.choose("weights", 0.0, near=(near.key,))
+def chosen(fleet: Fleet, near: list[tuple[Entry, int]]) -> Entry:
+    entry = fleet.choose("weights", 0.0, near=Near({entry.key: num_tokens for entry, num_tokens in near}))
     assert entry is not None
     return entry
 
 
-def test_the_near_worker_is_chosen_while_it_is_not_much_busier() -> None:
+@pytest.mark.parametrize(("num_tokens", "more"), [(32, 2), (512, 3), (1535, 4), (1536, 5), (3071, 7), (3072, 8), (100_000, 8)])
+def test_a_longer_beginning_is_worth_more_waiting_up_to_eight_requests(num_tokens: int, more: int) -> None:
     d1, d2, d3 = (workers := idle_fleet("d1", "d2", "d3")).entries()
-    d1.pending, d2.pending, d3.pending = int(NEAR_EXTRA), 0, 1
-    assert chosen(workers, d1) is d1
+    d3.pending = 1
+    d1.pending = more
+    assert chosen(workers, near := [(d1, num_tokens)]) is d1
+    d1.pending = more + 1
+    assert chosen(workers, near) is d2
+    d1.pending, d2.pending, d3.pending = 10 + more, 8, 8
+    assert chosen(workers, near) is d1
     d1.pending += 1
-    assert chosen(workers, d1) is d2
-    d1.pending, d2.pending, d3.pending = 12, 8, 8
-    assert chosen(workers, d1) is d1
-    d1.pending = 13
-    assert chosen(workers, d1) is not d1
+    assert chosen(workers, near) is not d1
     d1.suspect_until_s, d1.pending = 1.0, 0
-    assert chosen(workers, d1) is not d1, "it failed lately"
+    assert chosen(workers, near) is not d1, "it failed lately"
+
+
+def test_of_workers_that_are_not_much_busier_the_one_that_had_most_is_chosen() -> None:
+    d1, d2, d3 = (workers := idle_fleet("d1", "d2", "d3")).entries()
+    near = [(d1, 640), (d2, 320), (d3, 320)]
+    d1.pending, d2.pending = 3, 2
+    assert chosen(workers, near) is d1
+    d1.pending = 4
+    assert chosen(workers, near) is d3
 
 
 def test_another_process_at_the_address_is_not_near() -> None:
     d1, d2 = (workers := idle_fleet("d1", "d2")).entries()
     d1.pending = 1
-    assert workers.choose("weights", 0.0, near=(("d1", "an earlier epoch"),)) is d2
+    assert workers.choose("weights", 0.0, near=Near({("d1", "an earlier epoch"): 64})) is d2
 
 
 def test_a_prefill_worker_may_have_as_many_tokens_more_to_compute_as_it_has_cached() -> None:
-    _, p1, _ = (workers := prefill_fleet()).entries()
-    near = Near((), (p1.key,), 640)
-    p1.pending_tokens = 639
+    _, p1, p2 = (workers := prefill_fleet()).entries()
+    near = Near({}, {p1.key: 640, p2.key: 64})
+    p1.pending_tokens = 575
     assert workers.prefill_peers("f", 1, near)[0] is p1
-    p1.pending_tokens = 641
-    assert workers.prefill_peers("f", 1, near)[-1] is p1
+    p1.pending_tokens = 577
+    assert [peer.member.address for peer in workers.prefill_peers("f", 1, near)] == ["p2", "p1", "p0"]
+    p1.pending_tokens, p1.pending_cached = 2000, 1500
+    assert workers.prefill_peers("f", 1, near)[0] is p1, "what it has cached of those that wait is not computed either"
 
 
 def turn(chat: int, number: int) -> EngineRequest:

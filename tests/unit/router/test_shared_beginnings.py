@@ -1,0 +1,121 @@
+"""What many prompts begin with is computed on few workers, and does not keep them all on one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from jdisagg.core.requests import EngineRequest, Output, Role
+from jdisagg.router.fleet import Fleet
+from jdisagg.router.flight import Flight
+from jdisagg.router.placement import Placement
+from tests.unit.router.test_idle_fleet import idle_fleet
+from tests.unit.wire.rig import request
+
+SYSTEM = tuple(range(200))  # tokens that all prompts begin with
+FIRST = Output(request_id="any", token_ids=(1,))
+
+
+@dataclass
+class Desk:
+    """Workers that take what they get: what is placed, and where."""
+
+    fleet: Fleet
+    live: list[Flight] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.placement = Placement(self)
+
+    def submit(self, entry: object, asked: EngineRequest) -> None:
+        assert entry is not None
+
+    def cancel(self, entry: object, request_id: str, attempt: int, *, enough: bool) -> None:
+        assert entry is not None
+
+    def place(self, *parts: tuple[int, ...], salt: str = "") -> tuple[str, str]:
+        """The decode and the prefill worker of a prompt of those parts."""
+        flight = Flight(request(f"r/{len(self.live)}", prompt=sum(parts, ()), cache_salt=salt))
+        self.placement.begin(flight)
+        assert self.placement.place(flight, 0.0)
+        self.live.append(flight)
+        assert flight.entry is not None
+        assert flight.prefill is not None
+        return flight.entry.member.address, flight.prefill[0].member.address
+
+    def end_all(self) -> None:
+        """Also their counts."""
+        for flight in self.live:
+            self.placement.heard(flight, FIRST)
+            self.placement.end(flight)
+        self.live.clear()
+        for entry in self.fleet.entries():
+            assert (entry.pending, entry.pending_tokens, entry.pending_cached) == (0, 0, 0)
+
+
+def desk(num_each: int = 4) -> Desk:
+    fleet = idle_fleet(*(f"d{number}" for number in range(num_each)))
+    for entry in fleet.entries():
+        entry.member = replace(entry.member, max_model_len=200_000)
+        named = {"address": entry.member.address.replace("d", "p"), "role": Role.PREFILL}
+        fleet.register(replace(entry.member, **named), 0.0)
+    return Desk(fleet)
+
+
+def document(number: int, num_tokens: int = 3000) -> tuple[int, ...]:
+    return tuple(1000 * number + i % 997 for i in range(num_tokens))
+
+
+def question(number: int) -> tuple[int, ...]:
+    return (500_000 + number,) * 50
+
+
+def test_documents_behind_one_system_prompt_are_spread_and_their_questions_meet_them() -> None:
+    at = desk()
+    homes: dict[int, tuple[str, str]] = {}
+    for number in range(40):
+        homes[number] = at.place(SYSTEM, document(number), question(number))
+        at.end_all()
+    for side in (0, 1):
+        counts = Counter(home[side] for home in homes.values())
+        assert len(counts) == 4
+        assert min(counts.values()) >= 4, "nobody else was busy"
+    for number in reversed(range(40)):
+        assert at.place(SYSTEM, document(number), question(100 + number)) == homes[number]
+        at.end_all()
+
+
+def test_a_document_stays_where_it_is_in_a_busy_fleet() -> None:
+    at = desk()
+    homes = [at.place(SYSTEM, document(number), question(number)) for number in range(8)]
+    assert {Counter(home[side] for home in homes)[f"{'dp'[side]}{i}"] for side in (0, 1) for i in range(4)} == {2}
+    again = [at.place(SYSTEM, document(number), question(10 * turn + number)) for turn in range(1, 9) for number in range(8)]
+    assert again == homes * 8, "also behind others that wait, as those compute little"
+    at.end_all()
+
+
+def test_a_prompt_that_all_have_spreads_over_everybody() -> None:
+    at, hot = desk(16), document(0)
+    places = [at.place(hot, question(number)) for number in range(200)]
+    decodes, prefills = (Counter(place[side] for place in places) for side in (0, 1))
+    assert len(decodes) == len(prefills) == 16
+    assert max(decodes.values()) <= 20
+    assert max(prefills.values()) <= 16
+    at.end_all()
+
+
+def test_branches_of_one_history_go_on_where_their_own_part_is() -> None:
+    at, history = desk(), document(0, 2000)
+    for _ in range(3):  # it becomes known everywhere
+        for number in range(16):
+            at.place(history, question(number))
+        at.end_all()
+    branches = [(history, document(number, 600)) for number in range(1, 5)]
+    homes = [at.place(*branch) for branch in branches]
+    at.end_all()
+    assert [at.place(*branch, question(number)) for number, branch in enumerate(branches)] == homes
+
+
+def test_another_salt_is_another_document() -> None:
+    at = desk()
+    homes = [{at.place(document(number), salt=salt) for salt in ("", "one", "two", "three")} for number in range(10)]
+    assert max(len(home) for home in homes) >= 3
