@@ -1,4 +1,4 @@
-"""Between protos and the core's dataclasses: requests, outputs, errors. `peer_codec` does hand-offs, `fleet_codec` members.
+"""Between protos and the core's dataclasses: requests, outputs, errors. Hand-offs: `peer/codec.py`, members: `fleet/codec.py`.
 
 Deadlines travel as remaining milliseconds and become absolute again on the receiver's monotonic clock, so clocks never have
 to agree. Floats travel as 32 bits. Unknown numbers have a stated meaning: a FinishReason is ERROR, a code is INTERNAL.

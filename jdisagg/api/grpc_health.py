@@ -9,8 +9,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from jdisagg.api.generation.token_engine import Health
 from jdisagg.api.pulse import cancel_and_wait
-from jdisagg.api.token_engine import Health
 
 POLL_S = 0.25
 

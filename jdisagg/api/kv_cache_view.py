@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from jdisagg.api.channels import INSECURE, Credentials, open_channel
-from jdisagg.api.kv_event_codec import decode_events
+from jdisagg.api.kv_events.codec import decode_events
 from jdisagg.core.told import told
 from jdisagg.kv.events import CachedPage, CachedPages, digest
 from jdisagg.v1 import kv_events_pb2, kv_events_pb2_grpc

@@ -11,8 +11,8 @@ from dataclasses import replace
 import httpx
 from starlette.applications import Starlette
 
+from jdisagg.api.generation.local_engine import LocalEngine
 from jdisagg.api.http.app import make_app
-from jdisagg.api.local_engine import LocalEngine
 from jdisagg.core.config import Config
 from jdisagg.core.metrics import Metrics
 from jdisagg.roles.self_test import self_test

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jdisagg.api.worker_client import CLOSED, SILENT, STALLED
+from jdisagg.api.worker.client import CLOSED, SILENT, STALLED
 from jdisagg.core.errors import HandoffLost, RequestError
 from jdisagg.router.entry import Entry
 from jdisagg.router.workers import EVICTED

@@ -19,9 +19,9 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from jdisagg.api.attempts import Attempts
 from jdisagg.api.channels import INSECURE, Credentials
-from jdisagg.api.token_engine import Enough, Health, ModelCard
+from jdisagg.api.generation.attempts import Attempts
+from jdisagg.api.generation.token_engine import Enough, Health, ModelCard
 from jdisagg.api.turns import Turns
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.drill import Drill

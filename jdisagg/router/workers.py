@@ -20,7 +20,7 @@ from uuid import uuid4
 import grpc
 
 from jdisagg.api.channels import INSECURE, Credentials
-from jdisagg.api.worker_client import CLOSED, SILENT, STALLED, WorkerLink
+from jdisagg.api.worker.client import CLOSED, SILENT, STALLED, WorkerLink
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import Load, Member

@@ -21,8 +21,8 @@ from typing import TypeVar
 
 import jax
 
-from jdisagg.api.byte_source import GrpcByteSource
 from jdisagg.api.channels import Credentials, join_address
+from jdisagg.api.peer.byte_source import GrpcByteSource
 from jdisagg.handoff.identity import Backend
 from jdisagg.serve.engines import Core
 from jdisagg.transfer.base import Fetcher, Post, Publisher

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jdisagg.api.byte_source import GrpcByteSource
 from jdisagg.api.channels import INSECURE, Credentials
-from jdisagg.api.peer_client import GrpcPeerClient
-from jdisagg.api.peer_server import PeerServer
-from jdisagg.api.piece_server import PieceServer
+from jdisagg.api.peer.byte_source import GrpcByteSource
+from jdisagg.api.peer.client import GrpcPeerClient
+from jdisagg.api.peer.piece_server import PieceServer
+from jdisagg.api.peer.server import PeerServer
 from jdisagg.core.config import Config
 from jdisagg.core.drill import drill_of
 from jdisagg.core.errors import ConfigError

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from jdisagg.api.kv_event_ring import KVEventRing
-from jdisagg.api.local_engine import ask
-from jdisagg.api.peer_client import GrpcPeerClient
-from jdisagg.api.peer_server import PeerServer
-from jdisagg.api.piece_server import PieceServer
-from jdisagg.api.token_engine import ModelCard
+from jdisagg.api.generation.local_engine import ask
+from jdisagg.api.generation.token_engine import ModelCard
+from jdisagg.api.kv_events.ring import KVEventRing
+from jdisagg.api.peer.client import GrpcPeerClient
+from jdisagg.api.peer.piece_server import PieceServer
+from jdisagg.api.peer.server import PeerServer
 from jdisagg.core.config import LocalPrefill
 from jdisagg.engine.compiles import CompileCounter
 from jdisagg.handoff.directory import PrefillDirectory

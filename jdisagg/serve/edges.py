@@ -9,14 +9,14 @@ import grpc.aio
 
 from jdisagg.api.admin import AdminService
 from jdisagg.api.channels import Credentials
-from jdisagg.api.fleet_client import FleetClient
-from jdisagg.api.generation import GenerationServicer
+from jdisagg.api.fleet.client import FleetClient
+from jdisagg.api.generation.local_engine import LocalEngine
+from jdisagg.api.generation.service import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.http.app import make_app
-from jdisagg.api.kv_events import KVEventsService
-from jdisagg.api.local_engine import LocalEngine
-from jdisagg.api.piece_server import add_peer_service
-from jdisagg.api.worker_service import WorkerService
+from jdisagg.api.kv_events.service import KVEventsService
+from jdisagg.api.peer.piece_server import add_peer_service
+from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.config import Config
 from jdisagg.core.fleet import Member
 from jdisagg.core.requests import Role

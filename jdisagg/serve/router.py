@@ -14,8 +14,8 @@ import grpc.aio
 
 from jdisagg.api.admin import AdminService
 from jdisagg.api.channels import Credentials, bind, make_server
-from jdisagg.api.fleet_service import FleetService
-from jdisagg.api.generation import GenerationServicer
+from jdisagg.api.fleet.service import FleetService
+from jdisagg.api.generation.service import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.server import HttpServer

@@ -8,9 +8,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from jdisagg.api.edge import Edge
-from jdisagg.api.intake import check_ranges
-from jdisagg.api.token_engine import TokenEngine
+from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.intake import check_ranges
+from jdisagg.api.generation.token_engine import TokenEngine
 from jdisagg.core.config import ServerConfig
 from jdisagg.core.errors import ConfigError, InvalidRequest
 from jdisagg.core.metrics import Metrics

@@ -9,9 +9,9 @@ from typing import Any
 
 from disagg_bench.figures import table
 from jdisagg.api.channels import bind, make_server
-from jdisagg.api.peer_client import GrpcPeerClient
-from jdisagg.api.peer_server import PeerServer
-from jdisagg.api.piece_server import add_peer_service
+from jdisagg.api.peer.client import GrpcPeerClient
+from jdisagg.api.peer.piece_server import add_peer_service
+from jdisagg.api.peer.server import PeerServer
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.requests import EngineRequest, SamplingParams
 from jdisagg.handoff.identity import OLDEST_PROTOCOL, PROTOCOL, Backend, CacheGroup, Identity

@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection
 import uvloop
 
 from jdisagg.api.channels import bind, make_server
-from jdisagg.api.fleet_client import FleetClient
-from jdisagg.api.worker_service import WorkerService
+from jdisagg.api.fleet.client import FleetClient
+from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role, TokenLogprob

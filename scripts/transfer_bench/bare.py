@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jdisagg.api.channels import bind, make_server, open_blocking_channel
-from jdisagg.api.piece_server import FETCH_PART_BYTES
+from jdisagg.api.peer.piece_server import FETCH_PART_BYTES
 from jdisagg.transfer.jax_server import COPY_BYTES, TransferServer
 from transfer_bench.consumer import Moved
 from transfer_bench.parts import HOST, cpu_s

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from time import monotonic, perf_counter
 from typing import Any
 
-from jdisagg.api.peer_client import GrpcPeerClient
+from jdisagg.api.peer.client import GrpcPeerClient
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.requests import EngineRequest, SamplingParams
 from jdisagg.handoff.events import FromPrefill

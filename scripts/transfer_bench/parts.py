@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jdisagg.api.byte_source import GrpcByteSource
+from jdisagg.api.peer.byte_source import GrpcByteSource
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity
 from jdisagg.kv.spec import KVSpec
 from jdisagg.transfer.base import Fetcher, Post, Publisher

@@ -14,8 +14,8 @@ import grpc.aio
 import jax
 
 from jdisagg.api.channels import bind, make_server
-from jdisagg.api.peer_server import PeerServer
-from jdisagg.api.piece_server import add_peer_service
+from jdisagg.api.peer.piece_server import add_peer_service
+from jdisagg.api.peer.server import PeerServer
 from jdisagg.core.config import TransferConfig
 from jdisagg.handoff.events import PeerMessage, PeerOpened
 from jdisagg.handoff.messages import Ack, StreamEnded

@@ -13,11 +13,11 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from jdisagg.api.codec import decode_error, decode_output, decode_request, decode_sampling
-from jdisagg.api.fleet_codec import decode_load, decode_member
-from jdisagg.api.generation import read_generate
-from jdisagg.api.identity_codec import decode_identity
-from jdisagg.api.intake import TextRequest
-from jdisagg.api.peer_codec import decode_down, decode_up
+from jdisagg.api.fleet.codec import decode_load, decode_member
+from jdisagg.api.generation.intake import TextRequest
+from jdisagg.api.generation.service import read_generate
+from jdisagg.api.peer.codec import decode_down, decode_up
+from jdisagg.api.peer.identity_codec import decode_identity
 from jdisagg.core.requests import SamplingParams
 from jdisagg.v1 import common_pb2, fleet_pb2, generation_pb2, peer_pb2, worker_pb2
 

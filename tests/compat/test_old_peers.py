@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.api.identity_codec import encode_identity
-from jdisagg.api.peer_client import GrpcPeerClient
-from jdisagg.api.peer_codec import UpStream, decode_down, encode_down, encode_up
-from jdisagg.api.peer_server import PeerServer
-from jdisagg.api.piece_server import add_peer_service
+from jdisagg.api.peer.client import GrpcPeerClient
+from jdisagg.api.peer.codec import UpStream, decode_down, encode_down, encode_up
+from jdisagg.api.peer.identity_codec import encode_identity
+from jdisagg.api.peer.piece_server import add_peer_service
+from jdisagg.api.peer.server import PeerServer
 from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.requests import Output
 from jdisagg.handoff import actions as act

@@ -12,8 +12,8 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from jdisagg.api.codec import decode_output
-from jdisagg.api.identity_codec import decode_identity
-from jdisagg.api.peer_codec import decode_down, decode_up
+from jdisagg.api.peer.codec import decode_down, decode_up
+from jdisagg.api.peer.identity_codec import decode_identity
 from jdisagg.core.errors import RequestError
 from jdisagg.core.requests import FinishReason
 from jdisagg.v1 import common_pb2, peer_pb2

@@ -26,7 +26,7 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdisagg.api.byte_source import GrpcByteSource
+from jdisagg.api.peer.byte_source import GrpcByteSource
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.transfer import jax_server
 from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed, Published, Publisher, TransferEvent

@@ -15,7 +15,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jdisagg.api.api_key import is_bearer_of
-from jdisagg.api.edge import Edge
+from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.token_engine import TokenEngine
 from jdisagg.api.http.chat import ChatCompletions
 from jdisagg.api.http.completions import Completions
 from jdisagg.api.http.errors import error_response, plain_error
@@ -23,7 +24,6 @@ from jdisagg.api.http.openapi import openapi_document
 from jdisagg.api.http.operations import Operations
 from jdisagg.api.http.request_id import HEADER, RequestIdHeader, shown_request_id
 from jdisagg.api.http.tokens import TokenEndpoints
-from jdisagg.api.token_engine import TokenEngine
 from jdisagg.api.turns import Turns
 from jdisagg.core.errors import JdisaggError, RequestError, Unauthenticated
 from jdisagg.core.values import keys_of

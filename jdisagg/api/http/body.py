@@ -17,10 +17,10 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from jdisagg.api.context_length import Prompt
+from jdisagg.api.generation.context_length import Prompt
+from jdisagg.api.generation.intake import MAX_SEQUENCES
 from jdisagg.api.http.body_room import BodyRoom
 from jdisagg.api.http.json_structure import MAX_STRUCTURE, num_structures
-from jdisagg.api.intake import MAX_SEQUENCES
 from jdisagg.core.errors import Cancelled, InvalidRequest
 from jdisagg.core.json_depth import MAX_DEPTH, deeper_than
 

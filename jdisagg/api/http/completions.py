@@ -12,8 +12,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jdisagg.api.choice import ChoiceResult, Delta, Transcript, has_many_scores
-from jdisagg.api.edge import Edge
+from jdisagg.api.generation.choice import ChoiceResult, Delta, Transcript, has_many_scores
+from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.intake import DEFAULT_MAX_TOKENS, Job, TextRequest
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import Event, open_stream, while_connected
 from jdisagg.api.http.long_json import long_json, whole_response
@@ -22,7 +23,6 @@ from jdisagg.api.http.plain_chunks import PlainChunks
 from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import completion_logprobs, prompt_logprobs, provenance_object, usage_object, wants_provenance
 from jdisagg.api.http.unserved import COMPLETION_FIELDS, refuse_formats, refuse_unserved
-from jdisagg.api.intake import DEFAULT_MAX_TOKENS, Job, TextRequest
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import SamplingParams
 from jdisagg.core.trace import TRACEPARENT, read_traceparent

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from jdisagg.api.context_length import ContextLengthExceeded
+from jdisagg.api.generation.context_length import ContextLengthExceeded
 from jdisagg.api.status_details import shown
 from jdisagg.core.errors import JdisaggError, ModelNotFound, Overloaded, Unauthenticated
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from jdisagg.api.choice import Transcript, has_many_scores
-from jdisagg.api.edge import Edge
+from jdisagg.api.generation.choice import Transcript, has_many_scores
+from jdisagg.api.generation.edge import Edge
 
 _LEVELS = 5  # of answer, choices, choice, logprobs, tokens; below lies one token
 

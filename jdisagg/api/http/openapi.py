@@ -6,8 +6,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from jdisagg.api.generation.intake import (
+    MAX_CACHE_SALT,
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_SEQUENCES,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    NUMBERS,
+)
 from jdisagg.api.http.tokens import MAX_CHARACTERS, MAX_TOKENS
-from jdisagg.api.intake import MAX_CACHE_SALT, MAX_LOGIT_BIAS, MAX_N, MAX_SEQUENCES, MAX_STOP_LENGTH, MAX_STOP_STRINGS, NUMBERS
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
 _INTEGER, _STRING, _BOOLEAN = ({"type": kind} for kind in ("integer", "string", "boolean"))

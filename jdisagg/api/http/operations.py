@@ -8,9 +8,9 @@ from collections.abc import Callable
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from jdisagg.api.generation.token_engine import TokenEngine
 from jdisagg.api.http.errors import plain_error
 from jdisagg.api.http.version import package_version
-from jdisagg.api.token_engine import TokenEngine
 from jdisagg.core.metrics import CONTENT_TYPE
 
 FORWARDED = ("x-forwarded-for", "forwarded", "via")  # by which a proxy says that it is one

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jdisagg.api.generation.intake import NUMBERS, SpecialTokens, check_logit_bias
 from jdisagg.api.http.body import Body, wrong_type
-from jdisagg.api.intake import NUMBERS, SpecialTokens, check_logit_bias
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import SamplingParams
 

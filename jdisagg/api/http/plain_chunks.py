@@ -7,7 +7,7 @@ from collections.abc import Callable
 from json.encoder import encode_basestring
 from typing import Any
 
-from jdisagg.api.choice import Delta
+from jdisagg.api.generation.choice import Delta
 
 _HOLE = "\0"  # what the text is while the rest is written; in JSON no other value looks like it
 _WRITTEN_HOLE = encode_basestring(_HOLE)

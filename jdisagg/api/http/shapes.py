@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from jdisagg.api.choice import ScoredToken, Transcript, Usage
+from jdisagg.api.generation.choice import ScoredToken, Transcript, Usage
 from jdisagg.text.tokenizer import Tokenizer
 
 PROVENANCE_HEADER = "x-jdisagg-provenance"

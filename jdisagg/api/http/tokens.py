@@ -11,14 +11,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jdisagg.api.context_length import check_length
-from jdisagg.api.edge import Edge
+from jdisagg.api.generation.context_length import check_length
+from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.intake import check_model, check_token_ids
+from jdisagg.api.generation.long_texts import INLINE_CHARACTERS
 from jdisagg.api.http.body import read_body
 from jdisagg.api.http.long_json import long_json
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_unserved
-from jdisagg.api.intake import check_model, check_token_ids
-from jdisagg.api.long_texts import INLINE_CHARACTERS
 from jdisagg.core.errors import InvalidRequest
 
 MAX_CHARACTERS = 2**20  # of one text: a million takes the tokenizer seconds

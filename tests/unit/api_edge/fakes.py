@@ -12,12 +12,12 @@ import grpc.aio
 from openai import AsyncOpenAI
 
 from jdisagg.api import channels
-from jdisagg.api.edge import Edge
-from jdisagg.api.generation import GenerationServicer
+from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.service import GenerationServicer
+from jdisagg.api.generation.token_engine import Enough, Health, ModelCard
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.server import HttpServer
 from jdisagg.api.listening import listen
-from jdisagg.api.token_engine import Enough, Health, ModelCard
 from jdisagg.core.errors import RequestError
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, TokenLogprob

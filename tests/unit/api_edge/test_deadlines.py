@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from jdisagg.api.worker_service import WorkerService
+from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
 from jdisagg.text.tokenizer import Tokenizer

@@ -10,10 +10,10 @@ from time import monotonic
 
 import pytest
 
-from jdisagg.api.choice import ChoiceText, Transcript
-from jdisagg.api.context_length import ContextLengthExceeded
-from jdisagg.api.edge import Edge
-from jdisagg.api.intake import TextRequest
+from jdisagg.api.generation.choice import ChoiceText, Transcript
+from jdisagg.api.generation.context_length import ContextLengthExceeded
+from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.intake import TextRequest
 from jdisagg.core.errors import InvalidRequest, RequestError
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, SamplingParams, TokenLogprob
 from jdisagg.text.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from jdisagg.api import late_request, unread
-from jdisagg.api.generation import read_generate
+from jdisagg.api.generation.service import read_generate
 from jdisagg.core.errors import HandoffLost, Overloaded
 from jdisagg.core.requests import EngineRequest, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer

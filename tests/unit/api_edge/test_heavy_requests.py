@@ -12,7 +12,8 @@ import grpc.aio
 import httpx
 import pytest
 
-from jdisagg.api import choice, generation
+from jdisagg.api.generation import choice
+from jdisagg.api.generation import service as generation
 from jdisagg.api.http import body, chat, completions, protocol, tokens
 from jdisagg.text.chat import ChatTemplate
 from jdisagg.text.tokenizer import Tokenizer

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from jdisagg.api.choice import MOST_JOINED, Delta, ScoredToken, in_fewer
-from jdisagg.api.edge import Edge
-from jdisagg.api.intake import TextRequest
+from jdisagg.api.generation.choice import MOST_JOINED, Delta, ScoredToken, in_fewer
+from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.intake import TextRequest
 from jdisagg.core.errors import RequestError
 from jdisagg.core.requests import FinishReason, Provenance, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer

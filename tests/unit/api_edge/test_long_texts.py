@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from jdisagg.api import long_texts
+from jdisagg.api.generation import long_texts
+from jdisagg.api.generation.long_texts import INLINE_CHARACTERS, MAX_WAITING_CHARACTERS, LongTexts
 from jdisagg.api.http import tokens
-from jdisagg.api.long_texts import INLINE_CHARACTERS, MAX_WAITING_CHARACTERS, LongTexts
 from jdisagg.core.errors import Overloaded
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import WAIT_LIMIT_S, FakeEngine, Served, run, serving

@@ -13,13 +13,13 @@ import httpx
 import pytest
 from starlette.routing import Route
 
+from jdisagg.api.generation.token_engine import Health
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.body import Body
 from jdisagg.api.http.server import HttpServer
 from jdisagg.api.http.unserved import CHAT_FIELDS, COMPLETION_FIELDS
 from jdisagg.api.http.version import package_version
 from jdisagg.api.listening import listen
-from jdisagg.api.token_engine import Health
 from jdisagg.core.errors import ConfigError
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving

@@ -18,15 +18,15 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from jdisagg.api.codec import error_from_rpc, refuse
-from jdisagg.api.edge import Edge
-from jdisagg.api.generation import GenerationServicer
+from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.intake import Job
+from jdisagg.api.generation.local_engine import LocalEngine
+from jdisagg.api.generation.service import GenerationServicer
+from jdisagg.api.generation.token_engine import ModelCard, TokenEngine
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.server import HttpServer
-from jdisagg.api.intake import Job
 from jdisagg.api.listening import listen
-from jdisagg.api.local_engine import LocalEngine
-from jdisagg.api.token_engine import ModelCard, TokenEngine
-from jdisagg.api.worker_service import WorkerService
+from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.errors import InvalidRequest, Overloaded
 from jdisagg.core.requests import EngineRequest, Role, SamplingParams
 from jdisagg.roles import engine_thread

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jdisagg.api.choice import Delta, ScoredToken
+from jdisagg.api.generation.choice import Delta, ScoredToken
 from jdisagg.api.http.plain_chunks import PlainChunks, encode_event
 from jdisagg.core.requests import FinishReason
 from jdisagg.text.tokenizer import Tokenizer

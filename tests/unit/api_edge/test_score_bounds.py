@@ -8,9 +8,9 @@ import grpc.aio
 import httpx
 import pytest
 
-from jdisagg.api.edge import Edge
-from jdisagg.api.intake import TextRequest
-from jdisagg.api.scores import MAX_SCORES
+from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.intake import TextRequest
+from jdisagg.api.generation.scores import MAX_SCORES
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import SamplingParams
 from jdisagg.text.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from jdisagg.api.intake import TextRequest
+from jdisagg.api.generation.intake import TextRequest
 from jdisagg.core.config import ServerConfig
 from jdisagg.core.requests import SamplingParams
 from jdisagg.serve.text_edge import TextModel, make_edge

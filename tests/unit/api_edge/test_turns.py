@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 
-from jdisagg.api.edge import Edge
+from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.intake import TextRequest
 from jdisagg.api.http.app import make_app
-from jdisagg.api.intake import TextRequest
 from jdisagg.api.turns import PER_TURN, Turns
 from jdisagg.core.requests import EngineRequest, Output, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from jdisagg.api.fleet_client import FleetClient
-from jdisagg.api.fleet_service import FleetService
-from jdisagg.api.worker_service import WorkerService
+from jdisagg.api.fleet.client import FleetClient
+from jdisagg.api.fleet.service import FleetService
+from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import RequestError
 from jdisagg.core.fleet import Load, Member

@@ -505,7 +505,7 @@ def test_a_router_that_goes_is_one_short_line_and_none_while_the_worker_drains(d
         caplog.clear()
         await router.stop()
         await until(lambda: not worker.registration.registered()[router.address])
-        lines = [record.getMessage() for record in caplog.records if record.name == "jdisagg.api.fleet_client"]
+        lines = [record.getMessage() for record in caplog.records if record.name == "jdisagg.api.fleet.client"]
         codes = ("UNAVAILABLE", "CANCELLED")  # between two heartbeats, or in the middle of one
         gone = [[f"router {router.address} does not answer ({code}); registering again until it does"] for code in codes]
         assert lines in ([[]] if draining else gone)
@@ -537,13 +537,13 @@ def test_a_router_that_says_goodbye_is_no_outage_and_the_next_one_at_its_address
         await say_goodbye(router, worker)
         await router.stop()
         await until(lambda: not worker.registration.registered()[address])
-        assert levels(caplog, "jdisagg.api.fleet_client", f"router {address} has stopped, as it said") == ["INFO"]
+        assert levels(caplog, "jdisagg.api.fleet.client", f"router {address} has stopped, as it said") == ["INFO"]
         again = await Router().start(int(address.rpartition(":")[2]))
         await until(lambda: again.linked() == 1)
         caplog.clear()
         await again.stop()
         await until(lambda: not worker.registration.registered()[address])
-        assert levels(caplog, "jdisagg.api.fleet_client", f"router {address} does not answer") == ["WARNING"]
+        assert levels(caplog, "jdisagg.api.fleet.client", f"router {address} does not answer") == ["WARNING"]
         await worker.die()
 
     run_quiet(body())
@@ -551,7 +551,7 @@ def test_a_router_that_says_goodbye_is_no_outage_and_the_next_one_at_its_address
 
 @pytest.mark.parametrize("draining", [False, True])
 def test_a_router_that_never_answered_is_told_of_once_and_after_a_while(draining, caplog, monkeypatch):
-    monkeypatch.setattr("jdisagg.api.fleet_client.UNHEARD_S", 0.5)
+    monkeypatch.setattr("jdisagg.api.fleet.client.UNHEARD_S", 0.5)
 
     async def body() -> None:
         router = await Router().start()
@@ -562,14 +562,14 @@ def test_a_router_that_never_answered_is_told_of_once_and_after_a_while(draining
         await fleet(worker, router=router)
 
         def told() -> list[str]:
-            return levels(caplog, "jdisagg.api.fleet_client", f"router {nobody} has not answered for")
+            return levels(caplog, "jdisagg.api.fleet.client", f"router {nobody} has not answered for")
 
         if not draining:
             await until(told)
             assert monotonic() - began_s >= 0.5
         await asyncio.sleep(0.8)  # three more attempts
         assert told() == ([] if draining else ["WARNING"])
-        assert not levels(caplog, "jdisagg.api.fleet_client", f"router {router.address} has not answered")
+        assert not levels(caplog, "jdisagg.api.fleet.client", f"router {router.address} has not answered")
         await stop(router, worker)
 
     run_quiet(body())

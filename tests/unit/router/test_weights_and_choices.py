@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.api.token_engine import Enough
+from jdisagg.api.generation.token_engine import Enough
 from jdisagg.core.errors import HandoffLost, Overloaded, RequestError
 from jdisagg.core.requests import EngineRequest, Output, Role, SamplingParams
 from jdisagg.router.homes import Homes

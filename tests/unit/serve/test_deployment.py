@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from jdisagg.api import local_engine
-from jdisagg.api.local_engine import LocalEngine
-from jdisagg.api.token_engine import ModelCard
+from jdisagg.api.generation import local_engine
+from jdisagg.api.generation.local_engine import LocalEngine
+from jdisagg.api.generation.token_engine import ModelCard
 from jdisagg.core.config import Config
 from jdisagg.core.requests import Role
 from jdisagg.roles import engine_thread

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import transfer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdisagg.api.byte_source import GrpcByteSource
+from jdisagg.api.peer.byte_source import GrpcByteSource
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.kv.group import KVGroup
 from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed, Published, Publisher, PublishFailed, TransferEvent

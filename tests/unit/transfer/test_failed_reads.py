@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from jdisagg.api.byte_source import GrpcByteSource
+from jdisagg.api.peer.byte_source import GrpcByteSource
 from jdisagg.transfer.host_backend import ByteSource
 from jdisagg.transfer.tcp_source import TcpSource
 from jdisagg.transfer.tcp_wire import SECRET_BYTES, Locator

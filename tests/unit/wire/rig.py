@@ -12,7 +12,8 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from jdisagg.api import channels, peer_link
+from jdisagg.api import channels
+from jdisagg.api.peer import link as peer_link
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.requests import EngineRequest, SamplingParams
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity

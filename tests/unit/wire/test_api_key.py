@@ -13,18 +13,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jdisagg.api import channels
 from jdisagg.api.admin import AdminService
-from jdisagg.api.byte_source import GrpcByteSource
 from jdisagg.api.channels import INSECURE, Credentials
-from jdisagg.api.edge import Edge
-from jdisagg.api.fleet_client import FleetClient
-from jdisagg.api.fleet_service import FleetService
-from jdisagg.api.generation import GenerationServicer
+from jdisagg.api.fleet.client import FleetClient
+from jdisagg.api.fleet.service import FleetService
+from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.service import GenerationServicer
+from jdisagg.api.generation.token_engine import Health
 from jdisagg.api.grpc_health import HealthReporter
-from jdisagg.api.peer_client import GrpcPeerClient
-from jdisagg.api.peer_server import PeerServer
-from jdisagg.api.piece_server import add_peer_service
-from jdisagg.api.token_engine import Health
-from jdisagg.api.worker_service import WorkerService
+from jdisagg.api.peer.byte_source import GrpcByteSource
+from jdisagg.api.peer.client import GrpcPeerClient
+from jdisagg.api.peer.piece_server import add_peer_service
+from jdisagg.api.peer.server import PeerServer
+from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
@@ -209,7 +209,7 @@ def test_a_fleet_that_shares_the_key_works_and_a_stranger_to_it_is_told_why(
 ) -> None:
     """Registration, the Run stream, a hand-off and a fetch, by the clients that the processes use."""
     caplog.set_level("INFO")
-    monkeypatch.setattr("jdisagg.api.fleet_client.UNHEARD_S", 0.0)
+    monkeypatch.setattr("jdisagg.api.fleet.client.UNHEARD_S", 0.0)
 
     async def body() -> None:
         async with Everything(None, Credentials(api_key=theirs)) as there:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jdisagg.api.peer_link import PeerLink
+from jdisagg.api.peer.link import PeerLink
 from jdisagg.api.turns import PER_TURN
 from jdisagg.handoff.messages import HandoffId
 from tests.unit.wire.rig import identity, run_quiet

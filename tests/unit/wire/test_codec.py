@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.api import codec, fleet_codec, identity_codec, peer_codec
+from jdisagg.api import codec
+from jdisagg.api.fleet import codec as fleet_codec
+from jdisagg.api.peer import codec as peer_codec
+from jdisagg.api.peer import identity_codec
 from jdisagg.core import errors
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, Role, SamplingParams, TokenLogprob

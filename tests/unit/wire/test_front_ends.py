@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from jdisagg.api import local_engine
-from jdisagg.api.local_engine import LocalEngine
-from jdisagg.api.token_engine import Enough, Health, ModelCard
-from jdisagg.api.worker_client import WorkerLink
-from jdisagg.api.worker_service import WorkerService
+from jdisagg.api.generation import local_engine
+from jdisagg.api.generation.local_engine import LocalEngine
+from jdisagg.api.generation.token_engine import Enough, Health, ModelCard
+from jdisagg.api.worker.client import WorkerLink
+from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.errors import DeadlineExceeded, Unavailable
 from jdisagg.core.requests import FinishReason, Output, Role
 from jdisagg.roles.compute import ComputeSide

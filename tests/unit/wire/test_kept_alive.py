@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from jdisagg.api.fleet_client import FleetClient
-from jdisagg.api.fleet_service import FleetService
-from jdisagg.api.peer_link import PeerLink
+from jdisagg.api.fleet.client import FleetClient
+from jdisagg.api.fleet.service import FleetService
+from jdisagg.api.peer.link import PeerLink
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import Role
@@ -47,7 +47,7 @@ def test_a_watched_peer_is_asked_again_after_an_error_that_nobody_expected(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body() -> None:
-        monkeypatch.setattr("jdisagg.api.peer_client.PROBE_INTERVAL_S", 0.05)
+        monkeypatch.setattr("jdisagg.api.peer.client.PROBE_INTERVAL_S", 0.05)
         hello, asked = PeerLink.hello, []
 
         async def break_once(link: PeerLink, *, again: bool = False) -> Identity:
@@ -75,7 +75,7 @@ def test_a_worker_registers_again_after_an_error_that_nobody_expected(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body() -> None:
-        monkeypatch.setattr("jdisagg.api.fleet_client.AFTER_BUG_S", 0.05, raising=False)
+        monkeypatch.setattr("jdisagg.api.fleet.client.AFTER_BUG_S", 0.05, raising=False)
         members, failing = Members(), asyncio.Event()
 
         def fail(what: str) -> None:

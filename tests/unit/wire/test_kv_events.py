@@ -14,8 +14,8 @@ import pytest
 
 from jdisagg.api import unread
 from jdisagg.api.kv_cache_view import KVCacheView, SequenceGap
-from jdisagg.api.kv_event_ring import KVEventRing
-from jdisagg.api.kv_events import KVEventsService
+from jdisagg.api.kv_events.ring import KVEventRing
+from jdisagg.api.kv_events.service import KVEventsService
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
 from jdisagg.kv.events import Batch, Cleared, Removed, Stored

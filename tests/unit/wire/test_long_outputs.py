@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from jdisagg.api import peer_codec, stream_reply, worker_client, worker_service
 from jdisagg.api.in_order import LONG_POSITIONS
+from jdisagg.api.peer import codec as peer_codec
+from jdisagg.api.peer import reply as stream_reply
+from jdisagg.api.worker import client as worker_client
+from jdisagg.api.worker import service as worker_service
 from jdisagg.core.requests import Output, SamplingParams, TokenLogprob
 from jdisagg.handoff.messages import Accepted, Done, Started
 from tests.unit.router.fakes import FakeWorker

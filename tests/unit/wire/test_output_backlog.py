@@ -9,11 +9,12 @@ from time import monotonic
 import grpc.aio
 import pytest
 
-from jdisagg.api import channels, worker_client
+from jdisagg.api import channels
 from jdisagg.api.channels import FULL_MESSAGE_BYTES, Credentials
 from jdisagg.api.codec import decode_output, encode_output, encode_request
-from jdisagg.api.output_backlog import MOST_TOKENS, OutputBacklog
-from jdisagg.api.worker_client import WorkerLink
+from jdisagg.api.worker import client as worker_client
+from jdisagg.api.worker.client import WorkerLink
+from jdisagg.api.worker.output_backlog import MOST_TOKENS, OutputBacklog
 from jdisagg.core.errors import DeadlineExceeded
 from jdisagg.core.requests import FinishReason, Output, Provenance, SamplingParams, TokenLogprob
 from jdisagg.v1 import common_pb2, worker_pb2, worker_pb2_grpc

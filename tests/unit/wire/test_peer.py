@@ -16,14 +16,17 @@ from typing import Any
 import grpc
 import pytest
 
-from jdisagg.api import channels, peer_server, peer_stream, piece_server
-from jdisagg.api.byte_source import GrpcByteSource
+from jdisagg.api import channels
 from jdisagg.api.codec import encode_request
-from jdisagg.api.identity_codec import encode_identity
-from jdisagg.api.peer_client import GrpcPeerClient
-from jdisagg.api.peer_codec import DOWN_HEARTBEAT, decode_down, encode_down
-from jdisagg.api.peer_server import PeerServer
-from jdisagg.api.piece_server import add_peer_service
+from jdisagg.api.peer import piece_server
+from jdisagg.api.peer import server as peer_server
+from jdisagg.api.peer import stream as peer_stream
+from jdisagg.api.peer.byte_source import GrpcByteSource
+from jdisagg.api.peer.client import GrpcPeerClient
+from jdisagg.api.peer.codec import DOWN_HEARTBEAT, decode_down, encode_down
+from jdisagg.api.peer.identity_codec import encode_identity
+from jdisagg.api.peer.piece_server import add_peer_service
+from jdisagg.api.peer.server import PeerServer
 from jdisagg.api.pulse import cancel_and_wait
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import HandoffLost
@@ -254,7 +257,7 @@ def test_a_write_that_meets_the_stream_s_end_does_not_make_prefill_dead(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """An older P returns its status at once: gRPC replaces it by INTERNAL."""
-    monkeypatch.setattr("jdisagg.api.peer_server.LINGER_SHARE", 0.0)
+    monkeypatch.setattr("jdisagg.api.peer.server.LINGER_SHARE", 0.0)
 
     async def body() -> None:
         p, d = Prefill(identity()), Decode()
@@ -282,7 +285,7 @@ def test_a_failed_question_never_ends_the_streams_beside_it(monkeypatch):
         await until(p.opened)
 
         p.service._identity = dataclasses.replace(p.service._identity, fingerprint="refuses every Hello from now on")
-        monkeypatch.setattr("jdisagg.api.peer_client.PROBE_INTERVAL_S", 0.05)
+        monkeypatch.setattr("jdisagg.api.peer.client.PROBE_INTERVAL_S", 0.05)
         d.client.watch((address,))
         await until(lambda: not d.usable(address))
         await asyncio.sleep(0.2)
@@ -299,7 +302,7 @@ def test_a_failed_question_never_ends_the_streams_beside_it(monkeypatch):
 
 def test_watched_peers_are_known_to_be_down_until_they_answer(monkeypatch):
     async def body() -> None:
-        monkeypatch.setattr("jdisagg.api.peer_client.PROBE_INTERVAL_S", 0.05)
+        monkeypatch.setattr("jdisagg.api.peer.client.PROBE_INTERVAL_S", 0.05)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -322,7 +325,7 @@ def test_a_decode_worker_that_goes_in_the_middle_of_a_hand_off_is_in_the_prefill
     dies: bool | None, why: str, caplog: pytest.LogCaptureFixture
 ):
     """`dies`: None = it ends its stream in good order, which nobody needs to read of."""
-    caplog.set_level(logging.INFO, "jdisagg.api.peer_server")
+    caplog.set_level(logging.INFO, "jdisagg.api.peer.server")
 
     async def body() -> None:
         p = Prefill(identity())
@@ -337,7 +340,7 @@ def test_a_decode_worker_that_goes_in_the_middle_of_a_hand_off_is_in_the_prefill
         await p.server.stop(0)
 
     run_quiet(body())
-    told = [record.getMessage() for record in caplog.records if record.name == "jdisagg.api.peer_server"]
+    told = [record.getMessage() for record in caplog.records if record.name == "jdisagg.api.peer.server"]
     if dies is None:
         assert told == []
     else:
@@ -347,7 +350,7 @@ def test_a_decode_worker_that_goes_in_the_middle_of_a_hand_off_is_in_the_prefill
 
 
 def test_a_storm_of_streams_that_die_at_once_leaves_the_first_lines_in_the_log(caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO, "jdisagg.api.peer_server")
+    caplog.set_level(logging.INFO, "jdisagg.api.peer.server")
     num_streams = 3 * peer_server.TOLD_FIRST
 
     async def body() -> None:
@@ -362,7 +365,7 @@ def test_a_storm_of_streams_that_die_at_once_leaves_the_first_lines_in_the_log(c
         await p.server.stop(0)
 
     run_quiet(body())
-    told = [record.getMessage() for record in caplog.records if record.name == "jdisagg.api.peer_server"]
+    told = [record.getMessage() for record in caplog.records if record.name == "jdisagg.api.peer.server"]
     assert len(told) == peer_server.TOLD_FIRST
     assert len(set(told)) == len(told)
 
@@ -705,7 +708,7 @@ def test_the_log_says_when_a_peer_that_was_down_is_there_and_does_not_pair(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     async def body() -> None:
-        monkeypatch.setattr("jdisagg.api.peer_client.PROBE_INTERVAL_S", 0.05)
+        monkeypatch.setattr("jdisagg.api.peer.client.PROBE_INTERVAL_S", 0.05)
         p, d = Prefill(identity()), Decode(identity(fingerprint="another"))
         address = await p.start()
         await p.server.stop(0)
@@ -724,7 +727,7 @@ def test_the_log_says_when_a_peer_that_was_down_is_there_and_does_not_pair(
 
 def test_peers_that_nobody_asks_any_more_are_forgotten_with_their_connections(monkeypatch: pytest.MonkeyPatch):
     async def body() -> None:
-        monkeypatch.setattr("jdisagg.api.peer_book.FORGET_S", 0.2)
+        monkeypatch.setattr("jdisagg.api.peer.book.FORGET_S", 0.2)
         down: list[str] = []
         watched, old, new, d = Prefill(identity()), Prefill(identity()), Prefill(identity()), Decode()
         d.client._on_down = down.append
@@ -898,7 +901,7 @@ def test_a_message_that_cannot_be_read_ends_its_hand_off_with_a_status_that_leav
         assert isinstance(ended.error, HandoffLost)
         assert not is_final(ended.error)
         assert "chunk k: wanted shape [layers, tokens, heads, features], got [2, 8]" in ended.error.message
-        (told,) = [record.getMessage() for record in caplog.records if record.name == "jdisagg.api.peer_server"]
+        (told,) = [record.getMessage() for record in caplog.records if record.name == "jdisagg.api.peer.server"]
         assert "request r of ipv4:127.0.0.1:" in told
         assert "got [2, 8]" in told
         await d.client.aclose()

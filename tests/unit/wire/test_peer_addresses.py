@@ -12,8 +12,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from jdisagg.api.byte_source import GrpcByteSource
-from jdisagg.api.peer_book import PeerBook
+from jdisagg.api.peer.book import PeerBook
+from jdisagg.api.peer.byte_source import GrpcByteSource
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import SUSPECT_S
 from jdisagg.handoff.messages import Accepted, HandoffId, StreamEnded
@@ -79,7 +79,7 @@ def test_a_watched_peer_that_takes_us_and_that_we_cannot_take_is_known_not_to_pa
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     async def body() -> None:
-        monkeypatch.setattr("jdisagg.api.peer_client.PROBE_INTERVAL_S", 0.05)
+        monkeypatch.setattr("jdisagg.api.peer.client.PROBE_INTERVAL_S", 0.05)
         server, address = await start_server(
             lambda server: peer_pb2_grpc.add_PeerServiceServicer_to_server(StrangeServer("says nothing"), server)
         )

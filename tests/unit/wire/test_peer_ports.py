@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from jdisagg.api import peer_ports
 from jdisagg.api.channels import join_address
-from jdisagg.api.peer_ports import PeerPorts, Reached, Unreachable
+from jdisagg.api.peer import ports as peer_ports
+from jdisagg.api.peer.ports import PeerPorts, Reached, Unreachable
 from jdisagg.handoff.identity import Backend
 from jdisagg.handoff.messages import Agreed, HandoffId
 from jdisagg.transfer.tcp_store import TcpStore

@@ -7,7 +7,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.api.piece_wire import FETCH, decode_part, encode_part
+from jdisagg.api.peer.piece_wire import FETCH, decode_part, encode_part
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 SIZES = (1, 2, 127, 128, 129, 16383, 16384, 2**20, 2**21 - 1, 2**21)

@@ -10,9 +10,9 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from jdisagg.api.fleet_client import FleetClient
-from jdisagg.api.fleet_service import FleetService
-from jdisagg.api.router_names import routers_at
+from jdisagg.api.fleet.client import FleetClient
+from jdisagg.api.fleet.router_names import routers_at
+from jdisagg.api.fleet.service import FleetService
 from jdisagg.core.fleet import Load
 from jdisagg.transfer.names import Address
 from jdisagg.v1 import fleet_pb2_grpc
@@ -50,9 +50,9 @@ def test_several_addresses_of_a_family_are_several_routers(
 @pytest.fixture
 def resolve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Names have these addresses from now on, and are looked up often."""
-    monkeypatch.setattr("jdisagg.api.fleet_client.LOOK_S", 0.2)
-    monkeypatch.setattr("jdisagg.api.fleet_client.LOOK_SOON_S", 0.1)
-    monkeypatch.setattr("jdisagg.api.router_names.LOOK_SOON_S", 0.1)
+    monkeypatch.setattr("jdisagg.api.fleet.client.LOOK_S", 0.2)
+    monkeypatch.setattr("jdisagg.api.fleet.client.LOOK_SOON_S", 0.1)
+    monkeypatch.setattr("jdisagg.api.fleet.router_names.LOOK_SOON_S", 0.1)
     known: list[str] = []
 
     def getaddrinfo(host: str, port: object, *, type: int, flags: int = 0) -> list[tuple[Any, ...]]:

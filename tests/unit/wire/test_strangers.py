@@ -12,11 +12,11 @@ import grpc.aio
 import pytest
 
 from jdisagg.api import channels
-from jdisagg.api.byte_source import GrpcByteSource
 from jdisagg.api.channels import FULL_MESSAGE_BYTES, MAX_REQUEST_BYTES, Credentials
-from jdisagg.api.peer_link import PeerLink
-from jdisagg.api.peer_server import PeerServer
-from jdisagg.api.piece_server import add_peer_service
+from jdisagg.api.peer.byte_source import GrpcByteSource
+from jdisagg.api.peer.link import PeerLink
+from jdisagg.api.peer.piece_server import add_peer_service
+from jdisagg.api.peer.server import PeerServer
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc, generation_pb2_grpc
 from tests.unit.reading import read_whole
 from tests.unit.wire.rig import FAST, WAIT_LIMIT_S, identity, run_quiet, start_server, until

@@ -9,8 +9,8 @@ from time import monotonic
 import pytest
 from chaos_kit.proxy import Proxy, Weather
 
-from jdisagg.api.byte_source import SLOW_PART_BYTES, GrpcByteSource
-from jdisagg.api.peer_client import GrpcPeerClient
+from jdisagg.api.peer.byte_source import SLOW_PART_BYTES, GrpcByteSource
+from jdisagg.api.peer.client import GrpcPeerClient
 from jdisagg.core.errors import Stalled
 from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.messages import Accepted, HandoffId, StreamEnded

@@ -10,9 +10,9 @@ from dataclasses import replace
 import grpc.aio
 import pytest
 
-from jdisagg.api.identity_codec import encode_identity
-from jdisagg.api.peer_client import GrpcPeerClient
-from jdisagg.api.peer_codec import decode_down, decode_up, encode_down, encode_up
+from jdisagg.api.peer.client import GrpcPeerClient
+from jdisagg.api.peer.codec import decode_down, decode_up, encode_down, encode_up
+from jdisagg.api.peer.identity_codec import encode_identity
 from jdisagg.core.errors import HandoffLost, InvalidRequest, NumericalError, Overloaded
 from jdisagg.core.logs import GRPC_SERVER_LOG, Garbled
 from jdisagg.core.requests import FinishReason, Output, Provenance, TokenLogprob

@@ -17,12 +17,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jdisagg.api import channels
 from jdisagg.api.admin import AdminService
 from jdisagg.api.codec import encode_request
-from jdisagg.api.fleet_codec import decode_member
+from jdisagg.api.fleet.codec import decode_member
+from jdisagg.api.generation.token_engine import Health
 from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.pulse import Pulse
-from jdisagg.api.token_engine import Health
-from jdisagg.api.worker_client import CLOSED, SILENT, WorkerLink
-from jdisagg.api.worker_service import WorkerService
+from jdisagg.api.worker.client import CLOSED, SILENT, WorkerLink
+from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.errors import InvalidRequest, Overloaded, Unavailable
 from jdisagg.core.fleet import Load
 from jdisagg.core.requests import FinishReason, Output, Role, SamplingParams
@@ -459,7 +459,7 @@ def test_a_bug_that_ends_a_run_stream_is_no_end_in_good_order_and_in_the_log(
         if side.endswith("beside"):
             monkeypatch.setattr("jdisagg.api.in_order.is_long", lambda output: True)
         if side.startswith("worker encodes"):
-            monkeypatch.setattr("jdisagg.api.worker_service.encode_output", fail)
+            monkeypatch.setattr("jdisagg.api.worker.service.encode_output", fail)
         server, address = await start_server(
             lambda server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(engine, FAST), server)
         )
@@ -478,11 +478,11 @@ def test_a_bug_that_ends_a_run_stream_is_no_end_in_good_order_and_in_the_log(
         if side == "worker reads":
             engine.submit = fail
         elif side == "worker writes":
-            monkeypatch.setattr("jdisagg.api.worker_service.encode_load", fail)
+            monkeypatch.setattr("jdisagg.api.worker.service.encode_load", fail)
         elif side == "router reads":
             link._on_outputs = fail
         elif side == "router writes":
-            monkeypatch.setattr("jdisagg.api.worker_client.encode_request", fail)
+            monkeypatch.setattr("jdisagg.api.worker.client.encode_request", fail)
         elif side == "router decodes beside":
             monkeypatch.setattr(link._decoded, "_convert", fail)
         link.submit(request("r"))

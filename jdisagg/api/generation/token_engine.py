@@ -1,6 +1,6 @@
 """What the edges (gRPC Generate, OpenAI HTTP) talk to: something that turns token requests into token streams.
 
-A worker's own engine (`jdisagg.api.local_engine`) and a router's fleet (`jdisagg.router.fleet_engine`) both implement it.
+A worker's own engine (`local_engine` beside this) and a router's fleet (`jdisagg.router.fleet_engine`) both implement it.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ from time import monotonic
 from typing import TypeVar
 from weakref import WeakSet
 
-from jdisagg.api.choice import ChoiceText, Delta, Transcript, in_fewer
+from jdisagg.api.generation.choice import ChoiceText, Delta, Transcript, in_fewer
+from jdisagg.api.generation.intake import Job, TextRequest, admit
+from jdisagg.api.generation.long_texts import LongTexts
+from jdisagg.api.generation.token_engine import Enough, ModelCard, TokenEngine
 from jdisagg.api.in_order import is_long
-from jdisagg.api.intake import Job, TextRequest, admit
-from jdisagg.api.long_texts import LongTexts
 from jdisagg.api.mailbox import Mailbox
-from jdisagg.api.token_engine import Enough, ModelCard, TokenEngine
 from jdisagg.api.turns import Turns
 from jdisagg.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError
 from jdisagg.core.metrics import Metrics

@@ -13,10 +13,10 @@ import grpc.aio
 from jdisagg.api.codec import error_from_rpc
 from jdisagg.api.in_order import is_long
 from jdisagg.api.outbox import Outbox
-from jdisagg.api.peer_codec import DOWN_HEARTBEAT, Up, UpStream, encode_down
-from jdisagg.api.peer_link import PeerLink
+from jdisagg.api.peer.codec import DOWN_HEARTBEAT, Up, UpStream, encode_down
+from jdisagg.api.peer.link import PeerLink
+from jdisagg.api.peer.shared_pulse import Listener, SharedPulse
 from jdisagg.api.pulse import QUIET_SHARE, cancel_and_wait
-from jdisagg.api.shared_pulse import Listener, SharedPulse
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import HandoffLost, InvalidRequest, RequestError, Unavailable
 from jdisagg.handoff.identity import Identity

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from jdisagg.api.codec import refuse
-from jdisagg.api.fleet_codec import decode_load, decode_member, encode_member
+from jdisagg.api.fleet.codec import decode_load, decode_member, encode_member
 from jdisagg.api.status_details import end_call
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import InvalidRequest, Unavailable

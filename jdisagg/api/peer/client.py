@@ -18,9 +18,9 @@ from time import monotonic
 from typing import Any
 
 from jdisagg.api.channels import INSECURE, Credentials
-from jdisagg.api.peer_book import PeerBook
-from jdisagg.api.peer_link import HelloFailed, PeerLink
-from jdisagg.api.peer_stream import UNCLEAR, PeerStream
+from jdisagg.api.peer.book import PeerBook
+from jdisagg.api.peer.link import HelloFailed, PeerLink
+from jdisagg.api.peer.stream import UNCLEAR, PeerStream
 from jdisagg.api.turns import Turns
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jdisagg.api.identity_codec import decode_parts, encode_parts
+from jdisagg.api.peer.identity_codec import decode_parts, encode_parts
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import Role

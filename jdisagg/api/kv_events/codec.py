@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from jdisagg.api.kv_event_ring import KVEventRing, Snapshot
+from jdisagg.api.kv_events.ring import KVEventRing, Snapshot
 from jdisagg.kv.events import Batch, Cleared, KVEvent, Removed, Stored, as_events
 from jdisagg.v1 import kv_events_pb2
 

@@ -21,13 +21,13 @@ import grpc
 import grpc.aio
 
 from jdisagg.api.codec import refuse
-from jdisagg.api.identity_codec import decode_identity, encode_identity
-from jdisagg.api.peer_codec import decode_down
-from jdisagg.api.piece_server import PieceBytes, PieceServer
+from jdisagg.api.peer.codec import decode_down
+from jdisagg.api.peer.identity_codec import decode_identity, encode_identity
+from jdisagg.api.peer.piece_server import PieceBytes, PieceServer
+from jdisagg.api.peer.reply import StreamReply
+from jdisagg.api.peer.shared_pulse import Listener, SharedPulse
 from jdisagg.api.pulse import Pulse, cancel_and_wait
-from jdisagg.api.shared_pulse import Listener, SharedPulse
 from jdisagg.api.status_details import end_call
-from jdisagg.api.stream_reply import StreamReply
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import HandoffLost, InvalidRequest, OtherProcess, RequestError, Unavailable
 from jdisagg.core.logs import Seldom

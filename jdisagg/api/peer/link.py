@@ -12,9 +12,9 @@ import grpc
 import grpc.aio
 
 from jdisagg.api.channels import Credentials, may_have_left, open_channel
-from jdisagg.api.identity_codec import decode_identity, encode_identity
-from jdisagg.api.peer_ports import PeerPorts, Reached
-from jdisagg.api.shared_pulse import SharedPulse
+from jdisagg.api.peer.identity_codec import decode_identity, encode_identity
+from jdisagg.api.peer.ports import PeerPorts, Reached
+from jdisagg.api.peer.shared_pulse import SharedPulse
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.told import told

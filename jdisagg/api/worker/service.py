@@ -22,10 +22,10 @@ from typing import Protocol
 import grpc.aio
 
 from jdisagg.api.codec import decode_request, encode_output
-from jdisagg.api.fleet_codec import encode_load
+from jdisagg.api.fleet.codec import encode_load
 from jdisagg.api.in_order import InOrder
-from jdisagg.api.output_backlog import OutputBacklog
 from jdisagg.api.pulse import Pulse, cancel_and_wait
+from jdisagg.api.worker.output_backlog import OutputBacklog
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import RequestError
 from jdisagg.core.fleet import Load

@@ -18,9 +18,9 @@ import grpc
 import grpc.aio
 
 from jdisagg.api.channels import INSECURE, Credentials, open_channel
-from jdisagg.api.fleet_codec import encode_load, encode_member
+from jdisagg.api.fleet.codec import encode_load, encode_member
+from jdisagg.api.fleet.router_names import LOOK_S, LOOK_SOON_S, RouterNames
 from jdisagg.api.pulse import cancel_and_wait
-from jdisagg.api.router_names import LOOK_S, LOOK_SOON_S, RouterNames
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.told import told

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from jdisagg.api.peer_ports import Reached
+from jdisagg.api.peer.ports import Reached
 from jdisagg.core.fleet import DRAINING, SUSPECT_S
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from jdisagg.api.context_length import Prompt, check_length, too_long
-from jdisagg.api.long_texts import LongTexts, Run
-from jdisagg.api.scores import check_prompt_scores, most_answer_tokens, too_many_answer_scores
-from jdisagg.api.token_engine import ModelCard
+from jdisagg.api.generation.context_length import Prompt, check_length, too_long
+from jdisagg.api.generation.long_texts import LongTexts, Run
+from jdisagg.api.generation.scores import check_prompt_scores, most_answer_tokens, too_many_answer_scores
+from jdisagg.api.generation.token_engine import ModelCard
 from jdisagg.core.errors import InvalidRequest, ModelNotFound
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, EngineRequest, SamplingParams
 from jdisagg.text.stops import Stop

@@ -18,7 +18,7 @@ import grpc.aio
 
 from jdisagg.api.channels import INSECURE, Credentials, fill_message, open_channel
 from jdisagg.api.codec import decode_output, encode_request
-from jdisagg.api.fleet_codec import decode_load
+from jdisagg.api.fleet.codec import decode_load
 from jdisagg.api.in_order import InOrder
 from jdisagg.api.pulse import Pulse, cancel_and_wait
 from jdisagg.core.config import TransferConfig

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from jdisagg.api.piece_wire import FETCH, encode_part
+from jdisagg.api.peer.piece_wire import FETCH, encode_part
 from jdisagg.api.status_details import end_call
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 

@@ -12,10 +12,10 @@ from time import monotonic
 
 import grpc
 
-from jdisagg.api.blocking_channels import BlockingChannels
 from jdisagg.api.channels import INSECURE, Credentials
-from jdisagg.api.piece_wire import FETCH, decode_part
-from jdisagg.api.stalls import StallWatch, Watched
+from jdisagg.api.peer.blocking_channels import BlockingChannels
+from jdisagg.api.peer.piece_wire import FETCH, decode_part
+from jdisagg.api.peer.stalls import StallWatch, Watched
 from jdisagg.core.errors import Stalled
 from jdisagg.core.told import told
 from jdisagg.v1 import peer_pb2

@@ -12,9 +12,9 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, TypeVar
 
-from jdisagg.api.attempts import Attempts
+from jdisagg.api.generation.attempts import Attempts
+from jdisagg.api.generation.token_engine import Enough, Health, ModelCard
 from jdisagg.api.mailbox import Mailbox
-from jdisagg.api.token_engine import Enough, Health, ModelCard
 from jdisagg.core.errors import DeadlineExceeded, RequestError, Unavailable
 from jdisagg.core.fleet import Load
 from jdisagg.core.requests import EngineRequest, Output
