@@ -187,6 +187,10 @@ class Fleet:
         """What there is none of, where `choose` finds nobody of that fingerprint (None = any) for so many tokens; else ""."""
         return self._usable(fingerprint, num_tokens, prefill_tokens)[1]
 
+    def count_usable(self, fingerprint: str | None, num_tokens: int, prefill_tokens: int) -> int:
+        """How many `choose` chooses from."""
+        return len(self._usable(fingerprint, num_tokens, prefill_tokens)[0])
+
     def _usable(self, fingerprint: str | None, num_tokens: int, prefill_tokens: int) -> tuple[list[Entry], str]:
         """Who can take such a request; where that is nobody, also what there is none of."""
         of_it = [entry for entry in self._entries.values() if fingerprint in (None, entry.member.fingerprint)]

@@ -22,12 +22,14 @@ class Desk:
 
     fleet: Fleet
     live: list[Flight] = field(default_factory=list)
+    num_asked: int = 0  # as the latest was told
 
     def __post_init__(self) -> None:
         self.placement = Placement(self)
 
     def submit(self, entry: object, asked: EngineRequest) -> None:
         assert entry is not None
+        self.num_asked = asked.num_asked
 
     def cancel(self, entry: object, request_id: str, attempt: int, *, enough: bool) -> None:
         assert entry is not None
@@ -119,3 +121,21 @@ def test_another_salt_is_another_document() -> None:
     at = desk()
     homes = [{at.place(document(number), salt=salt) for salt in ("", "one", "two", "three")} for number in range(10)]
     assert max(len(home) for home in homes) >= 3
+
+
+def test_who_takes_no_such_request_is_not_counted_among_those_that_are_asked() -> None:
+    at = desk(6)
+    draining, short, silent, gone, new, _ = (entry for entry in at.fleet.entries() if entry.member.decodes)
+    at.place(document(0))
+    assert at.num_asked == 6
+    draining.member = replace(draining.member, draining=True)
+    short.member = replace(short.member, max_model_len=100)
+    assert silent.stream is not None
+    silent.stream.is_awaited = True
+    gone.stream = None
+    at.place(document(1))
+    assert at.num_asked == 2
+    new.member = replace(new.member, fingerprint="new weights", needs_prefill=True)
+    at.place(document(2))
+    assert at.num_asked == 1, "nobody prefills for those"
+    at.end_all()
