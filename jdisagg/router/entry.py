@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jdisagg.core.fleet import Member
 from jdisagg.router.prefixes import Key
@@ -32,11 +32,10 @@ class Entry:
     others_tokens: int = 0  # of P: what it has to compute besides
     suspect_until_s: float = 0.0
     misses: int = 0  # attempts in a row to open its Run stream that failed
+    key: Key = field(init=False)  # a process, not an address; one object, as each prompt that it had remembers it
 
-    @property
-    def key(self) -> Key:
-        """A process, not an address."""
-        return self.member.address, self.member.epoch
+    def __post_init__(self) -> None:
+        self.key = self.member.address, self.member.epoch
 
     @property
     def linked(self) -> bool:

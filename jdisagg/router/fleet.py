@@ -162,24 +162,34 @@ class Fleet:
         if not usable:
             return None
         prefilled = {peer.member.fingerprint for peer in self._prefill()}
-        least = min(_busy(entry) for entry in usable)[0]
 
-        def rank(entry: Entry) -> tuple[object, ...]:
+        def standing(entry: Entry) -> tuple[bool, ...]:
             address = entry.member.address
             lonely = entry.member.role is Role.DECODE and entry.member.fingerprint not in prefilled
             is_short = entry.member.max_model_len < wanted_tokens
             doubtful = address in but_not, entry.is_quiet, entry.suspect_until_s > now_s
+            return (*doubtful, is_short, address != home, lonely)
+
+        best = min(standing(entry) for entry in usable)
+        equals = [entry for entry in usable if standing(entry) == best]
+        least = min(_busy(entry) for entry in equals)[0]
+
+        def rank(entry: Entry) -> tuple[object, ...]:
             busy, pending = _busy(entry)
             cached = near.decodes.get(entry.key, 0)
             if busy > least * NEAR_SHARE + min(NEAR_MOST, NEAR_LEAST + cached / NEAR_TOKENS):
                 cached = 0
-            return (*doubtful, is_short, address != home, lonely, -cached, busy, pending, _lot(entry, kin))
+            return -cached, busy, pending, _lot(entry, kin)
 
-        return min(usable, key=rank)
+        return min(equals, key=rank)
 
     def lacks(self, fingerprint: str | None, num_tokens: int = 0, prefill_tokens: int = 0) -> str:
         """What there is none of, where `choose` finds nobody of that fingerprint (None = any) for so many tokens; else ""."""
         return self._usable(fingerprint, num_tokens, prefill_tokens)[1]
+
+    def count_usable(self, fingerprint: str | None, num_tokens: int, prefill_tokens: int) -> int:
+        """How many `choose` chooses from."""
+        return len(self._usable(fingerprint, num_tokens, prefill_tokens)[0])
 
     def _usable(self, fingerprint: str | None, num_tokens: int, prefill_tokens: int) -> tuple[list[Entry], str]:
         """Who can take such a request; where that is nobody, also what there is none of."""

@@ -53,8 +53,9 @@ class Placement:
         entry = self._fleet.choose(self.weights(flight), now_s, **lengths, but_not=tried, home=home, near=near, kin=kin)
         if entry is None:
             return False
+        num_asked = self._fleet.count_usable(self._next_weights(flight), flight.least_tokens, flight.prefill_tokens)
         self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.fingerprint)
-        self._submit(flight, entry, near, kin)
+        self._submit(flight, entry, near, kin, num_asked)
         self._prefixes.note(flight.beginnings, entry.key, flight.prefill[0].key if flight.prefill else None)
         return True
 
@@ -68,9 +69,7 @@ class Placement:
 
     def is_tried_everywhere(self, flight: Flight, now_s: float) -> bool:
         """Nobody is left in this round of attempts."""
-        fingerprint = None if flight.is_untouched else flight.fingerprint
-        fingerprint = fingerprint or self._homes.spoken_fingerprint(flight.request.fork_group)
-        tried = flight.setbacks.tried
+        fingerprint, tried = self._next_weights(flight), flight.setbacks.tried
         least, prefill = flight.least_tokens, flight.prefill_tokens
         best = self._fleet.choose(fingerprint, now_s, num_tokens=least, prefill_tokens=prefill, but_not=tried)
         return best is None or best.member.address in tried
@@ -93,7 +92,12 @@ class Placement:
             self._workers.cancel(flight.entry, flight.request.request_id, flight.attempt, enough=flight.enough)
             flight.entry = None
 
-    def _submit(self, flight: Flight, entry: Entry, near: Near, kin: bytes) -> None:
+    def _next_weights(self, flight: Flight) -> str | None:
+        """Those of an attempt after this one, should it bring nothing; None = any will do."""
+        fingerprint = None if flight.is_untouched else flight.fingerprint
+        return fingerprint or self._homes.spoken_fingerprint(flight.request.fork_group)
+
+    def _submit(self, flight: Flight, entry: Entry, near: Near, kin: bytes, num_asked: int) -> None:
         flight.entry = entry
         flight.fingerprint = entry.member.fingerprint
         entry.pending += 1
@@ -107,7 +111,6 @@ class Placement:
                 peers[0].pending_tokens += num_tokens
                 peers[0].pending_cached += num_cached
         named = tuple(peer.member.address for peer in peers)
-        num_asked = sum(one.linked and one.member.decodes for one in self._fleet.entries())
         self._workers.submit(entry, flight.attempt_request(named, entry.member.max_model_len, num_asked))
 
     def _leave_prefill(self, flight: Flight) -> None:

@@ -143,7 +143,8 @@ class Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
-        self._stop_waiting_for_reader()  # who asks again has taken what came before, or makes this answer wait
+        if not self.flow.write_paused:  # who asks again has taken what came before, or makes this answer wait later
+            self._stop_waiting_for_reader()
         super()._start_asgi_task(cycle, app)
 
     def on_chunk_header(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -189,3 +190,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
             return await work
 
     return asyncio.run(limited())
+
+
+def living(*kinds: type[Any]) -> list[Any]:
+    """Every object of those kinds in this process."""
+    return [one for one in gc.get_objects() if isinstance(one, kinds)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from jdisagg.api.http import connection, protocol, server
@@ -190,6 +191,34 @@ def test_a_client_that_leaves_the_end_of_its_answer_loses_its_connection(
             head = b"GET / HTTP/1.1\r\nhost: x\r\n%s\r\n" % (b"" if keeps_alive else b"connection: close\r\n")
             await asyncio.get_running_loop().sock_sendall(client, head)
             async with asyncio.timeout(20.0):
+                while not lost:
+                    await asyncio.sleep(0.01)
+        await served.stop()
+
+    run(check())
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_client_that_asks_again_and_leaves_a_whole_answer_loses_its_connection(
+    at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next answer cannot begin before that is taken."""
+    monkeypatch.setattr(protocol, "UNREAD_TIMEOUT_S", 0.5)
+    again = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+
+    async def check() -> None:
+        loop = asyncio.get_running_loop()
+        lost: list[Any] = []
+        monkeypatch.setattr(protocol.Protocol, "connection_lost", _noting(lost, protocol.Protocol.connection_lost))
+        served = server.HttpServer(PlainTextResponse("x" * 2**24), listen(), stop_timeout_s=0.1)
+        await served.start()
+        with socket.socket() as client:
+            client.setblocking(False)
+            await loop.sock_connect(client, (served.host, served.port))
+            await loop.sock_sendall(client, again * (2 if at_once else 1))
+            await asyncio.sleep(0.0 if at_once else 0.2)
+            await loop.sock_sendall(client, again * (not at_once))
+            async with asyncio.timeout(10.0):
                 while not lost:
                     await asyncio.sleep(0.01)
         await served.stop()

@@ -20,7 +20,7 @@ from jdisagg.core.errors import HandoffLost, Overloaded
 from jdisagg.core.requests import EngineRequest, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import common_pb2, generation_pb2
-from tests.unit.api_edge.fakes import PROVENANCE, FakeEngine, Served, run, serving
+from tests.unit.api_edge.fakes import PROVENANCE, FakeEngine, Served, living, run, serving
 from tests.unit.reading import read_on
 
 ANSWER = "the quick brown fox 😀 jumps"
@@ -68,6 +68,7 @@ def test_a_refused_call_leaves_nothing_to_the_garbage_collector(tokenizer: Token
         async with serving(engine, tokenizer) as served:
             gc.collect()
             gc.disable()
+            earlier = living(EngineRequest, grpc.aio.AbortError)  # what tests before this one hold
             try:
                 engine.refusal = Overloaded("full")
                 for _ in range(5):
@@ -75,7 +76,7 @@ def test_a_refused_call_leaves_nothing_to_the_garbage_collector(tokenizer: Token
                         await _collect(served, text="the quick")
                 engine.refusal = None
                 await asyncio.sleep(0.1)  # the last call may still be about to end
-                assert not [one for one in gc.get_objects() if isinstance(one, EngineRequest | grpc.aio.AbortError)]
+                assert len(living(EngineRequest, grpc.aio.AbortError)) == len(earlier)
             finally:
                 gc.enable()
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from jdisagg.core.requests import EngineRequest, Output, Role
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.flight import Flight
@@ -22,12 +25,14 @@ class Desk:
 
     fleet: Fleet
     live: list[Flight] = field(default_factory=list)
+    num_asked: int = 0  # as the latest was told
 
     def __post_init__(self) -> None:
         self.placement = Placement(self)
 
     def submit(self, entry: object, asked: EngineRequest) -> None:
         assert entry is not None
+        self.num_asked = asked.num_asked
 
     def cancel(self, entry: object, request_id: str, attempt: int, *, enough: bool) -> None:
         assert entry is not None
@@ -119,3 +124,56 @@ def test_another_salt_is_another_document() -> None:
     at = desk()
     homes = [{at.place(document(number), salt=salt) for salt in ("", "one", "two", "three")} for number in range(10)]
     assert max(len(home) for home in homes) >= 3
+
+
+def test_who_takes_no_such_request_is_not_counted_among_those_that_are_asked() -> None:
+    at = desk(6)
+    draining, short, silent, gone, new, _ = (entry for entry in at.fleet.entries() if entry.member.decodes)
+    at.place(document(0))
+    assert at.num_asked == 6
+    draining.member = replace(draining.member, draining=True)
+    short.member = replace(short.member, max_model_len=100)
+    assert silent.stream is not None
+    silent.stream.is_awaited = True
+    gone.stream = None
+    at.place(document(1))
+    assert at.num_asked == 2
+    new.member = replace(new.member, fingerprint="new weights", needs_prefill=True)
+    at.place(document(2))
+    assert at.num_asked == 1, "nobody prefills for those"
+    at.end_all()
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["place", "place", "hear", "replay", "end", "restart", "drain"]), st.integers(0, 999)))
+)
+@settings(max_examples=60, deadline=None)
+def test_whatever_becomes_of_requests_and_workers_nothing_stays_counted(history: list[tuple[str, int]]) -> None:
+    at = desk(2)
+    ever = at.fleet.entries()
+    for position, (what, number) in enumerate(history):
+        flight = at.live[number % len(at.live)] if at.live else None
+        if what == "place":
+            at.live.append(asked := Flight(request(f"r/{position}", prompt=document(number % 3) + question(number))))
+            at.placement.begin(asked)
+            at.placement.place(asked, 0.0)
+        elif what in ("restart", "drain"):
+            entry = at.fleet.entries()[number % 4]
+            if what == "restart":
+                at.fleet.remove(entry)
+                at.fleet.register(replace(entry.member, epoch=f"epoch {number}", draining=False), 0.0)
+            again = next(one for one in at.fleet.entries() if one.member.address == entry.member.address)
+            again.member, again.stream = replace(again.member, draining=what == "drain" and number < 200), entry.stream
+            ever.append(again)
+        elif flight is not None and what == "hear":
+            at.placement.heard(flight, FIRST)
+        elif flight is not None and what == "replay":
+            at.placement.leave(flight)
+            flight.replay()
+            at.placement.place(flight, 0.0)
+        elif flight is not None:
+            at.placement.end(flight)
+            at.live.remove(flight)
+        assert all(0 <= entry.pending_cached <= entry.pending_tokens and entry.pending >= 0 for entry in ever)
+    at.end_all()
+    assert {(entry.pending, entry.pending_tokens, entry.pending_cached) for entry in ever} == {(0, 0, 0)}
