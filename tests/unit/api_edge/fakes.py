@@ -193,5 +193,5 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def living(*kinds: type[Any]) -> list[Any]:
-    """Every object of those kinds in this process."""
-    return [one for one in gc.get_objects() if isinstance(one, kinds)]
+    """Every object of exactly those kinds in this process: `isinstance` would ask each one, and those of torch warn."""
+    return [one for one in gc.get_objects() if any(type(one) is kind for kind in kinds)]
