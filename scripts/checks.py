@@ -1,9 +1,9 @@
 """Runs every check and prints one report: format, lint, types, layers, generated code, protos, metrics, then the tests.
 
-Usage: checks.py [--quick] [pytest arguments]. Everything runs even when something fails. Tests that compute run in two
-processes, file by file; those that start servers and wait for them run one after the other. Tools that come from outside the
-package index (buf, promtool) run when present and are listed as SKIPPED otherwise. The last line counts checks and tests
-together, in pytest's words; the exit status is 0 when nothing failed.
+Usage: checks.py [--quick] [pytest arguments]. Everything runs even when something fails. Tests that compute, and those that
+start servers but judge no time, run in two processes, file by file; the others run one after the other. Tools that come from
+outside the package index (buf, promtool) run when present and are listed as SKIPPED otherwise. The last line counts checks
+and tests together, in pytest's words; the exit status is 0 when nothing failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ sys.stdout.write(Metrics().text())
 """
 QUICK = ("tests/unit", "tests/compat")
 COMPUTING = (*QUICK, "tests/kernels", "tests/golden")
-SERVING = ("tests/e2e",)
+UNHURRIED = ("tests/e2e/unhurried", "tests/e2e/in_process")  # servers, and nothing that judges their time
+SERVING = ("tests/e2e", *(f"--ignore={path}" for path in UNHURRIED))
 IN_TWO_PROCESSES = ("--numprocesses=2", "--dist=loadfile")
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 CHECK_TIMEOUT_S = 300
@@ -160,7 +161,7 @@ def main() -> int:
     counted = tally.all()
     with tempfile.TemporaryDirectory(prefix="jdisagg-xla-") as cache:
         os.environ.setdefault(CACHE, cache)  # for all of them
-        run_tests(QUICK if options.quick else COMPUTING, [*IN_TWO_PROCESSES, *extra], tally)
+        run_tests(QUICK if options.quick else (*COMPUTING, *UNHURRIED), [*IN_TWO_PROCESSES, *extra], tally)
         if not options.quick:
             run_tests(SERVING, extra, tally)
     if tally.all() == counted:

@@ -6,6 +6,8 @@ import random
 
 from tests.e2e.client import Asked
 
+VOCAB = 1024  # token ids used in prompts; inside every demo tokenizer
+
 
 def mixed_requests(count: int, *, vocab_size: int, max_model_len: int, seed: int = 7) -> list[Asked]:
     """Prompt lengths from 1 to the maximum, greedy and seeded, n > 1, stop ids, max_tokens = 1."""

@@ -14,35 +14,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc.aio
 import pytest
 from fleet_process import free_port
 
-from tests.e2e.client import OPTIONS, Asked, Got, generate, run_all
+from tests.e2e.blows import TRIES, assert_exact, interrupt, kill_prefill_amid_handoffs, long_requests, wait_all_free
+from tests.e2e.client import Asked, Got, run_all
 from tests.e2e.conftest import PATIENT, Pair, Start, starting
 from tests.e2e.processes import ServerProcess, wait_until
 
 ROUNDS = int(os.environ.get("JDISAGG_DRILL_ROUNDS", "2"))
 STREAMS = 8
-TRIES = 3  # to strike in time: a machine may stand still just then
 GAP_LIMIT_S = 10.0  # hangs are failures; the figures themselves are printed, not asserted: machines differ
-
-
-def long_requests(count: int, seed: int, max_tokens: int = 160) -> list[Asked]:
-    rng = random.Random(seed)
-    return [
-        Asked(
-            prompt=tuple(rng.randrange(16, 1024) for _ in range(rng.choice((5, 20, 40, 70)))),
-            sampling={
-                "max_tokens": max_tokens,
-                "seed": rng.randrange(2**31),
-                "temperature": rng.choice((0.0, 0.9)),
-                "ignore_eos": True,
-            },
-            request_id=f"long-{seed}-{number}",
-        )
-        for number in range(count)
-    ]
 
 
 @dataclass(kw_only=True)
@@ -77,15 +59,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, exact_flags: tuple[str, ...]
             server.wait_ready()
         fleet.wait_members()
         yield fleet
-
-
-async def interrupt(address: str, requests: list[Asked], after_s: float, blow: Callable[[], object]) -> list[Got]:
-    """Run the requests together and call `blow` after `after_s`, on a thread: it may wait for its moment."""
-    async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
-        tasks = [asyncio.create_task(generate(channel, asked)) for asked in requests]
-        await asyncio.sleep(after_s)
-        await asyncio.to_thread(blow)
-        return await asyncio.wait_for(asyncio.gather(*tasks), 120)
 
 
 def streaming_on(router: ServerProcess, worker: ServerProcess) -> set[str]:
@@ -134,17 +107,6 @@ def _spread(times_s: list[float]) -> str:
     ordered = sorted(times_s)
     p50, p99 = ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
     return f"p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} ms, max {ordered[-1] * 1e3:.0f} ms ({len(ordered)})"
-
-
-def assert_exact(got: list[Got], wanted: list[Got]) -> None:
-    for one, other in zip(got, wanted, strict=True):
-        assert one.error is None, one.error
-        assert one.tokens == other.tokens
-        assert one.finish == other.finish
-
-
-def wait_all_free(server: ServerProcess, timeout_s: float = 10.0) -> None:
-    wait_until(lambda: server.metric("jdisagg_kv_pages_used") == 0, timeout_s, f"{server.flags[1]}: all pages free")
 
 
 @pytest.mark.timeout(60 + 60 * ROUNDS)
@@ -227,33 +189,13 @@ def test_killed_prefill_worker_is_survived_by_local_prefill(
     wait_all_free(decode)
 
 
-def kill_prefill_amid_handoffs(start: Start, flags: tuple[str, ...], requests: list[Asked], wanted: list[Got]) -> ServerProcess:
-    """A new P and D, and P killed as soon as D has hand-offs; the D of the last try. Every stream must be exact.
-
-    Again with others while the blow came when every hand-off had ended.
-    """
-    for _ in range(TRIES):
-        prefill = start("prefill", "--role", "prefill", *flags).wait_ready()
-        decode = start("decode", "--role", "decode", "--prefill", prefill.grpc, *flags).wait_ready()
-
-        def strike(prefill: ServerProcess = prefill, decode: ServerProcess = decode) -> None:
-            with suppress(AssertionError):  # they had ended before anybody looked
-                wait_until(lambda: decode.state()["handoff"]["handoffs"], 10, "hand-offs are under way")
-            prefill.kill()
-
-        assert_exact(asyncio.run(interrupt(decode.grpc, requests, 0.05, strike)), wanted)
-        if decode.metric("jdisagg_recoveries_total") > 0:
-            break
-    return decode
-
-
 def test_killed_client_frees_its_pages_at_once(pair: Pair, tmp_path: Path) -> None:
     """None of its requests goes on to the end, which is a second or two away."""
     script = tmp_path / "client.py"
     script.write_text(
         "import asyncio\n"
         "from tests.e2e.client import run_all\n"
-        "from tests.e2e.test_failures import long_requests\n"
+        "from tests.e2e.blows import long_requests\n"
         f"run_all({pair.decode.grpc!r}, long_requests(8, seed=900, max_tokens=180))\n"
     )
     for _ in range(TRIES):

@@ -15,10 +15,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from tests.e2e.blows import assert_exact, interrupt, long_requests, wait_all_free
 from tests.e2e.client import OPTIONS, Asked, Got, generate, run_all
 from tests.e2e.conftest import SMALL, Start, starting
 from tests.e2e.processes import ServerProcess, wait_until
-from tests.e2e.test_failures import assert_exact, interrupt, long_requests, wait_all_free
 from tests.e2e.tiny_model import make_tiny_model
 
 LIMIT_S = 10.0  # of what takes a second; the figures themselves are printed: machines differ

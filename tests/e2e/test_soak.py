@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.blows import assert_quiescent
 from tests.e2e.client import Asked, Got, run_all
 from tests.e2e.conftest import Start, starting
 from tests.e2e.overtaking import Story, read_story
 from tests.e2e.processes import Resources, ServerProcess, wait_until
 from tests.e2e.soak_load import Fate, Outcome, flood, make_catalogue
-from tests.e2e.test_exactness import assert_quiescent
 
 SOAK_S = float(os.environ.get("JDISAGG_SOAK_S", "8"))
 LONG_S = 250.0  # from here on every rare thing must have happened often

@@ -28,7 +28,7 @@ from jdisagg.models.spec import ModelSpec
 from tests.e2e.processes import wait_until
 
 ROUNDS = 5  # conversions killed
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 PROMPTS = ("def main():", "import os\nimport sys\n", "The quick brown fox", "x = [", "return self._")
 
 WRITE_BIG = """

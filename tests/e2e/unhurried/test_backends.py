@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.e2e.blows import assert_exact, kill_prefill_amid_handoffs, long_requests, wait_all_free
 from tests.e2e.client import run_all
 from tests.e2e.conftest import PATIENT, Pair, Start, starting
 from tests.e2e.processes import ServerProcess, wait_until
-from tests.e2e.test_failures import assert_exact, kill_prefill_amid_handoffs, long_requests, wait_all_free
 
 BACKENDS = ("grpc", "tcp", "shm", "jax")
 MOVED = "jdisagg_transfer_bytes_total"

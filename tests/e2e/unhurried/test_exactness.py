@@ -6,13 +6,13 @@ import os
 
 import pytest
 
+from tests.e2e.blows import assert_quiescent
 from tests.e2e.client import Asked, Got, run_all
 from tests.e2e.conftest import MAX_MODEL_LEN, Pair, Start
-from tests.e2e.mixed import mixed_requests
+from tests.e2e.mixed import VOCAB, mixed_requests
 from tests.e2e.processes import ServerProcess, wait_until
 from tests.e2e.tiny_model import HEAD_DIM, KV_HEADS, LAYERS
 
-VOCAB = 1024  # token ids used in prompts; inside every demo tokenizer
 COUNT = int(os.environ.get("JDISAGG_MIXED_COUNT", "120"))
 BYTES_PER_TOKEN = LAYERS * KV_HEADS * 2 * HEAD_DIM * 4  # float32
 
@@ -34,13 +34,6 @@ def assert_same(requests: list[Asked], wanted: list[Got], got: list[Got]) -> Non
         assert other.error is None, (asked.request_id, other.error)
         assert other.essence() == one.essence(), asked.request_id
         assert other.logprobs == one.logprobs, asked.request_id  # float32, equal to the last bit
-
-
-def assert_quiescent(server: ServerProcess) -> None:
-    wait_until(lambda: server.metric("jdisagg_kv_pages_used") == 0, 5, f"{server.flags[1]}: all pages free")
-    wait_until(lambda: server.metric("jdisagg_leases") == 0, 5, f"{server.flags[1]}: no lease")
-    wait_until(lambda: server.metric("jdisagg_published_bytes") == 0, 5, f"{server.flags[1]}: nothing published")
-    assert server.state()["streams"] == []
 
 
 def assert_nothing_compiled_since_ready(server: ServerProcess) -> None:

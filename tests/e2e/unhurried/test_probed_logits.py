@@ -8,10 +8,9 @@ import numpy as np
 
 from tests.e2e.client import run_all
 from tests.e2e.conftest import MAX_MODEL_LEN, Start
-from tests.e2e.mixed import mixed_requests
+from tests.e2e.mixed import VOCAB, mixed_requests
 from tests.e2e.probed_serve import PROBE_DIR
 from tests.e2e.processes import ServerProcess
-from tests.e2e.test_exactness import VOCAB
 
 PROBES = (5, 8, 20, 33)  # of the mixed load: n = 3; penalties; a repetition penalty; stop ids
 POSITIONS = 20

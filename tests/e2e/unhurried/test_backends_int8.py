@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.e2e.blows import assert_exact, long_requests, wait_all_free
 from tests.e2e.client import run_all
 from tests.e2e.conftest import Start
-from tests.e2e.test_failures import assert_exact, long_requests, wait_all_free
 
 
 @pytest.mark.parametrize("backend", ["shm", "jax"])

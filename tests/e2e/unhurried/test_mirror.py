@@ -11,12 +11,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+from fleet_process import free_port
 
 from jdisagg.v1 import admin_pb2, admin_pb2_grpc
 from tests.e2e.client import OPTIONS, Asked, Got, run_all
 from tests.e2e.conftest import Start, starting
 from tests.e2e.processes import ServerProcess, wait_until
-from tests.e2e.test_two_processes import free_port
 from tests.e2e.tiny_model import HEAD_DIM, KV_HEADS, LAYERS, make_tiny_model
 
 BYTES_PER_TOKEN = LAYERS * KV_HEADS * 2 * HEAD_DIM * 4

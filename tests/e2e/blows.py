@@ -1,0 +1,80 @@
+"""Requests whose streams last, blows that fall while they run, and what must be true of both afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import suppress
+
+import grpc.aio
+
+from tests.e2e.client import OPTIONS, Asked, Got, generate
+from tests.e2e.conftest import Start
+from tests.e2e.processes import ServerProcess, wait_until
+
+TRIES = 3  # to strike in time: a machine may stand still just then
+
+
+def long_requests(count: int, seed: int, max_tokens: int = 160) -> list[Asked]:
+    rng = random.Random(seed)
+    return [
+        Asked(
+            prompt=tuple(rng.randrange(16, 1024) for _ in range(rng.choice((5, 20, 40, 70)))),
+            sampling={
+                "max_tokens": max_tokens,
+                "seed": rng.randrange(2**31),
+                "temperature": rng.choice((0.0, 0.9)),
+                "ignore_eos": True,
+            },
+            request_id=f"long-{seed}-{number}",
+        )
+        for number in range(count)
+    ]
+
+
+async def interrupt(address: str, requests: list[Asked], after_s: float, blow: Callable[[], object]) -> list[Got]:
+    """Run the requests together and call `blow` after `after_s`, on a thread: it may wait for its moment."""
+    async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
+        tasks = [asyncio.create_task(generate(channel, asked)) for asked in requests]
+        await asyncio.sleep(after_s)
+        await asyncio.to_thread(blow)
+        return await asyncio.wait_for(asyncio.gather(*tasks), 120)
+
+
+def assert_exact(got: list[Got], wanted: list[Got]) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        assert one.error is None, one.error
+        assert one.tokens == other.tokens
+        assert one.finish == other.finish
+
+
+def wait_all_free(server: ServerProcess, timeout_s: float = 10.0) -> None:
+    wait_until(lambda: server.metric("jdisagg_kv_pages_used") == 0, timeout_s, f"{server.flags[1]}: all pages free")
+
+
+def assert_quiescent(server: ServerProcess) -> None:
+    wait_until(lambda: server.metric("jdisagg_kv_pages_used") == 0, 5, f"{server.flags[1]}: all pages free")
+    wait_until(lambda: server.metric("jdisagg_leases") == 0, 5, f"{server.flags[1]}: no lease")
+    wait_until(lambda: server.metric("jdisagg_published_bytes") == 0, 5, f"{server.flags[1]}: nothing published")
+    assert server.state()["streams"] == []
+
+
+def kill_prefill_amid_handoffs(start: Start, flags: tuple[str, ...], requests: list[Asked], wanted: list[Got]) -> ServerProcess:
+    """A new P and D, and P killed as soon as D has hand-offs; the D of the last try. Every stream must be exact.
+
+    Again with others while the blow came when every hand-off had ended.
+    """
+    for _ in range(TRIES):
+        prefill = start("prefill", "--role", "prefill", *flags).wait_ready()
+        decode = start("decode", "--role", "decode", "--prefill", prefill.grpc, *flags).wait_ready()
+
+        def strike(prefill: ServerProcess = prefill, decode: ServerProcess = decode) -> None:
+            with suppress(AssertionError):  # they had ended before anybody looked
+                wait_until(lambda: decode.state()["handoff"]["handoffs"], 10, "hand-offs are under way")
+            prefill.kill()
+
+        assert_exact(asyncio.run(interrupt(decode.grpc, requests, 0.05, strike)), wanted)
+        if decode.metric("jdisagg_recoveries_total") > 0:
+            break
+    return decode
