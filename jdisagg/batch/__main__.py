@@ -19,7 +19,7 @@ import httpx
 from jdisagg.batch.command import Command, parse_command
 from jdisagg.batch.finished import answered_by, check_unpublished, has_failed_lines, keep_answers
 from jdisagg.batch.journal import Journal, check_journal
-from jdisagg.batch.lanes import Lanes
+from jdisagg.batch.lanes import Lanes, proxy_of
 from jdisagg.batch.progress import shown
 from jdisagg.batch.results import count_lines
 from jdisagg.batch.runner import run_batch
@@ -127,6 +127,8 @@ def _open_client(command: Command) -> AbstractAsyncContextManager[httpx.AsyncCli
         api_key = os.environ.get(API_KEY_VARIABLE, "")
         check_key(api_key, API_KEY_VARIABLE)
         headers = {"authorization": f"Bearer {keys[0]}"} if (keys := keys_of(api_key)) else {}
+        if (proxy := proxy_of(command.server or "")) is not None:
+            say(f"the server is asked through the environment's proxy {proxy}; no_proxy names hosts that are asked directly")
         return httpx.AsyncClient(base_url=command.server or "", timeout=timeout, headers=headers, transport=Lanes())
     config = claim_chips(config, os.environ, find_tpu(os.environ))
     keep_freed_memory(os.environ)
