@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from jdisagg.api.api_key import KeyedChannel, KeyGuard
 from jdisagg.api.late_request import RequestGuard
-from jdisagg.api.listening import listen
+from jdisagg.api.listening import listen, most_connections
 from jdisagg.core.errors import ConfigError
 
 MAX_MESSAGE_BYTES = 256 * 2**20  # that a client takes: log-probabilities of a long prompt are long
@@ -104,9 +104,13 @@ def may_have_left(rested_s: float) -> bool:
 
 
 def make_server(credentials: Credentials = INSECURE) -> grpc.aio.Server:
-    """An asyncio server without services or ports; `bind` it, then `await server.start()`. Asks for the API key, if any."""
+    """An asyncio server without services or ports; `bind` it, then `await server.start()`. Asks for the API key, if any.
+
+    Hangs up on connections beyond its share of the descriptors: gRPC alone would take them all, and nothing else got one."""
     guards = [KeyGuard(credentials.api_key, credentials.client_api_key)] if credentials.api_key else []
-    return grpc.aio.server(interceptors=[*guards, RequestGuard()], options=_SERVER_OPTIONS)
+    most = most_connections()
+    options = _SERVER_OPTIONS if most is None else (*_SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", most))
+    return grpc.aio.server(interceptors=[*guards, RequestGuard()], options=options)
 
 
 def bind(server: grpc.aio.Server, host: str = "127.0.0.1", port: int = 0, credentials: Credentials = INSECURE) -> str:

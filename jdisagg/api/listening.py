@@ -1,14 +1,16 @@
-"""Sockets that listen, and what to tell the user when one cannot."""
+"""Sockets that listen, what to tell the user when one cannot, and how many connections one takes."""
 
 from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 
 from jdisagg.core.errors import ConfigError
 
 BACKLOG = 2048
+SHARE = 0.75  # of the descriptors that this process may have, for the connections of one port
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -31,3 +33,9 @@ def listen(host: str = "127.0.0.1", port: int = 0, *, flag: str = "--port") -> s
         raise ConfigError(
             f"{flag}: cannot listen on {host} port {port}: {why}; choose another port, or 0 for a free one", field=field
         ) from error
+
+
+def most_connections() -> int | None:
+    """How many a port keeps, so that links to workers and routers, and the other port, find descriptors; None = any number."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if limit == resource.RLIM_INFINITY else round(SHARE * limit)

@@ -19,16 +19,17 @@ import httpx
 from jdisagg.batch.command import Command, parse_command
 from jdisagg.batch.finished import answered_by, check_unpublished, has_failed_lines, keep_answers
 from jdisagg.batch.journal import Journal, check_journal
-from jdisagg.batch.lanes import Lanes
+from jdisagg.batch.lanes import Lanes, proxy_of
 from jdisagg.batch.progress import shown
 from jdisagg.batch.results import count_lines
 from jdisagg.batch.runner import run_batch
+from jdisagg.batch.said import say
 from jdisagg.batch.sender import Sender, Served, served_model
 from jdisagg.core.errors import ConfigError, JdisaggError, Unavailable
 from jdisagg.core.logs import setup_logs
 from jdisagg.core.settings import API_KEY_VARIABLE
 from jdisagg.core.values import check_key, keys_of
-from jdisagg.serve.environment import keep_freed_memory, prepare_jax
+from jdisagg.serve.environment import allow_descriptors, keep_freed_memory, open_standard_streams, prepare_jax
 from jdisagg.serve.tpu import claim_chips, find_tpu
 
 EXIT_DONE, EXIT_STOPPED, EXIT_BAD_COMMAND = 0, 1, 2
@@ -39,25 +40,25 @@ _LOCAL_MODULE = "jdisagg.batch.local"  # imports jax: resolved once the environm
 def main(argv: Sequence[str], *, tidy: Callable[[], object] = lambda: None, what_next: str = GOES_ON) -> int:
     """Run one batch; returns the exit status. Interrupted while an engine starts it ends the process, after `tidy()`.
     `what_next` is said when it was interrupted, or stops."""
-    interrupted = f"jdisagg.batch: interrupted; {what_next}"
+    interrupted = f"interrupted; {what_next}"
     try:
         command = parse_command(argv)
         if check_unpublished(command.batch) or (command.retry_failed and has_failed_lines(command.batch.output)):
             asyncio.run(_run(command, tidy, interrupted))
         else:
             asyncio.run(_check_finished(command))
-        print(f"jdisagg.batch: {count_lines(command.batch.output)}", file=sys.stderr)
+        say(count_lines(command.batch.output))
         return EXIT_DONE
     except ConfigError as error:
-        print(f"jdisagg.batch: {error.message}", file=sys.stderr)
+        say(error.message)
         return EXIT_BAD_COMMAND
     except JdisaggError as error:
-        print(f"jdisagg.batch: {error.message}", file=sys.stderr)
+        say(error.message)
         if what_next != GOES_ON:
-            print(f"jdisagg.batch: {what_next}", file=sys.stderr)
+            say(what_next)
         return EXIT_STOPPED
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print(interrupted, file=sys.stderr)
+        say(interrupted)
         return EXIT_STOPPED
 
 
@@ -74,7 +75,7 @@ async def _check_finished(command: Command) -> None:
         _check_model(command, had, now)
     of = "" if had is None else f" by {_told(had)}"
     again = "; --retry-failed asks again for what failed" if has_failed_lines(command.batch.output) else ""
-    print(f"jdisagg.batch: already complete{of}, nothing was run{again}", file=sys.stderr)
+    say(f"already complete{of}, nothing was run{again}")
 
 
 def _check_model(command: Command, had: Served, now: Served) -> None:
@@ -102,7 +103,7 @@ async def _run(command: Command, tidy: Callable[[], object], interrupted: str) -
         try:
             client = await stack.enter_async_context(_open_client(command))
         except asyncio.CancelledError:  # threads that compile or test an engine cannot be stopped; there is no answer to lose
-            print(interrupted, file=sys.stderr, flush=True)
+            say(interrupted)
             tidy()
             os._exit(EXIT_STOPPED)
         sender = Sender(client, patience_s=command.patience_s)
@@ -126,6 +127,8 @@ def _open_client(command: Command) -> AbstractAsyncContextManager[httpx.AsyncCli
         api_key = os.environ.get(API_KEY_VARIABLE, "")
         check_key(api_key, API_KEY_VARIABLE)
         headers = {"authorization": f"Bearer {keys[0]}"} if (keys := keys_of(api_key)) else {}
+        if (proxy := proxy_of(command.server or "")) is not None:
+            say(f"the server is asked through the environment's proxy {proxy}; no_proxy names hosts that are asked directly")
         return httpx.AsyncClient(base_url=command.server or "", timeout=timeout, headers=headers, transport=Lanes())
     config = claim_chips(config, os.environ, find_tpu(os.environ))
     keep_freed_memory(os.environ)
@@ -135,11 +138,13 @@ def _open_client(command: Command) -> AbstractAsyncContextManager[httpx.AsyncCli
 
 def _process() -> int:
     """`main` with logs on stderr: loading and compiling a model takes a while, and says so."""
+    open_standard_streams()
     try:
         setup_logs("batch")
     except ConfigError as error:
-        print(f"jdisagg.batch: {error.message}", file=sys.stderr)
+        say(error.message)
         return EXIT_BAD_COMMAND
+    allow_descriptors()
     return main(sys.argv[1:])
 
 

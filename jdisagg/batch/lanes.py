@@ -6,8 +6,12 @@ In one client every request looks at every connection: a row costs 2 ms at 32 of
 from __future__ import annotations
 
 import asyncio
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
+
+from jdisagg.core.errors import ConfigError
 
 _ONE = httpx.Limits(max_connections=1, max_keepalive_connections=1)
 
@@ -17,9 +21,14 @@ class Lanes(httpx.AsyncBaseTransport):
     Proxies and certificates come from the environment, as with any client."""
 
     def __init__(self) -> None:
+        """Raises ConfigError for proxies that cannot be used."""
         self._certificates = httpx.create_ssl_context()  # read once
         self._all: list[httpx.AsyncClient] = []
-        self._idle: list[httpx.AsyncClient] = []
+        try:
+            self._idle = [self._open()]
+        except (ImportError, ValueError) as error:  # of SOCKS, which httpx needs another package for, or unknown
+            told = f"proxies of the environment: {error}; choose an HTTP one, or none with no_proxy='*'"
+            raise ConfigError(told) from error
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Raises httpx.TransportError."""
@@ -42,3 +51,12 @@ class Lanes(httpx.AsyncBaseTransport):
         lane = httpx.AsyncClient(verify=self._certificates, limits=_ONE)
         self._all.append(lane)
         return lane
+
+
+def proxy_of(url: str) -> str | None:
+    """Host and port of the proxy of the environment through which `url` is asked, if any."""
+    asked, proxies = urlsplit(url), getproxies()
+    proxy = proxies.get(asked.scheme) or proxies.get("all")
+    if not proxy or proxy_bypass(asked.netloc.rpartition("@")[2]):
+        return None
+    return urlsplit(proxy if "://" in proxy else f"http://{proxy}").netloc.rpartition("@")[2]  # without its password

@@ -13,6 +13,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from jdisagg.batch.results import is_answered
 from jdisagg.batch.runner import Finished
+from jdisagg.batch.said import say
 
 REPORT_EVERY_S = 30.0
 _REDRAW_EVERY_S = 1.0
@@ -58,7 +59,7 @@ class Reports:
         self._told_s = monotonic()
         self._out = out
         if done:
-            print(f"jdisagg.batch: {done} of {total} were done before", file=out, flush=True)
+            say(f"{done} of {total} were done before", out)
 
     def __call__(self, finished: Sequence[Finished]) -> None:
         """These are finished, too."""
@@ -71,7 +72,7 @@ class Reports:
         self._told, self._told_s = self._done, now_s
         share, left = self._done / self._total, tqdm.format_interval((self._total - self._done) / rate)
         text = f"{self._done} of {self._total} ({share:.0%}), {self._failed} failed; {rate:.3g} requests/s, {left} left"
-        print(f"jdisagg.batch: {text}", file=self._out, flush=True)
+        say(text, self._out)
 
 
 def _num_failed(finished: Sequence[Finished]) -> int:

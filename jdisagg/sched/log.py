@@ -85,14 +85,20 @@ class LoggedScheduler(Scheduler):
         clock: Callable[[], float] = monotonic,
         **sizes: Any,
     ) -> None:
-        """`clock` is the one by which callers say `now_s`. Raises ConfigError like Scheduler, and for a log file that another
-        process writes; OSError when it cannot be written."""
+        """`clock` is the one by which callers say `now_s`. Raises ConfigError like Scheduler, and for a log file that cannot be
+        written, or that another process writes."""
         super().__init__(config, role=role, **sizes)
         self.recorder = FlightRecorder(plans_directory, role.value)
         self._file: TextIO | None = None
         self._clock = clock
         if config.schedule_log is not None:
-            self._file = _take_over(Path(config.schedule_log))
+            try:
+                self._file = _take_over(Path(config.schedule_log))
+            except OSError as error:
+                raise ConfigError(
+                    f"--schedule-log: {config.schedule_log} cannot be written: {error.strerror}; name another file",
+                    field="schedule_log",
+                ) from error
             self._write({"call": "__init__", "args": encode([config]), "kwargs": _plain({"role": role, **sizes})})
 
     def close_log(self) -> None:

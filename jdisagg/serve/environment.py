@@ -15,7 +15,8 @@ from pathlib import Path
 
 from jdisagg.core.config import Config, DeviceConfig
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.values import expand_home, parse_ranges
+from jdisagg.core.values import parse_ranges
+from jdisagg.serve.compile_cache import drop_broken_entries, usable_cache_dir
 from jdisagg.serve.cores import CGROUPS, cpu_quota, usable_cores
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,8 @@ def prepare_jax(config: Config, environ: MutableMapping[str, str], cgroups: Path
         environ.pop("JAX_COMPILATION_CACHE_DIR", None)
         return
     if chosen is not None or "JAX_COMPILATION_CACHE_DIR" not in environ:
-        environ["JAX_COMPILATION_CACHE_DIR"] = str(_usable_cache_dir(chosen))
+        environ["JAX_COMPILATION_CACHE_DIR"] = str(usable_cache_dir(chosen))
+    drop_broken_entries(Path(environ["JAX_COMPILATION_CACHE_DIR"]))
     environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
@@ -145,23 +147,3 @@ def _exit_at_end_of_stdin() -> None:
     while os.read(0, 1024):
         pass
     os._exit(1)
-
-
-def _usable_cache_dir(chosen: str | None) -> Path:
-    """The directory, created; without a choice the user's cache directory, or one beside us when that is not writable."""
-    candidates = [chosen] if chosen else ["~/.cache/jdisagg/xla", ".jdisagg-cache/xla"]
-    problem: OSError | ConfigError | None = None
-    for candidate in candidates:
-        try:
-            path = expand_home(candidate, "--compilation-cache-dir")
-            path.mkdir(parents=True, exist_ok=True)
-        except (OSError, ConfigError) as error:
-            problem = error
-        else:
-            if os.access(path, os.W_OK):
-                return path.absolute()
-    raise ConfigError(
-        f"--compilation-cache-dir: {candidates[-1]} is not writable ({problem or 'permission denied'}); "
-        "name another directory, or 'off'",
-        field="--compilation-cache-dir",
-    )

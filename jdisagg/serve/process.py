@@ -56,6 +56,7 @@ class Process:
         """Install the signal handlers. SIGUSR1 writes stacks even when the loop is stuck."""
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number)
+        faulthandler.unregister(signal.SIGUSR1)  # it would chain to what was there before `end_when_told`
         loop.add_signal_handler(signal.SIGUSR1, self._dump)
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
@@ -90,9 +91,11 @@ class Process:
 
 def end_when_told() -> None:
     """Until `run_process` listens, SIGTERM and SIGINT end this process at once, with 0: there is nothing to drain. Process 1 of
-    a container would never hear of them otherwise: the kernel keeps signals from it for which it has no handler."""
+    a container would never hear of them otherwise: the kernel keeps signals from it for which it has no handler. SIGUSR1 shows
+    where it is: a volume that does not answer may hold it up here, too."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -38,7 +38,7 @@ LEAST_BYTES_PER_S = 2**20
 MAX_CONNECTIONS = 256
 CLOSE_TIMEOUT_S = 2.0
 DISPLACE_TIMEOUT_S = 1.0  # its thread is blocked in recv and ends at once
-STRANGERS_SAID_S = 10.0  # between two lines of the log
+SAID_EVERY_S = 10.0  # a line of the log about strangers, or a shortage
 PAUSE_S = 0.1  # when no descriptor or thread is left
 
 
@@ -59,7 +59,8 @@ class TcpStore:
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._strangers: dict[socket.socket, None] = {}  # of these, oldest first
         self._lock = threading.Lock()  # of these two
-        self._strangers_told = Seldom(STRANGERS_SAID_S)
+        self._strangers_told = Seldom(SAID_EVERY_S)
+        self._shortage_told = Seldom(SAID_EVERY_S)
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="tcp-accept", daemon=True)
         self._thread.start()
@@ -106,7 +107,7 @@ class TcpStore:
                 connection, (peer, *_) = self._listener.accept()
             except OSError as error:
                 if not self._closed:  # no descriptor is left: perhaps soon
-                    log.warning("tcp: %s", error)
+                    self._shortage_told.say(log, logging.WARNING, "tcp: %s", error, now_s=monotonic())
                     sleep(PAUSE_S)
                 continue
             if self._closed or not self._has_room():
@@ -119,7 +120,7 @@ class TcpStore:
             try:
                 thread.start()
             except RuntimeError as error:
-                log.warning("tcp: %s; hung up on %s", error, peer)
+                self._shortage_told.say(log, logging.WARNING, "tcp: %s; hung up on %s", error, peer, now_s=monotonic())
                 self._forget(connection)
                 connection.close()
                 sleep(PAUSE_S)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import resource
 from time import monotonic
 
+from jdisagg.api.listening import SHARE, most_connections
 from jdisagg.core.logs import Seldom
 
 log = logging.getLogger(__name__)
 
-SHARE = 0.75  # of the descriptors that this process may have
 TOLD_EVERY_S = 10.0
 _BODY = b'{"error":{"message":"too many connections; try again later","type":"overloaded","param":null,"code":null}}'
 REFUSAL = (
@@ -27,8 +26,8 @@ class Crowd:
 
     def has_room(self, num_open: int) -> bool:
         """Whether one more may stay beside `num_open`; the log says when not."""
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if limit == resource.RLIM_INFINITY or num_open < SHARE * limit:
+        most = most_connections()
+        if most is None or num_open < most:
             return True
         text = "%d HTTP connections are open, as many as %.0f%% of this process's descriptors: others are refused"
         self._seldom.say(log, logging.WARNING, text, num_open, 100 * SHARE, now_s=monotonic())

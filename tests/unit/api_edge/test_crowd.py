@@ -8,7 +8,7 @@ import json
 import httpx
 import pytest
 
-from jdisagg.api.http import crowd
+from jdisagg.api import listening
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
 
@@ -18,7 +18,7 @@ MOST = 10
 def test_connections_beyond_a_share_of_the_descriptors_are_refused_and_others_live_on(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(crowd.resource, "getrlimit", lambda _: (MOST / crowd.SHARE, 4096))
+    monkeypatch.setattr(listening.resource, "getrlimit", lambda _: (MOST / listening.SHARE, 4096))
 
     async def check() -> None:
         async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:

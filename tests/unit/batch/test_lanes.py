@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
 from pathlib import Path
 
 import httpcore
@@ -10,7 +12,7 @@ import httpx
 import pytest
 
 from jdisagg.batch.__main__ import main
-from jdisagg.batch.lanes import Lanes
+from jdisagg.batch.lanes import Lanes, proxy_of
 from tests.unit.batch.fake_server import HANGS_UP, serving
 
 
@@ -61,3 +63,67 @@ def test_an_answer_is_what_a_client_of_its_own_would_get() -> None:
 
     with serving(odd={"gone": (HANGS_UP, b""), "odd": (418, b'{"a": 1}')}) as server:
         asyncio.run(body())
+
+
+@pytest.fixture
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.mark.usefixtures("no_proxies")
+@pytest.mark.parametrize(
+    ("environ", "url", "proxy"),
+    [
+        ({}, "http://box:1", None),
+        ({"http_proxy": "http://name:secret@gate:3128"}, "http://box:1", "gate:3128"),
+        ({"http_proxy": "gate:3128"}, "http://name:secret@box:1/api", "gate:3128"),
+        ({"http_proxy": "http://gate:3128"}, "https://box", None),
+        ({"HTTPS_PROXY": "http://gate:3128"}, "https://box", "gate:3128"),
+        ({"all_proxy": "socks5://gate:9"}, "http://box:1", "gate:9"),
+        ({"http_proxy": "http://gate:3128", "no_proxy": "localhost,box"}, "http://box:1", None),
+        ({"http_proxy": "http://gate:3128", "no_proxy": "127.0.0.1"}, "http://127.0.0.1:1", None),
+    ],
+)
+def test_the_proxy_of_the_environment_is_known_without_its_password(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], url: str, proxy: str | None
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert proxy_of(url) == proxy
+
+
+@pytest.mark.usefixtures("no_proxies")
+def test_a_batch_says_that_a_proxy_is_between_it_and_its_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which may be why a server of this machine is not reached."""
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "x"}\n')
+    with socket.create_server(("127.0.0.1", 0)) as taken, serving() as server:
+        gate = f"127.0.0.1:{taken.getsockname()[1]}"
+        taken.close()  # nobody is there
+        monkeypatch.setenv("http_proxy", f"http://{gate}")
+        command = ["--input", str(source), "--output", str(tmp_path / "out.jsonl"), "--server", server.url]
+        assert main([*command, "--patience-s", "0"]) == 1
+        said = f"jdisagg.batch: the server is asked through the environment's proxy {gate}; no_proxy names hosts"
+        assert capsys.readouterr().err.startswith(said)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert main(command) == 0
+        assert capsys.readouterr().err == "jdisagg.batch: 1 ok, 0 failed\n"
+
+
+@pytest.mark.usefixtures("no_proxies")
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "gate://127.0.0.1:9"])
+def test_a_proxy_of_a_kind_that_is_not_served_is_a_command_that_cannot_be_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], proxy: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "socksio", None)
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "x"}\n')
+    monkeypatch.setenv("all_proxy", proxy)
+    assert main(["--input", str(source), "--output", str(tmp_path / "out.jsonl"), "--server", "http://127.0.0.1:9"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("jdisagg.batch: proxies of the environment: ")
+    assert said.endswith("; choose an HTTP one, or none with no_proxy='*'")

@@ -243,3 +243,12 @@ def test_a_log_has_one_writer_and_keeps_what_the_one_before_wrote(tmp_path: Path
     second.close_log()
     assert [line["args"] for line in lines(path)[1:]] == [["c"]]
     assert [line["args"] for line in lines(path.with_name("log.jsonl.old"))[1:]] == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize("place", ["", "log.jsonl/", "no/such/log.jsonl"])
+def test_a_log_that_cannot_be_opened_is_a_bad_configuration(tmp_path: Path, place: str) -> None:
+    (tmp_path / "log.jsonl").mkdir()
+    config = SchedulerConfig(schedule_log=f"{tmp_path}/{place}")
+    with pytest.raises(ConfigError, match=r"--schedule-log: .* cannot be written: .*; name another file") as caught:
+        make_scheduler(config, role=Role.UNIFIED, **SIZES)
+    assert caught.value.field == "schedule_log"

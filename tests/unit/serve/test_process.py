@@ -17,7 +17,7 @@ from jdisagg.serve.process import ONE_TELLING_S, Process
 
 STARTING = """
 import asyncio, sys, threading, time
-from jdisagg.serve.process import run_process
+from jdisagg.serve.process import end_when_told, run_process
 
 def compile_a_model():
     time.sleep(60)
@@ -29,6 +29,7 @@ async def serve(process):
     await process.stopping.wait()
     return 0
 
+end_when_told()
 sys.exit(run_process(serve))
 """
 
@@ -65,6 +66,26 @@ def test_a_process_that_has_just_been_started_ends_when_told(tmp_path: Path, num
             _, said = process.communicate()
         watch.cancel()
     assert (process.returncode, said) == (0, "ended while it was starting; no request was lost\n")
+
+
+def test_sigusr1_shows_where_a_process_hangs_that_has_not_begun_to_load(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.toml"
+    os.mkfifo(settings)
+    command = [sys.executable, "-m", "jdisagg.serve", "--config", str(settings)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        watch = Timer(30.0, process.kill)
+        watch.start()
+        with settings.open("w"):  # it reads them now
+            process.send_signal(signal.SIGUSR1)
+            assert process.stderr is not None
+            said = [process.stderr.readline()]
+            while said[-1] and " in load_config" not in said[-1]:
+                said.append(process.stderr.readline())
+            process.terminate()
+            process.communicate()
+        watch.cancel()
+    assert said[-1], said
+    assert process.returncode == 0
 
 
 def test_signals_that_come_together_are_one_and_a_later_one_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

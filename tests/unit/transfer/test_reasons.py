@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 
 import pytest
@@ -39,6 +40,7 @@ class Failing:
         (TimeoutError("the deadline"), 0, STALL_S, "stalled"),
         (TimeoutError("the deadline"), 0, STALL_S / 2, "timeout"),  # its turn came late
         (ConnectionError("reset"), 8, 0.0, "connection"),
+        (OSError(errno.EMFILE, "Too many open files"), 0, 0.0, "connection"),
     ],
 )
 def test_a_failed_read_says_whether_anything_came(

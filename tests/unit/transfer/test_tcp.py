@@ -261,15 +261,17 @@ def refuse(_thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_a_thread_that_cannot_start_costs_its_connection_alone(
-    store: TcpStore, source: TcpSource, monkeypatch: pytest.MonkeyPatch
+def test_a_thread_that_cannot_start_costs_its_connection_alone_and_is_told_once(
+    store: TcpStore, source: TcpSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     locator = store.put("k", b"data")
     with monkeypatch.context() as patch:
         patch.setattr(tcp_store.threading.Thread, "start", refuse)
-        with pytest.raises(ConnectionError):
-            read(source, locator)
+        for _ in range(3):
+            with pytest.raises(ConnectionError):
+                read(source, locator)
     assert read(source, locator) == b"data"
+    assert [record.message for record in caplog.records] == ["tcp: can't start new thread; hung up on 127.0.0.1"]
 
 
 def test_strangers_who_say_nothing_are_soon_hung_up_on(

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from jdisagg.api import channels
+from jdisagg.api import channels, listening
 from jdisagg.api.channels import FULL_MESSAGE_BYTES, MAX_REQUEST_BYTES, Credentials
 from jdisagg.api.peer.byte_source import GrpcByteSource
 from jdisagg.api.peer.link import PeerLink
@@ -71,6 +71,35 @@ def test_a_server_takes_a_full_message_and_one_more_request_and_nothing_longer()
             await stub.Register(fleet_pb2.RegisterRequest(member=fleet_pb2.Member(model="m" * (longest + 2**20))))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert [length > longest for length in lister.lengths] == [True]
+        await channel.close()
+        await server.stop(0)
+
+    run_quiet(body())
+
+
+def test_connections_beyond_a_share_of_the_descriptors_are_hung_up_on_and_others_live_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most = 6
+    monkeypatch.setattr(listening.resource, "getrlimit", lambda _: (most / listening.SHARE, 4096))
+    lister = Lister()
+
+    async def body() -> None:
+        server, address = await start_server(lambda server: fleet_pb2_grpc.add_FleetServiceServicer_to_server(lister, server))
+        host, _, port = address.rpartition(":")
+        channel = channels.open_channel(address)
+        stub = fleet_pb2_grpc.FleetServiceStub(channel)
+        await stub.Register(fleet_pb2.RegisterRequest())
+        for _ in range(3):  # each time those that have left are taken again
+            strangers = [await asyncio.open_connection(host, int(port)) for _ in range(3 * most)]
+            readings = [asyncio.ensure_future(reader.read()) for reader, _ in strangers]
+            await until(lambda readings=readings: sum(reading.done() for reading in readings) == 2 * most + 1)
+            await stub.Register(fleet_pb2.RegisterRequest())
+            for _, writer in strangers:
+                writer.close()
+            await asyncio.gather(*readings, return_exceptions=True)
+            await until(lambda: num_connections_at(address) == 1)
+        assert len(lister.lengths) == 4
         await channel.close()
         await server.stop(0)
 

@@ -1,0 +1,78 @@
+"""Entries of the compilation cache that a full disk or a kill cut short."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jdisagg.core.config import Config, DeviceConfig
+from jdisagg.serve.compile_cache import BLOCK_BYTES, drop_broken_entries
+from jdisagg.serve.environment import prepare_jax
+
+NOISE = random.Random(7).randbytes(4 * BLOCK_BYTES)
+
+
+def whole(num_blocks: int) -> bytes:
+    """An entry of exactly so many blocks."""
+    for size in range(num_blocks * BLOCK_BYTES, 0, -1):
+        if len(entry := zlib.compress(NOISE[:size], level=0)) == num_blocks * BLOCK_BYTES:
+            return entry
+    raise AssertionError("no entry has that size")
+
+
+@pytest.mark.parametrize("rest", [b"", zlib.compress(NOISE)[:BLOCK_BYTES], zlib.compress(NOISE)[: 2 * BLOCK_BYTES]])
+def test_an_entry_that_was_cut_short_goes(tmp_path: Path, rest: bytes) -> None:
+    (tmp_path / "jit_step-1a2b-cache").write_bytes(rest)
+    prepare_jax(Config(role="unified", device=DeviceConfig(compilation_cache_dir=str(tmp_path))), {})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("entry", [zlib.compress(b"code"), whole(1), whole(3), b"\x28\xb5\x2f\xfd".ljust(BLOCK_BYTES)])
+def test_an_entry_that_is_whole_or_of_another_form_stays(tmp_path: Path, entry: bytes) -> None:
+    (tmp_path / "jit_step-1a2b-cache").write_bytes(entry)
+    drop_broken_entries(tmp_path)
+    assert (tmp_path / "jit_step-1a2b-cache").read_bytes() == entry
+
+
+def test_files_that_are_no_entries_stay(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_bytes(b"")
+    (tmp_path / "a-cache").mkdir()  # cannot be read
+    drop_broken_entries(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"notes", "a-cache"}
+
+
+def test_jax_keeps_what_it_compiles_anew(tmp_path: Path) -> None:
+    """Rests on the form of its entries: where that changes, this fails."""
+
+    def compile_it() -> None:
+        jax.clear_caches()
+        compilation_cache.reset_cache()
+        jax.jit(lambda x: x * 3 + 1).lower(jnp.ones(5)).compile()
+
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compile_it()
+        entries = {path: path.read_bytes() for path in tmp_path.glob("*-cache")}
+        assert entries
+        for path in entries:
+            path.write_bytes(b"")
+        drop_broken_entries(tmp_path)
+        compile_it()
+        assert all(path.stat().st_size for path in entries)
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
