@@ -22,18 +22,27 @@ FULL = Path("/dev/full")
 
 
 class FullDisk(io.StringIO):
-    """Takes nothing."""
+    """Takes nothing; `refused` is what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused: list[str] = []
 
     def write(self, text: str) -> int:
+        self.refused.append(text)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_progress_that_cannot_be_written_ends_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
     monkeypatch.setattr(progress, "monotonic", lambda: now_s)
-    report = Reports(10, 1, FullDisk())
+    disk = FullDisk()
+    report = Reports(10, 1, disk)
     now_s += REPORT_EVERY_S
     report([(2, {"response": {"status_code": 200}})])
+    begun, later = disk.refused
+    assert begun.startswith("jdisagg.batch: 1 of 10 were done before")
+    assert later.startswith("jdisagg.batch: 2 of 10 (20%)")
 
 
 @contextmanager
