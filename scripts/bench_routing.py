@@ -22,7 +22,16 @@ from route_bench.workers import Simulation
 
 from jdisagg.core.requests import Role
 
-COLUMNS = {"ideal": "%", "cached": "%", "busy": "", "max/mean": "", "wait": "ms", "TTFT": "ms", "TTFT p99": "ms"}
+COLUMNS = {
+    "ideal": "%",
+    "cached": "%",
+    "busy": "",
+    "max/mean": "",
+    "wait": "ms",
+    "TTFT": "ms",
+    "TTFT p95": "ms",
+    "TTFT p99": "ms",
+}
 
 
 def main() -> int:
@@ -30,19 +39,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prefill", type=int, default=4, help="prefill workers (default 4)")
     parser.add_argument("--decode", type=int, default=4, help="decode workers (default 4)")
-    parser.add_argument("--cache-tokens", type=int, default=120_000, help="that each worker caches (default 120000)")
-    parser.add_argument("--rate", type=float, default=1.0, help="1: with ideal caches P would be busy for 3/4 of the time")
+    parser.add_argument(
+        "--cache-tokens", type=int, default=120_000, help="that each worker caches, unless the load says (default 120000)"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=1.0, help="1: with ideal caches P would be busy for 3/4 of the time, or near it"
+    )
     parser.add_argument("--runs", type=int, default=3, help="of each load (default 3)")
     parser.add_argument("--only", nargs="*", metavar="LOAD", help="some of: " + ", ".join(load.name for load in LOADS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there as well")
     options = parser.parse_args()
     print(f"{options.prefill} P + {options.decode} D, {options.cache_tokens} tokens cached each, rate {options.rate:g}")
-    print(f"{'load':14}" + "".join(f"{f'{name} {unit}':>23}" for name, unit in COLUMNS.items()))
+    print(f"{'load':16}" + "".join(f"{f'{name} {unit}':>23}" for name, unit in COLUMNS.items()))
     report: dict[str, list[dict[str, float]]] = {}
     for load in LOADS:
         if not options.only or load.name in options.only:
             report[load.name] = [measure(load, options, run) for run in range(options.runs)]
-            print(f"{load.name:14}" + "".join(f"{_spread(report[load.name], name):>23}" for name in COLUMNS), flush=True)
+            print(f"{load.name:16}" + "".join(f"{_spread(report[load.name], name):>23}" for name in COLUMNS), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1))
     return 0
@@ -50,7 +63,7 @@ def main() -> int:
 
 def measure(load: Load, options: argparse.Namespace, run: int) -> dict[str, float]:
     """One run."""
-    simulation = Simulation(options.prefill, options.decode, options.cache_tokens)
+    simulation = Simulation(options.prefill, options.decode, load.cache_tokens or options.cache_tokens)
     load.start(simulation, Random(run), load.per_s * options.rate * options.prefill)
     simulation.run()
     jobs, workers = simulation.done, simulation.workers.values()
@@ -64,6 +77,7 @@ def measure(load: Load, options: argparse.Namespace, run: int) -> dict[str, floa
         "max/mean": max(busy) / statistics.fmean(busy),
         "wait": 1e3 * statistics.fmean(job.wait_s for job in jobs),
         "TTFT": 1e3 * statistics.fmean(ttft_s),
+        "TTFT p95": 1e3 * ttft_s[int(0.95 * (len(ttft_s) - 1))],
         "TTFT p99": 1e3 * ttft_s[int(0.99 * (len(ttft_s) - 1))],
     }
 

@@ -40,6 +40,7 @@ class Member:
     text_digest: str = ""  # of its tokenizer and chat template; "" = it has none, or is too old to say
     load: Load = field(default_factory=Load)
     draining: bool = False
+    cache_tokens: int = 0  # that its prefix cache holds at most; 0 = it is too old to say
     needs_prefill: bool = False  # a decode worker that never computes prompts and has no prefill worker of its own
 
     @property

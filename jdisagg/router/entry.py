@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jdisagg.core.fleet import Member
-from jdisagg.router.prefixes import Key
+from jdisagg.router.worker_cache import Key, WorkerCache
 
 
 @dataclass(slots=True)
@@ -32,10 +32,12 @@ class Entry:
     others_tokens: int = 0  # of P: what it has to compute besides
     suspect_until_s: float = 0.0
     misses: int = 0  # attempts in a row to open its Run stream that failed
-    key: Key = field(init=False)  # a process, not an address; one object, as each prompt that it had remembers it
+    cache: WorkerCache = field(init=False)  # of P
+    key: Key = field(init=False)  # one object, as each prompt that it had remembers it
 
     def __post_init__(self) -> None:
         self.key = self.member.address, self.member.epoch
+        self.cache = WorkerCache(self.key, self.member.cache_tokens)
 
     @property
     def linked(self) -> bool:

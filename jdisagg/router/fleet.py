@@ -3,8 +3,9 @@
 A decode or unified worker can be chosen while it heartbeats, is linked (its Run stream stands), does not drain and has a
 context that holds the request. Choice is by least load: of decode workers by requests, of prefill workers by prompt tokens; a
 decode worker that failed lately is chosen only when there is no other. A prompt that begins as an earlier one did goes where
-that went, whose cache may have it, while others have not much less to do: the longer the beginning, the more. Of equally busy
-ones what begins alike gets the same, and what does not is spread.
+that went, whose cache may have it, while others have not much less to do: the longer the beginning, the more. What a prefill
+worker's cache has no room for any more (`worker_cache`) does not count. Of equally busy ones what begins alike gets the same,
+and what does not is spread.
 Requests never cross fingerprints: a fleet half old and half new weights serves both, each request within one.
 """
 
@@ -24,6 +25,7 @@ from jdisagg.router.silence import Silence
 AWAY_S = 60.0  # how long a worker that left may take to come back, before the model is no longer than the others
 NEAR_SHARE = 1.25  # of the least busy one's requests, that one which may have cached a part of the prompt may have, and besides
 NEAR_LEAST, NEAR_TOKENS, NEAR_MOST = 2, 512, 8  # two, and one for each 512 tokens of that part, eight at most
+AGAIN_SHARE = 0.25  # of what is computed a second time counts once more where all are busy: those that come later wait for it
 MANY_MISSES = 4  # attempts, seconds in all: one that ends is evicted before, one that starts is reached before
 
 
@@ -250,11 +252,15 @@ class Fleet:
         return tuple(peer.member.address for peer in self._prefill_of(entry.member.fingerprint, NOWHERE, kin))
 
     def _prefill_of(self, fingerprint: str, near: Near, kin: bytes) -> list[Entry]:
+        peers = [peer for peer in self._prefill() if peer.member.fingerprint == fingerprint]
+        num_busy = sum(peer.pending > 0 or peer.others_tokens > 0 for peer in peers)
+        worth = 1.0 + AGAIN_SHARE * (num_busy / max(1, len(peers))) ** 2  # where half are busy, idle ones have time for it
+
         def rank(peer: Entry) -> tuple[object, ...]:
             num_waiting = peer.pending_tokens - peer.pending_cached + peer.others_tokens
-            return num_waiting - near.prefills.get(peer.key, 0), peer.pending, _lot(peer, kin)
+            return num_waiting - worth * near.prefills.get(peer.key, 0), peer.pending, _lot(peer, kin)
 
-        return sorted((peer for peer in self._prefill() if peer.member.fingerprint == fingerprint), key=rank)
+        return sorted(peers, key=rank)
 
     def suspect(self, entry: Entry, now_s: float) -> None:
         """It failed somebody."""

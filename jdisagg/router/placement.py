@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 
-from jdisagg.core.requests import Output, Role
+from jdisagg.core.requests import Output, Provenance, Role
 from jdisagg.router.entry import Entry
 from jdisagg.router.flight import Flight
 from jdisagg.router.homes import Homes
@@ -56,7 +56,7 @@ class Placement:
         num_asked = self._fleet.count_usable(self._next_weights(flight), flight.least_tokens, flight.prefill_tokens)
         self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.fingerprint)
         self._submit(flight, entry, near, kin, num_asked)
-        self._prefixes.note(flight.beginnings, entry.key, flight.prefill[0].key if flight.prefill else None)
+        self._prefixes.note(flight.beginnings, entry.key, flight.prefill[0].cache if flight.prefill else None)
         return True
 
     def weights(self, flight: Flight) -> str | None:
@@ -82,6 +82,8 @@ class Placement:
     def heard(self, flight: Flight, output: Output) -> None:
         """With its first token it has left its prefill worker."""
         if output.token_ids:
+            if output.provenance is not None:
+                _tell_cache(flight, output.provenance)
             self._leave_prefill(flight)
 
     def leave(self, flight: Flight) -> None:
@@ -110,6 +112,7 @@ class Placement:
                 peers[0].pending += 1
                 peers[0].pending_tokens += num_tokens
                 peers[0].pending_cached += num_cached
+                peers[0].cache.written += num_tokens - num_cached
         named = tuple(peer.member.address for peer in peers)
         self._workers.submit(entry, flight.attempt_request(named, entry.member.max_model_len, num_asked))
 
@@ -120,6 +123,16 @@ class Placement:
             entry.pending_tokens -= num_tokens
             entry.pending_cached -= num_cached
             flight.prefill = None
+
+
+def _tell_cache(flight: Flight, provenance: Provenance) -> None:
+    """What its prefill worker found in its cache, where that is known: what is computed in any case tells nothing of it."""
+    if flight.prefill is None or flight.request.sampling.prompt_logprobs is not None:
+        return
+    entry, num_tokens, num_cached = flight.prefill
+    num_found = num_tokens - 1 - provenance.prefilled_tokens - provenance.borrowed_tokens
+    if provenance.prefill_worker == entry.member.worker and num_found >= 0:  # else another one, or not computed only once
+        entry.cache.tell(num_cached, num_found)
 
 
 def beginning(prompt_token_ids: tuple[int, ...]) -> bytes:

@@ -1,4 +1,4 @@
-"""Which workers had a prompt that begins as this one does: their prefix caches may have it still.
+"""Which workers had a prompt that begins as this one does, and which prefill workers' caches have how much of it still.
 
 A prompt is remembered by the digests of its beginnings of 1, 2, 3, .. 32, 34, .. 64, 68, .. 128, 136, .. blocks: sixteen for
 each doubling of the length. So of what any two prompts have in common, at least 16/17 of the whole blocks is found, wherever it
@@ -12,14 +12,16 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+
+from jdisagg.router.worker_cache import Key, WorkerCache
 
 BLOCK_TOKENS = 32
-MOST_BEGINNINGS = 262_144  # remembered, in some 40 MB: of 5,600 prompts of 2,000 tokens that share none; in 370 MB where each
+MOST_BEGINNINGS = 262_144  # remembered, in some 45 MB: of 5,600 prompts of 2,000 tokens that share none; in 380 MB where each
 # was asked by itself of all MOST_HOMES
 NEAR_PART = 4  # who had less than a quarter of a prompt is not near: a short system prompt would keep everything on one worker
 MOST_HOMES = 32  # of one beginning: a common one soon is everywhere, and who has it unknown to us is idle beside the others
 
-Key = tuple[str, str]  # Entry.key: a process, not an address
 Beginning = tuple[int, bytes]  # tokens, and their digest
 
 
@@ -27,8 +29,8 @@ Beginning = tuple[int, bytes]  # tokens, and their digest
 class Near:
     """How many leading tokens of a prompt which workers had: nobody any worth going for, unless said."""
 
-    decodes: Mapping[Key, int] = field(default_factory=dict[Key, int])
-    prefills: Mapping[Key, int] = field(default_factory=dict[Key, int])  # those that were asked first
+    decodes: Mapping[Key, int] = field(default_factory=dict[Key, int])  # had them once: whose turns stay together, fit together
+    prefills: Mapping[Key, int] = field(default_factory=dict[Key, int])  # have them still, of those that were asked first
     news: bytes = b""  # the shortest beginning that nobody had; where somebody had all of it, the longest
 
 
@@ -40,7 +42,8 @@ class _Had:
     """A beginning, the latest first. Most beginnings of a prompt share one of these."""
 
     decodes: tuple[Key, ...] = ()
-    prefills: tuple[Key, ...] = ()
+    prefills: tuple[WorkerCache, ...] = ()
+    written: array[int] = field(default_factory=partial(array, "Q"))  # by each of `prefills`, with this
 
 
 _NOBODY = _Had()
@@ -60,21 +63,23 @@ class Prefixes:
         """`beginnings`: of the prompt, as `beginnings_of` gives them."""
         decodes, prefills = dict[Key, int](), dict[Key, int]()
         most_tokens, news = beginnings[-1] if beginnings else (0, b"")
-        longer = _NOBODY
+        longer, left = _NOBODY, list[tuple[Key, float]]()
         for num_tokens, digest in reversed(beginnings):
             had = self._had.get(digest)
             if had is None:
                 news = digest
-            elif had is not longer and num_tokens * NEAR_PART >= most_tokens:
-                longer = had
-                for key in had.decodes:
-                    decodes.setdefault(key, num_tokens)
-                for key in had.prefills:
-                    prefills.setdefault(key, num_tokens)
+            elif num_tokens * NEAR_PART >= most_tokens:
+                if had is not longer:
+                    longer, left = had, _left(had, prefills)
+                    for key in had.decodes:
+                        decodes.setdefault(key, num_tokens)
+                if left:
+                    prefills |= {key: num_tokens for key, most in left if num_tokens <= most}
+                    left = [(key, most) for key, most in left if num_tokens > most]
         return Near(decodes, prefills, news)
 
-    def note(self, beginnings: Sequence[Beginning], decode: Key, prefill: Key | None) -> None:
-        """A prompt has been sent there."""
+    def note(self, beginnings: Sequence[Beginning], decode: Key, prefill: WorkerCache | None) -> None:
+        """A prompt has been sent there, and `prefill` counts it as written."""
         before, after = _NOBODY, _with(_NOBODY, decode, prefill)
         for _, digest in reversed(beginnings):
             known = self._had.pop(digest, _NOBODY)
@@ -85,12 +90,19 @@ class Prefixes:
             self._had.popitem(last=False)
 
 
-def _with(had: _Had, decode: Key, prefill: Key | None) -> _Had:
-    return _Had(_first(decode, had.decodes), _first(prefill, had.prefills) if prefill else had.prefills)
+def _left(had: _Had, but_not: Mapping[Key, int]) -> list[tuple[Key, float]]:
+    """How many tokens of it the caches have still that have any."""
+    left = [(cache.key, cache.left(written)) for cache, written in zip(had.prefills, had.written, strict=True)]
+    return [(key, most) for key, most in left if most > 0 and key not in but_not]
 
 
-def _first(latest: Key, known: tuple[Key, ...]) -> tuple[Key, ...]:
-    return (latest, *(key for key in known if key != latest))[:MOST_HOMES]
+def _with(had: _Had, decode: Key, prefill: WorkerCache | None) -> _Had:
+    decodes = (decode, *(key for key in had.decodes if key != decode))[:MOST_HOMES]
+    if prefill is None:
+        return _Had(decodes, had.prefills, had.written)
+    others = [(cache, written) for cache, written in zip(had.prefills, had.written, strict=True) if cache is not prefill]
+    latest = [(prefill, prefill.written), *others][:MOST_HOMES]
+    return _Had(decodes, tuple(cache for cache, _ in latest), array("Q", [written for _, written in latest]))
 
 
 class LastBeginnings:

@@ -77,6 +77,12 @@ class Deployment:
         config = self.core.config.transfer
         return self.peer_client is not None and config.local_prefill is LocalPrefill.NEVER and not config.prefill
 
+    @property
+    def cache_tokens(self) -> int:
+        """That the prefix cache holds at most: one, where there is none."""
+        runner = self.core.runner
+        return (runner.num_pages - 1) * runner.page_size if self.core.config.cache.enable_prefix_caching else 1
+
     def learn_prefill(self, router: str, peers: tuple[str, ...]) -> None:
         """A router told this D which prefill workers there are; others it has spoken to are forgotten. On the loop."""
         self.prefill.learn(router, peers)

@@ -110,6 +110,7 @@ class Edges:
             eos_token_ids=card.eos_token_ids,
             needs_prefill=self._deployment.needs_prefill,
             text_digest=self._text_digest,
+            cache_tokens=self._deployment.cache_tokens,
         )
 
     def _metrics_text(self) -> str:

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Member(_message.Message):
-    __slots__ = ("role", "address", "identity", "model", "max_model_len", "load", "draining", "vocab_size", "eos_token_ids", "needs_prefill", "text_digest")
+    __slots__ = ("role", "address", "identity", "model", "max_model_len", "load", "draining", "vocab_size", "eos_token_ids", "needs_prefill", "text_digest", "cache_tokens")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class Member(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NEEDS_PREFILL_FIELD_NUMBER: _ClassVar[int]
     TEXT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     role: str
     address: str
     identity: _peer_pb2.Identity
@@ -32,7 +33,8 @@ class Member(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     needs_prefill: bool
     text_digest: str
-    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., identity: _Optional[_Union[_peer_pb2.Identity, _Mapping]] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., draining: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., needs_prefill: _Optional[bool] = ..., text_digest: _Optional[str] = ...) -> None: ...
+    cache_tokens: int
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., identity: _Optional[_Union[_peer_pb2.Identity, _Mapping]] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., draining: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., needs_prefill: _Optional[bool] = ..., text_digest: _Optional[str] = ..., cache_tokens: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("member",)

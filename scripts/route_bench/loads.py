@@ -13,11 +13,13 @@ Start = Callable[[Simulation, Random, float], None]  # with so many requests a s
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`per_s`: requests a second and prefill worker that keep it busy for three quarters of its time, were caches ideal."""
+    """`per_s`: requests a second and prefill worker that keep it busy for three quarters of its time, were caches ideal; where
+    they are too small to help much, all the same; "idle" ones have less to do."""
 
     name: str
     per_s: float
     start: Start
+    cache_tokens: int | None = None  # of each worker, whatever is asked for; None: as is asked for
 
 
 def words(draw: Random, num_tokens: int) -> Tokens:
@@ -36,6 +38,22 @@ def questions(num: int, *, system: int, texts: int, lengths: tuple[int, int]) ->
             text = draw.choice(library) if library else words(draw, draw.randint(*lengths))
             prompt, num_out = head + text + words(draw, draw.randint(40, 90)), draw.randint(32, 96)
             simulation.at(when_s, lambda prompt=prompt, num_out=num_out: simulation.arrive(prompt, num_out))
+
+    return start
+
+
+def bursts(num: int, *, size: int, lengths: tuple[int, int], within_s: float) -> Start:
+    """So many questions about one new text, all at once."""
+
+    def start(simulation: Simulation, draw: Random, per_s: float) -> None:
+        when_s = 0.0
+        for _ in range(num):
+            when_s += draw.expovariate(per_s / size)
+            text = words(draw, draw.randint(*lengths))
+            for _ in range(size):
+                prompt, num_out = text + words(draw, draw.randint(40, 90)), draw.randint(32, 96)
+                at_s = when_s + draw.uniform(0.0, within_s)
+                simulation.at(at_s, lambda prompt=prompt, num_out=num_out: simulation.arrive(prompt, num_out))
 
     return start
 
@@ -77,5 +95,11 @@ LOADS = (
     Load("branches", 21.0, conversations(40, history=(2000, 4000), branches=4, turns=6, pause_s=0.3)),
     Load("chats", 50.0, conversations(150, history=(50, 300), branches=1, turns=7, pause_s=3.0)),
     Load("all distinct", 4.0, questions(1000, system=0, texts=0, lengths=(500, 4000))),
+    Load("bursts", 17.0, bursts(100, size=12, lengths=(2000, 8000), within_s=0.1)),
+    Load("idle bursts", 3.0, bursts(100, size=12, lengths=(2000, 8000), within_s=0.1)),
+    Load("40, small pool", 2.2, questions(1200, system=200, texts=40, lengths=(2000, 8000)), 11_000),
+    Load("150, small pool", 1.9, questions(1200, system=200, texts=150, lengths=(2000, 8000)), 11_000),
+    Load("400, small pool", 1.8, questions(1200, system=200, texts=400, lengths=(2000, 8000)), 11_000),
+    Load("40, half cached", 3.8, questions(1200, system=200, texts=40, lengths=(2000, 8000)), 30_000),
     Load("one hot prefix", 85.0, questions(2500, system=0, texts=1, lengths=(4000, 4000))),
 )

@@ -16,7 +16,7 @@ from random import Random
 from typing import Any, cast
 
 from jdisagg.core.fleet import Load, Member
-from jdisagg.core.requests import EngineRequest, Output, Role, SamplingParams
+from jdisagg.core.requests import EngineRequest, Output, Provenance, Role, SamplingParams
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.flight import Flight
@@ -72,6 +72,7 @@ class Job:
     keys: list[int]
     flight: Flight
     cached: int = 0
+    here: int = 0  # of these, on P itself
     held: int = 0
     ideal: int = 0  # cached, had all prompts so far gone through one cache without end
     wait_s: float = 0.0  # until P began
@@ -100,7 +101,7 @@ class Simulation:
         self._everything = Cache(inf)
         for role, num in ((Role.PREFILL, num_prefill), (Role.DECODE, num_decode)):
             for number in range(num):
-                self.fleet.register(_member(role, number), 0.0)
+                self.fleet.register(_member(role, number, cache_tokens), 0.0)
         for entry in self.fleet.entries():
             entry.stream = RunStream(0.0, steady_s=0.0)
         self.workers = {e.member.address: Worker(e, Cache(cache_tokens)) for e in self.fleet.entries()}
@@ -142,7 +143,7 @@ class Simulation:
         if prefill.computing is not None or not prefill.queue:
             return
         job = prefill.computing = prefill.queue.popleft()
-        here = prefill.cache.match(job.keys, len(job.prompt))
+        here = job.here = prefill.cache.match(job.keys, len(job.prompt))
         job.held = self._decode_of(job).cache.match(job.keys, len(job.prompt))
         job.cached, job.wait_s = max(here, job.held), self.now_s - job.arrived_s
         took_s = STEP_S + (len(job.prompt) - job.cached) / COMPUTED_PER_S + (job.cached - here) / MOVED_PER_S
@@ -153,7 +154,11 @@ class Simulation:
         prefill.computing = None
         prefill.cache.use(job.keys)
         job.ttft_s = self.now_s - job.arrived_s
-        self._placement.heard(job.flight, Output(request_id=job.flight.request.request_id, token_ids=(1,)))
+        worker = prefill.entry.member.worker
+        num_computed, num_borrowed = len(job.prompt) - job.cached, job.cached - job.here
+        provenance = Provenance(prefill_worker=worker, prefilled_tokens=num_computed, borrowed_tokens=num_borrowed)
+        first = Output(request_id=job.flight.request.request_id, token_ids=(1,), provenance=provenance)
+        self._placement.heard(job.flight, first)
         streamed_s = (len(job.prompt) - job.held) / MOVED_PER_S + job.num_out * TOKEN_S
         self.at(self.now_s + streamed_s, lambda: self._end(job))
         self._compute(prefill)
@@ -179,7 +184,7 @@ class Simulation:
             self.at(self.now_s + HEARTBEAT_S, self._beat)
 
 
-def _member(role: Role, number: int) -> Member:
+def _member(role: Role, number: int, cache_tokens: int) -> Member:
     return Member(
         role=role,
         address=f"{role.value}-{number}",
@@ -189,4 +194,5 @@ def _member(role: Role, number: int) -> Member:
         model="demo",
         max_model_len=1_000_000,
         vocab_size=1_000_000,
+        cache_tokens=cache_tokens,
     )

@@ -51,6 +51,7 @@ def encode_member(member: Member) -> fleet_pb2.Member:
         draining=member.draining,
         needs_prefill=member.needs_prefill,
         text_digest=member.text_digest,
+        cache_tokens=member.cache_tokens,
     )
 
 
@@ -79,4 +80,5 @@ def decode_member(message: fleet_pb2.Member) -> Member:
         draining=message.draining,
         needs_prefill=message.needs_prefill,
         text_digest=message.text_digest,
+        cache_tokens=max(0, message.cache_tokens),
     )

@@ -15,13 +15,14 @@ from jdisagg.router import prefixes
 from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.prefixes import BLOCK_TOKENS, MOST_HOMES, NEAR_PART, Beginning, Near, Prefixes, beginnings_of
+from jdisagg.router.worker_cache import WorkerCache
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.test_busy_workers import prefill_fleet
 from tests.unit.router.test_fleet_engine import collect, fleet, stop
 from tests.unit.router.test_idle_fleet import idle_fleet
 from tests.unit.wire.rig import request, run_quiet, until
 
-D1, D2, P1 = ("d1", "epoch"), ("d2", "epoch"), ("p1", "epoch")
+D1, D2, P1 = ("d1", "epoch"), ("d2", "epoch"), WorkerCache(("p1", "epoch"))
 
 
 def prompt(*lengths: int) -> list[int]:
@@ -37,7 +38,7 @@ def test_what_two_prompts_have_in_common_is_found_wherever_it_ends(common: int, 
     prefixes.note(one, D1, P1)
     near, blocks = prefixes.find(other), common // BLOCK_TOKENS * BLOCK_TOKENS
     found = near.decodes.get(D1, 0)
-    assert near == Near({D1: found} if found else {}, {P1: found} if found else {}, near.news)
+    assert near == Near({D1: found} if found else {}, {P1.key: found} if found else {}, near.news)
     assert found <= blocks
     assert found >= blocks * 16 // 17 or blocks * 16 / 17 < (common + tails[1]) / NEAR_PART
     assert len(other) <= 32 + 16 * 5
@@ -48,9 +49,9 @@ def test_every_worker_counts_for_what_it_had() -> None:
     prefixes.note(beginnings_of(prompt(70)), D1, P1)
     prefixes.note(beginnings_of(prompt(70, 80)), D2, None)
     asked = beginnings_of(prompt(70, 80, 33))
-    assert prefixes.find(asked) == Near({D1: 64, D2: 128}, {P1: 64}, asked[4][1])
+    assert prefixes.find(asked) == Near({D1: 64, D2: 128}, {P1.key: 64}, asked[4][1])
     asked = beginnings_of(prompt(70, 80)[:128])
-    assert prefixes.find(asked) == Near({D1: 64, D2: 128}, {P1: 64}, asked[-1][1])
+    assert prefixes.find(asked) == Near({D1: 64, D2: 128}, {P1.key: 64}, asked[-1][1])
     for unknown in (prompt(63), prompt(70)[1:]):
         asked = beginnings_of(unknown)
         assert prefixes.find(asked) == Near(news=asked[0][1])
@@ -113,8 +114,9 @@ def test_so_many_beginnings_are_remembered_and_the_oldest_are_forgotten_of_a_pro
 
 def test_a_common_beginning_is_known_of_everybody_who_had_it_lately() -> None:
     prefixes, chain = Prefixes(), beginnings_of(prompt(40))
+    caches = [WorkerCache((f"p{number}", "epoch")) for number in range(2)]
     for number in (*range(MOST_HOMES + 2), 5):
-        prefixes.note(chain, (f"d{number}", "epoch"), (f"p{number % 2}", "epoch"))
+        prefixes.note(chain, (f"d{number}", "epoch"), caches[number % 2])
     near = prefixes.find(chain)
     earlier = [f"d{number}" for number in range(MOST_HOMES + 1, 1, -1) if number != 5]
     assert [address for address, _ in near.decodes] == ["d5", *earlier]
@@ -176,7 +178,7 @@ def test_an_idle_worker_that_is_not_to_be_chosen_makes_the_others_no_busier(flaw
 def test_what_is_remembered_of_a_worker_is_one_object() -> None:
     """A quarter of a million beginnings, each with 32 workers of either role, took 1.1 GB, and take a third of that."""
     (d1,) = idle_fleet("d1").entries()
-    (prefixes := Prefixes()).note(chain := beginnings_of(prompt(40)), d1.key, d1.key)
+    (prefixes := Prefixes()).note(chain := beginnings_of(prompt(40)), d1.key, d1.cache)
     near = prefixes.find(chain)
     assert all(key is d1.key for had in (near.decodes, near.prefills) for key in had)
 

@@ -12,7 +12,7 @@ import pytest
 from jdisagg.api.generation import local_engine
 from jdisagg.api.generation.local_engine import LocalEngine
 from jdisagg.api.generation.token_engine import ModelCard
-from jdisagg.core.config import Config
+from jdisagg.core.config import CacheConfig, Config
 from jdisagg.core.requests import Role
 from jdisagg.roles import engine_thread
 from jdisagg.roles.compute import ComputeSide
@@ -97,3 +97,13 @@ def test_a_process_is_healthy_while_both_turn_over(
         assert "no tick has ended" in front.health().reason
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize(("enabled", "cache_tokens"), [(True, 23 * 16), (False, 1)])
+def test_routers_are_told_how_much_its_prefix_cache_holds(enabled: bool, cache_tokens: int) -> None:
+    loop = asyncio.new_event_loop()
+    core = core_of(Engine(Role.UNIFIED, 24, local_prefill=True))
+    core.runner = SimpleNamespace(num_pages=24, page_size=16)
+    core.config = Config(role="prefill", cache=CacheConfig(enable_prefix_caching=enabled))
+    assert Deployment(core, loop, lambda error: None).cache_tokens == cache_tokens, "the null page holds nothing"
+    loop.close()

@@ -1,0 +1,35 @@
+"""What the prefix cache of one worker still has of the prompts that it was sent, as far as can be known from here.
+
+    written:   .....[ prompt A ].............[ prompt B ]......|
+                        |<-------- num_tokens ---------------->|    of A the beginning is left, and all of B
+
+A cache forgets the least recently used first, of a prompt the end first; what a prompt had cached already is written by nobody.
+The worker says how large its cache is, and with each first token what it found there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+Key = tuple[str, str]  # a process, not an address: what that and its epoch are
+PAGE_TOKENS = 1024  # of the largest page: fewer that are missing tell nothing
+LOST_WEIGHT = 2  # prompt tokens that were lost are written again; and somebody wrote, unknown to us, what they were lost to
+
+
+@dataclass(eq=False, slots=True)
+class WorkerCache:
+    """One object for each process, as every prompt that it had remembers it."""
+
+    key: Key
+    num_tokens: int = 0  # that it holds; 0: the worker does not say
+    written: int = 0  # prompt tokens so far that were not in it
+
+    def left(self, written: int) -> float:
+        """How many leading tokens are left of a prompt behind which so many were written in all; it may have had fewer."""
+        return self.num_tokens - (self.written - written) if self.num_tokens else inf
+
+    def tell(self, num_thought: int, num_found: int) -> None:
+        """Of a prompt it had so many tokens, where we thought so many."""
+        if (num_lost := num_thought - num_found) >= PAGE_TOKENS:
+            self.written += LOST_WEIGHT * num_lost

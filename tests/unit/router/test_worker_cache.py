@@ -1,0 +1,159 @@
+"""What a prefill worker was sent so long ago that its cache has no room for it any more does not draw requests to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jdisagg.core.requests import Output, Provenance, SamplingParams
+from jdisagg.router.entry import Entry
+from jdisagg.router.flight import Flight
+from jdisagg.router.prefixes import Near, Prefixes, beginnings_of
+from jdisagg.router.worker_cache import LOST_WEIGHT, PAGE_TOKENS, WorkerCache
+from tests.unit.router.test_busy_workers import prefill_fleet
+from tests.unit.router.test_shared_beginnings import Desk, desk, document, question
+from tests.unit.wire.rig import request
+
+D1 = ("d1", "epoch")
+
+
+def small_desk(num_each: int, cache_tokens: int) -> tuple[Desk, list[Entry]]:
+    """And its prefill workers, which cache so much each."""
+    at = desk(num_each)
+    peers = [entry for entry in at.fleet.entries() if not entry.member.decodes]
+    for peer in peers:
+        peer.cache.num_tokens = cache_tokens
+    return at, peers
+
+
+def test_what_a_cache_has_room_for_counts_and_of_an_older_prompt_the_beginning() -> None:
+    prefixes, cache = Prefixes(), WorkerCache(("p1", "epoch"), 320)
+    old, new = beginnings_of(list(range(128))), beginnings_of(list(range(1000, 1256)))
+    cache.written += 128
+    prefixes.note(old, D1, cache)
+    cache.written += 192
+    assert prefixes.find(old).prefills == {cache.key: 128}
+    cache.written += 64
+    assert prefixes.find(old).prefills == {cache.key: 64}, "the end goes first"
+    prefixes.note(new, D1, cache)
+    cache.written += 64
+    assert prefixes.find(old).prefills == {}
+    assert prefixes.find(new).prefills == {cache.key: 256}
+    assert prefixes.find(old).decodes == {D1: 128}
+
+
+def test_what_is_used_again_is_the_latest_and_a_shorter_beginning_of_it_too() -> None:
+    prefixes, cache = Prefixes(), WorkerCache(("p1", "epoch"), 256)
+    head = list(range(96))
+    cache.written += 192
+    prefixes.note(beginnings_of([*head, *range(1000, 1096)]), D1, cache)
+    cache.written += 96
+    prefixes.note(beginnings_of([*head, *range(2000, 2096)]), D1, cache)
+    cache.written += 128
+    assert prefixes.find(beginnings_of([*head, *range(1000, 1096)])).prefills == {cache.key: 96}
+
+
+def test_a_worker_that_says_nothing_of_its_cache_is_thought_to_keep_everything() -> None:
+    prefixes, cache, chain = Prefixes(), WorkerCache(("p1", "epoch")), beginnings_of(list(range(128)))
+    prefixes.note(chain, D1, cache)
+    cache.written += 10**12
+    assert prefixes.find(chain).prefills == {cache.key: 128}
+
+
+def test_only_what_was_not_cached_is_written() -> None:
+    at, (p0,) = small_desk(1, 4000)
+    at.place(document(1), question(1))
+    written = p0.cache.written
+    assert written == 3051, "of the prompt and a token"
+    for number in range(2, 20):
+        at.place(document(1), question(number))
+    assert p0.cache.written - written < 18 * 250, "little more than the questions"
+    at.end_all()
+
+
+def test_a_prompt_that_was_pushed_out_draws_nobody_behind_others_that_wait() -> None:
+    for later, is_drawn in ((500, True), (4000, False)):
+        at, (p0, p1) = small_desk(2, 4000)
+        _, home = at.place(document(1), question(1))
+        at.end_all()
+        (had,) = (peer for peer in (p0, p1) if peer.member.address == home)
+        had.cache.written += later
+        had.others_tokens = 1000
+        assert (at.place(document(1), question(2))[1] == home) is is_drawn
+        at.end_all()
+
+
+def test_a_prompt_is_computed_by_a_second_worker_later_the_more_workers_are_busy() -> None:
+    p0, p1, p2 = (fleet := prefill_fleet()).entries()
+    near = Near({}, {p0.key: 1000})
+    p0.pending, p0.pending_tokens = 1, 1020
+    assert fleet.prefill_peers("f", 1, near)[0] is p0, "20 tokens more, of 1000: one of three is busy"
+    p0.pending_tokens = 1030
+    assert fleet.prefill_peers("f", 1, near)[0] is not p0
+    p1.pending, p2.others_tokens = 1, 1
+    p0.pending_tokens, p1.pending_tokens = 1249, 1
+    assert fleet.prefill_peers("f", 1, near)[0] is p0, "all are busy"
+    p0.pending_tokens = 1252
+    assert fleet.prefill_peers("f", 1, near)[0] is not p0
+
+
+def answer(at: Desk, num_computed: int, **fields: Any) -> None:
+    """The first token of the latest request."""
+    flight = at.live[-1]
+    assert flight.prefill is not None
+    worker = flight.prefill[0].member.worker
+    provenance = Provenance(**{"prefill_worker": worker, "prefilled_tokens": num_computed} | fields)
+    at.placement.heard(flight, Output(request_id="any", token_ids=(1,), provenance=provenance))
+
+
+def test_a_worker_that_computed_what_it_was_thought_to_have_is_thought_to_have_less_of_the_others() -> None:
+    at, (p0,) = small_desk(1, 100_000)
+    at.place(document(1), question(1))
+    answer(at, 3050)
+    at.place(document(1), question(2))
+    written = p0.cache.written
+    answer(at, 3050)
+    assert p0.cache.written == written + LOST_WEIGHT * 2944, "of which all was thought to be there"
+    at.end_all()
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "fields"),
+    [
+        (50 + PAGE_TOKENS, {}),  # the rest of a page, and its question
+        (3050, {"prefill_worker": "another"}),
+        (6100, {}),  # it lost its pages to others on the way, and computed everything twice
+    ],
+)
+def test_what_says_nothing_of_a_cache_changes_nothing(num_computed: int, fields: dict[str, Any]) -> None:
+    at, (p0,) = small_desk(1, 100_000)
+    for number in (1, 2):
+        at.place(document(1), question(number))
+    written = p0.cache.written
+    answer(at, num_computed, **fields)
+    assert p0.cache.written == written
+    at.end_all()
+
+
+def test_a_prompt_whose_log_probabilities_are_asked_for_says_nothing_of_a_cache() -> None:
+    at, (p0,) = small_desk(1, 100_000)
+    at.place(document(1), question(1))
+    asked = SamplingParams(max_tokens=8, prompt_logprobs=1)
+    at.live.append(flight := Flight(request("scored", prompt=document(1) + question(2), sampling=asked)))
+    at.placement.begin(flight)
+    assert at.placement.place(flight, 0.0)
+    written = p0.cache.written
+    answer(at, 3050)
+    assert p0.cache.written == written
+    at.end_all()
+
+
+def test_what_was_fetched_from_d_was_not_found() -> None:
+    at, (p0,) = small_desk(1, 100_000)
+    for number in (1, 2):
+        at.place(document(1), question(number))
+    written = p0.cache.written
+    answer(at, 50, borrowed_tokens=3000)
+    assert p0.cache.written == written + LOST_WEIGHT * 2944
+    at.end_all()
