@@ -22,8 +22,8 @@ def main(argv: Sequence[str]) -> int:
     """Answer one command; returns the exit status."""
     try:
         command = parse_command(argv)
-        on_cpu = command.topology is not None and command.topology.accelerator.platform == "cpu"
-        num_devices = command.topology.num_devices if command.topology is not None and on_cpu else 1
+        topology = command.topology
+        num_devices = topology.num_devices if topology is not None and topology.accelerator.platform == "cpu" else 1
         prepare_compilers(os.environ, num_cpu_devices=num_devices)
         return importlib.import_module(_MODULE).run(command)
     except ConfigError as error:

@@ -20,10 +20,11 @@ from jdisagg.engine.ops import choose_ops
 from jdisagg.engine.sizing import EngineSizes
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout, choose_layout
-from jdisagg.kv.spec import ITEM_BYTES
 from jdisagg.models.abstract import abstract_params
 from jdisagg.models.declare import declarations
 from jdisagg.models.spec import ModelSpec
+
+MODEL_STEPS = ("prefill", "decode", "exact")  # executables that run the layers; the others touch cache or state alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +42,9 @@ class ModelForm:
         return replace(self, spec=replace(self.spec, num_layers=num_layers, attention=attention))
 
     @property
-    def num_weight_bytes(self) -> int:
-        """Of all weights, each once."""
-        sizes = (math.prod(declared.shape) for declared in declarations(self.spec).values())
-        return sum(sizes) * ITEM_BYTES[self.dtype]
+    def num_params(self) -> int:
+        """Of the whole model, each once."""
+        return sum(math.prod(declared.shape) for declared in declarations(self.spec).values())
 
     def layout(self, mesh: Mesh, page_size: int) -> KVLayout:
         """How its KV lies on `mesh`. Raises ConfigError when heads cannot be split."""
@@ -93,7 +93,7 @@ class AbstractEngine:
     def arguments(self, executable: Executable) -> tuple[Any, ...]:
         """What one of them is called with."""
         batch = _placed(executable.arguments, self._whole)
-        if executable.name in ("prefill", "decode", "exact"):
+        if executable.name in MODEL_STEPS:
             return (self.params, (self.kv,), self.state, *batch)
         if executable.name in ("admit", "append", "history"):
             return (self.state, *batch)

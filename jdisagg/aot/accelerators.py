@@ -11,7 +11,7 @@ from typing import Any
 
 from jdisagg.core.errors import ConfigError
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 

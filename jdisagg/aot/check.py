@@ -6,11 +6,11 @@ import importlib.metadata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jdisagg.aot.abstract import AbstractEngine, ModelForm
 from jdisagg.aot.accelerators import GIB, Accelerator
 from jdisagg.aot.budget import make_budget
+from jdisagg.aot.command import Effort
 from jdisagg.aot.compiled import CompiledStep, compile_step
 from jdisagg.aot.compilers import abstract_devices
 from jdisagg.aot.judgement import limits, needed_by, sharing_problems, step_problems
@@ -20,6 +20,7 @@ from jdisagg.aot.report import EngineReport, Report
 from jdisagg.aot.roofline import Roofline, workloads
 from jdisagg.aot.topology import Topology
 from jdisagg.core.config import Config
+from jdisagg.core.requests import Role
 from jdisagg.engine.executables import Executable, executables
 from jdisagg.engine.sizing import EngineSizes
 from jdisagg.models.form import choose_dtypes, choose_layer_loop
@@ -29,15 +30,6 @@ from jdisagg.models.spec import ModelSpec
 
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
 _STATE_UPDATES = ("admit", "append", "history")  # small; compiled when everything is
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Effort:
-    """How much is compiled."""
-
-    compile: bool = True
-    all_executables: bool = False  # instead of the largest of each kind
-    all_layers: bool = False  # instead of two shallow models of an unrolled one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +49,7 @@ def check(question: Question) -> Report:
     spec = ModelSpec.from_config(read_model_config(config.model.model))
     dtype, kv_dtype = choose_dtypes(config.model, accelerator.platform)
     form = ModelForm(spec=spec, dtype=dtype, kv_dtype=kv_dtype, layer_loop=choose_layer_loop(config.model))
-    kinds: dict[tuple[Any, int], list[PlannedEngine]] = {}
+    kinds: dict[tuple[Role, int], list[PlannedEngine]] = {}
     for engine in planned_engines(config, topology):
         kinds.setdefault((engine.role, engine.tp), []).append(engine)
     engines = [_check_engine(question, form, same) for same in kinds.values()]
@@ -97,7 +89,7 @@ def _check_engine(question: Question, form: ModelForm, same: Sequence[PlannedEng
         layer_loop=form.layer_loop.value,
         dtype=form.dtype,
         kv_dtype=form.kv_dtype,
-        num_params=roofline.num_params,
+        num_params=form.num_params,
         budget=budget,
         num_executables=counts.total(),
         steps=tuple(steps),

@@ -27,6 +27,15 @@ Exit status: 0 it fits and compiles (or every gate holds), 1 it does not, 2 a co
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """How much is compiled."""
+
+    compile: bool
+    all_executables: bool  # instead of the largest of each kind
+    all_layers: bool  # instead of two shallow models of an unrolled one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
     """A parsed command line."""
 
@@ -35,9 +44,7 @@ class Command:
     explain: bool
     json: Path | None
     gates: str | None  # few | steps | all
-    compile: bool
-    all_executables: bool
-    all_layers: bool
+    effort: Effort
 
 
 class _Parser(argparse.ArgumentParser):
@@ -63,9 +70,7 @@ def parse_command(argv: Sequence[str]) -> Command:
         explain=args.explain,
         json=args.json,
         gates=args.gates,
-        compile=args.compile,
-        all_executables=args.all_executables,
-        all_layers=args.all_layers,
+        effort=Effort(compile=args.compile, all_executables=args.all_executables, all_layers=args.all_layers),
     )
 
 

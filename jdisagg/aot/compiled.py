@@ -7,13 +7,13 @@ straight line through them tells of the full depth; `layers` says so.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
-from jdisagg.aot.abstract import AbstractEngine
+from jdisagg.aot.abstract import MODEL_STEPS, AbstractEngine
 from jdisagg.aot.findings import Collective, Copy, Precious, collectives, copies, kernels
 from jdisagg.aot.hlo import parse
 from jdisagg.core.config import LayerLoop
@@ -34,15 +34,15 @@ class CompiledStep:
     size: int
     layers: tuple[int, ...]  # that were compiled; several: the figures are extrapolated from them
     compile_cpu_s: float  # processor seconds, which a busy machine does not stretch
-    temp_bytes: int
-    code_bytes: int
-    padding_bytes: int  # that arguments take beyond their elements, in the device's own layout
+    temp_bytes: int = 0
+    code_bytes: int = 0
+    padding_bytes: int = 0  # that arguments take beyond their elements, in the device's own layout
     donated_bytes: int  # of arguments that the result may take over: cache and state
-    aliased_bytes: int  # of them that it does
+    aliased_bytes: int = 0  # of them that it does
     cache_bytes: int
-    collectives: tuple[Collective, ...]
-    copies: tuple[Copy, ...]
-    kernels: dict[str, int]  # Pallas kernels by name: calls in a step
+    collectives: tuple[Collective, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    kernels: dict[str, int] = field(default_factory=dict)  # Pallas kernels by name: calls in a step
     error: str | None = None
 
     @property
@@ -59,16 +59,11 @@ class CompiledStep:
 def compile_step(engine: AbstractEngine, executable: Executable, *, all_layers: bool = False) -> CompiledStep:
     """Compile one executable of `engine` as far as its size allows. A refusal of the compiler is a result, not an exception."""
     depth = engine.form.spec.num_layers
-    if engine.form.layer_loop is LayerLoop.SCAN or all_layers or depth <= _MOST_LAYERS or not _has_layers(executable):
+    if engine.form.layer_loop is LayerLoop.SCAN or all_layers or depth <= _MOST_LAYERS or executable.name not in MODEL_STEPS:
         return _compile(engine, executable)
     shallow = [_compile(engine.with_layers(layers), executable) for layers in PROBE_LAYERS]
     failed = next((step for step in shallow if step.error is not None), None)
-    return failed or _extrapolate(shallow, depth, _donated(engine, executable), _cache_bytes(engine))
-
-
-def _has_layers(executable: Executable) -> bool:
-    """The others touch all layers' KV at once, or none."""
-    return executable.name in ("prefill", "decode", "exact")
+    return failed or _extrapolate(shallow, depth, _donated(engine, executable), bytes_per_device(engine.kv))
 
 
 def _compile(engine: AbstractEngine, executable: Executable) -> CompiledStep:
@@ -79,15 +74,8 @@ def _compile(engine: AbstractEngine, executable: Executable) -> CompiledStep:
         size=executable.size,
         layers=(spec.num_layers,),
         compile_cpu_s=0.0,
-        temp_bytes=0,
-        code_bytes=0,
-        padding_bytes=0,
         donated_bytes=_donated(engine, executable),
-        aliased_bytes=0,
-        cache_bytes=_cache_bytes(engine),
-        collectives=(),
-        copies=(),
-        kernels={},
+        cache_bytes=bytes_per_device(engine.kv),
     )
     try:
         compiled = engine.lower(executable).compile()
@@ -115,11 +103,7 @@ def _donated(engine: AbstractEngine, executable: Executable) -> int:
         return 0
     if executable.name == "import":
         return kv
-    return kv + state if _has_layers(executable) else state
-
-
-def _cache_bytes(engine: AbstractEngine) -> int:
-    return bytes_per_device(engine.kv)
+    return kv + state if executable.name in MODEL_STEPS else state
 
 
 def _precious(engine: AbstractEngine, num_tokens: int) -> Precious:
@@ -138,36 +122,28 @@ def _on_device(leaf: Any) -> tuple[str, tuple[int, ...]]:
 def _extrapolate(steps: Sequence[CompiledStep], depth: int, donated_bytes: int, cache_bytes: int) -> CompiledStep:
     """The straight line through two depths, at `depth`. What both depths hold in place stays in place."""
     first, second = steps
-    line = _Line(first.layers[0], second.layers[0], depth)
+    (near,), (far,) = first.layers, second.layers
+
+    def line(at_near: float, at_far: float) -> float:
+        return at_far + (at_far - at_near) / (far - near) * (depth - far)
+
     missing = max(step.donated_bytes - step.aliased_bytes for step in steps)
     return replace(
         second,
-        layers=(*first.layers, *second.layers),
+        layers=(near, far),
         compile_cpu_s=max(second.compile_cpu_s, line(first.compile_cpu_s, second.compile_cpu_s)),
         temp_bytes=max(second.temp_bytes, round(line(first.temp_bytes, second.temp_bytes))),
         code_bytes=max(second.code_bytes, round(line(first.code_bytes, second.code_bytes))),
         padding_bytes=max(second.padding_bytes, round(line(first.padding_bytes, second.padding_bytes))),
         donated_bytes=donated_bytes,
-        aliased_bytes=donated_bytes - max(0, round(line(0, missing) if missing > 0 else 0)),
+        aliased_bytes=donated_bytes - max(0, round(line(0, missing))),
         cache_bytes=cache_bytes,
         collectives=tuple(_deeper(first.collectives, each, line) for each in second.collectives),
         kernels={name: round(line(first.kernels.get(name, 0), count)) for name, count in second.kernels.items()},
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """Through (x0, a) and (x1, b), at x."""
-
-    x0: int
-    x1: int
-    x: int
-
-    def __call__(self, a: Any, b: Any) -> float:
-        return b + (b - a) / (self.x1 - self.x0) * (self.x - self.x1)
-
-
-def _deeper(before: Sequence[Collective], after: Collective, line: _Line) -> Collective:
+def _deeper(before: Sequence[Collective], after: Collective, line: Callable[[float, float], float]) -> Collective:
     same = next((each for each in before if (each.kind, each.optional) == (after.kind, after.optional)), None)
     count, total = (same.count, same.total_bytes) if same is not None else (0, 0)
     return replace(after, count=round(line(count, after.count)), total_bytes=round(line(total, after.total_bytes)))

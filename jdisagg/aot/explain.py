@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jdisagg.aot.report import EngineReport, Report
+from jdisagg.aot.accelerators import MIB
+from jdisagg.aot.report import EngineReport
 
-_LIMIT = "what the runtime lets a program use of a device ({source})"
 _RULE = (
     ("usable", "the limit times --device-memory-utilization; all of it where the pool's size is given"),
     (
@@ -23,23 +23,23 @@ _RULE = (
 )
 
 
-def explanations(engine: EngineReport, report: Report) -> Iterator[str]:
-    """Lines for one engine."""
-    yield f"the runtime's limit: {_LIMIT.format(source=report.source)}"
+def explanations(engine: EngineReport, source: str) -> Iterator[str]:
+    """Lines for one engine; `source`: who says what its device is."""
+    yield f"the runtime's limit: what the runtime lets a program use of a device ({source})"
     yield from (f"{name}: {text}" for name, text in _RULE)
     for step in engine.steps:
         state = max(0, step.donated_bytes - step.cache_bytes)
         yield (
-            f"{step.name} ({step.shape}): code {step.code_bytes / 2**20:.1f} MiB, state {state / 2**20:.1f} MiB, "
-            f"padding {step.padding_bytes / 2**20:.1f} MiB, "
-            f"{step.aliased_bytes / 2**20:.1f} of {step.donated_bytes / 2**20:.1f} MiB donated stay in place, "
+            f"{step.name} ({step.shape}): code {step.code_bytes / MIB:.1f} MiB, state {state / MIB:.1f} MiB, "
+            f"padding {step.padding_bytes / MIB:.1f} MiB, "
+            f"{step.aliased_bytes / MIB:.1f} of {step.donated_bytes / MIB:.1f} MiB donated stay in place, "
             f"kernels: {', '.join(f'{count} {name}' for name, count in step.kernels.items()) or 'plain XLA'}"
         )
         if step.error is not None:
             yield f"    refused: {step.error}"
         for each in step.collectives:
             when = ", only in some steps" if each.optional else ""
-            yield f"    {each.count} {each.kind} of up to {each.largest_bytes / 2**20:.2f} MiB{when}"
+            yield f"    {each.count} {each.kind} of up to {each.largest_bytes / MIB:.2f} MiB{when}"
         for copy in step.copies:
             when = ", only in some steps" if copy.optional else ""
-            yield f"    copy of a {copy.of}: {copy.shape}, {copy.num_bytes / 2**20:.1f} MiB ({copy.instruction}){when}"
+            yield f"    copy of a {copy.of}: {copy.shape}, {copy.num_bytes / MIB:.1f} MiB ({copy.instruction}){when}"

@@ -98,14 +98,15 @@ def copies(module: Module, precious: Precious) -> tuple[Copy, ...]:
         shape = instruction.shapes[0]
         of = None if shape.space else precious.of(reached, shape)
         if of is not None:
-            found[instruction.name] = _copy(of, instruction.name, shape, reached)
+            found[instruction.name] = Copy(
+                of=of,
+                instruction=instruction.name,
+                shape=f"{shape.dtype}[{','.join(map(str, shape.dims))}]",
+                num_bytes=shape.num_bytes,
+                optional=reached.optional,
+            )
     return tuple(found.values())
 
 
 def _key(dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(size for size in dims if size > 1))
-
-
-def _copy(of: str, name: str, shape: Shape, reached: Reached) -> Copy:
-    dims = ",".join(map(str, shape.dims))
-    return Copy(of=of, instruction=name, shape=f"{shape.dtype}[{dims}]", num_bytes=shape.num_bytes, optional=reached.optional)

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jdisagg.aot.abstract import AbstractEngine, ModelForm
+from jdisagg.aot.accelerators import MIB
 from jdisagg.aot.compiled import CompiledStep, compile_step
 from jdisagg.aot.compilers import abstract_devices
-from jdisagg.aot.table import MIB, columns, count_copies
+from jdisagg.aot.table import columns, count_copies
 from jdisagg.aot.topology import Topology, parse_topology
 from jdisagg.core.config import CacheConfig, Config, LayerLoop, ModelConfig, Numerics, SchedulerConfig
 from jdisagg.core.requests import Role
@@ -98,11 +99,6 @@ class Gate:
         return tuple(found)
 
 
-def passed(gate: Gate) -> bool:
-    """Whether everything holds."""
-    return not gate.failures
-
-
 def cases(extent: str, topology: Topology | None) -> Iterator[Case]:
     """`few`, one or two of each topology; `steps`, prefill and decode on every mesh; `all`, every step, and int8 KV too.
 
@@ -166,10 +162,10 @@ def render_gates(gates: Sequence[Gate]) -> str:
                 *(gate.topology, str(gate.tp), str(gate.head_dim), gate.kv_dtype, f"{step.compile_cpu_s:.1f}"),
                 *(f"{step.temp_bytes / MIB:.2f}", f"{100 * step.temp_bytes / step.cache_bytes:.2f} %"),
                 *("yes" if step.in_place else "no", count_copies(step)),
-                "yes" if passed(gate) else "NO: " + "; ".join(gate.failures),
+                "NO: " + "; ".join(gate.failures) if gate.failures else "yes",
             ]
         )
-    failed = sum(not passed(gate) for gate in gates)
+    failed = sum(bool(gate.failures) for gate in gates)
     return "\n".join([*columns(rows), f"{len(gates) - failed} of {len(gates)} gates hold"]) + "\n"
 
 

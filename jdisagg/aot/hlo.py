@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _ITEM_BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64} | {
     f"{kind}{bits}": bits for kind in "su" for bits in (4, 8, 16, 32, 64)
@@ -18,7 +18,7 @@ _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][a-z0-9\-]*)\((.*)$")
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\](\{[^}]*\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
-_CALLED = re.compile(r"\b(calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 _ALIAS = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
 _TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
@@ -68,8 +68,8 @@ class Module:
     """All computations."""
 
     entry: str
-    aliased: frozenset[int] = frozenset()  # numbers of arguments whose memory a result takes over
-    computations: dict[str, dict[str, Instruction]] = field(default_factory=dict)
+    aliased: frozenset[int]  # numbers of arguments whose memory a result takes over
+    computations: dict[str, dict[str, Instruction]]
 
     @property
     def aliased_bytes(self) -> int:
@@ -125,7 +125,7 @@ def parse(text: str) -> Module:
 
 def _instruction(match: re.Match[str]) -> Instruction:
     arguments, _, attributes = match[5].partition("), ")
-    called = [name for _, name in _CALLED.findall(attributes)]
+    called = _CALLED.findall(attributes)
     for group in _BRANCHES.findall(attributes):
         called += [name.strip().lstrip("%") for name in group.split(",") if name.strip()]
     return Instruction(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from jdisagg.aot.abstract import MODEL_STEPS
 from jdisagg.aot.accelerators import GIB
 from jdisagg.aot.budget import Budget
 from jdisagg.aot.compiled import CompiledStep
@@ -12,14 +13,13 @@ from jdisagg.aot.roofline import StepTime
 from jdisagg.core.config import Config
 from jdisagg.models.spec import ModelSpec
 
-_STEPS = ("prefill", "decode", "exact")
 _BOUND = {"memory": "memory bandwidth", "arithmetic": "arithmetic", "interconnect": "the links between devices"}
 
 
 def needed_by(steps: Sequence[CompiledStep], counts: Mapping[str, int]) -> int:
     """Bytes of one device that steps need beside weights and pool: decode state, the code of all, the largest temporaries,
     and what the device's layout adds to weights, pool and state. `counts`: executables that the engine has, by name."""
-    state = max((step.donated_bytes - step.cache_bytes for step in steps if step.name in _STEPS), default=0)
+    state = max((step.donated_bytes - step.cache_bytes for step in steps if step.name in MODEL_STEPS), default=0)
     temp = max((step.temp_bytes for step in steps), default=0)
     return state + _code_bytes(steps, counts) + temp + max((step.padding_bytes for step in steps), default=0)
 

@@ -12,6 +12,7 @@ from jdisagg.aot.budget import make_budget
 from jdisagg.aot.planned import PlannedEngine
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
+from jdisagg.kv.spec import ITEM_BYTES
 from jdisagg.models.form import choose_dtypes
 
 _SHARES = (0.95, 0.98)
@@ -83,8 +84,9 @@ def _attempts(base: _Attempt) -> Iterator[tuple[str, _Attempt]]:
 def _tps(base: _Attempt, accelerator: Accelerator) -> Iterator[int]:
     """Numbers of devices whose memory holds at least the weights; none on CPU."""
     limit, tp = accelerator.limit_bytes(), base.engine.tp * (2 if accelerator is base.accelerator else 1)
+    num_bytes = base.form.num_params * ITEM_BYTES[base.form.dtype]
     while limit is not None and tp <= _LARGEST_TP:
-        if base.form.num_weight_bytes < limit * tp:
+        if num_bytes < limit * tp:
             yield tp
         tp *= 2
 

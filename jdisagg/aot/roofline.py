@@ -7,12 +7,10 @@ of every row once, logits are written and read once.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from jdisagg.aot.abstract import ModelForm
@@ -63,11 +61,6 @@ class Roofline:
     mesh: Mesh
     layout: KVLayout
     accelerator: Accelerator
-
-    @property
-    def num_params(self) -> int:
-        """Weights of the whole model, each once."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self._params))
 
     def time(self, work: Workload) -> StepTime | None:
         """The bound of one step. None without peak rates."""

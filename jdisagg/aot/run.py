@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jdisagg.aot.check import Effort, Question, check
+from jdisagg.aot.check import Question, check
 from jdisagg.aot.command import Command
-from jdisagg.aot.gates import passed, render_gates, run_gates
+from jdisagg.aot.gates import render_gates, run_gates
 from jdisagg.aot.table import render
 from jdisagg.core.errors import ConfigError
 
@@ -21,8 +21,7 @@ def run(command: Command) -> int:
     """Returns the exit status. Raises ConfigError for what cannot be answered."""
     if command.config is None or command.topology is None:
         return _run_gates(command)
-    effort = Effort(compile=command.compile, all_executables=command.all_executables, all_layers=command.all_layers)
-    report = check(Question(config=command.config, topology=command.topology, effort=effort, progress=_say))
+    report = check(Question(config=command.config, topology=command.topology, effort=command.effort, progress=_say))
     sys.stdout.write(render(report, explain=command.explain))
     if command.json is not None:
         _write(command.json, {"fits": report.fits, **asdict(report)})
@@ -32,9 +31,10 @@ def run(command: Command) -> int:
 def _run_gates(command: Command) -> int:
     gates = run_gates(command.gates or "steps", command.topology, _say)
     sys.stdout.write(render_gates(gates))
+    passed = not any(gate.failures for gate in gates)
     if command.json is not None:
-        _write(command.json, {"passed": all(map(passed, gates)), "gates": [asdict(gate) for gate in gates]})
-    return EXIT_YES if all(map(passed, gates)) else EXIT_NO
+        _write(command.json, {"passed": passed, "gates": [asdict(gate) for gate in gates]})
+    return EXIT_YES if passed else EXIT_NO
 
 
 def _write(path: Path, value: Any) -> None:

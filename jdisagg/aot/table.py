@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from jdisagg.aot.accelerators import GIB
+from jdisagg.aot.accelerators import GIB, MIB
 from jdisagg.aot.budget import Budget
 from jdisagg.aot.compiled import CompiledStep
 from jdisagg.aot.explain import explanations
 from jdisagg.aot.report import EngineReport, Report
 from jdisagg.aot.roofline import StepTime
-
-MIB = 2**20
 
 
 def render(report: Report, *, explain: bool) -> str:
@@ -20,7 +18,7 @@ def render(report: Report, *, explain: bool) -> str:
     for engine in report.engines:
         lines += ["", *_engine(engine, report)]
         if explain:
-            lines += ["", *explanations(engine, report)]
+            lines += ["", *explanations(engine, report.source)]
     lines += ["", *(f"PROBLEM  {problem}" for problem in report.problems)]
     return "\n".join([*lines, f"verdict  {_verdict(report)}"]) + "\n"
 

@@ -39,7 +39,9 @@ def parse_topology(text: str) -> Topology:
     known = read_accelerators()
     name, _, shape_text = text.strip().lower().partition(":")
     if name not in known:
-        raise ConfigError(f"--topology: got {text!r}, wanted {_examples(known)}", field="--topology")
+        raise ConfigError(
+            f"--topology: got {text!r}, wanted one of {', '.join(map(_example, known.values()))}", field="--topology"
+        )
     accelerator = known[name]
     wanted = accelerator.num_dimensions
     if not shape_text:
@@ -53,10 +55,6 @@ def parse_topology(text: str) -> Topology:
             field="--topology",
         )
     return Topology(accelerator=accelerator, shape=shape)
-
-
-def _examples(known: dict[str, Accelerator]) -> str:
-    return "one of " + ", ".join(_example(accelerator) for accelerator in known.values())
 
 
 def _example(accelerator: Accelerator) -> str:

@@ -61,21 +61,16 @@ class Batch:
 
     def header(self, model: str, fingerprint: str | None = None) -> dict[str, Any]:
         """What the journal must agree with; `model`: the name of the one that answers, `fingerprint`: of its weights, as far as
-        it is known. `created` stays what it was."""
+        it is known. `created` (seconds) stands in for the time of an answer, so that a resumed run writes what an undisturbed
+        one would; a journal that is there keeps its own."""
         weights = {} if fingerprint is None else {"fingerprint": fingerprint}
-        return {"journal": _JOURNAL, "model": model} | weights | self.identity | {CREATED: self.created}
+        return {"journal": _JOURNAL, "model": model} | weights | self.identity | {CREATED: self._found.changed_s}
 
     @cached_property
     def _found(self) -> _Found:
         with open_input(self.input) as file:
             changed_s = int(os.fstat(file.fileno()).st_mtime)
             return _Found(hashlib.file_digest(file, "sha256").hexdigest(), file.tell(), changed_s)
-
-    @property
-    def created(self) -> int:
-        """Seconds; stands in for the time of an answer, so that a resumed run writes what an undisturbed one would: that of the
-        journal, where there is one."""
-        return self._found.changed_s
 
     def numbers(self) -> list[int]:
         """Input lines that get an output line."""
@@ -122,20 +117,21 @@ async def _answer_all(
 ) -> None:
     async def answer_lines() -> None:
         for line in pending:  # shared by all: each line is taken once
-            if isinstance(line, BadLine):
-                await answers.put((line.number, error_line(line, batch_id=batch.id)))
-                continue
-            try:
-                status_code, body = await sender.send(line, line_id(batch.id, line.number))
-            except BadAnswer as error:
-                await answers.put((line.number, bad_answer_line(line, error.message, batch_id=batch.id)))
-            else:
-                output = answer_line(line, status_code, body, batch_id=batch.id, created=created)
-                await answers.put((line.number, output))
+            await answers.put((line.number, await _answer(batch, line, sender, created)))
 
     async with asyncio.TaskGroup() as group:
         for _ in range(min(batch.max_concurrency, len(batch.numbers()))):
             group.create_task(answer_lines())
+
+
+async def _answer(batch: Batch, line: Call | BadLine, sender: Sender, created: int) -> dict[str, Any]:
+    if isinstance(line, BadLine):
+        return error_line(line, batch_id=batch.id)
+    try:
+        status_code, body = await sender.send(line, line_id(batch.id, line.number))
+    except BadAnswer as error:
+        return bad_answer_line(line, error.message, batch_id=batch.id)
+    return answer_line(line, status_code, body, batch_id=batch.id, created=created)
 
 
 def _first(failures: BaseExceptionGroup) -> BaseException:

@@ -42,7 +42,6 @@ class _NotNow:
     taken: bool = False  # the server had the request, then hung up or said nothing: it may be the request's fault
     timed_out: bool = False
     retry_after_s: float = 0.0  # the server says: not before
-    lost: bool = False  # HTTP 502
     answer: Answer | None = None  # to be kept, should the server go on to serve others and never this one
 
 
@@ -96,7 +95,8 @@ class Sender:
                 continue
             refused_since_s = monotonic() if refused_since_s is None else refused_since_s
             # a server that is busy with others will come to this one, too; one that loses it will lose it again
-            since_s = refused_since_s if outcome.lost else max(refused_since_s, self._served_s)
+            is_lost = outcome.answer is not None and outcome.answer[0] == LOST
+            since_s = refused_since_s if is_lost else max(refused_since_s, self._served_s)
             if outcome.answer is not None and refused_since_s < self._served_s and since_s < monotonic() - self._patience_s:
                 return outcome.answer
             await self._pause(max(pause_s, outcome.retry_after_s), since_s, what, outcome.why)
@@ -133,9 +133,8 @@ class Sender:
         except httpx.DecodingError as error:
             raise BadAnswer(f"the server's answer cannot be unpacked: {error}") from error
         if response.status_code in RETRIED:
-            why, retry_after_s = f"HTTP {response.status_code}: {_shown(response.content)}", _retry_after_s(response)
-            lost = response.status_code == LOST
-            return _NotNow(why, retry_after_s=retry_after_s, lost=lost, answer=_read_answer(response))
+            why = f"HTTP {response.status_code}: {_shown(response.content)}"
+            return _NotNow(why, retry_after_s=_retry_after_s(response), answer=_read_answer(response))
         return _read_answer(response)
 
     async def _why_away(self) -> str:

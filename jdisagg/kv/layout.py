@@ -64,26 +64,18 @@ class KVLayout:
         """Type of the array itself."""
         return jnp.dtype(jnp.uint16) if self.as_bits else self.dtype
 
-    def shape(self, num_pages: int) -> tuple[int, ...]:
-        """Shape of the array with `num_pages` pages, the null page included."""
-        return (*self._rows_shape(num_pages), self.spec.features)
-
     def abstract(self, num_pages: int) -> KVGroup:
-        """Shapes and dtypes of the group's arrays."""
-        data = jax.ShapeDtypeStruct(self.shape(num_pages), self.storage_dtype)
-        if not self.spec.quantised:
-            return KVGroup(data)
-        return KVGroup(data, jax.ShapeDtypeStruct((*self._rows_shape(num_pages), SCALES), jnp.float32))
+        """Shapes and dtypes of the group's arrays with `num_pages` pages, the null page included."""
+        inner = (self.num_stored_heads, self.page_size) if self.heads_major else (self.page_size, self.num_stored_heads)
+        return self._group((self.spec.num_layers, num_pages, *inner), self.storage_dtype)
 
     def abstract_rows(self, num_tokens: int) -> KVGroup:
         """Shapes and dtypes of the KV of tokens, as `gather_tokens` returns it."""
-        rows = (self.spec.num_layers, num_tokens, self.spec.num_kv_heads)
-        data = jax.ShapeDtypeStruct((*rows, self.spec.features), self.dtype)
-        return KVGroup(data, jax.ShapeDtypeStruct((*rows, SCALES), jnp.float32) if self.spec.quantised else None)
+        return self._group((self.spec.num_layers, num_tokens, self.spec.num_kv_heads), self.dtype)
 
-    def _rows_shape(self, num_pages: int) -> tuple[int, ...]:
-        inner = (self.num_stored_heads, self.page_size) if self.heads_major else (self.page_size, self.num_stored_heads)
-        return (self.spec.num_layers, num_pages, *inner)
+    def _group(self, shape: tuple[int, ...], dtype: jnp.dtype) -> KVGroup:
+        data = jax.ShapeDtypeStruct((*shape, self.spec.features), dtype)
+        return KVGroup(data, jax.ShapeDtypeStruct((*shape, SCALES), jnp.float32) if self.spec.quantised else None)
 
     @property
     def partition(self) -> PartitionSpec:
@@ -93,7 +85,7 @@ class KVLayout:
     def piece_sharding(self, mesh: Mesh) -> NamedSharding:
         """Sharding of exported and imported pieces [L, T, K, F]: heads over "tp", whole where heads are replicated."""
         whole = self.num_replicas > 1 or self.num_shards == 1
-        return NamedSharding(mesh, PartitionSpec() if whole else PartitionSpec(None, None, TP_AXIS))
+        return NamedSharding(mesh, _ALL if whole else HEADS_OF_PIECE)
 
     def gather_tokens(self, mesh: Mesh, kv: KVGroup, pages: jax.Array, offsets: jax.Array) -> KVGroup:
         """KV [L, T, K, F] of the tokens at (pages i32[T], offsets i32[T]); a replicated head is read once."""

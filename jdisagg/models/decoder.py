@@ -11,9 +11,8 @@ from jax import lax
 
 from jdisagg.core.config import LayerLoop
 from jdisagg.kv.group import KVGroup
-from jdisagg.models import rotary
 from jdisagg.models.batch import AttentionOps, TokenBatch
-from jdisagg.models.layers import dot, linear, mlp, rms_norm
+from jdisagg.models.layers import angles, dot, linear, mlp, rms_norm, rotate
 from jdisagg.models.spec import ModelSpec
 
 Params = Mapping[str, Any]
@@ -30,7 +29,7 @@ def forward(
     """
     with jax.named_scope("embed"):
         x = jnp.take(params["embed_tokens"]["embedding"], batch.token_ids, axis=0)
-    turn = rotary.angles(spec.rope, batch.positions)
+    turn = angles(spec.rope, batch.positions)
     group = kv[0]
     if layer_loop is LayerLoop.SCAN:
         window = spec.attention.windows[0]
@@ -71,7 +70,7 @@ def block(
         v = linear(attn["v_proj"], h).reshape(tokens, a.num_kv_heads, a.head_dim)
         if a.qk_norm:
             q, k = rms_norm(attn["q_norm"], q, spec.norm_eps), rms_norm(attn["k_norm"], k, spec.norm_eps)
-        q, k = rotary.rotate(q, *turn), rotary.rotate(k, *turn)
+        q, k = rotate(q, *turn), rotate(k, *turn)
         kv = ops.write(kv, layer, k, v, batch)
         seen = ops.attend(q, kv, layer, batch, scale=a.head_dim**-0.5, window=window)
         x = x + linear(attn["o_proj"], seen.reshape(tokens, a.num_heads * a.head_dim))

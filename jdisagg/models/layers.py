@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdisagg.models.rope import RopeSpec
+
 
 def dot(x: jax.Array, w: jax.Array, *, contract: int = 0) -> jax.Array:
     """x [..., I] times w along w's axis `contract`, in float32.
@@ -39,6 +41,18 @@ def rms_norm(params: Mapping[str, jax.Array], x: jax.Array, eps: float) -> jax.A
     normal = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     scale = params["scale"].astype(jnp.float32)
     return (normal * scale.reshape((1,) * (x.ndim - 1) + scale.shape)).astype(x.dtype)
+
+
+def angles(rope: RopeSpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine, f32[T, 1, D/2], of the rotation at positions i32[T] (RoFormer, arXiv:2104.09864)."""
+    turned = positions.astype(jnp.float32)[:, None] * jnp.asarray(rope.inverse_frequencies())[None, :]
+    return jnp.cos(turned)[:, None, :], jnp.sin(turned)[:, None, :]
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turn the feature pairs of x [T, H, D], d together with d + D/2, in float32; the result has x's dtype."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def mlp(params: Mapping[str, Any], x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Rotary position embedding as config.json describes it: frequencies. The rotation itself is in `rotary`. No jax here."""
+"""Rotary position embedding as config.json describes it: frequencies. The rotation itself is in `layers`. No jax here."""
 
 from __future__ import annotations
 

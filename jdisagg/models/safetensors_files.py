@@ -29,30 +29,12 @@ def has_safetensors(directory: Path) -> bool:
 
 def tensor_files(directory: Path) -> dict[str, Path]:
     """Name -> file of every tensor. Raises ConfigError for an unreadable file and an index that does not hold."""
-    found: dict[str, Path] = {}
     index, single = directory / INDEX, directory / "model.safetensors"
-    if index.is_file():
-        weight_map = read_object(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ConfigError(f"{index}: weight_map is {type(weight_map).__name__}, wanted an object", field="model")
-        found = {name: directory / _beside(index, file) for name, file in weight_map.items()}
-        held = {file: _names(file) for file in sorted(set(found.values()))}
-        for name, file in found.items():
-            if name not in held[file]:
-                raise ConfigError(f"{file}: no tensor {name}, which {index.name} says is there", field="model")
-        for file, names in held.items():
-            for name in sorted(names):
-                if found.get(name, file) != file:
-                    raise _twice(name, file, found[name])
-        if single.is_file() and single not in held:
-            raise ConfigError(f"{single} is there, too, and {index.name} does not name it; remove one of them", field="model")
-        return _unquantized(found)
-    for file in [single] if single.is_file() else _weight_files(directory):
-        for name in _names(file):
-            if name in found:
-                raise _twice(name, file, found[name])
-            found[name] = file
-    return _unquantized(found)
+    found = _indexed(index, single) if index.is_file() else _united([single] if single.is_file() else _weight_files(directory))
+    for name, file in found.items():
+        if _QUANTIZED.fullmatch(name):
+            raise ConfigError(f"{file}: {name} is part of a quantized weight, wanted unquantized weights", field="model")
+    return found
 
 
 def stored_dtype(directory: Path) -> str:
@@ -89,6 +71,36 @@ def opened(file: Path) -> Iterator[Any]:
         yield handle
 
 
+def _indexed(index: Path, single: Path) -> dict[str, Path]:
+    """As the index says, when the files do not say otherwise."""
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ConfigError(f"{index}: weight_map is {type(weight_map).__name__}, wanted an object", field="model")
+    found = {name: index.parent / _beside(index, file) for name, file in weight_map.items()}
+    held = {file: _names(file) for file in sorted(set(found.values()))}
+    for name, file in found.items():
+        if name not in held[file]:
+            raise ConfigError(f"{file}: no tensor {name}, which {index.name} says is there", field="model")
+    for file, names in held.items():
+        for name in sorted(names):
+            if found.get(name, file) != file:
+                raise _twice(name, file, found[name])
+    if single.is_file() and single not in held:
+        raise ConfigError(f"{single} is there, too, and {index.name} does not name it; remove one of them", field="model")
+    return found
+
+
+def _united(files: list[Path]) -> dict[str, Path]:
+    """What all of them hold."""
+    found: dict[str, Path] = {}
+    for file in files:
+        for name in _names(file):
+            if name in found:
+                raise _twice(name, file, found[name])
+            found[name] = file
+    return found
+
+
 def _names(file: Path) -> frozenset[str]:
     with opened(file) as handle:
         return frozenset(handle.keys())
@@ -106,10 +118,3 @@ def _beside(index: Path, file: object) -> str:
 
 def _twice(name: str, file: Path, other: Path) -> ConfigError:
     return ConfigError(f"{file}: tensor {name} is in {other.name} too; keep one", field="model")
-
-
-def _unquantized(found: dict[str, Path]) -> dict[str, Path]:
-    for name, file in found.items():
-        if _QUANTIZED.fullmatch(name):
-            raise ConfigError(f"{file}: {name} is part of a quantized weight, wanted unquantized weights", field="model")
-    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jdisagg.core.errors import ConfigError
 from jdisagg.models.declare import Declared, build, declarations
 from jdisagg.models.declare import Path as ParamPath
-from jdisagg.models.host_parts import HostParts, slabs
+from jdisagg.models.host_parts import HostParts, Slab, slabs
 from jdisagg.models.safetensors_files import DERIVED, opened, tensor_files
 from jdisagg.models.sharding import param_sharding
 from jdisagg.models.spec import ModelSpec
@@ -29,17 +29,19 @@ def load_safetensors(directory: Path, spec: ModelSpec, mesh: Mesh, dtype: str) -
     files = tensor_files(directory)
     states = {file: _state(file) for file in sorted(set(files.values()))}
     _check_names(directory, spec, files)
-    if spec.tied and OUTPUT in files:
-        _check_tied(files)
+    if spec.tied and OUTPUT in files and not _repeats_embedding(files):
+        raise ConfigError(
+            f"{files[OUTPUT]}: {OUTPUT} is not the embedding, which by tie_word_embeddings in config.json it is; "
+            "write false there, or remove the tensor",
+            field="model",
+        )
 
     def make(_: ParamPath, declared: Declared) -> jax.Array:
-        file, stored = files[declared.name], _stored_shape(declared)
+        file, stored = files[declared.name], declared.shape[::-1] if declared.transposed else declared.shape
         with opened(file) as handle:
-            part = handle.get_slice(declared.name)
-            _check(file, declared, tuple(part.get_shape()), part.get_dtype())
+            _check(file, declared.name, handle.get_slice(declared.name), stored)
         parts = HostParts(declared.shape, param_sharding(mesh, spec, declared), dtype)
-        rows = max(1, SLAB_ELEMENTS // math.prod(stored[1:]))
-        for slab in slabs(stored, (rows, *stored[1:])):
+        for slab in _row_slabs(stored):
             with opened(file) as handle:  # per slab: an open file keeps every page that was read mapped, and so resident
                 values = handle.get_slice(declared.name)[slab]
             if declared.transposed:
@@ -79,35 +81,27 @@ def _check_names(directory: Path, spec: ModelSpec, files: Mapping[str, Path]) ->
         )
 
 
-def _check_tied(files: Mapping[str, Path]) -> None:
+def _repeats_embedding(files: Mapping[str, Path]) -> bool:
     """A copy of the embedding does no harm; another matrix is what the model was trained with, whatever config.json says."""
-    with opened(files[EMBEDDING]) as handle:
-        shape = tuple(handle.get_slice(EMBEDDING).get_shape())
-    with opened(files[OUTPUT]) as handle:
-        same = tuple(handle.get_slice(OUTPUT).get_shape()) == shape
-    rows = max(1, SLAB_ELEMENTS // math.prod(shape[1:]))
-    for slab in slabs(shape, (rows, *shape[1:])) if same else ():
+    with opened(files[EMBEDDING]) as embedding, opened(files[OUTPUT]) as output:
+        shape = tuple(embedding.get_slice(EMBEDDING).get_shape())
+        if tuple(output.get_slice(OUTPUT).get_shape()) != shape:
+            return False
+    for slab in _row_slabs(shape):
         with opened(files[EMBEDDING]) as embedding, opened(files[OUTPUT]) as output:
-            same = np.array_equal(embedding.get_slice(EMBEDDING)[slab], output.get_slice(OUTPUT)[slab])
-        if not same:
-            break
-    if not same:
-        raise ConfigError(
-            f"{files[OUTPUT]}: {OUTPUT} is not the embedding, which by tie_word_embeddings in config.json it is; "
-            "write false there, or remove the tensor",
-            field="model",
-        )
+            if not np.array_equal(embedding.get_slice(EMBEDDING)[slab], output.get_slice(OUTPUT)[slab]):
+                return False
+    return True
 
 
-def _stored_shape(declared: Declared) -> tuple[int, ...]:
-    return declared.shape[::-1] if declared.transposed else declared.shape
+def _row_slabs(shape: tuple[int, ...]) -> Iterator[Slab]:
+    """Whole rows, as many as have SLAB_ELEMENTS, or one."""
+    return slabs(shape, (max(1, SLAB_ELEMENTS // math.prod(shape[1:])), *shape[1:]))
 
 
-def _check(file: Path, declared: Declared, shape: tuple[int, ...], dtype: str) -> None:
-    wanted = _stored_shape(declared)
+def _check(file: Path, name: str, tensor: Any, wanted: tuple[int, ...]) -> None:
+    shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
     if shape != wanted:
-        raise ConfigError(
-            f"{file}: tensor {declared.name} is {list(shape)}, wanted {list(wanted)} by config.json", field="model"
-        )
+        raise ConfigError(f"{file}: tensor {name} is {list(shape)}, wanted {list(wanted)} by config.json", field="model")
     if dtype not in _FLOATS:
-        raise ConfigError(f"{file}: tensor {declared.name} is {dtype}, wanted one of {', '.join(_FLOATS)}", field="model")
+        raise ConfigError(f"{file}: tensor {name} is {dtype}, wanted one of {', '.join(_FLOATS)}", field="model")

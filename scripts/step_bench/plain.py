@@ -10,10 +10,9 @@ from jax import lax
 
 from jdisagg.engine.model import DecoderModel
 from jdisagg.kv.group import KVGroup
-from jdisagg.models import rotary
 from jdisagg.models.batch import TokenBatch
 from jdisagg.models.decoder import KV, Params, block
-from jdisagg.models.layers import rms_norm
+from jdisagg.models.layers import angles, rms_norm
 
 _HIDDEN = -1e30
 
@@ -48,7 +47,7 @@ class ScannedModel(DecoderModel):
 
     def forward(self, params: Params, kv: KV, batch: TokenBatch) -> tuple[KV, jax.Array]:
         """See DecoderModel; layers are stacked, and none has a window."""
-        turn = rotary.angles(self.spec.rope, batch.positions)
+        turn = angles(self.spec.rope, batch.positions)
 
         def body(x: jax.Array, layer: tuple[Params, jax.Array]) -> tuple[jax.Array, jax.Array]:
             own = KVGroup(layer[1][None])

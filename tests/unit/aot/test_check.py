@@ -9,7 +9,8 @@ import pytest
 from jdisagg.aot import roofline
 from jdisagg.aot.abstract import AbstractEngine, ModelForm
 from jdisagg.aot.accelerators import read_accelerators
-from jdisagg.aot.check import Effort, Question, check
+from jdisagg.aot.check import Question, check
+from jdisagg.aot.command import Effort
 from jdisagg.aot.compiled import compile_step
 from jdisagg.aot.planned import planned_mesh
 from jdisagg.aot.report import Report
@@ -37,7 +38,10 @@ CONFIG = Config(
 def said_of(name: str, topology: str, config: Config) -> Report:
     config = replace(config, model=replace(config.model, model=str(MODELS / f"{name}.json")))
     question = Question(
-        config=config, topology=parse_topology(topology), effort=Effort(compile=False), progress=lambda text: None
+        config=config,
+        topology=parse_topology(topology),
+        effort=Effort(compile=False, all_executables=False, all_layers=False),
+        progress=lambda text: None,
     )
     return check(question)
 
@@ -148,7 +152,7 @@ def test_a_step_is_bound_by_the_slowest_of_memory_arithmetic_and_links() -> None
     form = ModelForm(spec=spec, dtype="bfloat16", kv_dtype="bfloat16", layer_loop=LayerLoop.UNROLLED)
     mesh, h200 = planned_mesh("cuda", 1), read_accelerators()["h200"]
     of_8b = Roofline(form, mesh, form.layout(mesh, 16), h200)
-    assert of_8b.num_params == 8_030_261_248
+    assert form.num_params == 8_030_261_248
     decode = of_8b.time(Workload(phase="decode", rows=32, tokens=32, context=1024))
     assert decode is not None
     read = 2 * (8_030_261_248 - 128256 * 4096)  # all weights but the embedding's other rows

@@ -20,7 +20,7 @@ def test_flags_that_are_not_its_own_configure_the_engine(tmp_path: Path) -> None
     assert command.config is not None
     assert (command.config.role, command.config.model.tensor_parallel_size) == ("unified", 8)
     assert command.config.scheduler.max_num_seqs == 4
-    assert not command.compile
+    assert not command.effort.compile
     file = tmp_path / "decode.toml"
     file.write_text('role = "decode"\n')
     from_file = parse_command(["--topology", "cpu", "--config", str(file)]).config

@@ -26,7 +26,7 @@ SPEC = KVSpec(num_layers=2, num_kv_heads=2, features=4, dtype="float32")
 def test_scattered_tokens_are_gathered_again(heads_major, num_shards):
     mesh = make_mesh(jax.devices("cpu"), num_shards)
     layout = KVLayout(spec=SPEC, page_size=4, num_shards=num_shards, heads_major=heads_major, as_bits=False)
-    kv = KVGroup(jnp.zeros(layout.shape(6), layout.storage_dtype))
+    kv = KVGroup(jnp.zeros(layout.abstract(6).data.shape, layout.storage_dtype))
     rows = np.random.default_rng(0).normal(size=(2, 5, 2, 4)).astype(np.float32)
     pages, offsets = np.array([5, 5, 2, 1, 1]), np.array([0, 3, 2, 1, 0])
     kv = layout.scatter_tokens(mesh, kv, KVGroup(jnp.asarray(rows)), pages, offsets)

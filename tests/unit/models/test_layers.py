@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.models.layers import linear, rms_norm
+from jdisagg.models.layers import angles, linear, rms_norm, rotate
 from jdisagg.models.rope import RopeSpec
-from jdisagg.models.rotary import angles, rotate
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
