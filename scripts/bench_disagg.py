@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,15 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench_kit.machine import machine, one_line
+from bench_kit.model import Prompts
 from disagg_bench import first_token, jitter, mixed, second_turn, waiting
-from disagg_bench.model import BenchModel, Prompts
+from disagg_bench.model import BenchModel
 from disagg_bench.overlap import OverlapLog
 from disagg_bench.workers import PAGE_SIZE, Fleet, Workers, started
 
 from jdisagg.core.logs import LEVEL_VARIABLE
 
-ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("first", "jitter", "turn", "mixed", "waiting")
 _ROOM_TOKENS = 256  # beyond the longest prompt
 
 
@@ -114,16 +112,16 @@ def run(options: argparse.Namespace, size: Size, model: BenchModel, cores: tuple
     max_model_len = max(size.lengths) + _ROOM_TOKENS
     model.write(work / "model", max_model_len)
     report: dict[str, Any] = {"machine": machine(), "model": vars(model), "parts": {}}
-    print("  ".join(f"{key}: {value}" for key, value in report["machine"].items()))
+    print(one_line(report["machine"]))
     print(f"model: {model.num_layers} layers, width {model.embed}, {model.kv_bytes_per_token} bytes of KV a token, float32")
     fleet = Fleet(work / "model", work, max_model_len=max_model_len, num_pages=3 * -(-max_model_len // PAGE_SIZE))
     began_s = time.monotonic()
     with started(fleet, cores, wide="mixed" in options.parts) as workers:
         print(f"workers ready after {time.monotonic() - began_s:.0f} s\n", flush=True)
-        for name in PARTS:
+        for name, measure in PARTS.items():
             if name in options.parts:
                 began_s = time.monotonic()
-                part, lines = PART_FUNCTIONS[name](workers, size, model, options)
+                part, lines = measure(workers, size, model, options)
                 report["parts"][name] = part
                 print("\n".join(lines))
                 print(f"   ({time.monotonic() - began_s:.0f} s, load average then {os.getloadavg()[0]:.1f})\n", flush=True)
@@ -175,23 +173,7 @@ def measure_waiting(workers: Workers, size: Size, model: BenchModel, options: ar
     return rows, waiting.lines(rows)
 
 
-def machine() -> dict[str, Any]:
-    """Where and of what the figures are."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-    info = Path("/proc/cpuinfo")
-    models = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.is_file() else []
-    return {
-        "cpu": models[0].partition(":")[2].strip() if models else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "load average": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "commit": done.stdout.strip() or "unknown",
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-PART_FUNCTIONS = {
+PARTS = {
     "first": measure_first,
     "jitter": measure_jitter,
     "turn": measure_turn,

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench_kit.figures import quantile
+from bench_kit.machine import machine, one_line
 from sched_bench import hf, nano, ours, pages
 from sched_bench.load import PAGE_SIZE, Load, Subject, Tick, drive
 
-ROOT = Path(__file__).resolve().parent.parent
 TARGET_PER_REQUEST_US = 4.0
 TARGET_256_US = 1000.0
 OURS = "jdisagg"
@@ -109,10 +107,10 @@ def measure(load: Load, makers: Makers, runs: int) -> dict[str, Any]:
 
 def figures(ticks: list[Tick], load: Load) -> dict[str, float]:
     """Microseconds of one run."""
-    total = sorted(tick.total_ns / 1e3 for tick in ticks)
+    total = [tick.total_ns / 1e3 for tick in ticks]
     return {
         "p50": statistics.median(total),
-        "p99": total[int(0.99 * (len(total) - 1))],
+        "p99": quantile(total, 0.99),
         "schedule": statistics.median(tick.schedule_ns for tick in ticks) / 1e3,
         "commit": statistics.median(tick.commit_ns for tick in ticks) / 1e3,
         "request": statistics.median(total) / load.running,
@@ -126,23 +124,9 @@ def spread(runs: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     return {n: {"median": statistics.median(c), "low": min(c), "high": max(c)} for n, c in columns.items()}
 
 
-def machine() -> dict[str, Any]:
-    """Where and of what the figures are."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-    models = [line for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")]
-    return {
-        "cpu": models[0].partition(":")[2].strip() if models else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "commit": done.stdout.strip() or "unknown",
-    }
-
-
 def print_head(report: dict[str, Any]) -> None:
     """What is measured, where, and the columns."""
-    print("  ".join(f"{key}: {value}" for key, value in report["machine"].items()))
+    print(one_line(report["machine"]))
     for name, note in report["includes"].items():
         print(f"{name}: {note}")
     print(
@@ -180,10 +164,6 @@ def print_small(report: dict[str, Any]) -> None:
     for waiting, costs in report["queue_us"].items():
         for name, figure in costs.items():
             print(f"  {name:7} {waiting:6} waiting {figure['median']:7.2f} [{figure['low']:.2f}-{figure['high']:.2f}]")
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.is_file() else []
 
 
 if __name__ == "__main__":

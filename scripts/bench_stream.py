@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,13 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench_kit.child import START_S, Child, child
+from bench_kit.figures import spread
+from bench_kit.machine import machine, one_line
 from fleet_process import FleetProcess
 from stream_bench.bare import serve_bare
 from stream_bench.client import run_client
-from stream_bench.parts import HOST, KINDS, MODEL, START_S, Child, Kind, Phase, Seen, child
+from stream_bench.parts import HOST, KINDS, MODEL, Kind, Phase, Seen
 from stream_bench.worker import serve_worker
 
-ROOT = Path(__file__).resolve().parent.parent
 FLOOD_PER_S = 60_000  # tokens, more than any router passes on one by one
 SETTLE_S = 0.5
 
@@ -87,17 +86,11 @@ def main() -> int:
         options.runs, options.streams, options.window_s = 1, "16", 1.0
     kinds = [kind for kind in KINDS if kind.name in options.kinds.split(",")]
     report: dict[str, Any] = {"machine": machine(), "rate": options.rate, "runs": options.runs, "rows": []}
-    print(
-        f"{report['machine']}\nCPU us per token at {options.rate} tokens/s, median [lowest to highest] of {options.runs};",
-        end="",
-    )
-    print(
-        f" /s of a core = 1e6 / router\n{'':>21} {'streams':>7} {'router':>14} {'bare':>12} {'ratio':>6} {'worker':>7}", end=""
-    )
-    print(
-        f" {'/s of a core':>12}" + ("" if options.cost_only else f" {'gap ms at half of it; bare':>28} {'flooded':>24}"),
-        flush=True,
-    )
+    print(one_line(report["machine"]))
+    print(f"CPU us per token at {options.rate} tokens/s, median [lowest to highest] of {options.runs};", end="")
+    print(" /s of a core = 1e6 / router")
+    head = f"{'':>21} {'streams':>7} {'router':>14} {'bare':>12} {'ratio':>6} {'worker':>7} {'/s of a core':>12}"
+    print(head + ("" if options.cost_only else f" {'gap ms at half of it; bare':>28} {'flooded':>24}"), flush=True)
     with started(options.window_s) as bench:
         for num_streams in map(int, options.streams.split(",")):
             for kind in kinds:
@@ -145,9 +138,8 @@ def cost(bench: Bench, kind: Kind, num_streams: int, rate: int, runs: int) -> di
     row |= {"tokens_per_chunk": sum(seen.num_tokens for seen in ours) / sum(seen.num_chunks for seen in ours)}
     router, base = statistics.median(row["router_us"]), statistics.median(row["bare_us"])
     row |= {"ratio": router / base, "tokens_per_core_s": 1e6 / router}
-    shown = (
-        f"{kind.name:>21} {num_streams:>7} {spread(row['router_us']):>14} {spread(row['bare_us']):>12} {router / base:>6.1f}"
-    )
+    ours_us, bare_us = (spread(row[name], ".0f") for name in ("router_us", "bare_us"))
+    shown = f"{kind.name:>21} {num_streams:>7} {ours_us:>14} {bare_us:>12} {router / base:>6.1f}"
     print(f"{shown} {statistics.median(row['worker_us']):>7.1f} {1e6 / router:>12,.0f}", end="", flush=True)
     return row
 
@@ -166,20 +158,6 @@ def load(bench: Bench, kind: Kind, num_streams: int, row: dict[str, Any]) -> dic
         "gap_ms": {"p50": 1e3 * paced.gap_p50_s, "p99": 1e3 * paced.gap_p99_s, "bare p99": 1e3 * beside.gap_p99_s},
         "flood": {"tokens_per_s": flood.tokens_per_s, "chunks_per_s": flood.num_chunks / flood.seconds, "us": flood.cpu_us(0)},
     }
-
-
-def spread(values: list[float]) -> str:
-    """Median and extremes."""
-    return f"{statistics.median(values):.0f} [{min(values):.0f} to {max(values):.0f}]"
-
-
-def machine() -> str:
-    """Where it ran, and what."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10).stdout.strip()
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    cpu = models[0].partition(":")[2].strip() if models else platform.machine()
-    return f"{cpu}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, {commit}"
 
 
 if __name__ == "__main__":

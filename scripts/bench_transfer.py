@@ -14,17 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import jax
-from transfer_bench.bare import BareGrpc, BareJax
+from bench_kit.figures import quantile, spread
+from bench_kit.machine import machine, one_line
+from transfer_bench.bare import BareGrpc, BareJax, RawTcp, memcpy
 from transfer_bench.consumer import Moved, connected
 from transfer_bench.parts import TOKEN_BYTES, Form
-from transfer_bench.raw import RawTcp, memcpy
 
 from jdisagg.serve.environment import keep_freed_memory
 
@@ -32,7 +31,6 @@ BACKENDS = ("grpc", "tcp", "shm", "jax")
 BARE = {"grpc": BareGrpc, "jax": BareJax}
 TOTALS = tuple(2**power for power in (16, 20, 24, 28, 30))
 ROUND_TRIPS = 200
-TARGET_SHARE = 0.8
 TARGET_CONTROL_MS = 3.0
 
 
@@ -52,8 +50,13 @@ def main() -> int:
     options = parser.parse_args()
     keep_freed_memory(os.environ)  # as a worker does; the plain socket's receiver has it as well
     runs, totals = (1, TOTALS[:3]) if options.quick else (options.runs, TOTALS)
-    report: dict[str, Any] = {"machine": machine(), "piece_bytes": options.piece_mib * 2**20, "runs": runs, "rows": []}
-    print(f"{report['machine']}\npieces of {options.piece_mib} MiB, {runs} runs: median [lowest to highest]\n")
+    report: dict[str, Any] = {
+        "machine": machine() | {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
+        "piece_bytes": options.piece_mib * 2**20,
+        "runs": runs,
+        "rows": [],
+    }
+    print(f"{one_line(report['machine'])}\npieces of {options.piece_mib} MiB, {runs} runs: median [lowest to highest]\n")
     print(f"{'':>14} {'total':>9} {'GB/s':>22} {'CPU s/GB':>22} {'of which P':>10} {'of TCP/s':>9} {'of TCP/core-s':>13}")
     for total in totals:
         bench_total(total, options.piece_mib * 2**20, runs, options.backends.split(","), report["rows"])
@@ -93,7 +96,7 @@ def bench_total(total: int, piece_bytes: int, runs: int, backends: list[str], ro
     base = moved["TCP"]
     for name, measured in moved.items():
         rows.append(row := figures(name, total, measured, base))
-        rate, cost = spread(row["gb_per_s"]), spread(row["cpu_s_per_gb"])
+        rate, cost = spread(row["gb_per_s"], ".2f"), spread(row["cpu_s_per_gb"], ".2f")
         share = f"{row['of_tcp_rate']:>8.0%} {row['of_tcp_per_core_s']:>13.0%}"
         print(f"{name:>14} {words(total):>9} {rate:>22} {cost:>22} {row['cpu_share_of_p']:>10.0%} {share}", flush=True)
 
@@ -120,15 +123,10 @@ def control(backend: str) -> dict[str, float]:
     """Milliseconds."""
     with connected(Form(backend=backend, tokens=1, checksums=True)) as consumer:
         consumer.first_chunk_s()
-        times_ms = sorted(1e3 * consumer.first_chunk_s() for _ in range(ROUND_TRIPS))
-    found = {"p50": times_ms[len(times_ms) // 2], "p99": times_ms[int(len(times_ms) * 0.99)], "max": times_ms[-1]}
+        times_ms = [1e3 * consumer.first_chunk_s() for _ in range(ROUND_TRIPS)]
+    found = {"p50": quantile(times_ms, 0.5), "p99": quantile(times_ms, 0.99), "max": max(times_ms)}
     print(f"{backend:>14} p50 {found['p50']:.2f} ms, p99 {found['p99']:.2f} ms, max {found['max']:.2f} ms", flush=True)
     return found
-
-
-def spread(values: list[float]) -> str:
-    """Median and extremes."""
-    return f"{statistics.median(values):.2f} [{min(values):.2f} to {max(values):.2f}]"
 
 
 def words(num_bytes: int) -> str:
@@ -137,14 +135,6 @@ def words(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes // size} {unit}"
     return f"{num_bytes // 1024} KiB"
-
-
-def machine() -> str:
-    """Where it ran, and what."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    device = jax.devices()[0]
-    cores = len(os.sched_getaffinity(0))
-    return f"{device.platform} {device.device_kind}, {platform.machine()}, {cores} cores, jax {jax.__version__}, {commit}"
 
 
 if __name__ == "__main__":

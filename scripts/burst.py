@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import random
+import statistics
 import sys
 import tempfile
 from collections import Counter
@@ -21,7 +22,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from disagg_bench.client import by_label
+from bench_kit.client import by_label
 from fleet_process import FleetProcess, free_port
 
 READY_TIMEOUT_S, CALL_TIMEOUT_S = 240.0, 300.0
@@ -118,14 +119,14 @@ async def _call(port: int, prompt: str, max_tokens: int) -> Call:
 
 
 def _figures(calls: list[Call], seconds: float) -> dict[str, Any]:
-    first_s = sorted(call.first_s for call in calls if call.first_s is not None)
+    first_s = [call.first_s for call in calls if call.first_s is not None]
     failures = Counter(call.failure for call in calls if call.failure)
     return {
         "requests": len(calls),
         "well": sum(not call.failure for call in calls),
         "failures": dict(failures.most_common(3)),
         "seconds": round(seconds, 1),
-        "first token s, median and last": [round(first_s[len(first_s) // 2], 2), round(first_s[-1], 2)] if first_s else None,
+        "first token s, median and last": [round(statistics.median(first_s), 2), round(max(first_s), 2)] if first_s else None,
     }
 
 

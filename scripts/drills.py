@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from bench_kit.machine import commit
 from chaos_kit import gaps, stages
 from chaos_kit.act import Blow, Victim
 from chaos_kit.catalogue import Entry
@@ -132,8 +132,7 @@ async def under_load(
 
 async def run(arguments: argparse.Namespace, directory: Path) -> bool:
     """Everything asked for; whether all is as it must be."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    found: dict[str, Any] = {"commit": commit, "model": arguments.model, "machine": machine()}
+    found: dict[str, Any] = {"commit": commit(), "model": arguments.model, "machine": machine()}
     say(machine_line(found["machine"]))
     fine = True
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -23,19 +24,12 @@ _FINISH = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGT
 _TRANSPORT = "TRANSPORT"  # the connection failed, as opposed to an answer that says so
 
 
-class Routers(Protocol):
-    """Where clients may turn to."""
-
-    def pick(self, number: int) -> Member:
-        """A router that is up, if one is."""
-        ...
-
-
 class Clients:
     """Everybody's connections. Lives on one event loop."""
 
-    def __init__(self, routers: Routers, http: httpx.AsyncClient) -> None:
-        self._routers = routers
+    def __init__(self, pick: Callable[[int], Member], http: httpx.AsyncClient) -> None:
+        """`pick`: the router for the n-th call, one that is up if any is."""
+        self._pick = pick
         self._http = http
         self._channels: dict[tuple[str, int], grpc.aio.Channel] = {}  # by router and incarnation
 
@@ -56,10 +50,9 @@ class Clients:
 
     async def _until_answered(self, outcome: Outcome, entry: Entry, end_s: float) -> None:
         while True:
-            router = self._routers.pick(outcome.visit.number + outcome.times_sent)
+            router = self._pick(outcome.visit.number + outcome.times_sent)
             incarnation, before = router.incarnation, outcome.tokens
-            outcome.tokens, outcome.finish, outcome.error, outcome.complete = {}, {}, None, None
-            outcome.times_sent += 1
+            outcome.send()
             left_s = end_s - monotonic()
             attempt = self._over_http if outcome.visit.over_http else self._over_grpc
             await attempt(router, outcome, entry, max(0.0, left_s))
@@ -146,7 +139,7 @@ class Clients:
                     elif visit.stream:
                         await _read_events(response, outcome)
                     else:
-                        _take(json.loads(await response.aread()), outcome, _Clock())
+                        _take(json.loads(await response.aread()), outcome)
         except TimeoutError:
             outcome.went_away = leaves
             outcome.error = None if leaves else "DEADLINE_EXCEEDED"
@@ -156,50 +149,30 @@ class Clients:
             outcome.error, outcome.detail = _TRANSPORT, f"{len(outcome.finish)} of {entry.n} choices have ended"
 
 
-class _Clock:
-    """Largest gap between two arrivals."""
-
-    def __init__(self) -> None:
-        self._last_s: float | None = None
-        self.largest_s = 0.0
-
-    def tick(self) -> None:
-        now_s = monotonic()
-        if self._last_s is not None:
-            self.largest_s = max(self.largest_s, now_s - self._last_s)
-        self._last_s = now_s
-
-
 async def _read(call: Any, outcome: Outcome) -> None:
-    clock = _Clock()
     async for response in call:
         if response.HasField("complete"):
             outcome.complete = {choice.index: list(choice.token_ids) for choice in response.complete.choices}
             continue
         delta = response.delta
         if delta.token_ids:
-            outcome.tokens.setdefault(delta.index, []).extend(delta.token_ids)
-            clock.tick()
-            outcome.largest_gap_s = clock.largest_s
+            outcome.take(delta.index, delta.token_ids)
         if delta.finish:
             outcome.finish[delta.index] = _FINISH.get(delta.finish, str(delta.finish))
 
 
 async def _read_events(response: httpx.Response, outcome: Outcome) -> None:
-    clock = _Clock()
     async for line in response.aiter_lines():
         if line.startswith("data: ") and line != "data: [DONE]":
-            _take(json.loads(line.removeprefix("data: ")), outcome, clock)
+            _take(json.loads(line.removeprefix("data: ")), outcome)
 
 
-def _take(message: dict[str, Any], outcome: Outcome, clock: _Clock) -> None:
+def _take(message: dict[str, Any], outcome: Outcome) -> None:
     if "error" in message:
         _take_error(message, outcome)
     for choice in message.get("choices", ()):
         if choice["token_ids"]:
-            outcome.tokens.setdefault(choice["index"], []).extend(choice["token_ids"])
-            clock.tick()
-            outcome.largest_gap_s = clock.largest_s
+            outcome.take(choice["index"], choice["token_ids"])
         if choice["finish_reason"]:
             outcome.finish[choice["index"]] = choice["finish_reason"]
 

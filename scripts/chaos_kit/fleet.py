@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
@@ -53,13 +53,6 @@ class FleetPlan:
         return ("--model", self.model, "--dtype", self.dtype, "--numerics", self.numerics, *self.sizes)
 
 
-@dataclass
-class Ends:
-    """How processes ended by themselves, which none should: (name, exit status, end of the log)."""
-
-    found: list[tuple[str, int | None, str]] = field(default_factory=list)
-
-
 class Fleet:
     """Lives on one event loop in the main thread, which its processes do not outlive."""
 
@@ -68,7 +61,7 @@ class Fleet:
         self.routers: list[Member] = []
         self.prefill: list[Member] = []
         self.decode: list[Member] = []
-        self.ends = Ends()
+        self.ended: list[tuple[str, int | None, str]] = []  # unasked, as none should: name, exit status, end of its log
         self.on_transfer: Callable[[Proxy, Connection], None] = _ignore
         self._directory = directory
         self._http = http
@@ -178,7 +171,7 @@ class Fleet:
             if end is None:
                 status = await member.end()
                 if status != 0:
-                    self.ends.found.append((f"{member.name} after SIGTERM", status, _tail(member)))
+                    self.ended.append((f"{member.name} after SIGTERM", status, _tail(member)))
             else:
                 end(member)
             await asyncio.to_thread(_reap, member)
@@ -194,7 +187,7 @@ class Fleet:
                 if member.gone and member.name not in self._busy and member.process is not None:
                     self._busy.add(member.name)
                     status = await asyncio.to_thread(member.process.process.wait)
-                    self.ends.found.append((member.name, status, _tail(member)))
+                    self.ended.append((member.name, status, _tail(member)))
                     await self.restart(member, Member.kill)
 
     async def close(self) -> None:

@@ -17,6 +17,8 @@ from enum import Enum
 from time import monotonic
 from typing import Any
 
+from bench_kit.figures import percentile
+
 from chaos_kit.catalogue import Entry
 from chaos_kit.cell import Answers
 from chaos_kit.fleet import Fleet
@@ -68,12 +70,6 @@ class Figures:
     strikes: int = 0
     missed: int = 0  # strikes that hit no stream
     leaks: list[str] = field(default_factory=list)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of them lie, by rank; nan when there is none."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else float("nan")
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from time import monotonic
 
 from chaos_kit.catalogue import Entry
 
@@ -57,6 +59,20 @@ class Outcome:
     times_sent: int = 0
     seconds: float = 0.0
     largest_gap_s: float = 0.0  # between two arrivals of tokens
+    last_s: float | None = None  # of those arrivals
+
+    def send(self) -> None:
+        """The visit is sent, once more perhaps: what came before does not count."""
+        self.tokens, self.finish, self.error, self.complete = {}, {}, None, None
+        self.largest_gap_s, self.last_s = 0.0, None
+        self.times_sent += 1
+
+    def take(self, choice: int, token_ids: Sequence[int]) -> None:
+        """Tokens arrive, now."""
+        now_s = monotonic()
+        self.tokens.setdefault(choice, []).extend(token_ids)
+        self.largest_gap_s = max(self.largest_gap_s, now_s - (self.last_s or now_s))
+        self.last_s = now_s
 
     @property
     def well(self) -> bool:

@@ -23,17 +23,6 @@ NEAR_TIE = 1e-3  # logits closer than this may fall either way in another implem
 NEAR_TIES = {"bfloat16": 0.1, "float16": 0.01}
 
 
-class One:
-    """A single server as the clients' choice of routers."""
-
-    def __init__(self, member: Member) -> None:
-        self._member = member
-
-    def pick(self, number: int) -> Member:
-        """That one."""
-        return self._member
-
-
 async def unified_answers(
     plan: FleetPlan, catalogue: Sequence[Entry], directory: Path, http: httpx.AsyncClient
 ) -> list[Tokens]:
@@ -41,7 +30,7 @@ async def unified_answers(
     flags = ("--role", "unified", *plan.model_flags, "--num-pages", str(UNIFIED_PAGES), "--no-enable-prefix-caching")
     env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     member = Member("unified", *flags, directory=directory, http=http, proxy=None, env=env)
-    clients = Clients(One(member), http)
+    clients = Clients(lambda _: member, http)
     try:
         member.start({})
         await member.wait_ready()

@@ -57,7 +57,7 @@ class Session:
         self._directory = directory
         self._http = httpx.AsyncClient(limits=httpx.Limits(max_connections=200, max_keepalive_connections=0), trust_env=False)
         self.fleet = Fleet(options.plan, directory, self._http)
-        self._clients = Clients(self.fleet, self._http)
+        self._clients = Clients(self.fleet.pick, self._http)
         self._catalogue = make_catalogue(options.catalogue_size, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN, seed=11)
         self._answers: list[Tokens] = []
         self._deadlines_s: list[float] = []
@@ -142,7 +142,7 @@ class Session:
         striker = Striker(self.fleet, traffic, kinds, rounds=rounds, requests=requests, seed=seed)
         await watch.begin(self.fleet)
         forwarded_before = self._forwarded_bytes()
-        drilled_before, deaths_before, tracebacks_before = self._drilled(), len(self.fleet.ends.found), self._tracebacks()
+        drilled_before, deaths_before, tracebacks_before = self._drilled(), len(self.fleet.ended), self._tracebacks()
         visits = [
             visit if visit.fate.value in self.options.faults else _staying(visit)
             for visit in make_visits(requests, self._catalogue, seed=seed)
@@ -160,9 +160,7 @@ class Session:
         verdict.leaks = await self._leaks(watch)
         verdict.seconds = monotonic() - began_s
         verdict.strikes = striker.strikes
-        verdict.deaths = [
-            f"{name}, exit status {status}: {tail}" for name, status, tail in self.fleet.ends.found[deaths_before:]
-        ]
+        verdict.deaths = [f"{name}, exit status {status}: {tail}" for name, status, tail in self.fleet.ended[deaths_before:]]
         verdict.tracebacks = sorted(self._tracebacks() - tracebacks_before)
         verdict.recoveries = watch.total("jdisagg_recoveries_total")
         verdict.transfer_failures = watch.total("jdisagg_transfer_failures_total")

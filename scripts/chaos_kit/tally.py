@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from bench_kit.figures import percentile
+
 from chaos_kit.catalogue import Entry
 from chaos_kit.outcome import Outcome, Tokens, flaws_in
 
@@ -75,8 +77,7 @@ class Tally:
 
     def latency_s(self, share: float) -> float:
         """Of what ended well; `share` 0.99 = p99."""
-        ordered = sorted(self.latencies_s)
-        return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
+        return percentile(self.latencies_s, share) if self.latencies_s else 0.0
 
     def complaints(self) -> list[str]:
         """Everything about the clients' streams that makes this run a failure."""

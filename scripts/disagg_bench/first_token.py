@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from disagg_bench.client import Client, TimedStream, counters
-from disagg_bench.figures import differences, median, met, milliseconds, table
-from disagg_bench.model import Prompts
+from bench_kit.client import TimedStream, counters
+from bench_kit.figures import differences, met, milliseconds, table
+from bench_kit.model import Prompts
+
 from disagg_bench.overlap import OverlapLog
 from disagg_bench.workers import Workers
 
@@ -20,7 +22,7 @@ _MAX_TOKENS = 4
 _EXPOSED = "jdisagg_request_transfer_seconds_sum"
 _BYTES = "jdisagg_transfer_bytes_total"
 _FETCH = "jdisagg_transfer_seconds_sum"
-_HIDDEN = "jdisagg_transfer_hidden_seconds_total"  # of workers that have it
+_HIDDEN = "jdisagg_transfer_hidden_seconds_total"
 
 
 @dataclass(kw_only=True)
@@ -57,27 +59,22 @@ def measure(workers: Workers, prompts: Prompts, lengths: Sequence[int], num_prom
 
 def _run_unified(workers: Workers, prompt: Sequence[int], point: Point) -> None:
     before_s = workers.unified.cpu_s()
-    point.unified.append(_run(workers.unified.client, prompt))
+    point.unified.append(workers.unified.client.run(prompt, _MAX_TOKENS))
     point.cpu_s["unified"].append(workers.unified.cpu_s() - before_s)
-
-
-def _run(client: Client, prompt: Sequence[int]) -> TimedStream:
-    return client.run(prompt, _MAX_TOKENS)
 
 
 def _run_disaggregated(workers: Workers, prompt: Sequence[int], point: Point) -> None:
     pair = {"P": workers.prefill, "D": workers.decode}
     before = counters(workers.decode.http)
     before_s = {name: worker.cpu_s() for name, worker in pair.items()}
-    point.disaggregated.append(_run(workers.decode.client, prompt))
+    point.disaggregated.append(workers.decode.client.run(prompt, _MAX_TOKENS))
     for name, worker in pair.items():
         point.cpu_s[name].append(worker.cpu_s() - before_s[name])
     after = counters(workers.decode.http)
-    has_hidden = _HIDDEN in after
     grown = {name: after[name] - before[name] for name in (_EXPOSED, _BYTES, _FETCH, _HIDDEN)}
     point.exposed_s.append(grown[_EXPOSED])
     point.num_bytes.append(grown[_BYTES])
-    if has_hidden and grown[_FETCH]:
+    if grown[_FETCH]:
         point.counted_hidden.append(grown[_HIDDEN] / grown[_FETCH])
 
 
@@ -103,11 +100,11 @@ def summary(point: Point, log: OverlapLog) -> dict[str, Any]:
         "exposed_transfer_ms": milliseconds(point.exposed_s),
         "fetch_ms": milliseconds([o.fetch_s for o in overlaps]),
         "cpu_ms": {name: milliseconds(seconds) for name, seconds in point.cpu_s.items()},
-        "hidden_share": median([o.hidden_share for o in overlaps]),
-        "hidden_share_by_metric": median(point.counted_hidden) if point.counted_hidden else None,
+        "hidden_share": statistics.median([o.hidden_share for o in overlaps]),
+        "hidden_share_by_metric": statistics.median(point.counted_hidden) if point.counted_hidden else None,
         "num_chunks": overlaps[0].num_chunks,
         "first_byte_before_last_chunk": sum(o.first_before_last for o in overlaps) / len(overlaps),
-        "bytes": median(point.num_bytes),
+        "bytes": statistics.median(point.num_bytes),
         "same_tokens": sum(a.token_ids == b.token_ids for a, b in zip(unified, disaggregated, strict=True)),
     }
 

@@ -13,6 +13,7 @@ D have a core each, and one memory. The step of two rows, of which one reads a l
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -20,9 +21,10 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
-from disagg_bench.client import Client, counters
-from disagg_bench.figures import gaps, median, met, milliseconds, table
-from disagg_bench.model import Prompts
+from bench_kit.client import Client, counters
+from bench_kit.figures import gaps, met, milliseconds, table
+from bench_kit.model import Prompts
+
 from disagg_bench.workers import Workers
 
 KINDS = ("alone", "P busy", "decoding", "both", "importing")
@@ -146,7 +148,7 @@ def summary(spells: Sequence[Spell], num_tokens: int) -> dict[str, Any]:
         }
 
     def ratio(of: str, to: str) -> float:
-        return median([a / b for a, b in zip(p99[of], p99[to], strict=True)])
+        return statistics.median([a / b for a, b in zip(p99[of], p99[to], strict=True)])
 
     others = [kind for kind in KINDS if kind != "importing"]
     return {

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from disagg_bench.client import Client, TimedStream
-from disagg_bench.figures import gaps, median, milliseconds, table
-from disagg_bench.model import Prompts
+from bench_kit.client import Client, TimedStream
+from bench_kit.figures import gaps, milliseconds, table
+from bench_kit.model import Prompts
+
 from disagg_bench.workers import Workers
 
 SHORT_PROMPT_TOKENS, SHORT_OUTPUT_TOKENS = 64, 64
@@ -92,7 +94,7 @@ def summary(served: Sequence[Served], rate: Rate) -> dict[str, Any]:
             "first_to_second_ms": {f"p{p}": milliseconds([s.gap_s for o in mine for s in o.short], p / 100) for p in (50, 99)},
             "short_ttft_ms": {f"p{p}": milliseconds([s.first_s for o in mine for s in o.short], p / 100) for p in (50, 99)},
             "long_ttft_ms": {f"p{p}": milliseconds([s.first_s for o in mine for s in o.long], p / 100) for p in (50, 99)},
-            "p99_over_disaggregated": median([a / b for a, b in zip(tails, p99[DISAGGREGATED], strict=True)]),
+            "p99_over_disaggregated": statistics.median([a / b for a, b in zip(tails, p99[DISAGGREGATED], strict=True)]),
             "streams": sum(len(one.short) for one in mine),
         }
     return {"rate": asdict(rate), "subjects": subjects}

@@ -46,7 +46,7 @@ class OverlapLog:
 
     def of(self, request_id: str, first_token_s: float) -> Overlap:
         """Of a request whose first token arrived at `first_token_s`. Raises RuntimeError when the logs do not know it."""
-        pieces = _of(self._fetched, request_id)
+        pieces = [piece for key, fetched in self._fetched.items() if _is_of(key, request_id) for piece in fetched]
         starts_s = [time_s for key, times in self._chunks.items() if _is_of(key, request_id) for time_s in times]
         if not pieces or not starts_s:
             raise RuntimeError(
@@ -58,10 +58,6 @@ class OverlapLog:
             hidden_s=sum(max(0.0, min(piece.ended_s, first_token_s) - piece.began_s) for piece in pieces),
             first_before_last=min(piece.ended_s for piece in pieces) < max(starts_s),
         )
-
-
-def _of(fetched: dict[str, list[Fetched]], request_id: str) -> list[Fetched]:
-    return [piece for key, pieces in fetched.items() if _is_of(key, request_id) for piece in pieces]
 
 
 def _is_of(engine_request_id: str, request_id: str) -> bool:

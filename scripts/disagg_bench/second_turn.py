@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from disagg_bench.client import TimedStream, counters
-from disagg_bench.figures import table
-from disagg_bench.model import BenchModel, Prompts
+from bench_kit.client import TimedStream, counters
+from bench_kit.figures import table
+from bench_kit.model import Prompts
+
+from disagg_bench.model import BenchModel
 from disagg_bench.workers import Workers
 
 FIRST_PROMPT_TOKENS = 2000

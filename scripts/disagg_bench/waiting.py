@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from time import monotonic, process_time
 from typing import Any
 
-from disagg_bench.figures import table
+from bench_kit.figures import table
+
 from jdisagg.api.channels import bind, make_server
 from jdisagg.api.peer.client import GrpcPeerClient
 from jdisagg.api.peer.piece_server import add_peer_service

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench_kit.client import Client
 from fleet_process import FleetProcess
-
-from disagg_bench.client import Client
 
 READY_TIMEOUT_S = 240.0
 PAGE_SIZE = 16

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from disagg_bench.model import Prompts
+from bench_kit.model import Prompts
 
 from gpu_kit.findings import Findings
 from gpu_kit.setting import Setting
-from gpu_kit.shapes import Shape
+from gpu_kit.shapes import batch_shape
 from jdisagg.batch.journal import Journal
 from jdisagg.batch.local import open_local
 from jdisagg.batch.runner import Batch, run_batch
@@ -30,24 +30,13 @@ THEIR_MODULES = ("torch", "transformers", "accelerate")
 THEIR_SHARE = 0.5  # of the section's time
 PATIENCE_S = 30.0
 OK = 200
-ONE_B = {  # layers of Llama 3.2 1B
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "tie_word_embeddings": False,
-}
-TINY = {**ONE_B, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-ONE_B_LAYERS, TINY_LAYERS = 16, 2
 
 
 def run(setting: Setting, findings: Findings) -> None:
     """See Section. Both get the same prompts at once and answer greedily to the last token."""
     scale = setting.scale
     longest = scale.batch.prompt + scale.batch.output
-    shape = Shape(sizes=TINY if setting.small else ONE_B, num_layers=TINY_LAYERS if setting.small else ONE_B_LAYERS)
-    directory = shape.write(setting.scratch / "batch", longest)
+    directory = batch_shape(small=setting.small).write(setting.scratch / "batch", longest)
     prompts = Prompts(31)
     asked = [prompts.next(scale.batch.prompt) for _ in range(scale.batch.requests)]
     findings.fact(requests=len(asked), prompt_tokens=scale.batch.prompt, output_tokens=scale.batch.output)

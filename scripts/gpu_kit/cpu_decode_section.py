@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disagg_bench.model import Prompts
+from bench_kit.model import Prompts
 
 from gpu_kit.findings import Findings
 from gpu_kit.questions import Question, ask

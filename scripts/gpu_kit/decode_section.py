@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from bench_kit.figures import spread
+
 from gpu_kit.engine_steps import PAGE_SIZE, StepBench
 from gpu_kit.findings import Findings
-from gpu_kit.roofline import copy_bytes_per_s, spread
+from gpu_kit.roofline import copy_bytes_per_s
 from gpu_kit.setting import Setting
 
 WANTED_SHARE = 0.75
@@ -63,7 +65,7 @@ def _measure(  # noqa: PLR0917
         batch=batch,
         context=context,
         asked=wanted,
-        ms=spread(times, 1e3),
+        ms=spread(times, ".4g", 1e3),
         roofline_ms=1e3 * bound_s,
         share=bound_s / seconds,
         tokens_per_s=batch / seconds,

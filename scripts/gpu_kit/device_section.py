@@ -6,9 +6,10 @@ import statistics
 
 import jax
 import jax.numpy as jnp
+from bench_kit.figures import spread
 
 from gpu_kit.findings import Findings, Skipped
-from gpu_kit.roofline import copy_bytes_per_s, matmul_flop_per_s, spread
+from gpu_kit.roofline import copy_bytes_per_s, matmul_flop_per_s
 from gpu_kit.setting import Setting
 
 SIZE = 512
@@ -33,8 +34,9 @@ def run(setting: Setting, findings: Findings) -> None:
     findings.check("a product of ones is right", bool((product == SIZE).all()))
     scale = setting.scale
     copied = copy_bytes_per_s(scale.copy_bytes, repeats=scale.repeats)
-    findings.fact(copy_gb_per_s=round(statistics.median(copied) / 1e9, 2), copy_gb_per_s_spread=spread(copied, 1e-9))
+    findings.fact(copy_gb_per_s=round(statistics.median(copied) / 1e9, 2), copy_gb_per_s_spread=spread(copied, ".4g", 1e-9))
     multiplied = matmul_flop_per_s(scale.matmul_size, repeats=scale.repeats)
     findings.fact(
-        bf16_tflop_per_s=round(statistics.median(multiplied) / 1e12, 4), bf16_tflop_per_s_spread=spread(multiplied, 1e-12)
+        bf16_tflop_per_s=round(statistics.median(multiplied) / 1e12, 4),
+        bf16_tflop_per_s_spread=spread(multiplied, ".4g", 1e-12),
     )

@@ -19,14 +19,16 @@ from gpu_kit.shapes import whole_shape
 from jdisagg.core.config import LayerLoop, ModelConfig
 from jdisagg.engine import state as slots
 from jdisagg.engine.batches import PrefillBatch
-from jdisagg.engine.buckets import PREFILL_TILE
+from jdisagg.engine.buckets import PrefillBucket
+from jdisagg.engine.functions import jit_functions
 from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.ops import choose_ops
-from jdisagg.engine.steps import StepFunctions
+from jdisagg.engine.packing import pack_prefill
 from jdisagg.kv.layout import KVLayout, choose_layout
 from jdisagg.kv.pool import KVPool
 from jdisagg.models.load import LoadedModel, load_model
 from jdisagg.models.sharding import make_mesh
+from jdisagg.sched.plan import PrefillChunk
 
 PAGE_SIZE = 16
 COMPILE_THREADS = 4
@@ -88,9 +90,7 @@ class StepBench:
         new_state = partial(slots.new_state, num_slots, self._width, self.loaded.spec.vocab_size)
         self._state: Any = jax.jit(new_state, out_shardings=self._whole)()
         model = DecoderModel(self.loaded.spec, choose_ops(self.layout, self._mesh), self.loaded.layer_loop)
-        steps = StepFunctions(model, PAGE_SIZE, self._whole)
-        step = partial(jax.jit, donate_argnums=(1, 2), out_shardings=(self._pool.shardings, self._whole, self._whole))
-        self._functions = {"decode": step(steps.decode), "prefill": step(steps.prefill)}
+        self._functions = jit_functions(model, self.layout, self._mesh)
         self._threads = ThreadPoolExecutor(COMPILE_THREADS)
 
     @property
@@ -118,16 +118,10 @@ class StepBench:
 
     def prompt(self, num_tokens: int) -> PrefillBatch:
         """One prompt from its first token, in slot 0, sampled at its end."""
-        rng = np.random.default_rng(3)
-        arrays: dict[str, Any] = {
-            "token_ids": rng.integers(0, self.loaded.spec.vocab_size, num_tokens).astype(np.int32),
-            "positions": np.arange(num_tokens, dtype=np.int32),
-            "tile_slots": np.zeros(num_tokens // PREFILL_TILE, np.int32),
-            "sample_tokens": np.array([num_tokens - 1], np.int32),
-            "sample_slots": np.array([0], np.int32),
-            "targets": np.full(num_tokens, -1, np.int32),
-        }
-        return PrefillBatch(**arrays)
+        token_ids = tuple(np.random.default_rng(3).integers(0, self.loaded.spec.vocab_size, num_tokens).tolist())
+        chunk = PrefillChunk(slot=0, request_id="prompt", start=0, token_ids=token_ids, samples=True)
+        (packed,) = pack_prefill([chunk], (PrefillBucket(num_tokens, 1),), self._state.cursor.shape[1] - 1)
+        return packed.batch
 
     def set_lengths(self, batch: int, context: int, *, room: int = 0) -> None:
         """The first `batch` slots have `context` tokens, and `room` for more, on pages of their own in shuffled order."""

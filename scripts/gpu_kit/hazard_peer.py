@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import jax
 import numpy as np
+from bench_kit.child import Child, child
 
 from jdisagg.transfer.jax_server import TransferServer
 
 HOST = "127.0.0.1"
-START_S = 60.0
 ANSWER_S = 20.0
 
 
@@ -41,39 +40,24 @@ def serve(pipe: Connection) -> None:
                 pipe.send(None)
 
 
+@dataclass(frozen=True)
 class Peer:
     """Our end."""
 
-    def __init__(self, process: SpawnProcess, pipe: Any) -> None:
-        self.process = process
-        self._pipe = pipe
-        self.address = str(self._answer(START_S))
+    process: Child
+    address: str
 
     def offer(self, seed: int, shape: tuple[int, ...], dtype: str) -> int:
         """The uuid under which `values` of these can be pulled once."""
-        self._pipe.send(("offer", seed, shape, dtype))
-        return int(self._answer(ANSWER_S))
+        return self.process.ask(("offer", seed, shape, dtype), ANSWER_S)
 
     def withdraw(self, uuid: int) -> None:
         """Free an offered array."""
-        self._pipe.send(("withdraw", uuid))
-        self._answer(ANSWER_S)
-
-    def _answer(self, timeout_s: float) -> Any:
-        if not self._pipe.poll(timeout_s):
-            raise RuntimeError(f"the other process did not answer within {timeout_s:g} s")
-        return self._pipe.recv()
+        self.process.ask(("withdraw", uuid), ANSWER_S)
 
 
 @contextmanager
 def peer() -> Iterator[Peer]:
     """A process that offers arrays; killed at the end."""
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield Peer(process, ours)
-    finally:
-        process.kill()
-        process.join(10)
+    with child(serve) as (process, address):
+        yield Peer(process, address)

@@ -143,12 +143,11 @@ def _killed(servers: TransferServers, other: Peer, findings: Findings) -> None:
     """A pull that waits for a key that never comes, when the other process dies."""
     connection = servers.connect(other.address)
     _pull(connection, other.offer(10, SHAPE, "float32"), _spec(SHAPE, "float32"))  # connected
-    pid, struck_s = other.process.pid, [0.0]
-    assert pid is not None
+    struck_s = [0.0]
 
     def strike() -> None:
         struck_s[0] = time.monotonic()
-        os.kill(pid, signal.SIGKILL)
+        os.kill(other.process.pid, signal.SIGKILL)
 
     timer = threading.Timer(0.3, strike)
     timer.start()

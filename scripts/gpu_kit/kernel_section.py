@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,14 @@ import numpy as np
 
 from gpu_kit import offers
 from gpu_kit.attention_case import CASES, LAYER, LAYERS, PAGE_SIZE, TOLERANCE, Arrays, Case
-from gpu_kit.findings import Findings, Skipped
+from gpu_kit.findings import Findings
 from gpu_kit.setting import Setting
 from jdisagg.kv.group import KVGroup
 from jdisagg.kv.layout import KVLayout, choose_layout
 from jdisagg.kv.spec import KVSpec
 from jdisagg.models.sharding import make_mesh
+from pallas_kernels.implementation import Implementation
+from pallas_kernels.transfer import gather, scatter
 
 HEADS, FEATURES, PAGES, TOKENS = 4, 256, 12, 40
 
@@ -26,8 +29,6 @@ def run(setting: Setting, findings: Findings) -> None:
     layout = _layout("float32")
     names = offers.implementations(platform)
     findings.fact(implementations=", ".join(names), axis_order="heads-major" if layout.heads_major else "tokens-major")
-    if platform == "gpu" and "gpu" not in names:
-        findings.left_out("kernels for this platform", "pallas_kernels offers none yet; ref serves it")
     for name in sorted(names, key="ref".__eq__):  # the plain one last: it is known, and compiles for as long
         for case in CASES[:: 3 if setting.small else 1]:
             if not setting.clock.left_s():
@@ -35,13 +36,12 @@ def run(setting: Setting, findings: Findings) -> None:
                 continue
             findings.attempt(f"{name}, {case.name}", partial(_attend, name, case, layout.heads_major, findings))
         findings.attempt(f"{name}, KV write", partial(_write, name, layout.heads_major, findings))
-        if offers.transfers() is not None:
-            findings.attempt(f"{name}, page gather and scatter", partial(_pages, name, layout.heads_major, findings))
+        findings.attempt(f"{name}, page gather and scatter", partial(_pages, name, layout.heads_major, findings))
     for dtype in ("float32", "bfloat16", "int8"):
         findings.attempt(f"gather and scatter of tokens, {dtype}", partial(_tokens, dtype, findings))
 
 
-def _attend(name: str, case: Case, heads_major: bool, findings: Findings) -> None:
+def _attend(name: Implementation, case: Case, heads_major: bool, findings: Findings) -> None:
     arrays = Arrays(case)
     got = np.asarray(offers.attend(name, arrays, heads_major=heads_major), np.float64)
     worst = float(np.abs(got - arrays.answer()).max())
@@ -50,7 +50,7 @@ def _attend(name: str, case: Case, heads_major: bool, findings: Findings) -> Non
     findings.check(f"{name}, {case.name}", worst <= allowed, f"worst difference {worst:.2g}, allowed {allowed:g}")
 
 
-def _write(name: str, heads_major: bool, findings: Findings) -> None:
+def _write(name: Implementation, heads_major: bool, findings: Findings) -> None:
     rng = np.random.default_rng(5)
     cells = rng.permutation((PAGES - 1) * PAGE_SIZE)[:TOKENS]
     pages, offsets = (1 + cells // PAGE_SIZE).astype(np.int32), (cells % PAGE_SIZE).astype(np.int32)
@@ -63,19 +63,15 @@ def _write(name: str, heads_major: bool, findings: Findings) -> None:
     _same(f"{name}, KV write", got.swapaxes(2, 3) if heads_major else got, wanted, findings)
 
 
-def _pages(name: str, heads_major: bool, findings: Findings) -> None:
-    transfer = offers.transfers()
+def _pages(name: Implementation, heads_major: bool, findings: Findings) -> None:
     rng = np.random.default_rng(6)
     pool = rng.normal(size=(LAYERS, PAGES, PAGE_SIZE, HEADS, FEATURES)).astype(np.float32)
     pages = (1 + rng.permutation(PAGES - 1)[:4]).astype(np.int32)
-    options = {"heads_major": heads_major, "implementation": name}
+    options: dict[str, Any] = {"heads_major": heads_major, "implementation": name}
     kv = offers.on_device(pool, heads_major=heads_major)
-    try:
-        rows = jax.jit(lambda kv: transfer.gather(kv, pages, **options))(kv)
-        empty = jnp.full_like(kv, jnp.nan)
-        back = jax.jit(lambda kv, rows: transfer.scatter(kv, rows, pages, 3, 40, **options))(empty, rows)
-    except ValueError as refusal:
-        raise Skipped(str(refusal)) from refusal
+    rows = offers.unless_refused(jax.jit(lambda kv: gather(kv, jnp.asarray(pages), **options)), kv)
+    put = jax.jit(lambda kv, rows: scatter(kv, rows, jnp.asarray(pages), 3, 40, **options))
+    back = offers.unless_refused(put, jnp.full_like(kv, jnp.nan), rows)
     wanted = pool[:, pages].reshape(LAYERS, -1, HEADS, FEATURES)
     _same(f"{name}, page gather", rows, wanted, findings)
     cells = np.full(pool.shape, np.nan, np.float32)

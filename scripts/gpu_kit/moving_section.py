@@ -8,11 +8,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_kit.figures import spread
 from transfer_bench.consumer import connected
 from transfer_bench.parts import TOKEN_BYTES, Form
 
 from gpu_kit.findings import Findings
-from gpu_kit.roofline import copy_bytes_per_s, seconds_each, spread
+from gpu_kit.roofline import copy_bytes_per_s, seconds_each
 from gpu_kit.setting import Setting
 from jdisagg.kv.layout import KVLayout, choose_layout
 from jdisagg.kv.spec import KVSpec
@@ -59,7 +60,9 @@ def _on_device(setting: Setting, findings: Findings) -> None:
     for name, act in (("gather", lambda: gather(held[0])), ("scatter", store)):
         rate = [num_bytes / seconds for seconds in seconds_each(act, repeats=scale.repeats)]
         share = statistics.median(rate) / copied
-        findings.row("out of pages and back", what=name, tokens=num_tokens, gb_per_s=spread(rate, 1e-9), share_of_copy=share)
+        findings.row(
+            "out of pages and back", what=name, tokens=num_tokens, gb_per_s=spread(rate, ".4g", 1e-9), share_of_copy=share
+        )
 
 
 def _between(backend: str, setting: Setting, rates: dict[str, float], findings: Findings) -> None:
@@ -79,7 +82,7 @@ def _between(backend: str, setting: Setting, rates: dict[str, float], findings: 
         backend=backend,
         mib=scale.moved_bytes // 2**20,
         piece_mib=scale.piece_bytes // 2**20,
-        gb_per_s=spread(rate, 1e-9),
+        gb_per_s=spread(rate, ".4g", 1e-9),
         cpu_s_per_gb=1e9 * cpu,
         open_to_announcement_ms=first_ms[len(first_ms) // 2],
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 
+from bench_kit.figures import spread
+
 from gpu_kit.engine_steps import StepBench
 from gpu_kit.findings import Findings
-from gpu_kit.roofline import matmul_flop_per_s, spread
+from gpu_kit.roofline import matmul_flop_per_s
 from gpu_kit.setting import Setting
 
 WANTED_SHARE = 0.5
@@ -39,7 +41,7 @@ def run(setting: Setting, findings: Findings) -> None:
         findings.row(
             "prefill step",
             tokens=num_tokens,
-            ms=spread(times, 1e3),
+            ms=spread(times, ".4g", 1e3),
             tflop_per_s=flop / seconds / 1e12,
             share=share,
             tokens_per_s=num_tokens / seconds,

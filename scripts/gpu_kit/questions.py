@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from disagg_bench.client import Client, TimedStream
-from disagg_bench.model import Prompts
+from bench_kit.client import Client, TimedStream
+from bench_kit.model import Prompts
 
 from gpu_kit.findings import Findings
 from gpu_kit.setting import Scale, Setting

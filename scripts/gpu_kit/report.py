@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,8 +12,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bench_kit.machine import commit
+
 from gpu_kit.findings import NOT_RUN
-from gpu_kit.runner import ROOT, Result
+from gpu_kit.runner import Result
 from gpu_kit.sections import BY_NAME
 
 PACKAGES = (
@@ -30,7 +31,7 @@ def make_report(results: Sequence[Result], *, small: bool) -> dict[str, Any]:
         "device": device.get("kind", "unknown"),
         "platform": device.get("platform", "unknown"),
         "date": time.strftime("%Y-%m-%d"),
-        "commit": _commit(),
+        "commit": commit(),
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
@@ -113,13 +114,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _commit() -> str:
-    """Of the working tree; "unknown" outside a repository."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):  # no git there
-        return "unknown"
-    return done.stdout.strip() or "unknown"

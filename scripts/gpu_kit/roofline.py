@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,9 +40,3 @@ def matmul_flop_per_s(size: int, *, repeats: int) -> list[float]:
     a, b = (jax.random.normal(jax.random.key(seed), (size, size), jnp.bfloat16) for seed in (1, 2))
     product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32).astype(jnp.bfloat16))
     return [2 * size**3 / seconds for seconds in seconds_each(lambda: product(a, b), repeats=repeats)]
-
-
-def spread(values: Sequence[float], scale: float = 1.0) -> str:
-    """Median, lowest and highest."""
-    low, middle, high = (scale * value for value in (min(values), statistics.median(values), max(values)))
-    return f"{middle:.4g} [{low:.4g} to {high:.4g}]"

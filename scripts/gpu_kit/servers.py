@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from disagg_bench.client import Client, by_label, counters
+from bench_kit.client import Client, by_label, counters
 from fleet_process import FleetProcess, free_port
 
 from gpu_kit.findings import Findings

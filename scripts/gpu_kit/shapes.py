@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from disagg_bench.model import write_model
+from bench_kit.model import write_model
 
 EIGHT_B = {
     "hidden_size": 4096,
@@ -26,7 +26,15 @@ TINY = {
     "head_dim": 16,
     "tie_word_embeddings": False,
 }
-SERVED_LAYERS, TINY_LAYERS = 4, 2
+ONE_B = {  # layers of Llama 3.2 1B
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+}
+SERVED_LAYERS, ONE_B_LAYERS, TINY_LAYERS = 4, 16, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +51,19 @@ class Shape:
         return write_model(directory, sizes | ({"vocab_size": self.vocab_size} if self.vocab_size else {}))
 
 
+TINY_SHAPE = Shape(sizes=TINY, num_layers=TINY_LAYERS)
+
+
 def served_shape(*, small: bool) -> Shape:
     """What the engines serve: few layers, of real width."""
-    return Shape(sizes=TINY, num_layers=TINY_LAYERS) if small else Shape(sizes=EIGHT_B, num_layers=SERVED_LAYERS)
+    return TINY_SHAPE if small else Shape(sizes=EIGHT_B, num_layers=SERVED_LAYERS)
 
 
 def whole_shape(*, small: bool) -> Shape:
     """What steps are measured on: Llama 3 8B."""
-    if small:
-        return Shape(sizes=TINY, num_layers=TINY_LAYERS)
-    return Shape(sizes=EIGHT_B, num_layers=EIGHT_B_LAYERS, vocab_size=EIGHT_B_VOCAB)
+    return TINY_SHAPE if small else Shape(sizes=EIGHT_B, num_layers=EIGHT_B_LAYERS, vocab_size=EIGHT_B_VOCAB)
+
+
+def batch_shape(*, small: bool) -> Shape:
+    """What an offline batch runs on."""
+    return TINY_SHAPE if small else Shape(sizes=ONE_B, num_layers=ONE_B_LAYERS)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -75,15 +74,14 @@ async def _serve(pipe: Connection) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(METHOD, {"Generate": method}),))
     grpc_port = server.add_insecure_port(f"{HOST}:0")
     await server.start()
-    tasks = [asyncio.create_task(uvicorn.Server(config).serve(sockets=[listener])), asyncio.create_task(ticker.run())]
     pipe.send((f"{HOST}:{listener.getsockname()[1]}", f"{HOST}:{grpc_port}"))
-    while (rate := await asyncio.to_thread(pipe.recv)) is not None:
-        ticker.period_s, ticker.chunk = rate
+    await asyncio.gather(uvicorn.Server(config).serve(sockets=[listener]), ticker.run(), _be_led(pipe, ticker))
+
+
+async def _be_led(pipe: Connection, ticker: Ticker) -> None:
+    while True:
+        ticker.period_s, ticker.chunk = await asyncio.to_thread(pipe.recv)
         pipe.send(True)
-    for task in tasks:
-        task.cancel()
-    with suppress(asyncio.CancelledError):
-        await asyncio.gather(*tasks)
 
 
 async def _gone(receive: Any) -> None:

@@ -12,9 +12,11 @@ from multiprocessing.connection import Connection
 
 import grpc.aio
 import uvloop
+from bench_kit.child import START_S
+from bench_kit.figures import quantile
 
 from jdisagg.v1 import common_pb2, generation_pb2
-from stream_bench.parts import HOST, MAX_TOKENS, START_S, TOKEN_CHARACTERS, Kind, Phase, Seen, cpu_s, spelled
+from stream_bench.parts import HOST, MAX_TOKENS, TOKEN_CHARACTERS, Kind, Phase, Seen, cpu_s, spelled
 
 PROMPT = "one two three"
 _EVENT = re.compile(rb"data: ([^\n]+)\n\n")
@@ -63,7 +65,8 @@ class _Connection(asyncio.Protocol):
 def run_client(pipe: Connection) -> None:
     """The process's main: says that it is there; then answers each Phase with what was Seen, or an Exception."""
     pipe.send(True)
-    while (phase := pipe.recv()) is not None:
+    while True:
+        phase = pipe.recv()
         try:
             pipe.send(uvloop.run(_look(phase)))
         except (RuntimeError, OSError, AssertionError, grpc.aio.AioRpcError, TimeoutError) as error:
@@ -100,7 +103,6 @@ def _seen(streams: list[list[Chunk]], began_s: float, ended_s: float, used: tupl
         mine = [chunk for chunk in chunks if began_s <= chunk.at_s < ended_s]
         gaps += [after.at_s - before.at_s for before, after in pairwise(mine)]
         inside += mine
-    gaps.sort()
     assert gaps, "no stream brought two chunks within the window"
     return Seen(
         seconds=ended_s - began_s,
@@ -108,8 +110,8 @@ def _seen(streams: list[list[Chunk]], began_s: float, ended_s: float, used: tupl
         num_chunks=len(inside),
         num_bytes=sum(len(chunk.data) for chunk in inside),
         cpu_s=used,
-        gap_p50_s=gaps[len(gaps) // 2],
-        gap_p99_s=gaps[int(0.99 * (len(gaps) - 1))],
+        gap_p50_s=quantile(gaps, 0.5),
+        gap_p99_s=quantile(gaps, 0.99),
         sample=min((chunk.data for chunk in inside), key=len),
     )
 

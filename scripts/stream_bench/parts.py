@@ -1,15 +1,11 @@
-"""What the processes of the benchmark share: which tokens are made up, what a client asks for, how a process is started."""
+"""What the processes of the benchmark share: which tokens are made up, what a client asks for, what a process spends."""
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from jdisagg.models.resolve import resolve_model
 from jdisagg.text.tokenizer import Tokenizer
@@ -20,7 +16,6 @@ MAX_MODEL_LEN = 2**20
 MAX_TOKENS = 2**18  # nobody ends while something is measured; with log-probabilities no more may be asked for
 TOKEN_CHARACTERS = 4  # of every made-up token, so that a client counts tokens by counting text
 NUM_TOP = 5  # alternatives where log-probabilities are asked for
-START_S, STEP_S = 60.0, 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,40 +105,3 @@ def cpu_s(pid: int) -> float:
         with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             total_ns += int((thread / "schedstat").read_text().split()[0])
     return total_ns / 1e9
-
-
-class Child:
-    """One spawned process that answers each message on its pipe with one."""
-
-    def __init__(self, process: Any, pipe: Connection) -> None:
-        self._pipe = pipe
-        self.pid: int = process.pid
-
-    def ask(self, what: object, timeout_s: float = STEP_S) -> Any:
-        """Raises RuntimeError when no answer comes, or it is an error."""
-        self._pipe.send(what)
-        return self.answer(timeout_s)
-
-    def answer(self, timeout_s: float) -> Any:
-        """The next answer."""
-        if not self._pipe.poll(timeout_s):
-            raise RuntimeError(f"process {self.pid} has not answered within {timeout_s:g} s")
-        said = self._pipe.recv()
-        if isinstance(said, Exception):
-            raise RuntimeError(f"process {self.pid}: {said!r}") from said
-        return said
-
-
-@contextmanager
-def child(main: Callable[..., None], *args: object) -> Iterator[tuple[Child, Any]]:
-    """A process that runs `main(pipe, *args)`, and what it said first; killed at the end."""
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=main, args=(theirs, *args), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        started = Child(process, ours)
-        yield started, started.answer(START_S)
-    finally:
-        process.kill()
-        process.join(10)

@@ -114,13 +114,11 @@ def serve_worker(pipe: Connection, router: str) -> None:
             max_model_len=MAX_MODEL_LEN,
             vocab_size=tokenizer().vocab_size,
         )
-        client = FleetClient(member, (router,), state=lambda: (engine.load, False))
+        _client = FleetClient(member, (router,), state=lambda: (engine.load, False))
         keep_what_is_there()
         pipe.send(address)
-        while (period_s := await asyncio.to_thread(pipe.recv)) is not None:
-            engine.period_s = period_s
-            pipe.send(period_s)
-        await client.close()
-        await server.stop(0)
+        while True:
+            engine.period_s = await asyncio.to_thread(pipe.recv)
+            pipe.send(True)
 
     uvloop.run(serve())

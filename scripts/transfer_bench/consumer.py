@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, process_time
 from typing import Any
+
+from bench_kit.child import Child, child
 
 from jdisagg.api.peer.client import GrpcPeerClient
 from jdisagg.core.config import TransferConfig
@@ -19,10 +19,9 @@ from jdisagg.core.requests import EngineRequest, SamplingParams
 from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.messages import Ack, ChunkReady, HandoffId, Open, StreamEnded
 from jdisagg.transfer.base import PieceArrived, PieceFailed
-from transfer_bench.parts import Form, cpu_s, identity, make_fetcher
+from transfer_bench.parts import Form, identity, make_fetcher
 from transfer_bench.producer import CPU, produce
 
-START_S = 60.0
 STEP_S = 60.0
 
 
@@ -39,10 +38,10 @@ class Moved:
 class Consumer:
     """Connected to one producer."""
 
-    def __init__(self, form: Form, address: str, pipe: Connection, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, form: Form, address: str, producer: Child, loop: asyncio.AbstractEventLoop) -> None:
         self._form = form
         self._address = address
-        self._pipe = pipe
+        self._producer = producer
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._fetcher = make_fetcher(form, self._inbox.put)
         self._peers = GrpcPeerClient(identity("D", form.backend), loop=loop, post=self._inbox.put, config=TransferConfig())
@@ -59,8 +58,8 @@ class Consumer:
 
     def move(self, num_pieces: int) -> Moved:
         """Fetch so many pieces over one stream; from Open to the last piece confirmed on the device."""
-        self._ask(num_pieces)
-        before_p_s, before_d_s, began_s = self._ask(CPU), cpu_s(), perf_counter()
+        self._producer.ask(num_pieces)
+        before_p_s, before_d_s, began_s = self._producer.ask(CPU), process_time(), perf_counter()
         handoff, left = self._open(num_pieces), num_pieces
         while left:
             match self._inbox.get(timeout=STEP_S):
@@ -71,14 +70,14 @@ class Consumer:
                     self._peers.send(handoff, Ack(key=ready.key))
                 case PieceFailed(reason=reason, detail=detail) | FromPrefill(message=StreamEnded(reason=reason, error=detail)):
                     raise RuntimeError(f"{self._form.backend}: {reason} {detail}")
-        seconds, cpu_d_s = perf_counter() - began_s, cpu_s() - before_d_s
-        cpu_p_s = self._ask(CPU) - before_p_s
+        seconds, cpu_d_s = perf_counter() - began_s, process_time() - before_d_s
+        cpu_p_s = self._producer.ask(CPU) - before_p_s
         self._peers.close(handoff)
         return Moved(num_pieces * self._form.piece_bytes, seconds, cpu_p_s, cpu_d_s)
 
     def first_chunk_s(self) -> float:
         """From Open to the announcement of a piece that P has at hand."""
-        self._ask(1)
+        self._producer.ask(1)
         began_s = perf_counter()
         handoff = self._open(1)
         while True:
@@ -91,10 +90,6 @@ class Consumer:
                 case FromPrefill(message=StreamEnded(reason=reason)):
                     raise RuntimeError(f"{self._form.backend}: the stream ended: {reason}")
 
-    def _ask(self, what: int | str) -> float:
-        self._pipe.send(what)
-        return float(self._pipe.recv())
-
     async def aclose(self) -> None:
         """End streams and threads."""
         await self._peers.aclose()
@@ -104,20 +99,14 @@ class Consumer:
 @contextmanager
 def connected(form: Form) -> Iterator[Consumer]:
     """A producer in a process of its own and a consumer of it."""
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=produce, args=(form, theirs), daemon=True)
-    process.start()
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     try:
-        if not ours.poll(START_S):
-            raise RuntimeError(f"{form.backend}: the producer did not start within {START_S:g} s")
-        consumer = Consumer(form, ours.recv(), ours, loop)
-        yield consumer
-        asyncio.run_coroutine_threadsafe(consumer.aclose(), loop).result(20)
+        with child(produce, form) as (producer, address):
+            consumer = Consumer(form, address, producer, loop)
+            yield consumer
+            asyncio.run_coroutine_threadsafe(consumer.aclose(), loop).result(20)
     finally:
-        process.kill()
-        process.join(10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)

@@ -1,8 +1,7 @@
-"""What both processes of the benchmark build: pieces, identities, a backend's halves, CPU time."""
+"""What both processes of the benchmark build: pieces, identities, a backend's halves."""
 
 from __future__ import annotations
 
-import resource
 from dataclasses import dataclass
 
 import jax
@@ -59,12 +58,9 @@ def device_piece(tokens: int, seed: int) -> jax.Array:
 def make_publisher(form: Form, post: Post) -> tuple[Publisher, PieceStore]:
     """P's half, and what PeerService.Fetch reads."""
     store = PieceStore()
-    if form.backend == "grpc":
-        return host_publisher("grpc", store, post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
-    if form.backend == "shm":
-        return host_publisher("shm", ShmStore(), post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
-    if form.backend == "tcp":
-        return host_publisher("tcp", TcpStore(HOST), post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
+    if form.backend != "jax":
+        kept = {"grpc": lambda: store, "shm": ShmStore, "tcp": lambda: TcpStore(HOST)}[form.backend]()
+        return host_publisher(form.backend, kept, post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
     cutter = Cutter([device_piece(form.tokens, 0)], checksums=form.checksums)
     cutter.warm_up()
     return jax_publisher(TransferServers(jax.devices(), HOST), cutter, post, max_bytes=BUFFER_BYTES), store
@@ -81,18 +77,9 @@ def make_fetcher(form: Form, post: Post) -> Fetcher:
         num_kv_heads=HEADS,
         features=FEATURES,
     )
-    if form.backend == "grpc":
-        return host_fetcher("grpc", GrpcByteSource(), target, post)
-    if form.backend == "shm":
-        return host_fetcher("shm", ShmSource(), target, post)
-    if form.backend == "tcp":
-        return host_fetcher("tcp", TcpSource(), target, post)
+    if form.backend != "jax":
+        source = {"grpc": GrpcByteSource, "shm": ShmSource, "tcp": TcpSource}[form.backend]()
+        return host_fetcher(form.backend, source, target, post)
     joiner = Joiner([target.shape], [target.dtype], sharding)
     warm_up_fetches(joiner, target)
     return jax_fetcher(TransferServers(jax.devices(), HOST), joiner, target, post)
-
-
-def cpu_s() -> float:
-    """CPU seconds of this process, all threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime

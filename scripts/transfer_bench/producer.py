@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from time import process_time
 from typing import Any
 
 import grpc.aio
@@ -21,7 +22,7 @@ from jdisagg.handoff.events import PeerMessage, PeerOpened
 from jdisagg.handoff.messages import Ack, StreamEnded
 from jdisagg.serve.environment import keep_freed_memory
 from jdisagg.transfer.base import Piece, Published, Publisher, PublishFailed
-from transfer_bench.parts import HOST, Form, cpu_s, device_piece, identity, make_publisher
+from transfer_bench.parts import HOST, Form, device_piece, identity, make_publisher
 
 WINDOW = 4  # pieces published and not acknowledged, as in the hand-off
 GATHER_S = 10.0
@@ -42,11 +43,11 @@ class Engine:
         self._keys: Iterator[int] = iter(())
 
     def run(self) -> None:
-        """Until None is posted."""
-        while (message := self._inbox.get()) is not None:
-            match message:
-                case PeerOpened():
-                    self._opened, self._keys = message, iter(range(message.message.held_tokens))
+        """For ever."""
+        while True:
+            match self._inbox.get():
+                case PeerOpened() as opened:
+                    self._opened, self._keys = opened, iter(range(opened.message.held_tokens))
                     for _ in range(WINDOW):
                         self._publish()
                 case Published(ready=ready) if self._opened is not None:
@@ -68,9 +69,9 @@ class Engine:
             self._publisher.publish(self._opened.handoff, f"{self._opened.handoff.serial}-{number}", piece)
 
 
-def produce(form: Form, pipe: Connection) -> None:
+def produce(pipe: Connection, form: Form) -> None:
     """The process's main: says its address; then a number has it make so many pieces, each in memory of its own as a gather
-    does it, CPU is answered with its CPU seconds, None ends it."""
+    does it; CPU seconds are the answer to that and to CPU."""
     keep_freed_memory(os.environ)  # as a worker does
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     publisher, store = make_publisher(form, inbox.put)
@@ -89,13 +90,10 @@ def produce(form: Form, pipe: Connection) -> None:
         await server.start()
         return server, address
 
-    server, address = asyncio.run_coroutine_threadsafe(serve(), loop).result(20)  # a server that nobody holds ends
+    _server, address = asyncio.run_coroutine_threadsafe(serve(), loop).result(20)  # a server that nobody holds ends
     pipe.send(address)
-    while (asked := pipe.recv()) is not None:
-        if asked != CPU:
+    while True:
+        if (asked := pipe.recv()) != CPU:
             for _ in range(asked):
                 gathered.put(jax.block_until_ready(original.copy()))
-        pipe.send(cpu_s())
-    inbox.put(None)
-    asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(20)
-    publisher.close()
+        pipe.send(process_time())

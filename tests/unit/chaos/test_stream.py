@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from bench_kit.figures import percentile
 from chaos_kit.catalogue import Entry
 from chaos_kit.cell import Cell, Ending
 from chaos_kit.drill_report import cell_line, cell_table
-from chaos_kit.gaps import percentile
 from chaos_kit.stages import MAX_MODEL_LEN, SCENES, SUBJECT_OUTPUT, SUBJECT_TOKENS, Stage, everything_asked
 from chaos_kit.stream import LOST, Stream
 

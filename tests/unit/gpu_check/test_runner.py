@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from gpu_kit import report, runner
+from bench_kit.machine import commit
+from gpu_kit import runner
 from gpu_kit.runner import Budget, lacking, run_section
 from gpu_kit.sections import LEAST_VERSIONS, SECTIONS, TOTAL_S, Section, picked
 
@@ -149,4 +150,4 @@ def test_a_package_that_is_too_old_is_named_with_the_version_that_is_wanted(monk
 
 def test_a_report_is_written_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert report._commit() == "unknown"
+    assert commit() == "unknown"

@@ -1,7 +1,8 @@
-"""Quantiles and how they are printed."""
+"""Statistics of a run and how they are printed."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 
@@ -14,9 +15,16 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
-def median(values: Sequence[float]) -> float:
-    """The middle one."""
-    return quantile(values, 0.5)
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of them lie, by rank; nan when there is none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else float("nan")
+
+
+def spread(values: Sequence[float], form: str, scale: float = 1.0) -> str:
+    """Median, lowest and highest, times `scale`."""
+    middle, low, high = (f"{scale * value:{form}}" for value in (statistics.median(values), min(values), max(values)))
+    return f"{middle} [{low} to {high}]"
 
 
 def milliseconds(values: Sequence[float], share: float = 0.5) -> float:
