@@ -7,12 +7,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from jdisagg.aot.topology import Topology, parse_topology
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.settings import load_config
+from jdisagg.core.settings import Parser, load_config
 
 DESCRIPTION = """Does a model fit on devices that are not here, does it compile for them, and how fast could it be?
 Weights, KV pages, shardings and steps are those of `python -m jdisagg.serve` with the same flags, on abstract
@@ -45,11 +44,6 @@ class Command:
     json: Path | None
     gates: str | None  # few | steps | all
     effort: Effort
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
 
 
 def parse_command(argv: Sequence[str]) -> Command:
@@ -92,7 +86,7 @@ def _config(serve_flags: Sequence[str], tp: str | None) -> Config:
 
 def build_parser() -> argparse.ArgumentParser:
     """Of its own flags; absent ones stay for `serve`'s."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m jdisagg.aot",
         allow_abbrev=False,
         description=DESCRIPTION,

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import httpx
 
 from jdisagg.batch.journal import journal_path, temporary_path
 from jdisagg.batch.runner import Batch
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.settings import API_KEY_VARIABLE, load_config
+from jdisagg.core.settings import API_KEY_VARIABLE, Parser, load_config
 
 DESCRIPTION = """Run a file of requests offline. Kill it at any moment and start it again with the same command: it goes on
 where it was, and the output is the one an undisturbed run would have written. Flags that are not listed here are
@@ -43,14 +42,9 @@ class Command:
     retry_failed: bool
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def parse_command(argv: Sequence[str]) -> Command:
     """Raises ConfigError; exits only for `--help`."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m jdisagg.batch",
         allow_abbrev=False,
         description=DESCRIPTION,

@@ -36,7 +36,7 @@ _POOL_SIZES = ("num_pages", "kv_cache_bytes", "device_memory_utilization")  # th
 Values = dict[str, Any]  # field name -> typed value; only what was given
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """argparse that raises ConfigError instead of printing usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
@@ -45,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every flag, for `--help` and for `load_config`. Values stay text; absent flags are absent."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m jdisagg.serve",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,

@@ -120,29 +120,25 @@ class ModelRunner:
 
     def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages, as many tokens at a time as a piece holds."""
-        if not copies:
-            return
-        offsets = np.arange(self.page_size, dtype=np.int32)
-        ends = [[np.stack([np.full_like(offsets, page), offsets]) for page in (c.source, c.target)] for c in copies]
-        for first in range(0, len(copies) * self.page_size, self.chunk_tokens):
-            source, target = (np.zeros((2, self.chunk_tokens), np.int32) for _ in range(2))
-            for where, side in ((source, 0), (target, 1)):
-                cells = np.concatenate([pair[side] for pair in ends], axis=1)[:, first : first + self.chunk_tokens]
-                where[:, : cells.shape[1]] = cells
-            self.device.import_piece(self.device.export(source), target)
+        sources, targets = tuple(copy.source for copy in copies), tuple(copy.target for copy in copies)
+        for begin, end in self._pieces(len(copies) * self.page_size):
+            rows = self.device.export(self._where((sources,), begin, end, 0))
+            self.device.import_piece(rows, self._where((targets,), begin, end, 0))
 
     def _offload(self, copy: HostCopy) -> None:
-        ranges = range(0, copy.num_tokens, self.chunk_tokens)
-        ends = [(begin, min(begin + self.chunk_tokens, copy.num_tokens)) for begin in ranges]
+        ends = self._pieces(copy.num_tokens)
         pieces = [self.device.export(self._where(copy.page_table, *end, 0)) for end in ends]
         self._host.keep(copy.key, pieces, copy.num_tokens)
 
     def _restore(self, copy: HostCopy) -> None:
-        for number, piece in enumerate(self._host.take(copy.key)):
-            begin = number * self.chunk_tokens
-            end = min(begin + self.chunk_tokens, copy.num_tokens)
+        for (begin, end), piece in zip(self._pieces(copy.num_tokens), self._host.take(copy.key), strict=True):
             on_device = jax.device_put(piece, self.device.piece_sharding)
             self.device.import_piece(on_device, self._where(copy.page_table, begin, end, 0))
+
+    def _pieces(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Token ranges [begin, end) of at most a piece each."""
+        begins = range(0, num_tokens, self.chunk_tokens)
+        return [(begin, min(begin + self.chunk_tokens, num_tokens)) for begin in begins]
 
     def _where(self, page_table: PageTable, begin: int, end: int, group: int) -> np.ndarray:
         return token_index(page_table[group], begin, end, page_size=self.page_size, width=self.chunk_tokens)

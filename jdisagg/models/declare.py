@@ -6,11 +6,11 @@ the file follows from its path. Initialisation, sharding and loading all read th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -136,6 +136,12 @@ def build(spec: ModelSpec, make: Callable[[Path, Declared], Any]) -> dict[str, A
             text = f"--dtype: tensor {declared.name} has {error}; use bfloat16 or float32"
             raise ConfigError(text, field="--dtype") from error
     return params
+
+
+def named_leaves(spec: ModelSpec, params: Mapping[str, Any]) -> Iterator[tuple[Path, Declared, Any]]:
+    """The parameters of a dict that `build` made."""
+    for path, declared in declarations(spec).items():
+        yield path, declared, reduce(lambda node, part: node[part], path, cast(Any, params))
 
 
 def _param(

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdisagg.core.fingerprint import Parts
-from jdisagg.models.declare import declarations
+from jdisagg.models.declare import named_leaves
 from jdisagg.models.hashing import element_index, mix
 from jdisagg.models.spec import ModelSpec
 
@@ -42,10 +42,7 @@ def fingerprint(spec: ModelSpec, params: dict[str, Any], *, numerics: str) -> Fi
     sums: dict[str, jax.Array] = {}
     groups: dict[str, str] = {}
     dtypes: set[str] = set()
-    for path, declared in declarations(spec).items():
-        leaf: Any = params
-        for part in path:
-            leaf = leaf[part]
+    for path, declared, leaf in named_leaves(spec, params):
         name = f"{declared.name} {leaf.dtype} {leaf.shape}"
         sums[name] = checksum(leaf, leaf.sharding)
         groups[name] = _WEIGHTS.get(str(path[0]), "weights.head")

@@ -20,7 +20,7 @@ import tensorstore as ts
 from jax.sharding import Mesh
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.models.declare import Declared, build, declarations
+from jdisagg.models.declare import Declared, build, declarations, named_leaves
 from jdisagg.models.declare import Path as ParamPath
 from jdisagg.models.formats import ORBAX
 from jdisagg.models.host_parts import HostParts, slabs
@@ -38,12 +38,7 @@ _CONTEXT = {  # nothing is read twice, so nothing is cached; few threads, each o
 
 def save_orbax(directory: Path, spec: ModelSpec, params: dict[str, Any]) -> None:
     """Write unstacked parameters to DIRECTORY/orbax, which must not exist. Uncompressed: weights shrink by 8 % only."""
-    flat: dict[str, jax.Array] = {}
-    for path, declared in declarations(spec).items():
-        leaf: Any = params
-        for part in path:
-            leaf = leaf[part]
-        flat[declared.name] = leaf
+    flat: dict[str, jax.Array] = {declared.name: leaf for _, declared, leaf in named_leaves(spec, params)}
     save_args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in flat}
     with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer, _without_patterns(directory.resolve()) as named:
         checkpointer.save(named / ORBAX, flat, save_args=save_args)
