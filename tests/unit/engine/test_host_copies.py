@@ -38,7 +38,10 @@ def computed(runner):
 
 def bytes_of(copies):
     """Host memory of those that have settled."""
-    return sum(array.nbytes for array in jax.tree.leaves([c.pieces for c in copies._copies.values() if c.is_settled]))
+    return sum(
+        array.nbytes
+        for array in jax.tree.leaves([c.pieces for key, c in copies._copies.items() if key not in copies._unsettled])
+    )
 
 
 def overwrite(pages):
