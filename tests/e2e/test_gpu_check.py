@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 ALL = (
     *("device", "kernels", "unified", "colocated", "pair-jax", "pair-grpc", "pair-shm", "cpu-decode", "hazards", "moving"),
     *("decode", "prefill", "batch", "aot"),
