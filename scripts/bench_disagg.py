@@ -26,7 +26,7 @@ from bench_kit.model import Prompts
 from disagg_bench import first_token, jitter, mixed, second_turn, waiting
 from disagg_bench.model import BenchModel
 from disagg_bench.overlap import OverlapLog
-from disagg_bench.workers import PAGE_SIZE, Fleet, Workers, started
+from disagg_bench.workers import PAGE_SIZE, Workers, started
 
 from jdisagg.core.logs import LEVEL_VARIABLE
 
@@ -114,9 +114,9 @@ def run(options: argparse.Namespace, size: Size, model: BenchModel, cores: tuple
     report: dict[str, Any] = {"machine": machine(), "model": vars(model), "parts": {}}
     print(one_line(report["machine"]))
     print(f"model: {model.num_layers} layers, width {model.embed}, {model.kv_bytes_per_token} bytes of KV a token, float32")
-    fleet = Fleet(work / "model", work, max_model_len=max_model_len, num_pages=3 * -(-max_model_len // PAGE_SIZE))
+    sizes = {"max_model_len": max_model_len, "num_pages": 3 * -(-max_model_len // PAGE_SIZE)}
     began_s = time.monotonic()
-    with started(fleet, cores, wide="mixed" in options.parts) as workers:
+    with started(work / "model", work, cores, **sizes, wide="mixed" in options.parts) as workers:
         print(f"workers ready after {time.monotonic() - began_s:.0f} s\n", flush=True)
         for name, measure in PARTS.items():
             if name in options.parts:
@@ -131,7 +131,7 @@ def run(options: argparse.Namespace, size: Size, model: BenchModel, cores: tuple
 def measure_first(workers: Workers, size: Size, model: BenchModel, options: argparse.Namespace) -> tuple[Any, list[str]]:
     """Parts 1 and 2."""
     points = first_token.measure(workers, Prompts(1), size.lengths, options.prompts or size.num_prompts)
-    log = OverlapLog(workers.decode.log, workers.prefill.schedule_log)
+    log = OverlapLog(workers.decode_log, workers.prefill_schedule)
     rows = [first_token.summary(point, log) for point in points]
     return rows, first_token.lines(rows)
 

@@ -17,8 +17,6 @@ from prometheus_client.samples import Sample
 from jdisagg.api.channels import open_blocking_channel
 from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
-TIMEOUT_S = 300.0
-
 
 @dataclass(kw_only=True)
 class TimedStream:
@@ -49,7 +47,7 @@ class TimedStream:
 class Client:
     """One connection to one worker; any number of threads may use it. Close it."""
 
-    def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, address: str, *, timeout_s: float) -> None:
         """`timeout_s` is of one request."""
         self._channel = open_blocking_channel(address)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from demo_model.chat import BOS, CHAT_TEMPLATE, END, EOS, SPECIAL_TOKENS
@@ -80,16 +80,6 @@ def export_weights(directory: Path, params: Params, shape: Shape) -> None:
     save_file(rounded, str(temporary), metadata={"format": "pt"})
     temporary.chmod(0o644)  # the writer makes it private
     temporary.replace(directory / "model.safetensors")
-
-
-def import_weights(directory: Path, shape: Shape) -> Params:
-    """The weights of an exported directory, as float32."""
-    tensors = {name: t.astype(np.float32) for name, t in load_file(str(directory / "model.safetensors")).items()}
-    layers = [
-        {name: tensors[f"model.layers.{index}.{full}.weight"].T for name, full in LAYER_NAMES.items()}
-        for index in range(shape.num_hidden_layers)
-    ]
-    return {"embed": tensors["model.embed_tokens.weight"], "norm": tensors["model.norm.weight"], "layers": layers}
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench_kit.client import TimedStream, counters
+from bench_kit.client import TimedStream
 from bench_kit.figures import differences, met, milliseconds, table
 from bench_kit.model import Prompts
 
@@ -23,6 +23,7 @@ _EXPOSED = "jdisagg_request_transfer_seconds_sum"
 _BYTES = "jdisagg_transfer_bytes_total"
 _FETCH = "jdisagg_transfer_seconds_sum"
 _HIDDEN = "jdisagg_transfer_hidden_seconds_total"
+_COLUMNS = "tokens, unified, 1P+1D, difference, allowed, target, 2nd token, 1st to 2nd: unified, 1P+1D, CPU: unified, P, D"
 
 
 @dataclass(kw_only=True)
@@ -65,12 +66,12 @@ def _run_unified(workers: Workers, prompt: Sequence[int], point: Point) -> None:
 
 def _run_disaggregated(workers: Workers, prompt: Sequence[int], point: Point) -> None:
     pair = {"P": workers.prefill, "D": workers.decode}
-    before = counters(workers.decode.http)
+    before = workers.decode.counters()
     before_s = {name: worker.cpu_s() for name, worker in pair.items()}
     point.disaggregated.append(workers.decode.client.run(prompt, _MAX_TOKENS))
     for name, worker in pair.items():
         point.cpu_s[name].append(worker.cpu_s() - before_s[name])
-    after = counters(workers.decode.http)
+    after = workers.decode.counters()
     grown = {name: after[name] - before[name] for name in (_EXPOSED, _BYTES, _FETCH, _HIDDEN)}
     point.exposed_s.append(grown[_EXPOSED])
     point.num_bytes.append(grown[_BYTES])
@@ -114,36 +115,12 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [
         *table(
             "1. First and second token: 1P+1D minus unified on P's core, the same prompts in turns; ms, medians [p25, p75]",
-            (
-                "tokens",
-                "unified",
-                "1P+1D",
-                "difference",
-                "allowed",
-                "target",
-                "2nd token",
-                "1st to 2nd: unified",
-                "1P+1D",
-                "CPU: unified",
-                "P",
-                "D",
-            ),
+            _COLUMNS.split(", "),
             [_first_cells(row) for row in rows],
         ),
         *table(
             "2. Transfer hidden behind prefill; exposed = from the first token until all KV is there",
-            (
-                "tokens",
-                "chunks",
-                "MiB",
-                "fetch ms",
-                "exposed ms",
-                "hidden",
-                "by metric",
-                "target",
-                "before last chunk",
-                "target",
-            ),
+            "tokens, chunks, MiB, fetch ms, exposed ms, hidden, by metric, target, before last chunk, target".split(", "),
             [_overlap_cells(row) for row in rows],
         ),
         "   before last chunk: prompts whose first piece had arrived on D when P's last chunk started",

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
-from bench_kit.client import Client, counters
+from bench_kit.client import Client
 from bench_kit.figures import gaps, met, milliseconds, table
 from bench_kit.model import Prompts
 
@@ -109,7 +109,7 @@ def _new(prompts: Prompts, num_tokens: int, imports: int) -> list[list[int]]:
 def _spell(workers: Workers, kind: str, steady: Steady, besides: Sequence[Beside]) -> Spell:
     """The prompts beside it start with its first token, or P would compute them before it."""
     client = workers.decode.client
-    before = counters(workers.decode.http)
+    before = workers.decode.counters()
     threads = [threading.Thread(target=beside.run, name="beside", daemon=True) for beside in besides]
 
     def start() -> None:
@@ -117,7 +117,7 @@ def _spell(workers: Workers, kind: str, steady: Steady, besides: Sequence[Beside
             thread.start()
 
     stream = client.run(steady.prompt, steady.max_tokens, seconds=steady.seconds, on_first_token=start)
-    grown = counters(workers.decode.http)[_BYTES] - before[_BYTES]
+    grown = workers.decode.counters()[_BYTES] - before[_BYTES]
     for beside, thread in zip(besides, threads, strict=True):
         beside.stop.set()
         thread.join()

@@ -116,17 +116,6 @@ def lines(of: dict[str, Any]) -> list[str]:
     ]
     return table(
         f"5. Mixed load: {shorts}, one of {rate['long_tokens']} every {rate['long_every_s']:.1f} s; ITL of the short ones; ms",
-        (
-            "",
-            "p50",
-            "p90",
-            "p99",
-            "max",
-            "p99 ratio",
-            "1st to 2nd p50, p99",
-            "short TTFT p50, p99",
-            "long TTFT p50, p99",
-            "streams",
-        ),
+        "; p50; p90; p99; max; p99 ratio; 1st to 2nd p50, p99; short TTFT p50, p99; long TTFT p50, p99; streams".split("; "),
         rows,
     )

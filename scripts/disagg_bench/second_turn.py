@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench_kit.client import TimedStream, counters
+from bench_kit.client import TimedStream
 from bench_kit.figures import table
 from bench_kit.model import Prompts
 
@@ -26,9 +26,9 @@ def measure(workers: Workers, prompts: Prompts, model: BenchModel) -> dict[str, 
 
 
 def _turn(workers: Workers, model: BenchModel, prompt: list[int]) -> tuple[dict[str, Any], TimedStream]:
-    before = counters(workers.decode.http), counters(workers.prefill.http)
+    before = workers.decode.counters(), workers.prefill.counters()
     stream = workers.decode.client.run(prompt, ANSWER_TOKENS)
-    after = counters(workers.decode.http), counters(workers.prefill.http)
+    after = workers.decode.counters(), workers.prefill.counters()
     to_d, to_p = (new[_BYTES] - old[_BYTES] for new, old in zip(after, before, strict=True))
     turn = {
         "prompt_tokens": len(prompt),

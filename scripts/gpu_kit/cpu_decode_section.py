@@ -6,7 +6,7 @@ from bench_kit.model import Prompts
 
 from gpu_kit.findings import Findings
 from gpu_kit.questions import Question, ask
-from gpu_kit.servers import DEAD_AFTER_S, check_compiles, engine_flags, servers
+from gpu_kit.servers import DEAD_AFTER_S, check_compiles, end, engine_flags, servers
 from gpu_kit.setting import Setting
 
 NUM_PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 48, 24
@@ -34,7 +34,7 @@ def run(setting: Setting, findings: Findings) -> None:
         counted = decode.counters()
         findings.check("KV crossed from one platform to the other", counted["jdisagg_transfer_bytes_total"] > 0)
         findings.check("D computed no prompt", counted["jdisagg_prefill_tokens_total"] == 0)
-        started.end(prefill, findings, "P")
+        end(prefill, findings, "P")
         alone = ask(decode.client, asked, NUM_PROMPTS)
         computed = decode.counters()["jdisagg_prefill_tokens_total"]
         findings.check("without P, D computes the prompts", computed >= NUM_PROMPTS * PROMPT_TOKENS, f"{computed:g} tokens")
@@ -45,4 +45,4 @@ def run(setting: Setting, findings: Findings) -> None:
             first_tokens_equal=sum(a.token_ids[0] == b.token_ids[0] for a, b in pairs),
         )
         check_compiles(decode, findings, "D")
-        started.end(decode, findings, "D")
+        end(decode, findings, "D")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 
+from bench_kit.servers import Server
+
 from gpu_kit.findings import Findings
 from gpu_kit.questions import Answers, ask, compare, first_token_ms, kept_answers, killed_questions, questions, varied
-from gpu_kit.servers import Server, check_compiles, engine_flags, servers
+from gpu_kit.servers import check_compiles, end, engine_flags, servers
 from gpu_kit.setting import Setting
 
 
@@ -24,7 +26,7 @@ def run(setting: Setting, findings: Findings) -> None:
         else:
             _unified(setting, server, findings)
         check_compiles(server, findings, setting.name)
-        started.end(server, findings, setting.name)
+        end(server, findings, setting.name)
 
 
 def _unified(setting: Setting, server: Server, findings: Findings) -> None:

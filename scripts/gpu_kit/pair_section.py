@@ -7,9 +7,11 @@ import signal
 import statistics
 from concurrent.futures import ThreadPoolExecutor
 
+from bench_kit.servers import Server
+
 from gpu_kit.findings import Findings
 from gpu_kit.questions import Answers, FirstTokens, ask, compare, first_token_ms, kept_answers, killed_questions, questions
-from gpu_kit.servers import Server, check_compiles, engine_flags, servers
+from gpu_kit.servers import check_compiles, end, engine_flags, servers
 from gpu_kit.setting import Setting
 
 STRUCK_AFTER = 8  # the kill comes when one stream in so many has its first token
@@ -31,7 +33,7 @@ def run(setting: Setting, findings: Findings) -> None:
         check_compiles(prefill, findings, "P")
         findings.attempt("kill -9 of P", lambda: _struck(setting, prefill, decode, answers, findings))
         check_compiles(decode, findings, "D")
-        started.end(decode, findings, "D")
+        end(decode, findings, "D")
 
 
 def _first_tokens(setting: Setting, decode: Server, answers: Answers | None, findings: Findings) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TOTAL_S = 470.0  # of all sections together; the budgets below add up to it
-SERVER_MODULES = (
+SERVER = (
     *("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google.rpc", "starlette", "uvicorn", "uvloop", "httptools"),
     *("tokenizers", "prometheus_client", "jinja2", "safetensors", "xxhash", "google.protobuf"),
 )
-STEP_MODULES = ("jax", "flax", "safetensors", "orbax.checkpoint", "tensorstore")
-BATCH_MODULES = (*STEP_MODULES, *SERVER_MODULES, "httpx", "tqdm")
-WIRE_MODULES = ("jax", "grpc", "grpc_status", "google.rpc", "google.protobuf")
+STEP = ("jax", "flax", "safetensors", "orbax.checkpoint", "tensorstore")
+BATCH = (*STEP, *SERVER, "httpx", "tqdm")
+WIRE = ("jax", "grpc", "grpc_status", "google.rpc", "google.protobuf")
 DISTRIBUTIONS = {  # where a module and what brings it differ in name
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
@@ -23,9 +23,10 @@ DISTRIBUTIONS = {  # where a module and what brings it differ in name
     "orbax.checkpoint": "orbax-checkpoint",
 }
 LEAST_VERSIONS = {"grpc": (1, 85, 1), "google.protobuf": (7, 35, 1)}  # of what generated jdisagg/v1; older ones refuse it
+PAIR = "P and D as two processes over {}: streams, TTFT, kill -9 of P"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Section:
     """`module` has `run(setting, findings)`. What a section does not use up of `budget_s`, later ones may."""
 
@@ -38,95 +39,20 @@ class Section:
 
 
 SECTIONS = (
-    Section(
-        name="device",
-        module="gpu_kit.device_section",
-        says="what jax sees; copy bandwidth and matmul rate",
-        budget_s=15,
-        needs=("jax",),
-    ),
-    Section(
-        name="kernels",
-        module="gpu_kit.kernel_section",
-        says="every implementation offered here against NumPy float64",
-        budget_s=30,
-        needs=("jax",),
-    ),
-    Section(
-        name="unified",
-        module="gpu_kit.engine_section",
-        says="one engine: reference streams, TTFT, host overhead",
-        budget_s=55,
-        needs=SERVER_MODULES,
-    ),
-    Section(
-        name="colocated",
-        module="gpu_kit.engine_section",
-        says="both engines in one process, the same streams",
-        budget_s=30,
-        needs=SERVER_MODULES,
-        after="unified",
-    ),
-    *(
-        Section(
-            name=f"pair-{backend}",
-            module="gpu_kit.pair_section",
-            says=f"P and D as two processes over {backend}: streams, TTFT, kill -9 of P",
-            budget_s=budget_s,
-            needs=SERVER_MODULES,
-            after="unified",
-        )
-        for backend, budget_s in (("jax", 40), ("grpc", 30), ("shm", 30))
-    ),
-    Section(
-        name="cpu-decode",
-        module="gpu_kit.cpu_decode_section",
-        says="prefill on the accelerator, decode in a CPU process",
-        budget_s=30,
-        needs=SERVER_MODULES,
-    ),
-    Section(
-        name="hazards",
-        module="gpu_kit.hazard_section",
-        says="what is known to kill, corrupt or hang, tried here",
-        budget_s=25,
-        needs=WIRE_MODULES,
-    ),
-    Section(
-        name="moving",
-        module="gpu_kit.moving_section",
-        says="gather, scatter and the hand-off between two processes, GB/s",
-        budget_s=30,
-        needs=WIRE_MODULES,
-    ),
-    Section(
-        name="decode",
-        module="gpu_kit.decode_section",
-        says="decode step against the memory roofline",
-        budget_s=50,
-        needs=STEP_MODULES,
-    ),
-    Section(
-        name="prefill",
-        module="gpu_kit.prefill_section",
-        says="prefill step against the matmul rate",
-        budget_s=35,
-        needs=STEP_MODULES,
-    ),
-    Section(
-        name="batch",
-        module="gpu_kit.batch_section",
-        says="jdisagg.batch beside transformers' continuous batching",
-        budget_s=40,
-        needs=BATCH_MODULES,
-    ),
-    Section(
-        name="aot",
-        module="gpu_kit.aot_section",
-        says="what jdisagg.aot foretells, tried",
-        budget_s=30,
-        needs=STEP_MODULES,
-    ),
+    Section("device", "gpu_kit.device_section", "what jax sees; copy bandwidth and matmul rate", 15, ("jax",)),
+    Section("kernels", "gpu_kit.kernel_section", "every implementation offered here against NumPy float64", 30, ("jax",)),
+    Section("unified", "gpu_kit.engine_section", "one engine: reference streams, TTFT, host overhead", 55, SERVER),
+    Section("colocated", "gpu_kit.engine_section", "both engines in one process, the same streams", 30, SERVER, "unified"),
+    Section("pair-jax", "gpu_kit.pair_section", PAIR.format("jax"), 40, SERVER, "unified"),
+    Section("pair-grpc", "gpu_kit.pair_section", PAIR.format("grpc"), 30, SERVER, "unified"),
+    Section("pair-shm", "gpu_kit.pair_section", PAIR.format("shm"), 30, SERVER, "unified"),
+    Section("cpu-decode", "gpu_kit.cpu_decode_section", "prefill on the accelerator, decode in a CPU process", 30, SERVER),
+    Section("hazards", "gpu_kit.hazard_section", "what is known to kill, corrupt or hang, tried here", 25, WIRE),
+    Section("moving", "gpu_kit.moving_section", "gather, scatter and the hand-off between two processes, GB/s", 30, WIRE),
+    Section("decode", "gpu_kit.decode_section", "decode step against the memory roofline", 50, STEP),
+    Section("prefill", "gpu_kit.prefill_section", "prefill step against the matmul rate", 35, STEP),
+    Section("batch", "gpu_kit.batch_section", "jdisagg.batch beside transformers' continuous batching", 40, BATCH),
+    Section("aot", "gpu_kit.aot_section", "what jdisagg.aot foretells, tried", 30, STEP),
 )
 BY_NAME = {section.name: section for section in SECTIONS}
 

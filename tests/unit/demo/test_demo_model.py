@@ -6,13 +6,15 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from demo_model.chat import SPECIAL_TOKENS, render
 from demo_model.evaluate import held_out_scores, task_texts
-from demo_model.export import import_weights
-from demo_model.net import Shape
+from demo_model.export import LAYER_NAMES
+from demo_model.net import Params, Shape
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 from tokenizers import Tokenizer as BackendTokenizer
 
 from jdisagg.models.resolve import resolve_model
@@ -21,6 +23,16 @@ from jdisagg.text.tokenizer import Tokenizer
 DEMO = resolve_model("demo")
 TASK = Path("configs/eval/perplexity.jsonl")
 TOKENIZER = Tokenizer.from_directory(DEMO)
+
+
+def import_weights(directory: Path, shape: Shape) -> Params:
+    """The weights of an exported directory, as float32."""
+    tensors = {name: t.astype(np.float32) for name, t in load_file(str(directory / "model.safetensors")).items()}
+    layers = [
+        {name: tensors[f"model.layers.{index}.{full}.weight"].T for name, full in LAYER_NAMES.items()}
+        for index in range(shape.num_hidden_layers)
+    ]
+    return {"embed": tensors["model.embed_tokens.weight"], "norm": tensors["model.norm.weight"], "layers": layers}
 
 
 @given(text=st.text(max_size=60) | st.sampled_from(["\tdef f():\r\n\n    return 1", "naïve → \U0001f600 日本", " \n \n"]))

@@ -1,0 +1,79 @@
+"""Workers of a bench: started, READY, asked, and ended together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fleet_process import FleetProcess, free_port
+
+from bench_kit.client import Client, by_label, counters
+from jdisagg.serve.ready import Ready
+
+LEAST_S = 5.0  # of a request
+
+
+@dataclass(kw_only=True)
+class Server:
+    """One worker that is READY."""
+
+    process: FleetProcess
+    ready: Ready
+    client: Client
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self.process.process.pid
+
+    def counters(self) -> dict[str, float]:
+        """Samples by name, labels added up."""
+        assert self.ready.http is not None
+        return counters(self.ready.http)
+
+    def bytes_by_backend(self) -> dict[str, float]:
+        """KV bytes received, by the backend that carried them."""
+        assert self.ready.http is not None
+        return by_label(self.ready.http, "jdisagg_transfer_bytes_total", "backend")
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the process so far, all threads; what others do on its core shows least in these."""
+        after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Servers:
+    """Starts workers; `close` ends all of them."""
+
+    def __init__(self, log: Callable[[str], Path], left_s: Callable[[], float], *common: str) -> None:
+        """`log`: where a worker of that name logs to. `left_s`: how long it may take until READY, and for a request from then
+        on. `common`: flags of all."""
+        self._log = log
+        self._left_s = left_s
+        self._common = common
+        self._processes: list[FleetProcess] = []
+        self._servers: list[Server] = []
+
+    def launch(self, name: str, *flags: str, env: Mapping[str, str] | None = None) -> tuple[FleetProcess, str]:
+        """Start a worker; its gRPC address is known before it is READY, so that others may start beside it."""
+        port = free_port()
+        process = FleetProcess("--grpc-port", str(port), *self._common, *flags, log=self._log(name), env=env)
+        self._processes.append(process)
+        return process, f"127.0.0.1:{port}"
+
+    def wait(self, process: FleetProcess) -> Server:
+        """Until it is READY. Raises RuntimeError with the end of its log."""
+        ready = process.wait_ready(self._left_s())
+        assert ready.grpc is not None
+        client = Client(ready.grpc, timeout_s=max(LEAST_S, self._left_s()))
+        self._servers.append(Server(process=process, ready=ready, client=client))
+        return self._servers[-1]
+
+    def close(self) -> None:
+        """Kill what still runs."""
+        for server in self._servers:
+            server.client.close()
+        for process in self._processes:
+            process.close()
