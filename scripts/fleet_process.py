@@ -42,6 +42,7 @@ class FleetProcess:
                 stderr=stderr,
                 cwd=ROOT,
                 env={**os.environ, **(env or {}), PARENT_VARIABLE: str(os.getpid())},
+                bufsize=0,  # a line that is read ahead would not be seen by `select`
                 process_group=0,
             )
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
 from fleet_process import FleetProcess
+
+from jdisagg.serve.ready import Ready
 
 LIMIT_S = 60.0
 
@@ -36,3 +39,18 @@ def test_a_process_that_somebody_else_reaped_has_ended(process: FleetProcess) ->
     process.process.kill()
     os.waitpid(process.process.pid, 0)
     assert process.has_ended
+
+
+def test_ready_is_seen_behind_a_line_that_a_library_wrote_in_the_same_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = Ready(role="decode", http=None, grpc="127.0.0.1:1", model="demo")
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\nprintf '%s\\n' 'a remark' '{ready.line()}'\nsleep {LIMIT_S:g}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    one = FleetProcess(log=tmp_path / "log")
+    try:
+        assert one.wait_ready(5.0) == ready
+    finally:
+        one.close()
