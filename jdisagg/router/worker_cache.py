@@ -17,7 +17,7 @@ PAGE_TOKENS = 1024  # of the largest page: fewer that are missing tell nothing
 LOST_WEIGHT = 2  # prompt tokens that were lost are written again; and somebody wrote, unknown to us, what they were lost to
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class WorkerCache:
     """One object for each process, as every prompt that it had remembers it."""
 

@@ -84,6 +84,21 @@ def test_a_prompt_that_was_pushed_out_draws_nobody_behind_others_that_wait() -> 
         at.end_all()
 
 
+def test_a_process_that_was_gone_for_a_while_is_remembered_once() -> None:
+    at, _ = small_desk(2, 4000)
+    at.place(document(1), question(1))
+    at.end_all()
+    had = next(entry for entry in at.fleet.entries() if entry.cache.written)
+    at.fleet.remove(had)
+    at.fleet.register(had.member, 0.0)
+    (back,) = (entry for entry in at.fleet.entries() if entry.key == had.key)
+    assert back is not had
+    back.cache.written += 4000
+    back.others_tokens = 1000
+    assert at.place(document(1), question(2))[1] != back.member.address
+    at.end_all()
+
+
 def test_a_prompt_is_computed_by_a_second_worker_later_the_more_workers_are_busy() -> None:
     p0, p1, p2 = (fleet := prefill_fleet()).entries()
     near = Near({}, {p0.key: 1000})
