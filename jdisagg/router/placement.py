@@ -108,7 +108,11 @@ class Placement:
             peers = self._fleet.prefill_peers(flight.fingerprint, flight.prefill_tokens, near, kin)
             if peers:
                 num_tokens, num_cached = flight.prefill_tokens, near.prefills.get(peers[0].key, 0)
+                num_waiting = (
+                    peers[0].pending_tokens - peers[0].pending_cached
+                )  # what is cached may be what it computes just now
                 flight.prefill = peers[0], num_tokens, num_cached
+                flight.tells_cache = near.behind.get(peers[0].key, 0) >= num_waiting
                 peers[0].pending += 1
                 peers[0].pending_tokens += num_tokens
                 peers[0].pending_cached += num_cached
@@ -126,8 +130,9 @@ class Placement:
 
 
 def _tell_cache(flight: Flight, provenance: Provenance) -> None:
-    """What its prefill worker found in its cache, where that is known: what is computed in any case tells nothing of it."""
-    if flight.prefill is None or flight.request.sampling.prompt_logprobs is not None:
+    """What its prefill worker found in its cache, where that is known: what is computed in any case tells nothing of it, nor
+    what came while the worker may still have computed what it shares with another."""
+    if flight.prefill is None or not flight.tells_cache or flight.request.sampling.prompt_logprobs is not None:
         return
     entry, num_tokens, num_cached = flight.prefill
     num_found = num_tokens - 1 - provenance.prefilled_tokens - provenance.borrowed_tokens

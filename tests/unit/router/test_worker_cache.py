@@ -144,6 +144,7 @@ def test_a_worker_that_computed_what_it_was_thought_to_have_is_thought_to_have_l
 def test_what_says_nothing_of_a_cache_changes_nothing(num_computed: int, fields: dict[str, Any]) -> None:
     at, (p0,) = small_desk(1, 100_000)
     for number in (1, 2):
+        at.end_all()
         at.place(document(1), question(number))
     written = p0.cache.written
     answer(at, num_computed, **fields)
@@ -154,6 +155,7 @@ def test_what_says_nothing_of_a_cache_changes_nothing(num_computed: int, fields:
 def test_a_prompt_whose_log_probabilities_are_asked_for_says_nothing_of_a_cache() -> None:
     at, (p0,) = small_desk(1, 100_000)
     at.place(document(1), question(1))
+    at.end_all()
     asked = SamplingParams(max_tokens=8, prompt_logprobs=1)
     at.live.append(flight := Flight(request("scored", prompt=document(1) + question(2), sampling=asked)))
     at.placement.begin(flight)
@@ -164,9 +166,20 @@ def test_a_prompt_whose_log_probabilities_are_asked_for_says_nothing_of_a_cache(
     at.end_all()
 
 
+def test_what_a_worker_was_still_computing_for_another_was_not_lost() -> None:
+    at, (p0,) = small_desk(1, 100_000)
+    for number in (1, 2):
+        at.place(document(1), question(number))
+    written = p0.cache.written
+    answer(at, 3050)  # it came before the first one was done
+    assert p0.cache.written == written
+    at.end_all()
+
+
 def test_what_was_fetched_from_d_was_not_found() -> None:
     at, (p0,) = small_desk(1, 100_000)
     for number in (1, 2):
+        at.end_all()
         at.place(document(1), question(number))
     written = p0.cache.written
     answer(at, 50, borrowed_tokens=3000)
