@@ -166,6 +166,19 @@ def test_a_prompt_whose_log_probabilities_are_asked_for_says_nothing_of_a_cache(
     at.end_all()
 
 
+def test_a_prompt_that_a_worker_had_lost_it_has_again() -> None:
+    at, (p0,) = small_desk(1, 4000)
+    for number in (1, 2):
+        at.end_all()
+        at.place(document(1), question(number))
+    answer(at, 3050)
+    at.end_all()
+    at.place(document(1), question(3))
+    flight = at.live[-1]
+    assert flight.prefill == (p0, 3051, 2944), "of which all is cached"
+    at.end_all()
+
+
 def test_what_a_worker_was_still_computing_for_another_was_not_lost() -> None:
     at, (p0,) = small_desk(1, 100_000)
     for number in (1, 2):
