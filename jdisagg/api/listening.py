@@ -11,6 +11,7 @@ from jdisagg.core.errors import ConfigError
 
 BACKLOG = 2048
 SHARE = 0.75  # of the descriptors that this process may have, for the connections of one port
+_UNCOUNTED = 2**31 - 1  # where gRPC's count of connections ends: told so many it aborts
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -38,4 +39,4 @@ def listen(host: str = "127.0.0.1", port: int = 0, *, flag: str = "--port") -> s
 def most_connections() -> int | None:
     """How many a port keeps, so that links to workers and routers, and the other port, find descriptors; None = any number."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if limit == resource.RLIM_INFINITY else round(SHARE * limit)
+    return None if limit == resource.RLIM_INFINITY or limit >= _UNCOUNTED else round(SHARE * limit)

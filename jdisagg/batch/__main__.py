@@ -127,9 +127,10 @@ def _open_client(command: Command) -> AbstractAsyncContextManager[httpx.AsyncCli
         api_key = os.environ.get(API_KEY_VARIABLE, "")
         check_key(api_key, API_KEY_VARIABLE)
         headers = {"authorization": f"Bearer {keys[0]}"} if (keys := keys_of(api_key)) else {}
+        lanes = Lanes()
         if (proxy := proxy_of(command.server or "")) is not None:
             say(f"the server is asked through the environment's proxy {proxy}; no_proxy names hosts that are asked directly")
-        return httpx.AsyncClient(base_url=command.server or "", timeout=timeout, headers=headers, transport=Lanes())
+        return httpx.AsyncClient(base_url=command.server or "", timeout=timeout, headers=headers, transport=lanes)
     config = claim_chips(config, os.environ, find_tpu(os.environ))
     keep_freed_memory(os.environ)
     prepare_jax(config, os.environ)

@@ -26,7 +26,7 @@ class Lanes(httpx.AsyncBaseTransport):
         self._all: list[httpx.AsyncClient] = []
         try:
             self._idle = [self._open()]
-        except (ImportError, ValueError) as error:  # of SOCKS, which httpx needs another package for, or unknown
+        except (ImportError, ValueError, httpx.InvalidURL) as error:  # SOCKS, for which httpx needs another package, or no URL
             told = f"proxies of the environment: {error}; choose an HTTP one, or none with no_proxy='*'"
             raise ConfigError(told) from error
 

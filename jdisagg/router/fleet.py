@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from weakref import WeakValueDictionary
 
 from jdisagg.core.errors import AddressTaken
 from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member
@@ -21,6 +22,7 @@ from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.pairing import differing
 from jdisagg.router.prefixes import NOWHERE, Near
 from jdisagg.router.silence import Silence
+from jdisagg.router.worker_cache import Key, WorkerCache
 
 AWAY_S = 60.0  # how long a worker that left may take to come back, before the model is no longer than the others
 NEAR_SHARE = 1.25  # of the least busy one's requests, that one which may have cached a part of the prompt may have, and besides
@@ -37,6 +39,7 @@ class Fleet:
         self._dead_after_s = dead_after_s
         self._silence = Silence(dead_after_s, lease_s)
         self._entries: dict[str, Entry] = {}
+        self._caches = WeakValueDictionary[Key, WorkerCache]()  # while a prompt remembers it: a process may go and come back
         self._longest: tuple[Member, float] | None = None  # and when it was last seen to be it
 
     def register(self, member: Member, now_s: float) -> Entry | None:
@@ -54,7 +57,8 @@ class Fleet:
                 f"{member.worker} cannot register: {old.member.worker} of that address was heard less than "
                 f"{self._dead_after_s:g} s ago; try again, or give each worker an address of its own"
             )
-        self._entries[member.address] = Entry(member, now_s)
+        entry = self._entries[member.address] = Entry(member, now_s)
+        entry.cache = self._caches.setdefault(entry.key, entry.cache)
         return old
 
     def heartbeat(self, address: str, epoch: str, load: Load, draining: bool, now_s: float) -> bool:

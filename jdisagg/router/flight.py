@@ -26,6 +26,7 @@ class Flight:
         self.events = Mailbox[Output | Lost | RequestError]()  # an error ends the request
         self.entry: Entry | None = None  # the worker it runs on
         self.prefill: tuple[Entry, int, int] | None = None  # the P named first and the tokens asked of it, until the first one
+        self.tells_cache = False  # what that found in its cache says what is left there
         self.fingerprint: str | None = None
         self.setbacks = Setbacks()
         self.finished = False

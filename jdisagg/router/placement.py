@@ -83,7 +83,7 @@ class Placement:
         """With its first token it has left its prefill worker."""
         if output.token_ids:
             if output.provenance is not None:
-                _tell_cache(flight, output.provenance)
+                self._tell_cache(flight, output.provenance)
             self._leave_prefill(flight)
 
     def leave(self, flight: Flight) -> None:
@@ -108,7 +108,11 @@ class Placement:
             peers = self._fleet.prefill_peers(flight.fingerprint, flight.prefill_tokens, near, kin)
             if peers:
                 num_tokens, num_cached = flight.prefill_tokens, near.prefills.get(peers[0].key, 0)
+                num_waiting = (
+                    peers[0].pending_tokens - peers[0].pending_cached
+                )  # what is cached may be what it computes just now
                 flight.prefill = peers[0], num_tokens, num_cached
+                flight.tells_cache = near.behind.get(peers[0].key, 0) >= num_waiting
                 peers[0].pending += 1
                 peers[0].pending_tokens += num_tokens
                 peers[0].pending_cached += num_cached
@@ -124,15 +128,18 @@ class Placement:
             entry.pending_cached -= num_cached
             flight.prefill = None
 
-
-def _tell_cache(flight: Flight, provenance: Provenance) -> None:
-    """What its prefill worker found in its cache, where that is known: what is computed in any case tells nothing of it."""
-    if flight.prefill is None or flight.request.sampling.prompt_logprobs is not None:
-        return
-    entry, num_tokens, num_cached = flight.prefill
-    num_found = num_tokens - 1 - provenance.prefilled_tokens - provenance.borrowed_tokens
-    if provenance.prefill_worker == entry.member.worker and num_found >= 0:  # else another one, or not computed only once
-        entry.cache.tell(num_cached, num_found)
+    def _tell_cache(self, flight: Flight, provenance: Provenance) -> None:
+        """What its prefill worker found in its cache, where that is known: what is computed in any case tells nothing of it,
+        nor what came while the worker may still have computed what it shares with another. What was lost, it has again."""
+        if flight.prefill is None or flight.entry is None:
+            return
+        if not flight.tells_cache or flight.request.sampling.prompt_logprobs is not None:
+            return
+        peer, num_tokens, num_cached = flight.prefill
+        num_found = num_tokens - 1 - provenance.prefilled_tokens - provenance.borrowed_tokens
+        is_known = provenance.prefill_worker == peer.member.worker and num_found >= 0  # else another one, or computed twice
+        if is_known and peer.cache.tell(num_cached, num_found):
+            self._prefixes.note(flight.beginnings, flight.entry.key, peer.cache)
 
 
 def beginning(prompt_token_ids: tuple[int, ...]) -> bytes:

@@ -23,6 +23,7 @@ NEAR_PART = 4  # who had less than a quarter of a prompt is not near: a short sy
 MOST_HOMES = 32  # of one beginning: a common one soon is everywhere, and who has it unknown to us is idle beside the others
 
 Beginning = tuple[int, bytes]  # tokens, and their digest
+_Left = tuple[Key, float, int]  # whose cache, how many tokens of a prompt it has still, and what it wrote since then
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,9 @@ class Near:
     decodes: Mapping[Key, int] = field(default_factory=dict[Key, int])  # had them once: whose turns stay together, fit together
     prefills: Mapping[Key, int] = field(default_factory=dict[Key, int])  # have them still, of those that were asked first
     news: bytes = b""  # the shortest beginning that nobody had; where somebody had all of it, the longest
+    behind: Mapping[Key, int] = field(
+        default_factory=dict[Key, int], compare=False
+    )  # what those of `prefills` wrote since then
 
 
 NOWHERE = Near()
@@ -61,9 +65,9 @@ class Prefixes:
 
     def find(self, beginnings: Sequence[Beginning]) -> Near:
         """`beginnings`: of the prompt, as `beginnings_of` gives them."""
-        decodes, prefills = dict[Key, int](), dict[Key, int]()
+        decodes, prefills, behind = dict[Key, int](), dict[Key, int](), dict[Key, int]()
         most_tokens, news = beginnings[-1] if beginnings else (0, b"")
-        longer, left = _NOBODY, list[tuple[Key, float]]()
+        longer, left = _NOBODY, list[_Left]()
         for num_tokens, digest in reversed(beginnings):
             had = self._had.get(digest)
             if had is None:
@@ -74,9 +78,10 @@ class Prefixes:
                     for key in had.decodes:
                         decodes.setdefault(key, num_tokens)
                 if left:
-                    prefills |= {key: num_tokens for key, most in left if num_tokens <= most}
-                    left = [(key, most) for key, most in left if num_tokens > most]
-        return Near(decodes, prefills, news)
+                    prefills |= {key: num_tokens for key, most, _ in left if num_tokens <= most}
+                    behind |= {key: num_written for key, most, num_written in left if num_tokens <= most}
+                    left = [each for each in left if num_tokens > each[1]]
+        return Near(decodes, prefills, news, behind)
 
     def note(self, beginnings: Sequence[Beginning], decode: Key, prefill: WorkerCache | None) -> None:
         """A prompt has been sent there, and `prefill` counts it as written."""
@@ -90,10 +95,11 @@ class Prefixes:
             self._had.popitem(last=False)
 
 
-def _left(had: _Had, but_not: Mapping[Key, int]) -> list[tuple[Key, float]]:
-    """How many tokens of it the caches have still that have any."""
-    left = [(cache.key, cache.left(written)) for cache, written in zip(had.prefills, had.written, strict=True)]
-    return [(key, most) for key, most in left if most > 0 and key not in but_not]
+def _left(had: _Had, but_not: Mapping[Key, int]) -> list[_Left]:
+    """Of the caches that have any of it still."""
+    both = zip(had.prefills, had.written, strict=True)
+    left = [(cache.key, cache.left(written), cache.written - written) for cache, written in both]
+    return [each for each in left if each[1] > 0 and each[0] not in but_not]
 
 
 def _with(had: _Had, decode: Key, prefill: WorkerCache | None) -> _Had:

@@ -17,7 +17,7 @@ PAGE_TOKENS = 1024  # of the largest page: fewer that are missing tell nothing
 LOST_WEIGHT = 2  # prompt tokens that were lost are written again; and somebody wrote, unknown to us, what they were lost to
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class WorkerCache:
     """One object for each process, as every prompt that it had remembers it."""
 
@@ -29,7 +29,9 @@ class WorkerCache:
         """How many leading tokens are left of a prompt behind which so many were written in all; it may have had fewer."""
         return self.num_tokens - (self.written - written) if self.num_tokens else inf
 
-    def tell(self, num_thought: int, num_found: int) -> None:
-        """Of a prompt it had so many tokens, where we thought so many."""
-        if (num_lost := num_thought - num_found) >= PAGE_TOKENS:
-            self.written += LOST_WEIGHT * num_lost
+    def tell(self, num_thought: int, num_found: int) -> bool:
+        """Of a prompt it had so many tokens, where we thought so many; whether that was too little."""
+        if (num_lost := num_thought - num_found) < PAGE_TOKENS:
+            return False
+        self.written += LOST_WEIGHT * num_lost
+        return True

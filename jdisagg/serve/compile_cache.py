@@ -49,6 +49,8 @@ def drop_broken_entries(directory: Path) -> None:
             if entry.stat().st_size % BLOCK_BYTES or _is_whole(entry.read_bytes()):
                 continue
             entry.unlink()
+        except FileNotFoundError:
+            log.debug("%s: another process that starts has removed it", entry)
         except OSError as error:
             log.warning("%s may be broken, and stays: %s", entry, error.strerror)
         else:

@@ -84,7 +84,8 @@ def prepare_jax(config: Config, environ: MutableMapping[str, str], cgroups: Path
         return
     if chosen is not None or "JAX_COMPILATION_CACHE_DIR" not in environ:
         environ["JAX_COMPILATION_CACHE_DIR"] = str(usable_cache_dir(chosen))
-    drop_broken_entries(Path(environ["JAX_COMPILATION_CACHE_DIR"]))
+    if directory := environ["JAX_COMPILATION_CACHE_DIR"]:  # empty: jax keeps nothing
+        drop_broken_entries(Path(directory))
     environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 

@@ -49,3 +49,9 @@ def test_connections_beyond_a_share_of_the_descriptors_are_refused_and_others_li
     assert [record.message for record in caplog.records] == [
         "10 HTTP connections are open, as many as 75% of this process's descriptors: others are refused"
     ]
+
+
+@pytest.mark.parametrize("limit", [listening.resource.RLIM_INFINITY, 2**32])
+def test_no_limit_is_told_to_grpc_that_it_cannot_count_to(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(listening.resource, "getrlimit", lambda _: (limit, limit))
+    assert listening.most_connections() is None

@@ -115,7 +115,7 @@ def test_a_batch_says_that_a_proxy_is_between_it_and_its_server(
 
 
 @pytest.mark.usefixtures("no_proxies")
-@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "gate://127.0.0.1:9"])
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "gate://127.0.0.1:9", "http://gate:port", "http://[::1"])
 def test_a_proxy_of_a_kind_that_is_not_served_is_a_command_that_cannot_be_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], proxy: str
 ) -> None:

@@ -84,6 +84,21 @@ def test_a_prompt_that_was_pushed_out_draws_nobody_behind_others_that_wait() -> 
         at.end_all()
 
 
+def test_a_process_that_was_gone_for_a_while_is_remembered_once() -> None:
+    at, _ = small_desk(2, 4000)
+    at.place(document(1), question(1))
+    at.end_all()
+    had = next(entry for entry in at.fleet.entries() if entry.cache.written)
+    at.fleet.remove(had)
+    at.fleet.register(had.member, 0.0)
+    (back,) = (entry for entry in at.fleet.entries() if entry.key == had.key)
+    assert back is not had
+    back.cache.written += 4000
+    back.others_tokens = 1000
+    assert at.place(document(1), question(2))[1] != back.member.address
+    at.end_all()
+
+
 def test_a_prompt_is_computed_by_a_second_worker_later_the_more_workers_are_busy() -> None:
     p0, p1, p2 = (fleet := prefill_fleet()).entries()
     near = Near({}, {p0.key: 1000})
@@ -129,6 +144,7 @@ def test_a_worker_that_computed_what_it_was_thought_to_have_is_thought_to_have_l
 def test_what_says_nothing_of_a_cache_changes_nothing(num_computed: int, fields: dict[str, Any]) -> None:
     at, (p0,) = small_desk(1, 100_000)
     for number in (1, 2):
+        at.end_all()
         at.place(document(1), question(number))
     written = p0.cache.written
     answer(at, num_computed, **fields)
@@ -139,6 +155,7 @@ def test_what_says_nothing_of_a_cache_changes_nothing(num_computed: int, fields:
 def test_a_prompt_whose_log_probabilities_are_asked_for_says_nothing_of_a_cache() -> None:
     at, (p0,) = small_desk(1, 100_000)
     at.place(document(1), question(1))
+    at.end_all()
     asked = SamplingParams(max_tokens=8, prompt_logprobs=1)
     at.live.append(flight := Flight(request("scored", prompt=document(1) + question(2), sampling=asked)))
     at.placement.begin(flight)
@@ -149,9 +166,33 @@ def test_a_prompt_whose_log_probabilities_are_asked_for_says_nothing_of_a_cache(
     at.end_all()
 
 
+def test_a_prompt_that_a_worker_had_lost_it_has_again() -> None:
+    at, (p0,) = small_desk(1, 4000)
+    for number in (1, 2):
+        at.end_all()
+        at.place(document(1), question(number))
+    answer(at, 3050)
+    at.end_all()
+    at.place(document(1), question(3))
+    flight = at.live[-1]
+    assert flight.prefill == (p0, 3051, 2944), "of which all is cached"
+    at.end_all()
+
+
+def test_what_a_worker_was_still_computing_for_another_was_not_lost() -> None:
+    at, (p0,) = small_desk(1, 100_000)
+    for number in (1, 2):
+        at.place(document(1), question(number))
+    written = p0.cache.written
+    answer(at, 3050)  # it came before the first one was done
+    assert p0.cache.written == written
+    at.end_all()
+
+
 def test_what_was_fetched_from_d_was_not_found() -> None:
     at, (p0,) = small_desk(1, 100_000)
     for number in (1, 2):
+        at.end_all()
         at.place(document(1), question(number))
     written = p0.cache.written
     answer(at, 50, borrowed_tokens=3000)

@@ -47,6 +47,23 @@ def test_files_that_are_no_entries_stay(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"notes", "a-cache"}
 
 
+def test_without_a_cache_nothing_here_is_taken_for_its_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my-cache").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    prepare_jax(Config(role="unified"), {"JAX_COMPILATION_CACHE_DIR": ""})
+    assert (tmp_path / "my-cache").exists()
+
+
+def test_what_another_process_removed_meanwhile_is_no_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "jit_step-1a2b-cache").write_bytes(b"")
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: [read(path), path.unlink()][0])
+    drop_broken_entries(tmp_path)
+    assert not caplog.records
+
+
 def test_jax_keeps_what_it_compiles_anew(tmp_path: Path) -> None:
     """Rests on the form of its entries: where that changes, this fails."""
 
