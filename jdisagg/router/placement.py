@@ -108,9 +108,7 @@ class Placement:
             peers = self._fleet.prefill_peers(flight.fingerprint, flight.prefill_tokens, near, kin)
             if peers:
                 num_tokens, num_cached = flight.prefill_tokens, near.prefills.get(peers[0].key, 0)
-                num_waiting = (
-                    peers[0].pending_tokens - peers[0].pending_cached
-                )  # what is cached may be what it computes just now
+                num_waiting = peers[0].pending_tokens - peers[0].pending_cached  # it may be computing what is shared just now
                 flight.prefill = peers[0], num_tokens, num_cached
                 flight.tells_cache = near.behind.get(peers[0].key, 0) >= num_waiting
                 peers[0].pending += 1

@@ -33,9 +33,7 @@ class Near:
     decodes: Mapping[Key, int] = field(default_factory=dict[Key, int])  # had them once: whose turns stay together, fit together
     prefills: Mapping[Key, int] = field(default_factory=dict[Key, int])  # have them still, of those that were asked first
     news: bytes = b""  # the shortest beginning that nobody had; where somebody had all of it, the longest
-    behind: Mapping[Key, int] = field(
-        default_factory=dict[Key, int], compare=False
-    )  # what those of `prefills` wrote since then
+    behind: Mapping[Key, int] = field(default_factory=dict[Key, int], compare=False)  # what those of `prefills` wrote since
 
 
 NOWHERE = Near()
