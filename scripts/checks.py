@@ -161,8 +161,9 @@ def main() -> int:
     counted = tally.all()
     with tempfile.TemporaryDirectory(prefix="jdisagg-xla-") as cache:
         os.environ.setdefault(CACHE, cache)  # for all of them
-        run_tests(QUICK if options.quick else (*COMPUTING, *UNHURRIED), [*IN_TWO_PROCESSES, *extra], tally)
+        run_tests(QUICK if options.quick else COMPUTING, [*IN_TWO_PROCESSES, *extra], tally)
         if not options.quick:
+            run_tests(UNHURRIED, [*IN_TWO_PROCESSES, *extra], tally)
             run_tests(SERVING, extra, tally)
     if tally.all() == counted:
         print(f"FAILED  no test matches {' '.join(extra)}", flush=True)
