@@ -64,7 +64,7 @@ async def serve(config: Config, process: Process) -> int:
         slow_request_s=config.server.slow_request_s,
         entrance=Entrance(text.tokenizer.digest(), config.model.served_model_name),
     )
-    edge = make_edge(engine, text, config.server, metrics)
+    edge = make_edge(engine, text, config.server, metrics, source=config.model.model)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
     fleet = FleetService(engine.workers, config.transfer)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)

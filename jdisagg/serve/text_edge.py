@@ -34,8 +34,10 @@ def read_text_model(directory: Path) -> TextModel:
     return TextModel(tokenizer=Tokenizer.from_directory(directory), defaults=sampling_defaults(directory))
 
 
-def make_edge(engine: TokenEngine, text: TextModel, server: ServerConfig, metrics: Metrics | None = None) -> Edge:
-    """An Edge over `engine`; `metrics`: see Edge."""
+def make_edge(
+    engine: TokenEngine, text: TextModel, server: ServerConfig, metrics: Metrics | None = None, *, source: str | None = None
+) -> Edge:
+    """An Edge over `engine`; `metrics`, `source`: see Edge."""
     draw_seed = None if server.seed is None else partial(Random(server.seed).getrandbits, 32)
     return Edge(
         engine,
@@ -44,6 +46,7 @@ def make_edge(engine: TokenEngine, text: TextModel, server: ServerConfig, metric
         defaults=text.defaults,
         draw_seed=draw_seed,
         metrics=metrics,
+        source=source,
     )
 
 

@@ -52,10 +52,13 @@ class Edge:
         defaults: SamplingParams = SamplingParams(),
         draw_seed: Callable[[], int] | None = None,
         metrics: Metrics | None = None,
+        source: str | None = None,
     ) -> None:
         """`default_deadline_s` runs from intake. `defaults`: the model's own for parameters a client leaves out. `metrics`:
-        where requests are counted that no engine sees."""
+        where requests are counted that no engine sees. `source`: what the tokenizer was loaded by, a directory or a Hub id,
+        which benchmarks load theirs by, too."""
         self._engine = engine
+        self.source = source
         self.tokenizer = tokenizer
         self.defaults = defaults
         self._default_deadline_s = default_deadline_s

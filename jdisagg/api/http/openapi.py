@@ -1,6 +1,7 @@
 """GET /openapi.json: the served paths and fields, for tools that generate clients. Fields that are always refused are not in it
 (`unserved`); tests compare the rest with what the endpoints read, and the bounds with what they refuse. Bounds that depend on
-the model (its context, vocabulary and EOS ids) are not in it."""
+the model (its context, vocabulary and EOS ids) are not in it. Of a field that need not be there null says the same as its
+absence."""
 
 from __future__ import annotations
 
@@ -15,13 +16,16 @@ from jdisagg.api.generation.intake import (
     MAX_STOP_STRINGS,
     NUMBERS,
 )
+from jdisagg.api.http.request_id import MAX_NAME
 from jdisagg.api.http.tokens import MAX_CHARACTERS, MAX_TOKENS
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
 _INTEGER, _STRING, _BOOLEAN = ({"type": kind} for kind in ("integer", "string", "boolean"))
 _INT32_MAX = 2**31 - 1
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_REQUEST_ID = {"type": "string", "minLength": 1, "maxLength": MAX_NAME, "pattern": "^[!-~]*$"}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_MESSAGE = {"type": "object", "properties": {"role": {"type": "string", "minLength": 1}}, "required": ["role"]}
 _PROMPT_IDS = _TOKEN_IDS | {"minItems": 1}
 _PROMPTS = {"type": "array", "items": {"oneOf": [_STRING, _PROMPT_IDS]}, "minItems": 1, "maxItems": MAX_SEQUENCES}
 
@@ -37,8 +41,8 @@ _SHARED: dict[str, Any] = {
     "model": _STRING,
     "stream": _BOOLEAN,
     "stream_options": {"type": "object", "properties": {"include_usage": _BOOLEAN, "continuous_usage_stats": _BOOLEAN}},
-    "request_id": _STRING,
-    "rid": _STRING,
+    "request_id": _REQUEST_ID,
+    "rid": _REQUEST_ID,
     "n": _range("integer", 1, MAX_N),
     "seed": _INTEGER,
     "stop": {"oneOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}]},
@@ -72,7 +76,7 @@ _COMPLETION = _SHARED | {
     "best_of": {"type": "integer", "description": "must equal n"},
 }
 _CHAT = _SHARED | {
-    "messages": {"type": "array", "items": {"type": "object", "required": ["role"]}, "minItems": 1},
+    "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
     "max_completion_tokens": _range("integer", 1, _INT32_MAX),
     "logprobs": _BOOLEAN,
     "top_logprobs": _range("integer", 0, MAX_LOGPROBS),
@@ -97,12 +101,12 @@ def openapi_document(title: str) -> dict[str, Any]:
     paths = {
         "/v1/completions": _post("Complete a prompt", _COMPLETION, ["prompt"]),
         "/v1/chat/completions": _post("Answer a conversation", _CHAT, ["messages"]),
-        "/tokenize": _post("Text or messages to token ids", _TOKENIZE, []),
+        "/tokenize": _post("Text or messages to token ids", _TOKENIZE, [], one_of=("prompt", "messages")),
         "/detokenize": _post("Token ids to text", _DETOKENIZE, ["tokens"]),
         "/v1/models": _get("The served model"),
         "/v1/models/{name}": _get("The same, asked for by name") | {"parameters": [_NAME]},
         "/health": _get("The engine turns over"),
-        "/ping": _get("As /health"),
+        "/ping": _get("As /health") | {"post": _get("As /health")["get"]},
         "/version": _get("The version of the package"),
         "/ready": _get("A request would be served now"),
         "/metrics": _get("Prometheus metrics", "text/plain"),
@@ -116,8 +120,13 @@ def openapi_document(title: str) -> dict[str, Any]:
     }
 
 
-def _post(summary: str, properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
-    schema = {"type": "object", "properties": properties, "required": required}
+def _post(summary: str, properties: dict[str, Any], required: list[str], one_of: tuple[str, ...] = ()) -> dict[str, Any]:
+    """`one_of`: fields of which the body must have one."""
+    needed = (*required, *one_of)
+    shown = {name: schema if name in needed else _or_null(schema) for name, schema in properties.items()}
+    schema: dict[str, Any] = {"type": "object", "properties": shown, "required": required}
+    if one_of:
+        schema["anyOf"] = [{"required": [name]} for name in one_of]
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     return {
         "post": {
@@ -127,6 +136,15 @@ def _post(summary: str, properties: dict[str, Any], required: list[str]) -> dict
             "security": [{"key": []}, {}],
         }
     }
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """null means absent. What is not one type is one of several already, or listed by its values."""
+    if "type" in schema:
+        return schema | {"type": [schema["type"], "null"]}
+    if "enum" in schema:
+        return {"enum": [*schema["enum"], None]}
+    return {"oneOf": [*schema["oneOf"], {"type": "null"}]}
 
 
 def _get(summary: str, media_type: str = "application/json") -> dict[str, Any]:

@@ -17,7 +17,8 @@ from jdisagg.core.errors import InvalidRequest, RequestError
 
 HEADER = "x-request-id"
 _IN_BODY = ("request_id", "rid")
-_GOOD = re.compile(r"[\x21-\x7e]{1,128}")
+MAX_NAME = 128  # characters
+_GOOD = re.compile(rf"[\x21-\x7e]{{1,{MAX_NAME}}}")
 _KINDS = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
 _ID, _SHOWN = "jdisagg.request_id", "jdisagg.shown_request_id"  # keys of the scope
 
@@ -80,5 +81,5 @@ def shown_request_id(scope: Scope) -> dict[str, str]:
 
 def _bad_name(field: str, given: str) -> InvalidRequest:
     got = f"{len(given)} characters {ascii(given)[:80]}"
-    text = f"{field}: wanted 1 to 128 printable ASCII characters without spaces; got {got}"
+    text = f"{field}: wanted 1 to {MAX_NAME} printable ASCII characters without spaces; got {got}"
     return InvalidRequest(text, field=field)

@@ -95,4 +95,5 @@ class TokenEndpoints:
     def _model_object(self) -> dict[str, Any]:
         card = self._edge.card
         model: dict[str, Any] = {"id": card.name, "object": "model", "created": self._started, "owned_by": "jdisagg"}
-        return model | {"max_model_len": card.max_model_len, "fingerprint": card.fingerprint}
+        vllm = {"root": self._edge.source or card.name, "parent": None, "max_model_len": card.max_model_len}
+        return model | vllm | {"fingerprint": card.fingerprint}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import urllib.error
 import urllib.request
 
@@ -28,6 +29,13 @@ def generated(fleet: ServerProcess, metadata: tuple[tuple[str, str], ...]) -> li
         return [token for message in stub.Generate(asked, timeout=60, metadata=metadata) for token in message.delta.token_ids]
 
 
+def models(address: str) -> list[dict[str, object]]:
+    """What GET /v1/models tells who has the key."""
+    asked = urllib.request.Request(f"http://{address}/v1/models", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(asked, timeout=10) as answer:
+        return json.load(answer)["data"]
+
+
 def http_status(fleet: ServerProcess, headers: dict[str, str]) -> int:
     """Of GET /v1/models."""
     try:
@@ -42,10 +50,12 @@ def http_status(fleet: ServerProcess, headers: dict[str, str]) -> int:
 def test_a_local_fleet_with_a_key_serves_who_has_it_and_nobody_can_drain_its_workers(
     start: Start, exact_flags: tuple[str, ...]
 ) -> None:
-    flags = ("--role", "local", "--local-prefill", "never", *exact_flags)
+    flags = ("--role", "local", "--local-prefill", "never", "--served-model-name", "tiny", *exact_flags)
     fleet = start("local", *flags, env={"JDISAGG_API_KEY": KEY}).wait_ready()
     assert len(generated(fleet, GOOD)) == 5  # computed on P, fetched by D: every internal service was used
-    assert http_status(fleet, {"Authorization": f"Bearer {KEY}"}) == 200
+    for address in (fleet.ready["http"], *(child["http"] for child in fleet.ready["workers"] if child["role"] != "prefill")):
+        [model] = models(address)  # of the router and of D: `vllm bench serve` loads its tokenizer by `root`
+        assert (model["id"], model["root"]) == ("tiny", exact_flags[1])
     assert http_status(fleet, {}) == 401
     with pytest.raises(grpc.RpcError) as caught:
         generated(fleet, ())

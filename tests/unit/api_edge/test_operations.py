@@ -56,6 +56,10 @@ def test_metrics_debug_models_and_openapi(tokenizer: Tokenizer) -> None:
             assert (await http.get("/debug/state")).json() == {"live": []}
             [model] = [model async for model in served.client.models.list()]
             assert model.id == "tiny"
+            more = model.model_extra or {}
+            assert (more["root"], more["parent"], more["max_model_len"]) == ("tiny", None, 200)
+            served.edge.source = "Org/Tiny"  # as where a name was given to it
+            assert (await http.get("/v1/models")).json()["data"][0]["root"] == "Org/Tiny"
             assert (await served.client.models.retrieve("tiny")).id == "tiny"
             document = (await http.get("/openapi.json")).json()
             assert document["openapi"].startswith("3.")
@@ -103,8 +107,22 @@ def test_the_schema_lists_every_path_that_is_served(tokenizer: Tokenizer) -> Non
             app = make_app(served.edge, served.engine, lambda: "")
             routes = {route.path for route in app.routes if isinstance(route, Route)}
             assert set(paths) == {path.replace(":path", "") for path in routes} - {"/openapi.json"}
+            for route in (route for route in app.routes if isinstance(route, Route) and route.path != "/openapi.json"):
+                served_methods = {method.lower() for method in route.methods or ()} - {"head"}
+                assert set(paths[route.path.replace(":path", "")]) - {"parameters"} == served_methods
             for path in (path for path, methods in paths.items() if "get" in methods):
                 assert (await http.get(path.format(name=served.edge.card.name))).status_code == 200, path
+
+    run(check())
+
+
+def test_the_schema_asks_for_a_prompt_or_messages_to_tokenize(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            paths = (await http.get("/openapi.json")).json()["paths"]
+            schema = paths["/tokenize"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            assert schema["anyOf"] == [{"required": ["prompt"]}, {"required": ["messages"]}]
+            assert (await http.post("/tokenize", json={})).status_code == 400
 
     run(check())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -51,7 +52,7 @@ def test_numbers_on_a_bound_of_the_schema_are_served_and_numbers_beyond_are_refu
 
 def test_as_many_as_the_schema_allows_are_served_and_one_more_is_refused(tokenizer: Tokenizer) -> None:
     listed = properties("/v1/completions")
-    stop, stops = listed["stop"]["oneOf"]
+    stop, stops, _ = listed["stop"]["oneOf"]
     prompts = listed["prompt"]["oneOf"][2]["maxItems"]
     cases: list[tuple[str, int, Callable[[int], object]]] = [
         ("stop", stop["maxLength"], lambda n: "a" * n),
@@ -59,6 +60,8 @@ def test_as_many_as_the_schema_allows_are_served_and_one_more_is_refused(tokeniz
         ("cache_salt", listed["cache_salt"]["maxLength"], lambda n: "a" * n),
         ("logit_bias", listed["logit_bias"]["maxProperties"], lambda n: {str(token): 100 for token in range(n)}),
         ("stop_token_ids", listed["stop_token_ids"]["maxItems"] - 1, lambda n: [5] * n),  # the fake has one EOS id
+        ("request_id", listed["request_id"]["maxLength"], lambda n: "~!" * (n // 2) + "x" * (n % 2)),
+        ("rid", listed["rid"]["maxLength"], lambda n: "a" * n),
         ("prompt", prompts, lambda n: ["a"] * n),
     ]
     engine = FakeEngine(tokenizer, "fox")
@@ -73,6 +76,42 @@ def test_as_many_as_the_schema_allows_are_served_and_one_more_is_refused(tokeniz
                 assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
     run(check())
+
+
+def test_a_request_id_that_the_schema_excludes_is_refused_and_a_role_too(tokenizer: Tokenizer) -> None:
+    named = properties("/v1/completions")["request_id"]
+    role = properties("/v1/chat/completions")["messages"]["items"]["properties"]["role"]
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            for name in ("", "a b", "\x7f", "é"):
+                assert len(name) < named["minLength"] or re.search(named["pattern"], name) is None
+                answer = await http.post("/v1/completions", json={"prompt": "the", "request_id": name})
+                assert answer.status_code == 400, name
+            assert role["minLength"] == 1
+            answer = await http.post("/v1/chat/completions", json={"messages": [{"role": "", "content": "x"}]})
+            assert answer.status_code == 400
+
+    run(check())
+
+
+def test_null_is_served_as_absence_where_the_schema_allows_it_and_refused_elsewhere(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            for path, good in (GOOD | {"/tokenize": {"prompt": "the"}, "/detokenize": {"tokens": [3]}}).items():
+                for name, schema in properties(path).items():
+                    answer = await http.post(path, json=(good if name != "echo" else {"prompt": "the"}) | {name: None})
+                    is_needed = name in good and name not in ("max_tokens", "echo")
+                    assert answer.status_code == (400 if is_needed else 200), (path, name, answer.text)
+                    if path != "/tokenize" or name != "messages":
+                        assert allows_null(schema) == (not is_needed), (path, name)
+
+    run(check())
+
+
+def allows_null(schema: dict[str, Any]) -> bool:
+    kinds = [schema, *schema.get("oneOf", ())]
+    return any(None in kind.get("enum", ()) or "null" in kind.get("type", ()) for kind in kinds)
 
 
 def properties(path: str) -> dict[str, dict[str, Any]]:

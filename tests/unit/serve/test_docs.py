@@ -33,6 +33,13 @@ OTHER_PROGRAMS = {
     "--requests",
     "--inject",
     "--nano-vllm",
+    *("--model", "--tokenizer", "--url", "--endpoint-type", "--streaming", "--concurrency", "--request-count"),  # of aiperf
+    *("--synthetic-input-tokens-mean", "--output-tokens-mean", "--extra-inputs", "--use-server-token-count"),
+    "--per-chunk-usage",
+    *("--backend", "--data", "--profile", "--constraint"),  # of guidellm
+    *("--tasks", "--batch", "--apply"),  # of lm-eval, up to the underscore
+    *("--base-url", "--dataset-name", "--random-input-len", "--random-output-len", "--random-range-ratio"),  # of sglang
+    *("--num-prompts", "--request-rate"),
     *("--no-cache-dir", "--no-deps", "--no-index", "--only-binary", "--platform", "--python-version", "--target"),  # of pip
 }
 
