@@ -27,6 +27,15 @@ def small_desk(num_each: int, cache_tokens: int) -> tuple[Desk, list[Entry]]:
     return at, peers
 
 
+def desk_asked_twice(cache_tokens: int) -> tuple[Desk, Entry]:
+    """And its one prefill worker, which was asked about one document, and again once it had it."""
+    at, (peer,) = small_desk(1, cache_tokens)
+    for number in (1, 2):
+        at.end_all()
+        at.place(document(1), question(number))
+    return at, peer
+
+
 def test_what_a_cache_has_room_for_counts_and_of_an_older_prompt_the_beginning() -> None:
     prefixes, cache = Prefixes(), WorkerCache(("p1", "epoch"), 320)
     old, new = beginnings_of(list(range(128))), beginnings_of(list(range(1000, 1256)))
@@ -142,10 +151,7 @@ def test_a_worker_that_computed_what_it_was_thought_to_have_is_thought_to_have_l
     ],
 )
 def test_what_says_nothing_of_a_cache_changes_nothing(num_computed: int, fields: dict[str, Any]) -> None:
-    at, (p0,) = small_desk(1, 100_000)
-    for number in (1, 2):
-        at.end_all()
-        at.place(document(1), question(number))
+    at, p0 = desk_asked_twice(100_000)
     written = p0.cache.written
     answer(at, num_computed, **fields)
     assert p0.cache.written == written
@@ -167,10 +173,7 @@ def test_a_prompt_whose_log_probabilities_are_asked_for_says_nothing_of_a_cache(
 
 
 def test_a_prompt_that_a_worker_had_lost_it_has_again() -> None:
-    at, (p0,) = small_desk(1, 4000)
-    for number in (1, 2):
-        at.end_all()
-        at.place(document(1), question(number))
+    at, p0 = desk_asked_twice(4000)
     answer(at, 3050)
     at.end_all()
     at.place(document(1), question(3))
@@ -190,10 +193,7 @@ def test_what_a_worker_was_still_computing_for_another_was_not_lost() -> None:
 
 
 def test_what_was_fetched_from_d_was_not_found() -> None:
-    at, (p0,) = small_desk(1, 100_000)
-    for number in (1, 2):
-        at.end_all()
-        at.place(document(1), question(number))
+    at, p0 = desk_asked_twice(100_000)
     written = p0.cache.written
     answer(at, 50, borrowed_tokens=3000)
     assert p0.cache.written == written + LOST_WEIGHT * 2944

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
 
@@ -52,38 +54,38 @@ def test_sigusr1_shows_what_a_process_does_that_is_still_starting() -> None:
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_process_that_has_just_been_started_ends_when_told(tmp_path: Path, number: signal.Signals) -> None:
-    """As process 1 of a container it would not hear of a signal that it has no handler for."""
-    settings = tmp_path / "settings.toml"
+@contextmanager
+def reading_settings(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """A server whose settings do not come: it has only just been started. Killed after half a minute."""
+    settings = directory / "settings.toml"
     os.mkfifo(settings)
     command = [sys.executable, "-m", "jdisagg.serve", "--config", str(settings)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         watch = Timer(30.0, process.kill)
         watch.start()
         with settings.open("w"):  # it reads them now
-            process.send_signal(number)
-            _, said = process.communicate()
+            yield process
         watch.cancel()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_has_just_been_started_ends_when_told(tmp_path: Path, number: signal.Signals) -> None:
+    """As process 1 of a container it would not hear of a signal that it has no handler for."""
+    with reading_settings(tmp_path) as process:
+        process.send_signal(number)
+        _, said = process.communicate()
     assert (process.returncode, said) == (0, "ended while it was starting; no request was lost\n")
 
 
 def test_sigusr1_shows_where_a_process_hangs_that_has_not_begun_to_load(tmp_path: Path) -> None:
-    settings = tmp_path / "settings.toml"
-    os.mkfifo(settings)
-    command = [sys.executable, "-m", "jdisagg.serve", "--config", str(settings)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        watch = Timer(30.0, process.kill)
-        watch.start()
-        with settings.open("w"):  # it reads them now
-            process.send_signal(signal.SIGUSR1)
-            assert process.stderr is not None
-            said = [process.stderr.readline()]
-            while said[-1] and " in load_config" not in said[-1]:
-                said.append(process.stderr.readline())
-            process.terminate()
-            process.communicate()
-        watch.cancel()
+    with reading_settings(tmp_path) as process:
+        process.send_signal(signal.SIGUSR1)
+        assert process.stderr is not None
+        said = [process.stderr.readline()]
+        while said[-1] and " in load_config" not in said[-1]:
+            said.append(process.stderr.readline())
+        process.terminate()
+        process.communicate()
     assert said[-1], said
     assert process.returncode == 0
 
