@@ -21,7 +21,9 @@ from jdisagg.v1 import generation_pb2, generation_pb2_grpc
 
 ROOT = Path(__file__).resolve().parent.parent
 STOP_TIMEOUT_S = 45.0
-PORTS = range(16_000, 32_000)  # below those that systems give to connections
+HOST = "127.0.0.1"
+PORTS = range(16_000, 32_000)  # below those that most systems give to connections
+_held: dict[int, socket.socket] = {}
 
 
 class FleetProcess:
@@ -91,13 +93,35 @@ class FleetProcess:
 
 
 def free_port() -> int:
-    """A port nobody listens on now, and that no connection is given: one that tries to reach it while nobody listens there can
-    even get the port itself, at both of its ends."""
+    """A port for a server that this process will start, and for nobody else until `release_port` or the end of this process.
+
+    It stays bound here, without listening. So neither is a second server sent there before the first one listens, nor is it
+    given to a connection: one that tries to reach it while nobody listens could even get the port itself, at both of its ends.
+    """
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+        with suppress(OSError):
+            with socket.socket() as probe:  # it shares with nobody
+                probe.bind((HOST, port))
+            _held[port] = _shared(port)
             return port
     raise RuntimeError(f"every port of {PORTS.start} to {PORTS.stop - 1} is taken")
+
+
+def _shared(port: int) -> socket.socket:
+    """Bound so that a server can bind and listen, too."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        holder.bind((HOST, port))
+    except OSError:
+        holder.close()
+        raise
+    return holder
+
+
+def release_port(port: int) -> None:
+    """What `free_port` gave is no longer needed."""
+    _held.pop(port).close()
 
 
 def stream(

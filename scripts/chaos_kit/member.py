@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any
 
 import httpx
-from fleet_process import FleetProcess, free_port
+from fleet_process import FleetProcess, free_port, release_port
 
 from chaos_kit.proxy import Proxy
 from jdisagg.serve.ready import Ready
@@ -38,6 +38,7 @@ class Member:
         self.ready: Ready | None = None
         self.ready_s = 0.0
         self.process: FleetProcess | None = None
+        self._port = 0  # a worker's own, behind the proxy
         self._flags = flags
         self._directory = directory
         self._http = http
@@ -69,9 +70,11 @@ class Member:
         self.incarnation += 1
         flags = list(self._flags)
         if self.proxy is not None:
-            port = free_port()
-            flags += ["--grpc-port", str(port), "--advertise-port", str(self.proxy.port)]
-            self.proxy.target_port = port
+            if self._port:
+                release_port(self._port)
+            self._port = free_port()
+            flags += ["--grpc-port", str(self._port), "--advertise-port", str(self.proxy.port)]
+            self.proxy.target_port = self._port
         self.process = FleetProcess(*flags, log=self.log, env={**self._env, **env})
 
     async def wait_ready(self) -> None:

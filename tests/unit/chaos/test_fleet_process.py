@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic, sleep
 
+import fleet_process
+import grpc
 import pytest
 from fleet_process import FleetProcess
 
@@ -54,3 +58,28 @@ def test_ready_is_seen_behind_a_line_that_a_library_wrote_in_the_same_moment(
         assert one.wait_ready(5.0) == ready
     finally:
         one.close()
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Given; there is no other."""
+    port = fleet_process.free_port()
+    monkeypatch.setattr(fleet_process, "PORTS", range(port, port + 1))
+    return port
+
+
+def test_a_port_is_given_once_until_it_is_released(port: int) -> None:
+    with pytest.raises(RuntimeError, match="is taken"):
+        fleet_process.free_port()
+    fleet_process.release_port(port)
+    assert fleet_process.free_port() == port
+
+
+def test_on_a_port_that_was_given_nobody_listens_but_the_server_it_was_given_for(port: int) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((fleet_process.HOST, port), LIMIT_S)
+    server = grpc.server(ThreadPoolExecutor(1), options=(("grpc.so_reuseport", 0),))
+    assert server.add_insecure_port(f"{fleet_process.HOST}:{port}") == port
+    server.start()
+    socket.create_connection((fleet_process.HOST, port), LIMIT_S).close()
+    server.stop(None).wait(LIMIT_S)
