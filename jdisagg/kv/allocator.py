@@ -18,7 +18,7 @@ NULL_PAGE = 0
 class PageAllocator:
     """Owns the page ids [1, num_pages). Misuse (double free, foreign page) is an assertion: our bug, never a request's."""
 
-    def __init__(self, num_pages: int, on_evict: Callable[[int], object] | None = None) -> None:
+    def __init__(self, num_pages: int, on_evict: Callable[[int], object] = lambda page: None) -> None:
         assert num_pages >= 2, f"a pool needs the null page and one more, got num_pages={num_pages}"
         self.num_pages = num_pages
         self._on_evict = on_evict
@@ -113,6 +113,5 @@ class PageAllocator:
     def _evict_oldest(self) -> int:
         page, _ = self._idle.popitem(last=False)
         self._indexed[page] = 0
-        if self._on_evict is not None:
-            self._on_evict(page)
+        self._on_evict(page)
         return page

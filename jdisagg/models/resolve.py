@@ -71,7 +71,7 @@ def read_model_config(name: str) -> dict[str, Any]:
         return read_object(path)
     if name == "demo" or path.is_dir() or name.endswith(".json") or name.count("/") != 1:
         return read_config(resolve_model(name))
-    return read_object(_file_from_hub(name, "config.json"))
+    return read_object(_config_from_hub(name))
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -155,12 +155,8 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, **patterns))
     except (hub_errors.HfHubHTTPError, hub_errors.HFValidationError, OSError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"--model: {name} is no directory, not in the local Hub cache, and could not be fetched ({first}); "
-            "give demo, a directory, or a Hub id (OWNER/NAME) that is cached or reachable",
-            field="model",
-        ) from error
+        where = f"{name} is no directory, not in the local Hub cache, and"
+        raise _unfetched(where, error, "demo, a directory, or a Hub id (OWNER/NAME) that is cached or reachable") from error
 
 
 def _is_whole(directory: Path) -> bool:
@@ -177,17 +173,18 @@ def _is_whole(directory: Path) -> bool:
     return isinstance(weight_map, dict) and all((directory / str(file)).is_file() for file in set(weight_map.values()))
 
 
-def _file_from_hub(name: str, file: str) -> Path:
+def _config_from_hub(name: str) -> Path:
     try:
-        return Path(huggingface_hub.hf_hub_download(name, file, local_files_only=True))
+        return Path(huggingface_hub.hf_hub_download(name, "config.json", local_files_only=True))
     except (hub_errors.LocalEntryNotFoundError, hub_errors.HFValidationError):
-        pass  # not in the cache: ask the Hub, whose answer is the one worth reporting
+        pass  # as above
     try:
-        return Path(huggingface_hub.hf_hub_download(name, file))
+        return Path(huggingface_hub.hf_hub_download(name, "config.json"))
     except (hub_errors.HfHubHTTPError, hub_errors.LocalEntryNotFoundError, hub_errors.HFValidationError, OSError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"--model: {file} of {name} is not in the local Hub cache and could not be fetched ({first}); "
-            "give the path of a config.json or of a directory that holds one",
-            field="model",
-        ) from error
+        where = f"config.json of {name} is not in the local Hub cache and"
+        raise _unfetched(where, error, "the path of a config.json or of a directory that holds one") from error
+
+
+def _unfetched(where: str, error: Exception, wanted: str) -> ConfigError:
+    first = str(error).strip().splitlines()[0]
+    return ConfigError(f"--model: {where} could not be fetched ({first}); give {wanted}", field="model")

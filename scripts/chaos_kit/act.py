@@ -70,9 +70,7 @@ class Act:
             return None
 
     def _send(self, stream: Stream) -> None:
-        ready = self._fleet.routers[0].ready
-        assert ready is not None
-        self._tasks.append(asyncio.create_task(stream.run(str(ready.grpc))))
+        self._tasks.append(asyncio.create_task(stream.run(self._fleet.routers[0].grpc)))
 
     async def _until_others_run(self) -> None:
         async with asyncio.timeout(REACH_S * 4):

@@ -29,9 +29,9 @@ class Entry:
         return self.sampling["max_tokens"]
 
 
-def make_catalogue(count: int, *, vocab_size: int, max_model_len: int, seed: int) -> list[Entry]:
+def make_catalogue(count: int, *, vocab_size: int, max_model_len: int) -> list[Entry]:
     """Prompts from one token to nearly the most, some with shared beginnings; greedy, sampled, penalties, n of 1 to 4."""
-    rng = random.Random(seed)
+    rng = random.Random(11)
 
     def tokens(number: int) -> tuple[int, ...]:
         return tuple(rng.randrange(LOWEST_TOKEN, vocab_size) for _ in range(number))

@@ -128,9 +128,7 @@ class CellRunner:
         return places.get(int(worker.rpartition(":")[2] or 0), worker or "-")
 
     async def _ask_again(self, lost: Stream) -> str:
-        router = self._fleet.routers[1]
-        assert router.ready is not None
-        stream = await Stream(name=f"{lost.name}-again", entry=lost.entry).run(str(router.ready.grpc))
+        stream = await Stream(name=f"{lost.name}-again", entry=lost.entry).run(self._fleet.routers[1].grpc)
         return stream.became(self._answers[lost.entry.prompt])
 
     async def _left(self) -> tuple[list[str], float]:

@@ -70,8 +70,7 @@ class Clients:
         if outcome.visit.fate is not Fate.LEAVES:
             await self._call(self._channel(router), outcome, entry, left_s)
             return
-        assert router.ready is not None
-        async with grpc.aio.insecure_channel(str(router.ready.grpc), options=OPTIONS) as own:
+        async with grpc.aio.insecure_channel(router.grpc, options=OPTIONS) as own:
             task = asyncio.create_task(self._call(own, outcome, entry, left_s))
             await asyncio.wait({task}, timeout=outcome.visit.after_s)
             outcome.went_away = not task.done()
@@ -81,8 +80,7 @@ class Clients:
     def _channel(self, router: Member) -> grpc.aio.Channel:
         key = (router.name, router.incarnation)
         if key not in self._channels:
-            assert router.ready is not None
-            self._channels[key] = grpc.aio.insecure_channel(str(router.ready.grpc), options=OPTIONS)
+            self._channels[key] = grpc.aio.insecure_channel(router.grpc, options=OPTIONS)
         return self._channels[key]
 
     async def _call(self, channel: grpc.aio.Channel, outcome: Outcome, entry: Entry, left_s: float) -> None:
@@ -126,11 +124,10 @@ class Clients:
 
     async def _over_http(self, router: Member, outcome: Outcome, entry: Entry, left_s: float) -> None:
         visit = outcome.visit
-        assert router.ready is not None
         body = {**entry.sampling, "prompt": entry.prompt, "n": entry.n, "priority": visit.priority}
         body |= {"stream": visit.stream, "return_token_ids": True, "cache_salt": visit.cache_salt}
         leaves = visit.fate is not Fate.STAYS
-        url = f"http://{router.ready.http}/v1/completions"
+        url = f"http://{router.http}/v1/completions"
         try:
             async with asyncio.timeout(min(left_s, visit.after_s) if leaves else left_s):
                 async with self._http.stream("POST", url, json=body, timeout=None) as response:

@@ -51,6 +51,18 @@ class Member:
         return self.process.process.pid
 
     @property
+    def grpc(self) -> str:
+        """HOST:PORT of its latest READY."""
+        assert self.ready is not None, f"{self.name} was never READY"
+        return str(self.ready.grpc)
+
+    @property
+    def http(self) -> str:
+        """Likewise."""
+        assert self.ready is not None, f"{self.name} was never READY"
+        return str(self.ready.http)
+
+    @property
     def log(self) -> Path:
         """Of the process there is now."""
         return self._directory / f"{self.name}-{self.incarnation}.log"
@@ -114,8 +126,7 @@ class Member:
 
     async def get(self, path: str) -> str:
         """HTTP GET; raises httpx.HTTPError."""
-        assert self.ready is not None
-        answer = await self._http.get(f"http://{self.ready.http}{path}", timeout=ASK_TIMEOUT_S)
+        answer = await self._http.get(f"http://{self.http}{path}", timeout=ASK_TIMEOUT_S)
         return answer.text
 
     async def state(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Session:
         self._http = httpx.AsyncClient(limits=httpx.Limits(max_connections=200, max_keepalive_connections=0), trust_env=False)
         self.fleet = Fleet(options.plan, directory, self._http)
         self._clients = Clients(self.fleet.pick, self._http)
-        self._catalogue = make_catalogue(options.catalogue_size, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN, seed=11)
+        self._catalogue = make_catalogue(options.catalogue_size, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN)
         self._answers: list[Tokens] = []
         self._deadlines_s: list[float] = []
         self._baseline: Baseline | None = None

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 _TABLES = ("tcp", "tcp6")
 
 
-def owner_of(port: int, pids: Sequence[int]) -> int | None:
-    """The first of `pids` that has a socket bound to the local port."""
-    for pid in pids:
-        with suppress(OSError):
-            if _inodes_at(port, pid) & _inodes_of(pid):
-                return pid
-    return None
+def has_port(pid: int, port: int) -> bool:
+    """Whether the process has a socket bound to the local port; False when it is gone."""
+    with suppress(OSError):
+        return bool(_inodes_at(port, pid) & _inodes_of(pid))
+    return False
 
 
 def _inodes_at(port: int, pid: int) -> set[str]:

@@ -18,7 +18,7 @@ from chaos_kit.fleet import Fleet
 from chaos_kit.kinds import ALL_PREFILL, SCRIPTED
 from chaos_kit.member import Member
 from chaos_kit.proxy import Connection, Proxy, Weather
-from chaos_kit.sockets import owner_of
+from chaos_kit.sockets import has_port
 from chaos_kit.traffic import Traffic
 
 AIM_S = 6.0  # wait for a transfer to strike
@@ -156,7 +156,7 @@ class Striker:
             return False  # what D sends to routers is tokens
         if victim.proxy is None or victim.proxy is proxy:
             return True
-        return victim in self._fleet.decode and owner_of(connection.client_port, [victim.pid]) == victim.pid
+        return victim in self._fleet.decode and has_port(victim.pid, connection.client_port)
 
 
 def _each(victims: list[Member], action: Callable[[Member], None]) -> None:

@@ -103,7 +103,10 @@ class StepBench:
 
         Nothing is measured meanwhile: compilers try out kernels on the device. Raises what a compilation raised.
         """
-        arguments = self._abstract((self.loaded.params, self._cache(), self._state))
+        kv = self._pool.take()
+        self._pool.put(kv)
+        arrays = (self.loaded.params, kv, self._state)
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
         futures = {
             size: self._threads.submit(lambda batch=batch: self._functions[name].lower(*arguments, batch).compile())
             for size, batch in batches.items()
@@ -144,15 +147,6 @@ class StepBench:
             return out.sampling.tokens
 
         return seconds_each(once, repeats=repeats, at_once=steps)
-
-    def _cache(self) -> Any:
-        """To look at."""
-        arrays = self._pool.take()
-        self._pool.put(arrays)
-        return arrays
-
-    def _abstract(self, tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
     def _pages(self, wanted: int) -> int:
         """All that is wanted, or what the device has room for."""

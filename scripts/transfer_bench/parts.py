@@ -49,9 +49,9 @@ def identity(who: str, backend: str) -> Identity:
     )
 
 
-def device_piece(tokens: int, seed: int) -> jax.Array:
+def device_piece(tokens: int) -> jax.Array:
     """Random bits on the first device."""
-    values = np.random.default_rng(seed).standard_normal((LAYERS, tokens, HEADS, FEATURES), np.float32)
+    values = np.random.default_rng(0).standard_normal((LAYERS, tokens, HEADS, FEATURES), np.float32)
     return jax.block_until_ready(jax.device_put(values, jax.devices()[0]))
 
 
@@ -61,7 +61,7 @@ def make_publisher(form: Form, post: Post) -> tuple[Publisher, PieceStore]:
     if form.backend != "jax":
         kept = {"grpc": lambda: store, "shm": ShmStore, "tcp": lambda: TcpStore(HOST)}[form.backend]()
         return host_publisher(form.backend, kept, post, max_bytes=BUFFER_BYTES, checksums=form.checksums), store
-    cutter = Cutter([device_piece(form.tokens, 0)], checksums=form.checksums)
+    cutter = Cutter([device_piece(form.tokens)], checksums=form.checksums)
     cutter.warm_up()
     return jax_publisher(TransferServers(jax.devices(), HOST), cutter, post, max_bytes=BUFFER_BYTES), store
 

@@ -76,7 +76,7 @@ def produce(pipe: Connection, form: Form) -> None:
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     publisher, store = make_publisher(form, inbox.put)
     gathered: queue.SimpleQueue[jax.Array] = queue.SimpleQueue()
-    original = device_piece(form.tokens, 0)
+    original = device_piece(form.tokens)
     engine = threading.Thread(target=Engine(form, gathered, publisher, inbox).run, daemon=True)
     engine.start()
     loop = asyncio.new_event_loop()
