@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,8 @@ def main() -> int:
     """Returns 0: this measures, it does not judge."""
     options = parse()
     size, model = (QUICK if options.quick else FULL), BenchModel(num_layers=options.layers, embed=options.embed)
+    if options.prompts:
+        size = replace(size, num_prompts=options.prompts)
     os.environ[LEVEL_VARIABLE] = "debug"  # the workers' logs say when each piece travelled
     cores = tuple(options.cores.split(","))
     os.sched_setaffinity(0, {int(cores[1])})
@@ -121,22 +123,22 @@ def run(options: argparse.Namespace, size: Size, model: BenchModel, cores: tuple
         for name, measure in PARTS.items():
             if name in options.parts:
                 began_s = time.monotonic()
-                part, lines = measure(workers, size, model, options)
+                part, lines = measure(workers, size, model)
                 report["parts"][name] = part
                 print("\n".join(lines))
                 print(f"   ({time.monotonic() - began_s:.0f} s, load average then {os.getloadavg()[0]:.1f})\n", flush=True)
     return report
 
 
-def measure_first(workers: Workers, size: Size, model: BenchModel, options: argparse.Namespace) -> tuple[Any, list[str]]:
+def measure_first(workers: Workers, size: Size, model: BenchModel) -> tuple[Any, list[str]]:
     """Parts 1 and 2."""
-    points = first_token.measure(workers, Prompts(1), size.lengths, options.prompts or size.num_prompts)
+    points = first_token.measure(workers, Prompts(1), size.lengths, size.num_prompts)
     log = OverlapLog(workers.decode_log, workers.prefill_schedule)
     rows = [first_token.summary(point, log) for point in points]
     return rows, first_token.lines(rows)
 
 
-def measure_jitter(workers: Workers, size: Size, model: BenchModel, options: argparse.Namespace) -> tuple[Any, list[str]]:
+def measure_jitter(workers: Workers, size: Size, model: BenchModel) -> tuple[Any, list[str]]:
     """Part 3."""
     tokens, max_tokens = size.beside_tokens, max(size.lengths) + _ROOM_TOKENS - jitter.STEADY_PROMPT_TOKENS
     spells = jitter.measure(workers, Prompts(3), tokens, rounds=size.rounds, imports=size.imports, max_tokens=max_tokens)
@@ -144,13 +146,13 @@ def measure_jitter(workers: Workers, size: Size, model: BenchModel, options: arg
     return part, jitter.lines(part)
 
 
-def measure_turn(workers: Workers, size: Size, model: BenchModel, options: argparse.Namespace) -> tuple[Any, list[str]]:
+def measure_turn(workers: Workers, size: Size, model: BenchModel) -> tuple[Any, list[str]]:
     """Part 4."""
     part = second_turn.measure(workers, Prompts(4), model)
     return part, second_turn.lines(part)
 
 
-def measure_mixed(workers: Workers, size: Size, model: BenchModel, options: argparse.Namespace) -> tuple[Any, list[str]]:
+def measure_mixed(workers: Workers, size: Size, model: BenchModel) -> tuple[Any, list[str]]:
     """Part 5."""
     prompts, clients = Prompts(5), (workers.unified.client, workers.decode.client)
     short_s, long_s = (
@@ -167,7 +169,7 @@ def measure_mixed(workers: Workers, size: Size, model: BenchModel, options: argp
     return part, mixed.lines(part)
 
 
-def measure_waiting(workers: Workers, size: Size, model: BenchModel, options: argparse.Namespace) -> tuple[Any, list[str]]:
+def measure_waiting(workers: Workers, size: Size, model: BenchModel) -> tuple[Any, list[str]]:
     """Part 6: without the workers, which have nothing to do meanwhile."""
     rows = waiting.measure(size.waiting, size.waiting_seconds)
     return rows, waiting.lines(rows)
