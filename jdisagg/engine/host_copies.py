@@ -20,6 +20,7 @@ from jdisagg.kv.group import KVGroup
 class _Copy:
     pieces: list[KVGroup]
     num_tokens: int  # of all of them
+    is_settled: bool = False
 
 
 class HostCopies:
@@ -46,15 +47,14 @@ class HostCopies:
             copy = self._copies[key]
             copy.pieces = jax.device_get(copy.pieces)
             copy.pieces[-1] = jax.tree.map(self._trimmed(copy.num_tokens), copy.pieces[-1])
+            copy.is_settled = True
         self._unsettled.clear()
 
     def take(self, key: str) -> list[KVGroup]:
         """The pieces, padded as they came, which are not kept any longer."""
-        *whole, last = self._copies.pop(key).pieces
-        if key not in self._unsettled:
-            last = jax.tree.map(self._padded, last)
         self._unsettled.discard(key)
-        return [*whole, last]
+        copy = self._copies.pop(key)
+        return [*copy.pieces[:-1], jax.tree.map(self._padded, copy.pieces[-1]) if copy.is_settled else copy.pieces[-1]]
 
     def forget(self, key: str) -> None:
         """Drop a copy nobody will ask for."""
