@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -80,18 +81,17 @@ def _smallest(layout: KVLayout) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct((1, layout.num_stored_heads, layout.spec.features // 2), dtype), kv, dtype
 
 
+@dataclass(frozen=True)
 class RefOps:
     """Reference kernels; with several shards each works on its own heads and no collective is needed."""
 
-    def __init__(self, layout: KVLayout, mesh: Mesh, *, block_tokens: int = ref.BLOCK_TOKENS) -> None:
-        """Bind to `layout` on `mesh`; `block_tokens` is the attention loop's stride."""
-        self._layout = layout
-        self._mesh = mesh
-        self._block_tokens = block_tokens
+    layout: KVLayout
+    mesh: Mesh
+    block_tokens: int = ref.BLOCK_TOKENS  # the attention loop's stride
 
     def write(self, kv: KVGroup, layer: int | jax.Array, k: jax.Array, v: jax.Array, batch: TokenBatch) -> KVGroup:
         """Store k, v [T, K, D] in the batch's pages; K counts each head once."""
-        return _write_shards(self._layout, self._mesh, ref.store, (kv, layer, k, v), batch)
+        return _write_shards(self.layout, self.mesh, ref.store, (kv, layer, k, v), batch)
 
     def attend(
         self, q: jax.Array, kv: KVGroup, layer: int | jax.Array, batch: TokenBatch, *, scale: float, window: int | None
@@ -101,71 +101,68 @@ class RefOps:
             _attend,
             scale=scale,
             window=window,
-            heads_major=self._layout.heads_major,
-            dtype=_product_dtype(self._layout, q),
-            block_tokens=self._block_tokens,
+            heads_major=self.layout.heads_major,
+            dtype=_product_dtype(self.layout, q),
+            block_tokens=self.block_tokens,
         )
         arguments = (q, kv, jnp.asarray(layer, jnp.int32), batch.page_tables, batch.positions, batch.rows)
-        if self._layout.num_shards == 1:
+        if self.layout.num_shards == 1:
             return kernel(*arguments)
-        specs = (_ROWS, self._layout.partition, _ALL, _ALL, _ALL, _ALL)
-        return jax.shard_map(kernel, mesh=self._mesh, in_specs=specs, out_specs=_ROWS, check_vma=False)(*arguments)
+        specs = (_ROWS, self.layout.partition, _ALL, _ALL, _ALL, _ALL)
+        return jax.shard_map(kernel, mesh=self.mesh, in_specs=specs, out_specs=_ROWS, check_vma=False)(*arguments)
 
 
+@dataclass(frozen=True)
 class TpuOps:
     """The Pallas kernels, for decode and for prefill."""
 
-    def __init__(self, layout: KVLayout, mesh: Mesh, *, table: BlockTable | None, interpret: Any = False) -> None:
-        """Bind to `layout` on `mesh`, with measured block sizes where there are any; `interpret` is passed to Pallas."""
-        self._layout = layout
-        self._mesh = mesh
-        self._table = table
-        self._interpret = interpret
+    layout: KVLayout
+    mesh: Mesh
+    table: BlockTable | None  # measured block sizes
+    interpret: Any = False  # passed to Pallas
 
     def write(self, kv: KVGroup, layer: int | jax.Array, k: jax.Array, v: jax.Array, batch: TokenBatch) -> KVGroup:
         """See RefOps. A tile's tokens follow each other and touch few slabs; padding, on the null page, touches one."""
         num_tiles = batch.page_tables.shape[0]
-        tile, slab = batch.positions.shape[0] // num_tiles, slab_tokens(self._layout.storage_dtype)
+        tile, slab = batch.positions.shape[0] // num_tiles, slab_tokens(self.layout.storage_dtype)
         most = num_tiles * ((tile - 1 + slab - 1) // slab + 1) + 1
-        store = partial(store_tpu, most_slabs=most, interpret=self._interpret)
-        return _write_shards(self._layout, self._mesh, store, (kv, layer, k, v), batch)
+        store = partial(store_tpu, most_slabs=most, interpret=self.interpret)
+        return _write_shards(self.layout, self.mesh, store, (kv, layer, k, v), batch)
 
     def attend(
         self, q: jax.Array, kv: KVGroup, layer: int | jax.Array, batch: TokenBatch, *, scale: float, window: int | None
     ) -> jax.Array:
         """See RefOps."""
-        options = {"implementation": "tpu", "table": self._table, "interpret": self._interpret}
-        return _attend_shards(self._layout, self._mesh, (q, kv, layer, batch), scale=scale, window=window, **options)
+        options = {"implementation": "tpu", "table": self.table, "interpret": self.interpret}
+        return _attend_shards(self.layout, self.mesh, (q, kv, layer, batch), scale=scale, window=window, **options)
 
 
+@dataclass(frozen=True)
 class GpuOps:
     """The Pallas attention kernel, and XLA's scatter; plain attention only where a cache is too large for the kernel."""
 
-    def __init__(self, layout: KVLayout, mesh: Mesh, *, table: GpuTable | None, interpret: Any = False) -> None:
-        """Bind to `layout` on `mesh`, with measured block sizes where there are any; `interpret` is passed to Pallas."""
-        self._layout = layout
-        self._mesh = mesh
-        self._table = table
-        self._interpret = interpret
-        self._plain = RefOps(layout, mesh)
+    layout: KVLayout
+    mesh: Mesh
+    table: GpuTable | None  # measured block sizes
+    interpret: Any = False  # passed to Pallas
 
     def write(self, kv: KVGroup, layer: int | jax.Array, k: jax.Array, v: jax.Array, batch: TokenBatch) -> KVGroup:
         """See RefOps."""
-        return self._plain.write(kv, layer, k, v, batch)
+        return RefOps(self.layout, self.mesh).write(kv, layer, k, v, batch)
 
     def attend(
         self, q: jax.Array, kv: KVGroup, layer: int | jax.Array, batch: TokenBatch, *, scale: float, window: int | None
     ) -> jax.Array:
         """See RefOps."""
-        layout = self._layout
+        layout = self.layout
         *pages, heads, features = kv.data.shape
         local = jax.ShapeDtypeStruct((*pages, heads // layout.num_shards, features), kv.data.dtype)
         queries = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] // layout.num_shards, q.shape[2]), q.dtype)
         if reason := gpu_refuses(queries, local, dtype=_product_dtype(layout, q), heads_major=layout.heads_major):
             log.warning("attention is served by plain XLA, several times slower than the kernel: %s", reason)
-            return self._plain.attend(q, kv, layer, batch, scale=scale, window=window)
-        options = {"implementation": "gpu", "table": self._table, "interpret": self._interpret}
-        return _attend_shards(layout, self._mesh, (q, kv, layer, batch), scale=scale, window=window, **options)
+            return RefOps(layout, self.mesh).attend(q, kv, layer, batch, scale=scale, window=window)
+        options = {"implementation": "gpu", "table": self.table, "interpret": self.interpret}
+        return _attend_shards(layout, self.mesh, (q, kv, layer, batch), scale=scale, window=window, **options)
 
 
 def _attend_shards(
