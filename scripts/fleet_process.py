@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import selectors
@@ -122,6 +123,12 @@ def _shared(port: int) -> socket.socket:
 def release_port(port: int) -> None:
     """What `free_port` gave is no longer needed."""
     _held.pop(port).close()
+
+
+@atexit.register
+def _release_ports() -> None:
+    for port in list(_held):
+        release_port(port)
 
 
 def stream(
