@@ -1,21 +1,42 @@
-"""How many HTTP connections a process keeps: a share of its descriptors, so that links to workers and routers find theirs."""
+"""How many HTTP connections a process keeps: a share of its descriptors, so that links to workers and routers find theirs.
+
+Beyond it there are a few spare ones, for one request of an operator each: a process whose clients have left connections open is
+not restarted for that by its liveness probe.
+"""
 
 from __future__ import annotations
 
 import logging
+from enum import Enum, auto
+from functools import partial
 from time import monotonic
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jdisagg.api.http.operations import PATHS
 from jdisagg.api.listening import SHARE, most_connections
 from jdisagg.core.logs import Seldom
 
 log = logging.getLogger(__name__)
 
 TOLD_EVERY_S = 10.0
+MOST_SPARE = 64
+SPARE_SHARE = 1 / 12  # of those that are kept
 _BODY = b'{"error":{"message":"too many connections; try again later","type":"overloaded","param":null,"code":null}}'
-REFUSAL = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: %d\r\nretry-after: 1\r\n"
-    b"connection: close\r\n\r\n%s" % (len(_BODY), _BODY)
+_HEADERS = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(_BODY)), (b"retry-after", b"1"))
+_CLOSE = (b"connection", b"close")
+REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\n%s\r\n%s" % (
+    b"".join(b"%s: %s\r\n" % header for header in (*_HEADERS, _CLOSE)),
+    _BODY,
 )
+
+
+class Room(Enum):
+    """What there is for one more connection."""
+
+    PLENTY = auto()
+    SPARE = auto()  # see OperatorsOnly
+    NONE = auto()
 
 
 class Crowd:
@@ -24,11 +45,32 @@ class Crowd:
     def __init__(self) -> None:
         self._seldom = Seldom(TOLD_EVERY_S)
 
-    def has_room(self, num_open: int) -> bool:
-        """Whether one more may stay beside `num_open`; the log says when not."""
+    def room(self, num_open: int) -> Room:
+        """For one more beside `num_open`; the log says when it is short."""
         most = most_connections()
         if most is None or num_open < most:
-            return True
-        text = "%d HTTP connections are open, as many as %.0f%% of this process's descriptors: others are refused"
+            return Room.PLENTY
+        text = (
+            "%d HTTP connections are open, as many as %.0f%% of this process's descriptors: others are refused, but for probes"
+        )
         self._seldom.say(log, logging.WARNING, text, num_open, 100 * SHARE, now_s=monotonic())
-        return False
+        return Room.SPARE if num_open < most + min(MOST_SPARE, max(1, round(SPARE_SHARE * most))) else Room.NONE
+
+
+class OperatorsOnly:
+    """What a spare connection is served: one request, of Operations."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, and have the connection closed."""
+        if scope["path"] in PATHS:
+            await self._app(scope, receive, partial(_send_last, send))
+        else:
+            await _send_last(send, {"type": "http.response.start", "status": 503, "headers": _HEADERS})
+            await send({"type": "http.response.body", "body": _BODY})
+
+
+async def _send_last(send: Send, message: Message) -> None:
+    await send({**message, "headers": [*message["headers"], _CLOSE]} if "headers" in message else message)

@@ -13,6 +13,7 @@ from jdisagg.api.http.errors import plain_error
 from jdisagg.api.http.version import package_version
 from jdisagg.core.metrics import CONTENT_TYPE
 
+PATHS = frozenset(("/health", "/ping", "/ready", "/metrics", "/version", "/debug/state"))
 FORWARDED = ("x-forwarded-for", "forwarded", "via")  # by which a proxy says that it is one
 
 

@@ -1,6 +1,6 @@
 """What uvicorn's HTTP/1.1 protocol does not do: bounds on headers, on clients that stand still, and on who may hang up.
 
-    connections beyond a share of this process's descriptors are refused
+    connections beyond a share of this process's descriptors are refused, but for a probe's
     headers     end within HEADER_TIMEOUT_S, MAX_HEADERS and MAX_HEADER_BYTES; so do trailers
     answers     UNREAD_TIMEOUT_S without a byte taken, or for longer too few of them, and the connection ends
     pipelines   a client that goes away cancels the request that is answered, not only the last of those behind it
@@ -21,10 +21,11 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from jdisagg.api.http.crowd import REFUSAL, Crowd
+from jdisagg.api.http.crowd import REFUSAL, Crowd, OperatorsOnly, Room
 from jdisagg.api.unread import SLOWEST_IN_ALL_BYTES_PER_S, UNREAD_TIMEOUT_S
 
 HEADER_TIMEOUT_S = 30.0  # from connecting, or from the first byte behind an answered request, to the end of the headers
+SPARE_TIMEOUT_S = 2.0  # instead, where connections are short
 MAX_HEADERS = 200  # of one request, and again behind its chunks
 MAX_HEADER_BYTES = 2**16  # of one request, its first line included, and again behind its chunks; what came in one piece with
 # their end is not counted
@@ -71,7 +72,7 @@ class Protocol(HttpToolsProtocol):
     parser: _Parser
     _answered: RequestResponseCycle | None = None
     _num_headers = 0  # since headers, or trailers, began
-    _is_refused = False  # there was no room for it
+    _room = Room.PLENTY  # for it, when it came
     _have_begun = False  # headers, or a chunk, in the piece that is read
     _num_header_bytes: int | None = None  # in the pieces since the one in which headers, or a chunk, began; None: neither
     _header_timer: asyncio.TimerHandle | None = None
@@ -82,17 +83,19 @@ class Protocol(HttpToolsProtocol):
         self._crowd = crowd
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if not self._crowd.has_room(len(self.connections)):
-            self._is_refused = True
+        self._room = self._crowd.room(len(self.connections))
+        if self._room is Room.NONE:
             transport.write(REFUSAL)
             transport.close()
             return
+        if self._room is Room.SPARE:
+            self.app = OperatorsOnly(self.app)
         self.parser = _Parser(self)
         super().connection_made(transport)
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._is_refused:
+        if self._room is Room.NONE:
             return
         self._stop_waiting()
         self._stop_waiting_for_reader()
@@ -102,7 +105,7 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_refused:
+        if self._room is Room.NONE:
             return
         self._have_begun = False
         super().data_received(data)
@@ -213,14 +216,17 @@ class Protocol(HttpToolsProtocol):
 
     def _await_headers(self) -> None:
         self._stop_waiting()
-        self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._headers_are_late)
+        timeout_s = SPARE_TIMEOUT_S if self._room is Room.SPARE else HEADER_TIMEOUT_S
+        self._header_timer = self.loop.call_later(timeout_s, self._headers_are_late)
 
     def _headers_are_late(self) -> None:
         answering = self.cycle is not None and not self.cycle.response_complete
         if answering:  # a pipelined request: while one waits behind the answer, nothing is read
             self._await_headers()
-        else:
-            self.transport.close()
+            return
+        if self._room is Room.SPARE and self.cycle is None:
+            self.transport.write(REFUSAL)
+        self.transport.close()
 
     def _stop_waiting(self) -> None:
         if self._header_timer is not None:
