@@ -1,12 +1,17 @@
-"""Logging to stderr, one line per record: time, level, role and pid, logger, message. stdout belongs to READY lines."""
+"""Logging to stderr, one line per record: time, level, role and pid, logger, message; text, or a JSON object.
+
+stdout belongs to READY lines.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from datetime import UTC, datetime
 from time import monotonic
 
 from jdisagg.core.errors import ConfigError
@@ -19,6 +24,8 @@ HTTP_SERVER_LOG = "uvicorn.error"
 NO_HTTP = "Invalid HTTP request received."  # uvicorn's words, of whoever sent it nothing more is known
 GARBLED_EVERY_S = 10.0
 LEVEL_VARIABLE = "JDISAGG_LOG_LEVEL"
+FORMAT_VARIABLE = "JDISAGG_LOG_FORMAT"
+_FORMATS = ("text", "json")
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -29,25 +36,67 @@ class OneLineFormatter(logging.Formatter):
         """The record as one line."""
         return printable(super().format(record).rstrip().replace("\n", " | "))
 
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        """To the millisecond, of this machine's zone, which is named: logs of several machines can be laid side by side."""
+        return _time(record)
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as a JSON object on one line; a traceback is its `exception`."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as one line."""
+        fields = {"time": _time(record), "level": record.levelname.lower(), "role": self._role, "pid": os.getpid()}
+        fields |= {"logger": record.name, "message": record.getMessage()}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
 
 def setup_logs(role: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Send all logging of this process to stderr at the level of `JDISAGG_LOG_LEVEL` (default info).
+    """Send all logging of this process to stderr, from the level of `JDISAGG_LOG_LEVEL` on (default info), in the format of
+    `JDISAGG_LOG_FORMAT` (default text).
 
-    Replaces handlers set before. Raises ConfigError when the variable holds no level.
+    Replaces handlers set before. Raises ConfigError when a variable holds nothing that is known.
     """
-    value = environ.get(LEVEL_VARIABLE, "info").lower()
-    if value not in _LEVELS:
-        raise ConfigError(f"{LEVEL_VARIABLE}: got {value!r}, wanted one of {', '.join(_LEVELS)}", field=LEVEL_VARIABLE)
+    level = _LEVELS[_choice(environ, LEVEL_VARIABLE, _LEVELS, "info")]
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        OneLineFormatter(f"%(asctime)s.%(msecs)03d %(levelname).1s {role}[{os.getpid()}] %(name)s: %(message)s", "%H:%M:%S")
-    )
-    logging.basicConfig(level=_LEVELS[value], handlers=[handler], force=True)
+    if _choice(environ, FORMAT_VARIABLE, _FORMATS, "text") == "json":
+        handler.setFormatter(JsonFormatter(role))
+    else:
+        handler.setFormatter(OneLineFormatter(f"%(asctime)s %(levelname).1s {role}[{os.getpid()}] %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.getLogger(GRPC_SERVER_LOG).addFilter(Garbled())
     logging.getLogger(HTTP_SERVER_LOG).addFilter(Garbled())
     logging.captureWarnings(True)
     for noisy in ("jax", "absl", "orbax", "httpx", "uvicorn", "asyncio"):
-        logging.getLogger(noisy).setLevel(max(_LEVELS[value], logging.WARNING))
+        logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
+
+
+def passed_on(name: str, line: str, environ: Mapping[str, str] = os.environ) -> str:
+    """What the child process `name` wrote to stderr, as a line of ours. It need not be a record: libraries write there, too."""
+    if environ.get(FORMAT_VARIABLE, "").lower() != "json":
+        return f"{name} | {line}"
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        fields = None
+    return json.dumps({"process": name, **(fields if isinstance(fields, dict) else {"message": line})})
+
+
+def _choice(environ: Mapping[str, str], variable: str, choices: Collection[str], default: str) -> str:
+    value = environ.get(variable, default).lower()
+    if value not in choices:
+        raise ConfigError(f"{variable}: got {value!r}, wanted one of {', '.join(choices)}", field=variable)
+    return value
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).astimezone().isoformat(timespec="milliseconds")
 
 
 class Garbled(logging.Filter):

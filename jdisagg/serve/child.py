@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from jdisagg.core.logs import passed_on
 from jdisagg.serve.environment import PARENT_VARIABLE
 from jdisagg.serve.ready import Ready, parse
 
@@ -110,7 +111,7 @@ class Child:
             if ready is not None and not self._ready.done():
                 self._ready.set_result(ready)
             else:
-                _say(f"{self.name} | {text}\n")
+                _say(passed_on(self.name, text) + "\n")
 
 
 def _say(text: str) -> None:

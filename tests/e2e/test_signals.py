@@ -154,7 +154,7 @@ async def _drained(server: ServerProcess) -> tuple[list[Got], Got, bool]:
 def trouble(text: str) -> list[str]:
     """Lines of a log at warning level and above, and lines that are no records at all (a traceback); a busy machine aside."""
     records = (line.split(" | ", 1)[-1] for line in text.splitlines())
-    found = [line for line in records if line and not re.match(r"\d\d:\d\d:\d\d\.\d{3} I ", line)]
+    found = [line for line in records if line and not re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d I ", line)]
     return [line for line in found if STOOD_STILL not in line]
 
 

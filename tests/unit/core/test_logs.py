@@ -1,14 +1,18 @@
 """Log lines: one per record, on stderr, at the asked level."""
 
+import json
 import logging
 import os
+import re
 import subprocess
 import sys
+from datetime import datetime
+from time import time
 
 import pytest
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.logs import OneLineFormatter, setup_logs
+from jdisagg.core.logs import OneLineFormatter, passed_on, setup_logs
 
 PROGRAM = """
 import logging
@@ -18,7 +22,7 @@ logging.getLogger("x").debug("hidden")
 try:
     1 / 0
 except ZeroDivisionError:
-    logging.getLogger("x").exception("seen")
+    logging.getLogger("x").exception("seen by %s", "me")
 """
 
 
@@ -27,9 +31,32 @@ def test_a_traceback_stays_on_one_stderr_line_with_role_and_pid() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=90, env=env, check=True)
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert " E decode[" in line
-    assert "x: seen" in line
+    assert re.match(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d E decode\[\d+\] x: seen by me \| Traceback", line)
     assert "ZeroDivisionError" in line
+
+
+def test_as_json_a_record_is_an_object_with_its_traceback() -> None:
+    env = {**os.environ, "JDISAGG_LOG_FORMAT": "json"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=90, env=env, check=True)
+    (line,) = done.stderr.splitlines()
+    record = json.loads(line)
+    assert time() - 90 < datetime.fromisoformat(record.pop("time")).timestamp() < time()
+    assert record.pop("exception").endswith("\nZeroDivisionError: division by zero")
+    assert record.pop("pid") not in (None, os.getpid())
+    assert record == {"level": "error", "role": "decode", "logger": "x", "message": "seen by me"}
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ('{"level": "error", "message": "seen"}', {"process": "decode-0", "level": "error", "message": "seen"}),
+        ("E0000 add_port.cc: no \x1b port", {"process": "decode-0", "message": "E0000 add_port.cc: no \x1b port"}),
+        ("17", {"process": "decode-0", "message": "17"}),
+    ],
+)
+def test_a_childs_line_says_whose_it_is_in_either_form(line: str, wanted: dict[str, str]) -> None:
+    assert json.loads(passed_on("decode-0", line, {"JDISAGG_LOG_FORMAT": "JSON"})) == wanted
+    assert passed_on("decode-0", line, {}) == f"decode-0 | {line}"
 
 
 GARBLED = """
@@ -88,9 +115,11 @@ def test_what_is_no_http_is_told_seldom_and_says_where_grpc_goes() -> None:
     assert told.endswith("what came on --port is no HTTP, and was refused; gRPC, that of workers too, goes to --grpc-port")
 
 
-def test_an_unknown_level_names_the_variable_and_the_choices() -> None:
+def test_an_unknown_level_or_format_names_the_variable_and_the_choices() -> None:
     with pytest.raises(ConfigError, match="JDISAGG_LOG_LEVEL: got 'loud', wanted one of debug, info"):
         setup_logs("decode", {"JDISAGG_LOG_LEVEL": "loud"})
+    with pytest.raises(ConfigError, match="JDISAGG_LOG_FORMAT: got 'xml', wanted one of text, json"):
+        setup_logs("decode", {"JDISAGG_LOG_FORMAT": "xml"})
 
 
 def test_newlines_in_a_message_become_bars() -> None:

@@ -147,6 +147,17 @@ def test_a_child_that_was_told_to_end_is_no_warning(fleet, number: int, level: s
     assert ("ended as it was told to" in told) == (number == signal.SIGTERM)
 
 
+def test_every_line_of_a_fleet_is_json_where_that_is_wanted(fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JDISAGG_LOG_FORMAT", "json")
+    one = fleet()
+    ready = one.ready()
+    one.process.send_signal(signal.SIGTERM)
+    assert one.wait() == 0
+    records = [json.loads(line) for line in one.log.read_text().splitlines()]
+    assert {record.get("process") for record in records} == {None, *(f"{role}-0" for role in ("prefill", "decode")), "router"}
+    assert {record["pid"] for record in records if record.get("process") is None} == {one.process.pid}, ready
+
+
 def test_a_worker_that_crashes_while_starting_is_tried_again(fleet) -> None:
     one = fleet("crash-once")
     assert one.ready()["role"] == "local"
