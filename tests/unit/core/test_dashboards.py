@@ -1,0 +1,99 @@
+"""Alert rules and the dashboard ask for metrics, labels and label values that processes really show."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client.metrics import MetricWrapperBase
+
+from jdisagg.core import errors
+from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import FinishReason, Role
+
+ROOT = Path(__file__).parents[3]
+RULES = ROOT / "configs/prometheus/jdisagg.yml"
+BOARD = ROOT / "configs/grafana/jdisagg.json"
+OF_THE_LIBRARY = frozenset(
+    """
+    process_open_fds process_max_fds process_start_time_seconds process_cpu_seconds_total process_resident_memory_bytes
+    """.split()
+)
+SCRAPED = frozenset(("job", "instance"))
+
+_SELECTED = re.compile(r"\b((?:\w+:)?(?:jdisagg|process)_\w+(?::\w+)?)(?:\{([^}]*)\})?")
+_MATCHER = re.compile(r'(\w+)=~?"([^"]*)"')
+_GROUPED = re.compile(r"\b(?:by|on|group_left) \(([^)]*)\)")
+
+
+def rules() -> Iterator[dict[str, str]]:
+    for group in yaml.safe_load(RULES.read_text())["groups"]:
+        yield from group["rules"]
+
+
+def asked() -> Iterator[tuple[str, str]]:
+    """What asks, and its expression."""
+    for rule in rules():
+        yield rule.get("alert") or rule["record"], rule["expr"]
+    for panel in json.loads(BOARD.read_text())["panels"]:
+        for target in panel.get("targets", ()):
+            yield panel["title"], target["expr"]
+
+
+def series(*, engine: bool) -> dict[str, frozenset[str]]:
+    """What a process shows, by name, with its labels."""
+    metrics = Metrics(engine=engine)
+    shown = {family.name for family in metrics.registry.collect()}
+    found = dict.fromkeys(OF_THE_LIBRARY, frozenset[str]())
+    for group in vars(metrics).values():
+        for one in vars(group).values() if not isinstance(group, MetricWrapperBase) else (group,):
+            if isinstance(one, MetricWrapperBase) and one._name in shown:
+                labels = frozenset(one._labelnames)
+                found |= {one._name: labels, f"{one._name}_total": labels}
+                found |= {f"{one._name}_sum": labels, f"{one._name}_count": labels, f"{one._name}_bucket": labels | {"le"}}
+    return found
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, frozenset[str]]:
+    """What the rules record, with its labels: those before the name's first colon."""
+    return {name: frozenset(name.split(":")[0].split("_")) for rule in rules() if (name := rule.get("record", ""))}
+
+
+@pytest.mark.parametrize(("who", "expression"), list(asked()))
+def test_metrics_and_labels_exist_where_they_are_asked_for(
+    who: str, expression: str, recorded: dict[str, frozenset[str]]
+) -> None:
+    known = recorded | series(engine='role="router"' not in expression and 'role=~"router"' not in expression)
+    labels = set(SCRAPED)
+    for name, matchers in _SELECTED.findall(expression):
+        assert name in known, who
+        labels |= known[name]
+        assert {label for label, _ in _MATCHER.findall(matchers)} <= known[name], who
+    assert {label for group in _GROUPED.findall(expression) for label in group.split(", ") if label} <= labels, who
+
+
+def test_values_that_are_asked_for_exist() -> None:
+    ends = {kind.reason for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.JdisaggError)}
+    known = {
+        "role": {role.value for role in Role} | {"router", "colocated"},
+        "reason": ends | {reason.value for reason in FinishReason},
+        "rung": {"refetch", "other_backend", "reconnect", "other_prefill", "local_prefill", "replay"},
+    }
+    for who, expression in asked():
+        for label, values in _MATCHER.findall(expression):
+            if values not in (".*", "$model"):
+                assert set(values.split("|")) <= known[label], who
+
+
+def test_alerts_say_how_bad_it_is_and_what_to_do() -> None:
+    alerts = [rule for rule in yaml.safe_load(RULES.read_text())["groups"][1:] for rule in rule["rules"]]
+    assert len({alert["alert"] for alert in alerts}) == len(alerts) > 15
+    for alert in alerts:
+        assert alert["labels"]["severity"] in ("critical", "warning", "info"), alert["alert"]
+        assert alert["annotations"]["summary"], alert["alert"]
+        assert alert["annotations"]["description"].endswith("."), alert["alert"]
