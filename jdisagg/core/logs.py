@@ -8,8 +8,10 @@ import sys
 import threading
 from collections.abc import Mapping
 from time import monotonic
+from typing import TextIO
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.outlet import Outlet
 from jdisagg.core.told import printable
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,21 @@ class OneLineFormatter(logging.Formatter):
         return printable(super().format(record).rstrip().replace("\n", " | "))
 
 
+class PatientHandler(logging.StreamHandler[TextIO]):
+    """To stderr, of which nobody may be reading."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self._outlet = Outlet(sys.stderr)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One line."""
+        try:
+            self._outlet.write(self.format(record) + self.terminator)
+        except Exception:  # noqa: BLE001 - as StreamHandler does: whatever a record holds, whoever logs goes on
+            self.handleError(record)
+
+
 def setup_logs(role: str, environ: Mapping[str, str] = os.environ) -> None:
     """Send all logging of this process to stderr at the level of `JDISAGG_LOG_LEVEL` (default info).
 
@@ -38,7 +55,7 @@ def setup_logs(role: str, environ: Mapping[str, str] = os.environ) -> None:
     value = environ.get(LEVEL_VARIABLE, "info").lower()
     if value not in _LEVELS:
         raise ConfigError(f"{LEVEL_VARIABLE}: got {value!r}, wanted one of {', '.join(_LEVELS)}", field=LEVEL_VARIABLE)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = PatientHandler()
     handler.setFormatter(
         OneLineFormatter(f"%(asctime)s.%(msecs)03d %(levelname).1s {role}[{os.getpid()}] %(name)s: %(message)s", "%H:%M:%S")
     )
