@@ -16,7 +16,7 @@ TALKS = "import sys\nfor _ in range(40_000): print(100 * 'x', file=sys.stderr)"
 
 
 def talk(stderr: TextIO, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit status of a child that says 4 MB, more than all buffers on the way, while the supervisor's stderr is this one."""
+    """The exit status of a child that says 4 MB, more than all buffers on the way, while this is the supervisor's stderr."""
 
     async def body() -> int:
         monkeypatch.setattr(sys, "stderr", stderr)
