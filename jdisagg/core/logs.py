@@ -5,17 +5,17 @@ stdout belongs to READY lines.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 import threading
 from collections.abc import Collection, Mapping
-from datetime import UTC, datetime
 from time import monotonic
+from typing import TextIO
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.told import printable
+from jdisagg.core.log_formats import FORMAT_VARIABLE, FORMATS, TEXT, make_formatter, to_stderr
+from jdisagg.core.outlet import Outlet
 
 log = logging.getLogger(__name__)
 
@@ -24,37 +24,22 @@ HTTP_SERVER_LOG = "uvicorn.error"
 NO_HTTP = "Invalid HTTP request received."  # uvicorn's words, of whoever sent it nothing more is known
 GARBLED_EVERY_S = 10.0
 LEVEL_VARIABLE = "JDISAGG_LOG_LEVEL"
-FORMAT_VARIABLE = "JDISAGG_LOG_FORMAT"
-_FORMATS = ("text", "json")
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
-class OneLineFormatter(logging.Formatter):
-    """Keeps a record on one line: newlines (of tracebacks too) become a visible ` | `, other control characters escapes."""
+class PatientHandler(logging.StreamHandler[TextIO]):
+    """To stderr, of which nobody may be reading."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        """The record as one line."""
-        return printable(super().format(record).rstrip().replace("\n", " | "))
+    def __init__(self, outlet: Outlet) -> None:
+        super().__init__(sys.stderr)
+        self._outlet = outlet
 
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        """To the millisecond, of this machine's zone, which is named: logs of several machines can be laid side by side."""
-        return _time(record)
-
-
-class JsonFormatter(logging.Formatter):
-    """A record as a JSON object on one line; a traceback is its `exception`."""
-
-    def __init__(self, role: str) -> None:
-        super().__init__()
-        self._role = role
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The record as one line."""
-        fields = {"time": _time(record), "level": record.levelname.lower(), "role": self._role, "pid": os.getpid()}
-        fields |= {"logger": record.name, "message": record.getMessage()}
-        if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)
-        return json.dumps(fields)
+    def emit(self, record: logging.LogRecord) -> None:
+        """One line."""
+        try:
+            self._outlet.write(self.format(record) + self.terminator)
+        except Exception:  # noqa: BLE001 - as StreamHandler does: whatever a record holds, whoever logs goes on
+            self.handleError(record)
 
 
 def setup_logs(role: str, environ: Mapping[str, str] = os.environ) -> None:
@@ -64,11 +49,9 @@ def setup_logs(role: str, environ: Mapping[str, str] = os.environ) -> None:
     Replaces handlers set before. Raises ConfigError when a variable holds nothing that is known.
     """
     level = _LEVELS[_choice(environ, LEVEL_VARIABLE, _LEVELS, "info")]
-    handler = logging.StreamHandler(sys.stderr)
-    if _choice(environ, FORMAT_VARIABLE, _FORMATS, "text") == "json":
-        handler.setFormatter(JsonFormatter(role))
-    else:
-        handler.setFormatter(OneLineFormatter(f"%(asctime)s %(levelname).1s {role}[{os.getpid()}] %(name)s: %(message)s"))
+    _choice(environ, FORMAT_VARIABLE, FORMATS, TEXT)
+    handler = PatientHandler(to_stderr(environ))
+    handler.setFormatter(make_formatter(role, environ))
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.getLogger(GRPC_SERVER_LOG).addFilter(Garbled())
     logging.getLogger(HTTP_SERVER_LOG).addFilter(Garbled())
@@ -77,26 +60,11 @@ def setup_logs(role: str, environ: Mapping[str, str] = os.environ) -> None:
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
 
 
-def passed_on(name: str, line: str, environ: Mapping[str, str] = os.environ) -> str:
-    """What the child process `name` wrote to stderr, as a line of ours. It need not be a record: libraries write there, too."""
-    if environ.get(FORMAT_VARIABLE, "").lower() != "json":
-        return f"{name} | {line}"
-    try:
-        fields = json.loads(line)
-    except ValueError:
-        fields = None
-    return json.dumps({"process": name, **(fields if isinstance(fields, dict) else {"message": line})})
-
-
 def _choice(environ: Mapping[str, str], variable: str, choices: Collection[str], default: str) -> str:
     value = environ.get(variable, default).lower()
     if value not in choices:
         raise ConfigError(f"{variable}: got {value!r}, wanted one of {', '.join(choices)}", field=variable)
     return value
-
-
-def _time(record: logging.LogRecord) -> str:
-    return datetime.fromtimestamp(record.created, UTC).astimezone().isoformat(timespec="milliseconds")
 
 
 class Garbled(logging.Filter):

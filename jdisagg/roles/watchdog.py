@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ log = logging.getLogger(__name__)
 
 EXIT_STEP_TIMEOUT = 70
 MOST_COUNTED = 2  # intervals that one look counts for, however late it comes
+STACKS_S = 5  # to write them; then the kernel ends the process
 STOOD_STILL_S = 5.0  # between two looks: said in the log
 
 
@@ -55,7 +57,9 @@ class Watchdog:
                         "a step has been running for %.1f s (--step-timeout-s %.1f): exiting", running_s, self._step_timeout_s
                     )
                     log.critical("plan on the device: %s", one.engine.loop.in_flight_text())
+                    signal.alarm(STACKS_S)  # where nobody reads stderr, the next line holds the interpreter for ever
                     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+                    signal.alarm(0)
                     self._on_timeout(EXIT_STEP_TIMEOUT)
                     return
 

@@ -9,12 +9,11 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from jdisagg.core.logs import passed_on
+from jdisagg.core.log_formats import passed_on, to_stderr
 from jdisagg.serve.environment import PARENT_VARIABLE
 from jdisagg.serve.ready import Ready, parse
 
@@ -39,6 +38,7 @@ class Child:
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name = name
         self._process = process
+        self._outlet = to_stderr()
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._pumps = [
             asyncio.create_task(self._pump(stream)) for stream in (process.stdout, process.stderr) if stream is not None
@@ -111,14 +111,12 @@ class Child:
             if ready is not None and not self._ready.done():
                 self._ready.set_result(ready)
             else:
-                _say(passed_on(self.name, text) + "\n")
+                self._say(passed_on(self.name, text) + "\n")
 
-
-def _say(text: str) -> None:
-    """Nobody may be there to read it any more; the child is read all the same: it would stop at a full pipe."""
-    with suppress(OSError, ValueError):
-        sys.stderr.write(text)
-        sys.stderr.flush()
+    def _say(self, text: str) -> None:
+        """Nobody may be there to read it any more; the child is read all the same: it would stop at a full pipe."""
+        with suppress(OSError, ValueError):
+            self._outlet.write(text)
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:

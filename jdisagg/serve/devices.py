@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +14,8 @@ from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.values import parse_ranges
 from jdisagg.serve.tpu import BOUNDS, TpuHost, find_tpu
+
+CPUINFO = Path("/proc/cpuinfo")
 
 
 def usable_devices(config: Config) -> list[Any]:
@@ -24,7 +28,25 @@ def usable_devices(config: Config) -> list[Any]:
             "" if tpu is None else "; a TPU chip serves one process: give each its own, such as --devices 0 and --devices 1"
         )
         raise ConfigError(f"--devices: jax cannot start: {error}{advice}", field="--devices") from error
-    return choose_devices(devices, config.device.devices, num_processes=jax.process_count(), tpu=tpu)
+    chosen = choose_devices(devices, config.device.devices, num_processes=jax.process_count(), tpu=tpu)
+    if sys.platform == "linux" and chosen[0].platform == "cpu":
+        check_processor(CPUINFO)
+    return chosen
+
+
+def check_processor(cpuinfo: Path) -> None:
+    """Raise ConfigError where Linux hides what its processor is: XLA:CPU would start, and fail in the first step (YNNPACK,
+    "unsupported parameter")."""
+    try:
+        why = "" if cpuinfo.read_bytes().strip() else "it is empty"
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why:
+        raise ConfigError(
+            f"--devices: jax cannot compute on this CPU without {cpuinfo}: {why}; mount all of /proc (of systemd's settings: "
+            "ProcSubset=all)",
+            field="--devices",
+        )
 
 
 def choose_devices(devices: Sequence[Any], wanted: str | None, *, num_processes: int, tpu: TpuHost | None) -> list[Any]:

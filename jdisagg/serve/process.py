@@ -26,11 +26,14 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from time import monotonic
 from types import FrameType
 from typing import Any
 
 import uvloop
+
+from jdisagg.core.outlet import Outlet
 
 log = logging.getLogger(__name__)
 
@@ -82,11 +85,8 @@ class Process:
 
     async def _write_state(self) -> None:
         state = await self._state()
-        sys.stderr.write(
-            json.dumps({"event": "state", "pid": os.getpid(), "frozen_objects": gc.get_freeze_count(), **state}, default=str)
-            + "\n"
-        )
-        sys.stderr.flush()
+        told = {"event": "state", "pid": os.getpid(), "frozen_objects": gc.get_freeze_count(), **state}
+        Outlet(sys.stderr).write(json.dumps(told, default=str) + "\n")
 
 
 def end_when_told() -> None:
@@ -99,7 +99,8 @@ def end_when_told() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    os.write(sys.stderr.fileno(), b"ended while it was starting; no request was lost\n")
+    with suppress(OSError):  # whoever was to read it may have gone
+        Outlet(sys.stderr).write("ended while it was starting; no request was lost\n")
     os._exit(0)
 
 

@@ -12,7 +12,8 @@ from time import time
 import pytest
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.logs import OneLineFormatter, passed_on, setup_logs
+from jdisagg.core.log_formats import OneLineFormatter, passed_on, to_stderr
+from jdisagg.core.logs import setup_logs
 
 PROGRAM = """
 import logging
@@ -130,3 +131,15 @@ def test_newlines_in_a_message_become_bars() -> None:
 def test_control_characters_become_escapes() -> None:
     record = logging.LogRecord("n", logging.INFO, "", 0, "request %s:\ra\0b", ("\x1b[2J",), None)
     assert OneLineFormatter("%(message)s").format(record) == r"request \x1b[2J:\ra\x00b"
+
+
+def test_lines_that_were_lost_are_told_in_the_form_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w", encoding="utf-8") as stream, os.fdopen(reader, encoding="utf-8") as read:
+        monkeypatch.setattr(sys, "stderr", stream)
+        outlet = to_stderr({"JDISAGG_LOG_FORMAT": "json"})
+        outlet.write(2**20 * "y" + "\n")
+        os.read(reader, 2**20)
+        outlet.write("{}\n")
+        assert read.readline() == "\n"  # of the one that was cut
+        assert json.loads(read.readline()) == {"message": "1 lines were lost here: nobody read them"}

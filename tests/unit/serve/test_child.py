@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import sys
+from typing import TextIO
 
 import pytest
 
@@ -13,19 +15,33 @@ from jdisagg.serve.child import Child, ChildSpec
 TALKS = "import sys\nfor _ in range(40_000): print(100 * 'x', file=sys.stderr)"
 
 
-def test_a_child_goes_on_when_nobody_reads_what_the_supervisor_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Closed(io.StringIO):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError(text[:20])
+def talk(stderr: TextIO, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit status of a child that says 4 MB, more than all buffers on the way, while this is the supervisor's stderr."""
 
-    async def body() -> None:
+    async def body() -> int:
+        monkeypatch.setattr(sys, "stderr", stderr)
         child = await Child.start(ChildSpec(name="talker", command=lambda _: (sys.executable, "-c", TALKS)), None)
-        monkeypatch.setattr(sys, "stderr", Closed())
         try:
             async with asyncio.timeout(120.0):
-                assert await child.wait() == 0, "4 MB are more than all buffers on the way"
+                return await child.wait()
         finally:
             monkeypatch.undo()
             await child.stop(0.1)
 
-    asyncio.run(body())
+    return asyncio.run(body())
+
+
+def test_a_child_goes_on_when_whoever_read_what_the_supervisor_prints_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(text[:20])
+
+    assert talk(Closed(), monkeypatch) == 0
+
+
+def test_a_child_goes_on_when_nobody_reads_what_the_supervisor_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stderr:
+        assert talk(stderr, monkeypatch) == 0
+    assert os.read(reader, 2**20).startswith(b"talker | xxx")
+    os.close(reader)

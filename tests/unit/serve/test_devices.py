@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jdisagg.core.errors import ConfigError
-from jdisagg.serve.devices import choose_devices
+from jdisagg.serve.devices import check_processor, choose_devices
 from jdisagg.serve.tpu import TpuHost
 
 ROOT = Path(__file__).parents[3]
@@ -55,3 +55,14 @@ def test_a_backend_that_does_not_start_is_one_line_that_says_what_to_change() ->
     assert "no-such-platform" in line
     assert "--devices" in line
     assert "Traceback" not in done.stderr
+
+
+def test_a_processor_that_is_hidden_is_one_line_that_says_what_to_change(tmp_path: Path) -> None:
+    hidden = tmp_path / "cpuinfo"
+    with pytest.raises(ConfigError, match=r"--devices: .*cpuinfo: No such file or directory; mount all of /proc .*ProcSubset"):
+        check_processor(hidden)
+    hidden.touch()
+    with pytest.raises(ConfigError, match="it is empty; mount all of /proc"):
+        check_processor(hidden)
+    hidden.write_text("processor\t: 0\n")
+    check_processor(hidden)

@@ -1,0 +1,120 @@
+"""Lines that somebody reads, late or never."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import threading
+from io import StringIO
+from time import monotonic
+from typing import TextIO
+
+import pytest
+
+from jdisagg.core.outlet import PATIENCE_S, Outlet
+
+LINE = 99 * "x" + "\n"
+NUM_LINES = 2000  # more than a pipe holds
+
+LOGS = f"""
+import logging
+from jdisagg.core.logs import setup_logs
+setup_logs("decode")
+for number in range({NUM_LINES}):
+    logging.getLogger("x").warning("%d %s", number, 90 * "x")
+"""
+
+
+def pipe() -> tuple[int, TextIO]:
+    reader, writer = os.pipe()
+    return reader, os.fdopen(writer, "w", encoding="utf-8")
+
+
+def read_all(reader: int) -> str:
+    """What is there now."""
+    text = b""
+    while select.select([reader], [], [], 0)[0] and (part := os.read(reader, 2**20)):
+        text += part
+    return text.decode()
+
+
+def test_a_pipe_that_nobody_reads_keeps_nobody_and_tells_its_late_reader_what_was_lost() -> None:
+    reader, stream = pipe()
+    outlet, began_s = Outlet(stream), monotonic()
+    for _ in range(NUM_LINES):
+        outlet.write(LINE)
+    assert monotonic() - began_s < 10 * PATIENCE_S
+    kept = read_all(reader)
+    outlet.write("at last\n")
+    told, last = read_all(reader).splitlines()
+    assert kept.count("\n") + int(told[1:].split()[0]) == NUM_LINES
+    assert told.endswith("lines were lost here: nobody read them)")
+    assert last == "at last"
+    outlet.write("and on\n")
+    assert read_all(reader) == "and on\n"
+    stream.close()
+    os.close(reader)
+
+
+def test_a_slow_reader_gets_everything() -> None:
+    reader, stream = pipe()
+    outlet, text = Outlet(stream), []
+
+    def read() -> None:
+        while part := os.read(reader, 512):
+            text.append(part)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for _ in range(NUM_LINES):
+        outlet.write(LINE)
+    outlet.write(2**20 * "y" + "\n")
+    stream.close()
+    thread.join()
+    os.close(reader)
+    assert b"".join(text).decode() == NUM_LINES * LINE + 2**20 * "y" + "\n"
+
+
+def test_a_line_that_was_cut_ends_before_the_next_one() -> None:
+    reader, stream = pipe()
+    outlet = Outlet(stream)
+    outlet.write(2**20 * "y" + "\n")
+    cut = read_all(reader)
+    assert 0 < len(cut) < 2**20
+    outlet.write("whole\n")
+    assert read_all(reader) == "\n(1 lines were lost here: nobody read them)\nwhole\n"
+    stream.close()
+    os.close(reader)
+
+
+def test_a_reader_that_has_gone_is_an_error() -> None:
+    reader, stream = pipe()
+    os.close(reader)
+    with pytest.raises(BrokenPipeError):
+        Outlet(stream).write(LINE)
+    stream.close()
+
+
+def test_what_no_encoding_holds_and_what_is_no_file_are_written_all_the_same() -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w", encoding="ascii", errors="backslashreplace") as stream:
+        Outlet(stream).write("größer\n")
+    assert read_all(reader) == "gr\\xf6\\xdfer\n"
+    os.close(reader)
+    memory = StringIO()
+    Outlet(memory).write(LINE)
+    assert memory.getvalue() == LINE
+
+
+def test_a_process_whose_log_nobody_reads_ends() -> None:
+    reader, writer = os.pipe()
+    with subprocess.Popen([sys.executable, "-c", LOGS], stderr=writer) as process:
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    os.close(writer)
+    assert "decode[" in read_all(reader)
+    os.close(reader)

@@ -1,0 +1,38 @@
+"""The end of a process whose device hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+HANGS = """
+import os, time
+from types import SimpleNamespace
+from jdisagg.core.logs import setup_logs
+from jdisagg.roles import watchdog
+
+setup_logs("decode")
+os.set_blocking(2, False)
+try:
+    while True:
+        os.write(2, 4096 * b"x")
+except BlockingIOError:
+    os.set_blocking(2, True)
+watchdog.STACKS_S = 1
+engine = SimpleNamespace(ticks=1, step_running_s=lambda now_s: now_s, loop=SimpleNamespace(in_flight_text=lambda: "none"))
+watchdog.Watchdog([engine], 0.2).start()
+time.sleep(50)
+"""
+
+
+def test_a_hung_device_ends_the_process_also_where_nobody_reads_its_log() -> None:
+    reader, writer = os.pipe()
+    with subprocess.Popen([sys.executable, "-c", HANGS], stderr=writer) as process:
+        try:
+            assert process.wait(40) == -signal.SIGALRM
+        finally:
+            process.kill()
+            os.close(writer)
+            os.close(reader)
