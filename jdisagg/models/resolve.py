@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+from huggingface_hub import constants as hub_constants
 from huggingface_hub import errors as hub_errors
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.files import no_access
 from jdisagg.core.values import expand_home
 from jdisagg.text.tokenizer_files import added_id, read_tokenizer_config
 
@@ -34,13 +37,35 @@ def resolve_model(name: str) -> Path:
             raise ConfigError(f"--model demo: {directory} holds no model; reinstall the package", field="model")
         return directory
     path = expand_home(name, "--model")
-    if path.is_dir():
-        return path.resolve()
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    try:
+        if path.is_dir():
+            directory = path.resolve()
+            _check_access(directory)
+            return directory
+    except PermissionError as error:
+        if is_path:  # else it is the working directory that may not be looked into
+            raise _inaccessible(path, error) from error
+    if is_path:
         raise ConfigError(
             f"--model: {name} is not a directory; give demo, a directory, or a Hub id (OWNER/NAME)", field="model"
         )
     return _from_hub(name)
+
+
+def _check_access(directory: Path) -> None:
+    """Raise ConfigError for a directory that may not be looked into, or whose links lead to one."""
+    entry = directory
+    try:
+        for entry in directory.iterdir():
+            with suppress(FileNotFoundError):  # a link to nowhere, or removed just now
+                entry.stat()
+    except PermissionError as error:
+        raise _inaccessible(entry, error) from error
+
+
+def _inaccessible(path: Path, error: PermissionError) -> ConfigError:
+    return ConfigError(f"--model: {path} may not be read: {no_access(error)}", field="model")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -67,8 +92,11 @@ def read_model_config(name: str) -> dict[str, Any]:
     Raises ConfigError when there is no such file, or it is not a JSON object.
     """
     path = expand_home(name, "--model")
-    if path.is_file():
-        return read_object(path)
+    try:
+        if path.is_file():
+            return read_object(path)
+    except PermissionError as error:
+        raise _inaccessible(path, error) from error
     if name == "demo" or path.is_dir() or name.endswith(".json") or name.count("/") != 1:
         return read_config(resolve_model(name))
     return read_object(_config_from_hub(name))
@@ -145,6 +173,7 @@ def _token_id(tokenizer: Mapping[str, Any], text: str) -> int | None:
 
 
 def _from_hub(name: str) -> Path:
+    _check_cache()
     patterns = {"allow_patterns": list(HUB_FILES), "ignore_patterns": list(HUB_IGNORED)}
     try:
         cached = Path(huggingface_hub.snapshot_download(name, local_files_only=True, **patterns))
@@ -157,6 +186,17 @@ def _from_hub(name: str) -> Path:
     except (hub_errors.HfHubHTTPError, hub_errors.HFValidationError, OSError) as error:
         where = f"{name} is no directory, not in the local Hub cache, and"
         raise _unfetched(where, error, "demo, a directory, or a Hub id (OWNER/NAME) that is cached or reachable") from error
+
+
+def _check_cache() -> None:
+    """Raise ConfigError for a cache of the Hub that may not be looked into: the library takes it for an empty one."""
+    cache = Path(hub_constants.HF_HUB_CACHE)
+    try:
+        if cache.is_dir():
+            next(cache.iterdir(), None)
+    except PermissionError as error:
+        why = f"--model: the Hub cache {cache} may not be read: {no_access(error)}, or set HF_HOME to another"
+        raise ConfigError(why, field="model") from error
 
 
 def _is_whole(directory: Path) -> bool:

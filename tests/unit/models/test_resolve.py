@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import huggingface_hub
@@ -27,6 +30,66 @@ def test_a_path_that_is_no_directory_is_refused_without_asking_the_hub(name: str
 def test_a_home_directory_that_is_not_there_is_refused(read: Callable[[str], object]) -> None:
     with pytest.raises(ConfigError, match="--model: got '~nobody-of-that-name/model', wanted a path without ~"):
         read("~nobody-of-that-name/model")
+
+
+@contextmanager
+def as_somebody_else() -> Iterator[None]:
+    """Without the rights of root, whom no mode keeps out."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+@pytest.fixture
+def closed() -> Iterator[Path]:
+    """A model's directory that is its owner's alone, in one that everybody may look into."""
+    with TemporaryDirectory() as name:
+        root = Path(name)
+        root.chmod(0o755)
+        model = root / "model"
+        model.mkdir()
+        (model / "config.json").write_text("{}")
+        (root / "linked").mkdir()
+        (root / "linked" / "config.json").symlink_to(model / "config.json")
+        model.chmod(0o000)
+        yield model
+        model.chmod(0o700)
+
+
+MAY_NOT = "may not be read: Permission denied; let user [0-9]+ read it"
+
+
+@pytest.mark.parametrize("name", ["", "config.json", "../linked"])
+@pytest.mark.parametrize("read", [resolve_model, read_model_config])
+def test_a_model_that_is_somebody_elses_is_one_line_that_says_whom_to_let_in(
+    closed: Path, read: Callable[[str], object], name: str
+) -> None:
+    with as_somebody_else(), pytest.raises(ConfigError, match=f"--model: .* {MAY_NOT}"):
+        read(str(closed / name if name != "../linked" else closed.parent / "linked"))
+
+
+def test_a_cache_that_is_somebody_elses_is_not_an_empty_one(closed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(closed))
+    with as_somebody_else(), pytest.raises(ConfigError, match=f"the Hub cache .*{MAY_NOT}.* HF_HOME"):
+        resolve_model("someone/tiny")
+
+
+def test_a_hub_id_needs_no_working_directory(closed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(closed.parent))
+    snapshot = cached(closed.parent, "someone", "tiny")
+    (snapshot / "tokenizer.json").write_text("{}")
+    (snapshot / "model.safetensors").touch()
+    assert resolve_model("someone/tiny") == snapshot  # imports what it needs: somebody else may not
+    closed.chmod(0o700)
+    monkeypatch.chdir(closed)
+    closed.chmod(0o000)
+    with as_somebody_else():
+        assert resolve_model("someone/tiny") == snapshot
 
 
 def cached(root: Path, owner: str, name: str) -> Path:
