@@ -20,7 +20,7 @@ from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.pairing import differing
-from jdisagg.router.prefixes import NOWHERE, Near
+from jdisagg.router.prefixes import NOTHING_KEPT, NOWHERE, Near
 from jdisagg.router.silence import Silence
 from jdisagg.router.worker_cache import Key, WorkerCache
 
@@ -262,7 +262,7 @@ class Fleet:
 
         def rank(peer: Entry) -> tuple[object, ...]:
             num_waiting = peer.pending_tokens - peer.pending_cached + peer.others_tokens
-            return num_waiting - worth * near.prefills.get(peer.key, 0), peer.pending, _lot(peer, kin)
+            return num_waiting - worth * near.prefills.get(peer.key, NOTHING_KEPT).num_tokens, peer.pending, _lot(peer, kin)
 
         return sorted(peers, key=rank)
 

@@ -6,6 +6,7 @@ import hashlib
 from array import array
 
 from jdisagg.core.requests import Output, Provenance, Role
+from jdisagg.router.booking import book
 from jdisagg.router.entry import Entry
 from jdisagg.router.flight import Flight
 from jdisagg.router.homes import Homes
@@ -56,7 +57,7 @@ class Placement:
         num_asked = self._fleet.count_usable(self._next_weights(flight), flight.least_tokens, flight.prefill_tokens)
         self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.fingerprint)
         self._submit(flight, entry, near, kin, num_asked)
-        self._prefixes.note(flight.beginnings, entry.key, flight.prefill[0].cache if flight.prefill else None)
+        self._prefixes.note(flight.beginnings, entry.key, flight.prefill.entry.cache if flight.prefill else None)
         return True
 
     def weights(self, flight: Flight) -> str | None:
@@ -107,36 +108,27 @@ class Placement:
         if entry.member.role is Role.DECODE:
             peers = self._fleet.prefill_peers(flight.fingerprint, flight.prefill_tokens, near, kin)
             if peers:
-                num_tokens, num_cached = flight.prefill_tokens, near.prefills.get(peers[0].key, 0)
-                num_waiting = peers[0].pending_tokens - peers[0].pending_cached  # it may be computing what is shared just now
-                flight.prefill = peers[0], num_tokens, num_cached
-                flight.tells_cache = near.behind.get(peers[0].key, 0) >= num_waiting
-                peers[0].pending += 1
-                peers[0].pending_tokens += num_tokens
-                peers[0].pending_cached += num_cached
-                peers[0].cache.written += num_tokens - num_cached
+                flight.prefill = book(peers[0], flight.prefill_tokens, near)
         named = tuple(peer.member.address for peer in peers)
         self._workers.submit(entry, flight.attempt_request(named, entry.member.max_model_len, num_asked))
 
     def _leave_prefill(self, flight: Flight) -> None:
         if flight.prefill is not None:
-            entry, num_tokens, num_cached = flight.prefill
-            entry.pending -= 1
-            entry.pending_tokens -= num_tokens
-            entry.pending_cached -= num_cached
+            flight.prefill.end()
             flight.prefill = None
 
     def _tell_cache(self, flight: Flight, provenance: Provenance) -> None:
         """What its prefill worker found in its cache, where that is known: what is computed in any case tells nothing of it,
         nor what came while the worker may still have computed what it shares with another. What was lost, it has again."""
-        if flight.prefill is None or flight.entry is None:
+        booking = flight.prefill
+        if booking is None or flight.entry is None:
             return
-        if not flight.tells_cache or flight.request.sampling.prompt_logprobs is not None:
+        if not booking.tells_cache or flight.request.sampling.prompt_logprobs is not None:
             return
-        peer, num_tokens, num_cached = flight.prefill
-        num_found = num_tokens - 1 - provenance.prefilled_tokens - provenance.borrowed_tokens
+        peer = booking.entry
+        num_found = booking.num_tokens - 1 - provenance.prefilled_tokens - provenance.borrowed_tokens
         is_known = provenance.prefill_worker == peer.member.worker and num_found >= 0  # else another one, or computed twice
-        if is_known and peer.cache.tell(num_cached, num_found):
+        if is_known and peer.cache.tell(booking.num_cached, num_found):
             self._prefixes.note(flight.beginnings, flight.entry.key, peer.cache)
 
 
