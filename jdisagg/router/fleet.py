@@ -200,6 +200,12 @@ class Fleet:
         peers = self._prefill_of(fingerprint, near, kin)
         return [peer for peer in peers if num_tokens <= peer.member.max_model_len][:MAX_PREFILL_PEERS]
 
+    def prefill_named(self, worker: str) -> Entry | None:
+        """The prefill worker that calls itself so."""
+        return next(
+            (peer for peer in self._entries.values() if peer.member.role is Role.PREFILL and peer.member.worker == worker), None
+        )
+
     def prefill_for(self, address: str) -> tuple[str, ...] | None:
         """Addresses of all prefill workers for the decode worker there, least busy first; None for other workers."""
         entry = self._entries.get(address)

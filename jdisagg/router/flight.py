@@ -27,6 +27,7 @@ class Flight:
         self.events = Mailbox[Output | Lost | RequestError]()  # an error ends the request
         self.entry: Entry | None = None  # the worker it runs on
         self.prefill: Booking | None = None  # on the P named first, until the first token
+        self.unproven: Booking | None = None  # the same, until it is known which worker computed the prompt
         self.fingerprint: str | None = None
         self.setbacks = Setbacks()
         self.finished = False

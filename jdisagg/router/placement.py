@@ -6,7 +6,7 @@ import hashlib
 from array import array
 
 from jdisagg.core.requests import Output, Provenance, Role
-from jdisagg.router.booking import book
+from jdisagg.router.booking import Booking, book
 from jdisagg.router.entry import Entry
 from jdisagg.router.flight import Flight
 from jdisagg.router.homes import Homes
@@ -57,7 +57,7 @@ class Placement:
         num_asked = self._fleet.count_usable(self._next_weights(flight), flight.least_tokens, flight.prefill_tokens)
         self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.fingerprint)
         self._submit(flight, entry, near, kin, num_asked)
-        self._prefixes.note(flight.beginnings, entry.key, flight.prefill.entry.cache if flight.prefill else None)
+        self._prefixes.note(flight.beginnings, entry.key, flight.prefill.cache if flight.prefill else None)
         return True
 
     def weights(self, flight: Flight) -> str | None:
@@ -81,15 +81,19 @@ class Placement:
         return not first or flight.fingerprint is None or self._homes.speak(flight.request.fork_group, flight.fingerprint)
 
     def heard(self, flight: Flight, output: Output) -> None:
-        """With its first token it has left its prefill worker."""
+        """With its first token it has left its prefill worker. Which one that was comes with it, too, or else, where there was
+        none, at the end."""
+        if output.provenance is not None and (output.token_ids or output.finish):
+            self._tell_caches(flight, output.provenance)
         if output.token_ids:
-            if output.provenance is not None:
-                self._tell_cache(flight, output.provenance)
             self._leave_prefill(flight)
 
     def leave(self, flight: Flight) -> None:
         """A flight's one release path: off its worker, off every count. Idempotent."""
+        if flight.prefill is not None and flight.unproven is not None:  # given up before its first token: most of those wait
+            self._take_back(flight, flight.unproven)
         self._leave_prefill(flight)
+        flight.unproven = None
         if flight.entry is not None:
             flight.entry.pending -= 1
             self._workers.cancel(flight.entry, flight.request.request_id, flight.attempt, enough=flight.enough)
@@ -108,7 +112,7 @@ class Placement:
         if entry.member.role is Role.DECODE:
             peers = self._fleet.prefill_peers(flight.fingerprint, flight.prefill_tokens, near, kin)
             if peers:
-                flight.prefill = book(peers[0], flight.prefill_tokens, near)
+                flight.prefill = flight.unproven = book(peers[0], flight.prefill_tokens, near)
         named = tuple(peer.member.address for peer in peers)
         self._workers.submit(entry, flight.attempt_request(named, entry.member.max_model_len, num_asked))
 
@@ -117,19 +121,36 @@ class Placement:
             flight.prefill.end()
             flight.prefill = None
 
-    def _tell_cache(self, flight: Flight, provenance: Provenance) -> None:
-        """What its prefill worker found in its cache, where that is known: what is computed in any case tells nothing of it,
-        nor what came while the worker may still have computed what it shares with another. What was lost, it has again."""
-        booking = flight.prefill
-        if booking is None or flight.entry is None:
+    def _tell_caches(self, flight: Flight, provenance: Provenance) -> None:
+        """Which prefill worker has the prompt now, once."""
+        booking, flight.unproven = flight.unproven, None
+        if booking is None:
             return
-        if not booking.tells_cache or flight.request.sampling.prompt_logprobs is not None:
+        computed_by = provenance.prefill_worker
+        if computed_by == booking.entry.member.worker:
+            self._tell_found(flight, booking, provenance)
             return
-        peer = booking.entry
+        other = self._fleet.prefill_named(computed_by)
+        if other is None and (computed_by or not provenance.decode_worker):
+            return  # one that is gone, or too old to give its name: else the decode worker itself
+        self._take_back(flight, booking)
+        if other is not None and flight.entry is not None:
+            other.cache.written += provenance.prefilled_tokens + provenance.borrowed_tokens
+            self._prefixes.note(flight.beginnings, flight.entry.key, other.cache)
+
+    def _take_back(self, flight: Flight, booking: Booking) -> None:
+        """Who was asked has not computed it, and has no more of it than before; unless it was asked for it again since then."""
+        booking.take_back()
+        self._prefixes.forget(flight.beginnings, booking.cache, booking.written, but=booking.num_cached)
+
+    def _tell_found(self, flight: Flight, booking: Booking, provenance: Provenance) -> None:
+        """What the one that was asked found in its cache. What is computed in any case tells nothing of that, nor what came
+        while the worker may still have computed what it shares with another. What was lost, it has again."""
+        if flight.entry is None or not booking.tells_cache or flight.request.sampling.prompt_logprobs is not None:
+            return
         num_found = booking.num_tokens - 1 - provenance.prefilled_tokens - provenance.borrowed_tokens
-        is_known = provenance.prefill_worker == peer.member.worker and num_found >= 0  # else another one, or computed twice
-        if is_known and peer.cache.tell(booking.num_cached, num_found):
-            self._prefixes.note(flight.beginnings, flight.entry.key, peer.cache)
+        if num_found >= 0 and booking.cache.tell(booking.num_cached, num_found):  # else it was computed twice
+            self._prefixes.note(flight.beginnings, flight.entry.key, booking.cache)
 
 
 def beginning(prompt_token_ids: tuple[int, ...]) -> bytes:

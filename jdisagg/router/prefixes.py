@@ -100,6 +100,18 @@ class Prefixes:
         while len(self._had) > self._most_beginnings:
             self._had.popitem(last=False)
 
+    def forget(self, beginnings: Sequence[Beginning], prefill: WorkerCache, written: int, *, but: int) -> None:
+        """A prompt that was noted when that cache had written so much is not there, but for as many tokens."""
+        before, after = _NOBODY, _NOBODY
+        for num_tokens, digest in reversed(beginnings):
+            if num_tokens <= but:
+                return
+            if (known := self._had.get(digest)) is not None:
+                if known is not before:
+                    is_latest = (prefill, written) in zip(known.prefills, known.written, strict=True)
+                    before, after = known, _without(known, prefill) if is_latest else known
+                self._had[digest] = after
+
 
 @dataclass(frozen=True, slots=True)
 class _Left:
@@ -120,9 +132,14 @@ def _with(had: _Had, decode: Key, prefill: WorkerCache | None) -> _Had:
     decodes = (decode, *(key for key in had.decodes if key != decode))[:MOST_HOMES]
     if prefill is None:
         return _Had(decodes, had.prefills, had.written)
-    others = [(cache, written) for cache, written in zip(had.prefills, had.written, strict=True) if cache is not prefill]
-    latest = [(prefill, prefill.written), *others][:MOST_HOMES]
-    return _Had(decodes, tuple(cache for cache, _ in latest), array("Q", [written for _, written in latest]))
+    others = _without(had, prefill)
+    prefills, written = (prefill, *others.prefills)[:MOST_HOMES], [prefill.written, *others.written][:MOST_HOMES]
+    return _Had(decodes, prefills, array("Q", written))
+
+
+def _without(had: _Had, prefill: WorkerCache) -> _Had:
+    left = [i for i, cache in enumerate(had.prefills) if cache is not prefill]
+    return _Had(had.decodes, tuple(had.prefills[i] for i in left), array("Q", [had.written[i] for i in left]))
 
 
 class LastBeginnings:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jdisagg.core.requests import Output, Provenance, SamplingParams
+from jdisagg.core.requests import FinishReason, Output, Provenance, SamplingParams
 from jdisagg.router.booking import Booking
 from jdisagg.router.entry import Entry
 from jdisagg.router.flight import Flight
@@ -179,7 +179,7 @@ def test_a_prompt_that_a_worker_had_lost_it_has_again() -> None:
     at.end_all()
     at.place(document(1), question(3))
     flight = at.live[-1]
-    assert flight.prefill == Booking(p0, 3051, 2944, tells_cache=True), "of which all is cached"
+    assert flight.prefill == Booking(p0, 3051, 2944, p0.cache.written, tells_cache=True), "of which all is cached"
     at.end_all()
 
 
@@ -199,3 +199,76 @@ def test_what_was_fetched_from_d_was_not_found() -> None:
     answer(at, 50, borrowed_tokens=3000)
     assert p0.cache.written == written + LOST_WEIGHT * 2944
     at.end_all()
+
+
+def asked_one_of_two() -> tuple[Desk, Entry, Entry]:
+    """Two prefill workers that cache 40,000 tokens: which of them was asked about one document, and which was not."""
+    at, peers = small_desk(2, 40_000)
+    at.place(document(1), question(1))
+    (asked,) = (peer for peer in peers if peer.cache.written)
+    return at, asked, next(peer for peer in peers if peer is not asked)
+
+
+def kept(at: Desk, *parts: tuple[int, ...]) -> dict[str, int]:
+    """What prefill workers are thought to have of such a prompt, by address."""
+    near = at.placement._prefixes.find(beginnings_of(sum(parts, ())))
+    return {address: each.num_tokens for (address, _), each in near.prefills.items()}
+
+
+def test_what_another_prefill_worker_computed_that_one_has_and_who_was_asked_has_not() -> None:
+    at, asked, other = asked_one_of_two()
+    answer(at, 3000, prefill_worker=other.member.worker, borrowed_tokens=50)
+    assert (asked.cache.written, other.cache.written) == (0, 3050)
+    assert kept(at, document(1), question(3)) == {other.member.address: 2944}
+    at.end_all()
+
+
+def test_what_another_prefill_worker_computed_the_one_that_was_asked_has_as_far_as_it_had_it_before() -> None:
+    at, asked, other = asked_one_of_two()
+    at.end_all()
+    at.place(document(1), document(2))
+    answer(at, 6000, prefill_worker=other.member.worker)
+    assert (asked.cache.written, other.cache.written) == (3051, 6000)
+    assert kept(at, document(1), document(2)) == {asked.member.address: 2944, other.member.address: 5888}
+    at.end_all()
+
+
+@pytest.mark.parametrize(("worker", "is_written"), [("", False), ("h:1", True)])
+def test_what_a_decode_worker_computed_itself_no_prefill_worker_has(worker: str, is_written: bool) -> None:
+    """A worker that is named by its address is too old to say who it is with its first token."""
+    at, asked, _ = asked_one_of_two()
+    flight = at.live[-1]
+    at.placement.heard(flight, Output(request_id="any", token_ids=(1,)))
+    assert asked.cache.written == 3051
+    provenance = Provenance(prefill_worker=worker, decode_worker="d", prefilled_tokens=3050)
+    at.placement.heard(flight, Output(request_id="any", finish=FinishReason.STOP, provenance=provenance))
+    assert asked.cache.written == (3051 if is_written else 0)
+    assert kept(at, document(1), question(1)) == ({asked.member.address: 2944} if is_written else {})
+    at.end_all()
+
+
+def test_what_was_given_up_before_its_first_token_nobody_has() -> None:
+    at, asked, _ = asked_one_of_two()
+    at.place(document(1), document(2))
+    at.placement.end(at.live.pop())
+    assert asked.cache.written == 3051
+    assert kept(at, document(1), document(2)) == {asked.member.address: 2944}
+    at.end_all()
+    assert kept(at, document(1), document(2)) == {asked.member.address: 2944}
+
+
+def test_what_was_given_up_the_worker_has_if_it_was_asked_for_it_again_meanwhile() -> None:
+    at, (p0,) = small_desk(1, 40_000)
+    for number in (1, 2):
+        at.place(document(1), question(number))
+    at.placement.end(at.live.pop(0))
+    assert kept(at, document(1), question(3)) == {p0.member.address: 2944}
+    at.end_all()
+
+
+def test_what_ended_without_a_token_was_computed_all_the_same() -> None:
+    at, asked, _ = asked_one_of_two()
+    provenance = Provenance(prefill_worker=asked.member.worker, decode_worker="d", prefilled_tokens=3050)
+    at.placement.heard(at.live[-1], Output(request_id="any", finish=FinishReason.STOP, provenance=provenance))
+    at.placement.end(at.live.pop())
+    assert kept(at, document(1), question(1)) == {asked.member.address: 2944}
