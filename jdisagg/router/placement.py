@@ -90,8 +90,8 @@ class Placement:
 
     def leave(self, flight: Flight) -> None:
         """A flight's one release path: off its worker, off every count. Idempotent."""
-        if flight.prefill is not None and flight.unproven is not None:  # given up before its first token: most of those wait
-            self._take_back(flight, flight.unproven)
+        if flight.prefill is not None and flight.unproven is not None:  # given up before its first token
+            self._forget(flight, flight.unproven)  # what was computed by then has pushed out others, and stays counted
         self._leave_prefill(flight)
         flight.unproven = None
         if flight.entry is not None:
@@ -133,14 +133,14 @@ class Placement:
         other = self._fleet.prefill_named(computed_by)
         if other is None and (computed_by or not provenance.decode_worker):
             return  # one that is gone, or too old to give its name: else the decode worker itself
-        self._take_back(flight, booking)
+        booking.take_back()
+        self._forget(flight, booking)
         if other is not None and flight.entry is not None:
             other.cache.written += provenance.prefilled_tokens + provenance.borrowed_tokens
             self._prefixes.note(flight.beginnings, flight.entry.key, other.cache)
 
-    def _take_back(self, flight: Flight, booking: Booking) -> None:
-        """Who was asked has not computed it, and has no more of it than before; unless it was asked for it again since then."""
-        booking.take_back()
+    def _forget(self, flight: Flight, booking: Booking) -> None:
+        """Who was asked has no more of it than before; unless it was asked for it again since then."""
         self._prefixes.forget(flight.beginnings, booking.cache, booking.written, but=booking.num_cached)
 
     def _tell_found(self, flight: Flight, booking: Booking, provenance: Provenance) -> None:

@@ -247,11 +247,12 @@ def test_what_a_decode_worker_computed_itself_no_prefill_worker_has(worker: str,
     at.end_all()
 
 
-def test_what_was_given_up_before_its_first_token_nobody_has() -> None:
+def test_what_was_given_up_before_its_first_token_nobody_has_and_part_of_it_may_have_been_written() -> None:
     at, asked, _ = asked_one_of_two()
     at.place(document(1), document(2))
+    written = asked.cache.written
     at.placement.end(at.live.pop())
-    assert asked.cache.written == 3051
+    assert asked.cache.written == written
     assert kept(at, document(1), document(2)) == {asked.member.address: 2944}
     at.end_all()
     assert kept(at, document(1), document(2)) == {asked.member.address: 2944}
