@@ -19,16 +19,15 @@ from jdisagg.core.errors import AddressTaken
 from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, RunStream
-from jdisagg.router.pairing import differing
-from jdisagg.router.prefixes import NOWHERE, Near
+from jdisagg.router.longest import Longest
+from jdisagg.router.prefixes import NOTHING_KEPT, NOWHERE, Near
 from jdisagg.router.silence import Silence
+from jdisagg.router.usable import Usable, usable
 from jdisagg.router.worker_cache import Key, WorkerCache
 
-AWAY_S = 60.0  # how long a worker that left may take to come back, before the model is no longer than the others
 NEAR_SHARE = 1.25  # of the least busy one's requests, that one which may have cached a part of the prompt may have, and besides
 NEAR_LEAST, NEAR_TOKENS, NEAR_MOST = 2, 512, 8  # two, and one for each 512 tokens of that part, eight at most
 AGAIN_SHARE = 0.25  # of what is computed a second time counts once more where all are busy: those that come later wait for it
-MANY_MISSES = 4  # attempts, seconds in all: one that ends is evicted before, one that starts is reached before
 
 
 class Fleet:
@@ -40,7 +39,7 @@ class Fleet:
         self._silence = Silence(dead_after_s, lease_s)
         self._entries: dict[str, Entry] = {}
         self._caches = WeakValueDictionary[Key, WorkerCache]()  # while a prompt remembers it: a process may go and come back
-        self._longest: tuple[Member, float] | None = None  # and when it was last seen to be it
+        self._longest = Longest()
 
     def register(self, member: Member, now_s: float) -> Entry | None:
         """Add a process. Returns the older process it replaces at that address, or None; the same one again is a heartbeat.
@@ -82,8 +81,7 @@ class Fleet:
     def evict(self, now_s: float) -> list[Entry]:
         """Drop and return the workers whose heartbeats stopped; to be called now and then. A standing Run stream has better
         heartbeats of its own."""
-        if (found := self._longest_here()) is not None and not _is_longer(self._longest, found, now_s):
-            self._longest = found, now_s
+        self._longest.look(self._entries.values(), now_s)
         silent = self._silence.gone(self._entries.values(), now_s)
         for entry in silent:
             del self._entries[entry.member.address]
@@ -121,18 +119,8 @@ class Fleet:
         return [entry.member for entry in self._entries.values()]
 
     def longest(self, now_s: float) -> Member | None:
-        """Who holds the longest requests of those that take any: where nobody does, of all. One that was here a moment ago
-        counts: its requests wait for it, as those of any model do. None: nobody is here."""
-
-        found = self._longest_here()
-        return self._longest[0] if found and self._longest and _is_longer(self._longest, found, now_s) else found
-
-    def _longest_here(self) -> Member | None:
-        def rank(entry: Entry) -> tuple[bool, bool, int]:
-            member = entry.member
-            return entry.linked and not member.draining, member.decodes, member.max_model_len
-
-        return max(self._entries.values(), key=rank).member if self._entries else None
+        """Who holds the longest requests, see `Longest`. None: nobody is here."""
+        return self._longest.of(self._entries.values(), now_s)
 
     def count(self, role: Role) -> int:
         """Workers of a role that are there; those that decode count while they are linked and heard."""
@@ -164,8 +152,8 @@ class Fleet:
         `wanted_tokens` before others, then the one at `home`, one that has prefill workers of its weights, the one that had
         most of the prompt (`near`) of those that are not much busier than the least busy one, and then less busy ones. Of
         equally busy ones all requests with the same `kin` get the same, whoever else comes and goes."""
-        usable, _ = self._usable(fingerprint, num_tokens, prefill_tokens)
-        if not usable:
+        there = self._usable(fingerprint, num_tokens, prefill_tokens).entries
+        if not there:
             return None
         prefilled = {peer.member.fingerprint for peer in self._prefill()}
 
@@ -176,8 +164,8 @@ class Fleet:
             doubtful = address in but_not, entry.is_quiet, entry.suspect_until_s > now_s
             return (*doubtful, is_short, address != home, lonely)
 
-        best = min(standing(entry) for entry in usable)
-        equals = [entry for entry in usable if standing(entry) == best]
+        best = min(standing(entry) for entry in there)
+        equals = [entry for entry in there if standing(entry) == best]
         least = min(_busy(entry) for entry in equals)[0]
 
         def rank(entry: Entry) -> tuple[object, ...]:
@@ -191,50 +179,15 @@ class Fleet:
 
     def lacks(self, fingerprint: str | None, num_tokens: int = 0, prefill_tokens: int = 0) -> str:
         """What there is none of, where `choose` finds nobody of that fingerprint (None = any) for so many tokens; else ""."""
-        return self._usable(fingerprint, num_tokens, prefill_tokens)[1]
+        return self._usable(fingerprint, num_tokens, prefill_tokens).lacks
 
     def count_usable(self, fingerprint: str | None, num_tokens: int, prefill_tokens: int) -> int:
         """How many `choose` chooses from."""
-        return len(self._usable(fingerprint, num_tokens, prefill_tokens)[0])
+        return len(self._usable(fingerprint, num_tokens, prefill_tokens).entries)
 
-    def _usable(self, fingerprint: str | None, num_tokens: int, prefill_tokens: int) -> tuple[list[Entry], str]:
-        """Who can take such a request; where that is nobody, also what there is none of."""
+    def _usable(self, fingerprint: str | None, num_tokens: int, prefill_tokens: int) -> Usable:
         of_it = [entry for entry in self._entries.values() if fingerprint in (None, entry.member.fingerprint)]
-        there = [entry for entry in of_it if entry.member.decodes and entry.linked and not entry.is_awaited]
-        if not there:
-            return [], self._nobody(of_it)
-        holding = [entry for entry in there if num_tokens <= entry.member.max_model_len]
-        if not holding:
-            longest = max(entry.member.max_model_len for entry in there)
-            return [], f"no decode or unified worker that is connected holds {num_tokens} tokens (at most {longest})"
-        staying = [entry for entry in holding if not entry.member.draining]
-        if not staying:
-            which = "" if len(holding) == len(there) else f" that holds {num_tokens} tokens"
-            return [], f"every decode or unified worker{which} is draining ({_named(holding)})"
-        prefill = self._prefill()
-        held: dict[str, int] = {}
-        for peer in prefill:
-            held[peer.member.fingerprint] = max(held.get(peer.member.fingerprint, 1), peer.member.max_model_len)
-        paired = [entry for entry in staying if not entry.member.needs_prefill or entry.member.fingerprint in held]
-        usable = [e for e in paired if not e.member.needs_prefill or prefill_tokens <= held[e.member.fingerprint]]
-        if usable:
-            return usable, ""
-        if paired:
-            most = max(held[entry.member.fingerprint] for entry in paired)
-            return [], f"no prefill worker holds {prefill_tokens} tokens (at most {most}; --local-prefill never)"
-        why = ""
-        if prefill:
-            unlike = differing([peer.member for peer in prefill], [entry.member for entry in staying])
-            why = f"; {unlike} must be the same on both"
-        return [], f"no prefill worker that pairs with {_named(staying)} (--local-prefill never){why}"
-
-    def _nobody(self, entries: list[Entry]) -> str:
-        """None of these has a Run stream that says something: which of them fell silent, or send heartbeats all the same."""
-        if silent := [entry for entry in entries if entry.linked]:
-            return f"no decode or unified worker is heard ({_named(silent)} fell silent)"
-        unreached = [entry for entry in entries if entry.misses >= MANY_MISSES]
-        which = f" ({_named(unreached)} has registered, and this router does not reach it)" if unreached else ""
-        return f"no decode or unified worker is connected{which}"
+        return usable(of_it, self._prefill(), num_tokens, prefill_tokens)
 
     def _prefill(self) -> list[Entry]:
         """Prefill workers that take requests."""
@@ -246,6 +199,12 @@ class Fleet:
         one `kin`."""
         peers = self._prefill_of(fingerprint, near, kin)
         return [peer for peer in peers if num_tokens <= peer.member.max_model_len][:MAX_PREFILL_PEERS]
+
+    def prefill_named(self, worker: str) -> Entry | None:
+        """The prefill worker that calls itself so."""
+        return next(
+            (peer for peer in self._entries.values() if peer.member.role is Role.PREFILL and peer.member.worker == worker), None
+        )
 
     def prefill_for(self, address: str) -> tuple[str, ...] | None:
         """Addresses of all prefill workers for the decode worker there, least busy first; None for other workers."""
@@ -262,22 +221,13 @@ class Fleet:
 
         def rank(peer: Entry) -> tuple[object, ...]:
             num_waiting = peer.pending_tokens - peer.pending_cached + peer.others_tokens
-            return num_waiting - worth * near.prefills.get(peer.key, 0), peer.pending, _lot(peer, kin)
+            return num_waiting - worth * near.prefills.get(peer.key, NOTHING_KEPT).num_tokens, peer.pending, _lot(peer, kin)
 
         return sorted(peers, key=rank)
 
     def suspect(self, entry: Entry, now_s: float) -> None:
         """It failed somebody."""
         entry.suspect_until_s = now_s + SUSPECT_S
-
-
-def _is_longer(before: tuple[Member, float] | None, found: Member, now_s: float) -> bool:
-    """Whether the one seen before, of the same model, is longer and not gone for long."""
-    if before is None or now_s - before[1] >= AWAY_S:
-        return False
-    member = before[0]
-    is_same = (member.model, member.vocab_size, member.eos_token_ids) == (found.model, found.vocab_size, found.eos_token_ids)
-    return is_same and member.max_model_len > found.max_model_len
 
 
 def _busy(entry: Entry) -> tuple[float, int]:
@@ -290,7 +240,3 @@ def _busy(entry: Entry) -> tuple[float, int]:
 def _lot(entry: Entry, kin: bytes) -> bytes:
     """Rendezvous hashing: which of several is drawn does not change when others come or go."""
     return hashlib.blake2b(entry.member.address.encode(), key=kin, digest_size=8).digest()
-
-
-def _named(entries: list[Entry]) -> str:
-    return ", ".join(entry.member.worker for entry in entries)

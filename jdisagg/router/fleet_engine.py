@@ -125,10 +125,11 @@ class FleetEngine:
         except RequestError as error:
             timeline.failed(error, monotonic())
             raise
-        flight = self._flights[request.request_id] = Flight(self._attempts.behind(request))
-        self._placement.begin(flight)
+        flight = Flight(self._attempts.behind(request))
         late = self._tell_when_late(flight)
+        self._flights[request.request_id] = flight
         try:
+            self._placement.begin(flight)
             await self._place(flight)  # raises: not admitted at all
             timeline.record.scheduled(monotonic())
             while not flight.finished:

@@ -9,6 +9,7 @@ from jdisagg.api.mailbox import Mailbox
 from jdisagg.core.errors import RequestError
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
 from jdisagg.router.blame import Lost
+from jdisagg.router.booking import Booking
 from jdisagg.router.entry import Entry
 from jdisagg.router.prefixes import Beginning
 from jdisagg.router.setbacks import Setbacks
@@ -25,8 +26,8 @@ class Flight:
         self.beginnings: list[Beginning] = []  # of its prompt, from `Placement.begin` on
         self.events = Mailbox[Output | Lost | RequestError]()  # an error ends the request
         self.entry: Entry | None = None  # the worker it runs on
-        self.prefill: tuple[Entry, int, int] | None = None  # the P named first and the tokens asked of it, until the first one
-        self.tells_cache = False  # what that found in its cache says what is left there
+        self.prefill: Booking | None = None  # on the P named first, until the first token
+        self.unproven: Booking | None = None  # the same, until it is known which worker computed the prompt
         self.fingerprint: str | None = None
         self.setbacks = Setbacks()
         self.finished = False

@@ -6,6 +6,7 @@ import hashlib
 from array import array
 
 from jdisagg.core.requests import Output, Provenance, Role
+from jdisagg.router.booking import Booking, book
 from jdisagg.router.entry import Entry
 from jdisagg.router.flight import Flight
 from jdisagg.router.homes import Homes
@@ -56,7 +57,7 @@ class Placement:
         num_asked = self._fleet.count_usable(self._next_weights(flight), flight.least_tokens, flight.prefill_tokens)
         self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.fingerprint)
         self._submit(flight, entry, near, kin, num_asked)
-        self._prefixes.note(flight.beginnings, entry.key, flight.prefill[0].cache if flight.prefill else None)
+        self._prefixes.note(flight.beginnings, entry.key, flight.prefill.cache if flight.prefill else None)
         return True
 
     def weights(self, flight: Flight) -> str | None:
@@ -80,15 +81,19 @@ class Placement:
         return not first or flight.fingerprint is None or self._homes.speak(flight.request.fork_group, flight.fingerprint)
 
     def heard(self, flight: Flight, output: Output) -> None:
-        """With its first token it has left its prefill worker."""
+        """With its first token it has left its prefill worker. Which one that was comes with it, too, or else, where there was
+        none, at the end."""
+        if output.provenance is not None and (output.token_ids or output.finish):
+            self._tell_caches(flight, output.provenance)
         if output.token_ids:
-            if output.provenance is not None:
-                self._tell_cache(flight, output.provenance)
             self._leave_prefill(flight)
 
     def leave(self, flight: Flight) -> None:
         """A flight's one release path: off its worker, off every count. Idempotent."""
+        if flight.prefill is not None and flight.unproven is not None:  # given up before its first token
+            self._forget(flight, flight.unproven)  # what was computed by then has pushed out others, and stays counted
         self._leave_prefill(flight)
+        flight.unproven = None
         if flight.entry is not None:
             flight.entry.pending -= 1
             self._workers.cancel(flight.entry, flight.request.request_id, flight.attempt, enough=flight.enough)
@@ -107,37 +112,45 @@ class Placement:
         if entry.member.role is Role.DECODE:
             peers = self._fleet.prefill_peers(flight.fingerprint, flight.prefill_tokens, near, kin)
             if peers:
-                num_tokens, num_cached = flight.prefill_tokens, near.prefills.get(peers[0].key, 0)
-                num_waiting = peers[0].pending_tokens - peers[0].pending_cached  # it may be computing what is shared just now
-                flight.prefill = peers[0], num_tokens, num_cached
-                flight.tells_cache = near.behind.get(peers[0].key, 0) >= num_waiting
-                peers[0].pending += 1
-                peers[0].pending_tokens += num_tokens
-                peers[0].pending_cached += num_cached
-                peers[0].cache.written += num_tokens - num_cached
+                flight.prefill = flight.unproven = book(peers[0], flight.prefill_tokens, near)
         named = tuple(peer.member.address for peer in peers)
         self._workers.submit(entry, flight.attempt_request(named, entry.member.max_model_len, num_asked))
 
     def _leave_prefill(self, flight: Flight) -> None:
         if flight.prefill is not None:
-            entry, num_tokens, num_cached = flight.prefill
-            entry.pending -= 1
-            entry.pending_tokens -= num_tokens
-            entry.pending_cached -= num_cached
+            flight.prefill.end()
             flight.prefill = None
 
-    def _tell_cache(self, flight: Flight, provenance: Provenance) -> None:
-        """What its prefill worker found in its cache, where that is known: what is computed in any case tells nothing of it,
-        nor what came while the worker may still have computed what it shares with another. What was lost, it has again."""
-        if flight.prefill is None or flight.entry is None:
+    def _tell_caches(self, flight: Flight, provenance: Provenance) -> None:
+        """Which prefill worker has the prompt now, once."""
+        booking, flight.unproven = flight.unproven, None
+        if booking is None:
             return
-        if not flight.tells_cache or flight.request.sampling.prompt_logprobs is not None:
+        computed_by = provenance.prefill_worker
+        if computed_by == booking.entry.member.worker:
+            self._tell_found(flight, booking, provenance)
             return
-        peer, num_tokens, num_cached = flight.prefill
-        num_found = num_tokens - 1 - provenance.prefilled_tokens - provenance.borrowed_tokens
-        is_known = provenance.prefill_worker == peer.member.worker and num_found >= 0  # else another one, or computed twice
-        if is_known and peer.cache.tell(num_cached, num_found):
-            self._prefixes.note(flight.beginnings, flight.entry.key, peer.cache)
+        other = self._fleet.prefill_named(computed_by)
+        if other is None and (computed_by or not provenance.decode_worker):
+            return  # one that is gone, or too old to give its name: else the decode worker itself
+        booking.take_back()
+        self._forget(flight, booking)
+        if other is not None and flight.entry is not None:
+            other.cache.written += provenance.prefilled_tokens + provenance.borrowed_tokens
+            self._prefixes.note(flight.beginnings, flight.entry.key, other.cache)
+
+    def _forget(self, flight: Flight, booking: Booking) -> None:
+        """Who was asked has no more of it than before; unless it was asked for it again since then."""
+        self._prefixes.forget(flight.beginnings, booking.cache, booking.written, but=booking.num_cached)
+
+    def _tell_found(self, flight: Flight, booking: Booking, provenance: Provenance) -> None:
+        """What the one that was asked found in its cache. What is computed in any case tells nothing of that, nor what came
+        while the worker may still have computed what it shares with another. What was lost, it has again."""
+        if flight.entry is None or not booking.tells_cache or flight.request.sampling.prompt_logprobs is not None:
+            return
+        num_found = booking.num_tokens - 1 - provenance.prefilled_tokens - provenance.borrowed_tokens
+        if num_found >= 0 and booking.cache.tell(booking.num_cached, num_found):  # else it was computed twice
+            self._prefixes.note(flight.beginnings, flight.entry.key, booking.cache)
 
 
 def beginning(prompt_token_ids: tuple[int, ...]) -> bytes:

@@ -23,7 +23,17 @@ NEAR_PART = 4  # who had less than a quarter of a prompt is not near: a short sy
 MOST_HOMES = 32  # of one beginning: a common one soon is everywhere, and who has it unknown to us is idle beside the others
 
 Beginning = tuple[int, bytes]  # tokens, and their digest
-_Left = tuple[Key, float, int]  # whose cache, how many tokens of a prompt it has still, and what it wrote since then
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Of a prompt, in the cache of one prefill worker."""
+
+    num_tokens: int  # leading ones
+    num_behind: int = 0  # that it has written since it last had them: it may be computing them still while these wait there
+
+
+NOTHING_KEPT = Kept(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +41,8 @@ class Near:
     """How many leading tokens of a prompt which workers had: nobody any worth going for, unless said."""
 
     decodes: Mapping[Key, int] = field(default_factory=dict[Key, int])  # had them once: whose turns stay together, fit together
-    prefills: Mapping[Key, int] = field(default_factory=dict[Key, int])  # have them still, of those that were asked first
+    prefills: Mapping[Key, Kept] = field(default_factory=dict[Key, Kept])  # have them still, of those that were asked first
     news: bytes = b""  # the shortest beginning that nobody had; where somebody had all of it, the longest
-    behind: Mapping[Key, int] = field(default_factory=dict[Key, int], compare=False)  # what those of `prefills` wrote since
 
 
 NOWHERE = Near()
@@ -63,7 +72,7 @@ class Prefixes:
 
     def find(self, beginnings: Sequence[Beginning]) -> Near:
         """`beginnings`: of the prompt, as `beginnings_of` gives them."""
-        decodes, prefills, behind = dict[Key, int](), dict[Key, int](), dict[Key, int]()
+        decodes, prefills = dict[Key, int](), dict[Key, Kept]()
         most_tokens, news = beginnings[-1] if beginnings else (0, b"")
         longer, left = _NOBODY, list[_Left]()
         for num_tokens, digest in reversed(beginnings):
@@ -76,10 +85,9 @@ class Prefixes:
                     for key in had.decodes:
                         decodes.setdefault(key, num_tokens)
                 if left:
-                    prefills |= {key: num_tokens for key, most, _ in left if num_tokens <= most}
-                    behind |= {key: num_written for key, most, num_written in left if num_tokens <= most}
-                    left = [each for each in left if num_tokens > each[1]]
-        return Near(decodes, prefills, news, behind)
+                    prefills |= {each.key: Kept(num_tokens, each.num_behind) for each in left if num_tokens <= each.most_tokens}
+                    left = [each for each in left if num_tokens > each.most_tokens]
+        return Near(decodes, prefills, news)
 
     def note(self, beginnings: Sequence[Beginning], decode: Key, prefill: WorkerCache | None) -> None:
         """A prompt has been sent there, and `prefill` counts it as written."""
@@ -92,21 +100,46 @@ class Prefixes:
         while len(self._had) > self._most_beginnings:
             self._had.popitem(last=False)
 
+    def forget(self, beginnings: Sequence[Beginning], prefill: WorkerCache, written: int, *, but: int) -> None:
+        """A prompt that was noted when that cache had written so much is not there, but for as many tokens."""
+        before, after = _NOBODY, _NOBODY
+        for num_tokens, digest in reversed(beginnings):
+            if num_tokens <= but:
+                return
+            if (known := self._had.get(digest)) is not None:
+                if known is not before:
+                    is_latest = (prefill, written) in zip(known.prefills, known.written, strict=True)
+                    before, after = known, _without(known, prefill) if is_latest else known
+                self._had[digest] = after
 
-def _left(had: _Had, but_not: Mapping[Key, int]) -> list[_Left]:
-    """Of the caches that have any of it still."""
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """Of a cache that has any of a prompt still."""
+
+    key: Key
+    most_tokens: float  # of its beginning
+    num_behind: int  # see `Kept`
+
+
+def _left(had: _Had, but_not: Mapping[Key, Kept]) -> list[_Left]:
     both = zip(had.prefills, had.written, strict=True)
-    left = [(cache.key, cache.left(written), cache.written - written) for cache, written in both]
-    return [each for each in left if each[1] > 0 and each[0] not in but_not]
+    left = [_Left(cache.key, cache.left(written), cache.written - written) for cache, written in both]
+    return [each for each in left if each.most_tokens > 0 and each.key not in but_not]
 
 
 def _with(had: _Had, decode: Key, prefill: WorkerCache | None) -> _Had:
     decodes = (decode, *(key for key in had.decodes if key != decode))[:MOST_HOMES]
     if prefill is None:
         return _Had(decodes, had.prefills, had.written)
-    others = [(cache, written) for cache, written in zip(had.prefills, had.written, strict=True) if cache is not prefill]
-    latest = [(prefill, prefill.written), *others][:MOST_HOMES]
-    return _Had(decodes, tuple(cache for cache, _ in latest), array("Q", [written for _, written in latest]))
+    others = _without(had, prefill)
+    prefills, written = (prefill, *others.prefills)[:MOST_HOMES], [prefill.written, *others.written][:MOST_HOMES]
+    return _Had(decodes, prefills, array("Q", written))
+
+
+def _without(had: _Had, prefill: WorkerCache) -> _Had:
+    left = [i for i, cache in enumerate(had.prefills) if cache is not prefill]
+    return _Had(had.decodes, tuple(had.prefills[i] for i in left), array("Q", [had.written[i] for i in left]))
 
 
 class LastBeginnings:

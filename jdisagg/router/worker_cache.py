@@ -5,6 +5,11 @@
 
 A cache forgets the least recently used first, of a prompt the end first; what a prompt had cached already is written by nobody.
 The worker says how large its cache is, and with each first token what it found there.
+
+What is used again pushes others back as well, and is not counted, so that a little too much is thought to be left. Counted,
+it was right more often, and less was cached: 89 % instead of 92 % of twelve templates that just fit into two small real
+caches. What is thought gone is computed by whoever has least to do; what is thought to be where it was is there again, once,
+afterwards.
 """
 
 from __future__ import annotations

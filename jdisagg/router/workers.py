@@ -27,8 +27,9 @@ from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.router.entrance import Entrance
 from jdisagg.router.entry import Entry
-from jdisagg.router.fleet import MANY_MISSES, Fleet
+from jdisagg.router.fleet import Fleet
 from jdisagg.router.pairing import PairingWatch
+from jdisagg.router.usable import MANY_MISSES
 
 log = logging.getLogger(__name__)
 

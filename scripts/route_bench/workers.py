@@ -135,7 +135,7 @@ class Simulation:
         job = Job(prompt, num_out, then, self.now_s, pages_of(prompt), flight)
         job.ideal = self._everything.match(job.keys, len(prompt))
         self._everything.use(job.keys)
-        prefill = self.workers[flight.prefill[0].member.address]
+        prefill = self.workers[flight.prefill.entry.member.address]
         prefill.queue.append(job)
         self._compute(prefill)
 

@@ -81,12 +81,14 @@ class ArithmeticEngine:
         for request, sink, tokens in list(self.live.values()):
             tokens.append(token_at(request.prompt_token_ids, len(tokens)))
             last = len(tokens) >= request.sampling.max_tokens
+            asked = next(iter(request.prefill_peers), "")  # which computed it, for all that is known
+            provenance = Provenance(prefill_worker=asked, decode_worker="arithmetic", recoveries=("refetch",))
             output = Output(
                 request_id=request.request_id,
                 attempt=request.attempt,
                 token_ids=(tokens[-1],),
                 finish=FinishReason.LENGTH if last else None,
-                provenance=Provenance(decode_worker="arithmetic", recoveries=("refetch",)) if last else None,
+                provenance=provenance if last else None,
             )
             by_sink.setdefault(id(sink), (sink, []))[1].append(output)
             if last:

@@ -14,6 +14,7 @@ import pytest
 
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, Overloaded, RequestError, Unavailable
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role, SamplingParams
+from jdisagg.router.prefixes import BLOCK_TOKENS
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router, expected
 from tests.unit.wire.rig import FAST, IMPATIENT, request, run_quiet, until
@@ -141,6 +142,18 @@ def test_a_stream_goes_on_exactly_when_its_worker_dies_or_stalls(kill, caplog):
             await until(lambda: router.linked() == 2)  # alive again: connected again
             await victim.die()
         await stop(router, heir)
+
+    run_quiet(body())
+
+
+def test_a_request_that_cannot_begin_leaves_nothing_behind():
+    async def body() -> None:
+        router = await Router().start()
+        with pytest.raises(OverflowError):
+            await collect(router, request("r1", prompt=(2**63,) * BLOCK_TOKENS, fork_group="r"))
+        assert not (await router.engine.debug_state())["flights"]
+        assert not router.engine._placement, "a group of siblings lives"
+        await stop(router)
 
     run_quiet(body())
 

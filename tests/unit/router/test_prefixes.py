@@ -14,7 +14,7 @@ from jdisagg.core.requests import EngineRequest, Role, SamplingParams
 from jdisagg.router import prefixes
 from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
-from jdisagg.router.prefixes import BLOCK_TOKENS, MOST_HOMES, NEAR_PART, Beginning, Near, Prefixes, beginnings_of
+from jdisagg.router.prefixes import BLOCK_TOKENS, MOST_HOMES, NEAR_PART, Beginning, Kept, Near, Prefixes, beginnings_of
 from jdisagg.router.worker_cache import WorkerCache
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.test_busy_workers import prefill_fleet
@@ -38,7 +38,7 @@ def test_what_two_prompts_have_in_common_is_found_wherever_it_ends(common: int, 
     prefixes.note(one, D1, P1)
     near, blocks = prefixes.find(other), common // BLOCK_TOKENS * BLOCK_TOKENS
     found = near.decodes.get(D1, 0)
-    assert near == Near({D1: found} if found else {}, {P1.key: found} if found else {}, near.news)
+    assert near == Near({D1: found} if found else {}, {P1.key: Kept(found)} if found else {}, near.news)
     assert found <= blocks
     assert found >= blocks * 16 // 17 or blocks * 16 / 17 < (common + tails[1]) / NEAR_PART
     assert len(other) <= 32 + 16 * 5
@@ -49,9 +49,9 @@ def test_every_worker_counts_for_what_it_had() -> None:
     prefixes.note(beginnings_of(prompt(70)), D1, P1)
     prefixes.note(beginnings_of(prompt(70, 80)), D2, None)
     asked = beginnings_of(prompt(70, 80, 33))
-    assert prefixes.find(asked) == Near({D1: 64, D2: 128}, {P1.key: 64}, asked[4][1])
+    assert prefixes.find(asked) == Near({D1: 64, D2: 128}, {P1.key: Kept(64)}, asked[4][1])
     asked = beginnings_of(prompt(70, 80)[:128])
-    assert prefixes.find(asked) == Near({D1: 64, D2: 128}, {P1.key: 64}, asked[-1][1])
+    assert prefixes.find(asked) == Near({D1: 64, D2: 128}, {P1.key: Kept(64)}, asked[-1][1])
     for unknown in (prompt(63), prompt(70)[1:]):
         asked = beginnings_of(unknown)
         assert prefixes.find(asked) == Near(news=asked[0][1])
@@ -191,7 +191,7 @@ def test_another_process_at_the_address_is_not_near() -> None:
 
 def test_a_prefill_worker_may_have_as_many_tokens_more_to_compute_as_it_has_cached() -> None:
     _, p1, p2 = (workers := prefill_fleet()).entries()
-    near = Near({}, {p1.key: 640, p2.key: 64})
+    near = Near({}, {p1.key: Kept(640), p2.key: Kept(64)})
     p1.pending_tokens = 575
     assert workers.prefill_peers("f", 1, near)[0] is p1
     p1.pending_tokens = 577

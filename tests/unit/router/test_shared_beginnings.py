@@ -45,7 +45,7 @@ class Desk:
         self.live.append(flight)
         assert flight.entry is not None
         assert flight.prefill is not None
-        return flight.entry.member.address, flight.prefill[0].member.address
+        return flight.entry.member.address, flight.prefill.entry.member.address
 
     def end_all(self) -> None:
         """Also their counts."""

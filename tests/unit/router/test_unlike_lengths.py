@@ -10,8 +10,9 @@ import pytest
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import EngineRequest, FinishReason, Role, SamplingParams
-from jdisagg.router import fleet
-from jdisagg.router.fleet import AWAY_S, Fleet
+from jdisagg.router import longest
+from jdisagg.router.fleet import Fleet
+from jdisagg.router.longest import AWAY_S
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router, expected
 from tests.unit.router.test_fleet_engine import collect
@@ -90,7 +91,7 @@ def test_a_request_waits_for_a_prefill_worker_that_holds_it_rather_than_be_refus
 
 
 def test_a_model_is_as_long_as_the_longest_worker_that_takes_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "AWAY_S", 0.0)
+    monkeypatch.setattr(longest, "AWAY_S", 0.0)
 
     async def body() -> None:
         router = await Router().start()

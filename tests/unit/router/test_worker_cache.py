@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from jdisagg.core.requests import Output, Provenance, SamplingParams
+from jdisagg.core.requests import FinishReason, Output, Provenance, SamplingParams
+from jdisagg.router.booking import Booking
 from jdisagg.router.entry import Entry
 from jdisagg.router.flight import Flight
-from jdisagg.router.prefixes import Near, Prefixes, beginnings_of
+from jdisagg.router.prefixes import Kept, Near, Prefixes, beginnings_of
 from jdisagg.router.worker_cache import LOST_WEIGHT, PAGE_TOKENS, WorkerCache
 from tests.unit.router.test_busy_workers import prefill_fleet
 from tests.unit.router.test_shared_beginnings import Desk, desk, document, question
@@ -42,13 +43,13 @@ def test_what_a_cache_has_room_for_counts_and_of_an_older_prompt_the_beginning()
     cache.written += 128
     prefixes.note(old, D1, cache)
     cache.written += 192
-    assert prefixes.find(old).prefills == {cache.key: 128}
+    assert prefixes.find(old).prefills == {cache.key: Kept(128, 192)}
     cache.written += 64
-    assert prefixes.find(old).prefills == {cache.key: 64}, "the end goes first"
+    assert prefixes.find(old).prefills == {cache.key: Kept(64, 256)}, "the end goes first"
     prefixes.note(new, D1, cache)
     cache.written += 64
     assert prefixes.find(old).prefills == {}
-    assert prefixes.find(new).prefills == {cache.key: 256}
+    assert prefixes.find(new).prefills == {cache.key: Kept(256, 64)}
     assert prefixes.find(old).decodes == {D1: 128}
 
 
@@ -60,14 +61,14 @@ def test_what_is_used_again_is_the_latest_and_a_shorter_beginning_of_it_too() ->
     cache.written += 96
     prefixes.note(beginnings_of([*head, *range(2000, 2096)]), D1, cache)
     cache.written += 128
-    assert prefixes.find(beginnings_of([*head, *range(1000, 1096)])).prefills == {cache.key: 96}
+    assert prefixes.find(beginnings_of([*head, *range(1000, 1096)])).prefills == {cache.key: Kept(96, 128)}
 
 
 def test_a_worker_that_says_nothing_of_its_cache_is_thought_to_keep_everything() -> None:
     prefixes, cache, chain = Prefixes(), WorkerCache(("p1", "epoch")), beginnings_of(list(range(128)))
     prefixes.note(chain, D1, cache)
     cache.written += 10**12
-    assert prefixes.find(chain).prefills == {cache.key: 128}
+    assert prefixes.find(chain).prefills == {cache.key: Kept(128, 10**12)}
 
 
 def test_only_what_was_not_cached_is_written() -> None:
@@ -110,7 +111,7 @@ def test_a_process_that_was_gone_for_a_while_is_remembered_once() -> None:
 
 def test_a_prompt_is_computed_by_a_second_worker_later_the_more_workers_are_busy() -> None:
     p0, p1, p2 = (fleet := prefill_fleet()).entries()
-    near = Near({}, {p0.key: 1000})
+    near = Near({}, {p0.key: Kept(1000)})
     p0.pending, p0.pending_tokens = 1, 1020
     assert fleet.prefill_peers("f", 1, near)[0] is p0, "20 tokens more, of 1000: one of three is busy"
     p0.pending_tokens = 1030
@@ -126,7 +127,7 @@ def answer(at: Desk, num_computed: int, **fields: Any) -> None:
     """The first token of the latest request."""
     flight = at.live[-1]
     assert flight.prefill is not None
-    worker = flight.prefill[0].member.worker
+    worker = flight.prefill.entry.member.worker
     provenance = Provenance(**{"prefill_worker": worker, "prefilled_tokens": num_computed} | fields)
     at.placement.heard(flight, Output(request_id="any", token_ids=(1,), provenance=provenance))
 
@@ -178,7 +179,7 @@ def test_a_prompt_that_a_worker_had_lost_it_has_again() -> None:
     at.end_all()
     at.place(document(1), question(3))
     flight = at.live[-1]
-    assert flight.prefill == (p0, 3051, 2944), "of which all is cached"
+    assert flight.prefill == Booking(p0, 3051, 2944, p0.cache.written, tells_cache=True), "of which all is cached"
     at.end_all()
 
 
@@ -198,3 +199,77 @@ def test_what_was_fetched_from_d_was_not_found() -> None:
     answer(at, 50, borrowed_tokens=3000)
     assert p0.cache.written == written + LOST_WEIGHT * 2944
     at.end_all()
+
+
+def asked_one_of_two() -> tuple[Desk, Entry, Entry]:
+    """Two prefill workers that cache 40,000 tokens: which of them was asked about one document, and which was not."""
+    at, peers = small_desk(2, 40_000)
+    at.place(document(1), question(1))
+    (asked,) = (peer for peer in peers if peer.cache.written)
+    return at, asked, next(peer for peer in peers if peer is not asked)
+
+
+def kept(at: Desk, *parts: tuple[int, ...]) -> dict[str, int]:
+    """What prefill workers are thought to have of such a prompt, by address."""
+    near = at.placement._prefixes.find(beginnings_of(sum(parts, ())))
+    return {address: each.num_tokens for (address, _), each in near.prefills.items()}
+
+
+def test_what_another_prefill_worker_computed_that_one_has_and_who_was_asked_has_not() -> None:
+    at, asked, other = asked_one_of_two()
+    answer(at, 3000, prefill_worker=other.member.worker, borrowed_tokens=50)
+    assert (asked.cache.written, other.cache.written) == (0, 3050)
+    assert kept(at, document(1), question(3)) == {other.member.address: 2944}
+    at.end_all()
+
+
+def test_what_another_prefill_worker_computed_the_one_that_was_asked_has_as_far_as_it_had_it_before() -> None:
+    at, asked, other = asked_one_of_two()
+    at.end_all()
+    at.place(document(1), document(2))
+    answer(at, 6000, prefill_worker=other.member.worker)
+    assert (asked.cache.written, other.cache.written) == (3051, 6000)
+    assert kept(at, document(1), document(2)) == {asked.member.address: 2944, other.member.address: 5888}
+    at.end_all()
+
+
+@pytest.mark.parametrize(("worker", "is_written"), [("", False), ("h:1", True)])
+def test_what_a_decode_worker_computed_itself_no_prefill_worker_has(worker: str, is_written: bool) -> None:
+    """A worker that is named by its address is too old to say who it is with its first token."""
+    at, asked, _ = asked_one_of_two()
+    flight = at.live[-1]
+    at.placement.heard(flight, Output(request_id="any", token_ids=(1,)))
+    assert asked.cache.written == 3051
+    provenance = Provenance(prefill_worker=worker, decode_worker="d", prefilled_tokens=3050)
+    at.placement.heard(flight, Output(request_id="any", finish=FinishReason.STOP, provenance=provenance))
+    assert asked.cache.written == (3051 if is_written else 0)
+    assert kept(at, document(1), question(1)) == ({asked.member.address: 2944} if is_written else {})
+    at.end_all()
+
+
+def test_what_was_given_up_before_its_first_token_nobody_has_and_part_of_it_may_have_been_written() -> None:
+    at, asked, _ = asked_one_of_two()
+    at.place(document(1), document(2))
+    written = asked.cache.written
+    at.placement.end(at.live.pop())
+    assert asked.cache.written == written
+    assert kept(at, document(1), document(2)) == {asked.member.address: 2944}
+    at.end_all()
+    assert kept(at, document(1), document(2)) == {asked.member.address: 2944}
+
+
+def test_what_was_given_up_the_worker_has_if_it_was_asked_for_it_again_meanwhile() -> None:
+    at, (p0,) = small_desk(1, 40_000)
+    for number in (1, 2):
+        at.place(document(1), question(number))
+    at.placement.end(at.live.pop(0))
+    assert kept(at, document(1), question(3)) == {p0.member.address: 2944}
+    at.end_all()
+
+
+def test_what_ended_without_a_token_was_computed_all_the_same() -> None:
+    at, asked, _ = asked_one_of_two()
+    provenance = Provenance(prefill_worker=asked.member.worker, decode_worker="d", prefilled_tokens=3050)
+    at.placement.heard(at.live[-1], Output(request_id="any", finish=FinishReason.STOP, provenance=provenance))
+    at.placement.end(at.live.pop())
+    assert kept(at, document(1), question(1)) == {asked.member.address: 2944}

@@ -1,0 +1,45 @@
+"""How long the requests are that a fleet takes: as long as its longest worker, even while that one restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from jdisagg.core.fleet import Member
+from jdisagg.router.entry import Entry
+
+AWAY_S = 60.0  # how long a worker that left may take to come back, before the model is no longer than the others
+
+
+class Longest:
+    """Remembers who it was. Time is passed in."""
+
+    def __init__(self) -> None:
+        self._member: Member | None = None
+        self._seen_s = 0.0  # when it was last the longest that was there
+
+    def look(self, entries: Collection[Entry], now_s: float) -> None:
+        """To be called now and then, with everybody."""
+        if (found := _longest(entries)) is not None and not self._outdoes(found, now_s):
+            self._member, self._seen_s = found, now_s
+
+    def of(self, entries: Collection[Entry], now_s: float) -> Member | None:
+        """Who holds the longest requests of those that take any: where nobody does, of all. One that was here a moment ago
+        counts: its requests wait for it, as those of any model do. None: nobody is here."""
+        found = _longest(entries)
+        return self._member if found is not None and self._outdoes(found, now_s) else found
+
+    def _outdoes(self, found: Member, now_s: float) -> bool:
+        """Whether the one seen before, of the same model, is longer and not gone for long."""
+        before = self._member
+        if before is None or now_s - self._seen_s >= AWAY_S:
+            return False
+        models = [(member.model, member.vocab_size, member.eos_token_ids) for member in (before, found)]
+        return models[0] == models[1] and before.max_model_len > found.max_model_len
+
+
+def _longest(entries: Collection[Entry]) -> Member | None:
+    def rank(entry: Entry) -> tuple[bool, bool, int]:
+        member = entry.member
+        return entry.linked and not member.draining, member.decodes, member.max_model_len
+
+    return max(entries, key=rank).member if entries else None

@@ -1,0 +1,67 @@
+"""Which workers can take a request at all, and, where none can, what there is none of: clients and operators are told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jdisagg.router.entry import Entry
+from jdisagg.router.pairing import differing
+
+MANY_MISSES = 4  # attempts, seconds in all: one that ends is evicted before, one that starts is reached before
+
+
+class Usable(NamedTuple):
+    """Exactly one of the two is empty."""
+
+    entries: list[Entry]
+    lacks: str
+
+
+def usable(entries: Sequence[Entry], prefill: Sequence[Entry], num_tokens: int, prefill_tokens: int) -> Usable:
+    """Of `entries`, which have the weights that are asked for, the decode and unified workers that can take a request of
+    `num_tokens`, its output included, of which one of the `prefill` workers computes `prefill_tokens` if that is needed."""
+    there = [entry for entry in entries if entry.member.decodes and entry.linked and not entry.is_awaited]
+    if not there:
+        return Usable([], _nobody(entries))
+    holding = [entry for entry in there if num_tokens <= entry.member.max_model_len]
+    if not holding:
+        longest = max(entry.member.max_model_len for entry in there)
+        return Usable([], f"no decode or unified worker that is connected holds {num_tokens} tokens (at most {longest})")
+    staying = [entry for entry in holding if not entry.member.draining]
+    if not staying:
+        which = "" if len(holding) == len(there) else f" that holds {num_tokens} tokens"
+        return Usable([], f"every decode or unified worker{which} is draining ({_named(holding)})")
+    return _with_prefill(staying, prefill, prefill_tokens)
+
+
+def _with_prefill(staying: list[Entry], prefill: Sequence[Entry], prefill_tokens: int) -> Usable:
+    """Those that compute prompts themselves, or have a prefill worker of their weights that holds so many tokens."""
+    held: dict[str, int] = {}  # by fingerprint
+    for peer in prefill:
+        held[peer.member.fingerprint] = max(held.get(peer.member.fingerprint, 1), peer.member.max_model_len)
+    paired = [entry for entry in staying if not entry.member.needs_prefill or entry.member.fingerprint in held]
+    found = [entry for entry in paired if not entry.member.needs_prefill or prefill_tokens <= held[entry.member.fingerprint]]
+    if found:
+        return Usable(found, "")
+    if paired:
+        most = max(held[entry.member.fingerprint] for entry in paired)
+        return Usable([], f"no prefill worker holds {prefill_tokens} tokens (at most {most}; --local-prefill never)")
+    why = ""
+    if prefill:
+        unlike = differing([peer.member for peer in prefill], [entry.member for entry in staying])
+        why = f"; {unlike} must be the same on both"
+    return Usable([], f"no prefill worker that pairs with {_named(staying)} (--local-prefill never){why}")
+
+
+def _nobody(entries: Sequence[Entry]) -> str:
+    """None of these has a Run stream that says something: which of them fell silent, or send heartbeats all the same."""
+    if silent := [entry for entry in entries if entry.linked]:
+        return f"no decode or unified worker is heard ({_named(silent)} fell silent)"
+    unreached = [entry for entry in entries if entry.misses >= MANY_MISSES]
+    which = f" ({_named(unreached)} has registered, and this router does not reach it)" if unreached else ""
+    return f"no decode or unified worker is connected{which}"
+
+
+def _named(entries: Sequence[Entry]) -> str:
+    return ", ".join(entry.member.worker for entry in entries)
