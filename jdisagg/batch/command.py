@@ -97,11 +97,12 @@ def parse_command(argv: Sequence[str]) -> Command:
             flaw = f"{path}: a regular file is wanted, to be read again after an interruption" if args.input.exists() else ""
             raise ConfigError(f"--input: {flaw or f'no file {path!r}'}")
     with _usable("--output", args.output):
-        _check_output(args.output, args.input)
+        output = args.output.resolve() if args.output.is_symlink() else args.output  # the link stays one
+        _check_output(output, args.input)
     role = "colocated" if args.disagg else "unified"
     config = load_config(["--role", role, *serve_flags]) if args.server is None else None
     return Command(
-        batch=Batch(input=args.input, output=args.output, seed=args.seed, max_concurrency=args.max_concurrency, config=config),
+        batch=Batch(input=args.input, output=output, seed=args.seed, max_concurrency=args.max_concurrency, config=config),
         server=server,
         patience_s=args.patience_s,
         request_timeout_s=args.request_timeout_s,

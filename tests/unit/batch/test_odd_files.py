@@ -175,6 +175,19 @@ def test_a_disk_that_has_no_room_for_the_output_keeps_the_journal(tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
+def test_an_output_behind_a_link_is_written_there(tmp_path: Path) -> None:
+    source, output, volume = source_in(tmp_path, '{"prompt": "x"}\n'), tmp_path / "out.jsonl", tmp_path / "volume"
+    volume.mkdir()
+    output.symlink_to("volume/answers.jsonl")
+    with serving() as server:
+        assert main(arguments(source, output, server.url)) == 0
+        assert main(arguments(source, output, server.url)) == 0
+        assert server.asked.total() == 1
+    assert output.is_symlink()
+    assert [path.name for path in volume.iterdir()] == ["answers.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "volume"]
+
+
 def test_an_output_for_which_there_is_no_room_takes_none(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
