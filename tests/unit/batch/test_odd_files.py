@@ -240,6 +240,22 @@ def test_an_input_that_goes_while_its_batch_runs_is_told_of_and_costs_no_answer(
         assert not server.asked  # all was in the journal
 
 
+@pytest.mark.parametrize("at", [0, 2**20 - 1, 2**20, -1])
+def test_an_input_is_compared_with_what_was_found_to_its_last_byte_and_may_grow(tmp_path: Path, at: int) -> None:
+    source = source_in(tmp_path, '{"prompt": "x"}\n' * 150_000)
+    batch = Batch(input=source, output=tmp_path / "out.jsonl")
+    assert len(batch.id) == 8  # it is found
+    raw = source.read_bytes()
+    source.write_bytes(raw + b'{"prompt": "y"}\n')
+    batch.check_input()
+    changed = bytearray(raw)
+    changed[at] ^= 1
+    for other in (bytes(changed), raw[:-1], b""):
+        source.write_bytes(other)
+        with pytest.raises(ConfigError, match="the input changed while its batch ran"):
+            batch.check_input()
+
+
 def test_a_batch_keeps_the_time_of_the_input_that_it_found(tmp_path: Path) -> None:
     _, output = ran_while(tmp_path, lambda source: os.utime(source, (1, 1)))
     lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]

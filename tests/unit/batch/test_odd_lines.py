@@ -50,6 +50,9 @@ def run(
     source.write_bytes(raw)
     with serving(odd=odd, dies_of=dies_of, delay_s=0.0 if dies_of is None else 0.05) as server:
         assert main(arguments(source, output, server.url, *flags)) == 0
+        asked = server.asked.total()
+        assert main(arguments(source, output, server.url, *flags)) == 0
+        assert server.asked.total() == asked, "it is known as the output of this batch"
     lines = output.read_text(encoding="utf-8").splitlines()
     return [json.loads(line, parse_constant=refuse_constant) for line in lines]
 

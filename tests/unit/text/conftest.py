@@ -27,7 +27,8 @@ def byte_level(byte_level_directory: Path) -> Tokenizer:
 @pytest.fixture(scope="session")
 def byte_fallback() -> Tokenizer:
     """SentencePiece style: words begin with U+2581, unknown characters fall back to bytes."""
-    words = ["<s>", "</s>", "<unk>", "\u2581", "\u2581hello", "\u2581world", "he", "llo", *(f"<0x{i:02X}>" for i in range(256))]
+    words = ["<s>", "</s>", "<unk>", "\u2581", "\u2581hello", "\u2581world", "he", "llo", "\ufffd"]
+    words += [f"<0x{i:02X}>" for i in range(256)]
     vocabulary = {word: index for index, word in enumerate(words)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
     backend.decoder = decoders.Sequence(  # pyright: ignore[reportAttributeAccessIssue]

@@ -51,7 +51,7 @@ def size(byte_level: Tokenizer) -> int:
         {CONFIG: {**NAMED, "extra_special_tokens": {"image_token": NEW[0]}}},
         {CONFIG: {**NAMED, "image_token": NEW[0]}},
     ],
-    ids=str,
+    ids=lambda files: str(files).replace("é€x", "odd"),  # pytest escapes others anew each time that a process collects them
 )
 def test_they_encode_decode_and_render_as_in_transformers(
     byte_level_directory: Path, tmp_path: Path, size: int, files: dict[str, dict[str, Any]]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders
 
@@ -47,7 +48,11 @@ def test_an_emoji_split_over_tokens_appears_with_its_last_token(byte_level: Toke
 
 
 def test_a_character_that_a_prompt_begins_is_the_answers(byte_level: Tokenizer) -> None:
-    @given(st.lists(st.integers(0, byte_level.vocab_size - 1), max_size=20), st.integers(0, 20), st.booleans())
+    smile = byte_level.encode("a😀", add_special_tokens=False)
+    likely = st.sampled_from([*smile, *byte_level.special_ids])
+
+    @given(st.lists(st.integers(0, byte_level.vocab_size - 1) | likely, max_size=20), st.integers(0, 20), st.booleans())
+    @example([*smile[:3], *byte_level.special_ids, smile[3]], 4, True)
     def check(ids: list[int], length: int, skip: bool) -> None:
         prompt, answer = ids[:length], ids[length:]
         stream = byte_level.detokenizer(skip_special_tokens=skip, before=prompt)
@@ -55,7 +60,6 @@ def test_a_character_that_a_prompt_begins_is_the_answers(byte_level: Tokenizer) 
         assert text == byte_level.decode(ids, skip_special_tokens=skip)
 
     check()
-    smile = byte_level.encode("a😀", add_special_tokens=False)
     stream = byte_level.detokenizer(before=smile[:-1])
     assert (byte_level.decode_begun(smile[:-1]), stream.push(smile[-1]), stream.flush()) == ("a", "😀", "")
 
@@ -68,6 +72,37 @@ def test_byte_fallback_keeps_leading_spaces_and_waits_for_whole_characters(byte_
     assert "".join(pieces) == byte_fallback.decode(ids)
 
 
+def test_any_byte_fallback_text_joins_to_its_decoding_wherever_its_prompt_ends(byte_fallback: Tokenizer) -> None:
+    words = ["\u2581", "\u2581hello", "llo", "\ufffd", "<s>", "</s>"]
+    parts = [*([_id(byte_fallback, word)] for word in words), *(_bytes_of(byte_fallback, text) for text in "é中😀")]
+
+    @given(st.lists(st.sampled_from(parts), max_size=14), st.integers(0, 30), st.booleans())
+    def check(drawn: list[list[int]], length: int, skip: bool) -> None:
+        ids = [*chain(*drawn)]
+        prompt, answer = ids[:length], ids[length:]
+        stream = byte_fallback.detokenizer(skip_special_tokens=skip, before=prompt)
+        begun = byte_fallback.decode_begun(prompt, skip_special_tokens=skip)
+        assert begun + "".join(map(stream.push, answer)) + stream.flush() == byte_fallback.decode(ids, skip_special_tokens=skip)
+
+    check()
+
+
+@given(text=st.text(alphabet="ab é€😀_ ", max_size=20))
+def test_no_piece_holds_half_a_character_whatever_else_a_decoder_does(byte_level_directory: Path, text: str) -> None:
+    backend = tokenizers.Tokenizer.from_file(str(byte_level_directory / "tokenizer.json"))
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("_", " ")])  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer = Tokenizer(backend)
+    pieces = _stream(tokenizer, tokenizer.encode(text))
+    assert "".join(pieces) == text.replace("_", " ")
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_endless_marks_are_not_withheld_for_ever(byte_fallback: Tokenizer) -> None:
+    """A vocabulary has the mark of what is no character, too."""
+    detokenizer = byte_fallback.detokenizer()
+    assert "".join(detokenizer.push(_id(byte_fallback, "\ufffd")) for _ in range(64)).count("\ufffd") >= 56
+
+
 def test_endless_invalid_bytes_are_not_withheld_for_ever(byte_fallback: Tokenizer) -> None:
     bad = _id(byte_fallback, "<0x80>")
     detokenizer = byte_fallback.detokenizer()
@@ -77,6 +112,8 @@ def test_endless_invalid_bytes_are_not_withheld_for_ever(byte_fallback: Tokenize
 @pytest.mark.parametrize(("token", "expected"), [("<0xE2>", b"\xe2"), ("\u2581hello", b" hello"), ("<s>", b"<s>")])
 def test_token_bytes_of_byte_fallback(byte_fallback: Tokenizer, token: str, expected: bytes) -> None:
     assert byte_fallback.token_bytes(_id(byte_fallback, token)) == expected
+    assert byte_fallback.token_text(_id(byte_fallback, token)) == expected.decode(errors="replace")
+    assert byte_fallback.token_bytes(10_000) == b""
 
 
 def test_token_bytes_of_byte_level_join_to_the_text(byte_level: Tokenizer) -> None:

@@ -61,6 +61,23 @@ def test_chat_prompt_equals_transformers(
     assert "<s>" in rendered
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ tools | tojson(separators=(',', ':')) }}",
+        "{{ tools | tojson(sort_keys=true) }}",
+        "{{ tools | tojson(ensure_ascii=true) }}",
+        "{{ strftime_now('%Y') }}",
+        "{{ documents }}",
+    ],
+)
+def test_what_a_template_may_call_does_as_in_transformers(byte_level_directory: Path, source: str) -> None:
+    given: dict[str, Any] = {"tools": [TOOL], "documents": [{"title": "a", "text": "b"}], "add_generation_prompt": False}
+    theirs = PreTrainedTokenizerFast.from_pretrained(byte_level_directory)
+    expected = theirs.apply_chat_template(MESSAGES, chat_template=source, tokenize=False, **given)
+    assert ChatTemplate(source, {}).render(MESSAGES, **given) == expected
+
+
 def test_a_template_file_wins_and_refusals_name_the_messages(byte_level_directory: Path, tmp_path: Path) -> None:
     shutil.copytree(byte_level_directory, tmp_path, dirs_exist_ok=True)
     source = "{% generation %}{{ messages[0].content }}{% endgeneration %}{{ raise_exception('no ' + messages[0].role) }}"
@@ -262,10 +279,11 @@ def test_a_digest_tells_vocabularies_special_tokens_and_templates_apart(byte_lev
         digest("vocabulary", "tokenizer.json", json.dumps(raw)),
         digest("template", "chat_template.jinja", "{{ messages[0].content }}"),
         digest("special", "tokenizer_config.json", json.dumps({"pad_token": "<another>"})),
+        digest("added", "added_tokens.json", json.dumps({"<more>": 1000})),
     }
     assert digest("one") == digest("two")
     assert digest("one again") not in changed
-    assert len(changed) == 3
+    assert len(changed) == 4
 
 
 def test_a_tokenizer_that_git_left_out_is_called_so(tmp_path: Path) -> None:
