@@ -56,9 +56,7 @@ def test_a_match_counts_where_it_ends() -> None:
     assert (scanner.push("b"), scanner.matched) == ("", "ab")
 
 
-@given(
-    st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), st.integers(0, 20)
-)
+@given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), st.integers(0, 20))
 @example("ababa", ["aba"], 3)
 @example("aabaab", ["aabaab"], 0)
 def test_the_first_match_that_ends_behind_the_border_is_found(text: str, stops: list[str], border: int) -> None:
