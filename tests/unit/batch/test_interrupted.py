@@ -51,6 +51,7 @@ def cancelled(directory: Path, text: str, times: int = 1) -> tuple[Batch, bool]:
             with SlowJournal(batch.output, batch.header("fake")) as journal:
                 run = asyncio.ensure_future(run_batch(batch, journal, Sender(client, patience_s=1.0), lambda _: None))
                 while not journal.is_writing:
+                    assert not run.done(), "it writes before it ends"
                     await asyncio.sleep(0.005)
                 for _ in range(times):
                     run.cancel()

@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -195,16 +194,20 @@ def ran_while(directory: Path, change: Callable[[Path], object]) -> tuple[int, P
     """Exit status and output of a batch of twelve lines, four at a time, whose input meets `change` when four have answers."""
     source, output = source_in(directory, "".join(f'{{"prompt": "p{n}"}}\n' for n in range(12))), directory / "out.jsonl"
     with serving(delay_s=0.3) as server:
+        ended = threading.Event()
 
         def wait() -> None:
-            while len(server.asked) <= 4:
-                time.sleep(0.01)
+            while len(server.asked) <= 4 and not ended.wait(0.01):
+                pass
             change(source)
 
         changing = threading.Thread(target=wait)
         changing.start()
-        status = main(arguments(source, output, server.url, "--max-concurrency", "4"))
-        changing.join()
+        try:
+            status = main(arguments(source, output, server.url, "--max-concurrency", "4"))
+        finally:
+            ended.set()
+            changing.join()
     return status, output
 
 
