@@ -4,7 +4,7 @@
 # sched: scheduler, allocator and prefix index; handoff: both sides of the hand-off; text: tokens to text and stop strings;
 # batch: what a batch reads, asks and writes. What is broken and which tests run is in pyproject.toml ([tool.mutmut],
 # [tool.mutmut-PART]). Without a pattern all run: sched has 3500, 40 minutes on one core that is not shared, handoff 2000, 15
-# minutes; JDISAGG_MUTATION_LIMIT_S (3600) bounds it.
+# minutes, text 750, batch 1200 (each with a server on a socket); JDISAGG_MUTATION_LIMIT_S (3600) bounds it.
 # A pattern is like 'jdisagg.sched.pages.*'; what it leaves out is not in the table.
 # Works on a copy in build/mutation/PART. Prints each survivor's change and the share of mutants noticed per module.
 # MUTMUT=/path/to/mutmut uses that one.

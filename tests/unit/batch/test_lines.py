@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.batch.lines import BadLine, Call, parse_line
+from jdisagg.batch.lines import BadLine, Call, parse_line, read_lines
 
 KEYS = st.text(max_size=8).filter(
     lambda key: key not in {"seed", "stream", "stream_options", "prompt", "token_ids", "messages"}
@@ -74,3 +75,14 @@ def test_a_line_that_is_no_request_says_why_under_its_own_name(fields: Any, cust
     assert isinstance(line, BadLine)
     assert (line.number, line.custom_id) == (3, custom_id)
     assert said in line.message
+
+
+def test_lines_without_a_name_are_not_taken_for_one(tmp_path: Path) -> None:
+    """Each says what is wrong with it, not that another one has its name."""
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'nonsense\n\n[1]\n{"prompt": "x"}\n{"prompt": "x"}\n')
+    first, second, *calls = read_lines(path, seed=0)
+    assert isinstance(first, BadLine)
+    assert first.message.startswith("line 1 is not JSON")
+    assert second == BadLine(3, None, "line 3: wanted a JSON object, got list")
+    assert calls == [Call(number, f"line-{number}", "/v1/completions", {"prompt": "x", "seed": number}) for number in (4, 5)]
