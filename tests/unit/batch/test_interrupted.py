@@ -72,7 +72,8 @@ def test_what_is_being_journalled_when_a_batch_is_cancelled_gets_there(tmp_path:
         assert 1 in journal
 
 
-def test_an_output_that_is_being_written_when_a_batch_is_cancelled_is_whole(tmp_path: Path) -> None:
-    _, was_there = cancelled(tmp_path, "\n")
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_output_that_is_being_written_when_a_batch_is_cancelled_is_whole(tmp_path: Path, times: int) -> None:
+    _, was_there = cancelled(tmp_path, "\n", times)
     assert was_there
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["in.jsonl", "out.jsonl"]

@@ -83,6 +83,7 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"HTTPS_PROXY": "http://gate:3128"}, "https://box", "gate:3128"),
         ({"all_proxy": "socks5://gate:9"}, "http://box:1", "gate:9"),
         ({"http_proxy": "http://gate:3128", "no_proxy": "localhost,box"}, "http://box:1", None),
+        ({"http_proxy": "http://gate:3128", "no_proxy": "box"}, "http://name:secret@box:1", None),
         ({"http_proxy": "http://gate:3128", "no_proxy": "127.0.0.1"}, "http://127.0.0.1:1", None),
     ],
 )
