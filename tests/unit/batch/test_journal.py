@@ -76,8 +76,12 @@ def test_an_input_that_grew_while_its_batch_ran_is_said_and_nothing_is_lost(tmp_
 def test_a_journal_of_another_batch_or_in_use_is_refused(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     fill(output, [1])
-    with pytest.raises(ConfigError, match="its seed is 0, this one's is 5"):
+    with pytest.raises(ConfigError, match="out.jsonl.journal belongs to another batch: its seed is 0, this one's is 5"):
         Journal(output, HEADER | {"seed": 5})
+    with pytest.raises(ConfigError, match="its fingerprint is None, this one's is 'w'"):
+        Journal(output, HEADER | {"fingerprint": "w"})
+    with pytest.raises(ConfigError, match="its seed is 0, this one's is None"):
+        Journal(output, {"journal": 1})
     with Journal(output, HEADER), pytest.raises(ConfigError, match="another process"):
         Journal(output, HEADER)
 
@@ -152,3 +156,15 @@ def test_a_journal_that_could_not_be_written_is_told_of_before_an_engine_is_load
     monkeypatch.setattr(os, "access", lambda path, mode: not (path == refused and mode & os.W_OK))
     with pytest.raises(ConfigError, match="journal cannot be written; mend that or choose another --output"):
         check_journal(output, HEADER)
+
+
+@pytest.mark.parametrize("length", range(1, len('{"journal":1,"seed":0}') + 1))
+def test_a_run_that_was_killed_in_its_first_line_has_begun_nothing(tmp_path: Path, length: int) -> None:
+    output = tmp_path / "out.jsonl"
+    fill(output, [])
+    whole = journal_path(output).read_bytes()
+    journal_path(output).write_bytes(whole[:length])
+    fill(output, [1])
+    assert journal_path(output).read_bytes().startswith(whole)
+    with Journal(output, HEADER) as journal:
+        assert 1 in journal

@@ -38,7 +38,9 @@ def source_in(directory: Path, lines: str) -> Path:
 def test_a_file_that_is_no_journal_is_refused_and_left_alone(tmp_path: Path, raw: bytes) -> None:
     output = tmp_path / "out.jsonl"
     journal_path(output).write_bytes(raw)
-    with pytest.raises(ConfigError, match="remove it to begin anew, or choose another --output"):
+    with pytest.raises(
+        ConfigError, match=r"jsonl\.journal is no journal of .* remove it to begin anew, or choose another --out"
+    ):
         Journal(output, HEADER)
     assert journal_path(output).read_bytes() == raw
 
