@@ -76,7 +76,7 @@ def test_an_input_that_grew_while_its_batch_ran_is_said_and_nothing_is_lost(tmp_
 def test_a_journal_of_another_batch_or_in_use_is_refused(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     fill(output, [1])
-    with pytest.raises(ConfigError, match="out.jsonl.journal belongs to another batch: its seed is 0, this one's is 5"):
+    with pytest.raises(ConfigError, match=r"out\.jsonl\.journal belongs to another batch: its seed is 0, this one's is 5"):
         Journal(output, HEADER | {"seed": 5})
     with pytest.raises(ConfigError, match="its fingerprint is None, this one's is 'w'"):
         Journal(output, HEADER | {"fingerprint": "w"})
