@@ -34,6 +34,8 @@ def test_a_journal_cut_anywhere_keeps_every_whole_line(tmp_path_factory: pytest.
     with Journal(output, HEADER) as journal:
         assert [number in journal for number in (3, 1, 2)] == [whole > 0, whole > 1, whole > 2]
         journal.append([(number, {"id": number, "text": "žluť\n"}) for number in (1, 2, 3) if number not in journal])
+    with Journal(output, HEADER) as journal:
+        assert len(journal) == 3, "what comes behind a torn line is not lost with it"
         journal.publish([1, 2, 3])
     assert output.read_text(encoding="utf-8") == "".join(f'{{"id":{n},"text":"žluť\\n"}}\n' for n in (1, 2, 3))
     assert not journal_path(output).exists()
