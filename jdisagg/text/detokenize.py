@@ -110,7 +110,7 @@ class WindowDetokenizer:
         text = self._decode(self._context + self._pending)
         if text.endswith(_REPLACEMENT) and not final:
             return ""
-        known = len(self._decode(self._context)) if self._context else 0
+        known = len(self._decode(self._context))
         self._context = (self._context + self._pending)[-_CONTEXT_TOKENS:]
         self._pending = []
         return text[known:]

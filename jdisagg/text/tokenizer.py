@@ -125,8 +125,8 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
-        if match := _BYTE_FALLBACK.fullmatch(token):
-            return bytes([int(match.group(1), 16)])
+        if (byte := self._byte_of.get(token_id)) is not None:
+            return bytes((byte,))
         if token_id in self.special_ids:
             return token.encode()
         return token.replace("\u2581", " ").encode()

@@ -59,9 +59,7 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None
     backend.add_tokens([token for _, token in _added(config) if token.content not in known])
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     wanted = dict.fromkeys((*special_tokens(config).values(), *_unnamed(config)))
-    missing = [tokenizers.AddedToken(text, special=True, normalized=False) for text in wanted if text not in known]
-    if missing:
-        backend.add_special_tokens(missing)
+    backend.add_special_tokens([text for text in wanted if text not in known])
 
 
 def read(path: Path, reader: Callable[[Path], T]) -> T:
@@ -112,12 +110,8 @@ def _decoder(config: Mapping[str, Any]) -> list[tuple[int, tokenizers.AddedToken
 
 
 def _added(config: Mapping[str, Any]) -> list[tuple[int, tokenizers.AddedToken]]:
-    """The tokens of added_tokens.json in the order of their ids."""
+    """The tokens of added_tokens.json in the order of their ids; `add_tokens` makes those special that are."""
     given: Mapping[str, Any] = config.get(ADDED) or {}
     if not all(isinstance(index, int) for index in given.values()):
         raise ConfigError(f"{ADDED_FILE}: holds {dict(given)!r:.80}, wanted a table of tokens and ids", field="model")
-    special = {*special_tokens(config).values(), *_unnamed(config)}
-    ordered = sorted(given.items(), key=lambda item: item[1])
-    return [
-        (index, tokenizers.AddedToken(text, special=text in special, normalized=text not in special)) for text, index in ordered
-    ]
+    return [(index, tokenizers.AddedToken(text)) for text, index in sorted(given.items(), key=lambda item: item[1])]

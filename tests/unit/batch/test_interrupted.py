@@ -51,6 +51,7 @@ def cancelled(directory: Path, text: str, times: int = 1) -> tuple[Batch, bool]:
             with SlowJournal(batch.output, batch.header("fake")) as journal:
                 run = asyncio.ensure_future(run_batch(batch, journal, Sender(client, patience_s=1.0), lambda _: None))
                 while not journal.is_writing:
+                    assert not run.done(), "it writes before it ends"
                     await asyncio.sleep(0.005)
                 for _ in range(times):
                     run.cancel()
@@ -71,7 +72,8 @@ def test_what_is_being_journalled_when_a_batch_is_cancelled_gets_there(tmp_path:
         assert 1 in journal
 
 
-def test_an_output_that_is_being_written_when_a_batch_is_cancelled_is_whole(tmp_path: Path) -> None:
-    _, was_there = cancelled(tmp_path, "\n")
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_output_that_is_being_written_when_a_batch_is_cancelled_is_whole(tmp_path: Path, times: int) -> None:
+    _, was_there = cancelled(tmp_path, "\n", times)
     assert was_there
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["in.jsonl", "out.jsonl"]

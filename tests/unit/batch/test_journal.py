@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.batch.journal import Journal, journal_path
+from jdisagg.batch.journal import Journal, check_journal, journal_path
 from jdisagg.core.errors import ConfigError
 
 HEADER = {"journal": 1, "seed": 0}
@@ -31,6 +34,8 @@ def test_a_journal_cut_anywhere_keeps_every_whole_line(tmp_path_factory: pytest.
     with Journal(output, HEADER) as journal:
         assert [number in journal for number in (3, 1, 2)] == [whole > 0, whole > 1, whole > 2]
         journal.append([(number, {"id": number, "text": "žluť\n"}) for number in (1, 2, 3) if number not in journal])
+    with Journal(output, HEADER) as journal:
+        assert len(journal) == 3, "what comes behind a torn line is not lost with it"
         journal.publish([1, 2, 3])
     assert output.read_text(encoding="utf-8") == "".join(f'{{"id":{n},"text":"žluť\\n"}}\n' for n in (1, 2, 3))
     assert not journal_path(output).exists()
@@ -73,7 +78,95 @@ def test_an_input_that_grew_while_its_batch_ran_is_said_and_nothing_is_lost(tmp_
 def test_a_journal_of_another_batch_or_in_use_is_refused(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     fill(output, [1])
-    with pytest.raises(ConfigError, match="its seed is 0, this one's is 5"):
+    with pytest.raises(ConfigError, match=r"out\.jsonl\.journal belongs to another batch: its seed is 0, this one's is 5"):
         Journal(output, HEADER | {"seed": 5})
+    with pytest.raises(ConfigError, match="its fingerprint is None, this one's is 'w'"):
+        Journal(output, HEADER | {"fingerprint": "w"})
+    with pytest.raises(ConfigError, match="its seed is 0, this one's is None"):
+        Journal(output, {"journal": 1})
     with Journal(output, HEADER), pytest.raises(ConfigError, match="another process"):
         Journal(output, HEADER)
+
+
+NUMBERS = st.integers(1, 30) | st.integers(10**17, 10**18 - 1)
+ENTRIES = st.dictionaries(NUMBERS, st.dictionaries(st.text(max_size=4), st.text(max_size=9)), max_size=9)
+
+
+@given(ENTRIES, st.data())
+def test_what_is_appended_in_any_order_is_published_in_the_input_s(
+    tmp_path_factory: pytest.TempPathFactory, entries: dict[int, dict[str, Any]], data: st.DataObject
+) -> None:
+    """In blocks of any size, by runs of which each does a part."""
+    output = tmp_path_factory.mktemp("journal") / "out.jsonl"
+    left = data.draw(st.permutations(list(entries.items())))
+    while left:
+        size = data.draw(st.integers(1, len(left)))
+        with Journal(output, HEADER) as journal:
+            assert len(journal) == len(entries) - len(left)
+            half = data.draw(st.integers(0, size))
+            journal.append(left[:half])
+            journal.append(left[half:size])
+        left = left[size:]
+    with Journal(output, HEADER) as journal:
+        journal.publish(iter(sorted(entries)))
+    written = output.read_bytes().split(b"\n")
+    assert [json.loads(line) for line in written[:-1]] == [entries[number] for number in sorted(entries)]
+    assert [path.name for path in output.parent.iterdir()] == ["out.jsonl"]
+
+
+def test_a_line_that_is_finished_twice_is_a_bug_and_costs_nothing(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    fill(output, [1])
+    with Journal(output, HEADER) as journal:
+        for numbers in ([1], [2, 2]):
+            with pytest.raises(AssertionError, match=f"line {numbers[0]} finished twice"):
+                journal.append((number, {}) for number in numbers)
+        assert len(journal) == 1
+        journal.publish([1])
+    assert output.read_text(encoding="utf-8") == '{"id":1,"text":"žluť\\n"}\n'
+
+
+def test_before_an_engine_is_loaded_a_journal_is_looked_at_and_left_alone(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    check_journal(output, HEADER)
+    assert not list(tmp_path.iterdir())
+    fill(output, [1])
+    raw = journal_path(output).read_bytes()
+    check_journal(output, HEADER | {"created": 5})
+    check_journal(output, {"seed": 0})  # what is not known yet is nobody else's
+    with pytest.raises(ConfigError, match="journal belongs to another batch: its seed is 0, this one's is 5"):
+        check_journal(output, HEADER | {"seed": 5})
+    with Journal(output, HEADER), pytest.raises(ConfigError, match="journal: another process is running this batch"):
+        check_journal(output, HEADER)
+    assert journal_path(output).read_bytes() == raw
+    journal_path(output).write_bytes(raw[:5])  # a run was killed in its first line
+    check_journal(output, HEADER | {"seed": 5})
+    journal_path(output).write_bytes(b"garbage")
+    with pytest.raises(ConfigError, match="journal is no journal of a batch"):
+        check_journal(output, HEADER)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_journal_that_could_not_be_written_is_told_of_before_an_engine_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    """The file where there is one, else its directory; root, as whom tests may run, may write everything."""
+    output = tmp_path / "out.jsonl"
+    if begun:
+        fill(output, [1])
+    refused = journal_path(output) if begun else tmp_path
+    monkeypatch.setattr(os, "access", lambda path, mode: not (path == refused and mode & os.W_OK))
+    with pytest.raises(ConfigError, match="journal cannot be written; mend that or choose another --output"):
+        check_journal(output, HEADER)
+
+
+@pytest.mark.parametrize("length", range(1, len('{"journal":1,"seed":0}') + 1))
+def test_a_run_that_was_killed_in_its_first_line_has_begun_nothing(tmp_path: Path, length: int) -> None:
+    output = tmp_path / "out.jsonl"
+    fill(output, [])
+    whole = journal_path(output).read_bytes()
+    journal_path(output).write_bytes(whole[:length])
+    fill(output, [1])
+    assert journal_path(output).read_bytes().startswith(whole)
+    with Journal(output, HEADER) as journal:
+        assert 1 in journal

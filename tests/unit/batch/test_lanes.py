@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import socket
 import sys
 from pathlib import Path
@@ -65,6 +66,25 @@ def test_an_answer_is_what_a_client_of_its_own_would_get() -> None:
         asyncio.run(body())
 
 
+def test_an_answer_that_comes_compressed_and_in_pieces_is_whole() -> None:
+    packed = gzip.compress(b'{"text": "whole"}')
+    pieces = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (packed[:9], packed[9:], b""))
+    head = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n"
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head + pieces)
+        writer.close()
+
+    async def body() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server, httpx.AsyncClient(transport=Lanes(), base_url=url) as client:
+            assert (await client.get("/")).json() == {"text": "whole"}
+
+    asyncio.run(body())
+
+
 @pytest.fixture
 def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
@@ -83,6 +103,7 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"HTTPS_PROXY": "http://gate:3128"}, "https://box", "gate:3128"),
         ({"all_proxy": "socks5://gate:9"}, "http://box:1", "gate:9"),
         ({"http_proxy": "http://gate:3128", "no_proxy": "localhost,box"}, "http://box:1", None),
+        ({"http_proxy": "http://gate:3128", "no_proxy": "box"}, "http://name:secret@box:1", None),
         ({"http_proxy": "http://gate:3128", "no_proxy": "127.0.0.1"}, "http://127.0.0.1:1", None),
     ],
 )

@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +38,9 @@ def source_in(directory: Path, lines: str) -> Path:
 def test_a_file_that_is_no_journal_is_refused_and_left_alone(tmp_path: Path, raw: bytes) -> None:
     output = tmp_path / "out.jsonl"
     journal_path(output).write_bytes(raw)
-    with pytest.raises(ConfigError, match="remove it to begin anew, or choose another --output"):
+    with pytest.raises(
+        ConfigError, match=r"jsonl\.journal is no journal of .* remove it to begin anew, or choose another --out"
+    ):
         Journal(output, HEADER)
     assert journal_path(output).read_bytes() == raw
 
@@ -208,16 +209,20 @@ def ran_while(directory: Path, change: Callable[[Path], object]) -> tuple[int, P
     """Exit status and output of a batch of twelve lines, four at a time, whose input meets `change` when four have answers."""
     source, output = source_in(directory, "".join(f'{{"prompt": "p{n}"}}\n' for n in range(12))), directory / "out.jsonl"
     with serving(delay_s=0.3) as server:
+        ended = threading.Event()
 
         def wait() -> None:
-            while len(server.asked) <= 4:
-                time.sleep(0.01)
+            while len(server.asked) <= 4 and not ended.wait(0.01):
+                pass
             change(source)
 
         changing = threading.Thread(target=wait)
         changing.start()
-        status = main(arguments(source, output, server.url, "--max-concurrency", "4"))
-        changing.join()
+        try:
+            status = main(arguments(source, output, server.url, "--max-concurrency", "4"))
+        finally:
+            ended.set()
+            changing.join()
     return status, output
 
 
@@ -251,6 +256,22 @@ def test_an_input_that_goes_while_its_batch_runs_is_told_of_and_costs_no_answer(
     with serving() as server:
         assert main(arguments(tmp_path / "in.jsonl", output, server.url)) == 0
         assert not server.asked  # all was in the journal
+
+
+@pytest.mark.parametrize("at", [0, 2**20 - 1, 2**20, -1])
+def test_an_input_is_compared_with_what_was_found_to_its_last_byte_and_may_grow(tmp_path: Path, at: int) -> None:
+    source = source_in(tmp_path, '{"prompt": "x"}\n' * 150_000)
+    batch = Batch(input=source, output=tmp_path / "out.jsonl")
+    assert len(batch.id) == 8  # it is found
+    raw = source.read_bytes()
+    source.write_bytes(raw + b'{"prompt": "y"}\n')
+    batch.check_input()
+    changed = bytearray(raw)
+    changed[at] ^= 1
+    for other in (bytes(changed), raw[:-1], b""):
+        source.write_bytes(other)
+        with pytest.raises(ConfigError, match="the input changed while its batch ran"):
+            batch.check_input()
 
 
 def test_a_batch_keeps_the_time_of_the_input_that_it_found(tmp_path: Path) -> None:

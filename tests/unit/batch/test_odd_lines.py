@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from jdisagg.batch.__main__ import main
-from jdisagg.batch.strict_json import MAX_DEPTH, encode, flaw
+from jdisagg.batch.strict_json import MAX_DEPTH, decode, encode, flaw
 from tests.unit.batch.fake_server import HANGS_UP, SAYS_NOTHING, serving
 from tests.unit.batch.test_batch import arguments
 
+WHOLE = re.compile("[\ud800-\udbff][\udc00-\udfff]")  # both halves of a pair are one character when they are read
 BAD_LINES = {
     "surrogate_in_prompt": ('{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "\\ud800"}}', "a"),
     "surrogate_in_bytes": (b'{"custom_id": "a", "prompt": "\xed\xa0\x80"}', "a"),
@@ -50,6 +54,9 @@ def run(
     source.write_bytes(raw)
     with serving(odd=odd, dies_of=dies_of, delay_s=0.0 if dies_of is None else 0.05) as server:
         assert main(arguments(source, output, server.url, *flags)) == 0
+        asked = server.asked.total()
+        assert main(arguments(source, output, server.url, *flags)) == 0
+        assert server.asked.total() == asked, "it is known as the output of this batch"
     lines = output.read_text(encoding="utf-8").splitlines()
     return [json.loads(line, parse_constant=refuse_constant) for line in lines]
 
@@ -130,9 +137,13 @@ def test_nesting_is_allowed_up_to_the_limit() -> None:
     assert flaw({"a": value}) is not None
 
 
-def test_whatever_is_encoded_reads_back() -> None:
-    odd = {"half \ud800": "\udfff and \\ud800 and \N{SNOWMAN}"}
-    assert json.loads(encode(odd)) == odd
+@given(st.lists(st.text(st.characters(categories=["Cs"]) | st.sampled_from('\\"u d8\n\u2028😀'), max_size=6), max_size=3))
+@example(["half \ud800", "\udfff and \\ud800 and \N{SNOWMAN}"])
+def test_whatever_is_encoded_is_one_line_that_reads_back(texts: list[str]) -> None:
+    odd = {text: text for text in texts if not WHOLE.search(text)}
+    raw = encode(odd)
+    assert b"\n" not in raw
+    assert json.loads(raw) == odd == decode(raw)
 
 
 def test_a_file_in_utf_16_is_told_of_and_none_of_its_lines_is_guessed(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from jdisagg.batch.sender import BadAnswer, Sender
 from jdisagg.core.errors import Unavailable
 
 PATIENCE_S = 0.6
+BEGAN_S = 1000.0  # by a clock that nobody has just started
 FINE = httpx.Response(200, json={"object": "text_completion"})
 BUSY = httpx.Response(503, json={"error": {"message": "busy"}})
 LOST = httpx.Response(502, json={"error": {"message": "lost"}})
@@ -24,7 +25,7 @@ Step = tuple[float, httpx.Response | Exception]  # seconds it takes, and what co
 class Sleepless(selectors.DefaultSelector):
     """For a loop whose clock goes on by what it would have waited, and a trifle: nobody wakes up too early."""
 
-    now_s = 0.0
+    now_s = BEGAN_S
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self.now_s += timeout + 1e-6 if timeout else 0.0
@@ -60,7 +61,7 @@ class Server:
         if now_s() < self.back_s:
             raise httpx.ConnectError("refused")
         if request.method == "GET":
-            return httpx.Response(200, json={"data": [{"id": "fake"}]})
+            return httpx.Response(200 if request.url.path == "/v1/models" else 404, json={"data": [{"id": "fake"}]})
         seconds, outcome = self.scripts[json.loads(request.content)["name"]].pop(0)
         await asyncio.sleep(seconds)
         if isinstance(outcome, Exception):
@@ -73,11 +74,11 @@ def ask(server: Server, *names: str) -> list[object]:
     """What comes of a request of each name, sent at once."""
 
     async def body() -> list[object]:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(server), base_url="http://fake") as client:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(server), base_url="http://fake", timeout=3600.0) as client:
             sender = Sender(client, patience_s=PATIENCE_S)
             calls = [Call(number=1, custom_id=name, url="/v1/completions", body={"name": name}) for name in names]
             outcomes = await asyncio.gather(*(sender.send(call, "batch_b_1") for call in calls), return_exceptions=True)
-            server.ended_s = now_s()
+            server.ended_s = now_s() - BEGAN_S
             return list(outcomes)
 
     with asyncio.Runner(loop_factory=sleepless) as runner:
@@ -166,6 +167,7 @@ def test_a_server_that_comes_back_with_another_key_is_not_waited_for() -> None:
     (error,) = ask(server := Locked(0.0, a=[(0, httpx.ReadError("")), (0, FINE)]), "a")
     assert isinstance(error, Unavailable)
     assert "refuses the API key" in error.message
+    assert "wrong key" in error.message
     assert server.ended_s < PATIENCE_S
 
 
@@ -195,14 +197,37 @@ def test_a_request_that_the_server_never_survives_fails_alone_though_the_server_
 def test_a_server_that_never_comes_back_stops_the_batch() -> None:
     (error,) = ask(Server(60.0, a=[(0, DROPPED)]), "a")
     assert isinstance(error, Unavailable)
-    assert "disconnected" in error.message
+    assert error.message.startswith("line 1: no answer for 0.6 s: RemoteProtocolError: Server disconnected")
+    assert "; then ConnectError: refused" in error.message
+
+
+def test_a_server_that_comes_back_is_noticed_soon() -> None:
+    assert ask(server := Server(0.25, a=[(0, DROPPED), (0, FINE)]), "a") == [(200, {"object": "text_completion"})]
+    assert server.ended_s < 0.4
+
+
+def test_a_server_that_takes_a_probe_and_never_answers_it_is_away() -> None:
+    """It is not waited for as long as for the answer of a request."""
+
+    class Stuck(Server):
+        async def __call__(self, request: httpx.Request) -> httpx.Response:
+            if request.method == "GET":
+                await asyncio.sleep(request.extensions["timeout"]["read"])
+                raise httpx.ReadTimeout("")
+            return await super().__call__(request)
+
+    (error,) = ask(server := Stuck(0.0, a=[(0, DROPPED)]), "a")
+    assert isinstance(error, Unavailable)
+    assert server.ended_s < 60
 
 
 def test_a_wait_is_told_of_once_however_many_wait(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("jdisagg.batch.sender.SILENT_S", 0.1)
-    ask(Server(0.0, a=[(0, BUSY)] * 20, b=[(0, BUSY)] * 20), "a", "b")
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith('line 1: HTTP 503: {"error":{"message":"busy"}}; waiting for the server, up to ')
+    monkeypatch.setattr("tests.unit.batch.test_patience.PATIENCE_S", 70.0)
+    outcomes = ask(Server(0.0, a=[(0, BUSY)] * 40, b=[(0, BUSY)] * 40), "a", "b")
+    assert [type(outcome) for outcome in outcomes] == [Unavailable] * 2
+    told, *again = [record.getMessage() for record in caplog.records]
+    assert told.startswith('line 1: HTTP 503: {"error":{"message":"busy"}}; waiting for the server, up to 6')
+    assert len(again) == 2, "one every 30 s"
 
 
 def test_a_short_wait_is_nobody_s_business(caplog: pytest.LogCaptureFixture) -> None:

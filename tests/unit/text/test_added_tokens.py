@@ -16,7 +16,7 @@ from jdisagg.text.tokenizer import Tokenizer
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 NEW = ("<|im_start|>", "<|im_end|>")
-TEXT = "hello <|im_start|>world<|im_end|> é€x </s>"
+TEXT = "hello <|im_start|>world<|im_end|> é€x </s> <|IM_START|> <|Im_end|>"
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
 TEMPLATE = {"chat_template": "{{ bos_token }}{{ messages[0].content }}{{ image_token }}{{ eos_token }}"}
 
@@ -34,6 +34,7 @@ def size(byte_level: Tokenizer) -> int:
     return byte_level.vocab_size
 
 
+@pytest.mark.parametrize("normalizer", [None, {"type": "Lowercase"}], ids=["as it is", "lowercase"])
 @pytest.mark.parametrize(
     "files",
     [
@@ -51,12 +52,14 @@ def size(byte_level: Tokenizer) -> int:
         {CONFIG: {**NAMED, "extra_special_tokens": {"image_token": NEW[0]}}},
         {CONFIG: {**NAMED, "image_token": NEW[0]}},
     ],
-    ids=str,
+    ids=lambda files: str(files).replace("é€x", "odd"),  # pytest escapes others anew each time that a process collects them
 )
 def test_they_encode_decode_and_render_as_in_transformers(
-    byte_level_directory: Path, tmp_path: Path, size: int, files: dict[str, dict[str, Any]]
+    byte_level_directory: Path, tmp_path: Path, size: int, files: dict[str, dict[str, Any]], normalizer: dict[str, str] | None
 ) -> None:
-    shutil.copy(byte_level_directory / "tokenizer.json", tmp_path)
+    """What special tokens are is written as it is found; others may be looked for in lower case."""
+    raw = json.loads((byte_level_directory / "tokenizer.json").read_text()) | {"normalizer": normalizer}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
     for name, content in files.items():
         kept: dict[str, Any] = {key: value + size if name == ADDED and key in NEW else value for key, value in content.items()}
         if name == CONFIG:
@@ -75,6 +78,16 @@ def test_they_encode_decode_and_render_as_in_transformers(
     assert ours.vocab_size == len(theirs)
     if ours.chat is not None:
         assert ours.chat.render([{"content": "hi"}]) == theirs.apply_chat_template([{"content": "hi"}], tokenize=False)
+
+
+def test_no_token_stands_for_more_characters_than_is_said(byte_level_directory: Path, tmp_path: Path, size: int) -> None:
+    """A longer text of as many tokens would be refused unread."""
+    shutil.copy(byte_level_directory / "tokenizer.json", tmp_path)
+    text = "<a token that is longer than any other>"
+    (tmp_path / ADDED).write_text(json.dumps({text: size}))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer.encode(text * 9, add_special_tokens=False) == (size,) * 9
+    assert tokenizer.max_token_characters == len(text)
 
 
 @pytest.mark.parametrize(
@@ -112,5 +125,6 @@ def test_what_is_no_token_is_refused(byte_level_directory: Path, tmp_path: Path,
     shutil.copy(byte_level_directory / "tokenizer.json", tmp_path)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / file).write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=f"{file}: "):
+    with pytest.raises(ConfigError, match=f"^{file}: ") as caught:
         Tokenizer.from_directory(tmp_path)
+    assert caught.value.field == "model"

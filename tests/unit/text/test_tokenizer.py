@@ -61,6 +61,24 @@ def test_chat_prompt_equals_transformers(
     assert "<s>" in rendered
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ tools | tojson(separators=(',', ':')) }}",
+        "{{ tools | tojson(sort_keys=true) }}",
+        "{{ tools | tojson(ensure_ascii=true) }}",
+        "{{ strftime_now('%Y') }}",
+        "{{ documents }} {{ documents is none }} {{ tools is none }}",
+    ],
+)
+def test_what_a_template_may_call_does_as_in_transformers(byte_level_directory: Path, source: str) -> None:
+    theirs = PreTrainedTokenizerFast.from_pretrained(byte_level_directory)
+    everything: dict[str, Any] = {"tools": [TOOL], "documents": [{"title": "a", "text": "b"}]}
+    for given in (everything, {}):
+        expected = theirs.apply_chat_template(MESSAGES, chat_template=source, tokenize=False, **given)
+        assert ChatTemplate(source, {}).render(MESSAGES, **given) == expected
+
+
 def test_a_template_file_wins_and_refusals_name_the_messages(byte_level_directory: Path, tmp_path: Path) -> None:
     shutil.copytree(byte_level_directory, tmp_path, dirs_exist_ok=True)
     source = "{% generation %}{{ messages[0].content }}{% endgeneration %}{{ raise_exception('no ' + messages[0].role) }}"
@@ -88,7 +106,7 @@ def test_whatever_a_template_stumbles_over_is_a_refusal(way: str) -> None:
         ChatTemplate(way, {}).render(MESSAGES, q=0)
 
 
-NAMED = {"default": "plain {{ messages[0].content }}", "tool_use": "{{ tools | length }} tools", "rag": "{{ documents }}"}
+NAMED = {"rag": "{{ documents }}", "default": "plain {{ messages[0].content }}", "tool_use": "{{ tools | length }} tools"}
 
 
 def _write_named(directory: Path, form: str) -> None:
@@ -123,6 +141,14 @@ def test_of_named_templates_tools_have_their_own_as_in_transformers(
     assert expected == "1 tools"
 
 
+def test_the_only_template_counts_whatever_its_name(byte_level_directory: Path, tmp_path: Path) -> None:
+    shutil.copy(byte_level_directory / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": {"chat": "{{ messages[0].content }}"}}))
+    chat = Tokenizer.from_directory(tmp_path).chat
+    assert chat is not None
+    assert chat.render([{"content": "hi"}]) == "hi"
+
+
 def test_templates_are_sandboxed_and_checked_at_load(byte_level_directory: Path, tmp_path: Path) -> None:
     shutil.copytree(byte_level_directory, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "chat_template.jinja"
@@ -132,30 +158,34 @@ def test_templates_are_sandboxed_and_checked_at_load(byte_level_directory: Path,
     with pytest.raises(InvalidRequest, match="unsafe"):
         chat.render([])
     path.write_text("{% if %}")
-    with pytest.raises(ConfigError, match="line 1"):
+    with pytest.raises(ConfigError, match="line 1") as caught:
         Tokenizer.from_directory(tmp_path)
+    assert caught.value.field == "model"
 
 
 def test_a_directory_without_tokenizer_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no tokenizer\.json .* save it there"):
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json .* save it there") as caught:
         Tokenizer.from_directory(tmp_path)
+    assert caught.value.field == "model"
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
+    ("name", "content", "why"),
     [
-        ("tokenizer.json", b"{}"),
-        ("tokenizer.json", b"version https://git-lfs.github.com/spec/v1"),
-        ("tokenizer.json", b"\xff\xfe"),
-        ("tokenizer_config.json", b"{"),
-        ("tokenizer_config.json", b"[]"),
-        ("chat_template.jinja", b"\xff"),
+        ("tokenizer.json", b"{}", ""),
+        ("tokenizer.json", b"version https://git-lfs.github.com/spec/v1", ""),
+        ("tokenizer.json", b"\xff\xfe", "UTF-8"),
+        ("tokenizer_config.json", b"{", "Expecting property name"),
+        ("tokenizer_config.json", b"[]", "it holds list, wanted a JSON object"),
+        ("chat_template.jinja", b"\xff", "can't decode byte 0xff"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(byte_level_directory: Path, tmp_path: Path, name: str, content: bytes) -> None:
+def test_a_file_that_cannot_be_read_is_named(
+    byte_level_directory: Path, tmp_path: Path, name: str, content: bytes, why: str
+) -> None:
     directory = shutil.copytree(byte_level_directory, tmp_path / "model")
     (directory / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=f"{name}: not readable: ") as caught:
+    with pytest.raises(ConfigError, match=f"{name}: not readable: .*{why}") as caught:
         Tokenizer.from_directory(directory)
     assert caught.value.field == "model"
 
@@ -254,18 +284,22 @@ def test_a_digest_tells_vocabularies_special_tokens_and_templates_apart(byte_lev
             (directory / file).write_text(text)
         return Tokenizer.from_directory(directory).digest()
 
+    template = "{{ messages[0].content }}"
     raw = json.loads((byte_level_directory / "tokenizer.json").read_text())
     vocabulary = raw["model"]["vocab"]
     (one, first), (two, second) = list(vocabulary.items())[-2:]
     vocabulary |= {one: second, two: first}
     changed = {
         digest("vocabulary", "tokenizer.json", json.dumps(raw)),
-        digest("template", "chat_template.jinja", "{{ messages[0].content }}"),
+        digest("template", "chat_template.jinja", template),
         digest("special", "tokenizer_config.json", json.dumps({"pad_token": "<another>"})),
+        digest("added", "added_tokens.json", json.dumps({"<more>": 1000})),
     }
     assert digest("one") == digest("two")
+    config = json.loads((byte_level_directory / "tokenizer_config.json").read_text()) | {"chat_template": template}
+    assert digest("template inside", "tokenizer_config.json", json.dumps(config)) in changed, "wherever it is written"
     assert digest("one again") not in changed
-    assert len(changed) == 3
+    assert len(changed) == 4
 
 
 def test_a_tokenizer_that_git_left_out_is_called_so(tmp_path: Path) -> None:
