@@ -53,6 +53,7 @@ def test_as_json_a_record_is_an_object_with_its_traceback() -> None:
         ('{"level": "error", "message": "seen"}', {"process": "decode-0", "level": "error", "message": "seen"}),
         ("E0000 add_port.cc: no \x1b port", {"process": "decode-0", "message": "E0000 add_port.cc: no \x1b port"}),
         ("17", {"process": "decode-0", "message": "17"}),
+        (deep := 100_000 * "[", {"process": "decode-0", "message": deep}),
     ],
 )
 def test_a_childs_line_says_whose_it_is_in_either_form(line: str, wanted: dict[str, str]) -> None:
