@@ -90,6 +90,14 @@ def test_values_that_are_asked_for_exist() -> None:
                 assert set(values.split("|")) <= known[label], who
 
 
+@pytest.mark.parametrize("engine", [False, True])
+def test_how_requests_can_end_is_shown_from_the_start_as_no_rate_sees_the_first_of_a_series(engine: bool) -> None:
+    ends = {kind.reason for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.JdisaggError)}
+    ends |= {reason.value for reason in FinishReason} | ({"refused"} if engine else set())
+    shown = re.findall(r'jdisagg_requests_finished_total{reason="(\w+)"} 0.0', Metrics(engine=engine).text())
+    assert sorted(shown) == sorted(ends)
+
+
 def test_alerts_say_how_bad_it_is_and_what_to_do() -> None:
     alerts = [rule for rule in yaml.safe_load(RULES.read_text())["groups"][1:] for rule in rule["rules"]]
     assert len({alert["alert"] for alert in alerts}) == len(alerts) > 15
