@@ -98,6 +98,14 @@ def test_how_requests_can_end_is_shown_from_the_start_as_no_rate_sees_the_first_
     assert sorted(shown) == sorted(ends)
 
 
+def test_a_share_of_failures_is_one_of_all_as_what_never_succeeds_has_no_count_of_successes() -> None:
+    """jdisagg_transfer_seconds has a series only once a piece has arrived; one that is absent makes no ratio, and no alert."""
+    (expression,) = (expr for who, expr in asked() if who == "JdisaggTransfersFail")
+    failures, _, of_all = expression.partition("/")
+    (failed,) = re.findall(r"rate\(jdisagg_transfer_failures_total\[10m\]\)", failures)
+    assert f"{failed} or rate(jdisagg_transfer_seconds_count[10m])" in of_all
+
+
 def test_alerts_say_how_bad_it_is_and_what_to_do() -> None:
     alerts = [rule for rule in yaml.safe_load(RULES.read_text())["groups"][1:] for rule in rule["rules"]]
     assert len({alert["alert"] for alert in alerts}) == len(alerts) > 15
