@@ -41,13 +41,17 @@ class Outlet:
             return
         had_lost = self._num_lost
         told = self._remark(f"{had_lost} lines were lost here: nobody read them") + "\n" if had_lost else ""
-        lines = ("\n" if self._is_cut else "") + told + text
-        data = lines.encode(self._stream.encoding or "utf-8", self._stream.errors or "backslashreplace")
+        head, data = self._encoded(("\n" if self._is_cut else "") + told), self._encoded(text)
         with _never_waiting(number) as own:
-            taken = self._give(own, data)
+            taken = self._give(own, head + data)
         if taken:
-            self._is_cut = taken < len(data)
-        self._num_lost = 0 if taken == len(data) else had_lost + max(1, text.count("\n"))
+            self._is_cut = taken < len(head + data)
+        if taken >= len(head):
+            had_lost = 0
+        self._num_lost = had_lost + (max(1, text.count("\n")) if taken < len(head + data) else 0)
+
+    def _encoded(self, text: str) -> bytes:
+        return text.encode(self._stream.encoding or "utf-8", self._stream.errors or "backslashreplace")
 
     def _give(self, number: int, data: bytes) -> int:
         """How many bytes were taken."""

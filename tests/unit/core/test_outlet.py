@@ -124,6 +124,19 @@ def test_a_line_that_was_cut_ends_before_the_next_one() -> None:
     os.close(reader)
 
 
+def test_lines_that_were_told_of_are_not_told_of_again() -> None:
+    reader, stream = pipe()
+    outlet = Outlet(stream)
+    outlet.write(2**20 * "y" + "\n")
+    os.read(reader, 8192)
+    outlet.write(2**20 * "z" + "\n")
+    assert "(1 lines were lost here" in read_all(reader)
+    outlet.write("whole\n")
+    assert read_all(reader) == "\n(1 lines were lost here: nobody read them)\nwhole\n"
+    stream.close()
+    os.close(reader)
+
+
 def test_a_reader_that_has_gone_is_an_error() -> None:
     reader, stream = pipe()
     os.close(reader)
