@@ -6,8 +6,10 @@ import sys
 from contextlib import suppress
 from typing import TextIO
 
+from jdisagg.core.outlet import Outlet
+
 
 def say(text: str, out: TextIO | None = None) -> None:
     """One line, on stderr where `out` is not given."""
     with suppress(OSError):
-        print(f"jdisagg.batch: {text}", file=out or sys.stderr, flush=True)
+        Outlet(out or sys.stderr).write(f"jdisagg.batch: {text}\n")

@@ -62,7 +62,7 @@ def passed_on(name: str, line: str, environ: Mapping[str, str] = os.environ) -> 
         return f"{name} | {line}"
     try:
         fields = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
     return json.dumps({"process": name, **(fields if isinstance(fields, dict) else {"message": line})})
 

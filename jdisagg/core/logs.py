@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from time import monotonic
 from typing import TextIO
 
@@ -38,8 +39,17 @@ class PatientHandler(logging.StreamHandler[TextIO]):
         """One line."""
         try:
             self._outlet.write(self.format(record) + self.terminator)
-        except Exception:  # noqa: BLE001 - as StreamHandler does: whatever a record holds, whoever logs goes on
-            self.handleError(record)
+        except Exception as error:  # noqa: BLE001 - as StreamHandler does: whatever a record holds, whoever logs goes on
+            if not isinstance(error, OSError):  # else there is nobody to tell
+                self._tell(record, error)
+
+    def _tell(self, record: logging.LogRecord, error: Exception) -> None:
+        """One line in its place: `handleError` writes many, and waits for whoever reads them."""
+        text = "this line cannot be formatted (%s:%d)"
+        exc_info = type(error), error, error.__traceback__
+        told = logging.LogRecord(record.name, record.levelno, "", 0, text, (record.pathname, record.lineno), exc_info)
+        with suppress(OSError, ValueError):  # a stream that is closed
+            self._outlet.write(self.format(told) + self.terminator)
 
 
 def setup_logs(role: str, environ: Mapping[str, str] = os.environ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -58,8 +57,12 @@ def _check_access(directory: Path) -> None:
     entry = directory
     try:
         for entry in directory.iterdir():
-            with suppress(FileNotFoundError):  # a link to nowhere, or removed just now
+            try:
                 entry.stat()
+            except PermissionError:
+                raise
+            except OSError:  # a link to nowhere or to itself, or removed just now: if it is needed, its reader says so
+                continue
     except PermissionError as error:
         raise _inaccessible(entry, error) from error
 

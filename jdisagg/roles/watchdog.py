@@ -53,11 +53,11 @@ class Watchdog:
             for one in watched:
                 running_s = one.running_s(min(passed_s, MOST_COUNTED * interval_s))
                 if running_s > self._step_timeout_s:
+                    signal.alarm(STACKS_S)  # who hangs may hold the log; and dumping to nobody holds the interpreter for ever
                     log.critical(
                         "a step has been running for %.1f s (--step-timeout-s %.1f): exiting", running_s, self._step_timeout_s
                     )
                     log.critical("plan on the device: %s", one.engine.loop.in_flight_text())
-                    signal.alarm(STACKS_S)  # where nobody reads stderr, the next line holds the interpreter for ever
                     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
                     signal.alarm(0)
                     self._on_timeout(EXIT_STEP_TIMEOUT)

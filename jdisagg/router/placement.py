@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 
-from jdisagg.core.requests import Output, Provenance, Role
+from jdisagg.core.requests import FinishReason, Output, Provenance, Role
 from jdisagg.router.booking import Booking, book
 from jdisagg.router.entry import Entry
 from jdisagg.router.flight import Flight
@@ -82,9 +82,10 @@ class Placement:
 
     def heard(self, flight: Flight, output: Output) -> None:
         """With its first token it has left its prefill worker. Which one that was comes with it, too, or else, where there was
-        none, at the end."""
-        if output.provenance is not None and (output.token_ids or output.finish):
-            self._tell_caches(flight, output.provenance)
+        none, at the end; one that fails without having been computed names none."""
+        provenance, is_failed = output.provenance, output.finish in (FinishReason.ERROR, FinishReason.ABORT)
+        if provenance is not None and (output.token_ids or (provenance.prefill_worker if is_failed else output.finish)):
+            self._tell_caches(flight, provenance)
         if output.token_ids:
             self._leave_prefill(flight)
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from jdisagg.core.log_formats import passed_on, to_stderr
+from jdisagg.core.log_formats import passed_on
+from jdisagg.core.outlet import Outlet
 from jdisagg.serve.environment import PARENT_VARIABLE
 from jdisagg.serve.ready import Ready, parse
 
@@ -35,18 +36,18 @@ class ChildSpec:
 class Child:
     """A running child. Made by `start`; ended by `stop`, which is idempotent."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, outlet: Outlet) -> None:
         self.name = name
         self._process = process
-        self._outlet = to_stderr()
+        self._outlet = outlet
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._pumps = [
             asyncio.create_task(self._pump(stream)) for stream in (process.stdout, process.stderr) if stream is not None
         ]
 
     @classmethod
-    async def start(cls, spec: ChildSpec, previous: Ready | None) -> Child:
-        """Start the process; see `environment.die_with_parent` for how it lives with us."""
+    async def start(cls, spec: ChildSpec, previous: Ready | None, outlet: Outlet) -> Child:
+        """Start the process; see `environment.die_with_parent` for how it lives with us. What it says goes to `outlet`."""
         process = await asyncio.create_subprocess_exec(
             *spec.command(previous),
             stdin=asyncio.subprocess.PIPE,
@@ -56,7 +57,7 @@ class Child:
             limit=_LINE_LIMIT_BYTES,
         )
         log.info("%s: started as pid %d", spec.name, process.pid)
-        return cls(spec.name, process)
+        return cls(spec.name, process, outlet)
 
     @property
     def pid(self) -> int:

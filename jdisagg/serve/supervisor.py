@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jdisagg.core.log_formats import to_stderr
 from jdisagg.serve.child import Child, ChildSpec
 from jdisagg.serve.ready import Ready
 
@@ -57,6 +58,7 @@ class Supervisor:
 
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
+        self._outlet = to_stderr()  # of all: each would wait for a slow reader, and write behind a line of another that was cut
         self._children: dict[str, tuple[ChildSpec, Child]] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
@@ -115,7 +117,7 @@ class Supervisor:
     async def _run(self, spec: ChildSpec, previous: Ready | None, first: asyncio.Future[Ready]) -> _Run:
         """From the child's start to its end. There may be no process to be had: memory, processes or descriptors are short."""
         try:
-            child = await Child.start(spec, previous)
+            child = await Child.start(spec, previous, self._outlet)
         except OSError as error:
             return _Run(None, None, f"could not be started: {error}")
         if self._stopping.is_set():

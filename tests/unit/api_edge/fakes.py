@@ -143,7 +143,7 @@ class Served:
 
     def ends(self) -> dict[str, float]:
         """Requests that no engine saw, by reason; a FakeEngine counts nothing."""
-        samples = [sample for family in self.metrics.requests.finished.collect() for sample in family.samples]
+        samples = [sample for family in self.metrics.requests.finished.collect() for sample in family.samples if sample.value]
         return {sample.labels["reason"]: sample.value for sample in samples}
 
     async def wait_idle(self) -> None:

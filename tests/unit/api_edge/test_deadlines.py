@@ -26,7 +26,7 @@ LONG = generation_pb2.GenerateRequest(
 
 
 def ends(metrics: Metrics) -> dict[str, float]:
-    samples = [sample for family in metrics.requests.finished.collect() for sample in family.samples]
+    samples = [sample for family in metrics.requests.finished.collect() for sample in family.samples if sample.value]
     return {sample.labels["reason"]: sample.value for sample in samples}
 
 

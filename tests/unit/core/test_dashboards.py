@@ -90,6 +90,22 @@ def test_values_that_are_asked_for_exist() -> None:
                 assert set(values.split("|")) <= known[label], who
 
 
+@pytest.mark.parametrize("engine", [False, True])
+def test_how_requests_can_end_is_shown_from_the_start_as_no_rate_sees_the_first_of_a_series(engine: bool) -> None:
+    ends = {kind.reason for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.JdisaggError)}
+    ends |= {reason.value for reason in FinishReason} | ({"refused"} if engine else set())
+    shown = re.findall(r'jdisagg_requests_finished_total{reason="(\w+)"} 0.0', Metrics(engine=engine).text())
+    assert sorted(shown) == sorted(ends)
+
+
+def test_a_share_of_failures_is_one_of_all_as_what_never_succeeds_has_no_count_of_successes() -> None:
+    """jdisagg_transfer_seconds has a series only once a piece has arrived; one that is absent makes no ratio, and no alert."""
+    (expression,) = (expr for who, expr in asked() if who == "JdisaggTransfersFail")
+    failures, _, of_all = expression.partition("/")
+    (failed,) = re.findall(r"rate\(jdisagg_transfer_failures_total\[10m\]\)", failures)
+    assert f"{failed} or rate(jdisagg_transfer_seconds_count[10m])" in of_all
+
+
 def test_alerts_say_how_bad_it_is_and_what_to_do() -> None:
     alerts = [rule for rule in yaml.safe_load(RULES.read_text())["groups"][1:] for rule in rule["rules"]]
     assert len({alert["alert"] for alert in alerts}) == len(alerts) > 15

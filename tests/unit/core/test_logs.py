@@ -53,11 +53,39 @@ def test_as_json_a_record_is_an_object_with_its_traceback() -> None:
         ('{"level": "error", "message": "seen"}', {"process": "decode-0", "level": "error", "message": "seen"}),
         ("E0000 add_port.cc: no \x1b port", {"process": "decode-0", "message": "E0000 add_port.cc: no \x1b port"}),
         ("17", {"process": "decode-0", "message": "17"}),
+        (deep := 100_000 * "[", {"process": "decode-0", "message": deep}),
     ],
 )
 def test_a_childs_line_says_whose_it_is_in_either_form(line: str, wanted: dict[str, str]) -> None:
     assert json.loads(passed_on("decode-0", line, {"JDISAGG_LOG_FORMAT": "JSON"})) == wanted
     assert passed_on("decode-0", line, {}) == f"decode-0 | {line}"
+
+
+UNSAYABLE = """
+import logging
+from jdisagg.core.logs import setup_logs
+class Bad:
+    def __str__(self): raise RuntimeError("no words")
+setup_logs("decode")
+logging.getLogger("x").warning("%d", "one")
+logging.getLogger("x").warning("%s", Bad())
+"""
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_record_that_cannot_be_formatted_is_one_line_too(form: str) -> None:
+    env = {**os.environ, "JDISAGG_LOG_FORMAT": form}
+    done = subprocess.run([sys.executable, "-c", UNSAYABLE], capture_output=True, text=True, timeout=90, env=env, check=True)
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2
+    for number, line, why in zip((7, 8), lines, ("a real number is required, not str", "no words"), strict=True):
+        text = line
+        if form == "json":
+            record = json.loads(line)
+            text = record["message"] + record["exception"]
+            assert (record["level"], record["logger"]) == ("warning", "x")
+        assert f"this line cannot be formatted (<string>:{number})" in text
+        assert why in text
 
 
 GARBLED = """

@@ -77,12 +77,60 @@ def test_a_slow_reader_gets_everything() -> None:
     assert b"".join(text).decode() == NUM_LINES * LINE + 2**20 * "y" + "\n"
 
 
+@pytest.mark.parametrize("lines", [[2**18 * "y" + "\n"], NUM_LINES * [LINE]])
+def test_a_reader_that_is_slow_for_ever_keeps_nobody(lines: list[str]) -> None:
+    reader, stream = pipe()
+    ended = threading.Event()
+
+    def read() -> None:
+        while not ended.wait(0.75 * PATIENCE_S):
+            os.read(reader, 4096)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    outlet, began_s = Outlet(stream), monotonic()
+    for line in lines:
+        outlet.write(line)
+    took_s = monotonic() - began_s
+    ended.set()
+    thread.join()
+    stream.close()
+    os.close(reader)
+    assert took_s < 5 * PATIENCE_S
+
+
+def test_a_terminal_that_nobody_reads_keeps_nobody() -> None:
+    """It has room for a part of a line before it has none."""
+    reader, terminal = os.openpty()
+    with os.fdopen(terminal, "w", encoding="utf-8") as stream:
+        outlet = Outlet(stream)
+        thread = threading.Thread(target=lambda: [outlet.write(LINE) for _ in range(NUM_LINES)], daemon=True)
+        thread.start()
+        thread.join(20.0)
+        was_kept = thread.is_alive()
+        os.close(reader)
+        assert not was_kept
+
+
 def test_a_line_that_was_cut_ends_before_the_next_one() -> None:
     reader, stream = pipe()
     outlet = Outlet(stream)
     outlet.write(2**20 * "y" + "\n")
     cut = read_all(reader)
     assert 0 < len(cut) < 2**20
+    outlet.write("whole\n")
+    assert read_all(reader) == "\n(1 lines were lost here: nobody read them)\nwhole\n"
+    stream.close()
+    os.close(reader)
+
+
+def test_lines_that_were_told_of_are_not_told_of_again() -> None:
+    reader, stream = pipe()
+    outlet = Outlet(stream)
+    outlet.write(2**20 * "y" + "\n")
+    os.read(reader, 8192)
+    outlet.write(2**20 * "z" + "\n")
+    assert "(1 lines were lost here" in read_all(reader)
     outlet.write("whole\n")
     assert read_all(reader) == "\n(1 lines were lost here: nobody read them)\nwhole\n"
     stream.close()

@@ -73,6 +73,13 @@ def test_a_model_that_is_somebody_elses_is_one_line_that_says_whom_to_let_in(
         read(str(closed / name if name != "../linked" else closed.parent / "linked"))
 
 
+@pytest.mark.parametrize("target", ["nowhere", "itself", "config.json/below"])
+def test_a_link_that_leads_nowhere_is_no_trouble(tmp_path: Path, target: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "itself").symlink_to(target)
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
 def test_a_cache_that_is_somebody_elses_is_not_an_empty_one(closed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(closed))
     with as_somebody_else(), pytest.raises(ConfigError, match=f"the Hub cache .*{MAY_NOT}.* HF_HOME"):

@@ -10,7 +10,7 @@ from jdisagg.roles.timeline import DEADLINE_SLACK_S, Timeline
 
 
 def ends(metrics: Metrics) -> dict[str, float]:
-    samples = [sample for family in metrics.requests.finished.collect() for sample in family.samples]
+    samples = [sample for family in metrics.requests.finished.collect() for sample in family.samples if sample.value]
     return {sample.labels["reason"]: sample.value for sample in samples}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from jdisagg.core.errors import DeadlineExceeded
 from jdisagg.core.requests import FinishReason, Output, Provenance, SamplingParams
 from jdisagg.router.booking import Booking
 from jdisagg.router.entry import Entry
@@ -256,6 +257,17 @@ def test_what_was_given_up_before_its_first_token_nobody_has_and_part_of_it_may_
     assert kept(at, document(1), document(2)) == {asked.member.address: 2944}
     at.end_all()
     assert kept(at, document(1), document(2)) == {asked.member.address: 2944}
+
+
+def test_what_failed_before_its_first_token_was_given_up_too() -> None:
+    """Every last output names its decode worker, which is not to say that it computed the prompt."""
+    at, asked, _ = asked_one_of_two()
+    late, provenance = DeadlineExceeded("late"), Provenance(decode_worker="d")
+    at.placement.heard(at.live[-1], Output(request_id="any", finish=FinishReason.ERROR, error=late, provenance=provenance))
+    at.placement.end(at.live.pop())
+    assert asked.cache.written == 3051
+    assert kept(at, document(1), question(1)) == {}
+    at.end_all()
 
 
 def test_what_was_given_up_the_worker_has_if_it_was_asked_for_it_again_meanwhile() -> None:

@@ -10,6 +10,7 @@ from typing import TextIO
 
 import pytest
 
+from jdisagg.core.log_formats import to_stderr
 from jdisagg.serve.child import Child, ChildSpec
 
 TALKS = "import sys\nfor _ in range(40_000): print(100 * 'x', file=sys.stderr)"
@@ -20,7 +21,8 @@ def talk(stderr: TextIO, monkeypatch: pytest.MonkeyPatch) -> int:
 
     async def body() -> int:
         monkeypatch.setattr(sys, "stderr", stderr)
-        child = await Child.start(ChildSpec(name="talker", command=lambda _: (sys.executable, "-c", TALKS)), None)
+        spec = ChildSpec(name="talker", command=lambda _: (sys.executable, "-c", TALKS))
+        child = await Child.start(spec, None, to_stderr())
         try:
             async with asyncio.timeout(120.0):
                 return await child.wait()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from jdisagg.core.config import Config
+from jdisagg.core.outlet import Outlet
 from jdisagg.serve import local
 from jdisagg.serve import supervisor as module
 from jdisagg.serve.child import Child, ChildSpec
@@ -26,7 +27,7 @@ FAKE = Path(__file__).with_name("fake_child.py")
 QUICK = Patience(first_delay_s=0.01, max_delay_s=0.05, grace_s=10.0)
 LIMIT_S = 60.0
 NO_PROCESS = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-Start = Callable[[ChildSpec, Ready | None], Any]
+Start = Callable[[ChildSpec, Ready | None, Outlet], Any]
 
 
 def spec(directory: Path) -> ChildSpec:
@@ -40,11 +41,11 @@ def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool], error
     attempts: list[int] = []
     start: Start = Child.start
 
-    async def try_to_start(of: ChildSpec, previous: Ready | None) -> Child:
+    async def try_to_start(of: ChildSpec, previous: Ready | None, outlet: Outlet) -> Child:
         attempts.append(len(attempts))
         if fails(attempts[-1]):
             raise error
-        return await start(of, previous)
+        return await start(of, previous, outlet)
 
     monkeypatch.setattr(Child, "start", try_to_start)
     return attempts
@@ -154,3 +155,32 @@ def test_a_fleet_that_cannot_be_kept_running_ends_with_one(tmp_path: Path, monke
             return await ending
 
     assert asyncio.run(body()) == 1
+
+
+def test_a_line_of_one_child_that_was_cut_ends_before_the_next_one_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe without a reader takes a part of the long line; there is room again when the second child begins."""
+    reader, writer = os.pipe()
+    says = "import sys; print(sys.argv[1][0] * int(sys.argv[1][1:]), file=sys.stderr); sys.exit(2)"
+    specs = [
+        ChildSpec(name=text[0], command=lambda _, text=text: (sys.executable, "-c", says, text)) for text in ("y500000", "z9")
+    ]
+
+    async def body() -> bytes:
+        supervisor, said = Supervisor(QUICK), b""
+        async with asyncio.timeout(LIMIT_S):
+            for one in specs:
+                with pytest.raises(StartFailed):
+                    await supervisor.start([one])
+                said += os.read(reader, 2**20)
+        await supervisor.stop()
+        return said
+
+    with os.fdopen(writer, "w", encoding="utf-8") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        said = asyncio.run(body()).decode().splitlines()
+        monkeypatch.undo()
+    os.close(reader)
+    assert said[0].startswith("y | yyy")
+    assert said[1:] == ["(1 lines were lost here: nobody read them)", "z | zzzzzzzzz"]
