@@ -13,13 +13,14 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from jdisagg.batch.__main__ import main
 from jdisagg.batch.journal import Journal, journal_path
 from jdisagg.batch.lines import Call
 from jdisagg.batch.runner import Batch
-from jdisagg.batch.sender import Answer, Sender, Served
+from jdisagg.batch.sender import Answer, Sender, Served, served_model
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.settings import load_config
 from tests.unit.batch.fake_server import serving
@@ -224,6 +225,25 @@ def test_a_server_of_several_models_is_none_that_another_answered_as() -> None:
     assert two.may_have_answered_as(Served("base", None))
     assert not two.may_have_answered_as(Served("base", "g"))
     assert not two.may_have_answered_as(Served("third", "f"))
+
+
+@pytest.mark.parametrize(
+    ("models", "wanted"),
+    [
+        (
+            [{"id": "base", "fingerprint": "f"}, {"id": "tuned"}, 5, {}, {"id": "third"}],
+            Served("base", "f", ("tuned", "third")),
+        ),
+        ([{"id": "base", "fingerprint": 5}], Served("base", None)),
+    ],
+)
+def test_what_a_server_says_of_its_models(models: list[object], wanted: Served) -> None:
+    async def ask(url: str) -> Served:
+        async with httpx.AsyncClient(base_url=url, timeout=60.0) as client:
+            return await served_model(Sender(client, patience_s=60.0))
+
+    with serving(odd={"/v1/models": (200, json.dumps({"data": models}).encode())}) as server:
+        assert asyncio.run(ask(server.url)) == wanted
 
 
 def test_a_resumed_batch_has_one_time_in_all_its_lines(tmp_path: Path) -> None:
