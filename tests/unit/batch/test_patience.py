@@ -56,13 +56,16 @@ class Server:
         self.away_s = away_s
         self.back_s = self.ended_s = 0.0
         self.scripts = scripts
+        self.asked_s: dict[str, float] = {}  # last
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         if now_s() < self.back_s:
             raise httpx.ConnectError("refused")
         if request.method == "GET":
             return httpx.Response(200 if request.url.path == "/v1/models" else 404, json={"data": [{"id": "fake"}]})
-        seconds, outcome = self.scripts[json.loads(request.content)["name"]].pop(0)
+        name = json.loads(request.content)["name"]
+        self.asked_s[name] = now_s() - BEGAN_S
+        seconds, outcome = self.scripts[name].pop(0)
         await asyncio.sleep(seconds)
         if isinstance(outcome, Exception):
             self.back_s = now_s() + self.away_s
@@ -130,6 +133,15 @@ def test_a_request_that_is_always_lost_fails_alone_while_others_are_served() -> 
     """A router answers so while the request is in quarantine, for it was in flight when workers died."""
     server = Server(0.0, a=[(0, LOST)] * 20, b=[(0.1, LOST), (0, FINE)])
     assert ask(server, "a", "b") == [(502, {"error": {"message": "lost"}}), (200, {"object": "text_completion"})]
+
+
+def test_a_request_that_is_always_lost_does_not_wait_for_the_end_of_all_others() -> None:
+    others = {f"c{i}": [(0.4 * i, BUSY), (0, FINE)] for i in range(1, 7)}
+    lost, *served = ask(server := Server(0.0, a=[(0, LOST)] * 20, **others), "a", *others)
+    assert lost == (502, {"error": {"message": "lost"}})
+    assert served == [(200, {"object": "text_completion"})] * 6
+    assert server.ended_s > 3 * PATIENCE_S
+    assert server.asked_s["a"] < 2 * PATIENCE_S
 
 
 @pytest.mark.parametrize("status", [429, 503])
