@@ -7,6 +7,7 @@ import select
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from io import StringIO
 from time import monotonic
 from typing import TextIO
@@ -27,9 +28,13 @@ for number in range({NUM_LINES}):
 """
 
 
-def pipe() -> tuple[int, TextIO]:
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, TextIO]]:
+    """Its end to read from, and the stream of the other."""
     reader, writer = os.pipe()
-    return reader, os.fdopen(writer, "w", encoding="utf-8")
+    with os.fdopen(writer, "w", encoding="utf-8") as stream:
+        yield reader, stream
+    os.close(reader)
 
 
 def read_all(reader: int) -> str:
@@ -40,8 +45,8 @@ def read_all(reader: int) -> str:
     return text.decode()
 
 
-def test_a_pipe_that_nobody_reads_keeps_nobody_and_tells_its_late_reader_what_was_lost() -> None:
-    reader, stream = pipe()
+def test_a_pipe_that_nobody_reads_keeps_nobody_and_tells_its_late_reader_what_was_lost(pipe: tuple[int, TextIO]) -> None:
+    reader, stream = pipe
     outlet, began_s = Outlet(stream), monotonic()
     for _ in range(NUM_LINES):
         outlet.write(LINE)
@@ -54,12 +59,10 @@ def test_a_pipe_that_nobody_reads_keeps_nobody_and_tells_its_late_reader_what_wa
     assert last == "at last"
     outlet.write("and on\n")
     assert read_all(reader) == "and on\n"
-    stream.close()
-    os.close(reader)
 
 
-def test_a_slow_reader_gets_everything() -> None:
-    reader, stream = pipe()
+def test_a_slow_reader_gets_everything(pipe: tuple[int, TextIO]) -> None:
+    reader, stream = pipe
     outlet, text = Outlet(stream), []
 
     def read() -> None:
@@ -73,13 +76,12 @@ def test_a_slow_reader_gets_everything() -> None:
     outlet.write(2**20 * "y" + "\n")
     stream.close()
     thread.join()
-    os.close(reader)
     assert b"".join(text).decode() == NUM_LINES * LINE + 2**20 * "y" + "\n"
 
 
 @pytest.mark.parametrize("lines", [[2**18 * "y" + "\n"], NUM_LINES * [LINE]])
-def test_a_reader_that_is_slow_for_ever_keeps_nobody(lines: list[str]) -> None:
-    reader, stream = pipe()
+def test_a_reader_that_is_slow_for_ever_keeps_nobody(pipe: tuple[int, TextIO], lines: list[str]) -> None:
+    reader, stream = pipe
     ended = threading.Event()
 
     def read() -> None:
@@ -94,8 +96,6 @@ def test_a_reader_that_is_slow_for_ever_keeps_nobody(lines: list[str]) -> None:
     took_s = monotonic() - began_s
     ended.set()
     thread.join()
-    stream.close()
-    os.close(reader)
     assert took_s < 5 * PATIENCE_S
 
 
@@ -112,20 +112,18 @@ def test_a_terminal_that_nobody_reads_keeps_nobody() -> None:
         assert not was_kept
 
 
-def test_a_line_that_was_cut_ends_before_the_next_one() -> None:
-    reader, stream = pipe()
+def test_a_line_that_was_cut_ends_before_the_next_one(pipe: tuple[int, TextIO]) -> None:
+    reader, stream = pipe
     outlet = Outlet(stream)
     outlet.write(2**20 * "y" + "\n")
     cut = read_all(reader)
     assert 0 < len(cut) < 2**20
     outlet.write("whole\n")
     assert read_all(reader) == "\n(1 lines were lost here: nobody read them)\nwhole\n"
-    stream.close()
-    os.close(reader)
 
 
-def test_lines_that_were_told_of_are_not_told_of_again() -> None:
-    reader, stream = pipe()
+def test_lines_that_were_told_of_are_not_told_of_again(pipe: tuple[int, TextIO]) -> None:
+    reader, stream = pipe
     outlet = Outlet(stream)
     outlet.write(2**20 * "y" + "\n")
     os.read(reader, 8192)
@@ -133,16 +131,13 @@ def test_lines_that_were_told_of_are_not_told_of_again() -> None:
     assert "(1 lines were lost here" in read_all(reader)
     outlet.write("whole\n")
     assert read_all(reader) == "\n(1 lines were lost here: nobody read them)\nwhole\n"
-    stream.close()
-    os.close(reader)
 
 
 def test_a_reader_that_has_gone_is_an_error() -> None:
-    reader, stream = pipe()
+    reader, writer = os.pipe()
     os.close(reader)
-    with pytest.raises(BrokenPipeError):
+    with os.fdopen(writer, "w", encoding="utf-8") as stream, pytest.raises(BrokenPipeError):
         Outlet(stream).write(LINE)
-    stream.close()
 
 
 def test_what_no_encoding_holds_and_what_is_no_file_are_written_all_the_same() -> None:
