@@ -31,6 +31,11 @@ class ConfigError(JdisaggError):
 class RequestError(JdisaggError):
     """Base of errors that end one request and no other."""
 
+    @classmethod
+    def reasons(cls) -> frozenset[str]:
+        """Every label under which such an error is counted."""
+        return frozenset({cls.reason}).union(*(kind.reasons() for kind in cls.__subclasses__()))
+
 
 class InvalidRequest(RequestError):
     """The caller's fault: out of range, too long, contradictory."""

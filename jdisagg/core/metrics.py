@@ -17,6 +17,9 @@ import platform
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
+from jdisagg.core.errors import RequestError
+from jdisagg.core.requests import FinishReason
+
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 _REQUEST_BUCKETS_S = (  # to --default-deadline-s
@@ -29,10 +32,7 @@ _HOST_BUCKETS_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01),
     *(0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
 )
-_ENDS = (  # of requests: a rate sees no first one of a series that begins with it
-    *("stop", "length", "abort", "error", "invalid", "unauthenticated", "overloaded", "unavailable", "deadline"),
-    *("handoff_lost", "numerical"),
-)
+_ENDS = sorted({*(reason.value for reason in FinishReason), *RequestError.reasons()})
 _RUNGS = ("refetch", "other_backend", "reconnect", "other_prefill", "local_prefill")
 _HEDGE_OUTCOMES = ("moved", "returned", "refused", "abandoned")
 _RUNGS_OF_ROUTERS = ("replay",)
@@ -76,7 +76,7 @@ class RequestMetrics:
         buckets_s = _REQUEST_BUCKETS_S
         self.live = new.gauge("requests", "Live requests by state; a router's: running (a worker has it), waiting.", "state")
         self.finished = new.counter("requests_finished", "Requests that ended, by finish reason or error.", "reason")
-        for reason in (*_ENDS, "refused") if new.engine else _ENDS:
+        for reason in (*_ENDS, "refused") if new.engine else _ENDS:  # a rate sees no first one of a series that begins with it
             self.finished.labels(reason=reason)
         self.ttft_seconds = new.histogram("time_to_first_token_seconds", "Admission to first token sent.", buckets_s)
         self.itl_seconds = new.histogram("inter_token_latency_seconds", "Gap between tokens of one stream.", _STEP_BUCKETS_S)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from jdisagg.core.fleet import Member
+from jdisagg.core.requests import Role
 from jdisagg.router.worker_cache import Key, WorkerCache
 
 
@@ -53,3 +55,30 @@ class Entry:
     def is_quiet(self) -> bool:
         """Nothing was heard for a while, or for longer."""
         return self.stream is not None and self.stream.quiet_s is not None
+
+    def summary(self, now_s: float) -> dict[str, Any]:
+        """As JSON-able data; of P also what decides where the next prompt goes."""
+        member = self.member
+        found = {
+            "address": member.address,
+            "role": member.role.value,
+            "worker": member.worker,
+            "fingerprint": member.fingerprint,
+            "linked": self.linked,
+            "quiet": self.is_quiet,
+            "draining": member.draining,
+            "suspect": self.suspect_until_s > now_s,
+            "pending": self.pending,
+            "running": member.load.running,  # of all routers, as it last told
+            "waiting": member.load.waiting,
+            "silent_s": round(now_s - self.last_seen_s, 3),
+        }
+        if member.role is not Role.PREFILL:
+            return found
+        return found | {
+            "pending_tokens": self.pending_tokens,
+            "pending_cached_tokens": self.pending_cached,
+            "others_tokens": self.others_tokens,
+            "cache_tokens": self.cache.num_tokens,
+            "cache_written_tokens": self.cache.written,
+        }

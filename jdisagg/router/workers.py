@@ -122,23 +122,7 @@ class Workers:
     def snapshot(self) -> list[dict[str, Any]]:
         """Members as JSON-able data."""
         now_s = monotonic()
-        return [
-            {
-                "address": entry.member.address,
-                "role": entry.member.role.value,
-                "worker": entry.member.worker,
-                "fingerprint": entry.member.fingerprint,
-                "linked": entry.linked,
-                "quiet": entry.is_quiet,
-                "draining": entry.member.draining,
-                "suspect": entry.suspect_until_s > now_s,
-                "pending": entry.pending,
-                "running": entry.member.load.running,  # of all routers, as it last told
-                "waiting": entry.member.load.waiting,
-                "silent_s": round(now_s - entry.last_seen_s, 3),
-            }
-            for entry in self.fleet.entries()
-        ]
+        return [entry.summary(now_s) for entry in self.fleet.entries()]
 
     async def close(self) -> None:
         """Close every stream, open no more and stop every task; who waits for a worker looks again. `on_lost` is not called."""

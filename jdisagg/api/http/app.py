@@ -45,15 +45,7 @@ def make_app(
     """The application. `edge` None: a role without completions, which serves health, readiness, metrics and debug only.
     What uses the model asks for a key, if there is one; either will do. `allowed_origins`: of web pages whose scripts may read
     answers."""
-    operations = Operations(engine, metrics_text)
-    routes = [
-        Route("/health", operations.health),
-        Route("/ping", operations.health, methods=["GET", "POST"]),
-        Route("/ready", operations.ready),
-        Route("/version", operations.version),
-        Route("/metrics", operations.metrics),
-        Route("/debug/state", operations.debug_state),
-    ]
+    routes = Operations(engine, metrics_text).routes()
     if edge is None:
         routes += [Route(path, _ask_elsewhere, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]
     else:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from jdisagg.api.generation.token_engine import TokenEngine
 from jdisagg.api.http.errors import plain_error
 from jdisagg.api.http.version import package_version
 from jdisagg.core.metrics import CONTENT_TYPE
 
-PATHS = frozenset(("/health", "/ping", "/ready", "/metrics", "/version", "/debug/state"))
 FORWARDED = ("x-forwarded-for", "forwarded", "via")  # by which a proxy says that it is one
 
 
@@ -49,6 +50,21 @@ class Operations:
         if forwarded or request.client is None or not _is_loopback(request.client.host):
             return plain_error(403, "/debug/state is served to loopback clients only; ask from the machine itself")
         return JSONResponse(await self._engine.debug_state())
+
+    def routes(self) -> list[Route]:
+        """All of these."""
+        return [Route(path, partial(serve, self), methods=methods) for path, (serve, *methods) in _ROUTES.items()]
+
+
+_ROUTES = {  # path: endpoint and methods
+    "/health": (Operations.health, "GET"),
+    "/ping": (Operations.health, "GET", "POST"),
+    "/ready": (Operations.ready, "GET"),
+    "/version": (Operations.version, "GET"),
+    "/metrics": (Operations.metrics, "GET"),
+    "/debug/state": (Operations.debug_state, "GET"),
+}
+PATHS = frozenset(_ROUTES)
 
 
 def _answer(good: bool, otherwise: str, reason: str) -> Response:

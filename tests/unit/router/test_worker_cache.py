@@ -285,3 +285,21 @@ def test_what_ended_without_a_token_was_computed_all_the_same() -> None:
     at.placement.heard(at.live[-1], Output(request_id="any", finish=FinishReason.STOP, provenance=provenance))
     at.placement.end(at.live.pop())
     assert kept(at, document(1), question(1)) == {asked.member.address: 2944}
+
+
+def test_what_is_thought_of_a_prefill_worker_is_there_to_be_looked_at() -> None:
+    at, (peer,) = small_desk(1, 8192)
+    at.place(document(1), question(1))
+    at.end_all()
+    at.place(document(1), question(2))
+    peer.others_tokens = 70
+    shown = {name: value for name, value in peer.summary(0.0).items() if name.endswith("_tokens")}
+    assert shown == {
+        "pending_tokens": 3051,
+        "pending_cached_tokens": 2944,
+        "others_tokens": 70,
+        "cache_tokens": 8192,
+        "cache_written_tokens": 3051 + 3051 - 2944,
+    }
+    (decode,) = (entry for entry in at.fleet.entries() if entry.member.decodes)
+    assert not [name for name in decode.summary(0.0) if name.endswith("_tokens")]
