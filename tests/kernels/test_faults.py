@@ -14,6 +14,7 @@ from tests.kernels.pages import PagedRows
 from tests.kernels.test_attention import DECODE, PREFILL, SHAPES, run
 
 SOUND = Parts()
+RAISED_RACE = "RACE DETECTED"  # from jax 0.12 on; before, it was printed
 
 
 def no_wait(wait, use):
@@ -47,6 +48,8 @@ def verdict(parts, capfd, *, kind, rows, window=5):
     try:
         out, wanted = run(paged, window=window, kind=kind, implementation="tpu", interpret=interpret, parts=parts)
     except jax.errors.JaxRuntimeError as error:
+        if RAISED_RACE in str(error):
+            return True, True
         if "out-of-bounds" not in str(error).lower():  # a table that is not there yet names pages that do not exist
             raise
         return False, False

@@ -40,13 +40,15 @@ class GrpcByteSource:
             yield from self._read_over(channel, peer, key, room, deadline_s)
 
     def _read_over(self, channel: grpc.Channel, peer: str, key: str, room: memoryview, deadline_s: float) -> Iterator[int]:
-        filled, is_slow = 0, peer in self._slow
+        filled, is_slow, left_s = 0, peer in self._slow, deadline_s - monotonic()
+        if left_s <= 0.0:  # gRPC might serve it even so
+            raise TimeoutError(f"piece {key} of {peer}: asked for when its time was over")
         try:
             fetch = channel.unary_stream(
                 FETCH, request_serializer=peer_pb2.FetchRequest.SerializeToString, response_deserializer=decode_part
             )
             request = peer_pb2.FetchRequest(key=key, part_bytes=SLOW_PART_BYTES if is_slow else 0)
-            call = fetch(request, timeout=max(0.0, deadline_s - monotonic()))
+            call = fetch(request, timeout=left_s)
         except ValueError as error:  # dropped in this moment
             raise ConnectionError(f"piece {key} of {peer}: {error}") from error
         watched = self._stalls.watch(call, patience=SLOW_PATIENCE if is_slow else 1)
