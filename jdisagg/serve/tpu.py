@@ -46,7 +46,7 @@ def find_tpu(environ: Mapping[str, str], pci: Path = PCI) -> TpuHost | None:
     platforms = environ.get("JAX_PLATFORMS", "")
     if platforms and "tpu" not in platforms.split(","):
         return None
-    cards = [path.parent for path in pci.glob("*/vendor") if _read(path) == _GOOGLE]
+    cards = [path.parent for path in pci.glob("*.0/vendor") if _read(path) == _GOOGLE]  # .1 and on are others of its functions
     chips = [_DEVICES_PER_CHIP[card] for card in (_read(place / "device") for place in cards) if card in _DEVICES_PER_CHIP]
     return TpuHost(num_chips=len(chips), devices_per_chip=chips[0]) if chips else None
 

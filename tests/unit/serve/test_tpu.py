@@ -19,10 +19,10 @@ TPU7X_4 = TpuHost(num_chips=4, devices_per_chip=2)
 GOOGLE, V6E, TPU7X, NETWORK_CARD = "0x1ae0", "0x006f", "0x0076", "0x0042"
 
 
-def pci(directory: Path, *cards: tuple[str, str]) -> Path:
-    """A machine with these cards, as Linux shows them."""
-    for number, (vendor, device) in enumerate(cards):
-        place = directory / f"0000:00:{number:02x}.0"
+def pci(directory: Path, *cards: tuple[str, str], functions: int = 1) -> Path:
+    """A machine with these cards, as Linux shows them, of so many functions each."""
+    for number, (vendor, device) in enumerate(cards * functions):
+        place = directory / f"0000:00:{number % len(cards):02x}.{number // len(cards)}"
         place.mkdir()
         (place / "vendor").write_text(vendor + "\n")
         (place / "device").write_text(device + "\n")
@@ -36,6 +36,10 @@ def wanting(devices: str | None, role: str = "decode") -> Config:
 def test_chips_are_counted_and_cards_that_are_none_are_not(tmp_path: Path) -> None:
     cards = [(GOOGLE, NETWORK_CARD), *[(GOOGLE, V6E)] * 8, ("0x10de", V6E)]
     assert find_tpu({}, pci(tmp_path, *cards)) == V6E_8
+
+
+def test_a_chip_that_shows_itself_as_several_functions_is_one(tmp_path: Path) -> None:
+    assert find_tpu({}, pci(tmp_path, *[(GOOGLE, V6E)] * 8, functions=2)) == V6E_8
 
 
 def test_jax_sees_two_devices_in_a_chip_of_tpu7x(tmp_path: Path) -> None:
