@@ -234,8 +234,8 @@ class FleetEngine:
                 return flight.accept(event)
         try:
             return await self._recover(flight, event)
-        except RequestError as error:
-            return flight.failed(error)
+        except RequestError as error:  # an answer: frames that it has passed lead to whoever asked, and hold it
+            return flight.failed(error.with_traceback(None))
 
     def _tell_when_late(self, flight: Flight) -> asyncio.TimerHandle:
         """One timer for the whole request; one for each of its tokens costs as much as the token."""
