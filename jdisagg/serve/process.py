@@ -25,17 +25,18 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from time import monotonic
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import uvloop
 
 from jdisagg.core.outlet import Outlet
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 EXIT_FORCED = 1
 ONE_TELLING_S = 0.2  # wrappers such as timeout(1) signal the process, and then its group with it
@@ -63,6 +64,17 @@ class Process:
         loop.add_signal_handler(signal.SIGUSR1, self._dump)
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await a part of the start that has a thread of its own. SIGTERM meanwhile ends the process at once: that thread
+        cannot be stopped."""
+        task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(self.stopping.wait())
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            log.info("ended before it was ready; no request was lost")
+            os._exit(0)
+        stopped.cancel()
+        return task.result()
 
     def _stop(self, number: int) -> None:
         name = signal.Signals(number).name
