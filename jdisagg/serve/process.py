@@ -11,8 +11,8 @@
         ...                                # drain within config.server.drain_s, close the parts
         return 0
 
-The first SIGTERM or SIGINT sets `stopping`; a later one ends the process at once, drained or not. Before `run_process`, while
-modules are imported, `end_when_told` answers.
+The first SIGTERM or SIGINT sets `stopping`; a later one ends the process at once, drained or not, but for the child of a
+supervisor, which kills it. Before `run_process`, while modules are imported, `end_when_told` answers.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from time import monotonic
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import uvloop
 
 from jdisagg.core.outlet import Outlet
+from jdisagg.serve.environment import PARENT_VARIABLE
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 EXIT_FORCED = 1
 ONE_TELLING_S = 0.2  # wrappers such as timeout(1) signal the process, and then its group with it
@@ -45,8 +47,11 @@ GC_THRESHOLDS = (10_000, 10, 20)  # two million new objects before all are searc
 class Process:
     """Signals of this process, seen from its event loop. Made by `run_process`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_supervised: bool = False) -> None:
+        """`is_supervised`: systemd signals all processes of a unit, and then the supervisor its children, when their turn has
+        come."""
         self.stopping = asyncio.Event()
+        self._is_supervised = is_supervised
         self._began_s = self._told_s = monotonic()
         self._state: Callable[[], Awaitable[Mapping[str, Any]]] = self._starting
         self._dumps: set[asyncio.Task[None]] = set()
@@ -64,10 +69,27 @@ class Process:
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
 
+    def leave(self, status: int) -> None:
+        """All is done: SIGTERM and SIGINT end what is left of the process, which may take a while, with the same status."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, lambda *_: os._exit(status))
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await a part of the start that has a thread of its own. SIGTERM meanwhile ends the process at once: that thread
+        cannot be stopped."""
+        task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(self.stopping.wait())
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            log.info("ended before it was ready; no request was lost")
+            os._exit(0)
+        stopped.cancel()
+        return task.result()
+
     def _stop(self, number: int) -> None:
         name = signal.Signals(number).name
         if self.stopping.is_set():
-            if monotonic() - self._told_s < ONE_TELLING_S:
+            if self._is_supervised or monotonic() - self._told_s < ONE_TELLING_S:
                 return
             log.error("%s again: ending without waiting for the rest", name)
             os._exit(EXIT_FORCED)
@@ -117,9 +139,11 @@ def run_process(serve: Callable[[Process], Awaitable[int]]) -> int:
     """Run `serve` to its end on a fresh event loop, signals installed; returns its exit status."""
 
     async def main() -> int:
-        process = Process()
+        process = Process(is_supervised=PARENT_VARIABLE in os.environ)
         process.listen(asyncio.get_running_loop())
-        return await serve(process)
+        status = await serve(process)
+        process.leave(status)
+        return status
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main())

@@ -6,6 +6,7 @@ and go; `/ready` says whether a request would be served now. SIGTERM: report NOT
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from time import monotonic
@@ -51,7 +52,8 @@ async def serve(config: Config, process: Process) -> int:
     server = make_server(credentials)
     address = bind(server, config.server.host, config.server.grpc_port)
     listener = listen(config.server.host, config.server.port)
-    model, text = config.served_name, read_text_model(resolve_model(config.model.model))
+    model = config.served_name
+    text = await process.unless_stopped(asyncio.to_thread(lambda: read_text_model(resolve_model(config.model.model))))
     metrics = Metrics(engine=False)
     metrics.set_build(role="router", model=model)
     engine = FleetEngine(

@@ -10,9 +10,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Coroutine
 from time import monotonic
-from typing import Any, TypeVar
 
 from jdisagg.api.channels import Credentials, advertised, bind, make_server
 from jdisagg.api.http.server import HttpServer
@@ -33,7 +31,6 @@ from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.text_edge import read_text_model
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 def run(config: Config) -> int:
@@ -58,11 +55,11 @@ async def serve(config: Config, process: Process) -> int:
     build = asyncio.to_thread(
         build_deployment, config, metrics, worker, loop, exit_on_crash, credentials=credentials, address=public
     )
-    deployment = await _unless_stopped(process, build)
+    deployment = await process.unless_stopped(build)
     edges = Edges(config, deployment, text=text, address=public, server=grpc_server)
     process.dump_with(edges.engine.debug_state)
     for engine in deployment.engines:
-        await _unless_stopped(process, asyncio.to_thread(self_test, engine))
+        await process.unless_stopped(asyncio.to_thread(self_test, engine))
     deployment.compiles_are_over()
     watchdog = Watchdog(list(deployment.engines), config.device.step_timeout_s)
     watchdog.start()
@@ -96,17 +93,6 @@ async def serve(config: Config, process: Process) -> int:
     await asyncio.to_thread(deployment.stop)
     log.info("stopped")
     return 0
-
-
-async def _unless_stopped(process: Process, work: Coroutine[Any, Any, T]) -> T:
-    """Await a part of the start. SIGTERM meanwhile ends the process at once: a compiling thread cannot be stopped."""
-    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(process.stopping.wait())
-    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    if not task.done():
-        log.info("ended before it was ready; no request was lost")
-        os._exit(0)
-    stopped.cancel()
-    return task.result()
 
 
 def _install_test_hooks(deployment: Deployment) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,6 +62,15 @@ class BlockingChannels:
                 channel = line.channel
         if channel is not None:
             channel.close()
+
+    def abandon(self, peer: str, channel: grpc.Channel) -> None:
+        """It has a call that gRPC could start no thread for, and would wait for that one for ever in every later call, when it
+        is closed, and when it is collected: what is left of it stays until the process ends."""
+        with self._lock:
+            line = self._lines.get(peer)
+            if line is not None and channel is line.channel:
+                del self._lines[peer]
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))
 
     def close(self) -> None:
         """Close every channel; calls in progress end."""

@@ -51,7 +51,14 @@ class GrpcByteSource:
             call = fetch(request, timeout=left_s)
         except ValueError as error:  # dropped in this moment
             raise ConnectionError(f"piece {key} of {peer}: {error}") from error
-        watched = self._stalls.watch(call, patience=SLOW_PATIENCE if is_slow else 1)
+        except RuntimeError as error:  # no thread is left
+            self._channels.abandon(peer, channel)
+            raise ConnectionError(f"piece {key} of {peer}: {error}") from error
+        try:
+            watched = self._stalls.watch(call, patience=SLOW_PATIENCE if is_slow else 1)
+        except RuntimeError as error:
+            call.cancel()
+            raise ConnectionError(f"piece {key} of {peer}: {error}") from error
         try:
             for part in call:
                 watched.num_parts += 1

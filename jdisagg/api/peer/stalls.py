@@ -36,13 +36,15 @@ class StallWatch:
         self._thread: threading.Thread | None = None
 
     def watch(self, call: grpc.Call, *, patience: int = 1) -> Watched:
-        """Begin; `unwatch` must follow. `patience`: how many times the limit the call gets."""
+        """Begin; `unwatch` must follow. `patience`: how many times the limit the call gets. Raises RuntimeError when no thread
+        is left."""
         watched = Watched(call, patience * LOOKS_PER_LIMIT)
         with self._changed:
-            self._watched.add(watched)
             if self._thread is None and not self._closing.is_set():
-                self._thread = threading.Thread(target=self._run, name="stall-watch", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="stall-watch", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._watched.add(watched)
             self._changed.notify()
         return watched
 

@@ -90,6 +90,32 @@ def test_sigusr1_shows_where_a_process_hangs_that_has_not_begun_to_load(tmp_path
     assert process.returncode == 0
 
 
+DRAINED = """
+import sys, time
+from jdisagg.serve.process import end_when_told, run_process
+
+async def serve(process):
+    return 0
+
+end_when_told()
+status = run_process(serve)
+print("over", flush=True)
+time.sleep(60)  # as jax takes its time to take itself down
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_is_told_again_when_all_is_done_ends_as_it_would_have(number: signal.Signals) -> None:
+    command = [sys.executable, "-c", DRAINED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "over\n"
+        process.send_signal(number)
+        _, said = process.communicate(timeout=30.0)
+    assert (process.returncode, said) == (0, "")
+
+
 def test_signals_that_come_together_are_one_and_a_later_one_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """timeout(1) signals the process, and then its group, which the process is in."""
     now_s, exits = [100.0], list[int]()

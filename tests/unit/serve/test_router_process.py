@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -60,6 +61,21 @@ def test_a_router_without_workers_is_healthy_but_not_ready_and_sigterm_ends_it_w
     assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
     process.send_signal(signal.SIGTERM)
     assert process.wait(WAIT_S) == 0
+
+
+def test_a_router_ends_when_told_while_it_still_fetches_its_model(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hub:  # takes connections and answers nothing
+        hub.settimeout(WAIT_S)
+        settings = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        command = [*SERVE, "--role", "router", "--model", "owner/name"]
+        environ = os.environ | settings | {"no_proxy": "*"}
+        with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
+            connection, _ = hub.accept()
+            process.send_signal(signal.SIGTERM)
+            with connection:
+                _, said = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, said
+    assert "ended before it was ready; no request was lost" in said
 
 
 def test_a_router_that_drains_hangs_up_on_clients_that_keep_their_connection(router) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from jdisagg.core.outlet import Outlet
 from jdisagg.serve import local
 from jdisagg.serve import supervisor as module
 from jdisagg.serve.child import Child, ChildSpec
-from jdisagg.serve.process import Process
+from jdisagg.serve.process import ONE_TELLING_S, Process
 from jdisagg.serve.ready import Ready
 from jdisagg.serve.supervisor import Patience, StartFailed, Supervisor
 
@@ -49,6 +50,40 @@ def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool], error
 
     monkeypatch.setattr(Child, "start", try_to_start)
     return attempts
+
+
+DRAINING = """
+import asyncio, pathlib, sys
+from jdisagg.serve.process import end_when_told, run_process
+from jdisagg.serve.ready import Ready, announce
+
+async def serve(process):
+    announce(Ready(role="decode", http=None, grpc=None, model="m"))
+    await process.stopping.wait()
+    pathlib.Path(sys.argv[1]).touch()
+    await asyncio.sleep(1.0)
+    return 0
+
+end_when_told()
+sys.exit(run_process(serve))
+"""
+
+
+def test_a_child_that_drains_already_is_not_cut_off_when_its_supervisor_ends(tmp_path: Path) -> None:
+    """systemd tells every process of a unit to end, and then the supervisor does so once more, stage by stage."""
+    told = tmp_path / "told"
+
+    async def body() -> None:
+        supervisor = Supervisor(QUICK)
+        async with asyncio.timeout(LIMIT_S):
+            await supervisor.start([ChildSpec(name="d", command=lambda _: (sys.executable, "-c", DRAINING, str(told)))])
+            os.kill(supervisor.pids["d"], signal.SIGTERM)
+            while not told.exists():
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(2 * ONE_TELLING_S)
+            assert await supervisor.stop()
+
+    asyncio.run(body())
 
 
 def test_a_child_for_which_there_is_no_process_is_tried_again_for_as_long_as_it_takes(

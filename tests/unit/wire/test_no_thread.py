@@ -1,0 +1,85 @@
+"""No thread is left, for a moment: what is read then fails, and whatever is read later comes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+
+import pytest
+from chaos_kit.proxy import Proxy, Weather
+
+from jdisagg.api.peer.byte_source import GrpcByteSource
+from jdisagg.core.errors import Stalled
+from tests.unit.reading import read_whole
+from tests.unit.wire.rig import identity, run_quiet
+from tests.unit.wire.test_peer import Prefill
+
+LONG_S = 20.0
+STALL_S = 0.4
+NO_THREAD = "can't start new thread"
+
+
+@contextmanager
+def shortage(of: Callable[[threading.Thread], bool]) -> Iterator[None]:
+    start = threading.Thread.start
+
+    def start_or_not(thread: threading.Thread) -> None:
+        if of(thread):
+            raise RuntimeError(NO_THREAD)
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_or_not)
+        yield
+
+
+def test_a_channel_whose_call_got_no_thread_is_not_used_again_and_holds_up_nobody() -> None:
+    """gRPC counts on the thread that it could not start: the channel's later calls, its close and its end would wait for it,
+    whatever their deadline."""
+
+    async def body() -> None:
+        p, source = Prefill(identity()), GrpcByteSource()
+        p.pieces["k"] = b"bytes"
+        address = await p.start()
+
+        def read() -> bytes:
+            return read_whole(source, address, "k", monotonic() + LONG_S)
+
+        assert await asyncio.to_thread(read) == b"bytes"
+        with shortage(lambda thread: not thread.name.startswith("asyncio")), pytest.raises(ConnectionError, match=NO_THREAD):
+            await asyncio.to_thread(read)
+        async with asyncio.timeout(LONG_S / 4):
+            assert await asyncio.to_thread(read) == b"bytes"
+            await asyncio.to_thread(source.drop, address)
+            await asyncio.to_thread(source.close)
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_reads_are_watched_again_once_there_is_a_thread_for_that() -> None:
+    async def body() -> None:
+        p, source = Prefill(identity()), GrpcByteSource(stall_s=STALL_S)
+        p.pieces["k"] = b"bytes"
+        proxy = await Proxy(lambda *_: None).start()
+        proxy.target_port = int((await p.start()).rpartition(":")[2])
+
+        def read() -> bytes:
+            return read_whole(source, f"127.0.0.1:{proxy.port}", "k", monotonic() + LONG_S)
+
+        with shortage(lambda thread: thread.name == "stall-watch"), pytest.raises(ConnectionError, match=NO_THREAD):
+            await asyncio.to_thread(read)
+        assert await asyncio.to_thread(read) == b"bytes"
+        proxy.set_weather(Weather.BLACK_HOLE)
+        began_s = monotonic()
+        with pytest.raises(Stalled):
+            await asyncio.to_thread(read)
+        assert monotonic() - began_s < LONG_S / 4
+        source.close()
+        await proxy.close()
+        await p.server.stop(0)
+
+    run_quiet(body())
