@@ -13,7 +13,11 @@ from jdisagg.api.http.openapi import openapi_document
 from jdisagg.core.errors import RequestError
 from jdisagg.core.flags import BY_NAME, FLAGS, ROLES
 from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import FinishReason, Role
 from jdisagg.core.settings import SECTION_TYPES, build_parser, load_config
+from jdisagg.handoff.borrower import Outcome
+from jdisagg.roles.stages import Stage
+from jdisagg.sched.states import LIVE
 
 ROOT = Path(__file__).parents[3]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -203,3 +207,35 @@ def num_lines(package: str) -> int:
 
 def all_pages() -> str:
     return "\n".join(path.read_text() for path in DOCS)
+
+
+def shown(metric: str, label: str) -> set[str]:
+    """Values that a worker shows from the start."""
+    return set(re.findall(rf'^jdisagg_{metric}{{{label}="(\w+)"}}', Metrics().text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("metric", "values"),
+    [
+        ("jdisagg_requests", {status.value for status in LIVE}),
+        ("jdisagg_requests_finished_total", {*(end.value for end in FinishReason), *RequestError.reasons(), "refused"}),
+        ("jdisagg_tick_seconds_total", {stage.value for stage in Stage}),
+        ("jdisagg_borrowings_total", {outcome.value for outcome in Outcome}),
+        ("jdisagg_recoveries_total", shown("recoveries_total", "rung") | {"replay"}),
+        ("jdisagg_prefill_hedges_total", shown("prefill_hedges_total", "outcome")),
+        ("jdisagg_workers", {role.value for role in Role}),
+    ],
+)
+def test_the_table_of_metrics_explains_every_value_of_a_label(metric: str, values: set[str]) -> None:
+    rows = (ROOT / "docs" / "operations.md").read_text().splitlines()
+    (row,) = [row for row in rows if row.startswith("| `jdisagg_") and f"`{metric}`" in row.split(" | ")[0]]
+    assert [value for value in sorted(values) if not re.search(rf"\b{value}\b", row.split(" | ", 1)[1])] == []
+
+
+def test_every_script_that_people_start_is_named() -> None:
+    inner = {"checks.py", "check_proto.sh", "fleet_process.py", "panes.py"}  # of other scripts
+    paths = [path for path in sorted((ROOT / "scripts").iterdir()) if path.suffix in (".py", ".sh") and path.name not in inner]
+    wrapped = {path.stem for path in paths if path.suffix == ".sh"}  # by a script of that name
+    text = all_pages() + (ROOT / "jdisagg" / "demo" / "README.md").read_text()
+    people = [path.name for path in paths if path.suffix == ".sh" or path.stem not in wrapped]
+    assert [name for name in people if name not in text] == []
