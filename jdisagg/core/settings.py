@@ -50,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         description="Serve a model with jdisagg.",
+        epilog="--version, alone, tells the version.",
     )
     parser.add_argument("--role", metavar="ROLE", help=f"{', '.join(ROLES)} (default {Config().role})")
     parser.add_argument("--config", metavar="FILE.toml", help="read settings from a file; flags win over it")

@@ -455,3 +455,8 @@ def test_foreign_flags_are_called_as_ours_are_and_none_of_them_is_ours() -> None
     ours = {option for action in build_parser()._actions for option in action.option_strings}
     assert set(foreign_flags._CALLED.values()) <= ours
     assert not {name for name in (*foreign_flags._CALLED, *foreign_flags._NOTHING) if name in ours}
+
+
+def test_help_names_the_flag_that_is_no_setting() -> None:
+    """`serve --version` is answered before settings are read."""
+    assert "--version" in build_parser().format_help()

@@ -1,15 +1,23 @@
-"""What the documentation names exists: flags, files, metrics."""
+"""What the documentation names exists: flags, files, metrics, links. What its readers need it names, as the code has it."""
 
 import json
 import re
+from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 
 import pytest
 
 from jdisagg.aot.command import build_parser as build_aot_parser
-from jdisagg.core.flags import ROLES
+from jdisagg.api.http.openapi import openapi_document
+from jdisagg.core.errors import RequestError
+from jdisagg.core.flags import BY_NAME, FLAGS, ROLES
 from jdisagg.core.metrics import Metrics
-from jdisagg.core.settings import build_parser, load_config
+from jdisagg.core.requests import FinishReason, Role
+from jdisagg.core.settings import SECTION_TYPES, build_parser, load_config
+from jdisagg.handoff.borrower import Outcome
+from jdisagg.roles.stages import Stage
+from jdisagg.sched.states import LIVE
 
 ROOT = Path(__file__).parents[3]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,6 +41,7 @@ OTHER_PROGRAMS = {
     "--requests",
     "--inject",
     "--nano-vllm",
+    "--version",  # of serve, beside its settings
     *("--model", "--tokenizer", "--url", "--endpoint-type", "--streaming", "--concurrency", "--request-count"),  # of aiperf
     *("--synthetic-input-tokens-mean", "--output-tokens-mean", "--extra-inputs", "--use-server-token-count"),
     "--per-chunk-usage",
@@ -87,3 +96,147 @@ def test_containers_of_the_manifests_have_settings_that_load() -> None:
 def test_the_readme_names_every_role() -> None:
     text = (ROOT / "README.md").read_text()
     assert [role for role in ROLES if f"| `{role}` |" not in text] == []
+
+
+def test_links_lead_somewhere(text: str, request: pytest.FixtureRequest) -> None:
+    here = request.node.callspec.params["text"]
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    dead = []
+    for link in links:
+        name, _, anchor = link.partition("#")
+        page = (here.parent / name).resolve() if name else here
+        if not page.exists() or (anchor and anchor not in anchors(page)):
+            dead.append(link)
+    assert dead == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as they are linked to."""
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", prose, re.MULTILINE)}
+
+
+def test_every_flag_is_named_somewhere() -> None:
+    text = all_pages()
+    assert [flag.option for flag in FLAGS if not re.search(rf"--(?:no-)?{flag.option[2:]}(?![\w-])", text)] == []
+
+
+def test_defaults_are_those_of_the_code() -> None:
+    """`--flag` (10), and the table of the README."""
+    said = list(re.findall(r"`--([a-z-]+)` \(([\d.]+(?: MiB)?)(?: s)?[);,]", all_pages()))
+    for line in re.findall(r"^\| (`--.*)", (ROOT / "README.md").read_text(), re.MULTILINE):
+        names, default = line.split(" | ")[:2]
+        options = re.findall(r"`--([a-z-]+)`", names.split(" (")[0])
+        given = [value.strip("` ") for value in default.split(", ")]
+        if len(given) in (1, len(options)) and " " not in default.strip("| ").replace(", ", ""):
+            said += zip(options, given * len(options) if len(given) == 1 else given, strict=False)
+    ours = [(name, value) for name, value in said if name.replace("-", "_") in BY_NAME and value[:2] not in ("", "--")]
+    assert len(ours) > 30
+    assert [(name, value, default_of(name)) for name, value in ours if value not in default_of(name)] == []
+
+
+def default_of(option: str) -> tuple[str, ...]:
+    """In the words that the pages have for it."""
+    flag = BY_NAME[option.replace("-", "_")]
+    default = getattr(SECTION_TYPES[flag.section](), flag.name)
+    if default is None or default == ():
+        return ("none",)
+    if isinstance(default, bool):
+        return ("on" if default else "off",)
+    if flag.syntax == "bytes" and default:
+        return (f"{default // 2**20} MiB",)
+    return (f"{default:g}",) if isinstance(default, float) else (str(default.value if isinstance(default, Enum) else default),)
+
+
+def test_every_way_to_fail_is_named_with_both_statuses() -> None:
+    rows = (ROOT / "docs" / "operations.md").read_text().splitlines()
+    statuses = {
+        (kind.http_status, kind.grpc_status) for kind in failures(RequestError) if kind.http_status != 409
+    }  # of workers
+    assert [pair for pair in sorted(statuses) if not any(row.startswith(f"| {pair[0]} | {pair[1]} |") for row in rows)] == []
+
+
+def failures(kind: type[RequestError]) -> Iterator[type[RequestError]]:
+    """`kind` and all below it."""
+    yield kind
+    for below in kind.__subclasses__():
+        yield from failures(below)
+
+
+def test_every_path_of_the_http_api_is_named() -> None:
+    text = all_pages()
+    assert [path for path in openapi_document("")["paths"] if not re.search(rf"{re.escape(path)}[`\s]", text)] == []
+
+
+def test_every_variable_of_the_environment_is_named_where_it_is_set_by_people() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "jdisagg").rglob("*.py"))
+    read = set(re.findall(r"\bJDISAGG_[A-Z_]+", sources)) - {"JDISAGG_PARENT_PID"}  # of the supervisor, for its children
+    assert read == set(re.findall(r"\bJDISAGG_[A-Z_]+", all_pages())) - {"JDISAGG_SOAK_S", "JDISAGG_KERNEL_GATES"}  # of tests
+
+
+def test_modules_that_start_threads_are_in_the_list_of_threads() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text.split("## Which thread runs what")[1].split("\n## ")[0]
+    starts = re.compile(r"\bThread\(|\bThreadPoolExecutor\(|\bto_thread\(")
+    sources = [path for path in sorted((ROOT / "jdisagg").rglob("*.py")) if starts.search(path.read_text())]
+    assert [str(path) for path in sources if not re.search(rf"[/`]{path.name}`", section)] == []
+
+
+def test_lengths_in_the_reading_order_are_about_right() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    said = {name: number(lines) for name, lines in re.findall(r"`(\w+)` \((\d[\d,]+)(?: lines)?[);]", text)}
+    assert {"roles", "sched", "kv", "handoff", "engine", "transfer"} == set(said)
+    sums = [number(lines) for lines in re.findall(r"about ([\d,]+) lines|it is ([\d,]+)\.|`serve`, ([\d,]+) more", text)[:3]]
+    engine, with_transfer, around = sums
+    said |= {"api router serve": around}
+    real = {names: sum(map(num_lines, names.split())) for names in said}
+    assert {name: (lines, real[name]) for name, lines in said.items() if abs(lines / real[name] - 1) > 0.15} == {}
+    parts = sum(said[name] for name in ("roles", "sched", "kv", "handoff", "engine"))
+    assert abs(engine - parts) <= 100
+    assert abs(with_transfer - parts - said["transfer"]) <= 100
+
+
+def number(text: str | tuple[str, ...]) -> int:
+    """Of "11,900", or of the one alternative that matched."""
+    return int("".join(text).replace(",", ""))
+
+
+def num_lines(package: str) -> int:
+    return sum(len(path.read_text().splitlines()) for path in (ROOT / "jdisagg" / package).rglob("*.py"))
+
+
+def all_pages() -> str:
+    return "\n".join(path.read_text() for path in DOCS)
+
+
+def shown(metric: str, label: str) -> set[str]:
+    """Values that a worker shows from the start."""
+    return set(re.findall(rf'^jdisagg_{metric}{{{label}="(\w+)"}}', Metrics().text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("metric", "values"),
+    [
+        ("jdisagg_requests", {status.value for status in LIVE}),
+        ("jdisagg_requests_finished_total", {*(end.value for end in FinishReason), *RequestError.reasons(), "refused"}),
+        ("jdisagg_tick_seconds_total", {stage.value for stage in Stage}),
+        ("jdisagg_borrowings_total", {outcome.value for outcome in Outcome}),
+        ("jdisagg_recoveries_total", shown("recoveries_total", "rung") | {"replay"}),
+        ("jdisagg_prefill_hedges_total", shown("prefill_hedges_total", "outcome")),
+        ("jdisagg_workers", {role.value for role in Role}),
+    ],
+)
+def test_the_table_of_metrics_explains_every_value_of_a_label(metric: str, values: set[str]) -> None:
+    rows = (ROOT / "docs" / "operations.md").read_text().splitlines()
+    assert values
+    (row,) = [row for row in rows if row.startswith("| `jdisagg_") and f"`{metric}`" in row.split(" | ")[0]]
+    assert [value for value in sorted(values) if not re.search(rf"\b{value}\b", row.split(" | ", 1)[1])] == []
+
+
+def test_every_script_that_people_start_is_named() -> None:
+    inner = {"checks.py", "check_proto.sh", "fleet_process.py", "panes.py"}  # of other scripts
+    paths = [path for path in sorted((ROOT / "scripts").iterdir()) if path.suffix in (".py", ".sh") and path.name not in inner]
+    wrapped = {path.stem for path in paths if path.suffix == ".sh"}  # by a script of that name
+    text = all_pages() + (ROOT / "jdisagg" / "demo" / "README.md").read_text()
+    people = [path.name for path in paths if path.suffix == ".sh" or path.stem not in wrapped]
+    assert [name for name in people if name not in text] == []
