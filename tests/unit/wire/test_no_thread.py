@@ -9,16 +9,16 @@ from contextlib import contextmanager
 from time import monotonic
 
 import pytest
-from chaos_kit.proxy import Proxy, Weather
+from chaos_kit.proxy import Weather
 
 from jdisagg.api.peer.byte_source import GrpcByteSource
 from jdisagg.core.errors import Stalled
 from tests.unit.reading import read_whole
 from tests.unit.wire.rig import identity, run_quiet
 from tests.unit.wire.test_peer import Prefill
+from tests.unit.wire.test_swallowed import watched_reads
 
 LONG_S = 20.0
-STALL_S = 0.4
 NO_THREAD = "can't start new thread"
 
 
@@ -62,24 +62,14 @@ def test_a_channel_whose_call_got_no_thread_is_not_used_again_and_holds_up_nobod
 
 def test_reads_are_watched_again_once_there_is_a_thread_for_that() -> None:
     async def body() -> None:
-        p, source = Prefill(identity()), GrpcByteSource(stall_s=STALL_S)
-        p.pieces["k"] = b"bytes"
-        proxy = await Proxy(lambda *_: None).start()
-        proxy.target_port = int((await p.start()).rpartition(":")[2])
-
-        def read() -> bytes:
-            return read_whole(source, f"127.0.0.1:{proxy.port}", "k", monotonic() + LONG_S)
-
-        with shortage(lambda thread: thread.name == "stall-watch"), pytest.raises(ConnectionError, match=NO_THREAD):
-            await asyncio.to_thread(read)
-        assert await asyncio.to_thread(read) == b"bytes"
-        proxy.set_weather(Weather.BLACK_HOLE)
-        began_s = monotonic()
-        with pytest.raises(Stalled):
-            await asyncio.to_thread(read)
-        assert monotonic() - began_s < LONG_S / 4
-        source.close()
-        await proxy.close()
-        await p.server.stop(0)
+        async with watched_reads() as (proxy, read):
+            with shortage(lambda thread: thread.name == "stall-watch"), pytest.raises(ConnectionError, match=NO_THREAD):
+                await asyncio.to_thread(read)
+            assert await asyncio.to_thread(read) == b"bytes"
+            proxy.set_weather(Weather.BLACK_HOLE)
+            began_s = monotonic()
+            with pytest.raises(Stalled):
+                await asyncio.to_thread(read)
+            assert monotonic() - began_s < LONG_S / 4
 
     run_quiet(body())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from time import monotonic
 
 import pytest
@@ -59,29 +61,32 @@ def test_a_read_ends_when_its_peer_falls_silent_and_the_next_one_takes_a_new_con
 STALL_S = 0.4
 
 
+@asynccontextmanager
+async def watched_reads() -> AsyncIterator[tuple[Proxy, Callable[[], bytes]]]:
+    """What stands between P and a source that gives up after STALL_S, and a read of five bytes through it."""
+    p, source = Prefill(identity()), GrpcByteSource(stall_s=STALL_S)
+    p.pieces["k"] = b"bytes"
+    proxy = await Proxy(lambda *_: None).start()
+    proxy.target_port = int((await p.start()).rpartition(":")[2])
+    yield proxy, lambda: read_whole(source, f"127.0.0.1:{proxy.port}", "k", monotonic() + LONG_S)
+    source.close()
+    await proxy.close()
+    await p.server.stop(0)
+
+
 def test_a_read_on_which_nothing_comes_ends_long_before_its_deadline_and_the_next_one_takes_a_new_connection() -> None:
     async def body() -> None:
-        p, source = Prefill(identity()), GrpcByteSource(stall_s=STALL_S)
-        p.pieces["k"] = b"bytes"
-        proxy = await Proxy(lambda *_: None).start()
-        proxy.target_port = int((await p.start()).rpartition(":")[2])
-
-        def read() -> bytes:
-            return read_whole(source, f"127.0.0.1:{proxy.port}", "k", monotonic() + LONG_S)
-
-        for _ in range(2):  # what has flowed again is watched again
+        async with watched_reads() as (proxy, read):
+            for _ in range(2):  # what has flowed again is watched again
+                assert await asyncio.to_thread(read) == b"bytes"
+                proxy.set_weather(Weather.BLACK_HOLE)
+                began_s = monotonic()
+                with pytest.raises(Stalled, match=f"nothing came for {STALL_S:g} s"):
+                    await asyncio.to_thread(read)
+                assert monotonic() - began_s < LONG_S / 4
+                proxy.set_weather(Weather.CLEAR)
             assert await asyncio.to_thread(read) == b"bytes"
-            proxy.set_weather(Weather.BLACK_HOLE)
-            began_s = monotonic()
-            with pytest.raises(Stalled, match=f"nothing came for {STALL_S:g} s"):
-                await asyncio.to_thread(read)
-            assert monotonic() - began_s < LONG_S / 4
-            proxy.set_weather(Weather.CLEAR)
-        assert await asyncio.to_thread(read) == b"bytes"
-        await until(lambda: all(thread.name != "stall-watch" for thread in threading.enumerate()))
-        source.close()
-        await proxy.close()
-        await p.server.stop(0)
+            await until(lambda: all(thread.name != "stall-watch" for thread in threading.enumerate()))
 
     run_quiet(body())
 
