@@ -10,6 +10,7 @@ import grpc.aio
 from jdisagg.api.admin import AdminService
 from jdisagg.api.channels import Credentials
 from jdisagg.api.fleet.client import FleetClient
+from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.local_engine import LocalEngine
 from jdisagg.api.generation.service import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
@@ -54,7 +55,7 @@ class Edges:
         self._fleet: FleetClient | None = None
         self._draining = False
         self._metrics = metrics = deployment.core.metrics
-        edge = None
+        edge: Edge | None = None
         names = ["AdminService", "KVEventsService"]
         if text is not None:
             names += ["GenerationService", "WorkerService"]
@@ -64,6 +65,7 @@ class Edges:
         if deployment.peer_server is not None:
             names.append("PeerService")
             add_peer_service(deployment.peer_server, server)
+        self._edge = edge
         admin = AdminService(drain=self.drain, stats=self.engine.debug_state, reset_prefix_cache=deployment.reset_prefix_cache)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         self._kv_events = KVEventsService(deployment.kv_rings, metrics)
@@ -130,6 +132,11 @@ class Edges:
         if self._fleet is not None:
             await self._fleet.announce()
         return await self.engine.drain(deadline_s)
+
+    async def until_read(self, deadline_s: float) -> None:
+        """After `drain`: wait until clients have read their answers."""
+        if self._edge is not None:
+            await self._edge.until_read(deadline_s)
 
     async def close(self) -> None:
         """End registration and peer connections."""

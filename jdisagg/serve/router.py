@@ -104,6 +104,7 @@ async def serve(config: Config, process: Process) -> int:
         log.info("drained: every request has ended")
     await fleet.everybody_told()
     await engine.close()
+    await edge.until_read(deadline_s)
     await http.stop(deadline_s)
     await server.stop(GRPC_STOP_S)
     return 0

@@ -86,6 +86,7 @@ async def serve(config: Config, process: Process) -> int:
     else:
         log.info("drained: every request has ended")
     edges.engine.close()
+    await edges.until_read(deadline_s)
     await http.stop(deadline_s)
     await grpc_server.stop(1.0)
     await edges.close()

@@ -16,6 +16,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jdisagg.v1 import generation_pb2_grpc
 from tests.e2e.client import OPTIONS, Asked, Got, generate, run_all
 from tests.e2e.conftest import PATIENT, Start, starting
 from tests.e2e.processes import STOP_TIMEOUT_S, ServerProcess, wait_until
@@ -32,6 +33,8 @@ LONG = [
     )
     for number in range(3 * SLOTS)
 ]
+LARGE = Asked(prompt=(20, 21, 22), n=SLOTS, sampling={"max_tokens": 220, "seed": 1, "ignore_eos": True, "logprobs": 20})
+SLOW_S = 3.0  # longer than a server waits for calls that nobody waits for
 SHORT = Asked(prompt=(20, 21, 22), sampling={"max_tokens": 2, "temperature": 0.0})
 
 
@@ -149,6 +152,26 @@ async def _drained(server: ServerProcess) -> tuple[list[Got], Got, bool]:
         refused = await generate(channel, SHORT)
         assert not all(stream.done() for stream in streams), "streams are too short for this test"
         return list(await asyncio.gather(*streams)), refused, serving
+
+
+@pytest.mark.covers("H16")
+def test_what_slow_clients_have_not_read_at_sigterm_they_get(start: Start, exact_flags: tuple[str, ...]) -> None:
+    """Its computation over, an answer lies in the process that its client talks to: a router, or the worker itself."""
+    router = start("router", "--role", "router", "--model", exact_flags[1]).wait_ready()
+    worker = start("unified", "--role", "unified", "--router", router.grpc, *exact_flags).wait_ready()
+    wait_until(lambda: router.state()["members"], LIMIT_S, "the worker at the router")
+    for server in (router, worker):
+        with grpc.insecure_channel(server.grpc, options=(*OPTIONS, ("grpc.http2.bdp_probe", 0))) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            call = stub.Generate(LARGE.message(), timeout=60)
+            first = next(call)
+            wait_until(lambda: not worker.state()["streams"], LIMIT_S, "the end of the computation")
+            server.signal(signal.SIGTERM)
+            time.sleep(SLOW_S)
+            rest = list(call)
+        assert rest[-1].WhichOneof("event") == "complete", f"cut off after {len(rest)} messages"
+        assert sum(len(answer.delta.token_ids) for answer in (first, *rest)) == LARGE.n * 220
+        assert server.process.wait(STOP_TIMEOUT_S) == 0
 
 
 def trouble(text: str) -> list[str]:

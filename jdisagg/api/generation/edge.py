@@ -32,6 +32,7 @@ from jdisagg.text.tokenizer import Tokenizer
 T = TypeVar("T")
 
 _DEADLINE_GRACE_S = 6.0  # the engine ends a request at its deadline; this is for an engine that no longer can
+_LOOK_S = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +80,13 @@ class Edge:
     def num_live(self) -> int:
         """Client requests that have not ended."""
         return len(self._live)
+
+    async def until_read(self, deadline_s: float) -> None:
+        """Wait until clients have read their answers. Nothing more should be admitted by now."""
+        while self._live and monotonic() < deadline_s:
+            await asyncio.sleep(_LOOK_S)
+        if self._live:
+            _log.warning("answers that clients have not read by the end of --drain-s: %d", len(self._live))
 
     async def admit(self, request: TextRequest) -> Job:
         """Check a request and tokenize it; nothing runs yet. Raises InvalidRequest, ModelNotFound, Overloaded where
