@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 
@@ -67,7 +68,7 @@ class Buffers:
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """An aligned array, its content undefined."""
-    return _aligned(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
+    return _aligned(prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
 def aligned(array: np.ndarray) -> np.ndarray:

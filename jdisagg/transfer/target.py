@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import jax
 import numpy as np
@@ -135,7 +136,7 @@ def pack(piece: Piece) -> memoryview:
 
 def _rows(data: bytes | bytearray | memoryview, ready: ChunkReady) -> KVGroup:
     """What `pack` made bytes of, as arrays over the same memory."""
-    dtype, count = NP_DTYPES[ready.dtype], int(np.prod(ready.shape))
+    dtype, count = NP_DTYPES[ready.dtype], prod(ready.shape)
     rows = np.frombuffer(data, dtype, count).reshape(ready.shape)
     if ready.dtype != QUANTISED:
         return KVGroup(rows)
@@ -144,7 +145,7 @@ def _rows(data: bytes | bytearray | memoryview, ready: ChunkReady) -> KVGroup:
 
 
 def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    num_rows, features = int(np.prod(shape[:-1])), shape[-1]
+    num_rows, features = prod(shape[:-1]), shape[-1]
     return num_rows * (features * NP_DTYPES[dtype].itemsize + (SCALE_BYTES if dtype == QUANTISED else 0))
 
 
