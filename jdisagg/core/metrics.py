@@ -13,6 +13,7 @@ instance has a registry of its own, so two engines in one test do not meet. All 
 from __future__ import annotations
 
 import platform
+from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -33,6 +34,8 @@ _HOST_BUCKETS_S = (
     *(0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
 )
 _ENDS = sorted({*(reason.value for reason in FinishReason), *RequestError.reasons()})
+_CARRIERS = ("grpc", "tcp", "shm", "jax")  # backends that KV could be damaged on
+DAMAGE = ("checksum", "truncated")
 _RUNGS = ("refetch", "other_backend", "reconnect", "other_prefill", "local_prefill")
 _HEDGE_OUTCOMES = ("moved", "returned", "refused", "abandoned")
 _RUNGS_OF_ROUTERS = ("replay",)
@@ -141,6 +144,8 @@ class TransferMetrics:
         self.seconds = new.histogram("transfer_seconds", "Time to fetch one KV piece.", _STEP_BUCKETS_S, "backend")
         self.bytes = new.counter("transfer_bytes", "KV bytes received and verified, by backend.", "backend")
         self.failures = new.counter("transfer_failures", "KV pieces that did not arrive.", "backend", "reason")
+        for backend, reason in product(_CARRIERS, DAMAGE):  # an alert on an increase must see the first
+            self.failures.labels(backend=backend, reason=reason)
         self.hidden_seconds = new.counter(
             "transfer_hidden_seconds", "The part of transfer_seconds that passed while the prompt was still computed."
         )
@@ -158,7 +163,7 @@ class FleetMetrics:
         self.draining = new.gauge("workers_draining", "Those of them that are about to end, and take no new requests.", "role")
         self.peers = new.gauge("peers", "Prefill workers that a decode worker has spoken to.", "state")
         self.recoveries = new.counter("recoveries", "Steps taken to survive failures, by rung.", "rung")
-        for rung in _RUNGS if new.engine else _RUNGS_OF_ROUTERS:  # an alert on an increase must see the first
+        for rung in _RUNGS if new.engine else _RUNGS_OF_ROUTERS:  # likewise
             self.recoveries.labels(rung=rung)
         self.hedges = new.counter("prefill_hedges", "Prompts for which a second P was asked, by outcome.", "outcome")
         for outcome in _HEDGE_OUTCOMES:

@@ -7,13 +7,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
 from jdisagg.core import errors
-from jdisagg.core.metrics import Metrics
+from jdisagg.core.metrics import DAMAGE, Metrics
 from jdisagg.core.requests import FinishReason, Role
+from jdisagg.handoff.messages import ChunkReady
+from jdisagg.transfer.target import PieceError, PieceTarget
 
 ROOT = Path(__file__).parents[3]
 RULES = ROOT / "configs/prometheus/jdisagg.yml"
@@ -81,7 +84,7 @@ def test_values_that_are_asked_for_exist() -> None:
     ends = {kind.reason for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.JdisaggError)}
     known = {
         "role": {role.value for role in Role} | {"router", "colocated"},
-        "reason": ends | {reason.value for reason in FinishReason},
+        "reason": ends | {reason.value for reason in FinishReason} | set(DAMAGE),
         "rung": {"refetch", "other_backend", "reconnect", "other_prefill", "local_prefill", "replay"},
     }
     for who, expression in asked():
@@ -96,6 +99,29 @@ def test_how_requests_can_end_is_shown_from_the_start_as_no_rate_sees_the_first_
     ends |= {reason.value for reason in FinishReason} | ({"refused"} if engine else set())
     shown = re.findall(r'jdisagg_requests_finished_total{reason="(\w+)"} 0.0', Metrics(engine=engine).text())
     assert sorted(shown) == sorted(ends)
+
+
+def raised_for_damage() -> set[str]:
+    """The reasons for which bytes that came are refused."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = PieceTarget(sharding=sharding, dtype="float32", chunk_tokens=1, num_layers=1, num_kv_heads=1, features=2)
+    ready = ChunkReady(key="k", begin=0, end=1, shape=(1, 1, 1, 2), dtype="float32", num_bytes=8, checksum=1)
+    reasons = set[str]()
+    for data in (bytes(8), bytes(7)):
+        with pytest.raises(PieceError) as refused:
+            target.unpack(data, ready)
+        reasons.add(refused.value.reason)
+    return reasons
+
+
+def test_damage_is_shown_from_the_start_under_the_reasons_by_which_it_is_counted() -> None:
+    """Of every backend that carries bytes: one damaged piece in a year is to raise the alert."""
+    text = Metrics().text()
+    for backend in ("grpc", "tcp", "shm", "jax"):
+        for reason in raised_for_damage():
+            assert f'jdisagg_transfer_failures_total{{backend="{backend}",reason="{reason}"}} 0.0' in text
+    (expression,) = (expr for who, expr in asked() if who == "JdisaggKVDamaged")
+    assert set(dict(_MATCHER.findall(expression))["reason"].split("|")) == raised_for_damage()
 
 
 def test_a_share_of_failures_is_one_of_all_as_what_never_succeeds_has_no_count_of_successes() -> None:
