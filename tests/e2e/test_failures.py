@@ -155,12 +155,13 @@ def test_frozen_decode_worker_is_replayed_exactly(fleet: Fleet, unified: ServerP
     assert max(gaps.struck_s) < GAP_LIMIT_S
 
 
-@pytest.mark.parametrize("who", ["router", "every decode worker"])
+@pytest.mark.parametrize("who", ["router", "every decode worker", "everybody"])
 def test_a_pause_that_no_replay_could_mend_costs_none(fleet: Fleet, unified: ServerProcess, who: str) -> None:
-    """Twice as long as makes dead."""
+    """Twice as long as makes dead. Everybody: the fleet's machine is moved while it runs."""
     requests = long_requests(STREAMS, seed=350 + len(who))
     wanted = run_all(unified.grpc, requests)
-    victims = [fleet.router] if who == "router" else fleet.decode
+    everybody = [fleet.router, *fleet.prefill, *fleet.decode]
+    victims = {"router": [fleet.router], "everybody": everybody}.get(who, fleet.decode)
     replays = fleet.router.metric("jdisagg_recoveries_total", rung="replay")
 
     def pause() -> None:
