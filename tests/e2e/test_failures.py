@@ -160,7 +160,7 @@ def test_a_pause_that_no_replay_could_mend_costs_none(fleet: Fleet, unified: Ser
     """Twice as long as makes dead. Everybody: the fleet's machine is moved while it runs."""
     requests = long_requests(STREAMS, seed=350 + len(who))
     wanted = run_all(unified.grpc, requests)
-    everybody = [fleet.router, *fleet.prefill, *fleet.decode]
+    everybody = [*fleet.decode, *fleet.prefill, fleet.router]  # the router wakes first, and hears nobody yet
     victims = {"router": [fleet.router], "everybody": everybody}.get(who, fleet.decode)
     replays = fleet.router.metric("jdisagg_recoveries_total", rung="replay")
 
@@ -168,8 +168,9 @@ def test_a_pause_that_no_replay_could_mend_costs_none(fleet: Fleet, unified: Ser
         for victim in victims:
             victim.signal(signal.SIGSTOP)
         time.sleep(2.0)
-        for victim in victims:
+        for victim in reversed(victims):
             victim.signal(signal.SIGCONT)
+            time.sleep(0.05)
 
     got = asyncio.run(interrupt(fleet.router.grpc, requests, 0.25, once_streaming(fleet.router, fleet.decode[0], pause)))
     assert_exact(got, wanted)
