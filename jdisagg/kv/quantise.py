@@ -18,16 +18,17 @@ import numpy as np
 from jdisagg.kv.spec import SCALES
 
 # Reciprocals are multiplied by: XLA turns division by a constant or a broadcast into that, and NumPy must give the same bytes.
-_ONE, _STEP = np.float32(1), np.float32(1 / 127)
+_ZERO, _ONE, _STEP = np.float32(0), np.float32(1), np.float32(1 / 127)
 _SMALLEST = 127 * 2.0**-126  # a smaller maximum would have a subnormal scale, which devices flush to zero
 
 Array = TypeVar("Array", np.ndarray, jax.Array)
 
 
 def quantise(rows: Array) -> tuple[Array, Array]:
-    """float[..., F] -> int8[..., F] in [-127, 127] and float32[..., 2]. NaN and infinity end up in the scale."""
+    """float[..., F] -> int8[..., F] in [-127, 127] and float32[..., 2]. Where a half holds NaN or infinity its scale is NaN."""
     halves: Any = rows.astype(np.float32).reshape(*rows.shape[:-1], SCALES, rows.shape[-1] // SCALES)
-    scales = abs(halves).max(axis=-1).clip(min=_SMALLEST) * _STEP
+    unusable = (halves * _ZERO).sum(axis=-1)  # NaN of NaN and infinity, else 0: XLA:CPU's max of many rows passes over NaN
+    scales = abs(halves).max(axis=-1).clip(min=_SMALLEST) * _STEP + unusable
     data = (halves * (_ONE / scales)[..., None]).round().astype(np.int8)
     return data.reshape(rows.shape), scales
 

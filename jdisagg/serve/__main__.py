@@ -25,7 +25,7 @@ from jdisagg.serve.environment import (
     prepare_jax,
 )
 from jdisagg.serve.preflight import check_worker
-from jdisagg.serve.process import end_when_told
+from jdisagg.serve.process import end_when_told, search_seldom
 from jdisagg.serve.tpu import claim_chips, find_tpu
 
 EXIT_BAD_CONFIG = 2
@@ -37,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
     """Run one process until it is told to stop; returns its exit status (2 for a bad configuration)."""
     open_standard_streams()
     end_when_told()
+    search_seldom()
     try:
         if list(argv) == ["--version"]:
             sys.stdout.write(f"jdisagg {package_version()}\n")

@@ -68,6 +68,19 @@ def test_nan_and_infinity_are_not_hidden():
     assert (back[0, 1, :2] == 1).all()
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 64, 512])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_no_device_hides_them_however_many_tokens_there_are(tokens, bad):
+    x = rows(3, (tokens, 4, 64), spread=2)
+    x[-1, :, 5] = x[tokens // 2, 1] = bad
+    with np.errstate(invalid="ignore"):
+        scales = quantise(x)[1]
+    found = np.asarray(jax.jit(quantise)(x)[1])
+    assert not np.isfinite(found[-1, :, 0]).any()
+    assert not np.isfinite(found[tokens // 2, 1]).any()
+    assert np.array_equal(np.isfinite(found), np.isfinite(scales))
+
+
 @pytest.mark.parametrize(("dtype", "num_bytes"), [("float32", 3 * 2 * 64), ("bfloat16", 3 * 2 * 32), ("int8", 3 * 2 * 24)])
 def test_bytes_per_token_count_the_scales(dtype, num_bytes):
     spec = KVSpec(num_layers=3, num_kv_heads=2, features=16, dtype=dtype)

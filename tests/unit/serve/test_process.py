@@ -131,3 +131,20 @@ def test_signals_that_come_together_are_one_and_a_later_one_ends_the_process_at_
     now_s[0] += ONE_TELLING_S
     told._stop(signal.SIGINT)
     assert exits == [1]
+
+
+IMPORTED = """
+import gc
+from jdisagg.serve.__main__ import main
+
+full_searches = []
+gc.callbacks.append(lambda phase, info: full_searches.append(phase) if info["generation"] == 2 else None)
+main(["--role", "unified", "--model", "/nowhere"])  # does all that it does before it imports the role
+import jdisagg.serve.worker
+print(full_searches)
+"""
+
+
+def test_a_worker_that_starts_is_not_searched_for_garbage_again_and_again() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=60.0, check=True)
+    assert done.stdout == "[]\n", done.stderr
