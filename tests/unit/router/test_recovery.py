@@ -205,3 +205,10 @@ def test_a_request_that_came_with_attempts_behind_it_is_a_new_one_until_it_is_lo
     rig.flight = Flight(request("r1", attempt=3))
     with pytest.raises(Unavailable, match="waited 5 s"):
         rig.replays.wait(rig.flight, "nobody is there", 5.0, weights=None, late=False)
+
+
+def test_a_request_that_is_lost_for_good_before_its_first_token_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(max_refusals=0)
+    with pytest.raises(Unavailable):
+        rig.lose(Unavailable("not now"))
+    assert "request r1: not replayed; stage before its first token, worker d: not now" in caplog.text
