@@ -84,3 +84,11 @@ def test_workers_that_decode_count_while_they_are_connected_and_heard_and_others
     d1.stream = None
     assert counts() == [1, 1, 0]
     assert fleet.count_draining(Role.DECODE) == 0
+
+
+def test_a_router_that_slept_no_longer_than_it_meant_to_excuses_nobody() -> None:
+    fleet = Fleet(dead_after_s=1.0)
+    fleet.register(MEMBER, 10.0)
+    for late_s in (0.0, -0.5):
+        fleet.forgive(late_s, 11.1)
+    assert len(fleet.evict(11.1)) == 1

@@ -12,7 +12,7 @@ from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
-from jdisagg.router.prefixes import NOWHERE
+from jdisagg.router.prefixes import NOWHERE, Near
 from tests.unit.router.test_idle_fleet import idle_fleet
 
 NOW_S = 100.0
@@ -112,6 +112,15 @@ def test_who_cannot_take_a_request_is_never_asked_however_idle(why: str) -> None
     assert fleet.lacks("weights", 10) != ""
 
 
+def test_a_worker_that_just_holds_the_whole_request_is_not_too_short_for_it() -> None:
+    fleet = idle_fleet("d1", "d2")
+    d1, d2 = fleet.entries()
+    d1.member, d2.pending = replace(d1.member, max_model_len=500), 1
+    assert fleet.choose(None, NOW_S, num_tokens=500, wanted_tokens=500) is d1
+    assert fleet.choose(None, NOW_S, num_tokens=500, wanted_tokens=501) is d2
+    assert fleet.choose(None, NOW_S, num_tokens=501) is d2
+
+
 def test_of_equally_many_requests_the_worker_with_the_emptier_pool_is_asked() -> None:
     fleet = idle_fleet("d1", "d2", "d3")
     for entry, free_pages in zip(fleet.entries(), (3, 8, 5), strict=True):
@@ -119,6 +128,17 @@ def test_of_equally_many_requests_the_worker_with_the_emptier_pool_is_asked() ->
     assert fleet.choose(None, NOW_S) is fleet.entries()[1]
     fleet.entries()[1].pending = 1
     assert fleet.choose(None, NOW_S) is fleet.entries()[2], "a whole request is more than any pool"
+
+
+def test_a_prompt_goes_where_it_was_though_other_routers_keep_everybody_busy() -> None:
+    fleet = idle_fleet("d1", "d2")
+    for entry in fleet.entries():
+        fleet.tell_load(entry, Load(running=20))
+    for entry in fleet.entries():
+        entry.pending = 1
+        near = Near(decodes={entry.key: 512})
+        assert fleet.choose(None, NOW_S, near=near) is entry, "21 are not much more than 20"
+        entry.pending = 0
 
 
 def test_a_decode_worker_is_told_of_so_many_prefill_workers_that_hold_the_prompt_and_take_requests() -> None:
@@ -131,6 +151,8 @@ def test_a_decode_worker_is_told_of_so_many_prefill_workers_that_hold_the_prompt
     named = {peer.member.address for peer in fleet.prefill_peers("weights", 10, NOWHERE)}
     assert named == {f"p{number}" for number in range(3, MAX_PREFILL_PEERS + 3)}
     assert len(fleet.prefill_peers("weights", 9, NOWHERE)) == MAX_PREFILL_PEERS
+    assert len(fleet.prefill_peers("weights", d1.max_model_len, NOWHERE)) == MAX_PREFILL_PEERS
+    assert fleet.prefill_peers("weights", d1.max_model_len + 1, NOWHERE) == []
     assert fleet.prefill_peers("lonely", 10, NOWHERE) == []
     named_worker = fleet.prefill_named("p4")
     assert named_worker is not None
