@@ -14,6 +14,7 @@ from jdisagg.core.requests import Output
 from jdisagg.router.blame import Lost
 from jdisagg.router.flight import Flight
 from jdisagg.router.recovery import ReplayConfig, Replays
+from jdisagg.router.setbacks import Setbacks
 from tests.unit.wire.rig import request
 
 
@@ -212,3 +213,14 @@ def test_a_request_that_is_lost_for_good_before_its_first_token_is_in_the_log(ca
     with pytest.raises(Unavailable):
         rig.lose(Unavailable("not now"))
     assert "request r1: not replayed; stage before its first token, worker d: not now" in caplog.text
+
+
+def test_a_client_waited_from_the_first_loss_on_until_it_hears_again_and_is_told_once() -> None:
+    setbacks = Setbacks()
+    assert setbacks.overcome(9.0) is None
+    setbacks.begin(10.0)
+    setbacks.begin(12.0)
+    assert setbacks.overcome(15.0) == 5.0
+    assert setbacks.overcome(16.0) is None
+    setbacks.begin(20.0)
+    assert setbacks.overcome(21.0) == 1.0
