@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Breaks the host's bookkeeping on purpose, one small change at a time, and counts how often the unit tests notice.
-# Usage: mutation.sh [--part sched|handoff|text|batch] [pattern of mutant names ...]
+# Usage: mutation.sh [--part sched|handoff|text|batch|router] [pattern of mutant names ...]
 # sched: scheduler, allocator and prefix index; handoff: both sides of the hand-off; text: tokens to text and stop strings;
-# batch: what a batch reads, asks and writes. What is broken and which tests run is in pyproject.toml ([tool.mutmut],
-# [tool.mutmut-PART]). Without a pattern all run: sched has 3500, 40 minutes on one core that is not shared, handoff 2000, 15
-# minutes, text 750, batch 1200 (each with a server on a socket); JDISAGG_MUTATION_LIMIT_S (3600) bounds it.
+# batch: what a batch reads, asks and writes; router: who gets a request, and the next attempt of one that lost its worker.
+# What is broken and which tests run is in pyproject.toml ([tool.mutmut], [tool.mutmut-PART]). Without a pattern all run: sched
+# has 3500, 40 minutes on one core that is not shared, handoff 2000, 15 minutes, text 750, batch 1200 (each with a server on a
+# socket), router 2500 (many with a fleet of workers on sockets: take it by module); JDISAGG_MUTATION_LIMIT_S (3600) bounds it.
 # A pattern is like 'jdisagg.sched.pages.*'; what it leaves out is not in the table.
 # Works on a copy in build/mutation/PART. Prints each survivor's change and the share of mutants noticed per module.
 # MUTMUT=/path/to/mutmut uses that one.
@@ -12,13 +13,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 part=sched
 if [ "${1:-}" = --part ]; then
-  part=${2:?wanted sched, handoff, text or batch behind --part}
+  part=${2:?wanted sched, handoff, text, batch or router behind --part}
   shift 2
 fi
 case $part in
   sched) rename= ;; # its section has the name that mutmut reads
-  handoff | text | batch) rename="s/^\[tool\.mutmut\]/[tool.mutmut-sched]/; s/^\[tool\.mutmut-$part\]/[tool.mutmut]/" ;;
-  *) echo "mutation.sh: --part: wanted sched, handoff, text or batch, got $part" >&2; exit 2 ;;
+  handoff | text | batch | router) rename="s/^\[tool\.mutmut\]/[tool.mutmut-sched]/; s/^\[tool\.mutmut-$part\]/[tool.mutmut]/" ;;
+  *) echo "mutation.sh: --part: wanted sched, handoff, text, batch or router, got $part" >&2; exit 2 ;;
 esac
 mutmut=${MUTMUT:-.venv/bin/mutmut}
 [ -x "$mutmut" ] || .venv/bin/python -m pip install --quiet --constraint constraints.txt mutmut
@@ -29,9 +30,10 @@ export HYPOTHESIS_PROFILE=mutation JDISAGG_MACHINE_RULES=1800 JAX_PLATFORMS=cpu 
 work=build/mutation/$part
 rm -rf "$work" # verdicts and the tests of each function are kept between runs, and do not notice changed tests or moved code
 mkdir -p "$work"
-cp -r jdisagg tests proto "$work"
+cp -r jdisagg tests proto scripts "$work"
 sed "$rename" pyproject.toml >"$work/pyproject.toml"
 cd "$work"
+[ "$part" != router ] || sed -i 's/^RUN_LIMIT_S, WAIT_LIMIT_S = [0-9.]*, [0-9.]*/RUN_LIMIT_S, WAIT_LIMIT_S = 20.0, 6.0/' tests/unit/wire/rig.py # a lost request hangs
 status=0
 timeout "${JDISAGG_MUTATION_LIMIT_S:-3600}" nice -n 15 "$mutmut" run --max-children 1 "$@" >mutants.log 2>&1 || status=$?
 [ "$status" = 0 ] || { tr '\r' '\n' <mutants.log | tail -n 40 >&2; echo "mutation.sh: mutmut ended with $status" >&2; }

@@ -258,7 +258,7 @@ class FleetEngine:
         if alone:
             flight.setbacks.tried = frozenset({failed.address})  # begin another round
         with suppress(TimeoutError):
-            async with asyncio.timeout(pause_s):
+            async with asyncio.timeout(min(pause_s, flight.request.deadline_s - now_s)):
                 await self._closed.wait()
         await self._place(flight)
         return None

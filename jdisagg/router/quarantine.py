@@ -31,7 +31,7 @@ class Quarantine:
     def check(self, request: EngineRequest, now_s: float) -> None:
         """Raises HandoffLost while it is quarantined."""
         self.expire(now_s)
-        left_s = max((self._until_s.get(key, 0.0) for key in _keys(request)), default=0.0) - now_s if self._until_s else 0.0
+        left_s = max(self._until_s.get(key, 0.0) for key in _keys(request)) - now_s if self._until_s else 0.0
         if left_s > 0:
             raise HandoffLost(
                 f"request {request.request_id}: this request or its prompt was in flight when several workers died; "

@@ -49,3 +49,9 @@ def test_a_clock_that_stands_or_goes_back_leaks_nothing(now_s: float) -> None:
     budget = ReplayBudget(share=0.0, floor=1)
     assert budget.take(0, 5.0)
     assert not budget.take(0, now_s)
+
+
+def test_a_new_request_leaves_no_less_than_there_was() -> None:
+    budget = ReplayBudget(share=0.5, floor=1)
+    budget.admitted()
+    assert budget.take(0, 0.0)

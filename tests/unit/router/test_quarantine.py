@@ -24,6 +24,8 @@ def test_what_may_be_asked_again_is_in_quarantine_no_longer() -> None:
     assert len(quarantine) == 2
     with pytest.raises(HandoffLost, match="for 10 s more"):
         quarantine.check(ask("r1"), 170.0)
+    with pytest.raises(HandoffLost):
+        quarantine.check(ask("r1"), 179.9)
     quarantine.expire(180.0)
     assert len(quarantine) == 0
 

@@ -143,7 +143,7 @@ def test_heartbeats_that_stop_everywhere_at_once_evict_nobody_before_the_lease_i
     fleet = Fleet(dead_after_s=1.0, lease_s=10.0)
     for address in ("a:1", "b:1"):
         fleet.register(member(address, role=Role.PREFILL), 0.0)
-    assert fleet.evict(2.0) == []
+    assert fleet.evict(2.0) == fleet.evict(2.5) == []
     fleet.heartbeat("b:1", "e", Load(), False, 3.0)
     assert fleet.evict(3.0) == [], "others get as long: silence began at 1.0"
     fleet.heartbeat("b:1", "e", Load(), False, 4.9)
@@ -240,3 +240,23 @@ def test_workers_that_come_back_are_held_against_nobody() -> None:
         await stop(router, heir)
 
     run_quiet(body(), limit_s=90.0)
+
+
+def test_a_worker_is_quiet_from_its_last_word_on_however_long_that_takes_to_notice() -> None:
+    fleet = Fleet(dead_after_s=5.0, lease_s=30.0)
+    fleet.register(member("a:1"), 0.0)
+    (one,) = fleet.entries()
+    one.stream = RunStream(0.0, steady_s=0.0)
+    fleet.tell_quiet(one, True, 103.0)
+    assert one.stream.quiet_s == pytest.approx(100.0)
+    fleet.heartbeat("a:1", "e", Load(), False, 102.5)
+    assert not fleet.waits(one, 5.0, 105.0), "it sends heartbeats"
+
+
+def test_a_connection_that_is_made_anew_while_everybody_is_heard_is_steady_after_dead_after() -> None:
+    fleet = Fleet(dead_after_s=0.5, lease_s=30.0)
+    fleet.register(member("a:1"), 100.0)
+    (one,) = fleet.entries()
+    fleet.link(one, 100.0, again=True)
+    assert one.stream is not None
+    assert one.stream.steady_s == 100.5

@@ -114,7 +114,9 @@ def test_a_group_that_has_spoken_keeps_its_weights() -> None:
     assert homes.spoken_fingerprint("g") is None
     homes.settle("g", "b:1", "weights-2")  # nobody has heard anything yet
     assert not homes.speak("g", "weights-1")
+    assert homes.spoken_fingerprint("g") is None
     assert homes.speak("g", "weights-2")
+    assert not homes.speak("g", "weights-1")
     assert homes.spoken_fingerprint("g") == "weights-2"
     with pytest.raises(AssertionError):
         homes.settle("g", "a:1", "weights-1")

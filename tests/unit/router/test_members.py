@@ -1,0 +1,94 @@
+"""Processes that come, are heard, and go: each is known by its address and its epoch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jdisagg.core.fleet import Load
+from jdisagg.core.requests import Role
+from jdisagg.router.fleet import Fleet
+from tests.unit.router.test_late_registrations import MEMBER
+
+LOAD = Load(running=3, waiting=2, pending_prefill_tokens=70)
+
+
+def test_a_process_that_registers_again_is_heard_and_says_anew_what_it_is() -> None:
+    fleet = Fleet(dead_after_s=1.0)
+    fleet.register(MEMBER, 10.0)
+    (entry,) = fleet.entries()
+    entry.pending, entry.pending_tokens = 2, 30
+    again = replace(MEMBER, max_model_len=80, draining=True)
+    assert fleet.register(again, 11.0) is None
+    assert fleet.entries() == [entry], "what it has of ours is still counted"
+    assert fleet.members() == [again]
+    assert fleet.evict(12.0) == []
+    assert fleet.evict(12.1) == [entry]
+    assert fleet.members() == []
+
+
+def test_a_heartbeat_says_how_busy_the_process_is_and_whether_it_is_about_to_end() -> None:
+    fleet = Fleet(dead_after_s=1.0)
+    fleet.register(MEMBER, 10.0)
+    (entry,) = fleet.entries()
+    entry.pending, entry.pending_tokens = 1, 30
+    assert fleet.heartbeat("h:1", "new", LOAD, True, 11.0)
+    assert fleet.members() == [replace(MEMBER, load=LOAD, draining=True)]
+    assert (entry.others, entry.others_tokens) == (4, 40)
+    assert fleet.evict(12.0) == []
+    assert fleet.heartbeat("h:1", "new", Load(), False, 12.0)
+    assert fleet.members() == [replace(MEMBER, load=Load())]
+    assert (entry.others, entry.others_tokens) == (0, 0), "those of ours it has not heard of yet"
+
+
+def test_a_heartbeat_of_another_process_is_no_sign_of_life_and_it_is_told_to_register() -> None:
+    fleet = Fleet(dead_after_s=1.0)
+    assert not fleet.heartbeat("h:1", "new", LOAD, False, 10.0)
+    fleet.register(MEMBER, 10.0)
+    assert not fleet.heartbeat("h:1", "old", LOAD, True, 11.0)
+    assert not fleet.heartbeat("h:2", "new", LOAD, True, 11.0)
+    assert fleet.members() == [MEMBER]
+    assert len(fleet.evict(11.1)) == 1
+
+
+def test_a_process_that_another_one_replaced_is_not_removed_in_its_place() -> None:
+    fleet = Fleet(dead_after_s=1.0)
+    fleet.register(MEMBER, 10.0)
+    newer = replace(MEMBER, epoch="newer")
+    old = fleet.register(newer, 20.0)
+    assert old is not None
+    fleet.remove(old)
+    assert fleet.members() == [newer]
+    (entry,) = fleet.entries()
+    for _ in range(2):
+        fleet.remove(entry)
+        assert fleet.members() == []
+
+
+def test_workers_that_decode_count_while_they_are_connected_and_heard_and_others_while_they_are_there() -> None:
+    fleet = Fleet(dead_after_s=1.0)
+    fleet.register(MEMBER, 10.0)
+    for number, role in enumerate((Role.DECODE, Role.DECODE, Role.UNIFIED)):
+        fleet.register(replace(MEMBER, role=role, address=f"d:{number}", draining=number == 1), 10.0)
+    _, d0, d1, d2 = fleet.entries()
+
+    def counts() -> list[int]:
+        return [fleet.count(role) for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED)]
+
+    assert counts() == [1, 0, 0]
+    for entry in (d0, d1, d2):
+        fleet.link(entry, 10.0, again=False)
+    assert counts() == [1, 2, 1]
+    assert [fleet.count_draining(role) for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED)] == [0, 1, 0]
+    assert d2.stream is not None
+    d2.stream.is_awaited = True
+    d1.stream = None
+    assert counts() == [1, 1, 0]
+    assert fleet.count_draining(Role.DECODE) == 0
+
+
+def test_a_router_that_slept_no_longer_than_it_meant_to_excuses_nobody() -> None:
+    fleet = Fleet(dead_after_s=1.0)
+    fleet.register(MEMBER, 10.0)
+    for late_s in (0.0, -0.5):
+        fleet.forgive(late_s, 11.1)
+    assert len(fleet.evict(11.1)) == 1
