@@ -16,6 +16,7 @@ from jdisagg.core import errors
 from jdisagg.core.metrics import DAMAGE, Metrics
 from jdisagg.core.requests import FinishReason, Role
 from jdisagg.handoff.messages import ChunkReady
+from jdisagg.serve.backends import _ORDER
 from jdisagg.transfer.target import PieceError, PieceTarget
 
 ROOT = Path(__file__).parents[3]
@@ -117,7 +118,7 @@ def raised_for_damage() -> set[str]:
 def test_damage_is_shown_from_the_start_under_the_reasons_by_which_it_is_counted() -> None:
     """Of every backend that carries bytes: one damaged piece in a year is to raise the alert."""
     text = Metrics().text()
-    for backend in ("grpc", "tcp", "shm", "jax"):
+    for backend in {name for order in _ORDER.values() for name in order}:
         for reason in raised_for_damage():
             assert f'jdisagg_transfer_failures_total{{backend="{backend}",reason="{reason}"}} 0.0' in text
     (expression,) = (expr for who, expr in asked() if who == "JdisaggKVDamaged")
