@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 LEASE_NEWS = 0.25  # of a lease: how often the engine hears that a silent D is alive
 LAST_WRITE_S = 22.0  # gRPC finds out in this time that a connection is dead
+CANCEL_LAG_S = 0.05  # a connection that is gone may read as an end in good order until gRPC cancels the handler, moments later
 LINGER_SHARE = 0.3  # of `dead_after_s`: D takes silence of P up to here for nothing
 MOST_UNREAD = 2**16  # messages that wait for one D to read; its credit and heartbeats make fewer
 TOLD_EVERY_S, TOLD_FIRST = 10.0, 32  # hand-offs that end badly: a worker's worth of them is in the log, a storm of them is not
@@ -108,19 +109,19 @@ class PeerServer(PieceServer):
         handoff = HandoffId(opened.request.request_id, next(self._serials))
         reply = StreamReply(asyncio.get_running_loop(), MOST_UNREAD)
         self._num_streams += 1
-        reason, unread = "dead", None  # what a cancelled handler means: the connection is gone
+        reason, unread, cut_short = "dead", None, True  # what a cancelled handler means: the connection is gone
         self._post(PeerOpened(handoff, opened, context.peer(), reply))
         write = asyncio.create_task(reply.pump(context.write, self._config.heartbeat_s))
         try:
             try:
                 reason, unread = await self._converse(handoff, request_iterator, reply, write, pulse)
+                cut_short = not write.done()
             finally:
                 self._num_streams -= 1
                 reply.abandon()
                 self._post(PeerMessage(handoff, StreamEnded(reason=reason)))
-                if reason in _BROKEN and unread is None:
-                    text, what = "request %s of %s: %s; the hand-off is over", (handoff.request_id, context.peer())
-                    self._told_broken.say(log, logging.INFO, text, *what, _BROKEN[reason], now_s=monotonic())
+                if unread is None:
+                    await self._tell_broken(reason, handoff, context, cut_short=cut_short)
             await asyncio.wait({write}, timeout=LAST_WRITE_S)  # gRPC accepts no status while the first message is on its way
             if not write.done():
                 raise asyncio.CancelledError
@@ -130,6 +131,21 @@ class PeerServer(PieceServer):
                 refuse(context, HandoffLost(f"{self._identity.worker} cannot read a message: {unread}"))
         finally:
             await cancel_and_wait(write)
+
+    async def _tell_broken(
+        self, reason: str, handoff: HandoffId, context: grpc.aio.ServicerContext, *, cut_short: bool
+    ) -> None:
+        """Log a stream that did not end in good order. `cut_short`: P had not said its last."""
+        try:
+            if reason == "closed" and cut_short:
+                await asyncio.sleep(CANCEL_LAG_S)
+        except asyncio.CancelledError:
+            reason = "dead"
+            raise
+        finally:
+            if reason in _BROKEN:
+                text, what = "request %s of %s: %s; the hand-off is over", (handoff.request_id, context.peer())
+                self._told_broken.say(log, logging.INFO, text, *what, _BROKEN[reason], now_s=monotonic())
 
     async def _read_open(self, requests: AsyncIterator[peer_pb2.PrefillRequest]) -> tuple[Open, SharedPulse]:
         """The stream's first message, and whose life it shares. Raises RequestError when it is not a good Open for this

@@ -10,8 +10,9 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import AsyncIterator
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -334,6 +335,7 @@ def test_a_decode_worker_that_goes_in_the_middle_of_a_hand_off_is_in_the_prefill
             call = await opened_by_hand(peer_pb2_grpc.PeerServiceStub(channel), p, "r")
             if dies is None:
                 await call.done_writing()
+                assert await call.code() is grpc.StatusCode.OK
             elif dies:
                 await channel.close()
             await until(p.ends)
@@ -347,6 +349,38 @@ def test_a_decode_worker_that_goes_in_the_middle_of_a_hand_off_is_in_the_prefill
         (line,) = told
         assert line.startswith("request r of ipv4:127.0.0.1:")
         assert why in line
+
+
+def test_a_connection_that_is_gone_is_in_the_log_though_it_reads_as_an_end_in_good_order(caplog: pytest.LogCaptureFixture):
+    """gRPC says both, and either may come first."""
+    caplog.set_level(logging.INFO, "jdisagg.api.peer.server")
+    gone = asyncio.Event()
+
+    class Context:
+        """Of a call to which P says nothing."""
+
+        def peer(self) -> str:
+            return "ipv4:127.0.0.1:1"
+
+        async def write(self, message: peer_pb2.PrefillResponse) -> None:
+            raise AssertionError(message)
+
+    async def requests() -> AsyncIterator[peer_pb2.PrefillRequest]:
+        yield encode_down(opening(), epoch=identity().epoch, now_s=monotonic())
+        await gone.wait()
+
+    async def body() -> None:
+        p = Prefill(identity())
+        handler = asyncio.create_task(p.service.Prefill(requests(), cast(grpc.aio.ServicerContext, Context())))
+        await until(p.opened)
+        gone.set()
+        await until(p.ends)
+        assert not handler.done()
+        await cancel_and_wait(handler)
+
+    run_quiet(body())
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "jdisagg.api.peer.server"]
+    assert line.startswith("request r of ipv4:127.0.0.1:1: the connection to its decode worker is gone")
 
 
 def test_a_storm_of_streams_that_die_at_once_leaves_the_first_lines_in_the_log(caplog: pytest.LogCaptureFixture):
