@@ -30,6 +30,8 @@ from jdisagg.core.errors import (
 from jdisagg.core.requests import (
     EngineRequest,
     FinishReason,
+    Grammar,
+    GrammarKind,
     Output,
     Provenance,
     SamplingParams,
@@ -48,6 +50,13 @@ _FINISH_TO_PROTO = {
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
 }
 _FINISH_FROM_PROTO = {number: reason for reason, number in _FINISH_TO_PROTO.items()}
+
+_KIND_TO_PROTO = {
+    GrammarKind.JSON_SCHEMA: common_pb2.GRAMMAR_KIND_JSON_SCHEMA,
+    GrammarKind.REGEX: common_pb2.GRAMMAR_KIND_REGEX,
+    GrammarKind.LARK: common_pb2.GRAMMAR_KIND_LARK,
+}
+_KIND_FROM_PROTO = {number: kind for kind, number in _KIND_TO_PROTO.items()}
 
 _IS_OPTIONAL = {name: field.has_presence for name, field in common_pb2.SamplingParams.DESCRIPTOR.fields_by_name.items()}
 
@@ -116,20 +125,36 @@ def remaining_ms(deadline_s: float, now_s: float) -> int:
 
 def encode_sampling(sampling: SamplingParams) -> common_pb2.SamplingParams:
     """Complete parameters: every field set."""
-    return common_pb2.SamplingParams(**{**_values(sampling), "logit_bias": dict(sampling.logit_bias)})
+    grammar = None if sampling.grammar is None else encode_grammar(sampling.grammar)
+    return common_pb2.SamplingParams(**{**_values(sampling), "logit_bias": dict(sampling.logit_bias), "grammar": grammar})
+
+
+def encode_grammar(grammar: Grammar) -> common_pb2.Grammar:
+    """Field by field."""
+    return common_pb2.Grammar(kind=_KIND_TO_PROTO[grammar.kind], text=grammar.text)
+
+
+def _decode_grammar(message: common_pb2.Grammar) -> Grammar:
+    if (kind := _KIND_FROM_PROTO.get(message.kind)) is None:
+        wanted = ", ".join(common_pb2.GrammarKind.Name(number) for number in _KIND_FROM_PROTO)
+        raise InvalidRequest(f"grammar.kind: wanted one of {wanted}, got {message.kind}", field="grammar")
+    return Grammar(kind, message.text)
 
 
 def decode_sampling(message: common_pb2.SamplingParams) -> SamplingParams:
-    """Absent fields take the dataclass's defaults."""
+    """Absent fields take the dataclass's defaults. Raises InvalidRequest for a grammar of an unknown kind."""
     return SamplingParams(**given_sampling(message))
 
 
 def given_sampling(message: common_pb2.SamplingParams) -> dict[str, Any]:
-    """Fields of SamplingParams by name, optional ones that are absent left out; `logit_bias` comes out sorted by token id."""
+    """Fields of SamplingParams by name, optional ones that are absent left out; `logit_bias` comes out sorted by token id.
+    Raises as `decode_sampling`."""
     names = [name for name, is_optional in _IS_OPTIONAL.items() if not is_optional or message.HasField(name)]
     given: dict[str, Any] = {name: getattr(message, name) for name in names}
     given["logit_bias"] = tuple(sorted(message.logit_bias.items()))
     given["stop_token_ids"] = tuple(message.stop_token_ids)
+    if "grammar" in given:
+        given["grammar"] = _decode_grammar(message.grammar)
     return given
 
 

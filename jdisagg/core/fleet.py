@@ -41,6 +41,7 @@ class Member:
     load: Load = field(default_factory=Load)
     draining: bool = False
     cache_tokens: int = 0  # that its prefix cache holds at most; 0 = it is too old to say
+    grammars: bool = False  # requests with a grammar may be sent to it
     needs_prefill: bool = False  # a decode worker that never computes prompts and has no prefill worker of its own
 
     @property

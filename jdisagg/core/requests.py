@@ -33,6 +33,22 @@ class FinishReason(Enum):
     ERROR = "error"  # `Output.error` says what
 
 
+class GrammarKind(Enum):
+    """What a grammar is written in."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the generated text has to be. Where it stands follows from the generated tokens alone: no state of it travels."""
+
+    kind: GrammarKind
+    text: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How one token is chosen. Temperature 0 is greedy. `None` switches a filter off."""
@@ -52,6 +68,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None  # number of alternatives per generated token; 0 = the chosen one only
     prompt_logprobs: int | None = None  # likewise per prompt token, computed inside prefill
+    grammar: Grammar | None = None  # only tokens that keep to it are sampled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -56,6 +56,7 @@ class Identity:
     backends: tuple[Backend, ...]  # in order of preference
     ranks: tuple[Rank, ...] = ()
     build: str = ""
+    grammars: bool = False  # requests with a grammar may be handed to it
     min_protocol: int = OLDEST_PROTOCOL
     max_protocol: int = PROTOCOL
 

@@ -8,7 +8,17 @@ from typing import Any
 
 from jdisagg.core import errors
 from jdisagg.core.config import SchedulerConfig
-from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, Role, SamplingParams, TokenLogprob
+from jdisagg.core.requests import (
+    EngineRequest,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Output,
+    Provenance,
+    Role,
+    SamplingParams,
+    TokenLogprob,
+)
 from jdisagg.sched.host_memory import RetractionCost
 from jdisagg.sched.plan import Admit, HostCopy, PageAppend, PageCopy, Plan, PrefillChunk, Sampled, StepResult
 from jdisagg.sched.views import Reserved
@@ -18,11 +28,11 @@ _DATACLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
         *(Admit, HostCopy, PageAppend, PageCopy, Plan, PrefillChunk, Sampled, StepResult, Reserved, RetractionCost),
-        *(EngineRequest, Output, Provenance, SamplingParams, SchedulerConfig, TokenLogprob),
+        *(EngineRequest, Grammar, Output, Provenance, SamplingParams, SchedulerConfig, TokenLogprob),
     )
 }
 _NO_MORE = {"StepResult": ("step_s",)}  # fields that logs of older workers have, and that changed nothing
-_ENUMS: dict[str, type[Enum]] = {cls.__name__: cls for cls in (FinishReason, Role)}
+_ENUMS: dict[str, type[Enum]] = {cls.__name__: cls for cls in (FinishReason, GrammarKind, Role)}
 
 
 def encode(value: Any) -> Any:

@@ -33,6 +33,8 @@ _CHOSEN: dict[str, Any] = {
     "error.code": 8,
     "RequestFailure.code": 8,
     "kind": "window",
+    "grammar.kind": 1,
+    "Grammar.kind": 1,
     "dtype": "bfloat16",
     "absent": False,
     "prompt_logprobs[0].absent": True,

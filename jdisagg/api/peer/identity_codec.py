@@ -41,6 +41,7 @@ def encode_identity(identity: Identity) -> peer_pb2.Identity:
         ranks=ranks,
         backends=backends,
         fingerprint_parts=encode_parts(identity.fingerprint_parts),
+        grammars=identity.grammars,
     )
 
 
@@ -86,4 +87,5 @@ def decode_identity(message: peer_pb2.Identity) -> Identity:
             for b in message.backends
         ),
         fingerprint_parts=decode_parts(message),
+        grammars=message.grammars,
     )
