@@ -15,26 +15,30 @@ from jdisagg.api.generation.local_engine import LocalEngine
 from jdisagg.api.http.app import make_app
 from jdisagg.core.config import Config
 from jdisagg.core.metrics import Metrics
+from jdisagg.models.resolve import resolve_model
 from jdisagg.roles.self_test import self_test
 from jdisagg.roles.watchdog import Watchdog
 from jdisagg.serve.build import build_deployment
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.engines import exit_on_crash
-from jdisagg.serve.text_edge import make_edge, read_text_model
+from jdisagg.serve.text_edge import TextModel, make_edge, read_text_model
 
 
 @asynccontextmanager
 async def open_local(config: Config, timeout: httpx.Timeout) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a fresh engine (unified or colocated), compiled and tested; the engine ends with the context."""
     metrics, worker, loop = Metrics(), f"pid {os.getpid()}", asyncio.get_running_loop()
-    deployment = await asyncio.to_thread(build_deployment, config, metrics, worker, loop, exit_on_crash)
+    text = read_text_model(resolve_model(config.model.model))
+    deployment = await asyncio.to_thread(
+        build_deployment, config, metrics, worker, loop, exit_on_crash, tokenizer=text.tokenizer
+    )
     watchdog = Watchdog(list(deployment.engines), config.device.step_timeout_s)
     watchdog.start()
     try:
         for engine in deployment.engines:
             await asyncio.to_thread(self_test, engine)
         deployment.compiles_are_over()
-        transport = httpx.ASGITransport(app=_application(config, deployment, metrics, timeout))
+        transport = httpx.ASGITransport(app=_application(config, deployment, text, metrics, timeout))
         async with httpx.AsyncClient(transport=transport, base_url="http://in-process", timeout=timeout) as client:
             yield client
     finally:
@@ -43,8 +47,10 @@ async def open_local(config: Config, timeout: httpx.Timeout) -> AsyncIterator[ht
         await asyncio.to_thread(deployment.stop)
 
 
-def _application(config: Config, deployment: Deployment, metrics: Metrics, timeout: httpx.Timeout) -> Starlette:
+def _application(
+    config: Config, deployment: Deployment, text: TextModel, metrics: Metrics, timeout: httpx.Timeout
+) -> Starlette:
     engine = LocalEngine(deployment.front, deployment.card(config.served_name), not_ready_reason=deployment.not_ready_reason)
     server = replace(config.server, default_deadline_s=timeout.read or config.server.default_deadline_s)
-    edge = make_edge(engine, read_text_model(deployment.core.loaded.directory), server)
+    edge = make_edge(engine, text, server, grammars=deployment.gate)
     return make_app(edge, engine, metrics.text)

@@ -17,11 +17,12 @@ from jdisagg.engine.runner import ModelRunner
 from jdisagg.engine.sizing import DeviceMemory, EngineSizes, pages_for, size_engine
 from jdisagg.kv.layout import LANES, choose_layout
 from jdisagg.models.load import LoadedModel
+from jdisagg.text.grammar import Grammars
 
 log = logging.getLogger(__name__)
 
 
-def make_runner(loaded: LoadedModel, mesh: Mesh, config: Config, role: Role) -> ModelRunner:
+def make_runner(loaded: LoadedModel, mesh: Mesh, config: Config, role: Role, grammars: Grammars | None = None) -> ModelRunner:
     """Allocate pool and state on `mesh` and bind the steps; nothing is compiled yet (see `warm_up`).
 
     Raises ConfigError naming the flag when sizes contradict each other or do not fit.
@@ -37,7 +38,7 @@ def make_runner(loaded: LoadedModel, mesh: Mesh, config: Config, role: Role) -> 
     _remark(loaded.spec.max_model_len, config, layout.page_size, sizes)
     model = DecoderModel(loaded.spec, choose_ops(layout, mesh), loaded.layer_loop)
     device = Device(model, loaded.params, layout, mesh, sizes.device, num_pages=sizes.num_pages)
-    return ModelRunner(device, sizes.runner)
+    return ModelRunner(device, sizes.runner, grammars)
 
 
 def _remark(longest: int, config: Config, page_size: int, sizes: EngineSizes) -> None:

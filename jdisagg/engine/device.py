@@ -77,6 +77,10 @@ class Device:
         """Add token counts and logit bias."""
         self._state = self._functions["history"](self._state, entries, bias)
 
+    def allow(self, slots: np.ndarray, words: np.ndarray) -> None:
+        """Set what grammars allow next."""
+        self._state = self._functions["allow"](self._state, slots, words)
+
     def export(self, where: np.ndarray) -> KVGroup:
         """KV [L, T, K, F] of the tokens at `where` i32[2, T] (page, offset), in fresh arrays."""
         kv = self.pool.take()

@@ -33,6 +33,8 @@ def executables(shape: RunnerShape, sizes: DeviceShape) -> Iterator[Executable]:
     yield Executable("append", f"{dummy} pages", dummy, (updates.empty_appends(dummy),))
     cells = updates.HISTORY_CELLS
     yield Executable("history", f"{cells} cells", cells, updates.empty_history(dummy))
+    masks = updates.MASK_ROWS
+    yield Executable("allow", f"{masks} slots", masks, updates.empty_masks(dummy, sizes.vocab_size))
     if shape.exact:
         yield Executable("exact", f"{EXACT_ROWS} rows", EXACT_ROWS, (empty_exact(dummy),))
     for bucket in shape.prefill:

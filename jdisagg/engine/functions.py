@@ -1,7 +1,8 @@
 """The jitted functions of one mesh, with their donations and output shardings; nothing is allocated or compiled here.
 
 prefill decode exact    (params, kv, state, batch) -> (kv, state, StepOut)     kv and state are donated
-admit append history    (state, ...) -> state                                  state is donated
+admit append history allow
+                        (state, ...) -> state                                  state is donated
 export                  (kv of a group, where) -> piece
 import                  (kv of a group, piece, where) -> kv of the group       kv is donated
 """
@@ -43,6 +44,7 @@ def jit_functions(model: DecoderModel, layout: KVLayout, mesh: Mesh) -> dict[str
         "admit": update(slots.admit),
         "append": update(slots.append_pages),
         "history": update(slots.add_history, in_shardings=(None, whole, whole)),
+        "allow": update(slots.allow, in_shardings=(None, whole, whole)),
         "export": jax.jit(gather, in_shardings=(None, whole), out_shardings=pieces),
         "import": jax.jit(scatter, donate_argnums=0, in_shardings=(None, None, whole), out_shardings=kv),
     }

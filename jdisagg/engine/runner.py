@@ -1,14 +1,14 @@
 """`ModelRunner`: the device side of one engine. Plans go in, tokens come out, one step late if the caller likes.
 
-dispatch(plan): offload -> evict -> admit -> page appends -> restore -> page copies -> prefill steps -> decode steps
-                                                                                    nothing waits
+dispatch(plan): offload -> evict -> admit -> page appends -> restore -> page copies -> masks of grammars -> prefill steps
+                -> decode steps                                                      nothing waits
 collect(handle): one read of what those steps sampled
 export_tokens / import_tokens: KV of a token range as a piece [L, T, K, F], which knows no pages
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,16 @@ import numpy as np
 from jdisagg.engine import updates
 from jdisagg.engine.buckets import PrefillBucket, smallest_holding
 from jdisagg.engine.device import Device
+from jdisagg.engine.grammar_rows import GrammarRows, Place, advance
 from jdisagg.engine.host_copies import HostCopies
 from jdisagg.engine.packing import Packed, pack_exact, pack_prefill
 from jdisagg.engine.results import Part, read
+from jdisagg.engine.state import words_of
 from jdisagg.engine.steps import StepOut
 from jdisagg.engine.token_index import token_index
 from jdisagg.kv.group import KVGroup
 from jdisagg.sched.plan import Admit, HostCopy, PageCopy, PageTable, Plan, StepResult
+from jdisagg.text.grammar import Grammars
 from jdisagg.transfer.base import Piece
 
 
@@ -44,14 +47,17 @@ class Dispatched:
 
     step_id: int
     parts: tuple[Part, ...]
+    places: Mapping[int, Place]  # of the slots that sample by a grammar, which may be others' before this is collected
 
 
 class ModelRunner:
     """Implements `jdisagg.roles.ports.Runner`; called by one thread."""
 
-    def __init__(self, device: Device, shape: RunnerShape) -> None:
+    def __init__(self, device: Device, shape: RunnerShape, grammars: Grammars | None = None) -> None:
+        """`grammars`: of the model's tokenizer; None refuses requests that have one."""
         self.device = device
         self.shape = shape
+        self._grammar_rows = GrammarRows(grammars, 4 * words_of(device.shape.vocab_size))
         self._host = HostCopies(device.shape.chunk_tokens)
         self._num_top: dict[int, int] = {}  # slot -> alternatives wanted, for slots that want log-probabilities
 
@@ -83,17 +89,19 @@ class ModelRunner:
             self._offload(copy)
         for slot in plan.evict:
             self._num_top.pop(slot, None)
+            self._grammar_rows.evict(slot)
         self._admit(plan.admit)
         for entries in updates.pack_appends(plan.pages, num_slots=self.device.shape.max_num_seqs):
             self.device.append_pages(entries)
         for copy in plan.restore:
             self._restore(copy)
         self._copy_pages(plan.copies)
+        places = self._allow(plan)
         parts = self._exact(plan) if self.shape.exact else [*self._prefill(plan), *self._decode(plan)]
         for part in parts:
             for array in jax.tree.leaves(part.wanted()):
                 array.copy_to_host_async()
-        return Dispatched(plan.step_id, tuple(parts))
+        return Dispatched(plan.step_id, tuple(parts), places)
 
     def is_done(self, handle: Dispatched) -> bool:
         """Whether the device is through with a dispatched step."""
@@ -104,6 +112,8 @@ class ModelRunner:
         """Wait for a dispatched step and read its tokens."""
         sampled, prompts = read(handle.parts, handle.step_id)
         self._host.settle()
+        if handle.places:
+            sampled = advance(handle.places, sampled)
         return StepResult(step_id=handle.step_id, sampled=sampled, prompt_logprobs=prompts)
 
     def export_tokens(self, page_table: PageTable, begin: int, end: int, group: int = 0) -> Piece:
@@ -150,11 +160,19 @@ class ModelRunner:
             self.device.admit(rows)
         for admit in admits:
             self._num_top.pop(admit.slot, None)
+            self._grammar_rows.admit(admit)
             if admit.sampling.logprobs is not None:
                 self._num_top[admit.slot] = admit.sampling.logprobs
             if updates.is_shaped(admit.sampling):
                 for entries, bias in updates.pack_history(admit, **sizes):
                     self.device.add_history(entries, bias)
+
+    def _allow(self, plan: Plan) -> dict[int, Place]:
+        shape, places = self.device.shape, self._grammar_rows.sampling(plan)
+        masks = self._grammar_rows.masks(places)
+        for slots, words in updates.pack_masks(masks, num_slots=shape.max_num_seqs, vocab_size=shape.vocab_size):
+            self.device.allow(slots, words)
+        return places
 
     def _prefill(self, plan: Plan) -> list[Part]:
         packed = pack_prefill(plan.prefill, self.shape.prefill, self.device.shape.max_num_seqs)

@@ -1,6 +1,7 @@
 """From logits to tokens on the device. Rows are independent: a row's token never depends on what its neighbours asked for.
 
-logits -> bias -> penalties -> stop ids masked (min_tokens) -> temperature -> min-p, top-k, top-p -> Gumbel-max
+logits -> bias -> penalties -> stop ids masked (min_tokens) -> what the grammar forbids masked -> temperature
+       -> min-p, top-k, top-p -> Gumbel-max
        -> log-probabilities of the model's own distribution
 
 Work that no row of the batch asked for is skipped by `lax.cond`; for a row that did not ask, each stage is the identity.
@@ -48,6 +49,7 @@ def sample(logits: jax.Array, state: DecodeState, rows: SamplingRows, positions:
         shaped = lax.cond(jnp.any(rows.shaped), lambda: _shape(logits, state, rows), lambda: logits)
         early = positions < rows.min_length
         shaped = lax.cond(jnp.any(early), lambda: _mask_stops(shaped, rows.stop_ids, early), lambda: shaped)
+        shaped = lax.cond(jnp.any(rows.constrained), lambda: _keep_to_grammar(shaped, state, rows), lambda: shaped)
         greedy = jnp.argmax(shaped, axis=-1).astype(jnp.int32)
         drawn = rows.temperature > 0.0
         tokens = lax.cond(jnp.any(drawn), lambda: jnp.where(drawn, _draw(shaped, rows, positions), greedy), lambda: greedy)
@@ -96,6 +98,13 @@ def _shape(logits: jax.Array, state: DecodeState, rows: SamplingRows) -> jax.Arr
 def _mask_stops(logits: jax.Array, stop_ids: jax.Array, early: jax.Array) -> jax.Array:
     columns = jnp.where(early[:, None], stop_ids, logits.shape[-1])  # out of range: dropped
     return logits.at[jnp.arange(logits.shape[0])[:, None], columns].set(-jnp.inf, mode="drop")
+
+
+def _keep_to_grammar(logits: jax.Array, state: DecodeState, rows: SamplingRows) -> jax.Array:
+    words = state.allowed[rows.slots]
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    allowed = bits.reshape(words.shape[0], -1)[:, : logits.shape[-1]] > 0
+    return jnp.where(allowed | ~rows.constrained[:, None], logits, -jnp.inf)
 
 
 def _draw(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:

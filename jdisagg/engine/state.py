@@ -16,7 +16,7 @@ from jdisagg.core.requests import MAX_STOP_TOKEN_IDS
 
 PROMPT_BIT = 1 << 30  # in `history`: the token occurs in the prompt
 FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-INT_COLUMNS = ("top_k", "seed", "choice", "min_length", "num_top", "shaped")  # then the stop ids
+INT_COLUMNS = ("top_k", "seed", "choice", "min_length", "num_top", "shaped", "constrained")  # then the stop ids
 
 
 @jax.tree_util.register_dataclass
@@ -30,6 +30,7 @@ class DecodeState:
     ints: jax.Array  # i32[B, len(INT_COLUMNS) + MAX_STOP_TOKEN_IDS]
     history: jax.Array  # i32[B, V]; times generated, plus PROMPT_BIT
     bias: jax.Array  # f32[B, V]; added to the logits
+    allowed: jax.Array  # u32[B, ceil(V / 32)]; bit t of a row: its grammar allows token t next; read where `constrained`
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +51,7 @@ class SamplingRows:
     min_length: jax.Array  # i32[R]; stop ids are masked while fewer tokens are known
     num_top: jax.Array  # i32[R]
     shaped: jax.Array  # bool[R]; penalties or logit bias are in use
+    constrained: jax.Array  # bool[R]; only tokens that the slot's grammar allows
     stop_ids: jax.Array  # i32[R, MAX_STOP_TOKEN_IDS]; padded with V
 
 
@@ -78,7 +80,13 @@ def new_state(num_slots: int, num_pages_per_slot: int, vocab_size: int) -> Decod
         ints=ints,
         history=jnp.zeros((rows, vocab_size), jnp.int32),
         bias=jnp.zeros((rows, vocab_size), jnp.float32),
+        allowed=jnp.zeros((rows, words_of(vocab_size)), jnp.uint32),
     )
+
+
+def words_of(vocab_size: int) -> int:
+    """Words of 32 bits, one bit per token."""
+    return -(-vocab_size // 32)
 
 
 def admit(state: DecodeState, rows: Admissions) -> DecodeState:
@@ -91,6 +99,7 @@ def admit(state: DecodeState, rows: Admissions) -> DecodeState:
         ints=state.ints.at[slots].set(rows.ints, mode="drop"),
         history=state.history.at[slots].set(0, mode="drop"),
         bias=state.bias.at[slots].set(0.0, mode="drop"),
+        allowed=state.allowed,
     )
 
 
@@ -106,13 +115,18 @@ def add_history(state: DecodeState, entries: jax.Array, bias: jax.Array) -> Deco
     return replace(state, history=history, bias=state.bias.at[slots, tokens].add(bias, mode="drop"))
 
 
+def allow(state: DecodeState, slots: jax.Array, words: jax.Array) -> DecodeState:
+    """Set what the grammars of `slots` i32[C] allow next: `words` u32[C, W]; padding names slot B."""
+    return replace(state, allowed=state.allowed.at[slots].set(words, mode="drop"))
+
+
 def take_rows(state: DecodeState, slots: jax.Array) -> SamplingRows:
     """Sampling parameters of `slots` i32[R]."""
     floats, ints = state.floats[slots], state.ints[slots]
     named = {name: floats[:, column] for column, name in enumerate(FLOAT_COLUMNS)}
     named |= {name: ints[:, column] for column, name in enumerate(INT_COLUMNS)}
     named["seed"] = lax.bitcast_convert_type(named["seed"], jnp.uint32)
-    named["shaped"] = named["shaped"] > 0
+    named["shaped"], named["constrained"] = named["shaped"] > 0, named["constrained"] > 0
     return SamplingRows(slots=slots, stop_ids=ints[:, len(INT_COLUMNS) :], **named)
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jdisagg.core.requests import MAX_STOP_TOKEN_IDS, SamplingParams
-from jdisagg.engine.state import FLOAT_COLUMNS, INT_COLUMNS, PROMPT_BIT, Admissions
+from jdisagg.engine.state import FLOAT_COLUMNS, INT_COLUMNS, PROMPT_BIT, Admissions, words_of
 from jdisagg.sched.plan import Admit, PageAppend
 
 ADMIT_ROWS = 4  # admissions per update
+MASK_ROWS = 16  # slots whose grammars say what is allowed, per update
 HISTORY_CELLS = 1024  # (slot, token) cells per update
 
 
@@ -55,6 +56,7 @@ def _ints(admit: Admit, vocab_size: int) -> list[int]:
         "min_length": len(admit.prompt_token_ids) + sampling.min_tokens,
         "num_top": -1 if sampling.logprobs is None else sampling.logprobs,
         "shaped": int(is_shaped(sampling)),
+        "constrained": int(sampling.grammar is not None),
     }
     return [values[name] for name in INT_COLUMNS]
 
@@ -93,6 +95,23 @@ def empty_history(num_slots: int) -> tuple[np.ndarray, np.ndarray]:
     entries = np.zeros((3, HISTORY_CELLS), np.int32)
     entries[0] = num_slots + 1
     return entries, np.zeros(HISTORY_CELLS, np.float32)
+
+
+def pack_masks(masks: Mapping[int, bytes], *, num_slots: int, vocab_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Slots i32[C] and words u32[C, W] of `allow`, C = MASK_ROWS, from the bits of each slot; those past the vocabulary are
+    left out."""
+    entries = list(masks.items())
+    for first in range(0, len(entries), MASK_ROWS):
+        slots, words = empty_masks(num_slots, vocab_size)
+        for number, (slot, bits) in enumerate(entries[first : first + MASK_ROWS]):
+            slots[number] = slot
+            words[number] = np.frombuffer(bits, "<u4", words.shape[1])
+        yield slots, words
+
+
+def empty_masks(num_slots: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Words that change nothing."""
+    return np.full(MASK_ROWS, num_slots + 1, np.int32), np.zeros((MASK_ROWS, words_of(vocab_size)), np.uint32)
 
 
 def pack_appends(appends: Sequence[PageAppend], *, num_slots: int) -> Iterator[np.ndarray]:

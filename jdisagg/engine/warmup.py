@@ -51,6 +51,7 @@ def _calls(device: Device) -> dict[str, Callable[..., Any]]:
         "admit": device.admit,
         "append": device.append_pages,
         "history": device.add_history,
+        "allow": device.allow,
         "exact": device.exact,
         "prefill": device.prefill,
         "decode": device.decode,

@@ -1,7 +1,8 @@
 """Plan, dispatch, commit one step late: the overlap of host and device.
 
 Step N+1 is planned and dispatched before the tokens of step N are read, so the device never waits for the host; the tokens
-that step N+1 needs are in the device's own state.
+that step N+1 needs are in the device's own state. Where a grammar says what may be sampled next, which follows from the tokens,
+step N is committed first.
 """
 
 from __future__ import annotations
@@ -50,11 +51,16 @@ class StepPipeline:
         return self._in_flight[0] if self._in_flight else None
 
     def turn(self, now_s: float, stages: StageClock, listen: Callable[[], None] = lambda: None) -> Turn:
-        """Plan and dispatch the next step, then commit the one before.
+        """Plan and dispatch the next step, then commit the one before; the other way round when that one samples by a grammar.
 
         `listen` sleeps a moment and is called until that one is done when it computed prompts alone: such a step may take
         long, and what peers say meanwhile must not wait for its end. Steps that decode are short and waited for directly.
         """
+        outputs: list[Output] = []
+        waited_s = 0.0
+        if self._in_flight is not None and self._in_flight[0].by_grammar:
+            previous, self._in_flight = self._in_flight, None
+            outputs, waited_s = self._finish(previous, now_s, stages, listen)
         plan = self._scheduler.schedule(now_s)
         host_s = stages.lap(Stage.PLAN)
         dispatched: tuple[Plan, Any] | None = None
@@ -62,18 +68,24 @@ class StepPipeline:
             dispatched = plan, self._runner.dispatch(plan)
             host_s += stages.lap(Stage.DISPATCH)
         previous, self._in_flight = self._in_flight, dispatched
-        outputs: list[Output] = []
-        waited_s = 0.0
         if previous is not None:
-            while not previous[0].decode and not self._runner.is_done(previous[1]):
-                listen()
-            result = self._runner.collect(previous[1])
-            if any(one.bad is not None for one in result.sampled):
-                result = self._explained(result)
-            waited_s = max(stages.lap(Stage.WAIT), 1e-9)
-            outputs = self._scheduler.commit(result, now_s + host_s + waited_s)
-            stages.lap(Stage.COMMIT)
+            outputs, waited_s = self._finish(previous, now_s + host_s, stages, listen)
         return Turn(None if plan.is_empty else plan, outputs, waited_s, host_s)
+
+    def _finish(
+        self, step: tuple[Plan, Any], now_s: float, stages: StageClock, listen: Callable[[], None]
+    ) -> tuple[list[Output], float]:
+        """Wait for a dispatched step and commit it; also returns how long that took it, in seconds."""
+        plan, handle = step
+        while not plan.decode and not self._runner.is_done(handle):
+            listen()
+        result = self._runner.collect(handle)
+        if any(one.bad is not None for one in result.sampled):
+            result = self._explained(result)
+        waited_s = max(stages.lap(Stage.WAIT), 1e-9)
+        outputs = self._scheduler.commit(result, now_s + waited_s)
+        stages.lap(Stage.COMMIT)
+        return outputs, waited_s
 
     def _explained(self, result: StepResult) -> StepResult:
         """The first sequence to fail for infinity or NaN learns where in its KV it is; its pages are held until the commit."""

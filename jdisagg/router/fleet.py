@@ -146,13 +146,15 @@ class Fleet:
         home: str = "",
         near: Near = NOWHERE,
         kin: bytes = b"",
+        by_grammar: bool = False,
     ) -> Entry | None:
         """The worker for the next request of that fingerprint (None = any) and of `num_tokens`, its output included, with a
         prefill worker for `prefill_tokens` if it needs one; addresses in `but_not` only as a last resort, and one that holds
         `wanted_tokens` before others, then the one at `home`, one that has prefill workers of its weights, the one that had
         most of the prompt (`near`) of those that are not much busier than the least busy one, and then less busy ones. Of
-        equally busy ones all requests with the same `kin` get the same, whoever else comes and goes."""
-        there = self._usable(fingerprint, num_tokens, prefill_tokens).entries
+        equally busy ones all requests with the same `kin` get the same, whoever else comes and goes. `by_grammar`: the request
+        has a grammar."""
+        there = self._usable(fingerprint, num_tokens, prefill_tokens, by_grammar=by_grammar).entries
         if not there:
             return None
         prefilled = {peer.member.fingerprint for peer in self._prefill()}
@@ -177,28 +179,35 @@ class Fleet:
 
         return min(equals, key=rank)
 
-    def lacks(self, fingerprint: str | None, num_tokens: int = 0, prefill_tokens: int = 0) -> str:
+    def lacks(self, fingerprint: str | None, num_tokens: int = 0, prefill_tokens: int = 0, *, by_grammar: bool = False) -> str:
         """What there is none of, where `choose` finds nobody of that fingerprint (None = any) for so many tokens; else ""."""
-        return self._usable(fingerprint, num_tokens, prefill_tokens).lacks
+        return self._usable(fingerprint, num_tokens, prefill_tokens, by_grammar=by_grammar).lacks
 
-    def count_usable(self, fingerprint: str | None, num_tokens: int, prefill_tokens: int) -> int:
+    def count_usable(self, fingerprint: str | None, num_tokens: int, prefill_tokens: int, *, by_grammar: bool = False) -> int:
         """How many `choose` chooses from."""
-        return len(self._usable(fingerprint, num_tokens, prefill_tokens).entries)
+        return len(self._usable(fingerprint, num_tokens, prefill_tokens, by_grammar=by_grammar).entries)
 
-    def _usable(self, fingerprint: str | None, num_tokens: int, prefill_tokens: int) -> Usable:
+    def _usable(self, fingerprint: str | None, num_tokens: int, prefill_tokens: int, *, by_grammar: bool) -> Usable:
         of_it = [entry for entry in self._entries.values() if fingerprint in (None, entry.member.fingerprint)]
-        return usable(of_it, self._prefill(), num_tokens, prefill_tokens)
+        return usable(of_it, self._prefill(by_grammar=by_grammar), num_tokens, prefill_tokens, by_grammar=by_grammar)
 
-    def _prefill(self) -> list[Entry]:
-        """Prefill workers that take requests."""
-        return [entry for entry in self._entries.values() if entry.member.role is Role.PREFILL and not entry.member.draining]
+    def _prefill(self, *, by_grammar: bool = False) -> list[Entry]:
+        """Prefill workers that take requests; `by_grammar`: those that have one."""
+        there = [entry for entry in self._entries.values() if entry.member.role is Role.PREFILL and not entry.member.draining]
+        return [entry for entry in there if entry.member.grammars] if by_grammar else there
 
-    def prefill_peers(self, fingerprint: str, num_tokens: int, near: Near, kin: bytes = b"") -> list[Entry]:
-        """Prefill workers of that fingerprint that hold `num_tokens`: first who has fewest tokens to compute until such a
-        request is done, without what is cached, of it (`near`) and of those before it; of equals the same for all requests of
-        one `kin`."""
-        peers = self._prefill_of(fingerprint, near, kin)
-        return [peer for peer in peers if num_tokens <= peer.member.max_model_len][:MAX_PREFILL_PEERS]
+    def prefill_peers(
+        self, fingerprint: str, num_tokens: int, near: Near, kin: bytes = b"", *, by_grammar: bool = False
+    ) -> list[Entry]:
+        """Prefill workers of that fingerprint that hold `num_tokens`, and serve grammars where it is `by_grammar`: first who
+        has fewest tokens to compute until such a request is done, without what is cached, of it (`near`) and of those before
+        it; of equals the same for all requests of one `kin`."""
+        peers = [
+            peer
+            for peer in self._prefill_of(fingerprint, near, kin)
+            if num_tokens <= peer.member.max_model_len and (peer.member.grammars or not by_grammar)
+        ]
+        return peers[:MAX_PREFILL_PEERS]
 
     def prefill_named(self, worker: str) -> Entry | None:
         """The prefill worker that calls itself so."""

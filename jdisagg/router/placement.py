@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from typing import TypedDict
 
 from jdisagg.core.requests import FinishReason, Output, Provenance, Role
 from jdisagg.router.booking import Booking, book
@@ -44,17 +45,21 @@ class Placement:
     def place(self, flight: Flight, now_s: float) -> bool:
         """Send the attempt to a worker; False when nobody can take it: `lacks` says why."""
         home, tried = self._homes.of(flight.request.fork_group), flight.setbacks.tried
-        lengths = {
-            "wanted_tokens": flight.most_tokens,
-            "num_tokens": flight.least_tokens,
-            "prefill_tokens": flight.prefill_tokens,
-        }
         near = self._prefixes.find(flight.beginnings)
         kin = near.news or beginning(flight.request.prompt_token_ids)
-        entry = self._fleet.choose(self.weights(flight), now_s, **lengths, but_not=tried, home=home, near=near, kin=kin)
+        entry = self._fleet.choose(
+            self.weights(flight),
+            now_s,
+            **_needs(flight),
+            wanted_tokens=flight.most_tokens,
+            but_not=tried,
+            home=home,
+            near=near,
+            kin=kin,
+        )
         if entry is None:
             return False
-        num_asked = self._fleet.count_usable(self._next_weights(flight), flight.least_tokens, flight.prefill_tokens)
+        num_asked = self._fleet.count_usable(self._next_weights(flight), **_needs(flight))
         self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.fingerprint)
         self._submit(flight, entry, near, kin, num_asked)
         self._prefixes.note(flight.beginnings, entry.key, flight.prefill.cache if flight.prefill else None)
@@ -66,13 +71,12 @@ class Placement:
 
     def lacks(self, flight: Flight) -> str:
         """What there is none of that the attempt needs."""
-        return self._fleet.lacks(self.weights(flight), flight.least_tokens, flight.prefill_tokens)
+        return self._fleet.lacks(self.weights(flight), **_needs(flight))
 
     def is_tried_everywhere(self, flight: Flight, now_s: float) -> bool:
         """Nobody is left in this round of attempts."""
         fingerprint, tried = self._next_weights(flight), flight.setbacks.tried
-        least, prefill = flight.least_tokens, flight.prefill_tokens
-        best = self._fleet.choose(fingerprint, now_s, num_tokens=least, prefill_tokens=prefill, but_not=tried)
+        best = self._fleet.choose(fingerprint, now_s, **_needs(flight), but_not=tried)
         return best is None or best.member.address in tried
 
     def may_speak(self, flight: Flight, output: Output) -> bool:
@@ -111,7 +115,8 @@ class Placement:
         entry.pending += 1
         peers: list[Entry] = []
         if entry.member.role is Role.DECODE:
-            peers = self._fleet.prefill_peers(flight.fingerprint, flight.prefill_tokens, near, kin)
+            tokens, by_grammar = flight.prefill_tokens, flight.by_grammar
+            peers = self._fleet.prefill_peers(flight.fingerprint, tokens, near, kin, by_grammar=by_grammar)
             if peers:
                 flight.prefill = flight.unproven = book(peers[0], flight.prefill_tokens, near)
         named = tuple(peer.member.address for peer in peers)
@@ -152,6 +157,18 @@ class Placement:
         num_found = booking.num_tokens - 1 - provenance.prefilled_tokens - provenance.borrowed_tokens
         if num_found >= 0 and booking.cache.tell(booking.num_cached, num_found):  # else it was computed twice
             self._prefixes.note(flight.beginnings, flight.entry.key, booking.cache)
+
+
+class _Needs(TypedDict):
+    num_tokens: int
+    prefill_tokens: int
+    by_grammar: bool
+
+
+def _needs(flight: Flight) -> _Needs:
+    """What a worker must be able to."""
+    tokens, prefill_tokens = flight.least_tokens, flight.prefill_tokens
+    return _Needs(num_tokens=tokens, prefill_tokens=prefill_tokens, by_grammar=flight.by_grammar)
 
 
 def beginning(prompt_token_ids: tuple[int, ...]) -> bytes:

@@ -18,12 +18,19 @@ class Usable(NamedTuple):
     lacks: str
 
 
-def usable(entries: Sequence[Entry], prefill: Sequence[Entry], num_tokens: int, prefill_tokens: int) -> Usable:
+def usable(
+    entries: Sequence[Entry], prefill: Sequence[Entry], num_tokens: int, prefill_tokens: int, *, by_grammar: bool = False
+) -> Usable:
     """Of `entries`, which have the weights that are asked for, the decode and unified workers that can take a request of
-    `num_tokens`, its output included, of which one of the `prefill` workers computes `prefill_tokens` if that is needed."""
+    `num_tokens`, its output included, of which one of the `prefill` workers computes `prefill_tokens` if that is needed.
+    `by_grammar`: the request has one, and the `prefill` workers serve them."""
     there = [entry for entry in entries if entry.member.decodes and entry.linked and not entry.is_awaited]
     if not there:
         return Usable([], _nobody(entries))
+    if by_grammar:
+        there, all_of_them = [entry for entry in there if entry.member.grammars], there
+        if not there:
+            return Usable([], f"no decode or unified worker that is connected serves grammars ({_named(all_of_them)})")
     holding = [entry for entry in there if num_tokens <= entry.member.max_model_len]
     if not holding:
         longest = max(entry.member.max_model_len for entry in there)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import isnan
 
-from jdisagg.core.errors import NumericalError, RequestError
+from jdisagg.core.errors import InvalidRequest, NumericalError, RequestError
 from jdisagg.core.requests import FinishReason, Output, Role, TokenLogprob
 from jdisagg.sched.plan import Sampled, StepResult
 from jdisagg.sched.sequence import Sequence
@@ -56,6 +56,7 @@ class Committer:
         return (
             len(new.token_ids) == 1
             and new.bad is None
+            and new.refused is None
             and new.logprobs is None
             and 0 < len(sequence.generated) < sequence.max_tokens - 1
             and new.token_ids[0] not in sequence.stop_ids
@@ -118,6 +119,9 @@ class Committer:
 
     def _take_sampled(self, row: Row, sampled: Sampled, step_id: int) -> Output | None:
         sequence = row.sequence
+        if sampled.refused is not None:
+            message = f"request {sequence.request_id}: its grammar cannot go on: {sampled.refused}"
+            return self.failure(sequence, InvalidRequest(message, field="grammar"))
         if self.fails(row, sampled):
             message = (
                 f"request {sequence.request_id}: step {step_id} produced no usable logits ({sampled.bad}); other requests go on"

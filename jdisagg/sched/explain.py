@@ -38,6 +38,7 @@ class Cause(Enum):
     PEER = "peer"
     TRANSFER = "transfer"
     FETCH = "fetch"
+    TOKEN = "its last token"
     RECEIVER = "receiver"
     UNEXPLAINED = "unexplained"
 
@@ -155,6 +156,8 @@ class Explainer:
         wanted = sequence.request.sampling.max_tokens - len(sequence.generated) - sequence.num_in_flight
         if sequence.is_decoding and (wanted <= 0 or self._limits.role is Role.PREFILL):
             return None
+        if sequence.awaits_token:
+            return Wait(Cause.TOKEN, "what its grammar allows next follows from the token of the step before")
         waits = self._no_budget(plan) or self._no_reads(sequence)
         return waits or (None if sequence.is_decoding else self._margin()) or _unexplained(sequence, plan)
 

@@ -97,6 +97,7 @@ class Plan:
     offload: tuple[HostCopy, ...] = ()
     restore: tuple[HostCopy, ...] = ()
     forget: tuple[str, ...] = ()  # keys of host copies that nobody will ask for
+    by_grammar: bool = False  # a row samples by a grammar: the next step's masks follow from the tokens of this one
 
     @property
     def is_empty(self) -> bool:
@@ -121,6 +122,7 @@ class Sampled:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     bad: str | None = None
+    refused: str | None = None  # why its grammar cannot go on: the request fails, whatever was sampled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

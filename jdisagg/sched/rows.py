@@ -34,7 +34,7 @@ class RowPlanner:
                 continue
             if draft.budget <= 0:
                 return
-            if begin >= draft.reads:
+            if begin >= draft.reads or sequence.awaits_token:
                 continue
             if begin + ahead <= len(sequence.holding.pages) * page_size or self.make_room(draft, sequence):
                 self.plan_decode(draft, sequence)
@@ -72,6 +72,7 @@ class RowPlanner:
         draft.reads -= sequence.num_scheduled
         draft.decode.append(sequence.slot)
         draft.rows[sequence.slot] = Row(sequence, sequence.epoch, sequence.num_scheduled, count)
+        draft.by_grammar |= sequence.request.sampling.grammar is not None
 
     def _preempt(self, draft: Draft, victim: Sequence, wanted_by: Sequence) -> None:
         draft.undo(victim)
@@ -139,6 +140,7 @@ class RowPlanner:
         )
         sequence.num_scheduled = end
         sequence.num_in_flight += samples
+        draft.by_grammar |= samples and sequence.request.sampling.grammar is not None
         draft.budget -= length
         draft.reads -= end
         draft.rows[sequence.slot] = Row(sequence, sequence.epoch, end, int(samples))

@@ -99,6 +99,11 @@ class Sequence:
         return self.num_scheduled >= self.target
 
     @property
+    def awaits_token(self) -> bool:
+        """What it may sample next follows from a token that the host has not seen."""
+        return self.num_in_flight > 0 and self.request.sampling.grammar is not None
+
+    @property
     def num_wanted(self) -> int:
         """Tokens still wanted, those in flight counted as here."""
         return self.max_tokens - len(self.generated) - self.num_in_flight

@@ -35,6 +35,7 @@ class Draft:
     restore: list[HostCopy] = field(default_factory=list)
     rows: dict[int, Row] = field(default_factory=dict)
     preempted: bool = False
+    by_grammar: bool = False
 
     def undo(self, sequence: Sequence) -> None:
         """Take back what this step was going to do for a sequence that loses its pages: rows, budgets, table entries."""
@@ -71,6 +72,7 @@ class Draft:
             prefill=tuple(self.prefill),
             decode=tuple(self.decode),
             num_lookahead=num_lookahead,
+            by_grammar=self.by_grammar,
         )
 
 

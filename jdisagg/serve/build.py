@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jdisagg.api.channels import INSECURE, Credentials
@@ -24,6 +25,7 @@ from jdisagg.serve.backends import DecodeBackends, PrefillBackends
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.devices import usable_devices
 from jdisagg.serve.engines import Core, OnCrash, build_core, decode_side, prefill_side
+from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.transfer.base import Fetcher, Publisher
 from jdisagg.transfer.choice import PublisherSet
 from jdisagg.transfer.device_put import DevicePutPublisher, device_put_fetcher
@@ -43,14 +45,16 @@ def build_deployment(
     *,
     credentials: Credentials = INSECURE,
     address: str = "",
+    tokenizer: Tokenizer | None = None,
 ) -> Deployment:
     """Build the role's engines, running; peers are reached with `credentials`, and they reach this process's gRPC server at
-    `address` ("" = there are none: unified, colocated). Raises ConfigError."""
+    `address` ("" = there are none: unified, colocated). `tokenizer`: see `build_core`. Raises ConfigError."""
     devices = usable_devices(config)
+    core_of = partial(build_core, metrics=metrics, worker=worker, tokenizer=tokenizer)
     if config.role == "colocated":
-        return _colocated(config, devices, metrics, worker, loop=loop, on_crash=on_crash)
+        return _colocated(config, devices, core_of, loop=loop, on_crash=on_crash)
     role = Role(config.role)
-    core = build_core(config, role, devices, tp=config.model.tensor_parallel_size, metrics=metrics, worker=worker)
+    core = core_of(config, role, devices, tp=config.model.tensor_parallel_size)
     deployment = Deployment(core, loop, on_crash)
     drill = TransferDrill(drill_of())
     if role is Role.PREFILL:
@@ -67,7 +71,11 @@ def _add_prefill(deployment: Deployment, address: str, credentials: Credentials,
     backends = PrefillBackends(core, _host(address), credentials, drill)
     deployment.num_executables += backends.num_executables
     deployment.peer_server = PeerServer(
-        core.identity(backends.offered), post=core.inbox.post, pieces=backends.store, config=core.config.transfer
+        core.identity(backends.offered),
+        post=core.inbox.post,
+        pieces=backends.store,
+        config=core.config.transfer,
+        grammars=core.grammars,
     )
     side = prefill_side(core, backends.publishers, _borrowed(deployment, credentials))
     deployment.closers.append(backends.publishers.close)
@@ -131,8 +139,7 @@ def _host(address: str) -> str:
 def _colocated(
     config: Config,
     devices: Sequence[Any],
-    metrics: Metrics,
-    worker: str,
+    core_of: Callable[..., Core],
     *,
     loop: asyncio.AbstractEventLoop,
     on_crash: OnCrash,
@@ -147,8 +154,8 @@ def _colocated(
             "give more with --devices or lower --prefill-tp and --decode-tp",
             field="devices",
         )
-    prefill = build_core(_logging_to(config, "prefill"), Role.PREFILL, devices[:tp_p], tp=tp_p, metrics=metrics, worker=worker)
-    decode = build_core(_logging_to(config, "decode"), Role.DECODE, devices[tp_p:], tp=tp_d, metrics=metrics, worker=worker)
+    prefill = core_of(_logging_to(config, "prefill"), Role.PREFILL, devices[:tp_p], tp=tp_p)
+    decode = core_of(_logging_to(config, "decode"), Role.DECODE, devices[tp_p:], tp=tp_d)
     deployment = Deployment(decode, loop, on_crash)
     deployment.num_executables += prefill.num_executables
     computed, lent = DevicePutPublisher(prefill.inbox.post), DevicePutPublisher(decode.inbox.post)

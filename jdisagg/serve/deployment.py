@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.api.generation.local_engine import ask
 from jdisagg.api.generation.token_engine import ModelCard
 from jdisagg.api.kv_events.ring import KVEventRing
@@ -27,6 +28,7 @@ class Deployment:
         """`core` is that of the engine added last; an engine's cache events are kept for listeners on `loop`."""
         self.core = core
         self.num_executables = core.num_executables
+        self.gate = None if core.grammars is None else GrammarGate(core.grammars)
         self.engines: list[EngineThread] = []
         self.peer_server: PeerServer | PieceServer | None = None
         self.peer_client: GrpcPeerClient | None = None
@@ -111,7 +113,9 @@ class Deployment:
         return sum(freed)
 
     async def aclose(self) -> None:
-        """End peer connections."""
+        """End peer connections, and what checks grammars."""
+        if self.gate is not None:
+            await self.gate.aclose()
         if self.peer_client is not None:
             await self.peer_client.aclose()
 

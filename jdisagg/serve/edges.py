@@ -54,14 +54,17 @@ class Edges:
         self._address = address
         self._fleet: FleetClient | None = None
         self._draining = False
-        self._metrics = metrics = deployment.core.metrics
+        core = deployment.core
+        self._metrics = metrics = core.metrics
         edge: Edge | None = None
         names = ["AdminService", "KVEventsService"]
         if text is not None:
             names += ["GenerationService", "WorkerService"]
-            edge = make_edge(self.engine, text, config.server, metrics, source=config.model.model)
+            edge = make_edge(self.engine, text, config.server, metrics, source=config.model.model, grammars=deployment.gate)
             generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
-            worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self.engine, config.transfer), server)
+            worker_pb2_grpc.add_WorkerServiceServicer_to_server(
+                WorkerService(self.engine, config.transfer, core.grammars), server
+            )
         if deployment.peer_server is not None:
             names.append("PeerService")
             add_peer_service(deployment.peer_server, server)
@@ -110,6 +113,7 @@ class Edges:
             max_model_len=card.max_model_len,
             vocab_size=card.vocab_size,
             eos_token_ids=card.eos_token_ids,
+            grammars=core.grammars is not None,
             needs_prefill=self._deployment.needs_prefill,
             text_digest=self._text_digest,
             cache_tokens=self._deployment.cache_tokens,

@@ -44,6 +44,9 @@ from jdisagg.roles.streams import Streams
 from jdisagg.sched.intake import Limits, check_config
 from jdisagg.sched.log import make_scheduler
 from jdisagg.sched.scheduler import Scheduler
+from jdisagg.serve.grammars import grammars_of
+from jdisagg.text.grammar import Grammars
+from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.transfer.base import Fetcher, Publisher
 from jdisagg.transfer.choice import PublisherSet
 from jdisagg.transfer.target import PieceTarget
@@ -70,6 +73,7 @@ class Core:
     worker: str  # "pid 123 @ 127.0.0.1:9000"
     epoch: str
     num_executables: int
+    grammars: Grammars | None  # None: requests with a grammar are refused
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -90,16 +94,28 @@ class Core:
             epoch=self.epoch,
             groups=(CacheGroup(spec=self.kv_spec, page_size=self.config.cache.page_size),),
             backends=tuple(backends),
+            grammars=self.grammars is not None,
         )
 
 
-def build_core(config: Config, role: Role, devices: Sequence[Any], *, tp: int, metrics: Metrics, worker: str) -> Core:
-    """Load the model onto the first `tp` of `devices`, make the pool, compile and run every executable."""
+def build_core(
+    config: Config,
+    role: Role,
+    devices: Sequence[Any],
+    *,
+    tp: int,
+    metrics: Metrics,
+    worker: str,
+    tokenizer: Tokenizer | None,
+) -> Core:
+    """Load the model onto the first `tp` of `devices`, make the pool, compile and run every executable. `tokenizer`: what
+    grammars are read with; None = there is none."""
     mesh = make_mesh(devices, tp)
     started_s = monotonic()
     loaded = load_model(config.model, mesh, seed=config.server.seed or 0)
     loaded_s = monotonic()
-    runner = make_runner(loaded, mesh, config, role)
+    grammars = grammars_of(tokenizer, loaded.spec.vocab_size, loaded.eos_token_ids)
+    runner = make_runner(loaded, mesh, config, role, grammars)
     limits = Limits(
         role=role,
         max_model_len=runner.max_model_len,
@@ -145,6 +161,7 @@ def build_core(config: Config, role: Role, devices: Sequence[Any], *, tp: int, m
         worker=worker,
         epoch=uuid.uuid4().hex,
         num_executables=len(warmed),
+        grammars=grammars,
     )
 
 

@@ -16,6 +16,7 @@ import grpc.aio
 from jdisagg.api.admin import AdminService
 from jdisagg.api.channels import Credentials, bind, make_server
 from jdisagg.api.fleet.service import FleetService
+from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.api.generation.service import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.http.app import make_app
@@ -24,20 +25,29 @@ from jdisagg.api.listening import listen
 from jdisagg.core.config import Config
 from jdisagg.core.drill import drill_of
 from jdisagg.core.metrics import Metrics
-from jdisagg.models.resolve import resolve_model
+from jdisagg.models.resolve import eos_token_ids, resolve_model
 from jdisagg.router.entrance import Entrance
 from jdisagg.router.fleet_engine import FleetEngine
 from jdisagg.router.recovery import ReplayConfig
+from jdisagg.serve.grammars import grammars_of
 from jdisagg.serve.leaving import Leaving
 from jdisagg.serve.process import Process, keep_what_is_there, run_process
 from jdisagg.serve.ready import Ready, announce
-from jdisagg.serve.text_edge import make_edge, read_text_model
+from jdisagg.serve.text_edge import TextModel, make_edge, read_text_model
+from jdisagg.text.grammar import Grammars
 from jdisagg.v1 import admin_pb2_grpc, fleet_pb2_grpc, generation_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 SERVICES = ("jdisagg.v1.GenerationService", "jdisagg.v1.FleetService", "jdisagg.v1.AdminService")
 GRPC_STOP_S = 1.0  # for calls that are still open after the drain
+
+
+def _read(model: str) -> tuple[TextModel, Grammars | None]:
+    """Raises ConfigError."""
+    directory = resolve_model(model)
+    text = read_text_model(directory)
+    return text, grammars_of(text.tokenizer, text.tokenizer.vocab_size, eos_token_ids(directory))
 
 
 def run(config: Config) -> int:
@@ -53,7 +63,7 @@ async def serve(config: Config, process: Process) -> int:
     address = bind(server, config.server.host, config.server.grpc_port)
     listener = listen(config.server.host, config.server.port)
     model = config.served_name
-    text = await process.unless_stopped(asyncio.to_thread(lambda: read_text_model(resolve_model(config.model.model))))
+    text, grammars = await process.unless_stopped(asyncio.to_thread(_read, config.model.model))
     metrics = Metrics(engine=False)
     metrics.set_build(role="router", model=model)
     engine = FleetEngine(
@@ -66,7 +76,8 @@ async def serve(config: Config, process: Process) -> int:
         slow_request_s=config.server.slow_request_s,
         entrance=Entrance(text.tokenizer.digest(), config.model.served_model_name),
     )
-    edge = make_edge(engine, text, config.server, metrics, source=config.model.model)
+    gate = None if grammars is None else GrammarGate(grammars)
+    edge = make_edge(engine, text, config.server, metrics, source=config.model.model, grammars=gate)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
     fleet = FleetService(engine.workers, config.transfer)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
@@ -107,6 +118,8 @@ async def serve(config: Config, process: Process) -> int:
     await edge.until_read(deadline_s)
     await http.stop(deadline_s)
     await server.stop(GRPC_STOP_S)
+    if gate is not None:
+        await gate.aclose()
     return 0
 
 

@@ -29,6 +29,7 @@ from jdisagg.serve.engines import exit_on_crash
 from jdisagg.serve.process import Process, keep_what_is_there, run_process
 from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.text_edge import read_text_model
+from jdisagg.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +51,16 @@ async def serve(config: Config, process: Process) -> int:
     metrics = Metrics()
     public = advertised(address, config.server.advertise_host, config.server.advertise_port)
     worker = f"pid {os.getpid()} @ {public}"
-    text = None if config.role == "prefill" else read_text_model(resolve_model(config.model.model))
+    directory = resolve_model(config.model.model)
+    text = None if config.role == "prefill" else read_text_model(directory)
+    tokenizer = Tokenizer.from_directory_if_there(directory) if text is None else text.tokenizer
     loop = asyncio.get_running_loop()
     build = asyncio.to_thread(
-        build_deployment, config, metrics, worker, loop, exit_on_crash, credentials=credentials, address=public
+        build_deployment,
+        *(config, metrics, worker, loop, exit_on_crash),
+        credentials=credentials,
+        address=public,
+        tokenizer=tokenizer,
     )
     deployment = await process.unless_stopped(build)
     edges = Edges(config, deployment, text=text, address=public, server=grpc_server)

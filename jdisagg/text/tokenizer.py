@@ -70,10 +70,19 @@ class Tokenizer:
         files |= {file.stem: file for file in sorted((directory / ADDITIONAL_TEMPLATES).glob("*.jinja"))}
         return cls(read(path, _read_backend), config, {name: read(file, _read_text) for name, file in files.items()})
 
+    @classmethod
+    def from_directory_if_there(cls, directory: Path) -> Tokenizer | None:
+        """None where there is no tokenizer.json; raises ConfigError for one that cannot be read."""
+        return cls.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
+
     @property
     def vocab_size(self) -> int:
         """Number of token ids, added tokens included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def to_json(self) -> str:
+        """As tokenizer.json has it, with the tokens that stand beside it."""
+        return self._backend.to_str()
 
     def digest(self) -> str:
         """Hexadecimal; equal for tokenizers of one vocabulary, one set of special tokens and one chat template, whichever

@@ -192,6 +192,9 @@ class GrpcPeerClient:
                     self._failed(link, error.error.message, refuses=error.reason == "hello")
                     return StreamEnded(reason=error.reason, error=error.error)
                 self._answered(link)
+                if stream.by_grammar and not theirs.grammars:
+                    error = Unavailable(f"prefill peer {stream.peer}: it does not serve grammars")
+                    return StreamEnded(reason="hello", error=error)
                 self._book.agreed(stream.peer, reached)
                 await self._turns.wait()
                 if stream.closed:

@@ -35,6 +35,7 @@ from jdisagg.core.told import told
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.identity import Identity, Incompatible, agree
 from jdisagg.handoff.messages import HandoffId, Open, StreamEnded
+from jdisagg.text.grammar import Grammars
 from jdisagg.v1 import peer_pb2
 
 log = logging.getLogger(__name__)
@@ -61,12 +62,15 @@ class PeerServer(PieceServer):
         post: Callable[[PeerOpened | PeerMessage | PeerAlive], None],
         pieces: PieceBytes | None,
         config: TransferConfig,
+        grammars: Grammars | None = None,
     ) -> None:
-        """`post` must be thread-safe and not block; `pieces` is None when the grpc backend is not served."""
+        """`post` must be thread-safe and not block; `pieces` is None when the grpc backend is not served; `grammars`: the
+        engine's."""
         super().__init__(pieces)
         self._identity = identity
         self._post = post
         self._config = config
+        self._grammars = grammars
         self._serials = itertools.count(1)
         self._told_broken, self._told_unread = (Seldom(TOLD_EVERY_S, TOLD_FIRST) for _ in range(2))
         self._pulses: WeakValueDictionary[str, SharedPulse] = WeakValueDictionary()  # of those who have streams, by Open.pulse
@@ -108,11 +112,13 @@ class PeerServer(PieceServer):
             return refuse(context, error)
         handoff = HandoffId(opened.request.request_id, next(self._serials))
         reply = StreamReply(asyncio.get_running_loop(), MOST_UNREAD)
-        self._num_streams += 1
         reason, unread, cut_short = "dead", None, True  # what a cancelled handler means: the connection is gone
-        self._post(PeerOpened(handoff, opened, context.peer(), reply))
         write = asyncio.create_task(reply.pump(context.write, self._config.heartbeat_s))
         try:
+            if self._grammars is not None and (grammar := opened.request.sampling.grammar) is not None:
+                await self._grammars.ahead(grammar)
+            self._post(PeerOpened(handoff, opened, context.peer(), reply))
+            self._num_streams += 1
             try:
                 reason, unread = await self._converse(handoff, request_iterator, reply, write, pulse)
                 cut_short = not write.done()

@@ -58,6 +58,11 @@ class PeerStream:
         self._sent: list[peer_pb2.PrefillRequest] = []  # kept until the first answer
         self._outbox: Outbox[peer_pb2.PrefillRequest] | None = None
 
+    @property
+    def by_grammar(self) -> bool:
+        """Whether its request has a grammar."""
+        return self._opening.request.sampling.grammar is not None
+
     def send(self, message: Grant | Ack | Want | ChunkReady | Declined) -> None:
         """Queue a message."""
         wire = encode_down(message, epoch="", now_s=0.0)

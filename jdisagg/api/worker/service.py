@@ -31,6 +31,7 @@ from jdisagg.core.errors import RequestError
 from jdisagg.core.fleet import Load
 from jdisagg.core.requests import EngineRequest, FinishReason, Output
 from jdisagg.roles.ports import OutputSink
+from jdisagg.text.grammar import Grammars
 from jdisagg.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -63,8 +64,10 @@ class WorkerEngine(Protocol):
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     """Add it to a grpc.aio server with `add_WorkerServiceServicer_to_server`."""
 
-    def __init__(self, engine: WorkerEngine, config: TransferConfig) -> None:
+    def __init__(self, engine: WorkerEngine, config: TransferConfig, grammars: Grammars | None = None) -> None:
+        """`grammars`: the engine's."""
         self._engine = engine
+        self._grammars = grammars
         self._config = config
         self._runs: dict[str, _RunStream] = {}  # by router, the newest
         self._num_streams = 0
@@ -76,7 +79,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Run(self, request_iterator: AsyncIterator[worker_pb2.RunRequest], context: grpc.aio.ServicerContext) -> None:
         """Serve one router until it goes away."""
-        run = _RunStream(self._engine, asyncio.get_running_loop(), self._supersede)
+        run = _RunStream(self._engine, asyncio.get_running_loop(), self._supersede, self._grammars)
         silence_s = max(self._config.lease_s, self._config.dead_after_s)
         pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=silence_s)
         read = asyncio.create_task(run.read(request_iterator, pulse))
@@ -110,14 +113,22 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 class _RunStream:
     """One router's requests. Everything but `_sink` runs on the loop."""
 
-    def __init__(self, engine: WorkerEngine, loop: asyncio.AbstractEventLoop, on_router: Callable[[_RunStream], None]) -> None:
+    def __init__(
+        self,
+        engine: WorkerEngine,
+        loop: asyncio.AbstractEventLoop,
+        on_router: Callable[[_RunStream], None],
+        grammars: Grammars | None,
+    ) -> None:
         self.router = ""
         self.opened = 0  # as the router counts its streams
         self.superseded: asyncio.Future[None] = loop.create_future()
         self._engine = engine
         self._loop = loop
         self._on_router = on_router
+        self._grammars = grammars
         self._live: set[tuple[str, int]] = set()  # request id, attempt
+        self._compiling: dict[tuple[str, int], asyncio.Task[None]] = {}  # those of `_live` that the engine does not know yet
         self._outputs = OutputBacklog()
         self._encoded = InOrder(encode_output, self._append)
         self._heartbeat_due = True
@@ -135,7 +146,7 @@ class _RunStream:
                 if self.superseded.done():
                     return
             for cancel in message.cancels:
-                self._live.discard((cancel.request_id, cancel.attempt))
+                self._forget((cancel.request_id, cancel.attempt))
                 self._engine.cancel(cancel.request_id, cancel.attempt, self._sink, enough=cancel.enough)
             for submit in message.submits:
                 self._submit(submit.request)
@@ -163,8 +174,8 @@ class _RunStream:
 
     def end(self) -> None:
         """Cancel everything unfinished; idempotent."""
-        live, self._live = self._live, set()
-        for request_id, attempt in live:
+        for request_id, attempt in tuple(self._live):
+            self._forget((request_id, attempt))
             self._engine.cancel(request_id, attempt, self._sink)
         self._encoded.close()
 
@@ -172,10 +183,32 @@ class _RunStream:
         try:
             request = decode_request(message, monotonic())
             self._live.add((request.request_id, request.attempt))
-            self._engine.submit(request, self._sink, self.router)
+            self._hand_on(request)
         except RequestError as error:
             failed = Output(request_id=message.request_id, attempt=message.attempt, finish=FinishReason.ERROR, error=error)
             self._deliver([failed])
+
+    def _hand_on(self, request: EngineRequest) -> None:
+        """To the engine, which is not to wait until its grammar is compiled."""
+        grammar, grammars = request.sampling.grammar, self._grammars
+        if grammar is None or grammars is None or grammars.has(grammar):
+            self._engine.submit(request, self._sink, self.router)
+            return
+
+        async def compile_first() -> None:
+            try:
+                await grammars.ahead(grammar)
+            finally:
+                self._compiling.pop(key, None)
+            self._engine.submit(request, self._sink, self.router)
+
+        key = request.request_id, request.attempt
+        self._compiling[key] = asyncio.create_task(compile_first())
+
+    def _forget(self, key: tuple[str, int]) -> None:
+        self._live.discard(key)
+        if (task := self._compiling.pop(key, None)) is not None:
+            task.cancel()
 
     def _take_outputs(self, outputs: list[Output]) -> None:
         with suppress(RuntimeError):  # the loop is closed: the process is on its way out

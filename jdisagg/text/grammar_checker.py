@@ -1,0 +1,59 @@
+"""A process that tries to compile grammars, so that one which no compiler survives ends this process and no server.
+
+Some few kilobytes of regular expressions can take for ever, gigabytes, or the stack. Started by `GrammarGate` as
+`python -m jdisagg.text.grammar_checker`; lines of JSON come and go:
+
+    {"tokenizer_json": .., "size": .., "eos_token_ids": [..]}     first, once
+    {"kind": .., "text": ..}    ->    {"error": ".."}             "" = it compiles
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+import threading
+from typing import Any
+
+from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.requests import Grammar, GrammarKind
+from jdisagg.text.grammar import Grammars, Vocabulary
+
+MOST_S = 5.0  # for one grammar; ordinary ones take milliseconds
+_MOST_BYTES = 2**30  # of address space, beside what the tokenizer takes
+_STACK_BYTES = 2**20  # less than the threads of any server have: what fits here fits there
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's own end closes standard input
+    given = json.loads(sys.stdin.readline())
+    grammars = Grammars(Vocabulary(given["tokenizer_json"], given["size"], tuple(given["eos_token_ids"])))
+    resource.setrlimit(resource.RLIMIT_AS, (_address_space() + _MOST_BYTES, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(_STACK_BYTES)
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_REAL, MOST_S)  # nobody handles it: whatever goes on then is over
+        thread = threading.Thread(target=_answer, args=(grammars, json.loads(line)))
+        thread.start()
+        thread.join()
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def _answer(grammars: Grammars, asked: dict[str, Any]) -> None:
+    error = ""
+    try:
+        grammars.compile(Grammar(GrammarKind(asked["kind"]), asked["text"]))
+    except InvalidRequest as refused:
+        error = refused.message
+    print(json.dumps({"error": error}), flush=True)
+
+
+def _address_space() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    main()
