@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import llguidance
 
@@ -34,8 +35,11 @@ _LIMITS = llguidance.LLParserLimits(
     verbose_errors=False,
 )
 
+# Blanks of JSON in a row: lines of a deep structure have as many, and no model fills its answer with them.
+_BLANKS = r"[ \n\r\t]{1,80}"
+
 _READERS = {
-    GrammarKind.JSON_SCHEMA: llguidance.LLMatcher.grammar_from_json_schema,
+    GrammarKind.JSON_SCHEMA: partial(llguidance.LLMatcher.grammar_from_json_schema, defaults={"whitespace_pattern": _BLANKS}),
     GrammarKind.REGEX: llguidance.LLMatcher.grammar_from_regex,
     GrammarKind.LARK: llguidance.LLMatcher.grammar_from_lark,
 }
@@ -63,7 +67,8 @@ class Matcher:
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """These were generated next. One that does not fit shows as `error`."""
-        self._matcher.consume_tokens(list(token_ids))
+        for token_id in token_ids:  # all at once, the library would not take an EOS behind the grammar's end
+            self._matcher.consume_token(token_id)
 
     def allowed(self) -> bytes:
         """Bit t of these, least significant first: token t may come next. EOS may where the grammar may end. At least the

@@ -12,14 +12,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from time import monotonic
 
 from jdisagg.core.errors import InvalidRequest, Overloaded
 from jdisagg.core.logs import Seldom
 from jdisagg.core.requests import Grammar
-from jdisagg.text.grammar import Grammars
+from jdisagg.text.grammar import Grammars, Vocabulary
 from jdisagg.text.grammar_checker import MOST_S
 
 MOST_WAITING = 16  # grammars that nobody has seen, each of which may take MOST_S
@@ -41,7 +43,7 @@ class GrammarGate:
         self._refused: dict[Grammar, str] = {}
         self._checks: dict[Grammar, asyncio.Task[str]] = {}
         self._one_at_a_time = asyncio.Lock()
-        self._checker: asyncio.subprocess.Process | None = None
+        self._checker = _Checker(grammars.vocabulary)
         self._told = Seldom(_TOLD_EVERY_S)
 
     async def prepare(self, grammar: Grammar) -> None:
@@ -58,7 +60,7 @@ class GrammarGate:
         """End the checker."""
         for task in self._checks.values():
             task.cancel()
-        await self._end_checker()
+        await asyncio.to_thread(self._checker.kill)
 
     def _check(self, grammar: Grammar) -> asyncio.Task[str]:
         if (task := self._checks.get(grammar)) is None:
@@ -84,48 +86,69 @@ class GrammarGate:
         return error
 
     async def _ask(self, grammar: Grammar) -> str:
-        answer = b""
+        limit_s = MOST_S + _GRACE_S + (0.0 if self._checker.is_there else _START_S)
+        asked = asyncio.create_task(asyncio.to_thread(self._checker.ask, grammar))
         try:
-            async with asyncio.timeout(MOST_S + _GRACE_S if self._is_there else _START_S):
-                checker = await self._started()
-                assert checker.stdin is not None
-                assert checker.stdout is not None
-                checker.stdin.write(_line({"kind": grammar.kind.value, "text": grammar.text}))
-                await checker.stdin.drain()
-                answer = await checker.stdout.readline()
-        except (TimeoutError, ConnectionError):
-            pass
-        except BaseException:
-            await self._end_checker()  # its answer would be taken for that to the next question
-            raise
-        if answer.endswith(b"\n"):
-            return json.loads(answer)["error"]
-        await self._end_checker()
+            await asyncio.wait({asked}, timeout=limit_s)
+        finally:
+            if not asked.done():
+                self._checker.kill()  # which ends the waiting
+        if (error := await asked) is not None:
+            return error
         text, what = "a grammar (%s, %d characters) ended the process that checks them", (grammar.kind.value, len(grammar.text))
         self._told.say(log, logging.WARNING, text, *what, now_s=monotonic())
         return _ENDLESS
 
+
+class _Checker:
+    """The other process, from here. `ask` blocks, for one thread at a time; `kill` may come from any."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._process: subprocess.Popen[bytes] | None = None
+
     @property
-    def _is_there(self) -> bool:
-        return self._checker is not None and self._checker.returncode is None
+    def is_there(self) -> bool:
+        """Whether it runs."""
+        return self._process is not None and self._process.poll() is None
 
-    async def _started(self) -> asyncio.subprocess.Process:
-        if self._checker is not None and self._is_there:
-            return self._checker
-        pipe, nowhere = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-        checker = self._checker = await asyncio.create_subprocess_exec(*_COMMAND, stdin=pipe, stdout=pipe, stderr=nowhere)
-        assert checker.stdin is not None
-        checker.stdin.write(_line(asdict(self._grammars.vocabulary)))
-        await checker.stdin.drain()
-        return checker
+    def ask(self, grammar: Grammar) -> str | None:
+        """What is wrong with a grammar, "" = nothing; None: the process has not survived it."""
+        try:
+            if not self.is_there:
+                self._start()
+            return self._answer({"kind": grammar.kind.value, "text": grammar.text})
+        except OSError:  # it ended before it had read all
+            self.kill()
+            return None
 
-    async def _end_checker(self) -> None:
-        checker, self._checker = self._checker, None
-        if checker is not None:
-            if checker.returncode is None:
-                checker.kill()
-            await checker.wait()
+    def kill(self) -> None:
+        """End it; idempotent."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with suppress(OSError):  # what it has not read
+                        pipe.close()
 
+    def _start(self) -> None:
+        # asyncio's own would fork, of which jax and gRPC warn; this does not
+        self._process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self._write(asdict(self._vocabulary))
 
-def _line(value: dict[str, object]) -> bytes:
-    return json.dumps(value).encode() + b"\n"
+    def _answer(self, question: dict[str, object]) -> str | None:
+        process = self._process
+        self._write(question)
+        answer = process.stdout.readline() if process is not None and process.stdout is not None else b""
+        if answer.endswith(b"\n"):
+            return json.loads(answer)["error"]
+        self.kill()
+        return None
+
+    def _write(self, value: dict[str, object]) -> None:
+        process = self._process
+        if process is not None and process.stdin is not None:
+            process.stdin.write(json.dumps(value).encode() + b"\n")
+            process.stdin.flush()
