@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdisagg.core.config import LayerLoop
 from jdisagg.engine import state as slots
-from jdisagg.engine.executables import Executable, executables
+from jdisagg.engine.executables import STATE_UPDATES, Executable, executables
 from jdisagg.engine.functions import jit_functions
 from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.ops import choose_ops
@@ -95,7 +95,7 @@ class AbstractEngine:
         batch = _placed(executable.arguments, self._whole)
         if executable.name in MODEL_STEPS:
             return (self.params, (self.kv,), self.state, *batch)
-        if executable.name in ("admit", "append", "history"):
+        if executable.name in STATE_UPDATES:
             return (self.state, *batch)
         if executable.name == "export":
             return (self.kv, *batch)

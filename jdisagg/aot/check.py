@@ -21,7 +21,7 @@ from jdisagg.aot.roofline import Roofline, workloads
 from jdisagg.aot.topology import Topology
 from jdisagg.core.config import Config
 from jdisagg.core.requests import Role
-from jdisagg.engine.executables import Executable, executables
+from jdisagg.engine.executables import STATE_UPDATES, Executable, executables
 from jdisagg.engine.sizing import EngineSizes
 from jdisagg.models.form import choose_dtypes, choose_layer_loop
 from jdisagg.models.resolve import read_model_config
@@ -29,7 +29,6 @@ from jdisagg.models.sharding import make_mesh
 from jdisagg.models.spec import ModelSpec
 
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
-_STATE_UPDATES = ("admit", "append", "history")  # small; compiled when everything is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +118,7 @@ def _chosen(every: Iterable[Executable], effort: Effort) -> list[Executable]:
         return list(every)
     largest: dict[str, Executable] = {}
     for executable in every:
-        if executable.name not in _STATE_UPDATES:
+        if executable.name not in STATE_UPDATES:
             largest[executable.name] = max(executable, largest.get(executable.name, executable), key=lambda e: e.size)
     return list(largest.values())
 

@@ -14,6 +14,8 @@ from jdisagg.engine.device import DeviceShape
 from jdisagg.engine.packing import empty_exact, empty_prefill
 from jdisagg.engine.runner import RunnerShape
 
+STATE_UPDATES = ("admit", "append", "history", "allow")  # small, of the state alone
+
 
 @dataclass(frozen=True, slots=True)
 class Executable:

@@ -102,7 +102,7 @@ def _mask_stops(logits: jax.Array, stop_ids: jax.Array, early: jax.Array) -> jax
 
 def _keep_to_grammar(logits: jax.Array, state: DecodeState, rows: SamplingRows) -> jax.Array:
     words = state.allowed[rows.slots]
-    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]) & 1
     allowed = bits.reshape(words.shape[0], -1)[:, : logits.shape[-1]] > 0
     return jnp.where(allowed | ~rows.constrained[:, None], logits, -jnp.inf)
 

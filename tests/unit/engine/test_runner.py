@@ -132,7 +132,7 @@ def test_pieces_are_byte_exact_between_unlike_page_sizes_and_meshes(dtype, tp_fr
 def test_nothing_compiles_after_warm_up(role, caplog):
     runner, counter = make(role=role, max_num_seqs=4), CompileCounter()
     warmed = warm_up(runner)
-    assert len(warmed) <= 7
+    assert len(warmed) <= 8
     assert all(one.seconds > 0 for one in warmed)
     compiled = counter.count
     rng = np.random.default_rng(0)

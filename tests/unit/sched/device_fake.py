@@ -19,6 +19,8 @@ class SlotState:
     cells: list[Cell]  # of all tokens known here: those it came with, then those sampled
     length: int  # positions whose KV is written; the token fed next is at this one
     scores: bool = False  # log-probabilities are wanted
+    by_grammar: bool = False  # what it may sample next, the host has to know its last token to say
+    num_known: int = 0  # tokens that the host knows
 
 
 class FakeDevice:
@@ -73,11 +75,18 @@ class FakeDevice:
             page = self.pages.write(page_table[0], cell)
             self.computed_by.pop(page, None)  # whoever had it before: what is there now needs no step
 
+    def known(self, result: StepResult) -> None:
+        """The host has read a step's tokens."""
+        for one in result.sampled:
+            if (state := self.slots.get(one.slot)) is not None:
+                state.num_known += len(one.token_ids)
+
     def _admit(self, admit: Admit) -> None:
         assert admit.slot not in self.slots, "admitted into a slot that was not evicted"
         cells = chain(admit.prompt_token_ids + admit.generated_token_ids, self.salts.get(admit.request_id, ""))
         scores = admit.sampling.logprobs is not None
-        self.slots[admit.slot] = SlotState(list(admit.page_table[0]), cells, len(cells) - 1, scores)
+        by_grammar = admit.sampling.grammar is not None
+        self.slots[admit.slot] = SlotState(list(admit.page_table[0]), cells, len(cells) - 1, scores, by_grammar, len(cells))
 
     def _compute(self, plan: Plan) -> tuple[Sampled, ...]:
         """Prompt chunks beside the first decode step, then the other decode steps. What lies past the reserved pages is thrown
@@ -138,6 +147,7 @@ class FakeDevice:
 
     def _sample(self, slot: int) -> Sampled:
         state = self.slots[slot]
+        assert not state.by_grammar or state.num_known == len(state.cells), f"slot {slot} samples, its mask is an old one"
         token = next_token([cell.token for cell in state.cells])
         state.cells.append(state.cells[-1].next(token))
         bad = "NaN in layer 1" if slot in self.bad else None

@@ -143,7 +143,9 @@ class FakeEngine:
     def commit_one(self) -> None:
         """Take the oldest result in."""
         if self.in_flight:
-            self.collect(self.scheduler.commit(self.in_flight.popleft(), self.now_s))
+            result = self.in_flight.popleft()
+            self.device.known(result)
+            self.collect(self.scheduler.commit(result, self.now_s))
             self.scheduler.check()
 
     def collect(self, outputs: list[Output]) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jdisagg.core.errors import InvalidRequest
-from jdisagg.core.requests import EngineRequest, FinishReason, Role
+from jdisagg.core.requests import EngineRequest, FinishReason, Grammar, GrammarKind, Role
 from jdisagg.replay import replay
 from jdisagg.sched.host_memory import RetractionCost
 from tests.unit.sched.engine_fake import FakeEngine, expected, request
@@ -42,6 +42,9 @@ MAX_TOKENS = st.sampled_from([1, 2, 5, 9, 20])
 MOSTLY = st.sampled_from([True, True, False])
 SALTS = st.sampled_from(["", "", "tenant"])
 COSTS = [None, None, RetractionCost(copy_s_per_token=1.0, recompute_s_per_token=4.0, fixed_copy_s=12.0)]  # the last: from 6 on
+
+
+GRAMMAR = Grammar(GrammarKind.REGEX, "what the device allows")  # one that nothing looks into here
 
 
 class WorkerMachine(RuleBasedStateMachine):
@@ -101,6 +104,7 @@ class WorkerMachine(RuleBasedStateMachine):
         is_open=st.booleans(),
         prompt_logprobs=st.sampled_from([None, None, 0]),
         logprobs=st.sampled_from([None, None, 0]),
+        grammar=st.sampled_from([None, None, GRAMMAR]),
         salt=SALTS,
         fits=st.sampled_from([True, True, True, False]),
     )

@@ -44,7 +44,14 @@ def core_of(engine: Engine) -> Any:
     parts: dict[str, Any] = {name: getattr(engine, name) for name in ("scheduler", "runner", "inbox", "streams", "metrics")}
     setattr(parts["runner"], "chunk_tokens", 4)  # noqa: B010 - a fake of the loop's, not of the search for NaN
     return SimpleNamespace(
-        config=Config(role="colocated"), role=Role.UNIFIED, loaded=None, worker="w", epoch="e", num_executables=0, **parts
+        config=Config(role="colocated"),
+        role=Role.UNIFIED,
+        loaded=None,
+        worker="w",
+        epoch="e",
+        num_executables=0,
+        grammars=None,
+        **parts,
     )
 
 
