@@ -16,13 +16,14 @@ from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import Job, TextRequest
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import Event, open_stream, while_connected
+from jdisagg.api.http.grammars import admit_named
 from jdisagg.api.http.long_json import whole_response
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens, read_timeout_s
 from jdisagg.api.http.plain_chunks import PlainChunks
 from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import chat_logprobs, provenance_object, usage_object, wants_provenance
-from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_formats, refuse_unserved
+from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import MAX_LOGPROBS
 from jdisagg.core.trace import TRACEPARENT, read_traceparent
@@ -42,7 +43,7 @@ class ChatCompletions:
         trace, request_id = read_traceparent(request.headers.get(TRACEPARENT)), request_id_of(request, body)
         read = partial(read_chat, body, self._edge, num_top, request_id=request_id, traceparent=trace)
         text_request = await self._edge.long_texts.run(read, body.num_bytes) if body.is_long else read()
-        job = await while_connected(request.receive, _admit(self._edge, text_request, length_name(body)))
+        job = await while_connected(request.receive, _admit(self._edge, text_request, body))
         answer = _Answer(self._edge, job, options, num_top=num_top)
         del body, read, text_request  # of megabytes perhaps, and the answer may take minutes
         if options.stream:
@@ -54,7 +55,6 @@ class ChatCompletions:
 def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, traceparent: str = "") -> TextRequest:
     """The body as a TextRequest. Raises InvalidRequest naming the field."""
     refuse_unserved(body, CHAT_FIELDS)
-    refuse_formats(body)
     n, name = body.integer("n"), length_name(body)
     body.integer("max_tokens")  # read, so that it is known, also where the newer name goes before it
     max_tokens = body.integer(name)
@@ -85,16 +85,17 @@ def length_name(body: Body) -> str:
     return "max_tokens" if body.integer(newer) is None else newer
 
 
-async def _admit(edge: Edge, request: TextRequest, length_name: str) -> Job:
+async def _admit(edge: Edge, request: TextRequest, body: Body) -> Job:
     """`Edge.admit`, whose errors name fields that the chat has."""
     try:
-        return await edge.admit(request)
+        return await admit_named(edge, request, body)
     except InvalidRequest as error:
+        name = length_name(body)
         if error.field == "prompt":
             error.field = "messages"
         if error.field == "max_tokens":
-            error.field = length_name
-        error.message = error.message.replace("max_tokens", length_name)
+            error.field = name
+        error.message = error.message.replace("max_tokens", name)
         raise
 
 
