@@ -36,15 +36,20 @@ def read_grammar(body: Body) -> Grammar | None:
     return next(iter(_read_all(body).values()), None)
 
 
+def grammar_name(body: Body) -> str | None:
+    """The field from which `read_grammar` reads one."""
+    return next(iter(_read_all(body)), None)
+
+
 async def admit_named(edge: Edge, request: TextRequest, body: Body) -> Job:
-    """`Edge.admit` of what was read from `body`, whose errors name the grammar as that does."""
+    """`Edge.admit` of what was read from `body`, whose errors name the grammar as that does; where no field of it
+    is one, `tool_choice` has made it of the tools."""
     try:
         return await edge.admit(request)
     except InvalidRequest as error:
         if error.field != "grammar":
             raise
-        name = next(iter(_read_all(body)), error.field)
-        raise _renamed(error, name) from error
+        raise _renamed(error, grammar_name(body) or "tools") from error
 
 
 def _renamed(error: InvalidRequest, name: str) -> InvalidRequest:

@@ -89,6 +89,14 @@ _SHARED: dict[str, Any] = {
     "json_schema": _JSON_SCHEMA,
     "regex": _GRAMMAR,
 }
+_NAMED_FUNCTION = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["function"]},
+        "function": {"type": "object", "properties": {"name": _STRING}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
 _COMPLETION = _SHARED | {
     "prompt": {"oneOf": [_STRING, _PROMPT_IDS, _PROMPTS]},
     "max_tokens": _range("integer", 0, _INT32_MAX) | {"description": "0 with echo only"},
@@ -103,7 +111,8 @@ _CHAT = _SHARED | {
     "logprobs": _BOOLEAN,
     "top_logprobs": _range("integer", 0, MAX_LOGPROBS),
     "tools": {"type": "array", "items": {"type": "object"}},
-    "tool_choice": {"enum": ["none", "auto"]},
+    "tool_choice": {"oneOf": [{"enum": ["none", "auto", "required"]}, _NAMED_FUNCTION]},
+    "parallel_tool_calls": _BOOLEAN | {"description": "of calls that are forced, whether more than one may come"},
     "add_generation_prompt": _BOOLEAN,
     "chat_template_kwargs": {"type": "object"},
 }
