@@ -10,7 +10,7 @@ from typing import Any
 
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import check_ranges
-from jdisagg.api.generation.token_engine import TokenEngine
+from jdisagg.api.generation.token_engine import PreparesGrammars, TokenEngine
 from jdisagg.core.config import ServerConfig
 from jdisagg.core.errors import ConfigError, InvalidRequest
 from jdisagg.core.metrics import Metrics
@@ -35,9 +35,15 @@ def read_text_model(directory: Path) -> TextModel:
 
 
 def make_edge(
-    engine: TokenEngine, text: TextModel, server: ServerConfig, metrics: Metrics | None = None, *, source: str | None = None
+    engine: TokenEngine,
+    text: TextModel,
+    server: ServerConfig,
+    metrics: Metrics | None = None,
+    *,
+    source: str | None = None,
+    grammars: PreparesGrammars | None = None,
 ) -> Edge:
-    """An Edge over `engine`; `metrics`, `source`: see Edge."""
+    """An Edge over `engine`; `metrics`, `source`, `grammars`: see Edge."""
     draw_seed = None if server.seed is None else partial(Random(server.seed).getrandbits, 32)
     return Edge(
         engine,
@@ -47,6 +53,7 @@ def make_edge(
         draw_seed=draw_seed,
         metrics=metrics,
         source=source,
+        grammars=grammars,
     )
 
 

@@ -20,7 +20,7 @@ from weakref import WeakSet
 from jdisagg.api.generation.choice import ChoiceText, Delta, Transcript, in_fewer
 from jdisagg.api.generation.intake import Job, TextRequest, admit
 from jdisagg.api.generation.long_texts import LongTexts
-from jdisagg.api.generation.token_engine import Enough, ModelCard, TokenEngine
+from jdisagg.api.generation.token_engine import Enough, ModelCard, PreparesGrammars, TokenEngine
 from jdisagg.api.in_order import is_long
 from jdisagg.api.mailbox import Mailbox
 from jdisagg.api.turns import Turns
@@ -54,10 +54,11 @@ class Edge:
         draw_seed: Callable[[], int] | None = None,
         metrics: Metrics | None = None,
         source: str | None = None,
+        grammars: PreparesGrammars | None = None,
     ) -> None:
         """`default_deadline_s` runs from intake. `defaults`: the model's own for parameters a client leaves out. `metrics`:
         where requests are counted that no engine sees. `source`: what the tokenizer was loaded by, a directory or a Hub id,
-        which benchmarks load theirs by, too."""
+        which benchmarks load theirs by, too. `grammars`: None = the tokenizer is none that answers can be constrained for."""
         self._engine = engine
         self.source = source
         self.tokenizer = tokenizer
@@ -65,6 +66,7 @@ class Edge:
         self._default_deadline_s = default_deadline_s
         self._draw_seed = draw_seed or _draw_seed
         self._metrics = metrics
+        self._grammars = grammars
         self._told: WeakSet[RequestError] = WeakSet()  # errors of requests that the engine had, which counts them
         self._live: dict[str, Mailbox[Delta | Exception | _Abort]] = {}
         self._one_thread = asyncio.Lock()
@@ -97,8 +99,15 @@ class Edge:
         deadline_s = monotonic() + min(timeout_s, self._default_deadline_s)
         card = await self._engine.first_card(deadline_s)
         await self._turns.wait()
-        draw = self._draw_seed
-        return await admit(request, card, self.tokenizer, self.long_texts, deadline_s=deadline_s, draw_seed=draw)
+        return await admit(
+            request,
+            card,
+            self.tokenizer,
+            self.long_texts,
+            self._grammars,
+            deadline_s=deadline_s,
+            draw_seed=self._draw_seed,
+        )
 
     def transcript(self, job: Job, *, keep_text: bool = True) -> Transcript:
         """An empty transcript for the deltas of `job`."""

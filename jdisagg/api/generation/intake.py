@@ -13,9 +13,9 @@ from functools import partial
 from jdisagg.api.generation.context_length import Prompt, check_length, too_long
 from jdisagg.api.generation.long_texts import LongTexts, Run
 from jdisagg.api.generation.scores import check_prompt_scores, most_answer_tokens, too_many_answer_scores
-from jdisagg.api.generation.token_engine import ModelCard
+from jdisagg.api.generation.token_engine import ModelCard, PreparesGrammars
 from jdisagg.core.errors import InvalidRequest, ModelNotFound
-from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, EngineRequest, SamplingParams
+from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, EngineRequest, Grammar, SamplingParams
 from jdisagg.text.stops import Stop
 from jdisagg.text.tokenizer import Tokenizer
 
@@ -27,6 +27,7 @@ MAX_SEQUENCES = 1024  # prompts times choices of one client request
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
 MAX_LOGIT_BIAS = 300
+MAX_GRAMMAR_BYTES = 2**16  # every choice carries them from process to process, and each compiles them
 NUMBERS: dict[str, tuple[float, float]] = {  # sampling parameters that are any number in [low, high], but for top_p: (0, 1]
     "temperature": (0, 100),
     "top_p": (0, 1),
@@ -96,6 +97,7 @@ async def admit(
     card: ModelCard,
     tokenizer: Tokenizer,
     long_texts: LongTexts,
+    grammars: PreparesGrammars | None,
     *,
     deadline_s: float,
     draw_seed: Callable[[], int],
@@ -106,6 +108,8 @@ async def admit(
     check_sampling(request.sampling, card)
     for prompt in request.prompts:
         check_length(prompt, card.max_model_len, tokenizer.max_token_characters)
+    if request.sampling.grammar is not None:
+        await _prepare(request.sampling.grammar, grammars)
     has_work = request.echo or any(isinstance(prompt, str) for prompt in request.prompts)
     async with long_texts.place(sum(map(len, request.prompts)) if has_work else 0) as run:
         prompts = await _tokenize(request, card, tokenizer, run)
@@ -169,6 +173,27 @@ def check_sampling(sampling: SamplingParams, card: ModelCard) -> None:
         raise _invalid("stop_token_ids", f"may hold at most {max_stop_ids} ids", len(sampling.stop_token_ids))
     check_token_ids((token_id for token_id, _ in sampling.logit_bias), card.vocab_size, "logit_bias")
     check_token_ids(sampling.stop_token_ids, card.vocab_size, "stop_token_ids")
+    if sampling.grammar is not None:
+        _check_grammar(sampling.grammar, sampling)
+
+
+def _check_grammar(grammar: Grammar, sampling: SamplingParams) -> None:
+    num_bytes = len(grammar.text.encode())
+    if not 0 < num_bytes <= MAX_GRAMMAR_BYTES:
+        raise _invalid("grammar", f"its text must have 1 to {MAX_GRAMMAR_BYTES} bytes", num_bytes)
+    if sampling.ignore_eos:
+        raise _invalid("ignore_eos", "a constrained answer ends where its grammar ends; leave out one of the two", "true")
+    if sampling.min_tokens > 0:
+        wanted = "a constrained answer ends where its grammar ends; leave it out, or let the grammar ask for more"
+        raise _invalid("min_tokens", wanted, sampling.min_tokens)
+
+
+async def _prepare(grammar: Grammar, grammars: PreparesGrammars | None) -> None:
+    """Whoever cannot have it is told before anything is computed."""
+    if grammars is None:
+        told = "grammar: answers of the served model cannot be constrained, as its tokenizer is of another kind; leave it out"
+        raise InvalidRequest(told, field="grammar")
+    await grammars.prepare(grammar)
 
 
 def check_logit_bias(num_tokens: int) -> None:

@@ -40,7 +40,7 @@ class Body:
     def __init__(self, fields: dict[str, Any], num_bytes: int = 0, *, where: str = "") -> None:
         """`where`: what stands before the names of fields in messages, for an object in a body."""
         self._fields = fields
-        self._where = where
+        self.where = where
         self.num_bytes = num_bytes
         self.is_long = num_bytes > _INLINE_BYTES
         self._known: set[str] = set()  # what was asked for
@@ -61,14 +61,14 @@ class Body:
         unknown = (name for name in self._fields if name not in self._known and len(name) <= _MAX_NAME)
         for name in islice(unknown, _MAX_COMPARED):
             if near := get_close_matches(name, self._known, n=1, cutoff=_NEAR):
-                found = f"{self._where}{name}"
+                found = f"{self.where}{name}"
                 raise InvalidRequest(f"{found}: is no field of this request; did you mean {near[0]}?", field=found)
 
     def _get_typed(self, name: str, wanted: str, fits: Callable[[Any], bool]) -> Any:
         """The raw value, None when absent. Raises InvalidRequest unless it `fits`."""
         value = self.get(name)
         if value is not None and not fits(value):
-            raise wrong_type(f"{self._where}{name}", wanted, value)
+            raise wrong_type(f"{self.where}{name}", wanted, value)
         return value
 
     def number(self, name: str) -> float | None:
@@ -121,7 +121,7 @@ class Body:
                 raise InvalidRequest(said, field=name)
             if all(isinstance(item, str) or (_is_token_list(item) and item) for item in value):
                 return tuple(item if isinstance(item, str) else tuple(item) for item in value)
-        raise wrong_type(f"{self._where}{name}", "a non-empty string, list of token ids, or list of either", value)
+        raise wrong_type(f"{self.where}{name}", "a non-empty string, list of token ids, or list of either", value)
 
 
 async def read_body(request: Request) -> Body:

@@ -16,15 +16,17 @@ from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import Job, TextRequest
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import Event, open_stream, while_connected
+from jdisagg.api.http.forced_calls import CallReader, ForcedCall, read_forced, whole_calls, with_forced
+from jdisagg.api.http.grammars import admit_named
 from jdisagg.api.http.long_json import whole_response
 from jdisagg.api.http.messages import render_prompt
 from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens, read_timeout_s
 from jdisagg.api.http.plain_chunks import PlainChunks
 from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import chat_logprobs, provenance_object, usage_object, wants_provenance
-from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_formats, refuse_unserved
+from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
-from jdisagg.core.requests import MAX_LOGPROBS
+from jdisagg.core.requests import MAX_LOGPROBS, FinishReason
 from jdisagg.core.trace import TRACEPARENT, read_traceparent
 
 
@@ -42,8 +44,8 @@ class ChatCompletions:
         trace, request_id = read_traceparent(request.headers.get(TRACEPARENT)), request_id_of(request, body)
         read = partial(read_chat, body, self._edge, num_top, request_id=request_id, traceparent=trace)
         text_request = await self._edge.long_texts.run(read, body.num_bytes) if body.is_long else read()
-        job = await while_connected(request.receive, _admit(self._edge, text_request, length_name(body)))
-        answer = _Answer(self._edge, job, options, num_top=num_top)
+        job = await while_connected(request.receive, _admit(self._edge, text_request, body))
+        answer = _Answer(self._edge, job, options, num_top=num_top, forced=read_forced(body))
         del body, read, text_request  # of megabytes perhaps, and the answer may take minutes
         if options.stream:
             return await open_stream(request, answer.events())
@@ -54,7 +56,6 @@ class ChatCompletions:
 def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, traceparent: str = "") -> TextRequest:
     """The body as a TextRequest. Raises InvalidRequest naming the field."""
     refuse_unserved(body, CHAT_FIELDS)
-    refuse_formats(body)
     n, name = body.integer("n"), length_name(body)
     body.integer("max_tokens")  # read, so that it is known, also where the newer name goes before it
     max_tokens = body.integer(name)
@@ -64,7 +65,7 @@ def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, t
         request_id=request_id,
         prompts=(render_prompt(body, edge.tokenizer.chat),),
         model=body.text("model") or "",
-        sampling=read_sampling(body, edge.defaults, logprobs=num_top),
+        sampling=with_forced(read_sampling(body, edge.defaults, logprobs=num_top), body),
         seed=body.integer("seed"),
         max_tokens=max_tokens,
         n=1 if n is None else n,
@@ -85,16 +86,17 @@ def length_name(body: Body) -> str:
     return "max_tokens" if body.integer(newer) is None else newer
 
 
-async def _admit(edge: Edge, request: TextRequest, length_name: str) -> Job:
+async def _admit(edge: Edge, request: TextRequest, body: Body) -> Job:
     """`Edge.admit`, whose errors name fields that the chat has."""
     try:
-        return await edge.admit(request)
+        return await admit_named(edge, request, body)
     except InvalidRequest as error:
+        name = length_name(body)
         if error.field == "prompt":
             error.field = "messages"
         if error.field == "max_tokens":
-            error.field = length_name
-        error.message = error.message.replace("max_tokens", length_name)
+            error.field = name
+        error.message = error.message.replace("max_tokens", name)
         raise
 
 
@@ -111,11 +113,15 @@ def _read_top_logprobs(body: Body) -> int | None:
 class _Answer:
     """Writes one job's answer."""
 
-    def __init__(self, edge: Edge, job: Job, options: ResponseOptions, *, num_top: int | None) -> None:
+    def __init__(
+        self, edge: Edge, job: Job, options: ResponseOptions, *, num_top: int | None, forced: ForcedCall | None
+    ) -> None:
         self._edge = edge
         self._job = job
         self._options = options
         self._num_top = num_top
+        self._forced = forced
+        self._readers = [] if forced is None else [CallReader(forced) for _ in job.requests]  # of a stream, one per choice
         self._created = int(time.time())
         self._card = edge.card  # a router looks through its fleet for it
 
@@ -125,9 +131,9 @@ class _Answer:
         for choice in transcript.choices:
             shown: dict[str, Any] = {
                 "index": choice.index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "message": self._message(choice.text),
                 "logprobs": self._logprobs(choice.logprobs),
-                "finish_reason": choice.finish.value if choice.finish else None,
+                "finish_reason": self._finish_reason(choice.finish) if choice.finish else None,
                 "stop_reason": choice.stop,
             }
             if self._options.return_token_ids:
@@ -141,12 +147,20 @@ class _Answer:
             answer["jdisagg"] = provenance_object(transcript)
         return answer
 
+    def _message(self, text: str) -> dict[str, Any]:
+        if self._forced is None:
+            return {"role": "assistant", "content": text, "refusal": None}
+        return {"role": "assistant", "content": None, "refusal": None, "tool_calls": whole_calls(self._forced, text)}
+
+    def _finish_reason(self, finish: FinishReason) -> str:
+        return finish.value if self._forced is None else self._forced.finish_reason(finish)
+
     async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams: the role first, then text, then a finish reason for each choice."""
         transcript = self._edge.transcript(self._job, keep_text=False)
         plain = None
-        if self._num_top is None and not self._options.shows_more:
-            plain = PlainChunks(lambda delta: self._with_usage(self._text_chunk(delta), transcript))
+        if self._num_top is None and self._forced is None and not self._options.shows_more:
+            plain = PlainChunks(lambda delta: self._with_usage(self._text_chunk(delta, self._news(delta)), transcript))
         opened: set[int] = set()
         async with aclosing(self._edge.stream(self._job)) as deltas:
             async for delta in deltas:
@@ -157,8 +171,8 @@ class _Answer:
                 shows_tokens = self._options.return_token_ids and delta.token_ids
                 if plain is not None and (chunk := plain.chunk(delta, delta.fingerprint)) is not None:
                     yield chunk
-                elif delta.text or delta.logprobs or shows_tokens:
-                    yield self._with_usage(self._text_chunk(delta), transcript)
+                elif (news := self._news(delta)) or delta.logprobs or shows_tokens:
+                    yield self._with_usage(self._text_chunk(delta, news), transcript)
                 if delta.finish is not None:
                     yield self._with_usage(self._last_chunk(delta, transcript), transcript)
         if self._options.include_usage:
@@ -169,20 +183,29 @@ class _Answer:
             yield event
 
     def _first_chunk(self, delta: Delta, *, shows_prompt: bool) -> dict[str, Any]:
-        event = self._chunk(delta, {"role": "assistant", "content": ""})
+        event = self._chunk(delta, {"role": "assistant", "content": "" if self._forced is None else None})
         if shows_prompt and self._options.return_token_ids:
             event["prompt_token_ids"] = list(self._job.requests[0].prompt_token_ids)
         return event
 
-    def _text_chunk(self, delta: Delta) -> dict[str, Any]:
-        event = self._chunk(delta, {"content": delta.text}, logprobs=self._logprobs(delta.logprobs))
+    def _news(self, delta: Delta) -> dict[str, Any]:
+        """What its text adds to the message; empty: nothing."""
+        if self._forced is None:
+            return {"content": delta.text} if delta.text else {}
+        parts = self._readers[delta.index].push(delta.text)
+        return {"tool_calls": parts} if parts else {}
+
+    def _text_chunk(self, delta: Delta, news: dict[str, Any]) -> dict[str, Any]:
+        event = self._chunk(
+            delta, news or {"content": "" if self._forced is None else None}, logprobs=self._logprobs(delta.logprobs)
+        )
         if self._options.return_token_ids:
             event["choices"][0]["token_ids"] = list(delta.token_ids)
         return event
 
     def _last_chunk(self, delta: Delta, transcript: Transcript) -> dict[str, Any]:
         assert delta.finish is not None
-        event = self._chunk(delta, {}, finish=delta.finish.value)
+        event = self._chunk(delta, {}, finish=self._finish_reason(delta.finish))
         event["choices"][0]["stop_reason"] = delta.stop
         if self._options.provenance and not self._options.include_usage and transcript.is_finished:
             event["jdisagg"] = provenance_object(transcript)

@@ -17,12 +17,13 @@ from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import DEFAULT_MAX_TOKENS, Job, TextRequest
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import Event, open_stream, while_connected
+from jdisagg.api.http.grammars import admit_named
 from jdisagg.api.http.long_json import long_json, whole_response
 from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens, read_timeout_s
 from jdisagg.api.http.plain_chunks import PlainChunks
 from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import completion_logprobs, prompt_logprobs, provenance_object, usage_object, wants_provenance
-from jdisagg.api.http.unserved import COMPLETION_FIELDS, refuse_formats, refuse_unserved
+from jdisagg.api.http.unserved import COMPLETION_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import SamplingParams
 from jdisagg.core.trace import TRACEPARENT, read_traceparent
@@ -40,7 +41,7 @@ class Completions:
         options = read_options(body, provenance=wants_provenance(request))
         trace = read_traceparent(request.headers.get(TRACEPARENT))
         text_request = read_completion(body, self._edge.defaults, request_id_of(request, body), traceparent=trace)
-        job = await while_connected(request.receive, self._edge.admit(text_request))
+        job = await while_connected(request.receive, admit_named(self._edge, text_request, body))
         answer = _Answer(
             self._edge,
             job,
@@ -58,7 +59,6 @@ class Completions:
 def read_completion(body: Body, defaults: SamplingParams, request_id: str, *, traceparent: str = "") -> TextRequest:
     """The body as a TextRequest. Raises InvalidRequest naming the field."""
     refuse_unserved(body, COMPLETION_FIELDS)
-    refuse_formats(body)
     n, best_of = body.integer("n"), body.integer("best_of")
     n = 1 if n is None else n
     if best_of is not None and best_of != n:

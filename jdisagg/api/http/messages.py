@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from jdisagg.api.http.body import Body
+from jdisagg.api.http.forced_calls import read_forced
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.json_depth import deeper_than
 from jdisagg.text.chat import ChatTemplate
@@ -146,13 +147,10 @@ def _part_text(where: str, part: Any) -> str:
 
 
 def _offered_tools(body: Body, template: ChatTemplate) -> list[dict[str, Any]] | None:
-    """Tools are shown to the model, and a call is text; none can be forced, because that needs constrained decoding."""
-    tools, choice = body.objects("tools"), body.get("tool_choice")
-    if choice not in (None, "none", "auto"):
-        raise InvalidRequest(
-            f"tool_choice: forcing a call is not served; got {choice!r}; use 'auto' or 'none'", field="tool_choice"
-        )
-    if not tools or choice == "none":
+    """Tools are shown to the model, and a call is text, unless it is forced."""
+    tools = body.objects("tools")
+    read_forced(body)
+    if not tools or body.get("tool_choice") == "none":
         return None
     if not template.shows_tools:
         raise InvalidRequest(

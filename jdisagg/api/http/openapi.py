@@ -9,6 +9,7 @@ from typing import Any
 
 from jdisagg.api.generation.intake import (
     MAX_CACHE_SALT,
+    MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIAS,
     MAX_N,
     MAX_SEQUENCES,
@@ -16,6 +17,7 @@ from jdisagg.api.generation.intake import (
     MAX_STOP_STRINGS,
     NUMBERS,
 )
+from jdisagg.api.http.grammars import MAX_CHOICES
 from jdisagg.api.http.request_id import MAX_NAME
 from jdisagg.api.http.tokens import MAX_CHARACTERS, MAX_TOKENS
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
@@ -26,6 +28,9 @@ _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 _REQUEST_ID = {"type": "string", "minLength": 1, "maxLength": MAX_NAME, "pattern": "^[!-~]*$"}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _MESSAGE = {"type": "object", "properties": {"role": {"type": "string", "minLength": 1}}, "required": ["role"]}
+_GRAMMAR = {"type": "string", "maxLength": MAX_GRAMMAR_BYTES}
+_JSON_SCHEMA = {"oneOf": [{"type": "object"}, _GRAMMAR]}
+_CHOICES = {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_CHOICES}
 _PROMPT_IDS = _TOKEN_IDS | {"minItems": 1}
 _PROMPTS = {"type": "array", "items": {"oneOf": [_STRING, _PROMPT_IDS]}, "minItems": 1, "maxItems": MAX_SEQUENCES}
 
@@ -37,6 +42,13 @@ def _range(kind: str, low: float, high: float) -> dict[str, Any]:
     return {"type": kind, "minimum": low, "maximum": high}
 
 
+_OUTPUTS: dict[str, Any] = {
+    "json": _JSON_SCHEMA,
+    "regex": _GRAMMAR,
+    "choice": _CHOICES,
+    "grammar": _GRAMMAR | {"description": "Lark, as llguidance reads it"},
+    "json_object": _BOOLEAN,
+}
 _SHARED: dict[str, Any] = {
     "model": _STRING,
     "stream": _BOOLEAN,
@@ -65,7 +77,25 @@ _SHARED: dict[str, Any] = {
     "priority": _range("integer", -_INT32_MAX - 1, _INT32_MAX),
     "cache_salt": _STRING | {"maxLength": MAX_CACHE_SALT},
     "timeout_s": {"type": "number", "exclusiveMinimum": 0},
-    "response_format": {"type": "object", "properties": {"type": {"enum": ["text"]}}},
+    "response_format": {
+        "type": "object",
+        "properties": {
+            "type": {"enum": ["text", "json_object", "json_schema"]},
+            "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}, "required": ["schema"]},
+        },
+    },
+    "structured_outputs": {"type": "object", "properties": _OUTPUTS, "description": "at most one of them"},
+    **{f"guided_{name}": schema for name, schema in _OUTPUTS.items()},
+    "json_schema": _JSON_SCHEMA,
+    "regex": _GRAMMAR,
+}
+_NAMED_FUNCTION = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["function"]},
+        "function": {"type": "object", "properties": {"name": _STRING}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
 }
 _COMPLETION = _SHARED | {
     "prompt": {"oneOf": [_STRING, _PROMPT_IDS, _PROMPTS]},
@@ -81,7 +111,8 @@ _CHAT = _SHARED | {
     "logprobs": _BOOLEAN,
     "top_logprobs": _range("integer", 0, MAX_LOGPROBS),
     "tools": {"type": "array", "items": {"type": "object"}},
-    "tool_choice": {"enum": ["none", "auto"]},
+    "tool_choice": {"oneOf": [{"enum": ["none", "auto", "required"]}, _NAMED_FUNCTION]},
+    "parallel_tool_calls": _BOOLEAN | {"description": "of calls that are forced, whether more than one may come"},
     "add_generation_prompt": _BOOLEAN,
     "chat_template_kwargs": {"type": "object"},
 }

@@ -7,6 +7,7 @@ from typing import Any
 
 from jdisagg.api.generation.intake import NUMBERS, SpecialTokens, check_logit_bias
 from jdisagg.api.http.body import Body, wrong_type
+from jdisagg.api.http.grammars import read_grammar
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import SamplingParams
 
@@ -74,6 +75,7 @@ def read_sampling(body: Body, defaults: SamplingParams, *, logprobs: int | None)
         stop_token_ids=body.integers("stop_token_ids"),
         logprobs=logprobs,
         prompt_logprobs=body.integer("prompt_logprobs"),
+        grammar=read_grammar(body),
     )
 
 

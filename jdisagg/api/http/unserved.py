@@ -12,7 +12,7 @@ from typing import Any
 from jdisagg.api.http.body import Body
 from jdisagg.core.errors import InvalidRequest
 
-_OFF = (None, False, "", [], {})
+OFF = (None, False, "", [], {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,37 +21,34 @@ class Unserved:
 
     names: tuple[str, ...]
     why: str  # what is not served, and what to do
-    nothing: tuple[Any, ...] = _OFF
+    nothing: tuple[Any, ...] = OFF
 
 
-_CONSTRAINED = "constrained decoding is not served; leave it out"
 _EVERYWHERE = (
     Unserved(
-        (
-            *("guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
-            *("regex", "ebnf", "grammar", "structural_tag"),
-        ),
-        _CONSTRAINED,
+        ("ebnf", "grammar"),
+        'grammars in EBNF are not served; write it in Lark as llguidance reads it, as "structured_outputs": {"grammar": ..}',
     ),
-    Unserved(("guided_json", "json_schema"), _CONSTRAINED, (None, False, "")),  # {} asks for any JSON
+    Unserved(("structural_tag",), "structural tags are not served; leave it out, or write a grammar (structured_outputs)"),
+    Unserved(("guided_whitespace_pattern",), "whitespace between the parts of JSON is not chosen; leave it out"),
     Unserved(
         ("allowed_token_ids", "bad_words", "logits_processors", "custom_logit_processor", "vllm_xargs"),
         "tokens are allowed or forbidden by logit_bias only; use that or leave it out",
     ),
     Unserved(("use_beam_search",), "beam search is not served; leave it out, or take the best of n choices by their logprobs"),
-    Unserved(("length_penalty",), "is for beam search, which is not served; leave it out", (*_OFF, 1)),
+    Unserved(("length_penalty",), "is for beam search, which is not served; leave it out", (*OFF, 1)),
     Unserved(
         (
             *("no_repeat_ngram_size", "dry_multiplier", "xtc_probability", "top_a", "top_n_sigma", "epsilon_cutoff"),
             *("eta_cutoff", "mirostat", "mirostat_mode", "dynatemp_range", "smoothing_factor", "penalty_alpha"),
         ),
         "this kind of sampling is not served; leave it out, or use temperature, top_k, top_p, min_p and the penalties",
-        (*_OFF, 0),
+        (*OFF, 0),
     ),
     Unserved(
         ("typical_p", "tfs", "tfs_z", "guidance_scale", "cfg_scale"),
         "this kind of sampling is not served; leave it out, or use temperature, top_k, top_p, min_p and the penalties",
-        (*_OFF, 1),
+        (*OFF, 1),
     ),
     Unserved(("do_sample",), "is not a field here; for the likeliest token each time use temperature 0", (None, True)),
     Unserved(("num_beams",), "beam search is not served; leave it out, or take the best of n choices", (None, 1)),
@@ -72,7 +69,7 @@ _EVERYWHERE = (
     Unserved(("max_new_tokens", "max_output_tokens", "max_length", "n_predict"), "is called max_tokens here", (None,)),
     Unserved(("stop_sequences",), "is called stop here"),
     Unserved(("token_ids",), "token ids are given to /v1/completions, as prompt"),
-    Unserved(("return_logprob", "top_logprobs_num"), "log-probabilities are asked for by logprobs", (*_OFF, 0)),
+    Unserved(("return_logprob", "top_logprobs_num"), "log-probabilities are asked for by logprobs", (*OFF, 0)),
     Unserved(
         ("sampling_params", "nvext", "extra_body"), "is not looked into; its fields belong at the top level of the request"
     ),
@@ -80,7 +77,7 @@ _EVERYWHERE = (
         ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
         "prefill and decode workers find each other by --prefill or --router; send the request once, to a router or a decode "
         "worker, without it",
-        (*_OFF, 0),
+        (*OFF, 0),
     ),
 )
 COMPLETION_FIELDS = (
@@ -92,14 +89,14 @@ COMPLETION_FIELDS = (
 CHAT_FIELDS = (
     *_EVERYWHERE,
     Unserved(("functions",), "use tools, which replaced it"),
-    Unserved(("function_call",), "use tool_choice, which replaced it", (*_OFF, "none", "auto")),
+    Unserved(("function_call",), "use tool_choice, which replaced it", (*OFF, "none", "auto")),
     Unserved(("chat_template",), "the model's own template is used; leave it out, or render it and use /v1/completions"),
     Unserved(("documents",), "documents are not shown to the model; write them into messages"),
     Unserved(("enable_thinking",), 'write it as "chat_template_kwargs": {"enable_thinking": ..}', (None,)),
     Unserved(("continue_final_message",), "an unfinished message is not continued; render the prompt and use /v1/completions"),
     Unserved(("echo",), "the prompt is not repeated in a chat's answer; leave it out, or use /v1/completions"),
     Unserved(("prompt_logprobs",), "a chat's prompt is not scored; use /v1/completions", (None,)),
-    Unserved(("modalities",), 'answers are text; leave it out, or send ["text"]', (*_OFF, ["text"])),
+    Unserved(("modalities",), 'answers are text; leave it out, or send ["text"]', (*OFF, ["text"])),
     Unserved(("audio",), "answers are text; leave it out"),
     Unserved(("web_search_options",), "nothing is looked up; leave it out", (None, False)),
     Unserved(("best_of",), "is a field of completions; use n", (None, 1)),
@@ -110,20 +107,10 @@ def refuse_unserved(body: Body, table: tuple[Unserved, ...]) -> None:
     """Raises InvalidRequest for the first field of `table` that the body asks something of."""
     for entry in table:
         for name in entry.names:
-            if not _is_one_of(body.get(name), entry.nothing):
+            if not is_one_of(body.get(name), entry.nothing):
                 raise InvalidRequest(f"{name}: {entry.why}", field=name)
 
 
-def refuse_formats(body: Body) -> None:
-    """Raises InvalidRequest for a `response_format` other than text."""
-    response_format = body.object("response_format")
-    if response_format.get("type", "text") != "text":
-        raise InvalidRequest(
-            f"response_format: only {{'type': 'text'}} is served; got type {response_format.get('type')!r}; leave it out",
-            field="response_format",
-        )
-
-
-def _is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
+def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
     """As JSON sees it: 0 is not false, 1 is 1.0."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted)

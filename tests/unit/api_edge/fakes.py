@@ -19,9 +19,9 @@ from jdisagg.api.generation.token_engine import Enough, Health, ModelCard
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.server import HttpServer
 from jdisagg.api.listening import listen
-from jdisagg.core.errors import RequestError
+from jdisagg.core.errors import InvalidRequest, RequestError
 from jdisagg.core.metrics import Metrics
-from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, TokenLogprob
+from jdisagg.core.requests import EngineRequest, FinishReason, Grammar, Output, Provenance, TokenLogprob
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import generation_pb2_grpc
 
@@ -128,6 +128,20 @@ def _prompt_logprobs(request: EngineRequest) -> tuple[TokenLogprob | None, ...] 
     return (None, *scored)
 
 
+class FakeGrammars:
+    """Takes every grammar, but for one whose text holds "@"."""
+
+    def __init__(self) -> None:
+        self.prepared: list[Grammar] = []
+        self._error = InvalidRequest("grammar: has an @", field="grammar")  # one for all, as of a cache
+
+    async def prepare(self, grammar: Grammar) -> None:
+        """See PreparesGrammars."""
+        self.prepared.append(grammar)
+        if "@" in grammar.text:
+            raise self._error
+
+
 @dataclass
 class Served:
     """A running edge."""
@@ -140,6 +154,7 @@ class Served:
     client: AsyncOpenAI
     stub: generation_pb2_grpc.GenerationServiceStub
     metrics: Metrics
+    grammars: FakeGrammars
 
     def ends(self) -> dict[str, float]:
         """Requests that no engine saw, by reason; a FakeEngine counts nothing."""
@@ -158,8 +173,8 @@ async def serving(
     engine: FakeEngine, tokenizer: Tokenizer, *, api_key: str | None = None, client_api_key: str | None = None
 ) -> AsyncIterator[Served]:
     """HTTP and gRPC on real sockets; on exit nothing may be left running."""
-    metrics = Metrics()
-    edge = Edge(engine, tokenizer, default_deadline_s=10.0, draw_seed=lambda: 77, metrics=metrics)
+    metrics, grammars = Metrics(), FakeGrammars()
+    edge = Edge(engine, tokenizer, default_deadline_s=10.0, draw_seed=lambda: 77, metrics=metrics, grammars=grammars)
     app = make_app(edge, engine, lambda: "jdisagg_up 1\n", api_key, client_api_key=client_api_key)
     server = HttpServer(app, listen(), stop_timeout_s=1.0)
     await server.start()
@@ -173,7 +188,7 @@ async def serving(
         grpc.aio.insecure_channel(grpc_address) as channel,
     ):
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        served = Served(engine, edge, url, server.port, grpc_address, client, stub, metrics)
+        served = Served(engine, edge, url, server.port, grpc_address, client, stub, metrics, grammars)
         try:
             yield served
             await served.wait_idle()

@@ -63,6 +63,9 @@ def test_as_many_as_the_schema_allows_are_served_and_one_more_is_refused(tokeniz
         ("request_id", listed["request_id"]["maxLength"], lambda n: "~!" * (n // 2) + "x" * (n % 2)),
         ("rid", listed["rid"]["maxLength"], lambda n: "a" * n),
         ("prompt", prompts, lambda n: ["a"] * n),
+        ("guided_choice", listed["guided_choice"]["maxItems"], lambda n: ["a"] * n),
+        ("guided_regex", listed["guided_regex"]["maxLength"], lambda n: "a" * n),
+        ("guided_json", listed["guided_json"]["oneOf"][1]["maxLength"], lambda n: '{"const":"%s"}' % ("a" * (n - 12))),
     ]
     engine = FakeEngine(tokenizer, "fox")
     engine.card = replace(engine.card, vocab_size=1000)

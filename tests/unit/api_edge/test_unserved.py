@@ -14,16 +14,10 @@ from tests.unit.api_edge.fakes import FakeEngine, run, serving
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD: dict[str, dict[str, Any]] = {COMPLETIONS: {"prompt": "the"}, CHAT: {"messages": [{"role": "user", "content": "hi"}]}}
 REFUSED: list[tuple[str, Any]] = [
-    ("guided_json", {"type": "object"}),
-    ("guided_json", {}),  # any JSON
-    ("json_schema", {}),
-    ("guided_regex", "a+"),
-    ("guided_choice", ["a", "b"]),
-    ("guided_grammar", "root ::= 'a'"),
-    ("structured_outputs", {"regex": "a+"}),
-    ("json_schema", "{}"),
-    ("regex", "a+"),
     ("ebnf", "root ::= 'a'"),
+    ("grammar", "root ::= 'a'"),
+    ("structural_tag", "{}"),
+    ("guided_whitespace_pattern", " ?"),
     ("allowed_token_ids", [5]),
     ("bad_words", ["fox"]),
     ("logits_processors", ["x.Y"]),
@@ -81,7 +75,14 @@ REFUSED_IN_CHAT: list[tuple[str, Any]] = [
 ACCEPTED: list[tuple[str, Any]] = [
     ("allowed_token_ids", []),
     ("bad_words", []),
+    ("response_format", {}),
+    ("response_format", {"type": "text"}),
     ("structured_outputs", {}),
+    ("structured_outputs", {"json": None, "regex": "", "choice": [], "disable_any_whitespace": False}),
+    ("guided_json", ""),
+    ("guided_choice", []),
+    ("guided_grammar", ""),
+    ("json_schema", None),
     ("regex", ""),
     ("use_beam_search", False),
     ("include_stop_str_in_output", False),

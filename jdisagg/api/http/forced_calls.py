@@ -1,0 +1,178 @@
+"""`tool_choice` that forces a call: the grammar of the answer, and the calls in its text.
+
+    a function's name   the answer is its arguments
+    "required"          it is [{"name":"f","parameters":{..}},{"name":"g","parameters":{..}}], one call or more
+
+In what the grammar writes there is no space around `parameters`, so a call is found by what stands before it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+from uuid import uuid4
+
+from jdisagg.api.http.body import Body, wrong_type
+from jdisagg.api.http.grammars import grammar_name
+from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.requests import FinishReason, Grammar, GrammarKind, SamplingParams
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_HEAD = re.compile(r'[\[,]\{"name":"([^"]*)","parameters":')
+_MARK = re.compile(r'["\\{}]')
+_ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedCall:
+    """`name`: of the function; None = the model chooses."""
+
+    name: str | None
+
+    def finish_reason(self, finish: FinishReason) -> str:
+        """As OpenAI has it: a call that was asked for by its name is an ordinary end."""
+        return "tool_calls" if finish is FinishReason.STOP and self.name is None else finish.value
+
+
+def read_forced(body: Body) -> ForcedCall | None:
+    """None: the model may answer in text. Raises InvalidRequest for a choice of no function that is offered."""
+    tools, choice = body.objects("tools"), body.get("tool_choice")
+    if choice in (None, "none", "auto"):
+        return None
+    forced = ForcedCall(None if choice == "required" else _chosen(choice))
+    if not tools:
+        raise InvalidRequest("tool_choice: a call of no tools can be forced; give some, or leave it out", field="tool_choice")
+    names = [name for name, _ in _functions(tools)]
+    if forced.name is not None and forced.name not in names:
+        raise InvalidRequest(f"tool_choice: no function of tools is called {forced.name!r:.80}", field="tool_choice")
+    return forced
+
+
+def with_forced(sampling: SamplingParams, body: Body) -> SamplingParams:
+    """`sampling` of a chat, whose answer has to be the call that `tool_choice` forces. Raises InvalidRequest where another
+    field says what it has to be, or parameters are no schema of an object."""
+    forced, in_parallel = read_forced(body), body.boolean("parallel_tool_calls", True)
+    if forced is None:
+        return sampling
+    if sampling.grammar is not None:
+        told = f"tool_choice: {grammar_name(body)} says already what the answer has to be; leave out one of the two"
+        raise InvalidRequest(told, field="tool_choice")
+    return replace(sampling, grammar=_grammar(body, forced, in_parallel=in_parallel))
+
+
+def _grammar(body: Body, forced: ForcedCall, *, in_parallel: bool) -> Grammar:
+    functions = [one for one in _functions(body.objects("tools")) if forced.name in (None, one[0])]
+    schemas = [_schema(f"tools: parameters of {name}", parameters) for name, parameters in functions]
+    if forced.name is not None:
+        return Grammar(GrammarKind.JSON_SCHEMA, schemas[0])
+    calls = " | ".join(f"call_{number}" for number in range(len(schemas)))
+    more = '("," call)* ' if in_parallel else ""
+    lines = [f'start: "[" call {more}"]"', f"call: {calls}"]
+    for number, ((name, _), schema) in enumerate(zip(functions, schemas, strict=True)):
+        head = json.dumps(f'{{"name":"{name}","parameters":')
+        lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {schema}"]  # each its own root
+    return Grammar(GrammarKind.LARK, "\n".join(lines))
+
+
+def _chosen(choice: Any) -> str:
+    match choice:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+    raise wrong_type("tool_choice", 'none, auto, required or {"type": "function", "function": {"name": ..}}', choice)
+
+
+def _functions(tools: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+    """Names and parameters."""
+    functions: dict[str, Any] = {}
+    for index, tool in enumerate(tools):
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        where = f"tools[{index}].function.name"
+        if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise wrong_type(where, "1 to 64 letters, digits, _ and -, for a call that is forced", name)
+        if name in functions:
+            raise InvalidRequest(f"{where}: another function is called {name}, too; rename one", field=where)
+        functions[name] = function.get("parameters")
+    return list(functions.items())
+
+
+def _schema(where: str, parameters: Any) -> str:
+    """An object whatever it says, so that a reader finds its end by its braces."""
+    if parameters is not None and not isinstance(parameters, dict):
+        raise InvalidRequest(f"{where}: must be a JSON schema, an object", field="tools")
+    schema = {**_ANY_ARGUMENTS, **(parameters or {})}
+    if schema["type"] != "object":
+        raise InvalidRequest(f"{where}: must be the schema of an object, whose type is object", field="tools")
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+
+
+class CallReader:
+    """Text of one choice in, parts of its calls out, in OpenAI's form of deltas."""
+
+    def __init__(self, forced: ForcedCall) -> None:
+        self._name = forced.name
+        self._index = -1  # of the latest call
+        self._before = ""  # what came since its arguments ended
+        self._depth = 0  # braces open in its arguments
+        self._in_string = False
+        self._escaped = False  # the text so far ends in a backslash that is one
+
+    def push(self, text: str) -> list[dict[str, Any]]:
+        """The parts that `text` adds; those that begin a call have an id and a name, all have arguments."""
+        if self._name is not None:
+            return self._named(self._name, text)
+        parts: list[dict[str, Any]] = []
+        while text:
+            if self._depth == 0:
+                self._before += text
+                head = _HEAD.search(self._before)
+                if head is None or head.end() == len(self._before):
+                    return parts  # a head is told together with its first brace
+                text, self._before = self._before[head.end() :], ""
+                end = self._end(text)
+                parts.append(self._begin(head[1], text[:end]))
+            else:
+                end = self._end(text)
+                parts.append(self._part(text[:end]))
+            text = text[end:]
+        return parts
+
+    def _named(self, name: str, text: str) -> list[dict[str, Any]]:
+        if not text:
+            return []
+        return [self._part(text) if self._index == 0 else self._begin(name, text)]
+
+    def _begin(self, name: str, arguments: str) -> dict[str, Any]:
+        self._index += 1
+        call = {"name": name, "arguments": arguments}
+        return {"index": self._index, "id": f"call_{uuid4().hex}", "type": "function", "function": call}
+
+    def _part(self, arguments: str) -> dict[str, Any]:
+        return {"index": self._index, "function": {"arguments": arguments}}
+
+    def _end(self, text: str) -> int:
+        """How much of it belongs to the arguments."""
+        position = 0
+        if self._escaped:
+            self._escaped, position = False, 1
+        while mark := _MARK.search(text, position):
+            position = mark.end()
+            match mark[0]:
+                case "\\":
+                    self._escaped = position == len(text)
+                    position += 1
+                case '"':
+                    self._in_string = not self._in_string
+                case brace if not self._in_string:
+                    self._depth += 1 if brace == "{" else -1
+                    if self._depth == 0:
+                        return position
+        return len(text)
+
+
+def whole_calls(forced: ForcedCall, text: str) -> list[dict[str, Any]]:
+    """The calls of a whole answer; the last one's arguments may lack their end."""
+    parts = CallReader(forced).push(text)
+    return [{name: value for name, value in part.items() if name != "index"} for part in parts]

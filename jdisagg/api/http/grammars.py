@@ -1,0 +1,196 @@
+"""What the answer has to be: OpenAI's, vLLM's and SGLang's fields for it, all read as one grammar.
+
+    response_format     {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": ..}}
+    structured_outputs  an object with one of json, regex, choice, grammar (Lark, as llguidance reads it), json_object
+    guided_..           the same, as vLLM called them before: guided_json, guided_regex, ..
+    json_schema, regex  SGLang's
+
+A JSON schema may be an object or the text of one. {} is a schema, that of any JSON; other empty values ask for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.intake import MAX_GRAMMAR_BYTES, Job, TextRequest
+from jdisagg.api.http.body import Body, wrong_type
+from jdisagg.api.http.unserved import OFF, is_one_of
+from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.json_depth import MAX_DEPTH, deeper_than
+from jdisagg.core.requests import Grammar, GrammarKind
+
+MAX_CHOICES = 1000
+_ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
+_NO_SCHEMA = (None, False, "")
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_UNSERVED_OUTPUTS = ("structural_tag", "whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
+_ADVICE = ("disable_fallback", "backend", "_backend", "_backend_was_auto")  # of vLLM: how, not what
+
+
+def read_grammar(body: Body) -> Grammar | None:
+    """The grammar that the body asks for; None = any text will do. Raises InvalidRequest naming the field, or two that both
+    ask for one."""
+    return next(iter(_read_all(body).values()), None)
+
+
+def grammar_name(body: Body) -> str | None:
+    """The field from which `read_grammar` reads one."""
+    return next(iter(_read_all(body)), None)
+
+
+async def admit_named(edge: Edge, request: TextRequest, body: Body) -> Job:
+    """`Edge.admit` of what was read from `body`, whose errors name the grammar as that does; where no field of it
+    is one, `tool_choice` has made it of the tools."""
+    try:
+        return await edge.admit(request)
+    except InvalidRequest as error:
+        if error.field != "grammar":
+            raise
+        raise _renamed(error, grammar_name(body) or "tools") from error
+
+
+def _renamed(error: InvalidRequest, name: str) -> InvalidRequest:
+    """Another error: this one may be told to many."""
+    return InvalidRequest(f"{name}: {error.message.removeprefix('grammar: ')}", field=name)
+
+
+def _read_all(body: Body) -> dict[str, Grammar]:
+    """At most one, by the name of its field."""
+    found: dict[str, Grammar | None] = {"response_format": _response_format(body)}
+    found |= {f"structured_outputs.{name}": grammar for name, grammar in _structured_outputs(body).items()}
+    found |= {f"guided_{name}": read(body, f"guided_{name}") for name, read in _READERS.items()}
+    found |= {"json_schema": _schema(body, "json_schema"), "regex": _regex(body, "regex")}
+    asked = {name: grammar for name, grammar in found.items() if grammar is not None}
+    if len(asked) > 1:
+        first, second = list(asked)[:2]
+        told = f"{second}: {first} says already what the answer has to be; leave out one of the two"
+        raise InvalidRequest(told, field=second)
+    return asked
+
+
+def _response_format(body: Body) -> Grammar | None:
+    """OpenAI's `response_format`."""
+    response_format = body.object("response_format")
+    match kind := response_format.get("type", "text"):
+        case "text":
+            return None
+        case "json_object":
+            return _ANY_OBJECT
+        case "json_schema":
+            where = "response_format.json_schema"
+            if not isinstance(described := response_format.get("json_schema"), dict):
+                raise wrong_type(where, "an object with the schema as schema", described)
+            if not isinstance(schema := described.get("schema"), dict):
+                raise wrong_type(f"{where}.schema", "an object", schema)
+            return _schema_grammar(f"{where}.schema", schema)
+    raise wrong_type("response_format.type", "text, json_object or json_schema", kind)
+
+
+def _structured_outputs(body: Body) -> dict[str, Grammar | None]:
+    """vLLM's `structured_outputs`, whose unknown fields are refused: what they ask for would not be kept."""
+    fields = body.object("structured_outputs")
+    if not fields:
+        return {}
+    where = "structured_outputs"
+    for name in _UNSERVED_OUTPUTS:
+        if not is_one_of(fields.get(name), OFF):
+            raise InvalidRequest(f"{where}.{name}: is not served; leave it out", field=f"{where}.{name}")
+    if unknown := fields.keys() - _READERS.keys() - {*_UNSERVED_OUTPUTS, *_ADVICE}:
+        told = f"{where}: is an object with one of {', '.join(_READERS)}; got {min(unknown)[:80]!r}"
+        raise InvalidRequest(told, field=where)
+    inner = Body(fields, where=f"{where}.")
+    return {name: read(inner, name) for name, read in _READERS.items()}
+
+
+def _schema(body: Body, name: str) -> Grammar | None:
+    """A JSON schema, as an object or as its text."""
+    value, name = body.get(name), f"{body.where}{name}"
+    if is_one_of(value, _NO_SCHEMA):
+        return None
+    if isinstance(value, str):
+        value = _parsed(name, value)
+    if not isinstance(value, dict):
+        raise wrong_type(name, "a JSON schema: an object, or its text", value)
+    return _schema_grammar(name, value)
+
+
+def _parsed(name: str, text: str) -> Any:
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise _too_long(name)
+    try:
+        value = json.loads(text)
+        if deeper_than(value):
+            raise RecursionError
+    except ValueError as error:
+        raise InvalidRequest(f"{name}: is not valid JSON: {error}", field=name) from error
+    except RecursionError as error:
+        raise InvalidRequest(f"{name}: is nested more than {MAX_DEPTH} deep", field=name) from error
+    return value
+
+
+def _schema_grammar(name: str, schema: dict[str, Any]) -> Grammar:
+    """Equal schemas are equal texts. The order of keys stays: it is that of the properties in the answer."""
+    parts, num_bytes = list[str](), 0
+    try:
+        for part in _ENCODER.iterencode(schema):  # one by one: one of megabytes is not written for its beginning
+            num_bytes += len(part.encode())
+            if num_bytes > MAX_GRAMMAR_BYTES:
+                raise _too_long(name)
+            parts.append(part)
+    except ValueError as error:  # NaN, which is no JSON, or half of a pair, which is no character
+        raise InvalidRequest(f"{name}: is not valid JSON: {error}", field=name) from error
+    return Grammar(GrammarKind.JSON_SCHEMA, "".join(parts))
+
+
+def _too_long(name: str) -> InvalidRequest:
+    return InvalidRequest(f"{name}: may have at most {MAX_GRAMMAR_BYTES} bytes; shorten it", field=name)
+
+
+def _regex(body: Body, name: str) -> Grammar | None:
+    return _written(body, name, GrammarKind.REGEX)
+
+
+def _lark(body: Body, name: str) -> Grammar | None:
+    return _written(body, name, GrammarKind.LARK)
+
+
+def _written(body: Body, name: str, kind: GrammarKind) -> Grammar | None:
+    if is_one_of(body.get(name), OFF):
+        return None
+    text = body.text(name)
+    return Grammar(kind, text) if text else None
+
+
+def _choice(body: Body, name: str) -> Grammar | None:
+    """One of several texts, exactly."""
+    value, name = body.get(name), f"{body.where}{name}"
+    if is_one_of(value, OFF):
+        return None
+    if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
+        raise wrong_type(name, "a list of non-empty strings", value)
+    if len(value) > MAX_CHOICES:
+        raise InvalidRequest(f"{name}: may hold at most {MAX_CHOICES} strings; got {len(value)}", field=name)
+    return Grammar(GrammarKind.REGEX, "|".join(map(_literal, value)))
+
+
+def _literal(text: str) -> str:
+    """A regular expression of it alone."""
+    return "".join(char if char.isalnum() or char in " _" else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _json_object(body: Body, name: str) -> Grammar | None:
+    if is_one_of(body.get(name), OFF):
+        return None
+    return _ANY_OBJECT if body.boolean(name) else None
+
+
+_READERS: dict[str, Callable[[Body, str], Grammar | None]] = {
+    "json": _schema,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _lark,
+    "json_object": _json_object,
+}

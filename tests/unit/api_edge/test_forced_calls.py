@@ -1,0 +1,187 @@
+"""A call that `tool_choice` forces: the grammar that the engine gets, and what of its text reaches the client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+
+from jdisagg.api.http.body import Body
+from jdisagg.api.http.forced_calls import CallReader, ForcedCall, whole_calls, with_forced
+from jdisagg.core.requests import GrammarKind, SamplingParams
+from jdisagg.text.tokenizer import Tokenizer
+from tests.unit.api_edge.fakes import EOS, FakeEngine, run, serving
+from tests.unit.text.tiny_tokenizer import train_byte_level
+
+CITY = {"properties": {"city": {"$ref": "#/$defs/C"}}, "required": ["city"], "$defs": {"C": {"type": "string"}}}
+NEXT = {"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "next-1", "parameters": NEXT}},
+    {"type": "function", "function": {"name": "now", "parameters": {}}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+ARGUMENTS = '{"city": "K}\\"{"}'
+BOTH = f'[{{"name":"weather","parameters":{ARGUMENTS}}},{{"name":"now","parameters":{{}}}}]'
+REQUIRED, WEATHER = ForcedCall(None), ForcedCall("weather")
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> LLTokenizer:
+    directory = train_byte_level(tmp_path_factory.mktemp("tiny"))
+    return LLTokenizer((directory / "tokenizer.json").read_text(), eos_token=EOS)
+
+
+def call(name: str, arguments: str) -> str:
+    return f'{{"name":"{name}","parameters":{arguments}}}'
+
+
+@pytest.mark.parametrize(
+    ("asked", "text", "is_whole"),
+    [
+        ({"tool_choice": NAMED}, ARGUMENTS, True),
+        ({"tool_choice": NAMED}, "{}", False),
+        ({"tool_choice": {"type": "function", "function": {"name": "stop"}}}, '{"a": 1}', True),
+        ({"tool_choice": {"type": "function", "function": {"name": "stop"}}}, "1", False),
+        ({"tool_choice": "required"}, BOTH, True),
+        ({"tool_choice": "required"}, "[]", False),
+        ({"tool_choice": "required"}, "[" + call("weather", "{}") + "]", False),
+        ({"tool_choice": "required"}, "[" + call("next-1", '{"next":{"next":{}}}') + "]", True),
+        ({"tool_choice": "required"}, "[" + call("next-1", '{"next":{"city":""}}') + "]", False),
+        ({"tool_choice": "required"}, "[" + call("other", "{}") + "]", False),
+        ({"tool_choice": "required"}, "[" + call("stop", '{"a":1}') + "]", True),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, "[" + call("now", "{}") + "]", True),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, BOTH, False),
+    ],
+)
+def test_the_grammar_takes_calls_of_the_tools_alone(
+    vocabulary: LLTokenizer, asked: dict[str, Any], text: str, is_whole: bool
+) -> None:
+    grammar = with_forced(SamplingParams(), Body(CHAT | asked)).grammar
+    assert grammar is not None
+    is_lark = grammar.kind is GrammarKind.LARK
+    compiled = (LLMatcher.grammar_from_lark if is_lark else LLMatcher.grammar_from_json_schema)(grammar.text)
+    matcher = LLMatcher(vocabulary, compiled)
+    assert not matcher.is_error(), matcher.get_error()
+    token_ids = vocabulary.tokenize_bytes(text.encode())
+    assert (matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()) is is_whole
+
+
+def test_an_answer_has_the_calls_and_no_content(tokenizer: Tokenizer) -> None:
+    cases = [
+        ({"tool_choice": NAMED}, ARGUMENTS, [("weather", ARGUMENTS)], "stop"),
+        ({"tool_choice": "required"}, BOTH, [("weather", ARGUMENTS), ("now", "{}")], "tool_calls"),
+        ({"tool_choice": "required", "max_tokens": 3}, BOTH, [], "length"),
+    ]
+
+    async def check() -> None:
+        for asked, text, calls, finish in cases:
+            engine = FakeEngine(tokenizer, text, max_model_len=4096)
+            async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+                whole = await http.post("/v1/chat/completions", json=CHAT | asked | {"n": 2})
+                assert whole.status_code == 200, whole.text
+                for choice in whole.json()["choices"]:
+                    assert choice["message"]["content"] is None
+                    shown = [one["function"] for one in choice["message"]["tool_calls"]]
+                    assert [(one["name"], one["arguments"]) for one in shown] == calls
+                    assert choice["finish_reason"] == finish
+                ids = [one["id"] for choice in whole.json()["choices"] for one in choice["message"]["tool_calls"]]
+                assert len(set(ids)) == 2 * len(calls)
+                assert served.grammars.prepared == [engine.requests[0].sampling.grammar]
+                prompt = tokenizer.decode(engine.requests[0].prompt_token_ids, skip_special_tokens=False)
+                assert "next-1" in prompt
+
+    run(check())
+
+
+def test_a_stream_has_the_same_calls_in_parts(tokenizer: Tokenizer) -> None:
+    cases = [
+        (NAMED, ARGUMENTS, [("weather", ARGUMENTS)], "stop"),
+        ("required", BOTH, [("weather", ARGUMENTS), ("now", "{}")], "tool_calls"),
+    ]
+
+    async def check() -> None:
+        for tool_choice, text, calls, finish in cases:
+            engine = FakeEngine(tokenizer, text, max_model_len=4096)
+            async with serving(engine, tokenizer) as served:
+                for more in ({}, {"logprobs": True}):
+                    asked: dict[str, Any] = {
+                        **CHAT,
+                        "tool_choice": tool_choice,
+                        "model": "tiny",
+                        "n": 2,
+                        "stream": True,
+                        **more,
+                    }
+                    deltas: dict[int, list[Any]] = {0: [], 1: []}
+                    finishes, num_scored = dict[int, str](), 0
+                    async for chunk in await served.client.chat.completions.create(**asked):
+                        [choice] = chunk.choices
+                        assert choice.delta.content is None
+                        deltas[choice.index] += choice.delta.tool_calls or []
+                        num_scored += len(choice.logprobs.content or []) if choice.logprobs else 0
+                        if choice.finish_reason:
+                            finishes[choice.index] = choice.finish_reason
+                        elif not more and not choice.delta.role:
+                            assert choice.delta.tool_calls
+                    assert finishes == {0: finish, 1: finish}
+                    assert num_scored == (2 * len(tokenizer.encode(text, add_special_tokens=False)) + 2 if more else 0)
+                    for parts in deltas.values():
+                        assert joined(part.model_dump(exclude_none=True) for part in parts) == calls
+                        assert len({part.id for part in parts} - {None}) == len(calls)
+
+    run(check())
+
+
+def test_a_schema_that_does_not_compile_is_the_fault_of_the_tools(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "x"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            wrong = [{"type": "function", "function": {"name": "weather", "parameters": {"const": "@"}}}]
+            for tool_choice in (NAMED, "required"):
+                body = CHAT | {"tools": wrong, "tool_choice": tool_choice}
+                error = (await http.post("/v1/chat/completions", json=body)).json()["error"]
+                assert (error["param"], error["message"]) == ("tools", "tools: has an @")
+
+    run(check())
+
+
+JSON = st.recursive(st.text() | st.integers(), lambda one: st.lists(one) | st.dictionaries(st.text(), one))
+JSON_OBJECTS = st.dictionaries(st.text(), JSON)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["weather", "now"]), JSON_OBJECTS, st.booleans()), min_size=1, max_size=3),
+    st.lists(st.integers(0, 200)),
+)
+def test_calls_are_the_same_wherever_their_text_is_cut(called: list[tuple[str, Any, bool]], cuts: list[int]) -> None:
+    calls = [(name, json.dumps(value, ensure_ascii=ascii_only)) for name, value, ascii_only in called]
+    text = "[" + ",".join(call(*one) for one in calls) + "]"
+    assert [(one["function"]["name"], one["function"]["arguments"]) for one in whole_calls(REQUIRED, text)] == calls
+    for places in (cuts, range(len(text))):
+        assert joined(read(REQUIRED, text, places)) == calls
+        assert joined(read(WEATHER, calls[0][1], places)) == [("weather", calls[0][1])]
+
+
+def read(forced: ForcedCall, text: str, cuts: Iterable[int]) -> list[dict[str, Any]]:
+    reader, edges = CallReader(forced), [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    return [part for begin, end in pairwise(edges) for part in reader.push(text[begin:end])]
+
+
+def joined(parts: Iterable[dict[str, Any]]) -> list[tuple[str, str]]:
+    """As clients put them together."""
+    calls: dict[int, tuple[str, str]] = {}
+    for part in parts:
+        assert ("id" in part) == ("name" in part["function"]) == (part["index"] not in calls)
+        assert part["function"]["arguments"]
+        name, arguments = calls.get(part["index"], (part["function"].get("name"), ""))
+        calls[part["index"]] = name, arguments + part["function"]["arguments"]
+    return [calls[index] for index in range(len(calls))]
