@@ -70,6 +70,7 @@ class Workers:
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._due_s = monotonic() + config.heartbeat_s  # when this process means to look again
         self._start(self._sweep_forever())
 
     # --- Registry
@@ -81,6 +82,7 @@ class Workers:
             raise Unavailable("the router is ending; register again when it is back")
         others = [other for other in self.fleet.members() if other.address != member.address]
         self.entrance.check(member, others, monotonic())
+        self._excuse()
         known = any(entry.key == (member.address, member.epoch) for entry in self.fleet.entries())
         old = self.fleet.register(member, monotonic())
         if not known and not member.decodes:
@@ -148,18 +150,24 @@ class Workers:
     async def _sweep_forever(self) -> None:
         pairing = PairingWatch()
         while True:
-            asleep_s = monotonic()
+            self._due_s = monotonic() + self._config.heartbeat_s
             await asyncio.sleep(self._config.heartbeat_s)
-            now_s = monotonic()
-            late_s = now_s - asleep_s - self._config.heartbeat_s
-            if late_s >= STOOD_STILL_S:
-                log.warning("this process stood still for %.1f s (stopped, or its machine was): its streams may end", late_s)
-            self.fleet.forgive(late_s, now_s)
-            for entry in self.fleet.evict(now_s):
+            for entry in self.fleet.evict(self._excuse()):
                 self._lose(entry, EVICTED)
             self._connect_missing()
             if (why := pairing.look(self.fleet.members(), monotonic())) is not None:
                 log.warning("%s", why)
+
+    def _excuse(self) -> float:
+        """What this process is late by is not the workers' silence, whichever message it reads first; returns the time."""
+        now_s = monotonic()
+        late_s = now_s - self._due_s
+        if late_s >= STOOD_STILL_S:
+            log.warning("this process stood still for %.1f s (stopped, or its machine was): its streams may end", late_s)
+        if late_s > 0.0:
+            self.fleet.forgive(late_s, now_s)
+            self._due_s = now_s
+        return now_s
 
     def _connect_missing(self) -> None:
         now_s = monotonic()

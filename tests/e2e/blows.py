@@ -57,7 +57,7 @@ def assert_quiescent(server: ServerProcess) -> None:
     wait_until(lambda: server.metric("jdisagg_kv_pages_used") == 0, 5, f"{server.flags[1]}: all pages free")
     wait_until(lambda: server.metric("jdisagg_leases") == 0, 5, f"{server.flags[1]}: no lease")
     wait_until(lambda: server.metric("jdisagg_published_bytes") == 0, 5, f"{server.flags[1]}: nothing published")
-    assert server.state()["streams"] == []
+    wait_until(lambda: server.state()["streams"] == [], 5, f"{server.flags[1]}: no stream", server.state)
 
 
 def kill_prefill_amid_handoffs(start: Start, flags: tuple[str, ...], requests: list[Asked], wanted: list[Got]) -> ServerProcess:

@@ -22,6 +22,7 @@ from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import common_pb2, generation_pb2
 from tests.unit.api_edge.fakes import PROVENANCE, FakeEngine, Served, living, run, serving
 from tests.unit.reading import read_on
+from tests.unit.wire.rig import until
 
 ANSWER = "the quick brown fox 😀 jumps"
 
@@ -75,8 +76,9 @@ def test_a_refused_call_leaves_nothing_to_the_garbage_collector(tokenizer: Token
                     with pytest.raises(grpc.aio.AioRpcError, match="full"):
                         await _collect(served, text="the quick")
                 engine.refusal = None
-                await asyncio.sleep(0.1)  # the last call may still be about to end
-                assert len(living(EngineRequest, grpc.aio.AbortError)) == len(earlier)
+                await until(
+                    lambda: len(living(EngineRequest, grpc.aio.AbortError)) == len(earlier)
+                )  # the last call may still run
             finally:
                 gc.enable()
 

@@ -42,10 +42,10 @@ def test_two_run_at_a_time_and_a_cancelled_one_leaves_no_third() -> None:
         tasks[0].cancel()
         tasks[3].cancel()
         await asyncio.sleep(0.05)
-        assert begun == [0, 1]
+        assert sorted(begun) == [0, 1]  # two threads, and either may be the first to say so
         free.set()
         assert [await tasks[number] for number in (1, 2, 4, 5)] == [1, 2, 4, 5]
-        assert begun == [0, 1, 2, 4, 5]
+        assert sorted(begun) == [0, 1, 2, 4, 5]
 
     run(check())
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from dataclasses import replace
 from time import monotonic
 
 import pytest
 
-from jdisagg.core.errors import Unavailable
+from jdisagg.core.errors import AddressTaken, Unavailable
 from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import Output, Role, SamplingParams
 from jdisagg.router.fleet import Fleet
 from tests.unit.router.fakes import FakeWorker, Router, expected
 from tests.unit.router.test_fleet_engine import collect, tokens
-from tests.unit.wire.rig import request, run_quiet, until
+from tests.unit.wire.rig import FAST, request, run_quiet, until
 
 MEMBER = Member(
     role=Role.PREFILL, address="h:1", worker="p", epoch="new", fingerprint="f", model="m", max_model_len=8, vocab_size=9
@@ -53,6 +54,33 @@ def test_a_late_registration_of_a_process_that_is_gone_costs_no_stream_its_worke
         assert tokens(outputs) == expected(asked)
         assert router.replays() == 0
         await worker.die()
+        await router.stop()
+
+    run_quiet(body())
+
+
+def test_a_router_that_stood_still_takes_no_process_for_gone_that_it_had_no_time_to_hear() -> None:
+    """It may read the other's Register first when it goes on."""
+
+    async def body() -> None:
+        router = await Router().start()
+        worker = await FakeWorker((router.address,)).start()
+        await until(lambda: router.linked() == 1)
+        (known,) = router.engine.workers.members()
+
+        def is_registered() -> bool:
+            try:
+                router.engine.workers.register(replace(known, epoch="other"))
+            except AddressTaken:
+                return False
+            return True
+
+        for _ in range(2):
+            time.sleep(2 * FAST.dead_after_s)
+            assert not is_registered()
+        assert router.linked() == 1
+        await worker.die()
+        await until(is_registered)
         await router.stop()
 
     run_quiet(body())

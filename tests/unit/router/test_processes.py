@@ -41,11 +41,18 @@ async def serving(num_workers: int = 1, **options: float) -> AsyncIterator[tuple
 
 
 async def streaming(router: Router) -> tuple[EngineRequest, list[Output], asyncio.Task[None]]:
-    """A request with some tokens, what has come of it, and who collects that."""
-    asked, outputs = request("r", prompt=(5, 6), sampling=SamplingParams(max_tokens=60)), list[Output]()
+    """A request with some tokens, what has come of it, and who collects that. Its worker goes on for seconds, in which this
+    process may stand still."""
+    asked, outputs = request("r", prompt=(5, 6), sampling=SamplingParams(max_tokens=1000)), list[Output]()
     task = asyncio.create_task(collect(router, asked, outputs))
     await until(lambda: len(outputs) >= 3)
     return asked, outputs, task
+
+
+def rush(worker: FakeWorker) -> None:
+    """All that it has to do, at once."""
+    while worker.engine.live:
+        worker.engine.tick()
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
@@ -56,6 +63,7 @@ def test_a_stream_goes_on_within_about_a_second(how):
             heir = await FakeWorker((router.address,), config=TransferConfig()).start()
             process.send_signal(how)
             assert await until(lambda: heir.engine.live) < 1.6
+            rush(heir)
             await task
             assert tokens(outputs) == expected(asked)
             assert outputs[-1].finish is not None
@@ -104,6 +112,7 @@ def test_a_worker_that_is_waited_for_is_given_up_for_one_that_has_come(caplog: p
             stream = router.engine.workers.fleet.entries()[-1].stream
             assert stream is not None
             assert stream.steady_s == stream.since_s + 1.0, "a new worker takes over a moment after it came"
+            rush(heir)
             await task
             assert tokens(outputs) == expected(asked)
             await heir.die()

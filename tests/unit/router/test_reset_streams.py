@@ -27,7 +27,7 @@ def test_a_stream_that_is_reset_is_opened_again_at_once_and_no_death(monkeypatch
         asked, outputs = ask("r1", max_tokens=5000), list[Output]()
         stream = asyncio.create_task(collect(router, asked, outputs))
         for attempt in range(3):  # two deaths would fail it
-            await until(lambda: tokens(outputs))
+            await until(lambda: tokens(outputs) and sum("r1" in worker.engine.live for worker in there) == 1)
             (victim,) = (index for index, worker in enumerate(there) if "r1" in worker.engine.live)
             (entry,) = (e for e in router.engine.workers.fleet.entries() if e.member.address == there[victim].address)
             await until(lambda entry=entry: monotonic() - entry.stream.since_s > workers.STEADY_S)

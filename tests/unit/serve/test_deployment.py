@@ -19,7 +19,7 @@ from jdisagg.roles.compute import ComputeSide
 from jdisagg.serve.deployment import Deployment
 from tests.unit.roles.engine import Engine
 from tests.unit.sched.engine_fake import request
-from tests.unit.wire.rig import until
+from tests.unit.wire.rig import WAIT_LIMIT_S, until
 
 CARD = ModelCard(name="m", max_model_len=48, vocab_size=31, eos_token_ids=(0,), fingerprint="f")
 
@@ -82,8 +82,9 @@ def test_the_state_is_that_of_both_and_of_one_while_the_other_stands_still(
         assert pages == [0, 3], "the request was the helper's"
         monkeypatch.setattr(local_engine, "ANSWER_TIMEOUT_S", 0.1)
         deployment.engines[0].freeze()
-        await asyncio.sleep(0.2)
-        state = await front.debug_state()
+        async with asyncio.timeout(WAIT_LIMIT_S):  # it answers what it had begun to wait for, and a busy front answers late
+            while "error" not in (state := await front.debug_state())["helpers"][0] or "error" in state:
+                pass
         assert "scheduler" in state
         assert "has not answered" in state["helpers"][0]["error"]
         assert len(engines) == 1 + len(state["helpers"])

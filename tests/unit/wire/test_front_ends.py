@@ -203,7 +203,7 @@ def test_a_replay_on_a_new_stream_of_the_same_router_takes_the_place_of_the_olde
             again = FrontEnd(worker.address, "one")
             again.link.submit(replace(request("same", (1, 2, 3), 20), attempt=1))
             await until(lambda: worker.num_posted == 5)  # both are cancelled, one comes
-            assert broken.downs, "who opens another stream has given up the first"
+            await until(lambda: broken.downs, what=lambda: "who opens another stream has given up the first")
             worker.thread.thaw()
             await until(again.ends)
             assert again.tokens("same") == expected((1, 2, 3), 20)
@@ -266,7 +266,11 @@ def test_a_worker_that_drains_is_healthy_and_not_ready() -> None:
 
 
 @pytest.mark.parametrize("drain_s", [0.0, -1.0])
-def test_an_idle_worker_has_nothing_unfinished_however_short_its_drain_is(drain_s: float) -> None:
+def test_an_idle_worker_has_nothing_unfinished_however_short_its_drain_is(
+    drain_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_engine, "LOOK_S", WAIT_LIMIT_S)  # its thread may not have its turn for longer than LOOK_S
+
     async def body() -> None:
         worker = Worker()
         worker.thread.start()

@@ -127,7 +127,8 @@ async def opened_by_hand(stub: peer_pb2_grpc.PeerServiceAsyncStub, p: Prefill, r
         await until(lambda: len(p.opened()) > before or call.done())  # noqa: B023
         if len(p.opened()) > before:
             return call
-        assert "no `open` came within" in await call.details()
+        if await call.code() is not grpc.StatusCode.INTERNAL:  # which it is where the write met the end of the stream
+            assert "no `open` came within" in await call.details()
 
 
 async def beat(call: grpc.aio.StreamStreamCall) -> None:
@@ -904,7 +905,8 @@ def test_a_malformed_stream_ends_alone():
         stub = peer_pb2_grpc.PeerServiceStub(channel)
         empty = peer_pb2.PrefillRequest(open=peer_pb2.Open(epoch="epoch-1", backend="grpc"))
         for first in (peer_pb2.PrefillRequest(), peer_pb2.PrefillRequest(grant=peer_pb2.Grant(credit_bytes=1)), empty):
-            call = stub.Prefill(iter([first]))
+            call = stub.Prefill()
+            await call.write(first)  # and nothing more, which might meet the end of the stream: that loses its status
             with pytest.raises(Exception, match="INVALID_ARGUMENT"):
                 await call.read()
         assert len(p.opened()) == 1
