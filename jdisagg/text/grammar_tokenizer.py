@@ -15,8 +15,8 @@ def read_tokenizer(tokenizer_json: str, size: int, eos_token_ids: Sequence[int])
 
 
 class _Plain:
-    """What TokenizerWrapper wants. Where a grammar leaves one text, the library allows the tokens that the tokenizer makes of it:
-    of `<|end|>` in a constant that would be the token of that name, which is no text, and its request would fail."""
+    """What TokenizerWrapper wants. Where a grammar leaves one text, the library allows the tokens that the tokenizer makes of
+    it: of `<|end|>` in a constant that would be the token of that name, which is no text, and its request would fail."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, eos_token_id: int) -> None:
         ids = range(tokenizer.vocab_size)
