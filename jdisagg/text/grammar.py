@@ -10,7 +10,8 @@ A matcher's state follows from grammar and tokens alone: whoever goes on with a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +21,11 @@ import llguidance
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.core.told import told
+from jdisagg.text.grammar_tokenizer import read_tokenizer
 
 MOST_KEPT = 256  # compiled grammars; most clients use few
 _MOST_OF_ERROR = 300  # characters
+_WHY = "error: "  # where a regular expression cannot be read, the line that says why begins so
 _QUIET = 0  # llguidance's log level: it would write to stderr
 
 # Of one step, which is in the way of everybody's next token, of memory, and of what is read at once. Compiling has no limit
@@ -30,6 +33,7 @@ _QUIET = 0  # llguidance's log level: it would write to stderr
 _LIMITS = llguidance.LLParserLimits(
     step_lexer_fuel=100_000,  # 7 ms
     step_max_items=50_000,  # 3 ms
+    max_items_in_row=500,  # 20 ms, which 2,000 make 250; as many different beginnings may follow at one place
     max_lexer_states=50_000,  # 100 MB
     max_grammar_size=100_000,
     verbose_errors=False,
@@ -57,13 +61,16 @@ class Vocabulary:
 class Matcher:
     """One sequence's place in its grammar. Used by one thread at a time."""
 
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, on_error: Callable[[], None]) -> None:
         self._matcher = matcher
+        self._on_error = on_error
 
     @property
     def error(self) -> str:
         """Why it cannot go on: a token did not fit, or a limit of the library was met. "" = it can."""
-        return _short(self._matcher.get_error())
+        if error := self._matcher.get_error():
+            self._on_error()
+        return _short(error)
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """These were generated next. One that does not fit shows as `error`."""
@@ -77,14 +84,14 @@ class Matcher:
 
 
 class Grammars:
-    """Compiled grammars, the latest MOST_KEPT. Any thread."""
+    """Compiled grammars, the latest ones. Any thread."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, most_kept: int = MOST_KEPT) -> None:
         """Raises ValueError when the library cannot read the tokenizer."""
         self.vocabulary = vocabulary
-        self._tokenizer = llguidance.LLTokenizer(
-            vocabulary.tokenizer_json, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_token_ids)
-        )
+        self._most_kept = most_kept
+        self._lock = threading.Lock()  # of `_kept`
+        self._tokenizer = read_tokenizer(vocabulary.tokenizer_json, vocabulary.size, vocabulary.eos_token_ids)
         self._kept: dict[Grammar, llguidance.LLMatcher] = {}
 
     def has(self, grammar: Grammar) -> bool:
@@ -99,16 +106,24 @@ class Grammars:
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """At the grammar's beginning. Raises InvalidRequest when it is none, or nothing is of it."""
-        return Matcher(self.compile(grammar).deep_copy())
+        kept = self.compile(grammar)
+        return Matcher(kept.deep_copy(), partial(self._forget, grammar, kept))
 
     def compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         """Kept for later. Raises as `matcher`; one that nobody has checked may take for ever, or end the process."""
-        if (kept := self._kept.pop(grammar, None)) is None:
-            kept = self._compile(grammar)
-        self._kept[grammar] = kept  # the newest again
-        while len(self._kept) > MOST_KEPT:
-            self._kept.pop(next(iter(self._kept)), None)
+        kept = self._kept.get(grammar) or self._compile(grammar)
+        with self._lock:
+            self._kept.pop(grammar, None)
+            self._kept[grammar] = kept  # the newest again
+            while len(self._kept) > self._most_kept:
+                del self._kept[next(iter(self._kept))]
         return kept
+
+    def _forget(self, grammar: Grammar, kept: llguidance.LLMatcher) -> None:
+        """Copies share the states that their texts have led to, and the limit of those: whoever comes next begins with none."""
+        with self._lock:
+            if self._kept.get(grammar) is kept:
+                del self._kept[grammar]
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         try:
@@ -125,7 +140,9 @@ class Grammars:
 
 
 def _short(error: str) -> str:
-    """The first line, which says what; what follows shows where, in several."""
+    """In one line: the first says what, one of those that follow says why; the others show where."""
     if error.startswith("NoExtension"):
         return "no text of this model's tokens is of it"
-    return told(error.partition("\n")[0], _MOST_OF_ERROR)
+    first, *others = error.split("\n")
+    why = next((line.removeprefix(_WHY) for line in others if line.startswith(_WHY)), "")
+    return told(" ".join(filter(None, (first, why))), _MOST_OF_ERROR)

@@ -4,12 +4,14 @@ Some few kilobytes of regular expressions can take for ever, gigabytes, or the s
 `python -m jdisagg.text.grammar_checker`; lines of JSON come and go:
 
     {"tokenizer_json": .., "size": .., "eos_token_ids": [..]}     first, once
-    {"kind": .., "text": ..}    ->    {"error": ".."}             "" = it compiles
+    {"kind": .., "text": ..}    ->    {}                          it is being compiled: what ends this process now, it did
+                                ->    {"error": ".."}             "" = it compiles
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import sys
@@ -21,7 +23,7 @@ from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.text.grammar import Grammars, Vocabulary
 
 MOST_S = 5.0  # for one grammar; ordinary ones take milliseconds
-_MOST_BYTES = 2**30  # of address space, beside what the tokenizer takes
+_MOST_BYTES = 2**30  # of address space for one, beside what the tokenizer takes
 _STACK_BYTES = 2**20  # less than the threads of any server have: what fits here fits there
 
 
@@ -29,11 +31,14 @@ def main() -> None:
     """Answer until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's own end closes standard input
     given = json.loads(sys.stdin.readline())
-    grammars = Grammars(Vocabulary(given["tokenizer_json"], given["size"], tuple(given["eos_token_ids"])))
+    vocabulary = Vocabulary(given["tokenizer_json"], given["size"], tuple(given["eos_token_ids"]))
+    grammars = Grammars(vocabulary, most_kept=0)  # those before would take of what this one has
     resource.setrlimit(resource.RLIMIT_AS, (_address_space() + _MOST_BYTES, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(_STACK_BYTES)
+    threading.excepthook = lambda _: os._exit(1)  # memory is at its end, or the library
     for line in sys.stdin:
+        print("{}", flush=True)
         signal.setitimer(signal.ITIMER_REAL, MOST_S)  # nobody handles it: whatever goes on then is over
         thread = threading.Thread(target=_answer, args=(grammars, json.loads(line)))
         thread.start()

@@ -14,11 +14,12 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import asdict
 from time import monotonic
 
-from jdisagg.core.errors import InvalidRequest, Overloaded
+from jdisagg.core.errors import InvalidRequest, Overloaded, Unavailable
 from jdisagg.core.logs import Seldom
 from jdisagg.core.requests import Grammar
 from jdisagg.text.grammar import Grammars, Vocabulary
@@ -30,6 +31,7 @@ _GRACE_S = 1.0  # beyond MOST_S the checker ends itself
 _START_S = 30.0  # a Python interpreter, and a large tokenizer to read
 _TOLD_EVERY_S = 10.0
 _COMMAND = (sys.executable, "-m", "jdisagg.text.grammar_checker")
+_NOBODY = "grammars cannot be checked, which a process of its own does"
 _ENDLESS = "grammar: to compile it takes too long or too much memory; make it simpler"
 
 log = logging.getLogger(__name__)
@@ -47,8 +49,8 @@ class GrammarGate:
         self._told = Seldom(_TOLD_EVERY_S)
 
     async def prepare(self, grammar: Grammar) -> None:
-        """When this returns, engines of this process take no time for it. Raises InvalidRequest, and Overloaded while too many
-        others are looked at."""
+        """When this returns, engines of this process take no time for it. Raises InvalidRequest, Overloaded while too many
+        others are looked at, and Unavailable where none can be."""
         if self._grammars.has(grammar):
             return
         if (error := self._refused.get(grammar)) is None:
@@ -58,9 +60,12 @@ class GrammarGate:
 
     async def aclose(self) -> None:
         """End the checker."""
-        for task in self._checks.values():
+        self._checker.close()
+        tasks = list(self._checks.values())
+        for task in tasks:
             task.cancel()
         await asyncio.to_thread(self._checker.kill)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _check(self, grammar: Grammar) -> asyncio.Task[str]:
         if (task := self._checks.get(grammar)) is None:
@@ -92,7 +97,8 @@ class GrammarGate:
             await asyncio.wait({asked}, timeout=limit_s)
         finally:
             if not asked.done():
-                self._checker.kill()  # which ends the waiting
+                await asyncio.to_thread(self._checker.kill)  # which ends the waiting
+                await asyncio.gather(asked, return_exceptions=True)
         if (error := await asked) is not None:
             return error
         text, what = "a grammar (%s, %d characters) ended the process that checks them", (grammar.kind.value, len(grammar.text))
@@ -101,30 +107,44 @@ class GrammarGate:
 
 
 class _Checker:
-    """The other process, from here. `ask` blocks, for one thread at a time; `kill` may come from any."""
+    """The other process, from here. `ask` blocks, for one thread at a time; the others may come from any."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
+        self._lock = threading.Lock()  # of those below
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
 
     @property
     def is_there(self) -> bool:
         """Whether it runs."""
-        return self._process is not None and self._process.poll() is None
+        process = self._process
+        return process is not None and process.poll() is None
 
     def ask(self, grammar: Grammar) -> str | None:
-        """What is wrong with a grammar, "" = nothing; None: the process has not survived it."""
-        try:
-            if not self.is_there:
-                self._start()
-            return self._answer({"kind": grammar.kind.value, "text": grammar.text})
-        except OSError:  # it ended before it had read all
+        """What is wrong with a grammar, "" = nothing; None: the process has not survived it. Raises Unavailable when there is
+        none, which is no fault of the grammar."""
+        question: dict[str, object] = {"kind": grammar.kind.value, "text": grammar.text}
+        if not (self.is_there and self._say(question) and self._read()):  # the last one may have ended after its answer
             self.kill()
-            return None
+            self._start()
+            if not (self._say(asdict(self._vocabulary)) and self._say(question) and self._read()):
+                self.kill()
+                raise Unavailable(f"{_NOBODY}: it ended as it started")
+        if answer := self._read():
+            return json.loads(answer)["error"]
+        self.kill()
+        return None
+
+    def close(self) -> None:
+        """Start none from now on."""
+        with self._lock:
+            self._closed = True
 
     def kill(self) -> None:
         """End it; idempotent."""
-        process, self._process = self._process, None
+        with self._lock:
+            process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
@@ -134,21 +154,33 @@ class _Checker:
                         pipe.close()
 
     def _start(self) -> None:
-        # asyncio's own would fork, of which jax and gRPC warn; this does not
-        self._process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        self._write(asdict(self._vocabulary))
+        with self._lock:
+            if self._closed:
+                raise Unavailable(f"{_NOBODY}: this process is about to end")
+            try:  # asyncio's own would fork, of which jax and gRPC warn; this does not
+                self._process = subprocess.Popen(
+                    _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                )
+            except OSError as error:
+                raise Unavailable(f"{_NOBODY}: {error}") from error
 
-    def _answer(self, question: dict[str, object]) -> str | None:
+    def _say(self, value: dict[str, object]) -> bool:
+        """False: it has ended."""
         process = self._process
-        self._write(question)
-        answer = process.stdout.readline() if process is not None and process.stdout is not None else b""
-        if answer.endswith(b"\n"):
-            return json.loads(answer)["error"]
-        self.kill()
-        return None
-
-    def _write(self, value: dict[str, object]) -> None:
-        process = self._process
-        if process is not None and process.stdin is not None:
+        if process is None or process.stdin is None:
+            return False
+        try:
             process.stdin.write(json.dumps(value).encode() + b"\n")
             process.stdin.flush()
+        except (OSError, ValueError):  # ValueError: it was killed from here meanwhile
+            return False
+        return True
+
+    def _read(self) -> bytes:
+        """A line; empty: it has ended."""
+        process = self._process
+        try:
+            line = process.stdout.readline() if process is not None and process.stdout is not None else b""
+        except ValueError:  # likewise
+            return b""
+        return line if line.endswith(b"\n") else b""

@@ -1,0 +1,314 @@
+"""Grammars that nobody has seen: what no compiler survives ends a process of its own, and one request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from time import monotonic
+
+import psutil
+import pytest
+
+from jdisagg.api.generation import grammar_gate
+from jdisagg.api.generation.grammar_gate import MOST_REFUSED, MOST_WAITING, GrammarGate
+from jdisagg.core.errors import InvalidRequest, Overloaded, Unavailable
+from jdisagg.core.requests import Grammar
+from jdisagg.text.grammar_checker import MOST_S
+from tests.unit.text.grammar_rig import demo_grammars, lark, regex, schema
+from tests.unit.wire.rig import run_quiet, until
+
+CHAIN = lark("\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(5000)), 'r5000: "x"']) + "\n")
+ENDLESS = schema(json.dumps({"allOf": [{"type": "string", "pattern": f".*x{i}.*"} for i in range(20)]}))
+GIGABYTES = schema('{"type": "integer", "multipleOf": 1000003}')
+GOOD = [regex(f"good{i}") for i in range(MOST_WAITING + 2)]
+SHORT_S = 1.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """No process, no descriptor; threads and tasks are counted by `run_quiet`."""
+    me = psutil.Process()
+    before = {child.pid for child in me.children(recursive=True)}, me.num_fds()
+    yield
+    assert ({child.pid for child in me.children(recursive=True)}, me.num_fds()) == before
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checker itself, which gives a grammar a second."""
+    code = f"from jdisagg.text import grammar_checker as checker; checker.MOST_S = {SHORT_S}; checker.main()"
+    monkeypatch.setattr(grammar_gate, "_COMMAND", (sys.executable, "-c", code))
+
+
+def pid_of(gate: GrammarGate) -> int:
+    process = gate._checker._process
+    assert process is not None
+    return process.pid
+
+
+async def refused(gate: GrammarGate, grammar: Grammar) -> str:
+    with pytest.raises(InvalidRequest) as error:
+        await gate.prepare(grammar)
+    assert error.value.field == "grammar"
+    return error.value.message
+
+
+@pytest.mark.parametrize("bad", [CHAIN, ENDLESS, GIGABYTES], ids=["stack", "time", "memory"])
+def test_what_no_compiler_survives_is_refused_alone_and_remembered(
+    bad: Grammar, impatient: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        gate = GrammarGate(grammars := demo_grammars())
+        await gate.prepare(GOOD[0])
+        first, (one, next_one) = pid_of(gate), (bad, GOOD[1])
+        asked = [asyncio.create_task(gate.prepare(grammar)) for grammar in (one, next_one)]
+        with pytest.raises(InvalidRequest, match="takes too long or too much memory"):
+            await asked[0]
+        await asked[1]
+        assert grammars.has(next_one)
+        second = pid_of(gate)
+        assert second != first
+        began_s = monotonic()
+        assert "takes too long or too much memory" in await refused(gate, bad)
+        assert monotonic() - began_s < SHORT_S / 2
+        assert pid_of(gate) == second, "it is not asked again"
+        assert "ended the process that checks them" in caplog.text
+        await gate.aclose()
+
+    with caplog.at_level(logging.WARNING):
+        run_quiet(body())
+
+
+def test_what_is_wrong_with_a_grammar_is_said_and_ends_no_process() -> None:
+    async def body() -> None:
+        gate = GrammarGate(demo_grammars())
+        await gate.prepare(GOOD[0])
+        first = pid_of(gate)
+        for bad, why in (
+            (regex("("), "unclosed group"),
+            (schema("{"), "EOF"),
+            (regex("\ud800"), "surrogates"),
+            (lark(""), "Empty"),
+        ):
+            assert why in await refused(gate, bad)
+        assert pid_of(gate) == first
+        await gate.aclose()
+
+    run_quiet(body())
+
+
+def test_so_many_refusals_are_remembered_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MOST_REFUSED > 10
+    monkeypatch.setattr(grammar_gate, "MOST_REFUSED", 2)
+
+    async def body() -> None:
+        gate, asked = GrammarGate(demo_grammars()), list[str]()
+        ask = gate._checker.ask
+        monkeypatch.setattr(gate._checker, "ask", lambda grammar: asked.append(grammar.text) or ask(grammar))
+        for text in ("(", "((", "(((", "((", "(((", "("):
+            await refused(gate, regex(text))
+        assert asked == ["(", "((", "(((", "("]
+        await gate.aclose()
+
+    run_quiet(body())
+
+
+def test_grammars_that_each_take_much_do_not_take_of_what_the_next_one_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from jdisagg.text import grammar_checker as checker; checker._MOST_BYTES = 2**28; checker.main()"
+    monkeypatch.setattr(grammar_gate, "_COMMAND", (sys.executable, "-c", code))
+
+    async def body() -> None:
+        gate = GrammarGate(demo_grammars())
+        await gate.prepare(regex("a"))
+        first = pid_of(gate)
+        for i in range(4):  # 80 MB each
+            await gate.prepare(regex(f"{i}" + "a" * 200_000))
+        assert pid_of(gate) == first
+        await gate.aclose()
+
+    run_quiet(body())
+
+
+def test_requests_with_one_grammar_share_its_check_and_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        gate, asked = GrammarGate(grammars := demo_grammars()), list[Grammar]()
+        ask = gate._checker.ask
+        monkeypatch.setattr(gate._checker, "ask", lambda grammar: asked.append(grammar) or ask(grammar))
+        await asyncio.gather(*(gate.prepare(GOOD[0]) for _ in range(50)))
+        await gate.prepare(GOOD[0])
+        assert asked == GOOD[:1]
+        assert grammars.has(GOOD[0])
+        errors = await asyncio.gather(*(gate.prepare(regex("(")) for _ in range(50)), return_exceptions=True)
+        assert {type(error) for error in errors} == {InvalidRequest}
+        assert asked == [GOOD[0], regex("(")]
+        await gate.aclose()
+
+    run_quiet(body())
+
+
+def test_who_waits_no_longer_ends_the_check_for_nobody_else_and_leaves_its_answer_to_no_other_question(impatient: None) -> None:
+    async def body() -> None:
+        gate = GrammarGate(grammars := demo_grammars())
+        await gate.prepare(GOOD[0])
+        one, other = (asyncio.create_task(gate.prepare(ENDLESS)) for _ in range(2))
+        await asyncio.sleep(0.2)
+        one.cancel()
+        next_one = asyncio.create_task(gate.prepare(regex("(")))
+        await asyncio.sleep(0)
+        assert one.cancelled() or await asyncio.gather(one, return_exceptions=True)
+        assert not other.done()
+        with pytest.raises(InvalidRequest, match="too long"):
+            await other
+        with pytest.raises(InvalidRequest, match="unclosed"):
+            await next_one
+        alone = asyncio.create_task(gate.prepare(GOOD[1]))
+        await asyncio.sleep(0.001)
+        alone.cancel()
+        assert "unclosed" in await refused(gate, regex("a("))
+        await until(lambda: grammars.has(GOOD[1]))
+        await gate.aclose()
+
+    run_quiet(body())
+
+
+def test_more_than_so_many_new_grammars_at_once_are_told_to_come_again(impatient: None) -> None:
+    async def body() -> None:
+        gate = GrammarGate(grammars := demo_grammars())
+        await gate.prepare(GOOD[0])
+        tasks = [asyncio.create_task(gate.prepare(grammar)) for grammar in (ENDLESS, *GOOD[1:MOST_WAITING])]
+        await asyncio.sleep(0.05)
+        with pytest.raises(Overloaded, match="send the request again") as error:
+            await gate.prepare(GOOD[MOST_WAITING])
+        assert error.value.retry_after_s == MOST_S
+        await gate.prepare(GOOD[0])
+        again = asyncio.create_task(gate.prepare(GOOD[1]))  # it waits already
+        results = await asyncio.gather(*tasks, again, return_exceptions=True)
+        assert [type(result) for result in results] == [InvalidRequest, *[type(None)] * MOST_WAITING]
+        await gate.prepare(GOOD[MOST_WAITING])
+        assert grammars.has(GOOD[MOST_WAITING])
+        await gate.aclose()
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.5])
+def test_a_checker_that_something_else_killed_speaks_against_no_grammar(wait_s: float) -> None:
+    async def body() -> None:
+        gate = GrammarGate(grammars := demo_grammars())
+        for i in range(3):
+            await gate.prepare(GOOD[i])
+            os.kill(pid_of(gate), signal.SIGKILL)
+            await asyncio.sleep(wait_s)
+        await gate.prepare(GOOD[3])
+        assert all(map(grammars.has, GOOD[:4]))
+        await gate.aclose()
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (("/nowhere/python",), "No such file or directory: '/nowhere/python'"),
+        ((sys.executable, "-c", "import nothing_of_that_name"), "it ended as it started"),
+        ((sys.executable, "-c", "input()"), "it ended as it started"),
+    ],
+)
+def test_a_checker_that_does_not_start_speaks_against_no_grammar(
+    command: tuple[str, ...], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        gate, works = GrammarGate(demo_grammars()), grammar_gate._COMMAND
+        monkeypatch.setattr(grammar_gate, "_COMMAND", command)
+        for _ in range(2):
+            with pytest.raises(Unavailable, match=f"^grammars cannot be checked, .*{why}$"):
+                await gate.prepare(GOOD[0])
+        monkeypatch.setattr(grammar_gate, "_COMMAND", works)
+        await gate.prepare(GOOD[0])
+        await gate.aclose()
+
+    run_quiet(body())
+
+
+def test_a_checker_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_gate, "_GRACE_S", 0.5 - MOST_S)
+
+    async def body() -> None:
+        gate = GrammarGate(demo_grammars())
+        await gate.prepare(GOOD[0])
+        os.kill(first := pid_of(gate), signal.SIGSTOP)
+        await gate.prepare(GOOD[1])
+        assert pid_of(gate) != first
+        await gate.aclose()
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("when", ["never used", "idle", "starting", "compiling", "hanging", "with others waiting", "twice"])
+def test_closing_leaves_nothing_and_starts_nothing(when: str) -> None:
+    async def body() -> None:
+        gate, tasks = GrammarGate(demo_grammars()), list[asyncio.Task[None]]()
+        if when != "never used" and when != "starting":
+            await gate.prepare(GOOD[0])
+        started: dict[str, tuple[Grammar, ...]] = {
+            "starting": GOOD[:1],
+            "compiling": GOOD[1:2],
+            "hanging": (ENDLESS,),
+            "with others waiting": (ENDLESS, *GOOD[1:5]),
+        }
+        tasks = [asyncio.create_task(gate.prepare(grammar)) for grammar in started.get(when, ())]
+        await asyncio.sleep(0.2 if "ing" in when and when != "starting" else 0.0)
+        began_s = monotonic()
+        await gate.aclose()
+        if when == "twice":
+            await gate.aclose()
+        assert monotonic() - began_s < 3.0, "it waits for no grammar"
+        assert gate._checker._process is None
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert result is None or isinstance(result, asyncio.CancelledError | Unavailable)
+        with pytest.raises(Unavailable, match="about to end"):
+            await gate.prepare(regex("late"))
+        assert gate._checker._process is None
+
+    run_quiet(body())
+
+
+PARENT = """
+import asyncio, sys
+from jdisagg.api.generation.grammar_gate import GrammarGate
+from tests.unit.api_edge.test_grammar_gate import ENDLESS, GOOD
+from tests.unit.text.grammar_rig import demo_grammars
+
+async def main():
+    gate = GrammarGate(demo_grammars())
+    await gate.prepare(GOOD[0])
+    task = asyncio.create_task(gate.prepare(ENDLESS)) if sys.argv[1] == "hanging" else None
+    await asyncio.sleep(0.5)
+    print(gate._checker._process.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("doing", ["idle", "hanging"])
+def test_the_checker_ends_with_its_server_whatever_ended_that(doing: str) -> None:
+    async def body() -> None:
+        server = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, doing, stdout=asyncio.subprocess.PIPE)
+        assert server.stdout is not None
+        checker = psutil.Process(int(await server.stdout.readline()))
+        assert _runs(checker)()
+        server.kill()
+        await server.wait()
+        assert await until(lambda: not _runs(checker)()) < MOST_S + 1.0
+
+    run_quiet(body())
+
+
+def _runs(process: psutil.Process) -> Callable[[], bool]:
+    return lambda: process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -1,0 +1,176 @@
+"""What is no grammar, what has no end, what does not fit: errors that one line says, and nobody else's."""
+
+from __future__ import annotations
+
+import json
+from time import thread_time
+
+import llguidance
+import pytest
+
+from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.requests import Grammar
+from jdisagg.text import grammar as grammar_module
+from jdisagg.text.grammar import MOST_KEPT, Grammars, Vocabulary
+from tests.unit.text.grammar_rig import (
+    GREEDY,
+    advanced,
+    allowed,
+    demo_grammars,
+    demo_tokenizer,
+    lark,
+    regex,
+    schema,
+    walk,
+)
+
+EOS = (1, 5)
+ANY_OBJECT = schema('{"type": "object"}')
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return demo_grammars()
+
+
+def encode(text: str) -> tuple[int, ...]:
+    return demo_tokenizer().encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        (schema("{"), "EOF while parsing an object at line 1 column 1"),
+        (schema(""), "EOF while parsing a value"),
+        (schema('{"type": "x"}'), "Invalid type: x"),
+        (schema('{"$ref": "https://example.com/x"}'), "https://example.com/x"),
+        (schema('{"contains": {}}'), "contains"),
+        (schema('{"type": "string", "minLength": 3, "maxLength": 2}'), "minLength"),
+        (schema("[" * 100_000), "recursion limit"),
+        (schema('{"type": "string", "pattern": "("}'), "unclosed group"),
+        (schema('"\ud800"'), "not JSON"),
+        (regex("("), "unclosed group"),
+        (regex("(?=a)b"), "look-around"),
+        (regex("\ud800"), "surrogates not allowed"),
+        (regex("[^\\x00-\\x{10FFFF}]"), "no text of this model's tokens is of it"),
+        (lark(""), "Empty grammar"),
+        (lark('start: "a" foo'), 'unknown name: "foo"'),
+        (lark("start: start"), "no text of this model's tokens is of it"),
+        (lark("start: <[999999]>"), "999999"),
+        (regex("a\x1b[31m" + "(" * 10_000), ""),
+    ],
+    ids=lambda value: value.text[:20].encode("unicode_escape").decode() if isinstance(value, Grammar) else "",
+)
+def test_what_is_no_grammar_is_refused_in_one_line_that_says_why(grammars: Grammars, grammar: Grammar, why: str) -> None:
+    for _ in range(2):
+        with pytest.raises(InvalidRequest) as refused:
+            grammars.matcher(grammar)
+        message = refused.value.message
+        assert message.startswith(f"grammar ({grammar.kind.value}): ")
+        assert why in message
+        assert message.isprintable()
+        assert not message.endswith(":")
+        assert len(message) < 500
+        assert refused.value.field == "grammar"
+    assert not grammars.has(grammar)
+
+
+@pytest.mark.parametrize("text", ["z", "ba", "<|end|>"])
+def test_a_token_that_does_not_fit_is_an_error_in_one_line_and_stays_one(grammars: Grammars, text: str) -> None:
+    matcher = advanced(grammars, regex("ab{2,4}"), encode(text))
+    error = matcher.error
+    assert "doesn't satisfy the grammar" in error
+    assert error.isprintable()
+    matcher.allowed()
+    matcher.advance(encode("ab"))
+    assert matcher.error == error
+
+
+@pytest.mark.parametrize("token_id", [4096, 2**31 - 1])
+def test_a_token_that_the_model_does_not_have_is_an_error(grammars: Grammars, token_id: int) -> None:
+    assert "out of range" in advanced(grammars, regex("ab"), [token_id]).error
+
+
+@pytest.mark.parametrize("ended", [(5, 70), (1, 70)])
+def test_text_behind_the_end_is_an_error(grammars: Grammars, ended: tuple[int, ...]) -> None:
+    assert advanced(grammars, regex("a+"), [*encode("a"), *ended]).error
+
+
+def test_an_ambiguous_grammar_meets_a_limit_before_its_steps_are_in_the_way_of_others(grammars: Grammars) -> None:
+    matcher, slowest_s = grammars.matcher(lark('start: x\nx: "a" | x x | x x x\n')), 0.0
+    (a,) = encode("a")
+    for _ in range(400):
+        began_s = thread_time()
+        matcher.allowed()
+        matcher.advance([a])
+        slowest_s = max(slowest_s, thread_time() - began_s)
+    assert "max is 500" in matcher.error
+    assert slowest_s < 0.15, "20 ms; 2,000 items make it 450"
+
+
+def test_an_answer_that_leads_to_too_many_states_is_an_error_of_its_own_and_the_next_one_begins_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = llguidance.LLParserLimits(max_lexer_states=3000, verbose_errors=False)
+    monkeypatch.setattr(grammar_module, "_LIMITS", limits)
+    grammars, other = demo_grammars(), regex("other")
+    innocent = grammars.matcher(other)
+    for seed in range(3):
+        matcher = grammars.matcher(regex(GREEDY))
+        assert matcher.error == ""
+        assert allowed(matcher), "what its predecessor met is forgotten"
+        with pytest.raises(AssertionError):
+            walk(matcher, EOS, seed, most=2000)
+        assert "too many states" in matcher.error
+        assert not grammars.has(regex(GREEDY))
+    assert innocent.error == ""
+    assert grammars.has(other)
+    late = advanced(grammars, other, encode("zz"))
+    assert late.error
+    kept = grammars.compile(other)
+    assert late.error
+    assert grammars.compile(other) is kept, "one that fails late takes nothing from those that came after"
+
+
+def test_no_more_blanks_than_a_deep_structure_has_come_in_a_row(grammars: Grammars) -> None:
+    (blank,) = encode(" ")
+    matcher, num_blanks = advanced(grammars, ANY_OBJECT, encode("{")), 0
+    while blank in allowed(matcher):
+        matcher.advance([blank])
+        num_blanks += 1
+        assert num_blanks < 100, "a model may fill its answer with them"
+    assert num_blanks == 80
+    assert allowed(matcher), "it goes on with something else"
+    pretty = json.dumps({"a": {"b": {"c": [1, {"d": None}]}}}, indent=4)
+    assert set(EOS) <= allowed(advanced(grammars, ANY_OBJECT, encode(pretty)))
+
+
+def test_the_latest_grammars_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MOST_KEPT > 10
+    grammars = Grammars(demo_grammars().vocabulary, most_kept=3)
+    a, b, c, d = map(regex, "abcd")
+    assert not grammars.has(a)
+    first = grammars.matcher(a)
+    for grammar in (b, c, a, d):
+        grammars.matcher(grammar)
+    assert [grammars.has(grammar) for grammar in (a, b, c, d)] == [True, False, True, True]
+    assert len(grammars._kept) == 3
+    compiled: list[str] = []
+    compile_ = grammars._compile
+    monkeypatch.setattr(grammars, "_compile", lambda grammar: compiled.append(grammar.text) or compile_(grammar))
+    for grammar in (a, c, b, a):
+        grammars.matcher(grammar)
+    assert compiled == ["b"]
+    assert allowed(first) == {*encode("a")}, "who has one keeps it"
+
+
+def test_an_engine_of_which_nothing_is_kept_compiles_each_time() -> None:
+    grammars = Grammars(demo_grammars().vocabulary, most_kept=0)
+    assert allowed(grammars.matcher(regex("a"))) == {*encode("a")}
+    assert not grammars.has(regex("a"))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[", '{"model": {"type": "BPE"}}'])
+def test_a_tokenizer_that_cannot_be_read_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError):
+        Grammars(Vocabulary(text, 10, (1,)))
