@@ -253,7 +253,7 @@ def test_a_checker_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch
 def test_closing_leaves_nothing_and_starts_nothing(when: str) -> None:
     async def body() -> None:
         gate, tasks = GrammarGate(demo_grammars()), list[asyncio.Task[None]]()
-        if when != "never used" and when != "starting":
+        if when not in {"never used", "starting"}:
             await gate.prepare(GOOD[0])
         started: dict[str, tuple[Grammar, ...]] = {
             "starting": GOOD[:1],
