@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from jdisagg.core.requests import GrammarKind
+from jdisagg.v1 import common_pb2
+
 LOWEST_TOKEN = 16  # below are special tokens
 PLAIN_SHARE = 0.3  # greedy, one choice, nothing else: what another implementation can answer, too
+GRAMMAR_SHARE = 0.2  # of the others
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One question. `sampling` has the names that gRPC and HTTP share."""
+    """One question. `sampling` has the names that gRPC and HTTP share; `grammar` is its kind and text."""
 
     prompt: tuple[int, ...]
     n: int = 1
     sampling: dict[str, Any] = field(default_factory=dict)
+    grammar: tuple[GrammarKind, str] | None = None
 
     @property
     def plain(self) -> bool:
         """Greedy, with nothing that changes logits."""
-        return self.n == 1 and self.sampling["temperature"] == 0.0 and "repetition_penalty" not in self.sampling
+        asks = self.sampling["temperature"] == 0.0, "repetition_penalty" not in self.sampling, self.grammar is None
+        return self.n == 1 and all(asks)
+
+    @property
+    def over_grpc(self) -> common_pb2.SamplingParams:
+        """All of it, for `GenerateRequest.sampling`."""
+        grammar = None
+        if self.grammar is not None:
+            grammar = common_pb2.Grammar(kind=_KIND_NUMBERS[self.grammar[0]], text=self.grammar[1])
+        return common_pb2.SamplingParams(**self.sampling, grammar=grammar)
+
+    @property
+    def over_http(self) -> dict[str, Any]:
+        """The same, as fields of a body."""
+        if self.grammar is None:
+            return self.sampling
+        kind, text = self.grammar
+        return {**self.sampling, "structured_outputs": {_KIND_FIELDS[kind]: text}}
 
     @property
     def max_tokens(self) -> int:
@@ -47,16 +70,35 @@ def make_catalogue(count: int, *, vocab_size: int, max_model_len: int) -> list[E
         prompt = (*head, *tokens(length))[: max_model_len - max_tokens]
         sampling: dict[str, Any] = {"max_tokens": max_tokens, "seed": rng.randrange(2**31), "temperature": 0.0}
         n = 1
-        if rng.random() >= PLAIN_SHARE:
+        is_plain = rng.random() < PLAIN_SHARE
+        if not is_plain:
             n = rng.randint(2, 4) if rng.random() < 0.25 else 1
             sampling |= rng.choice(_KINDS)
             if rng.random() < 0.2:
                 sampling["stop_token_ids"] = list(tokens(6))
         sampling["ignore_eos"] = rng.random() < 0.7
-        entries.append(Entry(prompt=prompt, n=n, sampling=sampling))
+        grammar = None
+        if not is_plain and rng.random() < GRAMMAR_SHARE:
+            grammar, sampling["ignore_eos"] = rng.choice(_GRAMMARS), False
+        entries.append(Entry(prompt=prompt, n=n, sampling=sampling, grammar=grammar))
     return entries
 
 
+_SCHEMA = {
+    "type": "object",
+    "properties": {"id": {"type": "integer"}, "kind": {"enum": ["a", "b"]}, "ok": {"type": "boolean"}},
+    "required": ["id", "kind", "ok"],
+}
+_GRAMMARS = (
+    (GrammarKind.REGEX, "[a-z]{3}(-[0-9]{4}){1,6}"),
+    (GrammarKind.REGEX, "(yes|no|perhaps)( [a-zé]+)*"),
+    (GrammarKind.JSON_SCHEMA, json.dumps(_SCHEMA)),
+)
+_KIND_NUMBERS = {
+    GrammarKind.REGEX: common_pb2.GRAMMAR_KIND_REGEX,
+    GrammarKind.JSON_SCHEMA: common_pb2.GRAMMAR_KIND_JSON_SCHEMA,
+}
+_KIND_FIELDS = {GrammarKind.REGEX: "regex", GrammarKind.JSON_SCHEMA: "json"}
 _KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7},
     {"temperature": 1.0, "top_p": 0.9},

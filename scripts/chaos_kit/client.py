@@ -88,7 +88,7 @@ class Clients:
         request = generation_pb2.GenerateRequest(
             request_id=f"chaos-{visit.number}-{outcome.times_sent}",
             token_ids=generation_pb2.TokenIds(ids=entry.prompt),
-            sampling=common_pb2.SamplingParams(**entry.sampling),
+            sampling=entry.over_grpc,
             n=entry.n,
             priority=visit.priority,
             cache_salt=visit.cache_salt,
@@ -124,7 +124,7 @@ class Clients:
 
     async def _over_http(self, router: Member, outcome: Outcome, entry: Entry, left_s: float) -> None:
         visit = outcome.visit
-        body = {**entry.sampling, "prompt": entry.prompt, "n": entry.n, "priority": visit.priority}
+        body = {**entry.over_http, "prompt": entry.prompt, "n": entry.n, "priority": visit.priority}
         body |= {"stream": visit.stream, "return_token_ids": True, "cache_salt": visit.cache_salt}
         leaves = visit.fate is not Fate.STAYS
         url = f"http://{router.http}/v1/completions"

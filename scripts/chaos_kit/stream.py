@@ -40,7 +40,7 @@ class Stream:
         request = generation_pb2.GenerateRequest(
             request_id=self.name,
             token_ids=generation_pb2.TokenIds(ids=self.entry.prompt),
-            sampling=common_pb2.SamplingParams(**self.entry.sampling),
+            sampling=self.entry.over_grpc,
             n=1,
             cache_salt=self.name,
         )
