@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import grpc.aio
 
+from jdisagg.v1 import common_pb2
 from tests.e2e.client import OPTIONS, Asked, Got, generate
 from tests.e2e.conftest import Start
 from tests.e2e.processes import ServerProcess, wait_until
@@ -17,7 +18,9 @@ TRIES = 3  # to strike in time: a machine may stand still just then
 
 
 def long_requests(count: int, seed: int, max_tokens: int = 160) -> list[Asked]:
+    """Every third has a grammar, which its tokens do not come to the end of."""
     rng = random.Random(seed)
+    letters = common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_REGEX, text="[a-z ]{2000,}")
     return [
         Asked(
             prompt=tuple(rng.randrange(16, 1024) for _ in range(rng.choice((5, 20, 40, 70)))),
@@ -25,7 +28,7 @@ def long_requests(count: int, seed: int, max_tokens: int = 160) -> list[Asked]:
                 "max_tokens": max_tokens,
                 "seed": rng.randrange(2**31),
                 "temperature": rng.choice((0.0, 0.9)),
-                "ignore_eos": True,
+                **({"grammar": letters} if number % 3 == 2 else {"ignore_eos": True}),
             },
             request_id=f"long-{seed}-{number}",
         )
