@@ -253,13 +253,13 @@ def test_a_checker_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch
 def test_closing_leaves_nothing_and_starts_nothing(when: str) -> None:
     async def body() -> None:
         gate, tasks = GrammarGate(demo_grammars()), list[asyncio.Task[None]]()
-        if when != "never used" and when != "starting":
+        if when not in {"never used", "starting"}:
             await gate.prepare(GOOD[0])
-        started: dict[str, tuple[Grammar, ...]] = {
+        started = {
             "starting": GOOD[:1],
             "compiling": GOOD[1:2],
-            "hanging": (ENDLESS,),
-            "with others waiting": (ENDLESS, *GOOD[1:5]),
+            "hanging": [ENDLESS],
+            "with others waiting": [ENDLESS, *GOOD[1:5]],
         }
         tasks = [asyncio.create_task(gate.prepare(grammar)) for grammar in started.get(when, ())]
         await asyncio.sleep(0.2 if "ing" in when and when != "starting" else 0.0)
