@@ -157,7 +157,7 @@ class Fleet:
         there = self._usable(fingerprint, num_tokens, prefill_tokens, by_grammar=by_grammar).entries
         if not there:
             return None
-        prefilled = {peer.member.fingerprint for peer in self._prefill()}
+        prefilled = {peer.member.fingerprint for peer in self._prefill(by_grammar=by_grammar)}
 
         def standing(entry: Entry) -> tuple[bool, ...]:
             address = entry.member.address

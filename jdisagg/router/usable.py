@@ -31,19 +31,22 @@ def usable(
         there, all_of_them = [entry for entry in there if entry.member.grammars], there
         if not there:
             return Usable([], f"no decode or unified worker that is connected serves grammars ({_named(all_of_them)})")
+    serves = ["serves grammars"] if by_grammar else []
     holding = [entry for entry in there if num_tokens <= entry.member.max_model_len]
     if not holding:
         longest = max(entry.member.max_model_len for entry in there)
-        return Usable([], f"no decode or unified worker that is connected holds {num_tokens} tokens (at most {longest})")
+        held = f"{' and '.join(['is connected', *serves])} holds {num_tokens} tokens (at most {longest})"
+        return Usable([], f"no decode or unified worker that {held}")
     staying = [entry for entry in holding if not entry.member.draining]
     if not staying:
-        which = "" if len(holding) == len(there) else f" that holds {num_tokens} tokens"
-        return Usable([], f"every decode or unified worker{which} is draining ({_named(holding)})")
-    return _with_prefill(staying, prefill, prefill_tokens)
+        which = serves if len(holding) == len(there) else [*serves, f"holds {num_tokens} tokens"]
+        return Usable([], f"every decode or unified worker{_that(which)} is draining ({_named(holding)})")
+    return _with_prefill(staying, prefill, prefill_tokens, serves)
 
 
-def _with_prefill(staying: list[Entry], prefill: Sequence[Entry], prefill_tokens: int) -> Usable:
-    """Those that compute prompts themselves, or have a prefill worker of their weights that holds so many tokens."""
+def _with_prefill(staying: list[Entry], prefill: Sequence[Entry], prefill_tokens: int, serves: list[str]) -> Usable:
+    """Those that compute prompts themselves, or have a prefill worker of their weights that holds so many tokens. `serves`:
+    what the prefill workers can."""
     held: dict[str, int] = {}  # by fingerprint
     for peer in prefill:
         held[peer.member.fingerprint] = max(held.get(peer.member.fingerprint, 1), peer.member.max_model_len)
@@ -53,12 +56,15 @@ def _with_prefill(staying: list[Entry], prefill: Sequence[Entry], prefill_tokens
         return Usable(found, "")
     if paired:
         most = max(held[entry.member.fingerprint] for entry in paired)
-        return Usable([], f"no prefill worker holds {prefill_tokens} tokens (at most {most}; --local-prefill never)")
+        return Usable(
+            [], f"no prefill worker{_that(serves)} holds {prefill_tokens} tokens (at most {most}; --local-prefill never)"
+        )
     why = ""
     if prefill:
         unlike = differing([peer.member for peer in prefill], [entry.member for entry in staying])
         why = f"; {unlike} must be the same on both"
-    return Usable([], f"no prefill worker that pairs with {_named(staying)} (--local-prefill never){why}")
+    pairs = _that([*serves, f"pairs with {_named(staying)}"])
+    return Usable([], f"no prefill worker{pairs} (--local-prefill never){why}")
 
 
 def _nobody(entries: Sequence[Entry]) -> str:
@@ -68,6 +74,10 @@ def _nobody(entries: Sequence[Entry]) -> str:
     unreached = [entry for entry in entries if entry.misses >= MANY_MISSES]
     which = f" ({_named(unreached)} has registered, and this router does not reach it)" if unreached else ""
     return f"no decode or unified worker is connected{which}"
+
+
+def _that(verbs: list[str]) -> str:
+    return f" that {' and '.join(verbs)}" if verbs else ""
 
 
 def _named(entries: Sequence[Entry]) -> str:

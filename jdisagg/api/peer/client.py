@@ -193,6 +193,8 @@ class GrpcPeerClient:
                     return StreamEnded(reason=error.reason, error=error.error)
                 self._answered(link)
                 if stream.by_grammar and not theirs.grammars:
+                    if not second:  # it may be another process since it said so
+                        continue
                     error = Unavailable(f"prefill peer {stream.peer}: it does not serve grammars")
                     return StreamEnded(reason="hello", error=error)
                 self._book.agreed(stream.peer, reached)

@@ -1,8 +1,9 @@
 """P's side of PeerService: Hello, hand-off streams into the engine's inbox, bytes of published pieces.
 
-    Prefill stream:  first message Open -> PeerOpened(handoff, open, peer, reply) is posted
-                     every later one    -> PeerMessage(handoff, message)
-                     its end            -> PeerMessage(handoff, StreamEnded(reason)), exactly once, whatever ended it
+    Prefill stream:  first message Open -> PeerOpened(handoff, open, peer, reply) is posted, once its grammar is compiled
+                     every later one    -> PeerMessage(handoff, message), not before that
+                     its end            -> PeerMessage(handoff, StreamEnded(reason)), exactly once, whatever ended it; nothing
+                                           when it was not opened
 
 Heartbeats go both ways, for all streams of one D at once; one that is silent for `dead_after_s` has its streams ended with
 "heartbeat".
@@ -38,6 +39,9 @@ from jdisagg.handoff.messages import HandoffId, Open, StreamEnded
 from jdisagg.text.grammar import Grammars
 from jdisagg.v1 import peer_pb2
 
+Event = PeerOpened | PeerMessage | PeerAlive
+Post = Callable[[Event], None]
+
 log = logging.getLogger(__name__)
 
 LEASE_NEWS = 0.25  # of a lease: how often the engine hears that a silent D is alive
@@ -59,7 +63,7 @@ class PeerServer(PieceServer):
         self,
         identity: Identity,
         *,
-        post: Callable[[PeerOpened | PeerMessage | PeerAlive], None],
+        post: Post,
         pieces: PieceBytes | None,
         config: TransferConfig,
         grammars: Grammars | None = None,
@@ -114,18 +118,18 @@ class PeerServer(PieceServer):
         reply = StreamReply(asyncio.get_running_loop(), MOST_UNREAD)
         reason, unread, cut_short = "dead", None, True  # what a cancelled handler means: the connection is gone
         write = asyncio.create_task(reply.pump(context.write, self._config.heartbeat_s))
+        posts = _Posts(self._post)
+        opening = asyncio.create_task(self._open(posts, PeerOpened(handoff, opened, context.peer(), reply)))
+        self._num_streams += 1
         try:
-            if self._grammars is not None and (grammar := opened.request.sampling.grammar) is not None:
-                await self._grammars.ahead(grammar)
-            self._post(PeerOpened(handoff, opened, context.peer(), reply))
-            self._num_streams += 1
             try:
-                reason, unread = await self._converse(handoff, request_iterator, reply, write, pulse)
+                reason, unread = await self._converse(handoff, request_iterator, reply, write, pulse, post=posts.put)
                 cut_short = not write.done()
             finally:
                 self._num_streams -= 1
+                opening.cancel()
                 reply.abandon()
-                self._post(PeerMessage(handoff, StreamEnded(reason=reason)))
+                posts.end(PeerMessage(handoff, StreamEnded(reason=reason)))
                 if unread is None:
                     await self._tell_broken(reason, handoff, context, cut_short=cut_short)
             await asyncio.wait({write}, timeout=LAST_WRITE_S)  # gRPC accepts no status while the first message is on its way
@@ -137,6 +141,13 @@ class PeerServer(PieceServer):
                 refuse(context, HandoffLost(f"{self._identity.worker} cannot read a message: {unread}"))
         finally:
             await cancel_and_wait(write)
+
+    async def _open(self, posts: _Posts, opened: PeerOpened) -> None:
+        """Post it, once the engine takes no time for its grammar."""
+        grammar = opened.message.request.sampling.grammar
+        if grammar is not None and self._grammars is not None:
+            await self._grammars.ahead(grammar)
+        posts.begin(opened)
 
     async def _tell_broken(
         self, reason: str, handoff: HandoffId, context: grpc.aio.ServicerContext, *, cut_short: bool
@@ -190,6 +201,8 @@ class PeerServer(PieceServer):
         reply: StreamReply,
         write: asyncio.Task[None],
         pulse: SharedPulse,
+        *,
+        post: Post,
     ) -> tuple[str, InvalidRequest | None]:
         """Carry messages both ways until one side ends; returns why, and what is wrong with a message that cannot be read."""
         told_s = monotonic()
@@ -198,10 +211,10 @@ class PeerServer(PieceServer):
             nonlocal told_s
             if monotonic() - told_s >= self._config.lease_s * LEASE_NEWS:
                 told_s = monotonic()
-                self._post(PeerAlive(handoff))
+                post(PeerAlive(handoff))
 
         listener = Listener(reply.outbox.beat, on_alive=renew)
-        read = asyncio.create_task(self._read(handoff, requests, pulse, reply))
+        read = asyncio.create_task(self._read(handoff, requests, pulse, reply, post))
         over = {listener.silent, reply.unread}
         try:
             with pulse.hear(listener):
@@ -220,11 +233,42 @@ class PeerServer(PieceServer):
         return "heartbeat", None
 
     async def _read(
-        self, handoff: HandoffId, requests: AsyncIterator[peer_pb2.PrefillRequest], pulse: SharedPulse, reply: StreamReply
+        self,
+        handoff: HandoffId,
+        requests: AsyncIterator[peer_pb2.PrefillRequest],
+        pulse: SharedPulse,
+        reply: StreamReply,
+        post: Post,
     ) -> None:
         async for wire in requests:
             pulse.heard()
             if not reply.gone:
                 message = decode_down(wire, monotonic())
                 if message is not None and not isinstance(message, Open):
-                    self._post(PeerMessage(handoff, message))
+                    post(PeerMessage(handoff, message))
+
+
+class _Posts:
+    """What the engine hears of one hand-off: what comes before its beginning waits for that. On the loop."""
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+        self._early: list[Event] | None = []  # None: it has begun
+
+    def begin(self, opened: PeerOpened) -> None:
+        """Post this one, and what waits for it."""
+        early, self._early = self._early, None
+        for event in (opened, *(early or ())):
+            self._post(event)
+
+    def put(self, event: Event) -> None:
+        """Post it now or then."""
+        if self._early is None:
+            self._post(event)
+        else:
+            self._early.append(event)
+
+    def end(self, event: PeerMessage) -> None:
+        """The last one; of no use when there was no beginning, which does not come any more."""
+        if self._early is None:
+            self._post(event)

@@ -255,11 +255,11 @@ def test_closing_leaves_nothing_and_starts_nothing(when: str) -> None:
         gate, tasks = GrammarGate(demo_grammars()), list[asyncio.Task[None]]()
         if when not in {"never used", "starting"}:
             await gate.prepare(GOOD[0])
-        started: dict[str, tuple[Grammar, ...]] = {
+        started = {
             "starting": GOOD[:1],
             "compiling": GOOD[1:2],
-            "hanging": (ENDLESS,),
-            "with others waiting": (ENDLESS, *GOOD[1:5]),
+            "hanging": [ENDLESS],
+            "with others waiting": [ENDLESS, *GOOD[1:5]],
         }
         tasks = [asyncio.create_task(gate.prepare(grammar)) for grammar in started.get(when, ())]
         await asyncio.sleep(0.2 if "ing" in when and when != "starting" else 0.0)

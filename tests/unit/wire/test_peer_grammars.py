@@ -1,0 +1,204 @@
+"""A hand-off whose request has a grammar: P's engine takes no time for it, and D asks nobody who cannot."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from jdisagg.core.requests import Grammar, GrammarKind, SamplingParams
+from jdisagg.handoff.events import PeerAlive, PeerOpened
+from jdisagg.handoff.messages import Accepted, Grant, HandoffId, Open, StreamEnded
+from tests.unit.wire.rig import FAST, identity, request, run_quiet, until
+from tests.unit.wire.test_peer import H1, H2, Decode, Prefill
+
+GRAMMAR = Grammar(GrammarKind.REGEX, "a+")
+
+
+class SlowGrammars:
+    """They are compiled when the test says so."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.asked: list[Grammar] = []
+        self.under_way = 0
+
+    async def ahead(self, grammar: Grammar) -> None:
+        self.asked.append(grammar)
+        self.under_way += 1
+        try:
+            await self.go.wait()
+        finally:
+            self.under_way -= 1
+
+
+def opening(request_id: str = "r", grammar: Grammar | None = GRAMMAR) -> Open:
+    sampling = SamplingParams(max_tokens=8, grammar=grammar)
+    return Open(request=request(request_id, sampling=sampling), held_tokens=1, backend="grpc")
+
+
+def prefill(grammars: Any, **who: Any) -> Prefill:
+    p = Prefill(identity(grammars=True, **who))
+    p.service._grammars = grammars
+    return p
+
+
+async def stop(p: Prefill, d: Decode) -> None:
+    await d.client.aclose()
+    await p.server.stop(0)
+
+
+def test_p_compiles_first_and_both_hear_each_other_meanwhile() -> None:
+    async def body() -> None:
+        grammars = SlowGrammars()
+        p, d = prefill(grammars), Decode()
+        d.client.open(await p.start(), H1, opening())
+        down = [Grant(credit_bytes=10), Grant(credit_bytes=20)]
+        for message in down:
+            d.client.send(H1, message)
+        await until(lambda: grammars.asked)
+        assert p.service.num_streams == 1, "who waits for it to end waits for this one"
+        await asyncio.sleep(4 * FAST.dead_after_s)
+        assert p.events == []
+        assert d.messages(H1) == []
+        grammars.go.set()
+        await until(lambda: len(p.messages()) == 2)
+        kinds = [type(event) for event in p.events if not isinstance(event, PeerAlive)]
+        assert kinds[0] is PeerOpened
+        assert p.messages() == down
+        (opened,) = p.opened()
+        assert opened.message.request.sampling.grammar == GRAMMAR
+        opened.reply.send(Accepted(cached_tokens=0))
+        await until(lambda: d.messages(H1) == [Accepted(cached_tokens=0)])
+        assert d.pulse(H1) == []
+        assert d.client.failures() == {opened_by(d): ""}
+        assert grammars.asked == [GRAMMAR]
+        d.client.close(H1)
+        await until(p.ends)
+        assert p.ends() == ["closed"]
+        await stop(p, d)
+
+    run_quiet(body())
+
+
+def opened_by(d: Decode) -> str:
+    (peer,) = d.client.failures()
+    return peer
+
+
+def test_other_streams_of_a_pair_go_on_while_many_wait_for_a_grammar() -> None:
+    async def body() -> None:
+        grammars = SlowGrammars()
+        p, d = prefill(grammars), Decode()
+        address = await p.start()
+        d.client.open(address, H1, opening(grammar=None))
+        await until(p.opened)
+        assert grammars.asked == []
+        slow = [HandoffId(f"s{number}", 1) for number in range(30)]
+        for handoff in slow:
+            d.client.open(address, handoff, opening(handoff.request_id))
+        await until(lambda: len(grammars.asked) == len(slow))
+        await asyncio.sleep(4 * FAST.dead_after_s)
+        assert (p.ends(), d.messages(H1)) == ([], []), "a heartbeat over any of them is one for all"
+        assert len(p.opened()) == 1
+        grammars.go.set()
+        await until(lambda: len(p.opened()) == 1 + len(slow))
+        await stop(p, d)
+
+    run_quiet(body())
+
+
+def test_a_d_that_goes_away_meanwhile_leaves_nothing() -> None:
+    async def body() -> None:
+        grammars = SlowGrammars()
+        p, d = prefill(grammars), Decode()
+        address = await p.start()
+        d.client.open(address, H1, opening())
+        d.client.open(address, H2, opening())
+        d.client.send(H1, Grant(credit_bytes=10))
+        await until(lambda: len(grammars.asked) == 2)
+        d.client.close(H1)  # in good order
+        await until(lambda: p.service.num_streams == 1)
+        await d.client.aclose()  # as good as none
+        await until(lambda: (p.service.num_streams, grammars.under_way) == (0, 0))
+        grammars.go.set()
+        await asyncio.sleep(0.1)
+        assert p.events == [], "neither a beginning nor an end"
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_a_d_that_says_nothing_meanwhile_is_given_up() -> None:
+    async def body() -> None:
+        grammars = SlowGrammars()
+        p, d = prefill(grammars), Decode()
+        d.client.open(await p.start(), H1, opening())
+        await until(lambda: grammars.asked)
+        stream = d.client._streams[H1]
+        assert stream._outbox is not None
+        stream._outbox.beat = lambda: True
+        await until(lambda: p.service.num_streams == 0)
+        assert p.events == []
+        await until(lambda: grammars.under_way == 0)
+        await stop(p, d)
+
+    run_quiet(body())
+
+
+def test_a_p_without_grammars_is_not_asked_for_one_and_is_as_good_as_before_for_others() -> None:
+    async def body() -> None:
+        p, d = Prefill(identity(grammars=False)), Decode()
+        address = await p.start()
+        d.client.open(address, H1, opening())
+        await until(lambda: d.ends(H1))
+        (ended,) = d.messages(H1)
+        assert isinstance(ended, StreamEnded)
+        assert ended.reason == "hello"
+        assert str(ended.error) == f"prefill peer {address}: it does not serve grammars"
+        assert p.events == []
+        assert d.usable(address)
+        assert not d.client.is_doubtful(address)
+        assert not d.client.is_down(address)
+        d.client.open(address, H2, opening(grammar=None))
+        await until(p.opened)
+        (opened,) = p.opened()
+        assert opened.handoff.request_id == "r"
+        opened.reply.send(Accepted(cached_tokens=0))
+        await until(lambda: d.messages(H2) == [Accepted(cached_tokens=0)])
+        again = HandoffId("again", 1)
+        d.client.open(address, again, opening())
+        await until(lambda: d.ends(again))
+        assert d.ends(H2) == []
+        await stop(p, d)
+
+    run_quiet(body())
+
+
+def test_a_p_that_serves_grammars_since_it_started_again_is_asked() -> None:
+    async def body() -> None:
+        p, d = Prefill(identity(epoch="old", grammars=False)), Decode()
+        address = await p.start()
+        d.client.open(address, H1, opening())
+        await until(lambda: d.ends(H1))
+        await p.server.stop(0)
+        grammars = SlowGrammars()
+        grammars.go.set()
+        newer = prefill(grammars, epoch="new")
+        await newer.start(int(address.rpartition(":")[2]))
+        d.client.open(address, H2, opening())
+        await until(lambda: newer.opened() or d.ends(H2))
+        assert len(newer.opened()) == 1, d.messages(H2)
+        await stop(newer, d)
+
+    run_quiet(body())
+
+
+def test_a_p_that_cannot_read_grammars_tells_its_engine_at_once() -> None:
+    async def body() -> None:
+        p, d = Prefill(replace(identity(), grammars=True)), Decode()  # it has none to compile: its engine refuses
+        d.client.open(await p.start(), H1, opening())
+        await until(p.opened)
+        await stop(p, d)
+
+    run_quiet(body())

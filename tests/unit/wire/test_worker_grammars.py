@@ -1,0 +1,207 @@
+"""Submits that have a grammar, at a worker: its engine takes no time for it, and nobody waits for another one's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from time import monotonic
+
+import grpc.aio
+import pytest
+
+from jdisagg.api import channels
+from jdisagg.api.codec import encode_request
+from jdisagg.api.worker.service import WorkerService
+from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.requests import EngineRequest, Grammar, GrammarKind, Output, SamplingParams
+from jdisagg.text.grammar import Grammars
+from jdisagg.v1 import worker_pb2, worker_pb2_grpc
+from tests.unit.router.fakes import FakeWorker
+from tests.unit.text.grammar_rig import demo_vocabulary
+from tests.unit.wire.rig import FAST, request, run_quiet, until
+
+SLOW, NONE = Grammar(GrammarKind.REGEX, "slow"), Grammar(GrammarKind.REGEX, "(")
+
+
+class SlowGrammars(Grammars):
+    """Those called slow are compiled when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(demo_vocabulary())
+        self.go = asyncio.Event()
+        self.under_way = 0
+
+    async def ahead(self, grammar: Grammar) -> None:
+        self.under_way += 1
+        try:
+            if grammar == SLOW:
+                await self.go.wait()
+            await super().ahead(grammar)
+        finally:
+            self.under_way -= 1
+
+
+class Worker(FakeWorker):
+    """With the real service, and grammars."""
+
+    def __init__(self, grammars: Grammars | None) -> None:
+        super().__init__(())
+        self.service = WorkerService(self.engine, FAST, grammars)
+        self.cancelled: list[tuple[str, int]] = []
+        cancel = self.engine.cancel
+
+        def noted(request_id: str, attempt: int, sink: Callable[[list[Output]], None], *, enough: bool = False) -> None:
+            self.cancelled.append((request_id, attempt))
+            cancel(request_id, attempt, sink, enough=enough)
+
+        self.engine.cancel = noted
+
+    def seen(self) -> list[tuple[str, int]]:
+        return [(request.request_id, request.attempt) for request in self.engine.seen]
+
+
+def asked(request_id: str, grammar: Grammar | None, attempt: int = 0) -> EngineRequest:
+    return request(request_id, sampling=SamplingParams(max_tokens=10_000, grammar=grammar), attempt=attempt)
+
+
+def submits(*requests: EngineRequest) -> worker_pb2.RunRequest:
+    wire = [worker_pb2.Submit(request=encode_request(one, monotonic())) for one in requests]
+    return worker_pb2.RunRequest(submits=wire)
+
+
+def cancels(request_id: str, attempt: int = 0) -> worker_pb2.RunRequest:
+    return worker_pb2.RunRequest(cancels=[worker_pb2.Cancel(request_id=request_id, attempt=attempt)])
+
+
+def run(body: Callable[[Worker, SlowGrammars, grpc.aio.StreamStreamCall], Awaitable[None]]) -> None:
+    """`body` with one worker and one stream of a router."""
+
+    async def whole() -> None:
+        grammars = SlowGrammars()
+        worker = Worker(grammars)
+        await worker.start()
+        channel = channels.open_channel(worker.address)
+        call = worker_pb2_grpc.WorkerServiceStub(channel).Run()
+        await body(worker, grammars, call)
+        call.cancel()
+        await until(lambda: worker.service.num_streams == 0)
+        await until(lambda: grammars.under_way == 0)
+        assert not worker.engine.live
+        await channel.close()
+        await worker.die()
+
+    run_quiet(whole())
+
+
+def test_a_grammar_that_is_being_compiled_holds_up_nobody_behind_it() -> None:
+    async def body(worker: Worker, grammars: SlowGrammars, call: grpc.aio.StreamStreamCall) -> None:
+        fast = Grammar(GrammarKind.REGEX, "fast")
+        await call.write(submits(asked("slow", SLOW), asked("plain", None), asked("fast", fast)))
+        await until(lambda: len(worker.engine.seen) == 2)
+        assert sorted(worker.seen()) == [("fast", 0), ("plain", 0)]
+        await call.write(cancels("plain"))
+        await until(lambda: "plain" not in worker.engine.live)
+        assert "slow" not in worker.engine.live
+        grammars.go.set()
+        await until(lambda: "slow" in worker.engine.live)
+        assert grammars.has(SLOW), "it takes the engine no time"
+        assert grammars.has(fast)
+        await call.write(submits(asked("again", SLOW)))
+        await until(lambda: "again" in worker.engine.live)
+        assert {request.sampling.grammar for request in worker.engine.seen} == {SLOW, fast, None}
+
+    run(body)
+
+
+@pytest.mark.parametrize("end", ["cancel", "stream"])
+def test_a_request_that_is_cancelled_while_its_grammar_is_compiled_is_none_that_the_engine_hears_of(end: str) -> None:
+    async def body(worker: Worker, grammars: SlowGrammars, call: grpc.aio.StreamStreamCall) -> None:
+        await call.write(submits(asked("slow", SLOW), asked("kept", SLOW)))
+        await until(lambda: grammars.under_way == 2)
+        if end == "stream":
+            call.cancel()
+            await until(lambda: worker.service.num_streams == 0)
+        else:
+            await call.write(cancels("slow", attempt=1))  # another one
+            await call.write(cancels("slow"))
+            await until(lambda: ("slow", 0) in worker.cancelled)
+        await until(lambda: grammars.under_way == (0 if end == "stream" else 1))
+        grammars.go.set()
+        await until(lambda: end == "stream" or worker.engine.live)
+        await asyncio.sleep(0.1)
+        assert worker.seen() == ([] if end == "stream" else [("kept", 0)])
+
+    run(body)
+
+
+def test_a_cancel_that_comes_when_it_is_just_compiled_leaves_nothing_running() -> None:
+    async def body(worker: Worker, grammars: SlowGrammars, call: grpc.aio.StreamStreamCall) -> None:
+        for number in range(20):
+            name, grammar = f"r{number}", Grammar(GrammarKind.REGEX, f"r{number}")
+            await call.write(submits(asked(name, grammar)))
+            await asyncio.sleep(0.0003 * number)
+            await call.write(cancels(name))
+        await until(lambda: len(worker.cancelled) == 20)
+        await until(lambda: grammars.under_way == 0)
+        await asyncio.sleep(0.05)
+        assert not worker.engine.live
+
+    run(body)
+
+
+def test_the_next_attempt_of_one_that_was_cancelled_is_submitted_once() -> None:
+    async def body(worker: Worker, grammars: SlowGrammars, call: grpc.aio.StreamStreamCall) -> None:
+        await call.write(submits(asked("r", SLOW)))
+        await call.write(cancels("r"))
+        await call.write(submits(asked("r", SLOW, attempt=1)))
+        await until(lambda: ("r", 0) in worker.cancelled and grammars.under_way == 1)
+        grammars.go.set()
+        await until(lambda: worker.engine.live)
+        assert worker.seen() == [("r", 1)]
+
+    run(body)
+
+
+def test_a_grammar_that_is_none_goes_to_the_engine_which_refuses_its_request() -> None:
+    async def body(worker: Worker, grammars: SlowGrammars, call: grpc.aio.StreamStreamCall) -> None:
+        await call.write(submits(asked("none", NONE)))
+        await until(lambda: worker.engine.live)
+        assert not grammars.has(NONE)
+        with pytest.raises(InvalidRequest, match="unclosed group"):
+            grammars.matcher(NONE)
+
+    run(body)
+
+
+def test_a_grammar_of_an_unknown_kind_is_refused_alone() -> None:
+    async def body(worker: Worker, grammars: SlowGrammars, call: grpc.aio.StreamStreamCall) -> None:
+        message = submits(asked("before", None), asked("odd", SLOW), asked("behind", None))
+        message.submits[1].request.sampling.grammar.kind = 17  # pyright: ignore[reportAttributeAccessIssue]
+        await call.write(message)
+        refused: list[worker_pb2.RunResponse] = []
+        while not refused:
+            answer = await call.read()
+            refused += [answer] if any(output.request_id == "odd" for output in answer.outputs) else []
+        (output,) = [output for output in refused[0].outputs if output.request_id == "odd"]
+        assert output.error.message.startswith("grammar.kind: wanted one of GRAMMAR_KIND_JSON_SCHEMA, ")
+        assert output.error.message.endswith(", got 17")
+        await until(lambda: len(worker.engine.live) == 2)
+        assert worker.seen() == [("before", 0), ("behind", 0)]
+
+    run(body)
+
+
+def test_a_worker_without_grammars_leaves_the_answer_to_its_engine() -> None:
+    async def whole() -> None:
+        worker = Worker(None)
+        await worker.start()
+        worker.engine.refuse = InvalidRequest("none here")
+        channel = channels.open_channel(worker.address)
+        call = worker_pb2_grpc.WorkerServiceStub(channel).Run()
+        await call.write(submits(asked("r", SLOW)))
+        await until(lambda: worker.seen() == [("r", 0)])
+        call.cancel()
+        await channel.close()
+        await worker.die()
+
+    run_quiet(whole())
