@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import psutil
+import pydantic
 import pytest
 
 from tests.e2e.client import Asked, run_all
@@ -104,18 +105,20 @@ def test_a_grammar_that_no_compiler_survives_ends_no_server_and_nobody_elses_ans
     wait_until(lambda: len(children()) <= 1, 10, "one checker at most")
 
 
+class Note(pydantic.BaseModel):
+    ok: bool
+    kind: Literal["a", "b"]
+
+
 def test_a_public_client_parses_what_it_asked_for(unified: ServerProcess) -> None:
-    with openai.OpenAI(base_url=f"{unified.http}/v1", timeout=60, api_key="none", max_retries=0) as client:
-        tool = {"type": "function", "function": {"name": "note", "parameters": SCHEMA}}
-        answer = client.chat.completions.create(
-            model=unified.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[1]["model"],
+    with openai.OpenAI(base_url=f"{unified.http}/v1", api_key="none", timeout=60, max_retries=0) as client:
+        answer = client.chat.completions.parse(
+            model=client.models.list().data[0].id,
             messages=[{"role": "user", "content": "note it"}],
-            tools=[tool],  # type: ignore[list-item]
-            tool_choice={"type": "function", "function": {"name": "note"}},
+            response_format=Note,
             max_tokens=150,
             seed=4,
         )
-        (call,) = answer.choices[0].message.tool_calls or ()
-        assert call.type == "function"
-        assert call.function.name == "note"
-        assert set(json.loads(call.function.arguments)) == {"ok", "kind", "count"}
+        note = answer.choices[0].message.parsed
+    assert isinstance(note, Note)
+    assert note.kind in ("a", "b")

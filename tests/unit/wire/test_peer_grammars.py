@@ -199,6 +199,7 @@ def test_a_p_that_cannot_read_grammars_tells_its_engine_at_once() -> None:
         p, d = Prefill(replace(identity(), grammars=True)), Decode()  # it has none to compile: its engine refuses
         d.client.open(await p.start(), H1, opening())
         await until(p.opened)
+        assert p.opened()[0].message.request.sampling.grammar == GRAMMAR
         await stop(p, d)
 
     run_quiet(body())

@@ -199,7 +199,8 @@ def test_a_worker_without_grammars_leaves_the_answer_to_its_engine() -> None:
         channel = channels.open_channel(worker.address)
         call = worker_pb2_grpc.WorkerServiceStub(channel).Run()
         await call.write(submits(asked("r", SLOW)))
-        await until(lambda: worker.seen() == [("r", 0)])
+        await until(worker.seen)
+        assert worker.seen() == [("r", 0)]
         call.cancel()
         await channel.close()
         await worker.die()
