@@ -76,7 +76,7 @@ async def serve(config: Config, process: Process) -> int:
         slow_request_s=config.server.slow_request_s,
         entrance=Entrance(text.tokenizer.digest(), config.model.served_model_name),
     )
-    gate = None if grammars is None else GrammarGate(grammars)
+    gate = None if grammars is None else GrammarGate(grammars, metrics)
     edge = make_edge(engine, text, config.server, metrics, source=config.model.model, grammars=gate)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
     fleet = FleetService(engine.workers, config.transfer)

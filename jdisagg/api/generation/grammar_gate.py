@@ -21,6 +21,7 @@ from time import monotonic
 
 from jdisagg.core.errors import InvalidRequest, Overloaded, Unavailable
 from jdisagg.core.logs import Seldom
+from jdisagg.core.metrics import COMPILED, ENDLESS, REFUSED, Metrics
 from jdisagg.core.requests import Grammar
 from jdisagg.text.grammar import Grammars, Vocabulary
 from jdisagg.text.grammar_checker import MOST_S
@@ -40,8 +41,9 @@ log = logging.getLogger(__name__)
 class GrammarGate:
     """Lets grammars into `grammars`. Use from one event loop; the checker starts with the first grammar."""
 
-    def __init__(self, grammars: Grammars) -> None:
+    def __init__(self, grammars: Grammars, metrics: Metrics) -> None:
         self._grammars = grammars
+        self._outcomes = metrics.requests.grammars
         self._refused: dict[Grammar, str] = {}
         self._checks: dict[Grammar, asyncio.Task[str]] = {}
         self._one_at_a_time = asyncio.Lock()
@@ -84,6 +86,7 @@ class GrammarGate:
                 await asyncio.to_thread(self._grammars.compile, grammar)
             except InvalidRequest as refused:
                 error = refused.message
+        self._outcomes.labels(outcome=COMPILED if not error else ENDLESS if error is _ENDLESS else REFUSED).inc()
         if error:
             self._refused[grammar] = error
             if len(self._refused) > MOST_REFUSED:

@@ -17,6 +17,7 @@ import pytest
 from jdisagg.api.generation import grammar_gate
 from jdisagg.api.generation.grammar_gate import MOST_REFUSED, MOST_WAITING, GrammarGate
 from jdisagg.core.errors import InvalidRequest, Overloaded, Unavailable
+from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Grammar
 from jdisagg.text.grammar_checker import MOST_S
 from tests.unit.text.grammar_rig import demo_grammars, lark, regex, schema
@@ -63,7 +64,7 @@ def test_what_no_compiler_survives_is_refused_alone_and_remembered(
     bad: Grammar, impatient: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body() -> None:
-        gate = GrammarGate(grammars := demo_grammars())
+        gate = GrammarGate(grammars := demo_grammars(), Metrics())
         await gate.prepare(GOOD[0])
         first, (one, next_one) = pid_of(gate), (bad, GOOD[1])
         asked = [asyncio.create_task(gate.prepare(grammar)) for grammar in (one, next_one)]
@@ -86,7 +87,7 @@ def test_what_no_compiler_survives_is_refused_alone_and_remembered(
 
 def test_what_is_wrong_with_a_grammar_is_said_and_ends_no_process() -> None:
     async def body() -> None:
-        gate = GrammarGate(demo_grammars())
+        gate = GrammarGate(demo_grammars(), Metrics())
         await gate.prepare(GOOD[0])
         first = pid_of(gate)
         for bad, why in (
@@ -107,7 +108,7 @@ def test_so_many_refusals_are_remembered_and_the_oldest_is_forgotten(monkeypatch
     monkeypatch.setattr(grammar_gate, "MOST_REFUSED", 2)
 
     async def body() -> None:
-        gate, asked = GrammarGate(demo_grammars()), list[str]()
+        gate, asked = GrammarGate(demo_grammars(), Metrics()), list[str]()
         ask = gate._checker.ask
         monkeypatch.setattr(gate._checker, "ask", lambda grammar: asked.append(grammar.text) or ask(grammar))
         for text in ("(", "((", "(((", "((", "(((", "("):
@@ -123,7 +124,7 @@ def test_grammars_that_each_take_much_do_not_take_of_what_the_next_one_may_have(
     monkeypatch.setattr(grammar_gate, "_COMMAND", (sys.executable, "-c", code))
 
     async def body() -> None:
-        gate = GrammarGate(demo_grammars())
+        gate = GrammarGate(demo_grammars(), Metrics())
         await gate.prepare(regex("a"))
         first = pid_of(gate)
         for i in range(4):  # 80 MB each
@@ -136,7 +137,7 @@ def test_grammars_that_each_take_much_do_not_take_of_what_the_next_one_may_have(
 
 def test_requests_with_one_grammar_share_its_check_and_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        gate, asked = GrammarGate(grammars := demo_grammars()), list[Grammar]()
+        gate, asked = GrammarGate(grammars := demo_grammars(), Metrics()), list[Grammar]()
         ask = gate._checker.ask
         monkeypatch.setattr(gate._checker, "ask", lambda grammar: asked.append(grammar) or ask(grammar))
         await asyncio.gather(*(gate.prepare(GOOD[0]) for _ in range(50)))
@@ -153,7 +154,7 @@ def test_requests_with_one_grammar_share_its_check_and_it_is_compiled_once(monke
 
 def test_who_waits_no_longer_ends_the_check_for_nobody_else_and_leaves_its_answer_to_no_other_question(impatient: None) -> None:
     async def body() -> None:
-        gate = GrammarGate(grammars := demo_grammars())
+        gate = GrammarGate(grammars := demo_grammars(), Metrics())
         await gate.prepare(GOOD[0])
         one, other = (asyncio.create_task(gate.prepare(ENDLESS)) for _ in range(2))
         await asyncio.sleep(0.2)
@@ -178,7 +179,7 @@ def test_who_waits_no_longer_ends_the_check_for_nobody_else_and_leaves_its_answe
 
 def test_more_than_so_many_new_grammars_at_once_are_told_to_come_again(impatient: None) -> None:
     async def body() -> None:
-        gate = GrammarGate(grammars := demo_grammars())
+        gate = GrammarGate(grammars := demo_grammars(), Metrics())
         await gate.prepare(GOOD[0])
         tasks = [asyncio.create_task(gate.prepare(grammar)) for grammar in (ENDLESS, *GOOD[1:MOST_WAITING])]
         await asyncio.sleep(0.05)
@@ -199,7 +200,7 @@ def test_more_than_so_many_new_grammars_at_once_are_told_to_come_again(impatient
 @pytest.mark.parametrize("wait_s", [0.0, 0.5])
 def test_a_checker_that_something_else_killed_speaks_against_no_grammar(wait_s: float) -> None:
     async def body() -> None:
-        gate = GrammarGate(grammars := demo_grammars())
+        gate = GrammarGate(grammars := demo_grammars(), Metrics())
         for i in range(3):
             await gate.prepare(GOOD[i])
             os.kill(pid_of(gate), signal.SIGKILL)
@@ -223,7 +224,7 @@ def test_a_checker_that_does_not_start_speaks_against_no_grammar(
     command: tuple[str, ...], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body() -> None:
-        gate, works = GrammarGate(demo_grammars()), grammar_gate._COMMAND
+        gate, works = GrammarGate(demo_grammars(), Metrics()), grammar_gate._COMMAND
         monkeypatch.setattr(grammar_gate, "_COMMAND", command)
         for _ in range(2):
             with pytest.raises(Unavailable, match=f"^grammars cannot be checked, .*{why}$"):
@@ -239,7 +240,7 @@ def test_a_checker_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(grammar_gate, "_GRACE_S", 0.5 - MOST_S)
 
     async def body() -> None:
-        gate = GrammarGate(demo_grammars())
+        gate = GrammarGate(demo_grammars(), Metrics())
         await gate.prepare(GOOD[0])
         os.kill(first := pid_of(gate), signal.SIGSTOP)
         await gate.prepare(GOOD[1])
@@ -252,7 +253,7 @@ def test_a_checker_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("when", ["never used", "idle", "starting", "compiling", "hanging", "with others waiting", "twice"])
 def test_closing_leaves_nothing_and_starts_nothing(when: str) -> None:
     async def body() -> None:
-        gate, tasks = GrammarGate(demo_grammars()), list[asyncio.Task[None]]()
+        gate, tasks = GrammarGate(demo_grammars(), Metrics()), list[asyncio.Task[None]]()
         if when not in {"never used", "starting"}:
             await gate.prepare(GOOD[0])
         started = {
@@ -285,7 +286,7 @@ from tests.unit.api_edge.test_grammar_gate import ENDLESS, GOOD
 from tests.unit.text.grammar_rig import demo_grammars
 
 async def main():
-    gate = GrammarGate(demo_grammars())
+    gate = GrammarGate(demo_grammars(), Metrics())
     await gate.prepare(GOOD[0])
     task = asyncio.create_task(gate.prepare(ENDLESS)) if sys.argv[1] == "hanging" else None
     await asyncio.sleep(0.5)
