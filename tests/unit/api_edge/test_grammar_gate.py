@@ -25,14 +25,14 @@ ENDLESS = schema(json.dumps({"allOf": [{"type": "string", "pattern": f".*x{i}.*"
 GIGABYTES = schema('{"type": "integer", "multipleOf": 1000003}')
 LEAST = schema('{"const": -9223372036854775808}')  # llguidance 1.9.1 turns its sign for ever
 GOOD = [regex(f"good{i}") for i in range(MOST_WAITING + 2)]
-SHORT_S = 1.0
+SHORT_S = 2.0  # a machine stands still for one
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checker itself, which gives a grammar a second."""
+    """The checker itself, which gives a grammar less."""
     code = f"from jdisagg.text import grammar_checker as checker; checker.MOST_S = {SHORT_S}; checker.main()"
     monkeypatch.setattr(grammar_gate, "_COMMAND", (sys.executable, "-c", code))
 
