@@ -23,7 +23,7 @@ from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.text.grammar import Grammars, Vocabulary
 
 MOST_S = 5.0  # for one grammar; ordinary ones take milliseconds
-_MOST_BYTES = 2**30  # of address space for one, beside what the tokenizer takes
+_MOST_BYTES = 2**27 + 2**26  # of address space for one, beside what the tokenizer takes; its thread reserves a third
 _STACK_BYTES = 2**20  # less than the threads of any server have: what fits here fits there
 
 

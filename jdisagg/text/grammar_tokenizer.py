@@ -10,7 +10,7 @@ import llguidance
 def read_tokenizer(tokenizer_json: str, size: int, eos_token_ids: Sequence[int]) -> llguidance.LLTokenizer:
     """Of at most `size` tokens. Raises ValueError when the library cannot read it."""
     eos = list(eos_token_ids)
-    read = llguidance.LLTokenizer(tokenizer_json, n_vocab=size, eos_token=eos)
+    read = llguidance.LLTokenizer(tokenizer_json, n_vocab=size, eos_token=eos, slices=[])  # nothing is matched with this one
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Plain(read, eos[0])), n_vocab=size, eos_token=eos)
 
 

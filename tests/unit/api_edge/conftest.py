@@ -1,7 +1,10 @@
-"""One tiny tokenizer for all."""
+"""One tiny tokenizer for all, and what is left of a test."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import psutil
 import pytest
 
 from jdisagg.text.tokenizer import Tokenizer
@@ -12,3 +15,12 @@ from tests.unit.text.tiny_tokenizer import train_byte_level
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Byte-level BPE with BOS and a chat template."""
     return Tokenizer.from_directory(train_byte_level(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """No process, no descriptor; threads and tasks are counted by `run_quiet`."""
+    me = psutil.Process()
+    before = {child.pid for child in me.children(recursive=True)}, me.num_fds()
+    yield
+    assert ({child.pid for child in me.children(recursive=True)}, me.num_fds()) == before

@@ -1,0 +1,90 @@
+"""The process that checks grammars does not outlive what asks it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from collections.abc import Callable
+from time import monotonic
+
+import psutil
+import pytest
+
+from jdisagg.api.generation.grammar_gate import GrammarGate
+from jdisagg.core.errors import Unavailable
+from jdisagg.core.metrics import Metrics
+from jdisagg.text.grammar_checker import MOST_S
+from tests.unit.api_edge.test_grammar_gate import ENDLESS, GOOD
+from tests.unit.text.grammar_rig import demo_grammars, regex
+from tests.unit.wire.rig import run_quiet, until
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+
+@pytest.mark.parametrize("when", ["never used", "idle", "starting", "compiling", "hanging", "with others waiting", "twice"])
+def test_closing_leaves_nothing_and_starts_nothing(when: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        gate, tasks = GrammarGate(demo_grammars(), Metrics()), list[asyncio.Task[None]]()
+        if when not in {"never used", "starting"}:
+            await gate.prepare(GOOD[0])
+        started = {
+            "starting": GOOD[:1],
+            "compiling": GOOD[1:2],
+            "hanging": [ENDLESS],
+            "with others waiting": [ENDLESS, *GOOD[1:5]],
+        }
+        tasks = [asyncio.create_task(gate.prepare(grammar)) for grammar in started.get(when, ())]
+        await asyncio.sleep(0.2 if "ing" in when and when != "starting" else 0.0)
+        began_s = monotonic()
+        await gate.aclose()
+        if when == "twice":
+            await gate.aclose()
+        assert monotonic() - began_s < 3.0, "it waits for no grammar"
+        assert gate._checker._process is None
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert result is None or isinstance(result, asyncio.CancelledError | Unavailable)
+        with pytest.raises(Unavailable, match="about to end"):
+            await gate.prepare(regex("late"))
+        assert gate._checker._process is None
+
+    run_quiet(body())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+PARENT = """
+import asyncio, sys
+from jdisagg.api.generation.grammar_gate import GrammarGate
+from jdisagg.core.metrics import Metrics
+from tests.unit.api_edge.test_grammar_gate import ENDLESS, GOOD
+from tests.unit.text.grammar_rig import demo_grammars
+
+async def main():
+    gate = GrammarGate(demo_grammars(), Metrics())
+    await gate.prepare(GOOD[0])
+    task = asyncio.create_task(gate.prepare(ENDLESS)) if sys.argv[1] == "hanging" else None
+    await asyncio.sleep(0.5)
+    print(gate._checker._process.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("doing", ["idle", "hanging"])
+def test_the_checker_ends_with_its_server_whatever_ended_that(doing: str) -> None:
+    async def body() -> None:
+        server = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, doing, stdout=asyncio.subprocess.PIPE)
+        assert server.stdout is not None
+        checker = psutil.Process(int(await server.stdout.readline()))
+        assert _runs(checker)()
+        server.kill()
+        await server.wait()
+        assert await until(lambda: not _runs(checker)()) < MOST_S + 1.0
+
+    run_quiet(body())
+
+
+def _runs(process: psutil.Process) -> Callable[[], bool]:
+    return lambda: process.is_running() and process.status() != psutil.STATUS_ZOMBIE
