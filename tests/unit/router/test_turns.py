@@ -11,7 +11,7 @@ from jdisagg.router.flight import Flight
 from jdisagg.router.placement import Placement
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.test_fleet_engine import ask, assert_whole, collect, fleet, stop
-from tests.unit.wire.rig import run_quiet, until
+from tests.unit.wire.rig import RUN_LIMIT_S, run_quiet, until
 
 NUM = 5 * PER_TURN
 
@@ -24,7 +24,7 @@ def test_a_lost_workers_requests_do_not_hold_up_the_loop(monkeypatch: pytest.Mon
     async def run() -> None:
         router = await Router().start()
         (first,) = await fleet(FakeWorker((router.address,)), router=router)
-        asked = [ask(f"r{number}", max_tokens=600) for number in range(NUM)]
+        asked = [ask(f"r{number}", max_tokens=600, left_s=RUN_LIMIT_S) for number in range(NUM)]
         calls = [asyncio.create_task(collect(router, each)) for each in asked]
         await until(lambda: len(first.engine.live) == NUM)
         second = await FakeWorker((router.address,)).start()
