@@ -11,13 +11,13 @@ from jax.sharding import Mesh
 from jdisagg.core.config import Config
 from jdisagg.core.requests import Role
 from jdisagg.engine.device import Device
+from jdisagg.engine.grammar_rows import Grammars
 from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.ops import choose_ops
 from jdisagg.engine.runner import ModelRunner
 from jdisagg.engine.sizing import DeviceMemory, EngineSizes, pages_for, size_engine
 from jdisagg.kv.layout import LANES, choose_layout
 from jdisagg.models.load import LoadedModel
-from jdisagg.text.grammar import Grammars
 
 log = logging.getLogger(__name__)
 

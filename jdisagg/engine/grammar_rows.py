@@ -9,10 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.requests import Grammar
 from jdisagg.sched.plan import Admit, Plan, Sampled
-from jdisagg.text.grammar import Grammars, Matcher
+
+
+class Matcher(Protocol):
+    """`jdisagg.text.grammar.Matcher`; steps are run without it, too."""
+
+    @property
+    def error(self) -> str: ...
+
+    def advance(self, token_ids: Sequence[int]) -> None: ...
+
+    def allowed(self) -> bytes: ...
+
+
+class Grammars(Protocol):
+    """`jdisagg.text.grammar.Grammars`."""
+
+    def matcher(self, grammar: Grammar) -> Matcher: ...
+
 
 Place = Matcher | str  # or why there is none
 

@@ -18,7 +18,7 @@ import numpy as np
 from jdisagg.engine import updates
 from jdisagg.engine.buckets import PrefillBucket, smallest_holding
 from jdisagg.engine.device import Device
-from jdisagg.engine.grammar_rows import GrammarRows, Place, advance
+from jdisagg.engine.grammar_rows import GrammarRows, Grammars, Place, advance
 from jdisagg.engine.host_copies import HostCopies
 from jdisagg.engine.packing import Packed, pack_exact, pack_prefill
 from jdisagg.engine.results import Part, read
@@ -27,7 +27,6 @@ from jdisagg.engine.steps import StepOut
 from jdisagg.engine.token_index import token_index
 from jdisagg.kv.group import KVGroup
 from jdisagg.sched.plan import Admit, HostCopy, PageCopy, PageTable, Plan, StepResult
-from jdisagg.text.grammar import Grammars
 from jdisagg.transfer.base import Piece
 
 

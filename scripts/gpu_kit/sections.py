@@ -7,7 +7,7 @@ from dataclasses import dataclass
 TOTAL_S = 470.0  # of all sections together; the budgets below add up to it
 SERVER = (
     *("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google.rpc", "starlette", "uvicorn", "uvloop", "httptools"),
-    *("tokenizers", "prometheus_client", "jinja2", "safetensors", "xxhash", "google.protobuf"),
+    *("tokenizers", "prometheus_client", "jinja2", "safetensors", "xxhash", "google.protobuf", "llguidance"),
 )
 STEP = ("jax", "flax", "safetensors", "orbax.checkpoint", "tensorstore")
 BATCH = (*STEP, *SERVER, "httpx", "tqdm")
