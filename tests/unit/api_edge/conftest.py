@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import psutil
@@ -21,6 +22,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def nothing_is_left() -> Iterator[None]:
     """No process, no descriptor; threads and tasks are counted by `run_quiet`."""
     me = psutil.Process()
+    gc.collect()  # what earlier tests left is not to go while this one runs
     before = {child.pid for child in me.children(recursive=True)}, me.num_fds()
     yield
     assert ({child.pid for child in me.children(recursive=True)}, me.num_fds()) == before

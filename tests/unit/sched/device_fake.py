@@ -38,6 +38,7 @@ class FakeDevice:
         self.num_copied_pages = 0
         self.bad: set[int] = set()  # slots whose next sample is NaN
         self.unscored: set[int] = set()  # positions of prompt tokens whose log-probability is NaN
+        self._sampled_by: dict[int, dict[int, SlotState]] = {}  # step that is not read -> slot -> who had it
         self.computed_by: dict[int, int] = {}  # page -> latest step whose rows wrote to it
 
     def dispatch(self, plan: Plan) -> StepResult:
@@ -63,6 +64,7 @@ class FakeDevice:
         sampled = self._compute(plan)
         self.num_forward_tokens += plan.num_tokens
         logprobs = {c.slot: self._scores(c) for c in plan.prefill if c.targets is not None}
+        self._sampled_by[plan.step_id] = {one.slot: self.slots[one.slot] for one in sampled}
         return StepResult(step_id=plan.step_id, sampled=sampled, prompt_logprobs=logprobs)
 
     def read(self, pages: list[int] | tuple[int, ...], length: int) -> list[int]:
@@ -76,10 +78,10 @@ class FakeDevice:
             self.computed_by.pop(page, None)  # whoever had it before: what is there now needs no step
 
     def known(self, result: StepResult) -> None:
-        """The host has read a step's tokens."""
+        """The host has read a step's tokens: those of the sequences that were in its slots then."""
+        states = self._sampled_by.pop(result.step_id)
         for one in result.sampled:
-            if (state := self.slots.get(one.slot)) is not None:
-                state.num_known += len(one.token_ids)
+            states[one.slot].num_known += len(one.token_ids)
 
     def _admit(self, admit: Admit) -> None:
         assert admit.slot not in self.slots, "admitted into a slot that was not evicted"
