@@ -5,7 +5,8 @@
     guided_..           the same, as vLLM called them before: guided_json, guided_regex, ..
     json_schema, regex  SGLang's
 
-A JSON schema may be an object or the text of one. {} is a schema, that of any JSON; other empty values ask for nothing.
+A JSON schema may be an object or the text of one. {} is a schema, that of any JSON. null and false ask for nothing; so does "",
+but not in structured_outputs, where it is refused, as an empty list of choices is everywhere: any text would do.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _read_all(body: Body) -> dict[str, Grammar]:
 def _response_format(body: Body) -> Grammar | None:
     """OpenAI's `response_format`."""
     response_format = body.object("response_format")
-    match kind := response_format.get("type", "text"):
+    match kind := response_format.get("type") if response_format else "text":
         case "text":
             return None
         case "json_object":
@@ -101,6 +102,10 @@ def _structured_outputs(body: Body) -> dict[str, Grammar | None]:
     if unknown := fields.keys() - _READERS.keys() - {*_UNSERVED_OUTPUTS, *_ADVICE}:
         told = f"{where}: is an object with one of {', '.join(_READERS)}; got {min(unknown)[:80]!r}"
         raise InvalidRequest(told, field=where)
+    for name in _READERS:
+        if fields.get(name) == "":
+            told = f"{where}.{name}: is empty; leave it out where any text will do"
+            raise InvalidRequest(told, field=f"{where}.{name}")
     inner = Body(fields, where=f"{where}.")
     return {name: read(inner, name) for name, read in _READERS.items()}
 
@@ -167,10 +172,10 @@ def _written(body: Body, name: str, kind: GrammarKind) -> Grammar | None:
 def _choice(body: Body, name: str) -> Grammar | None:
     """One of several texts, exactly."""
     value, name = body.get(name), f"{body.where}{name}"
-    if is_one_of(value, OFF):
+    if is_one_of(value, (None, False, "")):
         return None
-    if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
-        raise wrong_type(name, "a list of non-empty strings", value)
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
+        raise wrong_type(name, "a list of non-empty strings, one at least", value)
     if len(value) > MAX_CHOICES:
         raise InvalidRequest(f"{name}: may hold at most {MAX_CHOICES} strings; got {len(value)}", field=name)
     return Grammar(GrammarKind.REGEX, "|".join(map(_literal, value)))

@@ -54,6 +54,7 @@ def encode(text: str) -> tuple[int, ...]:
         (regex("\ud800"), "surrogates not allowed"),
         (regex("[^\\x00-\\x{10FFFF}]"), "no text of this model's tokens is of it"),
         (lark(""), "Empty grammar"),
+        (lark('root ::= "a" | "b"'), "EBNF"),
         (lark('start: "a" foo'), 'unknown name: "foo"'),
         (lark("start: start"), "no text of this model's tokens is of it"),
         (lark("start: <[999999]>"), "999999"),
@@ -105,6 +106,7 @@ def test_an_ambiguous_grammar_meets_a_limit_before_its_steps_are_in_the_way_of_o
         matcher.advance([a])
         slowest_s = max(slowest_s, thread_time() - began_s)
     assert "max is 500" in matcher.error
+    assert "fewer properties" in matcher.error
     assert slowest_s < 0.15, "20 ms; 2,000 items make it 450"
 
 
