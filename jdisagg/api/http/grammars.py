@@ -27,7 +27,12 @@ MAX_CHOICES = 1000
 _ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 _NO_SCHEMA = (None, False, "")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-_UNSERVED_OUTPUTS = ("structural_tag", "whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
+_UNSERVED_OUTPUTS = {
+    "structural_tag": "leave it out, or write a grammar",
+    "whitespace_pattern": 'write it into the schema, as "x-guidance": {"whitespace_pattern": ..}',
+    "disable_any_whitespace": 'write "x-guidance": {"whitespace_pattern": ""} into the schema',
+    "disable_additional_properties": 'write "additionalProperties": false into the objects of the schema',
+}
 _ADVICE = ("disable_fallback", "backend", "_backend", "_backend_was_auto")  # of vLLM: how, not what
 
 
@@ -96,9 +101,9 @@ def _structured_outputs(body: Body) -> dict[str, Grammar | None]:
     if not fields:
         return {}
     where = "structured_outputs"
-    for name in _UNSERVED_OUTPUTS:
+    for name, instead in _UNSERVED_OUTPUTS.items():
         if not is_one_of(fields.get(name), OFF):
-            raise InvalidRequest(f"{where}.{name}: is not served; leave it out", field=f"{where}.{name}")
+            raise InvalidRequest(f"{where}.{name}: is not served; {instead}", field=f"{where}.{name}")
     if unknown := fields.keys() - _READERS.keys() - {*_UNSERVED_OUTPUTS, *_ADVICE}:
         told = f"{where}: is an object with one of {', '.join(_READERS)}; got {min(unknown)[:80]!r}"
         raise InvalidRequest(told, field=where)

@@ -147,6 +147,26 @@ def test_no_more_blanks_than_a_deep_structure_has_come_in_a_row(grammars: Gramma
     assert set(EOS) <= allowed(advanced(grammars, ANY_OBJECT, encode(pretty)))
 
 
+@pytest.mark.parametrize(("pattern", "most"), [("", 0), (" ?", 1)])
+def test_a_schema_may_say_which_blanks_stand_between_its_parts(grammars: Grammars, pattern: str, most: int) -> None:
+    (blank,) = encode(" ")
+    matcher = advanced(
+        grammars, schema(json.dumps({"type": "object", "x-guidance": {"whitespace_pattern": pattern}})), encode("{")
+    )
+    for _ in range(most):
+        assert blank in allowed(matcher)
+        matcher.advance([blank])
+    assert blank not in allowed(matcher)
+
+
+def test_some_120_properties_of_an_object_may_be_optional(grammars: Grammars) -> None:
+    for num_properties, is_fine in ((120, True), (130, False)):
+        properties = {f"p{number}": {"type": "integer"} for number in range(num_properties)}
+        matcher = advanced(grammars, schema(json.dumps({"type": "object", "properties": properties})), encode('{"'))
+        matcher.allowed()
+        assert (not matcher.error) is is_fine
+
+
 def test_the_latest_grammars_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MOST_KEPT > 10
     grammars = Grammars(demo_grammars().vocabulary, most_kept=3)
