@@ -25,6 +25,10 @@ from jdisagg.text.grammar_tokenizer import read_tokenizer
 
 MOST_KEPT = 32  # compiled grammars: ordinary ones take a millisecond to compile again, others may hold 100 MB
 _MOST_OF_ERROR = 300  # characters
+_ROW = "Current row has"  # of `max_items_in_row`
+_FEWER = "; of an object of a JSON schema, require more properties, or have fewer properties"
+_EBNF = "::="  # stands in no Lark outside of its texts
+_IN_LARK = '; this looks like EBNF, which is not served: write it in Lark, as in start: "a" | "b"'
 _WHY = "error: "  # where a regular expression cannot be read, the line that says why begins so
 _QUIET = 0  # llguidance's log level: it would write to stderr
 
@@ -70,7 +74,7 @@ class Matcher:
         """Why it cannot go on: a token did not fit, or a limit of the library was met. "" = it can."""
         if error := self._matcher.get_error():
             self._on_error()
-        return _short(error)
+        return _short(error) + (_FEWER if _ROW in error else "")
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """These were generated next. One that does not fit shows as `error`."""
@@ -136,7 +140,8 @@ class Grammars:
         else:
             if not error:
                 return matcher
-        raise InvalidRequest(f"grammar ({grammar.kind.value}): {_short(error)}", field="grammar")
+        hint = _IN_LARK if grammar.kind is GrammarKind.LARK and _EBNF in grammar.text else ""
+        raise InvalidRequest(f"grammar ({grammar.kind.value}): {_short(error)}{hint}", field="grammar")
 
 
 def _short(error: str) -> str:

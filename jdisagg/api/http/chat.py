@@ -121,7 +121,7 @@ class _Answer:
         self._options = options
         self._num_top = num_top
         self._forced = forced
-        self._readers = [] if forced is None else [CallReader(forced) for _ in job.requests]  # of a stream, one per choice
+        self._readers = [] if forced is None else [CallReader(forced) for _ in job.requests]  # one per choice
         self._created = int(time.time())
         self._card = edge.card  # a router looks through its fleet for it
 
@@ -131,9 +131,9 @@ class _Answer:
         for choice in transcript.choices:
             shown: dict[str, Any] = {
                 "index": choice.index,
-                "message": self._message(choice.text),
+                "message": self._message(choice.index, choice.text),
                 "logprobs": self._logprobs(choice.logprobs),
-                "finish_reason": self._finish_reason(choice.finish) if choice.finish else None,
+                "finish_reason": self._finish_reason(choice.index, choice.finish) if choice.finish else None,
                 "stop_reason": choice.stop,
             }
             if self._options.return_token_ids:
@@ -147,13 +147,13 @@ class _Answer:
             answer["jdisagg"] = provenance_object(transcript)
         return answer
 
-    def _message(self, text: str) -> dict[str, Any]:
+    def _message(self, index: int, text: str) -> dict[str, Any]:
         if self._forced is None:
             return {"role": "assistant", "content": text, "refusal": None}
-        return {"role": "assistant", "content": None, "refusal": None, "tool_calls": whole_calls(self._forced, text)}
+        return {"role": "assistant", "content": None, "refusal": None, "tool_calls": whole_calls(self._readers[index], text)}
 
-    def _finish_reason(self, finish: FinishReason) -> str:
-        return finish.value if self._forced is None else self._forced.finish_reason(finish)
+    def _finish_reason(self, index: int, finish: FinishReason) -> str:
+        return finish.value if self._forced is None else self._readers[index].finish_reason(finish)
 
     async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams: the role first, then text, then a finish reason for each choice."""
@@ -205,7 +205,7 @@ class _Answer:
 
     def _last_chunk(self, delta: Delta, transcript: Transcript) -> dict[str, Any]:
         assert delta.finish is not None
-        event = self._chunk(delta, {}, finish=self._finish_reason(delta.finish))
+        event = self._chunk(delta, {}, finish=self._finish_reason(delta.index, delta.finish))
         event["choices"][0]["stop_reason"] = delta.stop
         if self._options.provenance and not self._options.include_usage and transcript.is_finished:
             event["jdisagg"] = provenance_object(transcript)

@@ -31,10 +31,6 @@ class ForcedCall:
 
     name: str | None
 
-    def finish_reason(self, finish: FinishReason) -> str:
-        """As OpenAI has it: a call that was asked for by its name is an ordinary end."""
-        return "tool_calls" if finish is FinishReason.STOP and self.name is None else finish.value
-
 
 def read_forced(body: Body) -> ForcedCall | None:
     """None: the model may answer in text. Raises InvalidRequest for a choice of no function that is offered."""
@@ -139,6 +135,12 @@ class CallReader:
             text = text[end:]
         return parts
 
+    def finish_reason(self, finish: FinishReason) -> str:
+        """Of the answer whose text has been pushed. As OpenAI has it: a call that was asked for by its name is an ordinary
+        end, and so is what a stop string leaves without a whole call."""
+        has_calls = self._name is None and self._index >= 0 and self._depth == 0
+        return "tool_calls" if finish is FinishReason.STOP and has_calls else finish.value
+
     def _named(self, name: str, text: str) -> list[dict[str, Any]]:
         if not text:
             return []
@@ -172,7 +174,7 @@ class CallReader:
         return len(text)
 
 
-def whole_calls(forced: ForcedCall, text: str) -> list[dict[str, Any]]:
-    """The calls of a whole answer; the last one's arguments may lack their end."""
-    parts = CallReader(forced).push(text)
+def whole_calls(reader: CallReader, text: str) -> list[dict[str, Any]]:
+    """The calls of a whole answer, which a new `reader` reads; the last one's arguments may lack their end."""
+    parts = reader.push(text)
     return [{name: value for name, value in part.items() if name != "index"} for part in parts]

@@ -5,7 +5,8 @@
     guided_..           the same, as vLLM called them before: guided_json, guided_regex, ..
     json_schema, regex  SGLang's
 
-A JSON schema may be an object or the text of one. {} is a schema, that of any JSON; other empty values ask for nothing.
+A JSON schema may be an object or the text of one. {} is a schema, that of any JSON. null and false ask for nothing; so does "",
+but not in structured_outputs, where it is refused, as an empty list of choices is everywhere: any text would do.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ MAX_CHOICES = 1000
 _ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 _NO_SCHEMA = (None, False, "")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-_UNSERVED_OUTPUTS = ("structural_tag", "whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
+_UNSERVED_OUTPUTS = {
+    "structural_tag": "leave it out, or write a grammar",
+    "whitespace_pattern": 'write it into the schema, as "x-guidance": {"whitespace_pattern": ..}',
+    "disable_any_whitespace": 'write "x-guidance": {"whitespace_pattern": ""} into the schema',
+    "disable_additional_properties": 'write "additionalProperties": false into the objects of the schema',
+}
 _ADVICE = ("disable_fallback", "backend", "_backend", "_backend_was_auto")  # of vLLM: how, not what
 
 
@@ -74,7 +80,7 @@ def _read_all(body: Body) -> dict[str, Grammar]:
 def _response_format(body: Body) -> Grammar | None:
     """OpenAI's `response_format`."""
     response_format = body.object("response_format")
-    match kind := response_format.get("type", "text"):
+    match kind := response_format.get("type") if response_format else "text":
         case "text":
             return None
         case "json_object":
@@ -95,12 +101,16 @@ def _structured_outputs(body: Body) -> dict[str, Grammar | None]:
     if not fields:
         return {}
     where = "structured_outputs"
-    for name in _UNSERVED_OUTPUTS:
+    for name, instead in _UNSERVED_OUTPUTS.items():
         if not is_one_of(fields.get(name), OFF):
-            raise InvalidRequest(f"{where}.{name}: is not served; leave it out", field=f"{where}.{name}")
+            raise InvalidRequest(f"{where}.{name}: is not served; {instead}", field=f"{where}.{name}")
     if unknown := fields.keys() - _READERS.keys() - {*_UNSERVED_OUTPUTS, *_ADVICE}:
         told = f"{where}: is an object with one of {', '.join(_READERS)}; got {min(unknown)[:80]!r}"
         raise InvalidRequest(told, field=where)
+    for name in _READERS:
+        if fields.get(name) == "":
+            told = f"{where}.{name}: is empty; leave it out where any text will do"
+            raise InvalidRequest(told, field=f"{where}.{name}")
     inner = Body(fields, where=f"{where}.")
     return {name: read(inner, name) for name, read in _READERS.items()}
 
@@ -167,10 +177,10 @@ def _written(body: Body, name: str, kind: GrammarKind) -> Grammar | None:
 def _choice(body: Body, name: str) -> Grammar | None:
     """One of several texts, exactly."""
     value, name = body.get(name), f"{body.where}{name}"
-    if is_one_of(value, OFF):
+    if is_one_of(value, (None, False, "")):
         return None
-    if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
-        raise wrong_type(name, "a list of non-empty strings", value)
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
+        raise wrong_type(name, "a list of non-empty strings, one at least", value)
     if len(value) > MAX_CHOICES:
         raise InvalidRequest(f"{name}: may hold at most {MAX_CHOICES} strings; got {len(value)}", field=name)
     return Grammar(GrammarKind.REGEX, "|".join(map(_literal, value)))

@@ -30,7 +30,9 @@ _EVERYWHERE = (
         'grammars in EBNF are not served; write it in Lark as llguidance reads it, as "structured_outputs": {"grammar": ..}',
     ),
     Unserved(("structural_tag",), "structural tags are not served; leave it out, or write a grammar (structured_outputs)"),
-    Unserved(("guided_whitespace_pattern",), "whitespace between the parts of JSON is not chosen; leave it out"),
+    Unserved(
+        ("guided_whitespace_pattern",), 'is not served; write it into the schema, as "x-guidance": {"whitespace_pattern": ..}'
+    ),
     Unserved(
         ("allowed_token_ids", "bad_words", "logits_processors", "custom_logit_processor", "vllm_xargs"),
         "tokens are allowed or forbidden by logit_bias only; use that or leave it out",

@@ -81,6 +81,8 @@ def test_an_answer_has_the_calls_and_no_content(tokenizer: Tokenizer) -> None:
         ({"tool_choice": NAMED}, ARGUMENTS, [("weather", ARGUMENTS)], "stop"),
         ({"tool_choice": "required"}, BOTH, [("weather", ARGUMENTS), ("now", "{}")], "tool_calls"),
         ({"tool_choice": "required", "max_tokens": 3}, BOTH, [], "length"),
+        ({"tool_choice": "required", "stop": "weather"}, BOTH, [], "stop"),
+        ({"tool_choice": "required", "stop": "]"}, BOTH, [("weather", ARGUMENTS), ("now", "{}")], "tool_calls"),
     ]
 
     async def check() -> None:
@@ -107,6 +109,7 @@ def test_a_stream_has_the_same_calls_in_parts(tokenizer: Tokenizer) -> None:
     cases = [
         (NAMED, ARGUMENTS, [("weather", ARGUMENTS)], "stop"),
         ("required", BOTH, [("weather", ARGUMENTS), ("now", "{}")], "tool_calls"),
+        ("required", f'[{{"name":"weather","parameters":{ARGUMENTS[:8]}', [("weather", ARGUMENTS[:8])], "stop"),
     ]
 
     async def check() -> None:
@@ -165,7 +168,7 @@ JSON_OBJECTS = st.dictionaries(st.text(), JSON)
 def test_calls_are_the_same_wherever_their_text_is_cut(called: list[tuple[str, Any, bool]], cuts: list[int]) -> None:
     calls = [(name, json.dumps(value, ensure_ascii=ascii_only)) for name, value, ascii_only in called]
     text = "[" + ",".join(call(*one) for one in calls) + "]"
-    assert [(one["function"]["name"], one["function"]["arguments"]) for one in whole_calls(REQUIRED, text)] == calls
+    assert [(one["function"]["name"], one["function"]["arguments"]) for one in whole_calls(CallReader(REQUIRED), text)] == calls
     for places in (cuts, range(len(text))):
         assert joined(read(REQUIRED, text, places)) == calls
         assert joined(read(WEATHER, calls[0][1], places)) == [("weather", calls[0][1])]

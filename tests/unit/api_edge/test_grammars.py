@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -197,6 +198,22 @@ def test_a_schema_is_bounded_by_its_bytes_however_it_is_written(name: str) -> No
     for value in ({"const": text + "a"}, f'{{"const":"{text}a"}}', '{"a":' * 10**6, {"enum": list(range(10**6))}):
         with pytest.raises(InvalidRequest, match=f"{name}: may have at most {MAX_GRAMMAR_BYTES} bytes"):
             read_grammar(Body({name: value}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "instead"),
+    [
+        ("whitespace_pattern", " ?", '"x-guidance": {"whitespace_pattern": '),
+        ("disable_any_whitespace", True, '"x-guidance": {"whitespace_pattern": ""}'),
+        ("disable_additional_properties", True, '"additionalProperties": false'),
+        ("structural_tag", "{}", "grammar"),
+    ],
+)
+def test_what_is_not_served_beside_a_schema_is_refused_with_what_to_write_instead(field: str, value: Any, instead: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(f"structured_outputs.{field}: ")) as caught:
+        read_grammar(Body({"structured_outputs": {"json": SCHEMA, field: value}}))
+    assert instead in caught.value.message
+    assert caught.value.field == f"structured_outputs.{field}"
 
 
 @pytest.fixture(scope="module")

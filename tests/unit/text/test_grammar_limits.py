@@ -54,6 +54,7 @@ def encode(text: str) -> tuple[int, ...]:
         (regex("\ud800"), "surrogates not allowed"),
         (regex("[^\\x00-\\x{10FFFF}]"), "no text of this model's tokens is of it"),
         (lark(""), "Empty grammar"),
+        (lark('root ::= "a" | "b"'), "EBNF"),
         (lark('start: "a" foo'), 'unknown name: "foo"'),
         (lark("start: start"), "no text of this model's tokens is of it"),
         (lark("start: <[999999]>"), "999999"),
@@ -105,6 +106,7 @@ def test_an_ambiguous_grammar_meets_a_limit_before_its_steps_are_in_the_way_of_o
         matcher.advance([a])
         slowest_s = max(slowest_s, thread_time() - began_s)
     assert "max is 500" in matcher.error
+    assert "fewer properties" in matcher.error
     assert slowest_s < 0.15, "20 ms; 2,000 items make it 450"
 
 
@@ -143,6 +145,26 @@ def test_no_more_blanks_than_a_deep_structure_has_come_in_a_row(grammars: Gramma
     assert allowed(matcher), "it goes on with something else"
     pretty = json.dumps({"a": {"b": {"c": [1, {"d": None}]}}}, indent=4)
     assert set(EOS) <= allowed(advanced(grammars, ANY_OBJECT, encode(pretty)))
+
+
+@pytest.mark.parametrize(("pattern", "most"), [("", 0), (" ?", 1)])
+def test_a_schema_may_say_which_blanks_stand_between_its_parts(grammars: Grammars, pattern: str, most: int) -> None:
+    (blank,) = encode(" ")
+    matcher = advanced(
+        grammars, schema(json.dumps({"type": "object", "x-guidance": {"whitespace_pattern": pattern}})), encode("{")
+    )
+    for _ in range(most):
+        assert blank in allowed(matcher)
+        matcher.advance([blank])
+    assert blank not in allowed(matcher)
+
+
+def test_some_120_properties_of_an_object_may_be_optional(grammars: Grammars) -> None:
+    for num_properties, is_fine in ((120, True), (130, False)):
+        properties = {f"p{number}": {"type": "integer"} for number in range(num_properties)}
+        matcher = advanced(grammars, schema(json.dumps({"type": "object", "properties": properties})), encode('{"'))
+        matcher.allowed()
+        assert (not matcher.error) is is_fine
 
 
 def test_the_latest_grammars_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
