@@ -23,7 +23,7 @@ from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.core.told import told
 from jdisagg.text.grammar_tokenizer import read_tokenizer
 
-MOST_KEPT = 256  # compiled grammars; most clients use few
+MOST_KEPT = 64  # compiled grammars; most clients use few, and answers may make each of them 25 MB and more
 _MOST_OF_ERROR = 300  # characters
 _WHY = "error: "  # where a regular expression cannot be read, the line that says why begins so
 _OF_THE_STATES = "lexer error"  # as errors begin that are of what the copies of one grammar share
@@ -35,7 +35,7 @@ _LIMITS = llguidance.LLParserLimits(
     step_lexer_fuel=100_000,  # 7 ms
     step_max_items=50_000,  # 3 ms
     max_items_in_row=500,  # 20 ms, which 2,000 make 250; as many different beginnings may follow at one place
-    max_lexer_states=50_000,  # 100 MB
+    max_lexer_states=50_000,  # 25 MB, and more of large expressions
     max_grammar_size=100_000,
     verbose_errors=False,
 )
