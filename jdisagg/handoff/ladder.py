@@ -19,8 +19,9 @@ _UNFIT = (InvalidRequest, ModelNotFound)
 
 
 def is_final(error: RequestError | None) -> bool:
-    """Whether `error` would come back from every other worker too, so that the request ends with it."""
-    return isinstance(error, _FINAL)
+    """Whether `error` would come back from every other worker too, so that the request ends with it: a grammar leads all of
+    them to the same place."""
+    return isinstance(error, _FINAL) or (isinstance(error, InvalidRequest) and error.field == "grammar")
 
 
 def is_invalid(error: RequestError | None) -> bool:

@@ -23,13 +23,14 @@ from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.core.told import told
 from jdisagg.text.grammar_tokenizer import read_tokenizer
 
-MOST_KEPT = 32  # compiled grammars: ordinary ones take a millisecond to compile again, others may hold 100 MB
+MOST_KEPT = 64  # compiled grammars; most clients use few, and answers may make each of them 10 MB and more
 _MOST_OF_ERROR = 300  # characters
 _ROW = "Current row has"  # of `max_items_in_row`
 _FEWER = "; of an object of a JSON schema, require more properties, or have fewer properties"
 _EBNF = "::="  # stands in no Lark outside of its texts
 _IN_LARK = '; this looks like EBNF, which is not served: write it in Lark, as in start: "a" | "b"'
 _WHY = "error: "  # where a regular expression cannot be read, the line that says why begins so
+_OF_THE_STATES = "lexer error"  # as errors begin that are of what the copies of one grammar share
 _QUIET = 0  # llguidance's log level: it would write to stderr
 
 # Of one step, which is in the way of everybody's next token, of memory, and of what is read at once. Compiling has no limit
@@ -38,7 +39,7 @@ _LIMITS = llguidance.LLParserLimits(
     step_lexer_fuel=100_000,  # 7 ms
     step_max_items=50_000,  # 3 ms
     max_items_in_row=500,  # 20 ms, which 2,000 make 250; as many different beginnings may follow at one place
-    max_lexer_states=20_000,  # 40 MB
+    max_lexer_states=20_000,  # 10 MB, and more of large expressions
     max_grammar_size=100_000,
     verbose_errors=False,
 )
@@ -65,15 +66,17 @@ class Vocabulary:
 class Matcher:
     """One sequence's place in its grammar. Used by one thread at a time."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, on_error: Callable[[], None]) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, on_full: Callable[[], None]) -> None:
+        """`on_full` is called, maybe often, once there is no room for the states of its text."""
         self._matcher = matcher
-        self._on_error = on_error
+        self._on_full = on_full
 
     @property
     def error(self) -> str:
         """Why it cannot go on: a token did not fit, or a limit of the library was met. "" = it can."""
-        if error := self._matcher.get_error():
-            self._on_error()
+        error = self._matcher.get_error()
+        if error.startswith(_OF_THE_STATES):
+            self._on_full()
         return _short(error) + (_FEWER if _ROW in error else "")
 
     def advance(self, token_ids: Sequence[int]) -> None:
@@ -94,9 +97,10 @@ class Grammars:
         """Raises ValueError when the library cannot read the tokenizer."""
         self.vocabulary = vocabulary
         self._most_kept = most_kept
-        self._lock = threading.Lock()  # of `_kept`
+        self._lock = threading.Lock()  # of `_kept` and `_renewing`
         self._tokenizer = read_tokenizer(vocabulary.tokenizer_json, vocabulary.size, vocabulary.eos_token_ids)
         self._kept: dict[Grammar, llguidance.LLMatcher] = {}
+        self._renewing: set[Grammar] = set()
 
     def has(self, grammar: Grammar) -> bool:
         """Whether it was compiled lately."""
@@ -111,7 +115,7 @@ class Grammars:
     def matcher(self, grammar: Grammar) -> Matcher:
         """At the grammar's beginning. Raises InvalidRequest when it is none, or nothing is of it."""
         kept = self.compile(grammar)
-        return Matcher(kept.deep_copy(), partial(self._forget, grammar, kept))
+        return Matcher(kept.deep_copy(), partial(self._renew, grammar, kept))
 
     def compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         """Kept for later. Raises as `matcher`; one that nobody has checked may take for ever, or end the process."""
@@ -123,11 +127,25 @@ class Grammars:
                 del self._kept[next(iter(self._kept))]
         return kept
 
-    def _forget(self, grammar: Grammar, kept: llguidance.LLMatcher) -> None:
-        """Copies share the states that their texts have led to, and the limit of those: whoever comes next begins with none."""
+    def _renew(self, grammar: Grammar, kept: llguidance.LLMatcher) -> None:
+        """Copies share the states that their texts have led to, and the limit of those: soon another is kept, which has none.
+        Whoever comes before that has the old one, as an engine's thread is not to wait for a compiler."""
         with self._lock:
-            if self._kept.get(grammar) is kept:
-                del self._kept[grammar]
+            if self._kept.get(grammar) is not kept or grammar in self._renewing:
+                return
+            self._renewing.add(grammar)
+        threading.Thread(target=self._replace, args=(grammar, kept), name="renew-grammar").start()
+
+    def _replace(self, grammar: Grammar, kept: llguidance.LLMatcher) -> None:
+        new = None
+        try:
+            with suppress(InvalidRequest):
+                new = self._compile(grammar)
+        finally:
+            with self._lock:
+                self._renewing.discard(grammar)
+                if new is not None and self._kept.get(grammar) is kept:
+                    self._kept[grammar] = new
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         try:

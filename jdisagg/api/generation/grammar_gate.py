@@ -26,7 +26,7 @@ from jdisagg.core.requests import Grammar
 from jdisagg.text.grammar import Grammars, Vocabulary
 from jdisagg.text.grammar_checker import MOST_S
 
-MOST_WAITING = 16  # grammars that nobody has seen, each of which may take MOST_S
+MOST_WAITING = 64  # grammars that nobody has seen: milliseconds each, where none takes MOST_S
 MOST_REFUSED = 256  # that are remembered
 _GRACE_S = 1.0  # beyond MOST_S the checker ends itself
 _START_S = 30.0  # a Python interpreter, and a large tokenizer to read

@@ -169,6 +169,19 @@ def test_who_waits_no_longer_ends_the_check_for_nobody_else_and_leaves_its_answe
     run_quiet(body())
 
 
+def test_each_of_many_clients_at_once_may_have_a_grammar_of_its_own() -> None:
+    """Sixty-four are what benchmarks of such answers send together; ordinary ones are checked in milliseconds."""
+
+    async def body() -> None:
+        gate = GrammarGate(grammars := demo_grammars())
+        new = [regex(f"{i}[a-z]") for i in range(64)]
+        await asyncio.gather(*map(gate.prepare, new))
+        assert all(map(grammars.has, new))
+        await gate.aclose()
+
+    run_quiet(body())
+
+
 def test_more_than_so_many_new_grammars_at_once_are_told_to_come_again(impatient: None) -> None:
     async def body() -> None:
         gate = GrammarGate(grammars := demo_grammars(), Metrics())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from time import thread_time
 
 import llguidance
@@ -12,6 +13,7 @@ from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import Grammar
 from jdisagg.text import grammar as grammar_module
 from jdisagg.text.grammar import MOST_KEPT, Grammars, Vocabulary
+from tests.e2e.processes import wait_until
 from tests.unit.text.grammar_rig import (
     GREEDY,
     advanced,
@@ -116,22 +118,52 @@ def test_an_answer_that_leads_to_too_many_states_is_an_error_of_its_own_and_the_
     limits = llguidance.LLParserLimits(max_lexer_states=3000, verbose_errors=False)
     monkeypatch.setattr(grammar_module, "_LIMITS", limits)
     grammars, other = demo_grammars(), regex("other")
-    innocent = grammars.matcher(other)
+    innocent, (compiled, compiling) = grammars.matcher(other), compiles(monkeypatch, grammars)
     for seed in range(3):
         matcher = grammars.matcher(regex(GREEDY))
         assert matcher.error == ""
         assert allowed(matcher), "what its predecessor met is forgotten"
+        compiled.clear()
+        compiling.clear()
         with pytest.raises(AssertionError):
             walk(matcher, EOS, seed, most=2000)
         assert "too many states" in matcher.error
-        assert not grammars.has(regex(GREEDY))
+        grammars.matcher(regex(GREEDY))
+        assert not compiled, "an engine's thread has the old one until another has compiled it"
+        compiling.set()
+        wait_until(lambda: not grammars._renewing, 10, "the next one begins anew")
+        assert compiled == [GREEDY]
+        assert matcher.error
+        assert not grammars._renewing, "it is no fault of the new one"
     assert innocent.error == ""
     assert grammars.has(other)
-    late = advanced(grammars, other, encode("zz"))
+
+
+def test_an_answer_that_meets_a_limit_of_its_own_has_nothing_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one would meet it, too, and compiling may take seconds."""
+    grammars, ambiguous = demo_grammars(), lark('start: x\nx: "a" | x x | x x x\n')
+    matcher, kept = grammars.matcher(ambiguous), grammars.compile(ambiguous)
+    compiled, _ = compiles(monkeypatch, grammars)
+    matcher.advance([*encode("a")] * 400)
+    late = advanced(grammars, ambiguous, encode("zz"))
+    assert "max is 500" in matcher.error
     assert late.error
-    kept = grammars.compile(other)
-    assert late.error
-    assert grammars.compile(other) is kept, "one that fails late takes nothing from those that came after"
+    assert grammars.compile(ambiguous) is kept
+    assert not compiled
+
+
+def compiles(monkeypatch: pytest.MonkeyPatch, grammars: Grammars) -> tuple[list[str], threading.Event]:
+    """The texts that are compiled from now on, other threads' while the event is set."""
+    compile_, compiled, allowed_ = grammars._compile, list[str](), threading.Event()
+
+    def noted(grammar: Grammar) -> llguidance.LLMatcher:
+        if threading.current_thread() is not threading.main_thread():
+            allowed_.wait(10)
+        compiled.append(grammar.text)
+        return compile_(grammar)
+
+    monkeypatch.setattr(grammars, "_compile", noted)
+    return compiled, allowed_
 
 
 def test_no_more_blanks_than_a_deep_structure_has_come_in_a_row(grammars: Grammars) -> None:
@@ -168,7 +200,7 @@ def test_some_120_properties_of_an_object_may_be_optional(grammars: Grammars) ->
 
 
 def test_the_latest_grammars_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert MOST_KEPT > 10
+    assert 10 < MOST_KEPT <= 64, "25 MB each, once their answers have led to as many states as may be"
     grammars = Grammars(demo_grammars().vocabulary, most_kept=3)
     a, b, c, d = map(regex, "abcd")
     assert not grammars.has(a)
