@@ -173,7 +173,7 @@ def test_each_of_many_clients_at_once_may_have_a_grammar_of_its_own() -> None:
     """Sixty-four are what benchmarks of such answers send together; ordinary ones are checked in milliseconds."""
 
     async def body() -> None:
-        gate = GrammarGate(grammars := demo_grammars())
+        gate = GrammarGate(grammars := demo_grammars(), Metrics())
         new = [regex(f"{i}[a-z]") for i in range(64)]
         await asyncio.gather(*map(gate.prepare, new))
         assert all(map(grammars.has, new))

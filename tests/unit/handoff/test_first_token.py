@@ -89,6 +89,7 @@ def test_of_many_hand_offs_at_once_each_gets_its_own_token_and_none_of_an_older_
     ("error", "kind"),
     [
         (NumericalError("NaN"), act.Fail),
+        (InvalidRequest("its grammar cannot go on", field="grammar"), act.Fail),
         (InvalidRequest("no device"), act.OpenStream),
         (Overloaded("full"), act.OpenStream),
         (HandoffLost("no device"), act.OpenStream),
