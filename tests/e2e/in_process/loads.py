@@ -6,10 +6,14 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from jdisagg.core.requests import EngineRequest, SamplingParams
+from jdisagg.core.requests import EngineRequest, Grammar, GrammarKind, SamplingParams
 from tests.e2e.mixed import mixed_requests
 
 FAR_S = 1e12
+GRAMMARS = (
+    Grammar(GrammarKind.REGEX, "[a-z]{2,}( [0-9]{3})*"),
+    Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object","additionalProperties":{"type":"integer"}}'),
+)
 
 
 def engine_requests(
@@ -34,6 +38,8 @@ def engine_requests(
             sampling["prompt_logprobs"] = number % 3
         if number % 8 == 2:
             sampling["frequency_penalty"] = 0.6
+        if number % 6 == 5:
+            sampling |= {"grammar": GRAMMARS[number // 6 % 2], "ignore_eos": False, "min_tokens": 0}
         assert not isinstance(asked.prompt, str)
         num_shared = rng.choice((3, 8, 21, 40)) if shared_prefix else 0
         one = EngineRequest(

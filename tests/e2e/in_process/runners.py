@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import string
 from dataclasses import dataclass, replace
+from functools import cache
 
 import jax
+import tokenizers
 from jax.sharding import NamedSharding
 
 from jdisagg.core.config import CacheConfig, Config, LocalPrefill, ModelConfig, Numerics, SchedulerConfig, TransferConfig
@@ -14,7 +17,8 @@ from jdisagg.engine.runner import ModelRunner
 from jdisagg.engine.warmup import warm_up
 from jdisagg.models.load import LoadedModel
 from jdisagg.models.sharding import make_mesh
-from tests.unit.engine.support import load
+from jdisagg.text.grammar import Grammars, Vocabulary
+from tests.unit.engine.support import VOCAB, load
 
 PAGE, MAX_LEN, SLOTS, BUDGET, CHUNK_TOKENS, POOL = 4, 96, 8, 24, 8, 400
 
@@ -32,6 +36,19 @@ class Shape:
 ONE_DEVICE = Shape()
 
 
+@cache
+def grammars() -> Grammars:
+    """Of a tokenizer whose tokens are EOS, 0, and the visible characters, a blank and a line's end."""
+    characters = [c for c in map(chr, range(33, 127)) if c in string.printable]
+    vocabulary = {token: number for number, token in enumerate(["<eos>", *characters, "Ġ", "Ċ"])}
+    assert len(vocabulary) == VOCAB
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.add_special_tokens(["<eos>"])
+    return Grammars(Vocabulary(tokenizer.to_str(), VOCAB, (0,)))
+
+
 def build_runner(
     numerics: Numerics, role: Role, *, device: int = 0, most_tokens: int = MAX_LEN, shape: Shape = ONE_DEVICE
 ) -> tuple[LoadedModel, ModelRunner]:
@@ -46,6 +63,6 @@ def build_runner(
         scheduler=SchedulerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=most_tokens),
         transfer=TransferConfig(transfer_chunk_tokens=shape.chunk_tokens, local_prefill=LocalPrefill.ON_FAILURE),
     )
-    runner = make_runner(loaded, mesh, config, role)
+    runner = make_runner(loaded, mesh, config, role, grammars())
     warm_up(runner)
     return loaded, runner

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
+from jdisagg.api import channels
+from jdisagg.api.peer.codec import encode_down
 from jdisagg.core.requests import Grammar, GrammarKind, SamplingParams
 from jdisagg.handoff.events import PeerAlive, PeerOpened
 from jdisagg.handoff.messages import Accepted, Grant, HandoffId, Open, StreamEnded
+from jdisagg.v1 import peer_pb2_grpc
 from tests.unit.wire.rig import FAST, identity, request, run_quiet, until
 from tests.unit.wire.test_peer import H1, H2, Decode, Prefill
 
@@ -132,16 +136,16 @@ def test_a_d_that_goes_away_meanwhile_leaves_nothing() -> None:
 def test_a_d_that_says_nothing_meanwhile_is_given_up() -> None:
     async def body() -> None:
         grammars = SlowGrammars()
-        p, d = prefill(grammars), Decode()
-        d.client.open(await p.start(), H1, opening())
-        await until(lambda: grammars.asked)
-        stream = d.client._streams[H1]
-        assert stream._outbox is not None
-        stream._outbox.beat = lambda: True
-        await until(lambda: p.service.num_streams == 0)
-        assert p.events == []
-        await until(lambda: grammars.under_way == 0)
-        await stop(p, d)
+        p = prefill(grammars)
+        async with channels.open_channel(await p.start()) as channel:
+            call = peer_pb2_grpc.PeerServiceStub(channel).Prefill()
+            await call.write(encode_down(opening(), epoch=identity().epoch, now_s=monotonic()))  # and no heartbeat
+            await until(lambda: grammars.asked)
+            assert p.service.num_streams == 1
+            await until(lambda: p.service.num_streams == 0)
+            assert p.events == []
+            await until(lambda: grammars.under_way == 0)
+        await p.server.stop(0)
 
     run_quiet(body())
 
