@@ -101,6 +101,11 @@ class EngineRequest:
         return len(self.prompt_token_ids) + len(self.generated_token_ids)
 
     @property
+    def by_grammar(self) -> bool:
+        """A grammar says what may be sampled: not every worker can, and what is next follows from the tokens so far."""
+        return self.sampling.grammar is not None
+
+    @property
     def remaining_tokens(self) -> int:
         """Tokens still to generate."""
         return self.sampling.max_tokens - len(self.generated_token_ids)

@@ -60,11 +60,6 @@ class Flight:
         return self.request.num_tokens + self.num_delivered + 1
 
     @property
-    def by_grammar(self) -> bool:
-        """Whether a grammar says what may be sampled: not every worker can."""
-        return self.request.sampling.grammar is not None
-
-    @property
     def is_untouched(self) -> bool:
         """Whether nothing of it has reached the client: another model could still answer."""
         return not self._delivered and not self._sent_prompt_logprobs

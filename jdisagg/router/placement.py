@@ -115,7 +115,7 @@ class Placement:
         entry.pending += 1
         peers: list[Entry] = []
         if entry.member.role is Role.DECODE:
-            tokens, by_grammar = flight.prefill_tokens, flight.by_grammar
+            tokens, by_grammar = flight.prefill_tokens, flight.request.by_grammar
             peers = self._fleet.prefill_peers(flight.fingerprint, tokens, near, kin, by_grammar=by_grammar)
             if peers:
                 flight.prefill = flight.unproven = book(peers[0], flight.prefill_tokens, near)
@@ -168,7 +168,7 @@ class _Needs(TypedDict):
 def _needs(flight: Flight) -> _Needs:
     """What a worker must be able to."""
     tokens, prefill_tokens = flight.least_tokens, flight.prefill_tokens
-    return _Needs(num_tokens=tokens, prefill_tokens=prefill_tokens, by_grammar=flight.by_grammar)
+    return _Needs(num_tokens=tokens, prefill_tokens=prefill_tokens, by_grammar=flight.request.by_grammar)
 
 
 def beginning(prompt_token_ids: tuple[int, ...]) -> bytes:

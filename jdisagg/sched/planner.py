@@ -54,7 +54,7 @@ class Planner:
         if wanted == 1 or self._limits.role is Role.PREFILL or any(self._table.queues[status] for status in HOST_IS_NEEDED):
             return 1
         running = list(self._table.queues[Status.RUNNING])
-        if not all(s.is_decoding and s.request.sampling.grammar is None for s in running):
+        if not all(s.is_decoding and not s.request.by_grammar for s in running):
             return 1
         num_steps = min(wanted, max((s.num_wanted for s in running), default=1))
         if num_steps <= 1:

@@ -72,7 +72,7 @@ class RowPlanner:
         draft.reads -= sequence.num_scheduled
         draft.decode.append(sequence.slot)
         draft.rows[sequence.slot] = Row(sequence, sequence.epoch, sequence.num_scheduled, count)
-        draft.by_grammar |= sequence.request.sampling.grammar is not None
+        draft.by_grammar |= sequence.request.by_grammar
 
     def _preempt(self, draft: Draft, victim: Sequence, wanted_by: Sequence) -> None:
         draft.undo(victim)
@@ -140,7 +140,7 @@ class RowPlanner:
         )
         sequence.num_scheduled = end
         sequence.num_in_flight += samples
-        draft.by_grammar |= samples and sequence.request.sampling.grammar is not None
+        draft.by_grammar |= samples and sequence.request.by_grammar
         draft.budget -= length
         draft.reads -= end
         draft.rows[sequence.slot] = Row(sequence, sequence.epoch, end, int(samples))

@@ -61,7 +61,7 @@ class PeerStream:
     @property
     def by_grammar(self) -> bool:
         """Whether its request has a grammar."""
-        return self._opening.request.sampling.grammar is not None
+        return self._opening.request.by_grammar
 
     def send(self, message: Grant | Ack | Want | ChunkReady | Declined) -> None:
         """Queue a message."""
