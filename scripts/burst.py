@@ -1,6 +1,6 @@
 """Everybody at once: many clients call a fresh fleet over HTTP in the same moment. Each has to get its whole answer.
 
-    PYTHONPATH=. python scripts/burst.py [--requests 1000] [--p 1] [--d 2] [--json FILE]
+    PYTHONPATH=. python scripts/burst.py [--requests 1000] [--p 1] [--d 2] [--json FILE] [flags of every worker]
 
 A router, P and D of the demo model on this machine, each call a connection and a stream of its own. Printed: how the calls
 ended, when first tokens came, and whether a process was taken for dead, which a burst is no reason for. Exit status 1 when a
@@ -44,22 +44,22 @@ def main() -> int:
     parser.add_argument("--p", type=int, default=1, help="prefill workers (default 1)")
     parser.add_argument("--d", type=int, default=2, help="decode workers (default 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    options = parser.parse_args()
+    options, of_workers = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="burst-") as logs:
-        figures = run(options.requests, options.p, options.d, Path(logs))
+        figures = run(options.requests, options.p, options.d, ("--max-num-seqs", "64", *of_workers), Path(logs))
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     print("\n".join(f"{name}: {value}" for name, value in figures.items()))
     return 0 if figures["well"] == figures["requests"] else 1
 
 
-def run(num_requests: int, num_p: int, num_d: int, logs: Path) -> dict[str, Any]:
+def run(num_requests: int, num_p: int, num_d: int, of_workers: tuple[str, ...], logs: Path) -> dict[str, Any]:
     """Start the fleet, call, and end it; the figures."""
     fleet = [f"prefill-{number}" for number in range(num_p)] + [f"decode-{number}" for number in range(num_d)]
     port, grpc_port = free_port(), free_port()
     flags = {"router": ("--role", "router", "--port", str(port), "--grpc-port", str(grpc_port))}
     for name in fleet:
-        flags[name] = ("--role", name.partition("-")[0], "--max-num-seqs", "64", "--router", f"127.0.0.1:{grpc_port}")
+        flags[name] = ("--role", name.partition("-")[0], "--router", f"127.0.0.1:{grpc_port}", *of_workers)
     processes = {name: FleetProcess(*of_it, log=logs / f"{name}.log") for name, of_it in flags.items()}
     try:
         ready = {name: process.wait_ready(READY_TIMEOUT_S) for name, process in processes.items()}
