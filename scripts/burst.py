@@ -57,7 +57,7 @@ def run(num_requests: int, num_p: int, num_d: int, of_workers: tuple[str, ...], 
     """Start the fleet, call, and end it; the figures."""
     fleet = [f"prefill-{number}" for number in range(num_p)] + [f"decode-{number}" for number in range(num_d)]
     port, grpc_port = free_port(), free_port()
-    flags = {"router": ("--role", "router", "--port", str(port), "--grpc-port", str(grpc_port))}
+    flags: dict[str, tuple[str, ...]] = {"router": ("--role", "router", "--port", str(port), "--grpc-port", str(grpc_port))}
     for name in fleet:
         flags[name] = ("--role", name.partition("-")[0], "--router", f"127.0.0.1:{grpc_port}", *of_workers)
     processes = {name: FleetProcess(*of_it, log=logs / f"{name}.log") for name, of_it in flags.items()}

@@ -24,6 +24,17 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCard:
+    """What a served model promises."""
+
+    name: str  # served name
+    max_model_len: int  # prompt + generated tokens
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    fingerprint: str  # weights + config + numerics; requests never cross it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
     """One worker as it registers. `epoch` changes at every start of its process."""
 
@@ -31,12 +42,8 @@ class Member:
     address: str  # HOST:PORT of its gRPC server
     worker: str  # "pid 123 @ 127.0.0.1:9000"
     epoch: str
-    fingerprint: str  # weights + config + numerics; requests never cross it
-    fingerprint_parts: Parts = ()
-    model: str  # served name
-    max_model_len: int  # tokens
-    vocab_size: int
-    eos_token_ids: tuple[int, ...] = ()
+    card: ModelCard
+    fingerprint_parts: Parts = ()  # of the card's
     text_digest: str = ""  # of its tokenizer and chat template; "" = it has none, or is too old to say
     load: Load = field(default_factory=Load)
     draining: bool = False

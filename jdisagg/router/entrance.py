@@ -50,14 +50,14 @@ class Entrance:
     def _objection(self, member: Member, here: list[Member]) -> str:
         if self._text_digest and member.text_digest and member.text_digest != self._text_digest:
             return (
-                f"tokenizer or chat template of its model {member.model!r} are not those that this router has read: "
+                f"tokenizer or chat template of its model {member.card.name!r} are not those that this router has read: "
                 "start the router with the --model of its workers"
             )
-        model = self.model or next((other.model for other in here), member.model)
-        if member.model == model:
+        model = self.model or next((other.card.name for other in here), member.card.name)
+        if member.card.name == model:
             return ""
         whose = "the router" if self.model else f"{here[0].worker}"
         return (
-            f"it serves {member.model!r}, {whose} {model!r}: give all processes of one model the same --served-model-name, "
+            f"it serves {member.card.name!r}, {whose} {model!r}: give all processes of one model the same --served-model-name, "
             "and each model a router of its own"
         )

@@ -63,7 +63,7 @@ class Entry:
             "address": member.address,
             "role": member.role.value,
             "worker": member.worker,
-            "fingerprint": member.fingerprint,
+            "fingerprint": member.card.fingerprint,
             "linked": self.linked,
             "quiet": self.is_quiet,
             "draining": member.draining,

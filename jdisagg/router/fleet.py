@@ -157,12 +157,12 @@ class Fleet:
         there = self._usable(fingerprint, num_tokens, prefill_tokens, by_grammar=by_grammar).entries
         if not there:
             return None
-        prefilled = {peer.member.fingerprint for peer in self._prefill(by_grammar=by_grammar)}
+        prefilled = {peer.member.card.fingerprint for peer in self._prefill(by_grammar=by_grammar)}
 
         def standing(entry: Entry) -> tuple[bool, ...]:
             address = entry.member.address
-            lonely = entry.member.role is Role.DECODE and entry.member.fingerprint not in prefilled
-            is_short = entry.member.max_model_len < wanted_tokens
+            lonely = entry.member.role is Role.DECODE and entry.member.card.fingerprint not in prefilled
+            is_short = entry.member.card.max_model_len < wanted_tokens
             doubtful = address in but_not, entry.is_quiet, entry.suspect_until_s > now_s
             return (*doubtful, is_short, address != home, lonely)
 
@@ -188,7 +188,7 @@ class Fleet:
         return len(self._usable(fingerprint, num_tokens, prefill_tokens, by_grammar=by_grammar).entries)
 
     def _usable(self, fingerprint: str | None, num_tokens: int, prefill_tokens: int, *, by_grammar: bool) -> Usable:
-        of_it = [entry for entry in self._entries.values() if fingerprint in (None, entry.member.fingerprint)]
+        of_it = [entry for entry in self._entries.values() if fingerprint in (None, entry.member.card.fingerprint)]
         return usable(of_it, self._prefill(by_grammar=by_grammar), num_tokens, prefill_tokens, by_grammar=by_grammar)
 
     def _prefill(self, *, by_grammar: bool = False) -> list[Entry]:
@@ -205,7 +205,7 @@ class Fleet:
         peers = [
             peer
             for peer in self._prefill_of(fingerprint, near, kin)
-            if num_tokens <= peer.member.max_model_len and (peer.member.grammars or not by_grammar)
+            if num_tokens <= peer.member.card.max_model_len and (peer.member.grammars or not by_grammar)
         ]
         return peers[:MAX_PREFILL_PEERS]
 
@@ -221,10 +221,10 @@ class Fleet:
         if entry is None or entry.member.role is not Role.DECODE:
             return None
         kin = hashlib.blake2b(address.encode()).digest()  # not the same one for all decode workers
-        return tuple(peer.member.address for peer in self._prefill_of(entry.member.fingerprint, NOWHERE, kin))
+        return tuple(peer.member.address for peer in self._prefill_of(entry.member.card.fingerprint, NOWHERE, kin))
 
     def _prefill_of(self, fingerprint: str, near: Near, kin: bytes) -> list[Entry]:
-        peers = [peer for peer in self._prefill() if peer.member.fingerprint == fingerprint]
+        peers = [peer for peer in self._prefill() if peer.member.card.fingerprint == fingerprint]
         num_busy = sum(peer.pending > 0 or peer.others_tokens > 0 for peer in peers)
         worth = 1.0 + AGAIN_SHARE * (num_busy / max(1, len(peers))) ** 2  # where half are busy, idle ones have time for it
 

@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from math import inf
 from time import monotonic
@@ -21,11 +22,12 @@ from typing import Any
 
 from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.generation.attempts import Attempts
-from jdisagg.api.generation.token_engine import Enough, Health, ModelCard
+from jdisagg.api.generation.token_engine import Enough, Health
 from jdisagg.api.turns import Turns
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.drill import Drill
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, Overloaded, RequestError, Unavailable
+from jdisagg.core.fleet import ModelCard
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, Output, Role
 from jdisagg.roles.timeline import Timeline
@@ -95,13 +97,7 @@ class FleetEngine:
         """The model of the fleet, as it is where the longest requests fit that are taken now or will be in a moment. Raises
         Unavailable when no worker has registered and none was given."""
         if (member := self.workers.fleet.longest(monotonic())) is not None:
-            self._card = ModelCard(
-                name=self.workers.entrance.model or member.model,
-                max_model_len=member.max_model_len,
-                vocab_size=member.vocab_size,
-                eos_token_ids=member.eos_token_ids,
-                fingerprint=member.fingerprint,
-            )
+            self._card = replace(member.card, name=self.workers.entrance.model or member.card.name)
         if self._card is None:
             nobody = "no worker has registered with this router yet; they do when they are ready, with --router pointing here"
             raise Unavailable(DRAINING if self._draining else self._with_turned_away(nobody))

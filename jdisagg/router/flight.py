@@ -94,15 +94,15 @@ class Flight:
     def doubt(self, output: Output) -> str:
         """Why `output` is no answer to this attempt, and is not delivered; empty = it may be one."""
         assert self.entry is not None  # an attempt's outputs come from its worker
-        member, token_ids = self.entry.member, output.token_ids
+        worker, vocab_size, token_ids = self.entry.member.worker, self.entry.member.card.vocab_size, output.token_ids
         room = self.request.remaining_tokens - len(self._delivered)
-        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < member.vocab_size and len(token_ids) <= room):
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size and len(token_ids) <= room):
             return ""
-        odd = [token_id for token_id in token_ids if not 0 <= token_id < member.vocab_size]
+        odd = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
         what = f"{len(token_ids)} tokens, wanted {room} at most"
         if odd:
-            what = f"token {odd[0]}, wanted one of [0, {member.vocab_size})"
-        return f"worker {member.worker} sent {what}; take it, or the prefill worker that it names, out of the fleet"
+            what = f"token {odd[0]}, wanted one of [0, {vocab_size})"
+        return f"worker {worker} sent {what}; take it, or the prefill worker that it names, out of the fleet"
 
     def accept(self, output: Output) -> Output:
         """Note what is delivered; returns it as the client should see it: one attempt, nothing twice."""

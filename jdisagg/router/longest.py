@@ -33,13 +33,13 @@ class Longest:
         before = self._member
         if before is None or now_s - self._seen_s >= AWAY_S:
             return False
-        models = [(member.model, member.vocab_size, member.eos_token_ids) for member in (before, found)]
-        return models[0] == models[1] and before.max_model_len > found.max_model_len
+        models = [(member.card.name, member.card.vocab_size, member.card.eos_token_ids) for member in (before, found)]
+        return models[0] == models[1] and before.card.max_model_len > found.card.max_model_len
 
 
 def _longest(entries: Collection[Entry]) -> Member | None:
     def rank(entry: Entry) -> tuple[bool, bool, int]:
         member = entry.member
-        return entry.linked and not member.draining, member.decodes, member.max_model_len
+        return entry.linked and not member.draining, member.decodes, member.card.max_model_len
 
     return max(entries, key=rank).member if entries else None

@@ -41,8 +41,8 @@ class PairingWatch:
 
 
 def _without_partner(mine: Sequence[Member], theirs: Sequence[Member]) -> list[Member]:
-    partners = {member.fingerprint for member in theirs}
-    return [member for member in mine if member.fingerprint not in partners]
+    partners = {member.card.fingerprint for member in theirs}
+    return [member for member in mine if member.card.fingerprint not in partners]
 
 
 def differing(ps: Sequence[Member], ds: Sequence[Member]) -> str:
@@ -58,5 +58,5 @@ def _told(found: Difference) -> str:
 
 
 def _names(members: Sequence[Member]) -> str:
-    named = ", ".join(f"{member.worker} (fingerprint {member.fingerprint[:_SHOWN]})" for member in members)
+    named = ", ".join(f"{member.worker} (fingerprint {member.card.fingerprint[:_SHOWN]})" for member in members)
     return f"worker{'s' if len(members) > 1 else ''} {named}"

@@ -60,7 +60,7 @@ class Placement:
         if entry is None:
             return False
         num_asked = self._fleet.count_usable(self._next_weights(flight), **_needs(flight))
-        self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.fingerprint)
+        self._homes.settle(flight.request.fork_group, entry.member.address, entry.member.card.fingerprint)
         self._submit(flight, entry, near, kin, num_asked)
         self._prefixes.note(flight.beginnings, entry.key, flight.prefill.cache if flight.prefill else None)
         return True
@@ -111,7 +111,7 @@ class Placement:
 
     def _submit(self, flight: Flight, entry: Entry, near: Near, kin: bytes, num_asked: int) -> None:
         flight.entry = entry
-        flight.fingerprint = entry.member.fingerprint
+        flight.fingerprint = entry.member.card.fingerprint
         entry.pending += 1
         peers: list[Entry] = []
         if entry.member.role is Role.DECODE:
@@ -120,7 +120,7 @@ class Placement:
             if peers:
                 flight.prefill = flight.unproven = book(peers[0], flight.prefill_tokens, near)
         named = tuple(peer.member.address for peer in peers)
-        self._workers.submit(entry, flight.attempt_request(named, entry.member.max_model_len, num_asked))
+        self._workers.submit(entry, flight.attempt_request(named, entry.member.card.max_model_len, num_asked))
 
     def _leave_prefill(self, flight: Flight) -> None:
         if flight.prefill is not None:

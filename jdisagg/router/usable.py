@@ -32,9 +32,9 @@ def usable(
         if not there:
             return Usable([], f"no decode or unified worker that is connected serves grammars ({_named(all_of_them)})")
     serves = ["serves grammars"] if by_grammar else []
-    holding = [entry for entry in there if num_tokens <= entry.member.max_model_len]
+    holding = [entry for entry in there if num_tokens <= entry.member.card.max_model_len]
     if not holding:
-        longest = max(entry.member.max_model_len for entry in there)
+        longest = max(entry.member.card.max_model_len for entry in there)
         held = f"{' and '.join(['is connected', *serves])} holds {num_tokens} tokens (at most {longest})"
         return Usable([], f"no decode or unified worker that {held}")
     staying = [entry for entry in holding if not entry.member.draining]
@@ -49,13 +49,15 @@ def _with_prefill(staying: list[Entry], prefill: Sequence[Entry], prefill_tokens
     what the prefill workers can."""
     held: dict[str, int] = {}  # by fingerprint
     for peer in prefill:
-        held[peer.member.fingerprint] = max(held.get(peer.member.fingerprint, 1), peer.member.max_model_len)
-    paired = [entry for entry in staying if not entry.member.needs_prefill or entry.member.fingerprint in held]
-    found = [entry for entry in paired if not entry.member.needs_prefill or prefill_tokens <= held[entry.member.fingerprint]]
+        held[peer.member.card.fingerprint] = max(held.get(peer.member.card.fingerprint, 1), peer.member.card.max_model_len)
+    paired = [entry for entry in staying if not entry.member.needs_prefill or entry.member.card.fingerprint in held]
+    found = [
+        entry for entry in paired if not entry.member.needs_prefill or prefill_tokens <= held[entry.member.card.fingerprint]
+    ]
     if found:
         return Usable(found, "")
     if paired:
-        most = max(held[entry.member.fingerprint] for entry in paired)
+        most = max(held[entry.member.card.fingerprint] for entry in paired)
         return Usable(
             [], f"no prefill worker{_that(serves)} holds {prefill_tokens} tokens (at most {most}; --local-prefill never)"
         )

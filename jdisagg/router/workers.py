@@ -57,13 +57,17 @@ class Workers:
         register."""
         self.fleet = Fleet(dead_after_s=config.dead_after_s, lease_s=config.lease_s)
         self._config = config
-        self._step_timeout_s = step_timeout_s
-        self._on_outputs = on_outputs
         self._on_lost = on_lost
         self._on_back = on_back
-        self._credentials = credentials
         self.entrance = entrance or Entrance()
-        self._name = uuid4().hex  # of this router process, for workers
+        self._link_to = partial(
+            WorkerLink,
+            config=config,
+            step_timeout_s=step_timeout_s,
+            on_outputs=on_outputs,
+            credentials=credentials,
+            router=uuid4().hex,  # by which workers know this process
+        )
         self._links: dict[tuple[str, str], WorkerLink] = {}  # by Entry.key
         self._retry_at_s: dict[tuple[str, str], float] = {}
         self._refusing: set[tuple[str, str]] = set()  # workers that do not take our API key: said once
@@ -173,18 +177,13 @@ class Workers:
         now_s = monotonic()
         for entry in self.fleet.entries():
             if entry.member.decodes and entry.key not in self._links and self._retry_at_s.get(entry.key, 0.0) <= now_s:
-                self._links[entry.key] = WorkerLink(
+                self._links[entry.key] = self._link_to(
                     entry.member.address,
-                    config=self._config,
-                    step_timeout_s=self._step_timeout_s,
-                    on_outputs=self._on_outputs,
                     on_up=partial(self._up, entry),
                     on_down=partial(self._down, entry),
                     on_load=partial(self.fleet.tell_load, entry),
                     on_quiet=partial(self._quiet, entry),
                     waits=partial(self._waits, entry),
-                    credentials=self._credentials,
-                    router=self._name,
                 )
 
     def _up(self, entry: Entry) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.api.generation.local_engine import ask
-from jdisagg.api.generation.token_engine import ModelCard
 from jdisagg.api.kv_events.ring import KVEventRing
 from jdisagg.api.peer.client import GrpcPeerClient
 from jdisagg.api.peer.piece_server import PieceServer
 from jdisagg.api.peer.server import PeerServer
 from jdisagg.core.config import LocalPrefill
+from jdisagg.core.fleet import ModelCard
 from jdisagg.engine.compiles import CompileCounter
 from jdisagg.handoff.directory import PrefillDirectory
 from jdisagg.roles.engine_thread import EngineThread

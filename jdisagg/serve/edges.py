@@ -101,18 +101,14 @@ class Edges:
             )
 
     def _member(self) -> Member:
-        card, core = self.engine.card, self._deployment.core
+        core = self._deployment.core
         return Member(
             role=Role.UNIFIED if self._config.role == "colocated" else Role(self._config.role),
             address=self._address,
             worker=core.worker,
             epoch=core.epoch,
-            fingerprint=card.fingerprint,
+            card=self.engine.card,
             fingerprint_parts=core.loaded.fingerprint_parts,
-            model=card.name,
-            max_model_len=card.max_model_len,
-            vocab_size=card.vocab_size,
-            eos_token_ids=card.eos_token_ids,
             grammars=core.grammars is not None,
             needs_prefill=self._deployment.needs_prefill,
             text_digest=self._text_digest,

@@ -15,7 +15,7 @@ from math import inf
 from random import Random
 from typing import Any, cast
 
-from jdisagg.core.fleet import Load, Member
+from jdisagg.core.fleet import Load, Member, ModelCard
 from jdisagg.core.requests import EngineRequest, Output, Provenance, Role, SamplingParams
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.fleet import Fleet
@@ -190,9 +190,6 @@ def _member(role: Role, number: int, cache_tokens: int) -> Member:
         address=f"{role.value}-{number}",
         worker=f"{role.value}-{number}",
         epoch="one",
-        fingerprint="weights",
-        model="demo",
-        max_model_len=1_000_000,
-        vocab_size=1_000_000,
+        card=ModelCard(name="demo", max_model_len=1_000_000, vocab_size=1_000_000, fingerprint="weights"),
         cache_tokens=cache_tokens,
     )

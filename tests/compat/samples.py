@@ -18,6 +18,7 @@ from jdisagg.api.generation.intake import TextRequest
 from jdisagg.api.generation.service import read_generate
 from jdisagg.api.peer.codec import decode_down, decode_up
 from jdisagg.api.peer.identity_codec import decode_identity
+from jdisagg.core.fleet import Member
 from jdisagg.core.requests import SamplingParams
 from jdisagg.v1 import common_pb2, fleet_pb2, generation_pb2, peer_pb2, worker_pb2
 
@@ -85,6 +86,9 @@ def plain(value: object) -> Any:
         if isinstance(value, TextRequest):  # flat, as on the wire and when first recorded
             special = found.pop("special_tokens")
             found |= {"add_special_tokens": special["add"], "skip_special_tokens": special["skip"]}
+        if isinstance(value, Member):  # likewise
+            card = found.pop("card")
+            found |= card | {"model": card["name"]}
         return found
     if isinstance(value, Exception):
         return {"error": type(value).__name__} | {name: plain(item) for name, item in vars(value).items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jdisagg.api.peer.identity_codec import decode_parts, encode_parts
 from jdisagg.core.errors import InvalidRequest
-from jdisagg.core.fleet import Load, Member
+from jdisagg.core.fleet import Load, Member, ModelCard
 from jdisagg.core.requests import Role
 from jdisagg.core.told import told
 from jdisagg.v1 import fleet_pb2, peer_pb2, worker_pb2
@@ -38,16 +38,16 @@ def encode_member(member: Member) -> fleet_pb2.Member:
         role=member.role.value,
         address=member.address,
         identity=peer_pb2.Identity(
-            fingerprint=member.fingerprint,
+            fingerprint=member.card.fingerprint,
             fingerprint_parts=encode_parts(member.fingerprint_parts),
             worker=member.worker,
             epoch=member.epoch,
             grammars=member.grammars,
         ),
-        model=member.model,
-        max_model_len=member.max_model_len,
-        vocab_size=member.vocab_size,
-        eos_token_ids=member.eos_token_ids,
+        model=member.card.name,
+        max_model_len=member.card.max_model_len,
+        vocab_size=member.card.vocab_size,
+        eos_token_ids=member.card.eos_token_ids,
         load=encode_load(member.load),
         draining=member.draining,
         needs_prefill=member.needs_prefill,
@@ -71,12 +71,14 @@ def decode_member(message: fleet_pb2.Member) -> Member:
         address=message.address,
         worker=told(message.identity.worker),
         epoch=message.identity.epoch,
-        fingerprint=message.identity.fingerprint,
+        card=ModelCard(
+            name=message.model,
+            max_model_len=message.max_model_len,
+            vocab_size=message.vocab_size,
+            eos_token_ids=tuple(message.eos_token_ids),
+            fingerprint=message.identity.fingerprint,
+        ),
         fingerprint_parts=decode_parts(message.identity),
-        model=message.model,
-        max_model_len=message.max_model_len,
-        vocab_size=message.vocab_size,
-        eos_token_ids=tuple(message.eos_token_ids),
         load=decode_load(message.load),
         draining=message.draining,
         grammars=message.identity.grammars,

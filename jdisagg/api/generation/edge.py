@@ -20,11 +20,12 @@ from weakref import WeakSet
 from jdisagg.api.generation.choice import ChoiceText, Delta, Transcript, in_fewer
 from jdisagg.api.generation.intake import Job, TextRequest, admit
 from jdisagg.api.generation.long_texts import LongTexts
-from jdisagg.api.generation.token_engine import Enough, ModelCard, PreparesGrammars, TokenEngine
+from jdisagg.api.generation.token_engine import Enough, PreparesGrammars, TokenEngine
 from jdisagg.api.in_order import is_long
 from jdisagg.api.mailbox import Mailbox
 from jdisagg.api.turns import Turns
 from jdisagg.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestError
+from jdisagg.core.fleet import ModelCard
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer

@@ -13,8 +13,9 @@ from functools import partial
 from jdisagg.api.generation.context_length import Prompt, check_length, too_long
 from jdisagg.api.generation.long_texts import LongTexts, Run
 from jdisagg.api.generation.scores import check_prompt_scores, most_answer_tokens, too_many_answer_scores
-from jdisagg.api.generation.token_engine import ModelCard, PreparesGrammars
+from jdisagg.api.generation.token_engine import PreparesGrammars
 from jdisagg.core.errors import InvalidRequest, ModelNotFound
+from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, EngineRequest, Grammar, SamplingParams
 from jdisagg.text.stops import Stop
 from jdisagg.text.tokenizer import Tokenizer

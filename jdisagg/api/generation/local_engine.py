@@ -13,10 +13,10 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from jdisagg.api.generation.attempts import Attempts
-from jdisagg.api.generation.token_engine import Enough, Health, ModelCard
+from jdisagg.api.generation.token_engine import Enough, Health
 from jdisagg.api.mailbox import Mailbox
 from jdisagg.core.errors import DeadlineExceeded, RequestError, Unavailable
-from jdisagg.core.fleet import Load
+from jdisagg.core.fleet import Load, ModelCard
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.inbox import Cancel, Submit

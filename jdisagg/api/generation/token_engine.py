@@ -9,18 +9,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import EngineRequest, Grammar, Output
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelCard:
-    """What a served model promises."""
-
-    name: str  # served name
-    max_model_len: int  # prompt + generated tokens
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    fingerprint: str  # weights + config + numerics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,11 +15,12 @@ from openai import AsyncOpenAI
 from jdisagg.api import channels
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.service import GenerationServicer
-from jdisagg.api.generation.token_engine import Enough, Health, ModelCard
+from jdisagg.api.generation.token_engine import Enough, Health
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.server import HttpServer
 from jdisagg.api.listening import listen
 from jdisagg.core.errors import InvalidRequest, RequestError
+from jdisagg.core.fleet import ModelCard
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Grammar, Output, Provenance, TokenLogprob
 from jdisagg.text.tokenizer import Tokenizer

@@ -22,12 +22,13 @@ from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import Job
 from jdisagg.api.generation.local_engine import LocalEngine
 from jdisagg.api.generation.service import GenerationServicer
-from jdisagg.api.generation.token_engine import ModelCard, TokenEngine
+from jdisagg.api.generation.token_engine import TokenEngine
 from jdisagg.api.http.app import make_app
 from jdisagg.api.http.server import HttpServer
 from jdisagg.api.listening import listen
 from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.errors import InvalidRequest, Overloaded
+from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import EngineRequest, Role, SamplingParams
 from jdisagg.roles import engine_thread
 from jdisagg.roles.compute import ComputeSide

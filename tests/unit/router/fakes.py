@@ -10,14 +10,14 @@ from jdisagg.api.fleet.service import FleetService
 from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import RequestError
-from jdisagg.core.fleet import Load, Member
+from jdisagg.core.fleet import Load
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, Role
 from jdisagg.roles.ports import OutputSink
 from jdisagg.router.fleet_engine import FleetEngine
 from jdisagg.router.recovery import ReplayConfig
 from jdisagg.v1 import fleet_pb2_grpc, worker_pb2_grpc
-from tests.unit.wire.rig import FAST, start_server
+from tests.unit.wire.rig import FAST, member, start_server
 
 TICK_S = 0.008
 
@@ -104,7 +104,7 @@ class FakeWorker:
     """One process of a fleet, in this process."""
 
     def __init__(
-        self, routers: tuple[str, ...], role: Role = Role.DECODE, config: TransferConfig = FAST, **member: Any
+        self, routers: tuple[str, ...], role: Role = Role.DECODE, config: TransferConfig = FAST, **changes: Any
     ) -> None:
         self.engine = ArithmeticEngine()
         self.service = WorkerService(self.engine, config)
@@ -116,7 +116,8 @@ class FakeWorker:
             "epoch": f"epoch-{id(self)}",
             "fingerprint": "weights-1",
             "max_model_len": 20_000,
-        } | member
+            "name": "demo",
+        } | changes
 
     @property
     def fingerprint(self) -> str:
@@ -128,17 +129,12 @@ class FakeWorker:
         )
         self.port = int(self.address.rpartition(":")[2])
         self.address = advertised or self.address
-        member = Member(
-            role=self._role,
-            address=self.address,
-            worker=f"fake @ {self.address}",
-            model="demo",
-            vocab_size=1000,
-            **self._member,
+        described = member(
+            role=self._role, address=self.address, worker=f"fake @ {self.address}", vocab_size=1000, **self._member
         )
         self._ticking = asyncio.create_task(self.engine.run())
         self.registration = FleetClient(
-            member,
+            described,
             self._routers,
             state=lambda: (self.engine.load, self.draining),
             on_prefill=self.prefill.__setitem__,

@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 
 from jdisagg.core.errors import HandoffLost
-from jdisagg.core.fleet import Member
-from jdisagg.core.requests import FinishReason, Output, Provenance, Role, SamplingParams, TokenLogprob
+from jdisagg.core.requests import FinishReason, Output, Provenance, SamplingParams, TokenLogprob
 from jdisagg.router.entry import Entry
 from jdisagg.router.flight import Flight
-from tests.unit.wire.rig import request, run_quiet
+from tests.unit.wire.rig import member, request, run_quiet
 
-MEMBER = Member(
-    role=Role.DECODE, address="d:1", worker="d", epoch="e", fingerprint="w", model="m", max_model_len=50, vocab_size=10
-)
+MEMBER = member(address="d:1", fingerprint="w", max_model_len=50, vocab_size=10)
 SCORES = (None, TokenLogprob(2, -0.5), TokenLogprob(3, -0.5))
 
 
@@ -24,7 +21,7 @@ def flight(max_tokens: int = 8, **fields: Any) -> Flight:
     """Of three prompt tokens, on a worker of those weights."""
     sampling = SamplingParams(max_tokens=max_tokens, min_tokens=fields.pop("min_tokens", 0), prompt_logprobs=1)
     found = Flight(request("r", prompt=(1, 2, 3), sampling=sampling, **fields))
-    found.entry, found.fingerprint = Entry(MEMBER, 0.0), MEMBER.fingerprint
+    found.entry, found.fingerprint = Entry(MEMBER, 0.0), MEMBER.card.fingerprint
     return found
 
 

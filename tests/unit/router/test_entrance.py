@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from jdisagg.core.errors import Unavailable, Unfit
-from jdisagg.core.fleet import Member
 from jdisagg.core.requests import Role
 from jdisagg.router.entrance import LATELY_S, Entrance
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.wire.rig import run_quiet, until
+from tests.unit.wire.rig import member, run_quiet, until
 
-HERE = Member(
-    role=Role.DECODE, address="h:1", worker="pid 1", epoch="e", fingerprint="f", model="a", max_model_len=8, vocab_size=9
-)
+HERE = member(worker="pid 1", name="a")
 TEXT = "0" * 64
 
 
 @pytest.mark.parametrize(
-    ("entrance", "member", "why"),
+    ("entrance", "changes", "why"),
     [
         ((TEXT, None), {"text_digest": "1" * 64}, "tokenizer or chat template of its model 'a' are not those"),
-        (("", None), {"model": "b"}, "it serves 'b', pid 1 'a': give all processes of one model the same --served-model-name"),
-        (("", "a"), {"model": "b"}, "it serves 'b', the router 'a': give"),
+        (("", None), {"name": "b"}, "it serves 'b', pid 1 'a': give all processes of one model the same --served-model-name"),
+        (("", "a"), {"name": "b"}, "it serves 'b', the router 'a': give"),
         (("", "b"), {}, "it serves 'a', the router 'b': give"),
         ((TEXT, "a"), {"text_digest": TEXT}, ""),
         ((TEXT, None), {"text_digest": ""}, ""),  # too old to say, or without a tokenizer
@@ -35,9 +31,9 @@ TEXT = "0" * 64
     ],
 )
 def test_a_worker_joins_when_its_text_and_name_are_those_of_the_router(
-    entrance: tuple[str, str | None], member: dict[str, Any], why: str
+    entrance: tuple[str, str | None], changes: dict[str, Any], why: str
 ) -> None:
-    asked, door = replace(HERE, address="h:2", worker="pid 2", **member), Entrance(*entrance)
+    asked, door = member(HERE, address="h:2", worker="pid 2", **changes), Entrance(*entrance)
     if not why:
         door.check(asked, [HERE], 1.0)
         assert not door.lately(1.0)
@@ -49,8 +45,8 @@ def test_a_worker_joins_when_its_text_and_name_are_those_of_the_router(
 
 
 def test_a_name_is_that_of_the_workers_that_decode_and_free_when_they_are_gone() -> None:
-    door, other = Entrance(), replace(HERE, model="b", worker="pid 2")
-    door.check(other, [replace(HERE, role=Role.PREFILL)], 0.0)
+    door, other = Entrance(), member(HERE, name="b", worker="pid 2")
+    door.check(other, [member(HERE, role=Role.PREFILL)], 0.0)
     with pytest.raises(Unfit):
         door.check(other, [HERE], 0.0)
     door.check(other, [], 0.0)

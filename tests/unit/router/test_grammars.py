@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from jdisagg.api.fleet.codec import decode_member, encode_member
 from jdisagg.core.errors import Unavailable
-from jdisagg.core.fleet import Member
 from jdisagg.core.requests import EngineRequest, Grammar, GrammarKind, Role, SamplingParams
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.prefixes import NOWHERE, Near
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.test_fleet_engine import assert_whole, collect, fleet, stop
-from tests.unit.wire.rig import request, run_quiet, until
+from tests.unit.wire.rig import member, request, run_quiet, until
 
 NOW_S = 100.0
 GRAMMAR = Grammar(GrammarKind.REGEX, "a+")
-MEMBER = Member(
-    role=Role.DECODE, address="", worker="", epoch="e", fingerprint="f", model="m", max_model_len=100, vocab_size=1000
-)
 
 
 def ask(request_id: str, max_tokens: int = 40, grammar: Grammar | None = GRAMMAR, **fields: Any) -> EngineRequest:
@@ -35,7 +30,7 @@ def of(**members: dict[str, Any]) -> Fleet:
     """Workers by name, all of them linked."""
     found = Fleet(dead_after_s=1.0)
     for name, fields in members.items():
-        found.register(replace(MEMBER, address=name, worker=name, **fields), NOW_S)
+        found.register(member(**{"max_model_len": 100} | fields, address=name, worker=name), NOW_S)
     for entry in found.entries():
         if entry.member.decodes:
             found.link(entry, NOW_S, again=False)
@@ -139,9 +134,9 @@ def test_prefill_workers_are_named_that_serve_grammars_and_as_many_as_else() -> 
 
 @pytest.mark.parametrize("grammars", [True, False])
 def test_a_worker_says_over_the_wire_whether_it_serves_grammars_and_an_old_one_does_not(grammars: bool) -> None:
-    member = replace(MEMBER, address="h:1", worker="w", grammars=grammars)
-    assert decode_member(encode_member(member)) == member
-    old = encode_member(member)
+    described = member(grammars=grammars)
+    assert decode_member(encode_member(described)) == described
+    old = encode_member(described)
     old.identity.ClearField("grammars")
     assert not decode_member(old).grammars
 

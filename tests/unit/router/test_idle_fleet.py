@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from jdisagg.core.fleet import Load, Member
-from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.placement import beginning
+from tests.unit.wire.rig import member
 
 CHAT = tuple(range(3, 40))
 
@@ -16,20 +15,8 @@ CHAT = tuple(range(3, 40))
 def idle_fleet(*addresses: str) -> Fleet:
     fleet = Fleet(dead_after_s=1.0)
     for address in addresses:
-        fleet.register(
-            Member(
-                role=Role.DECODE,
-                address=address,
-                worker=f"decode @ {address}",
-                epoch=f"epoch of {address}",
-                fingerprint="weights",
-                model="demo",
-                max_model_len=1000,
-                vocab_size=1000,
-                load=Load(),
-            ),
-            0.0,
-        )
+        here = {"address": address, "worker": f"decode @ {address}", "epoch": f"epoch of {address}"}
+        fleet.register(member(**here, fingerprint="weights"), 0.0)
     for entry in fleet.entries():
         entry.stream = RunStream(0.0, steady_s=0.0)
     return fleet

@@ -16,11 +16,9 @@ from jdisagg.core.requests import Output, Role, SamplingParams
 from jdisagg.router.fleet import Fleet
 from tests.unit.router.fakes import FakeWorker, Router, expected
 from tests.unit.router.test_fleet_engine import collect, tokens
-from tests.unit.wire.rig import FAST, request, run_quiet, until
+from tests.unit.wire.rig import FAST, member, request, run_quiet, until
 
-MEMBER = Member(
-    role=Role.PREFILL, address="h:1", worker="p", epoch="new", fingerprint="f", model="m", max_model_len=8, vocab_size=9
-)
+MEMBER = member(role=Role.PREFILL, worker="p", epoch="new")
 
 
 def test_an_address_is_its_process_until_that_falls_silent() -> None:

@@ -8,6 +8,7 @@ from jdisagg.core.fleet import Load
 from jdisagg.core.requests import Role
 from jdisagg.router.fleet import Fleet
 from tests.unit.router.test_late_registrations import MEMBER
+from tests.unit.wire.rig import member
 
 LOAD = Load(running=3, waiting=2, pending_prefill_tokens=70)
 
@@ -17,7 +18,7 @@ def test_a_process_that_registers_again_is_heard_and_says_anew_what_it_is() -> N
     fleet.register(MEMBER, 10.0)
     (entry,) = fleet.entries()
     entry.pending, entry.pending_tokens = 2, 30
-    again = replace(MEMBER, max_model_len=80, draining=True)
+    again = member(MEMBER, max_model_len=80, draining=True)
     assert fleet.register(again, 11.0) is None
     assert fleet.entries() == [entry], "what it has of ours is still counted"
     assert fleet.members() == [again]

@@ -9,19 +9,11 @@ import pytest
 from jdisagg.core.fleet import Member
 from jdisagg.core.requests import Role
 from jdisagg.router.pairing import SETTLE_S, PairingWatch
+from tests.unit.wire.rig import member
 
-P = Member(
-    role=Role.PREFILL,
-    address="h:1",
-    worker="pid 1 @ h:1",
-    epoch="a",
-    fingerprint="f" * 64,
-    model="m",
-    max_model_len=9,
-    vocab_size=9,
-)
-D = replace(P, role=Role.DECODE, address="h:2", worker="pid 2 @ h:2", fingerprint="e" * 64)
-PAIRED = replace(D, fingerprint=P.fingerprint)
+P = member(role=Role.PREFILL, worker="pid 1 @ h:1", fingerprint="f" * 64)
+D = member(P, role=Role.DECODE, address="h:2", worker="pid 2 @ h:2", fingerprint="e" * 64)
+PAIRED = member(D, fingerprint=P.card.fingerprint)
 
 
 def test_workers_that_stay_apart_are_named_once() -> None:
@@ -44,9 +36,9 @@ def test_decode_workers_that_may_not_compute_prompts_are_said_to_serve_nothing()
     assert "compute their prompts" not in said
 
 
-def made_of(member: Member, numerics: str, weights: str) -> Member:
+def made_of(like: Member, numerics: str, weights: str) -> Member:
     parts = (("numerics", numerics), ("weights.layers", weights))
-    return replace(member, address=f"h:{numerics}{weights}", fingerprint=numerics + weights, fingerprint_parts=parts)
+    return member(like, address=f"h:{numerics}{weights}", fingerprint=numerics + weights, fingerprint_parts=parts)
 
 
 @pytest.mark.parametrize(

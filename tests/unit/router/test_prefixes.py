@@ -20,7 +20,7 @@ from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.test_busy_workers import prefill_fleet
 from tests.unit.router.test_fleet_engine import collect, fleet, stop
 from tests.unit.router.test_idle_fleet import idle_fleet
-from tests.unit.wire.rig import request, run_quiet, until
+from tests.unit.wire.rig import member, request, run_quiet, until
 
 D1, D2, P1 = ("d1", "epoch"), ("d2", "epoch"), WorkerCache(("p1", "epoch"))
 
@@ -168,10 +168,10 @@ def test_an_idle_worker_that_is_not_to_be_chosen_makes_the_others_no_busier(flaw
         case "fell silent":
             workers.tell_quiet(d3, True, 0.0)
         case "is too short":
-            d3.member, options["wanted_tokens"] = replace(d3.member, max_model_len=500), 800
+            d3.member, options["wanted_tokens"] = member(d3.member, max_model_len=500), 800
         case _:
             workers.register(replace(d1.member, address="p1", role=Role.PREFILL), 0.0)
-            d3.member = replace(d3.member, fingerprint="other weights")
+            d3.member = member(d3.member, fingerprint="other weights")
     assert workers.choose(None, 0.0, **options) is d1
 
 

@@ -13,7 +13,7 @@ from jdisagg.router.fleet import Fleet
 from jdisagg.router.flight import Flight
 from jdisagg.router.placement import Placement
 from tests.unit.router.test_idle_fleet import idle_fleet
-from tests.unit.wire.rig import request
+from tests.unit.wire.rig import member, request
 
 SYSTEM = tuple(range(200))  # tokens that all prompts begin with
 FIRST = Output(request_id="any", token_ids=(1,))
@@ -60,7 +60,7 @@ class Desk:
 def desk(num_each: int = 4) -> Desk:
     fleet = idle_fleet(*(f"d{number}" for number in range(num_each)))
     for entry in fleet.entries():
-        entry.member = replace(entry.member, max_model_len=200_000)
+        entry.member = member(entry.member, max_model_len=200_000)
         named = {"address": entry.member.address.replace("d", "p"), "role": Role.PREFILL}
         fleet.register(replace(entry.member, **named), 0.0)
     return Desk(fleet)
@@ -132,13 +132,13 @@ def test_who_takes_no_such_request_is_not_counted_among_those_that_are_asked() -
     at.place(document(0))
     assert at.num_asked == 6
     draining.member = replace(draining.member, draining=True)
-    short.member = replace(short.member, max_model_len=100)
+    short.member = member(short.member, max_model_len=100)
     assert silent.stream is not None
     silent.stream.is_awaited = True
     gone.stream = None
     at.place(document(1))
     assert at.num_asked == 2
-    new.member = replace(new.member, fingerprint="new weights", needs_prefill=True)
+    new.member = member(new.member, fingerprint="new weights", needs_prefill=True)
     at.place(document(2))
     assert at.num_asked == 1, "nobody prefills for those"
     at.end_all()

@@ -10,29 +10,22 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.errors import HandoffLost
-from jdisagg.core.fleet import Load, Member
+from jdisagg.core.fleet import Load
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.fleet import Fleet
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.test_fleet_engine import ask, assert_whole, collect, fleet, stop
-from tests.unit.wire.rig import FAST, run_quiet, until
+from tests.unit.wire.rig import FAST, member, run_quiet, until
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def member(address: str, **fields: object) -> Member:
-    described = Member(
-        role=Role.DECODE, address=address, worker="d", epoch="e", fingerprint="f", model="m", max_model_len=8, vocab_size=9
-    )
-    return replace(described, **fields)
 
 
 def decoders(*addresses: str, **fields: object) -> tuple[Fleet, list[Entry]]:
     """Linked at 0 and steady."""
     fleet = Fleet(dead_after_s=1.0, lease_s=10.0)
     for address in addresses:
-        fleet.register(member(address, **fields), 0.0)
+        fleet.register(member(address=address, **fields), 0.0)
     for entry in fleet.entries():
         entry.stream = RunStream(0.0, steady_s=0.0)
     return fleet, fleet.entries()
@@ -55,7 +48,7 @@ def test_one_of_several_that_falls_silent_is_dead() -> None:
 @pytest.mark.parametrize("other", [{"draining": True}, {"role": Role.PREFILL}])
 def test_whoever_cannot_go_on_with_its_requests_makes_nobody_dead(other: dict[str, object]) -> None:
     fleet, (one,) = decoders("a:1")
-    fleet.register(member("b:1", **other), 0.0)
+    fleet.register(member(address="b:1", **other), 0.0)
     fleet.entries()[1].stream = None if other.get("role") else RunStream(0.0, steady_s=0.0)
     fleet.tell_quiet(one, True, 100.6)
     assert fleet.waits(one, 1.0, 101.0)
@@ -142,7 +135,7 @@ def test_workers_whose_streams_broke_are_gone_when_their_heartbeats_stop() -> No
 def test_heartbeats_that_stop_everywhere_at_once_evict_nobody_before_the_lease_is_over() -> None:
     fleet = Fleet(dead_after_s=1.0, lease_s=10.0)
     for address in ("a:1", "b:1"):
-        fleet.register(member(address, role=Role.PREFILL), 0.0)
+        fleet.register(member(address=address, role=Role.PREFILL), 0.0)
     assert fleet.evict(2.0) == fleet.evict(2.5) == []
     fleet.heartbeat("b:1", "e", Load(), False, 3.0)
     assert fleet.evict(3.0) == [], "others get as long: silence began at 1.0"
@@ -155,9 +148,7 @@ def test_heartbeats_that_stop_everywhere_at_once_evict_nobody_before_the_lease_i
 
 def test_a_router_that_slept_holds_its_sleep_against_nobody_and_is_not_told_of_the_future() -> None:
     fleet = Fleet(dead_after_s=1.0)
-    quiet = Member(
-        role=Role.PREFILL, address="quiet:1", worker="p", epoch="e", fingerprint="f", model="m", max_model_len=8, vocab_size=9
-    )
+    quiet = member(role=Role.PREFILL, address="quiet:1")
     fleet.register(quiet, 10.0)
     fleet.register(replace(quiet, address="heard:1"), 10.0)
     fleet.heartbeat("heard:1", "e", Load(), False, 15.0)  # the first thing the router did when it woke up
@@ -244,7 +235,7 @@ def test_workers_that_come_back_are_held_against_nobody() -> None:
 
 def test_a_worker_is_quiet_from_its_last_word_on_however_long_that_takes_to_notice() -> None:
     fleet = Fleet(dead_after_s=5.0, lease_s=30.0)
-    fleet.register(member("a:1"), 0.0)
+    fleet.register(member(address="a:1"), 0.0)
     (one,) = fleet.entries()
     one.stream = RunStream(0.0, steady_s=0.0)
     fleet.tell_quiet(one, True, 103.0)
@@ -255,7 +246,7 @@ def test_a_worker_is_quiet_from_its_last_word_on_however_long_that_takes_to_noti
 
 def test_a_connection_that_is_made_anew_while_everybody_is_heard_is_steady_after_dead_after() -> None:
     fleet = Fleet(dead_after_s=0.5, lease_s=30.0)
-    fleet.register(member("a:1"), 100.0)
+    fleet.register(member(address="a:1"), 100.0)
     (one,) = fleet.entries()
     fleet.link(one, 100.0, again=True)
     assert one.stream is not None

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.errors import Unavailable
-from jdisagg.core.fleet import Load, Member
+from jdisagg.core.fleet import Load
 from jdisagg.core.requests import EngineRequest, FinishReason, Role, SamplingParams
 from jdisagg.router import longest
 from jdisagg.router.fleet import Fleet
@@ -16,9 +16,7 @@ from jdisagg.router.longest import AWAY_S
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router, expected
 from tests.unit.router.test_fleet_engine import collect
-from tests.unit.wire.rig import request, run_quiet, until
-
-MEMBER = Member(role=Role.DECODE, address="", worker="d", epoch="e", fingerprint="f", model="m", max_model_len=1, vocab_size=9)
+from tests.unit.wire.rig import member, request, run_quiet, until
 
 
 def ask(request_id: str, max_tokens: int) -> EngineRequest:
@@ -112,9 +110,9 @@ def test_a_model_is_as_long_as_the_longest_worker_that_takes_requests(monkeypatc
 
 def test_a_worker_that_left_a_moment_ago_counts_for_the_length_of_its_model_and_no_other() -> None:
     found = Fleet(dead_after_s=1.0)
-    short, long = (replace(MEMBER, address=f"h:{length}", max_model_len=length) for length in (50, 90))
-    for member in (short, long):
-        found.register(member, 10.0)
+    short, long = (member(address=f"h:{length}", max_model_len=length) for length in (50, 90))
+    for described in (short, long):
+        found.register(described, 10.0)
     assert found.longest(10.0) == long
     for now_s in (10.5, 11.4, 11.6):
         found.heartbeat(short.address, short.epoch, Load(), False, now_s)
@@ -123,7 +121,7 @@ def test_a_worker_that_left_a_moment_ago_counts_for_the_length_of_its_model_and_
     assert found.longest(11.6) == long, "its requests wait for it"
     assert found.longest(10.5 + AWAY_S) == long
     assert found.longest(11.4 + AWAY_S) == short
-    other = replace(short, address="h:1", model="other", max_model_len=70)
+    other = member(short, address="h:1", name="other", max_model_len=70)
     found.register(other, 80.0)
     assert found.longest(80.0) == other
     found.remove(found.entries()[1])

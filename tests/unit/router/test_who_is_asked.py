@@ -14,6 +14,7 @@ from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.prefixes import NOWHERE, Near
 from tests.unit.router.test_idle_fleet import idle_fleet
+from tests.unit.wire.rig import member
 
 NOW_S = 100.0
 
@@ -31,7 +32,7 @@ def suspect(fleet: Fleet, entry: Entry, asked: dict[str, Any]) -> None:
 
 
 def short(fleet: Fleet, entry: Entry, asked: dict[str, Any]) -> None:
-    entry.member = replace(entry.member, max_model_len=499)
+    entry.member = member(entry.member, max_model_len=499)
     asked["wanted_tokens"] = 500
 
 
@@ -40,8 +41,8 @@ def away(fleet: Fleet, entry: Entry, asked: dict[str, Any]) -> None:
 
 
 def lonely(fleet: Fleet, entry: Entry, asked: dict[str, Any]) -> None:
-    entry.member = replace(entry.member, fingerprint="lonely")
-    fleet.register(replace(entry.member, role=Role.PREFILL, address="p1", epoch="p1", fingerprint="weights"), NOW_S)
+    entry.member = member(entry.member, fingerprint="lonely")
+    fleet.register(member(entry.member, role=Role.PREFILL, address="p1", epoch="p1", fingerprint="weights"), NOW_S)
 
 
 def busy(fleet: Fleet, entry: Entry, asked: dict[str, Any]) -> None:
@@ -102,7 +103,7 @@ def test_who_cannot_take_a_request_is_never_asked_however_idle(why: str) -> None
             "has other weights": {"fingerprint": "other"},
             "prefills": {"role": Role.PREFILL},
         }
-        d1.member = replace(d1.member, **changes[why])
+        d1.member = member(d1.member, **changes[why])
     assert fleet.choose("weights", NOW_S, num_tokens=10) is d2
     assert fleet.count_usable("weights", 10, 0) == 1
     assert fleet.lacks("weights", 10) == ""
@@ -115,7 +116,7 @@ def test_who_cannot_take_a_request_is_never_asked_however_idle(why: str) -> None
 def test_a_worker_that_just_holds_the_whole_request_is_not_too_short_for_it() -> None:
     fleet = idle_fleet("d1", "d2")
     d1, d2 = fleet.entries()
-    d1.member, d2.pending = replace(d1.member, max_model_len=500), 1
+    d1.member, d2.pending = member(d1.member, max_model_len=500), 1
     assert fleet.choose(None, NOW_S, num_tokens=500, wanted_tokens=500) is d1
     assert fleet.choose(None, NOW_S, num_tokens=500, wanted_tokens=501) is d2
     assert fleet.choose(None, NOW_S, num_tokens=501) is d2
@@ -147,12 +148,12 @@ def test_a_decode_worker_is_told_of_so_many_prefill_workers_that_hold_the_prompt
     for number in range(MAX_PREFILL_PEERS + 3):
         peer = replace(d1, role=Role.PREFILL, address=f"p{number}", worker=f"p{number}", epoch=f"p{number}")
         changes = [{"draining": True}, {"max_model_len": 9}, {"fingerprint": "other"}]
-        fleet.register(replace(peer, **(changes[number] if number < 3 else {})), NOW_S)
+        fleet.register(member(peer, **(changes[number] if number < 3 else {})), NOW_S)
     named = {peer.member.address for peer in fleet.prefill_peers("weights", 10, NOWHERE)}
     assert named == {f"p{number}" for number in range(3, MAX_PREFILL_PEERS + 3)}
     assert len(fleet.prefill_peers("weights", 9, NOWHERE)) == MAX_PREFILL_PEERS
-    assert len(fleet.prefill_peers("weights", d1.max_model_len, NOWHERE)) == MAX_PREFILL_PEERS
-    assert fleet.prefill_peers("weights", d1.max_model_len + 1, NOWHERE) == []
+    assert len(fleet.prefill_peers("weights", d1.card.max_model_len, NOWHERE)) == MAX_PREFILL_PEERS
+    assert fleet.prefill_peers("weights", d1.card.max_model_len + 1, NOWHERE) == []
     assert fleet.prefill_peers("lonely", 10, NOWHERE) == []
     named_worker = fleet.prefill_named("p4")
     assert named_worker is not None

@@ -11,8 +11,8 @@ import pytest
 
 from jdisagg.api.generation import local_engine
 from jdisagg.api.generation.local_engine import LocalEngine
-from jdisagg.api.generation.token_engine import ModelCard
 from jdisagg.core.config import CacheConfig, Config
+from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import Role
 from jdisagg.roles import engine_thread
 from jdisagg.roles.compute import ComputeSide

@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from dataclasses import fields, replace
 from time import monotonic
 from typing import Any
 
@@ -16,7 +16,8 @@ import pytest
 from jdisagg.api import channels
 from jdisagg.api.peer import link as peer_link
 from jdisagg.core.config import TransferConfig
-from jdisagg.core.requests import EngineRequest, SamplingParams
+from jdisagg.core.fleet import Member, ModelCard
+from jdisagg.core.requests import EngineRequest, Role, SamplingParams
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity
 from jdisagg.kv.spec import KVSpec
 
@@ -93,20 +94,31 @@ async def start_server(
 
 def identity(**changes: Any) -> Identity:
     spec = KVSpec(num_layers=2, num_kv_heads=2, features=8, dtype="float32")
-    fields: dict[str, Any] = {
+    described: dict[str, Any] = {
         "fingerprint": "weights-1",
         "worker": "pid 1 @ here",
         "epoch": "epoch-1",
         "groups": (CacheGroup(spec=spec, page_size=16),),
         "backends": (Backend(name="grpc"),),
     }
-    return Identity(**(fields | changes))
+    return Identity(**(described | changes))
+
+
+_CARD = ModelCard(name="m", max_model_len=1000, vocab_size=1000, fingerprint="f")
+_MEMBER = Member(role=Role.DECODE, address="h:1", worker="d", epoch="e", card=_CARD)
+
+
+def member(like: Member = _MEMBER, **changes: Any) -> Member:
+    """`like`, but for these; what its card says is changed by its names there."""
+    names = {field.name for field in fields(ModelCard)} & set(changes)
+    card = replace(like.card, **{name: changes.pop(name) for name in names})
+    return replace(like, card=card, **changes)
 
 
 def request(
-    request_id: str = "r", *, left_s: float = 20.0, prompt: tuple[int, ...] = (1, 2, 3), **fields: Any
+    request_id: str = "r", *, left_s: float = 20.0, prompt: tuple[int, ...] = (1, 2, 3), **others: Any
 ) -> EngineRequest:
-    sampling = fields.pop("sampling", SamplingParams(max_tokens=8))
+    sampling = others.pop("sampling", SamplingParams(max_tokens=8))
     return EngineRequest(
-        request_id=request_id, prompt_token_ids=prompt, sampling=sampling, deadline_s=monotonic() + left_s, **fields
+        request_id=request_id, prompt_token_ids=prompt, sampling=sampling, deadline_s=monotonic() + left_s, **others
     )

@@ -26,9 +26,8 @@ from jdisagg.api.peer.client import GrpcPeerClient
 from jdisagg.api.peer.piece_server import add_peer_service
 from jdisagg.api.peer.server import PeerServer
 from jdisagg.api.worker.service import WorkerService
-from jdisagg.core.fleet import Load, Member
+from jdisagg.core.fleet import Load
 from jdisagg.core.metrics import Metrics
-from jdisagg.core.requests import Role
 from jdisagg.handoff.messages import Accepted, Agreed, HandoffId, Open, StreamEnded
 from jdisagg.router.fleet_engine import FleetEngine
 from jdisagg.text.tokenizer import Tokenizer
@@ -46,7 +45,7 @@ from jdisagg.v1 import (
 from tests.unit.api_edge.fakes import FakeEngine
 from tests.unit.reading import read_whole
 from tests.unit.router.fakes import ArithmeticEngine, expected
-from tests.unit.wire.rig import FAST, WAIT_LIMIT_S, identity, request, run_quiet, until
+from tests.unit.wire.rig import FAST, WAIT_LIMIT_S, identity, member, request, run_quiet, until
 
 KEY = "k3y-of-the-fleet"
 CALM = replace(FAST, dead_after_s=WAIT_LIMIT_S)  # nobody is given up because the machine stands still
@@ -194,19 +193,6 @@ def test_health_answers_everybody_and_reflection_who_has_the_key(tokenizer: Toke
     run_quiet(body())
 
 
-def member(address: str) -> Member:
-    return Member(
-        role=Role.DECODE,
-        address=address,
-        worker="w",
-        epoch="e",
-        fingerprint="f",
-        model="m",
-        max_model_len=64,
-        vocab_size=1000,
-    )
-
-
 @pytest.mark.parametrize(
     ("key", "theirs", "is_shared"),
     [
@@ -224,7 +210,8 @@ def test_a_fleet_that_shares_the_key_works_and_a_stranger_to_it_is_told_why(
     async def body() -> None:
         async with Everything(None, Credentials(api_key=theirs)) as there:
             mine = Credentials(api_key=key)
-            registration = FleetClient(member(there.address), (there.address,), state=lambda: (Load(), False), credentials=mine)
+            described = member(address=there.address)
+            registration = FleetClient(described, (there.address,), state=lambda: (Load(), False), credentials=mine)
             events: list[Any] = []
             peers = GrpcPeerClient(
                 identity(epoch="d"), loop=asyncio.get_running_loop(), post=events.append, config=CALM, credentials=mine
@@ -281,7 +268,7 @@ def test_a_worker_whose_router_changes_its_key_says_so_each_time(caplog: pytest.
             address = channels.bind(server, port=port)
             port = int(address.rpartition(":")[2])
             await server.start()
-            registration = registration or FleetClient(member("127.0.0.1:9"), (address,), state=lambda: (Load(), False))
+            registration = registration or FleetClient(member(address="127.0.0.1:9"), (address,), state=lambda: (Load(), False))
             refusals, registrations = (turn + 2) // 2, (turn + 1) // 2
             await until(lambda: (told("refuses this worker"), told("registered with")) == (refusals, registrations))  # noqa: B023
             await server.stop(0)
@@ -294,7 +281,7 @@ def test_a_worker_whose_router_changes_its_key_says_so_each_time(caplog: pytest.
 def test_a_worker_that_wants_another_key_is_reported_once_by_the_router(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         async with Everything(None, Credentials(api_key=KEY)) as worker, Everything(None, INSECURE) as router:
-            registration = FleetClient(member(worker.address), (router.address,), state=lambda: (Load(), False))
+            registration = FleetClient(member(address=worker.address), (router.address,), state=lambda: (Load(), False))
             await until(lambda: any("refuses this router" in record.message for record in caplog.records))
             await asyncio.sleep(1.2)  # two more attempts
             assert sum("refuses this router" in record.message for record in caplog.records) == 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jdisagg.api.generation.local_engine import LocalEngine
-from jdisagg.api.generation.token_engine import ModelCard
+from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import FinishReason, Output
 from jdisagg.roles.inbox import Cancel, Submit
 from tests.unit.sched.engine_fake import request

@@ -13,8 +13,8 @@ from jdisagg.api.fleet import codec as fleet_codec
 from jdisagg.api.peer import codec as peer_codec
 from jdisagg.api.peer import identity_codec
 from jdisagg.core import errors
-from jdisagg.core.fleet import Load, Member
-from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, Role, SamplingParams, TokenLogprob
+from jdisagg.core.fleet import Load
+from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, SamplingParams, TokenLogprob
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity, Rank
 from jdisagg.handoff.ladder import is_final
 from jdisagg.handoff.messages import (
@@ -33,6 +33,7 @@ from jdisagg.handoff.messages import (
 )
 from jdisagg.kv.spec import KVSpec
 from jdisagg.v1 import common_pb2, peer_pb2
+from tests.unit.wire.rig import member
 
 NOW_S = 1000.0
 TOKEN = st.integers(0, 2**31 - 1)
@@ -255,23 +256,16 @@ def test_identity_round_trip():
 
 
 def test_member_round_trip_and_refusals():
-    member = Member(
-        role=Role.DECODE,
-        address="h:1",
-        worker="pid 2 @ h:1",
-        epoch="e",
-        fingerprint="f",
+    described = member(
         fingerprint_parts=(("model.num_layers", "2"), ("numerics", "exact")),
-        model="demo",
-        max_model_len=512,
-        vocab_size=4096,
+        name="demo",
         eos_token_ids=(2, 3),
         load=Load(running=1, waiting=2, free_pages=3, total_pages=4, pending_prefill_tokens=5),
         draining=True,
         cache_tokens=1 << 33,
     )
-    wire = fleet_codec.encode_member(member)
-    assert fleet_codec.decode_member(wire) == member
+    wire = fleet_codec.encode_member(described)
+    assert fleet_codec.decode_member(wire) == described
     wire.role = "janitor"
     with pytest.raises(errors.InvalidRequest, match="janitor"):
         fleet_codec.decode_member(wire)

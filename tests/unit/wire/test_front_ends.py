@@ -14,10 +14,11 @@ import pytest
 
 from jdisagg.api.generation import local_engine
 from jdisagg.api.generation.local_engine import LocalEngine
-from jdisagg.api.generation.token_engine import Enough, Health, ModelCard
+from jdisagg.api.generation.token_engine import Enough, Health
 from jdisagg.api.worker.client import WorkerLink
 from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.errors import DeadlineExceeded, Unavailable
+from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import FinishReason, Output, Role
 from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.engine_loop import IDLE_WAIT_S

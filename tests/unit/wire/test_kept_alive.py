@@ -11,15 +11,12 @@ from jdisagg.api.fleet.service import FleetService
 from jdisagg.api.peer.link import PeerLink
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.fleet import Load, Member
-from jdisagg.core.requests import Role
 from jdisagg.handoff.identity import Identity
 from jdisagg.v1 import fleet_pb2_grpc
-from tests.unit.wire.rig import FAST, identity, run_quiet, start_server, until
+from tests.unit.wire.rig import FAST, identity, member, run_quiet, start_server, until
 from tests.unit.wire.test_peer import Decode, Prefill
 
-MEMBER = Member(
-    role=Role.DECODE, address="h:1", worker="d", epoch="e", fingerprint="f", model="m", max_model_len=8, vocab_size=9
-)
+MEMBER = member()
 
 
 class Members:

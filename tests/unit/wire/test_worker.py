@@ -253,7 +253,7 @@ def test_workers_register_heartbeat_and_register_again():
         worker = await FakeWorker((router.address,), Role.PREFILL).start()
         await until(router.engine.workers.members)
         (member,) = [decode_member(item) for item in (await stub.List(fleet_pb2.ListRequest())).members]
-        assert (member.role, member.address, member.vocab_size) == (Role.PREFILL, worker.address, 1000)
+        assert (member.role, member.address, member.card.vocab_size) == (Role.PREFILL, worker.address, 1000)
         await asyncio.sleep(2 * FAST.dead_after_s)
         assert router.engine.workers.members()  # heartbeats keep it
         await channel.close()
