@@ -9,6 +9,7 @@ from typing import Any
 
 from jdisagg.api import channels
 from jdisagg.api.peer.codec import encode_down
+from jdisagg.core.config import TransferConfig
 from jdisagg.core.requests import Grammar, GrammarKind, SamplingParams
 from jdisagg.handoff.events import PeerAlive, PeerOpened
 from jdisagg.handoff.messages import Accepted, Grant, HandoffId, Open, StreamEnded
@@ -17,6 +18,9 @@ from tests.unit.wire.rig import FAST, identity, request, run_quiet, until
 from tests.unit.wire.test_peer import H1, H2, Decode, Prefill
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "a+")
+STEADY = replace(
+    FAST, dead_after_s=1.5
+)  # where nobody is to be taken for dead, on a machine that gives nobody a core for a while
 
 
 class SlowGrammars:
@@ -41,8 +45,8 @@ def opening(request_id: str = "r", grammar: Grammar | None = GRAMMAR) -> Open:
     return Open(request=request(request_id, sampling=sampling), held_tokens=1, backend="grpc")
 
 
-def prefill(grammars: Any, **who: Any) -> Prefill:
-    p = Prefill(identity(grammars=True, **who))
+def prefill(grammars: Any, config: TransferConfig = FAST, **who: Any) -> Prefill:
+    p = Prefill(identity(grammars=True, **who), config)
     p.service._grammars = grammars
     return p
 
