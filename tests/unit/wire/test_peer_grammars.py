@@ -18,9 +18,7 @@ from tests.unit.wire.rig import FAST, identity, request, run_quiet, until
 from tests.unit.wire.test_peer import H1, H2, Decode, Prefill
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "a+")
-STEADY = replace(
-    FAST, dead_after_s=1.5
-)  # where nobody is to be taken for dead, on a machine that gives nobody a core for a while
+STEADY = replace(FAST, dead_after_s=1.5)  # of who is not to die on a machine that gives nobody a core for a while
 
 
 class SlowGrammars:
