@@ -4,7 +4,8 @@ logits -> bias -> penalties -> stop ids masked (min_tokens) -> what the grammar 
        -> min-p, top-k, top-p -> Gumbel-max
        -> log-probabilities of the model's own distribution
 
-Work that no row of the batch asked for is skipped by `lax.cond`; for a row that did not ask, each stage is the identity.
+Work that no row of the batch asked for is skipped by `lax.cond`; for a row that did not ask, each stage is the identity. With
+a vocabulary of 128k each skipped stage would still copy 8 MB for 16 rows: so plain greedy rows pass all of them at once.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ class Sampling:
 def sample(logits: jax.Array, state: DecodeState, rows: SamplingRows, positions: jax.Array) -> Sampling:
     """Sample the token at index `positions` i32[R] of each row's sequence from logits f32[R, V]."""
     with jax.named_scope("sample"):
-        shaped = lax.cond(jnp.any(rows.shaped), lambda: _shape(logits, state, rows), lambda: logits)
-        early = positions < rows.min_length
-        shaped = lax.cond(jnp.any(early), lambda: _mask_stops(shaped, rows.stop_ids, early), lambda: shaped)
-        shaped = lax.cond(jnp.any(rows.constrained), lambda: _keep_to_grammar(shaped, state, rows), lambda: shaped)
-        greedy = jnp.argmax(shaped, axis=-1).astype(jnp.int32)
-        drawn = rows.temperature > 0.0
-        tokens = lax.cond(jnp.any(drawn), lambda: jnp.where(drawn, _draw(shaped, rows, positions), greedy), lambda: greedy)
+        changed = rows.shaped | rows.constrained | (positions < rows.min_length)
+
+        def chosen() -> jax.Array:
+            scores = lax.cond(jnp.any(changed), lambda: _change(logits, state, rows, positions), lambda: logits)
+            drawn, greedy = rows.temperature > 0.0, _most_likely(scores)
+            return lax.cond(jnp.any(drawn), lambda: jnp.where(drawn, _draw(scores, rows, positions), greedy), lambda: greedy)
+
+        tokens = lax.cond(jnp.any(changed | (rows.temperature > 0.0)), chosen, lambda: _most_likely(logits))
         return Sampling(
             tokens=tokens,
             bad=~(logits < jnp.inf).all(axis=-1),
@@ -83,6 +85,22 @@ def no_logprobs(num_rows: int, vocab_size: int) -> Logprobs:
         top_ids=jnp.zeros((num_rows, width), jnp.int32),
         top=jnp.zeros((num_rows, width), jnp.float32),
     )
+
+
+def _most_likely(scores: jax.Array) -> jax.Array:
+    """The first id i32[R] of the highest of scores f32[R, V], and some id where one is NaN. XLA:CPU's own argmax looks at one
+    number after the other: 9.3 ms for 16 x 128k, and 50 with the noise that is fused into it; this takes 2.3 and 19."""
+    ids, num = lax.broadcasted_iota(jnp.int32, scores.shape, 1), scores.shape[-1]
+    first = jnp.where(scores == scores.max(axis=-1, keepdims=True), ids, num).min(axis=-1)
+    return jnp.minimum(first, num - 1)
+
+
+def _change(logits: jax.Array, state: DecodeState, rows: SamplingRows, positions: jax.Array) -> jax.Array:
+    """Everything that comes before temperature."""
+    shaped = lax.cond(jnp.any(rows.shaped), lambda: _shape(logits, state, rows), lambda: logits)
+    early = positions < rows.min_length
+    shaped = lax.cond(jnp.any(early), lambda: _mask_stops(shaped, rows.stop_ids, early), lambda: shaped)
+    return lax.cond(jnp.any(rows.constrained), lambda: _keep_to_grammar(shaped, state, rows), lambda: shaped)
 
 
 def _shape(logits: jax.Array, state: DecodeState, rows: SamplingRows) -> jax.Array:
@@ -118,4 +136,4 @@ def _draw(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Ar
         lambda: jnp.ones(scores.shape, bool),
     )
     noisy = scores + gumbel(rows.seed, rows.choice, positions, logits.shape[-1])
-    return jnp.argmax(jnp.where(keep, noisy, -jnp.inf), axis=-1).astype(jnp.int32)
+    return _most_likely(jnp.where(keep, noisy, -jnp.inf))

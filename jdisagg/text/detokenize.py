@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from types import MappingProxyType
 from typing import Protocol
 
@@ -55,11 +55,16 @@ class ByteDetokenizer:
 
 def begun_character(token_ids: Sequence[int], byte_of: Mapping[int, int], skip: Collection[int]) -> bytes:
     """Of a text that goes on: the bytes, each a token's, of the character at its end of which only a part is there."""
-    kept = (token_id for token_id in reversed(token_ids[-_CONTEXT_TOKENS:]) if token_id not in skip)
-    tail = list(takewhile(lambda token_id: token_id in byte_of, kept))
+    tail = list(takewhile(lambda token_id: token_id in byte_of, reversed(_last_kept(token_ids, skip))))
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     utf8.decode(bytes(byte_of[token_id] for token_id in reversed(tail)))
     return utf8.getstate()[0]
+
+
+def _last_kept(token_ids: Sequence[int], skip: Collection[int]) -> list[int]:
+    """The last tokens that are text, behind which, and between which, there may be any number of others: as at the end of a
+    chat's prompt, where a decoder that sees none of the text would take the answer for its beginning."""
+    return [*islice((token_id for token_id in reversed(token_ids) if token_id not in skip), _CONTEXT_TOKENS)][::-1]
 
 
 class WindowDetokenizer:
@@ -82,7 +87,7 @@ class WindowDetokenizer:
         self._decode = decode
         self._skip = skip
         self._byte_of = byte_of
-        self._context = [token_id for token_id in before[-_CONTEXT_TOKENS:] if token_id not in skip]  # already emitted
+        self._context = _last_kept(before, skip)  # already emitted
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._utf8.decode(begun_character(before, byte_of, skip))
         self._pending: list[int] = []  # not yet

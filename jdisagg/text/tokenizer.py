@@ -22,7 +22,7 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.text.bytelevel import ByteLevelVocabulary
 from jdisagg.text.chat import ChatTemplate
 from jdisagg.text.detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, begun_character
-from jdisagg.text.tokenizer_files import add_tokens, read, read_tokenizer_config, special_tokens
+from jdisagg.text.tokenizer_files import add_tokens, decoder_of, read, read_tokenizer_config, special_tokens
 
 ADDITIONAL_TEMPLATES = "additional_chat_templates"  # a folder of the model's directory: NAME.jinja
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -50,7 +50,7 @@ class Tokenizer:
         templates = self._templates = chat_templates or _named_templates(config.get("chat_template"))
         template = templates.get("default", next(iter(templates.values()), None))
         self.chat = None if template is None else ChatTemplate(template, self.special_tokens, templates.get("tool_use"))
-        decoder, vocabulary = json.loads(backend.to_str())["decoder"] or {}, backend.get_vocab(with_added_tokens=True)
+        decoder, vocabulary = decoder_of(backend), backend.get_vocab(with_added_tokens=True)
         self.max_token_characters = max(map(len, vocabulary), default=1)
         self._bytes = ByteLevelVocabulary(backend) if _is_byte_level(decoder) else None
         self._byte_of = _fallback_bytes(vocabulary) if _has_byte_fallback(decoder) else {}

@@ -62,6 +62,13 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None
     backend.add_special_tokens([text for text in wanted if text not in known])
 
 
+def decoder_of(backend: tokenizers.Tokenizer) -> Mapping[str, Any]:
+    """The decoder as tokenizer.json has it; empty where there is none. The whole of that file, to look for it there, takes a
+    vocabulary of 262k 0.6 s."""
+    decoder: Any = backend.decoder
+    return {} if decoder is None else json.loads(decoder.__getstate__())
+
+
 def read(path: Path, reader: Callable[[Path], T]) -> T:
     """`reader(path)`, whose OSError, ValueError and RecursionError become a ConfigError that names the file."""
     try:

@@ -159,9 +159,10 @@ def test_noise_is_pinned_and_depends_on_seed_choice_and_position_alone():
 def test_nan_is_reported_for_its_row_alone():
     logits = np.zeros((2, V), np.float32)
     logits[1, 3] = np.nan
-    st = build_state([(SamplingParams(temperature=0.0), [1], [])] * 2)
-    out = STEP(logits, st, np.arange(2, dtype=np.int32), np.ones(2, np.int32))
-    assert out.bad.tolist() == [False, True]
+    for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
+        out = STEP(logits, build_state([(params, [1], [])] * 2), np.arange(2, dtype=np.int32), np.ones(2, np.int32))
+        assert out.bad.tolist() == [False, True]
+        assert ((out.tokens >= 0) & (out.tokens < V)).all(), "which is an index of the state's arrays"
 
 
 def test_an_infinite_logit_is_reported_for_its_row_alone_and_a_forbidden_token_is_not():

@@ -205,3 +205,11 @@ def test_an_answer_begins_with_the_space_that_parts_it_from_its_prompt(byte_fall
     detokenizer = byte_fallback.detokenizer(before=prompt)
     assert byte_fallback.decode(prompt) + detokenizer.push(answer[0]) == byte_fallback.decode(prompt + answer)
     assert byte_fallback.detokenizer(before=[_id(byte_fallback, "<s>")]).push(answer[0]) == "world"  # nothing was said yet
+
+
+def test_however_many_special_tokens_end_a_prompt_its_answer_goes_on_with_its_text(byte_fallback: Tokenizer) -> None:
+    text, marks = byte_fallback.encode("hello", add_special_tokens=False), [_id(byte_fallback, "<s>")] * 8
+    answer = _id(byte_fallback, "\u2581world")
+    assert byte_fallback.detokenizer(before=[*text, *marks]).push(answer) == " world"
+    *begun, last = _bytes_of(byte_fallback, "😀")
+    assert byte_fallback.detokenizer(before=[*begun, *marks]).push(last) == "😀"
