@@ -50,7 +50,12 @@ async def open_local(config: Config, timeout: httpx.Timeout) -> AsyncIterator[ht
 def _application(
     config: Config, deployment: Deployment, text: TextModel, metrics: Metrics, timeout: httpx.Timeout
 ) -> Starlette:
-    engine = LocalEngine(deployment.front, deployment.card(config.served_name), not_ready_reason=deployment.not_ready_reason)
+    engine = LocalEngine(
+        deployment.front,
+        deployment.card(config.served_name),
+        not_ready_reason=deployment.not_ready_reason,
+        grammars=deployment.core.grammars,
+    )
     server = replace(config.server, default_deadline_s=timeout.read or config.server.default_deadline_s)
     edge = make_edge(engine, text, server, grammars=deployment.gate)
     return make_app(edge, engine, metrics.text)

@@ -48,6 +48,7 @@ class Edges:
             deployment.card(self.model_name),
             not_ready_reason=deployment.not_ready_reason,
             helpers=deployment.engines[:-1],
+            grammars=deployment.core.grammars,
         )
         self._config = config
         self._deployment = deployment

@@ -1,6 +1,6 @@
 """Grammars compiled for one tokenizer, and where in its grammar a generated text stands. llguidance does the work.
 
-    compile (a thread of whoever takes the request in)    kept for later
+    ahead (a thread of whoever takes the request in)      compiled, and held as long as the request is here
     matcher (engine, per sequence)                        a copy of what was kept, moved on by the tokens there are
     allowed -> sample -> advance                          once per token
 
@@ -10,20 +10,23 @@ A matcher's state follows from grammar and tokens alone: whoever goes on with a 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from weakref import WeakValueDictionary
 
 import llguidance
 
-from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.errors import InvalidRequest, Overloaded, RequestError
 from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.core.told import told
 from jdisagg.text.grammar_tokenizer import read_tokenizer
 
-MOST_KEPT = 64  # compiled grammars; most clients use few, and answers may make each of them 10 MB and more
+MOST_KEPT = 64  # compiled grammars that nobody holds; most clients use few, and answers may make each of them 10 MB and more
+MOST_TEXT = 2**22  # characters of those that are held; compiled, they may be 350 times as large
 _MOST_OF_ERROR = 300  # characters
 _ROW = "Current row has"  # of `max_items_in_row`
 _FEWER = "; of an object of a JSON schema, require more properties, or have fewer properties"
@@ -31,18 +34,28 @@ _EBNF = "::="  # stands in no Lark outside of its texts
 _IN_LARK = '; this looks like EBNF, which is not served: write it in Lark, as in start: "a" | "b"'
 _WHY = "error: "  # where a regular expression cannot be read, the line that says why begins so
 _OF_THE_STATES = "lexer error"  # as errors begin that are of what the copies of one grammar share
+_MOST_TRIED = 256  # tokens that begin an answer; 100 or so begin with a brace
 _QUIET = 0  # llguidance's log level: it would write to stderr
 
-# Of one step, which is in the way of everybody's next token, of memory, and of what is read at once. Compiling has no limit
-# that holds: see `grammar_checker`.
-_LIMITS = llguidance.LLParserLimits(
-    step_lexer_fuel=100_000,  # 7 ms
-    step_max_items=50_000,  # 3 ms
-    max_items_in_row=500,  # 20 ms, which 2,000 make 250; as many different beginnings may follow at one place
-    max_lexer_states=20_000,  # 10 MB, and more of large expressions
-    max_grammar_size=100_000,
-    verbose_errors=False,
-)
+
+def _limits(most_in_row: int) -> llguidance.LLParserLimits:
+    """Of one step, which is in the way of everybody's next token, of memory, and of what is read at once. Compiling has no
+    limit that holds: see `grammar_checker`. As many different beginnings as are in a row may follow at one place."""
+    return llguidance.LLParserLimits(
+        step_lexer_fuel=100_000,  # 7 ms
+        step_max_items=50_000,  # 3 ms
+        max_items_in_row=most_in_row,
+        max_lexer_states=20_000,  # 10 MB, and more of large expressions
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+_LIMITS = {
+    GrammarKind.JSON_SCHEMA: _limits(1000),  # 4 for each optional property, and 10 ms at worst, which 2,000 make 90
+    GrammarKind.REGEX: _limits(500),
+    GrammarKind.LARK: _limits(500),  # 20 ms, which 2,000 make 250
+}
 
 # Blanks of JSON in a row: lines of a deep structure have as many, and no model fills its answer with them.
 _BLANKS = r"[ \n\r\t]{1,80}"
@@ -54,6 +67,9 @@ _READERS = {
 }
 
 
+log = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """What grammars are compiled for: the text of a tokenizer.json, of at most `size` tokens."""
@@ -61,6 +77,13 @@ class Vocabulary:
     tokenizer_json: str
     size: int
     eos_token_ids: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Compiled:
+    """A grammar at its beginning; its matchers are copies. Who holds this has no other compiled."""
+
+    matcher: llguidance.LLMatcher
 
 
 class Matcher:
@@ -77,7 +100,7 @@ class Matcher:
         error = self._matcher.get_error()
         if error.startswith(_OF_THE_STATES):
             self._on_full()
-        return _short(error) + (_FEWER if _ROW in error else "")
+        return _short(error)
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """These were generated next. One that does not fit shows as `error`."""
@@ -91,68 +114,83 @@ class Matcher:
 
 
 class Grammars:
-    """Compiled grammars, the latest ones. Any thread."""
+    """Compiled grammars: the latest ones, and those that somebody holds. Any thread."""
 
     def __init__(self, vocabulary: Vocabulary, most_kept: int = MOST_KEPT) -> None:
         """Raises ValueError when the library cannot read the tokenizer."""
         self.vocabulary = vocabulary
         self._most_kept = most_kept
-        self._lock = threading.Lock()  # of `_kept` and `_renewing`
+        self._lock = threading.Lock()  # of those below but `_tokenizer`
         self._tokenizer = read_tokenizer(vocabulary.tokenizer_json, vocabulary.size, vocabulary.eos_token_ids)
-        self._kept: dict[Grammar, llguidance.LLMatcher] = {}
+        self._there = WeakValueDictionary[Grammar, Compiled]()
+        self._kept: dict[Grammar, Compiled] = {}
         self._renewing: set[Grammar] = set()
 
     def has(self, grammar: Grammar) -> bool:
-        """Whether it was compiled lately."""
-        return grammar in self._kept
+        """Whether it was compiled lately, or is held."""
+        return grammar in self._there
 
-    async def ahead(self, grammar: Grammar) -> None:
-        """Have `matcher` take no time for it. What is wrong with it, `matcher` says."""
-        if not self.has(grammar):
-            with suppress(InvalidRequest):
-                await asyncio.to_thread(self.compile, grammar)
+    async def ahead(self, grammar: Grammar) -> Compiled:
+        """While this is held, `matcher` takes no time for it. Raises as `compile` does, Overloaded while too much is held, and
+        RequestError when something else is in the way, which is logged."""
+        if (held := self._there.get(grammar)) is not None:
+            return held
+        try:
+            held = await asyncio.to_thread(self.compile, grammar)
+        except (RequestError, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # a panic of the library is no Exception
+            log.exception("a grammar (%s, %d characters) could not be compiled", grammar.kind.value, len(grammar.text))
+            raise RequestError(f"grammar ({grammar.kind.value}): could not be compiled: {told(repr(error))}") from error
+        with self._lock:
+            if _text(self._there) > MOST_TEXT:
+                self._kept.pop(grammar, None)
+                raise Overloaded("the grammars of the requests under way are too long in all; send the request again")
+        return held
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """At the grammar's beginning. Raises InvalidRequest when it is none, or nothing is of it."""
-        kept = self.compile(grammar)
-        return Matcher(kept.deep_copy(), partial(self._renew, grammar, kept))
+        """At the grammar's beginning. Raises as `compile` does."""
+        held = self.compile(grammar)
+        return Matcher(held.matcher.deep_copy(), partial(self._renew, grammar, held, held.matcher))
 
-    def compile(self, grammar: Grammar) -> llguidance.LLMatcher:
-        """Kept for later. Raises as `matcher`; one that nobody has checked may take for ever, or end the process."""
-        kept = self._kept.get(grammar) or self._compile(grammar)
+    def compile(self, grammar: Grammar) -> Compiled:
+        """Kept for later. Raises InvalidRequest when it is no grammar, or nothing is of it; one that nobody has checked may
+        take for ever, or end the process."""
+        found = self._there.get(grammar) or Compiled(self._compile(grammar))
         with self._lock:
+            found = self._there.setdefault(grammar, found)
             self._kept.pop(grammar, None)
-            self._kept[grammar] = kept  # the newest again
-            while len(self._kept) > self._most_kept:
+            self._kept[grammar] = found  # the newest again
+            while len(self._kept) > self._most_kept or _text(self._kept) > MOST_TEXT / 2:
                 del self._kept[next(iter(self._kept))]
-        return kept
+        return found
 
-    def _renew(self, grammar: Grammar, kept: llguidance.LLMatcher) -> None:
-        """Copies share the states that their texts have led to, and the limit of those: soon another is kept, which has none.
+    def _renew(self, grammar: Grammar, held: Compiled, full: llguidance.LLMatcher) -> None:
+        """Copies share the states that their texts have led to, and the limit of those: soon it has another, which has none.
         Whoever comes before that has the old one, as an engine's thread is not to wait for a compiler."""
         with self._lock:
-            if self._kept.get(grammar) is not kept or grammar in self._renewing:
+            if held.matcher is not full or grammar in self._renewing:
                 return
             self._renewing.add(grammar)
-        threading.Thread(target=self._replace, args=(grammar, kept), name="renew-grammar").start()
+        try:
+            threading.Thread(target=self._replace, args=(grammar, held), name="renew-grammar").start()
+        except RuntimeError:  # the machine has no thread left; the next one asks again
+            self._renewing.discard(grammar)
 
-    def _replace(self, grammar: Grammar, kept: llguidance.LLMatcher) -> None:
-        new = None
+    def _replace(self, grammar: Grammar, held: Compiled) -> None:
         try:
             with suppress(InvalidRequest):
-                new = self._compile(grammar)
+                held.matcher = self._compile(grammar)
         finally:
             with self._lock:
                 self._renewing.discard(grammar)
-                if new is not None and self._kept.get(grammar) is kept:
-                    self._kept[grammar] = new
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         try:
             read = _READERS[grammar.kind](grammar.text)
-            matcher = llguidance.LLMatcher(self._tokenizer, read, log_level=_QUIET, limits=_LIMITS)
-            matcher.compute_bitmask()  # the first of every sequence: what it finds is kept, too
-            error = matcher.get_error()
+            matcher = llguidance.LLMatcher(self._tokenizer, read, log_level=_QUIET, limits=_LIMITS[grammar.kind])
+            first = matcher.compute_bitmask()  # of every sequence: what it finds is kept, too
+            error = matcher.get_error() or self._ends_at_once(matcher, first)
         except ValueError as refused:
             error = str(refused)
         else:
@@ -161,6 +199,25 @@ class Grammars:
         hint = _IN_LARK if grammar.kind is GrammarKind.LARK and _EBNF in grammar.text else ""
         raise InvalidRequest(f"grammar ({grammar.kind.value}): {_short(error)}{hint}", field="grammar")
 
+    def _ends_at_once(self, matcher: llguidance.LLMatcher, first: bytes) -> str:
+        """What every answer meets behind its first token, whichever of the `first` allowed that is; "" = some go on."""
+        error, bits = "", int.from_bytes(first, "little")
+        if bits.bit_count() > _MOST_TRIED:
+            return ""
+        while bits:
+            token_id = (bits & -bits).bit_length() - 1
+            further = matcher.deep_copy()
+            further.consume_token(token_id)
+            further.compute_bitmask()
+            if not (error := further.get_error()):
+                return ""
+            bits &= bits - 1
+        return error
+
+
+def _text(grammars: Iterable[Grammar]) -> int:
+    return sum(len(grammar.text) for grammar in grammars)
+
 
 def _short(error: str) -> str:
     """In one line: the first says what, one of those that follow says why; the others show where."""
@@ -168,4 +225,4 @@ def _short(error: str) -> str:
         return "no text of this model's tokens is of it"
     first, *others = error.split("\n")
     why = next((line.removeprefix(_WHY) for line in others if line.startswith(_WHY)), "")
-    return told(" ".join(filter(None, (first, why))), _MOST_OF_ERROR)
+    return told(" ".join(filter(None, (first, why))), _MOST_OF_ERROR) + (_FEWER if _ROW in error else "")

@@ -51,8 +51,8 @@ class GrammarGate:
         self._told = Seldom(_TOLD_EVERY_S)
 
     async def prepare(self, grammar: Grammar) -> None:
-        """When this returns, engines of this process take no time for it. Raises InvalidRequest, Overloaded while too many
-        others are looked at, and Unavailable where none can be."""
+        """When this returns, `grammars` has it. Raises InvalidRequest, Overloaded while too many others are looked at or held,
+        Unavailable where none can be looked at, and RequestError when something else is in the way."""
         if self._grammars.has(grammar):
             return
         if (error := self._refused.get(grammar)) is None:
@@ -83,7 +83,7 @@ class GrammarGate:
             error = await self._ask(grammar)
         if not error:
             try:
-                await asyncio.to_thread(self._grammars.compile, grammar)
+                await self._grammars.ahead(grammar)
             except InvalidRequest as refused:
                 error = refused.message
         self._outcomes.labels(outcome=COMPILED if not error else ENDLESS if error is _ENDLESS else REFUSED).inc()

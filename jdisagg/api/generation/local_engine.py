@@ -21,6 +21,7 @@ from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.inbox import Cancel, Submit
 from jdisagg.roles.ports import OutputSink
+from jdisagg.text.grammar import Grammars
 
 DEADLINE_GRACE_S = 5.0  # the engine itself ends a request at its deadline; this is for an engine that no longer can
 OWN = "own edge"  # the front end that is no router; a router that says no name has the empty one
@@ -40,9 +41,11 @@ class LocalEngine:
         *,
         not_ready_reason: Callable[[], str],
         helpers: Sequence[EngineThread] = (),
+        grammars: Grammars | None = None,
     ) -> None:
-        """`helpers`: engines of this process that `thread` cannot do without."""
+        """`helpers`: engines of this process that `thread` cannot do without; `grammars`: the engine's."""
         self._thread = thread
+        self._grammars = grammars
         self._helpers = helpers
         self._card = card
         self._not_ready_reason = not_ready_reason
@@ -85,6 +88,8 @@ class LocalEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Output]:
         """Yield the request's outputs; closing the generator cancels it. See TokenEngine."""
+        grammar = request.sampling.grammar
+        _held = None if grammar is None or self._grammars is None else await self._grammars.ahead(grammar)
         mailbox = Mailbox[Output | RequestError]()
         request = self._attempts.behind(request)
         key = request.request_id, request.attempt

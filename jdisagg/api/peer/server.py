@@ -35,8 +35,8 @@ from jdisagg.core.logs import Seldom
 from jdisagg.core.told import told
 from jdisagg.handoff.events import PeerAlive, PeerMessage, PeerOpened
 from jdisagg.handoff.identity import Identity, Incompatible, agree
-from jdisagg.handoff.messages import HandoffId, Open, StreamEnded
-from jdisagg.text.grammar import Grammars
+from jdisagg.handoff.messages import HandoffId, Open, Refused, StreamEnded
+from jdisagg.text.grammar import Compiled, Grammars
 from jdisagg.v1 import peer_pb2
 
 Event = PeerOpened | PeerMessage | PeerAlive
@@ -142,12 +142,18 @@ class PeerServer(PieceServer):
         finally:
             await cancel_and_wait(write)
 
-    async def _open(self, posts: _Posts, opened: PeerOpened) -> None:
-        """Post it, once the engine takes no time for its grammar."""
-        grammar = opened.message.request.sampling.grammar
+    async def _open(self, posts: _Posts, opened: PeerOpened) -> Compiled | None:
+        """Post it, once the engine takes no time for its grammar, which is to be held as long as the stream is open."""
+        grammar, held = opened.message.request.sampling.grammar, None
         if grammar is not None and self._grammars is not None:
-            await self._grammars.ahead(grammar)
+            try:
+                held = await self._grammars.ahead(grammar)
+            except RequestError as error:
+                opened.reply.send(Refused(error=error))
+                opened.reply.close()
+                return None
         posts.begin(opened)
+        return held
 
     async def _tell_broken(
         self, reason: str, handoff: HandoffId, context: grpc.aio.ServicerContext, *, cut_short: bool

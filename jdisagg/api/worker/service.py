@@ -31,7 +31,7 @@ from jdisagg.core.errors import RequestError
 from jdisagg.core.fleet import Load
 from jdisagg.core.requests import EngineRequest, FinishReason, Output
 from jdisagg.roles.ports import OutputSink
-from jdisagg.text.grammar import Grammars
+from jdisagg.text.grammar import Compiled, Grammars
 from jdisagg.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class _RunStream:
         self._loop = loop
         self._on_router = on_router
         self._grammars = grammars
-        self._live: set[tuple[str, int]] = set()  # request id, attempt
+        self._live: dict[tuple[str, int], Compiled | None] = {}  # by request id and attempt; its grammar is held
         self._compiling: dict[tuple[str, int], asyncio.Task[None]] = {}  # those of `_live` that the engine does not know yet
         self._outputs = OutputBacklog()
         self._encoded = InOrder(encode_output, self._append)
@@ -182,31 +182,37 @@ class _RunStream:
     def _submit(self, message: common_pb2.EngineRequest) -> None:
         try:
             request = decode_request(message, monotonic())
-            self._live.add((request.request_id, request.attempt))
+            self._live[request.request_id, request.attempt] = None
             self._hand_on(request)
         except RequestError as error:
-            failed = Output(request_id=message.request_id, attempt=message.attempt, finish=FinishReason.ERROR, error=error)
-            self._deliver([failed])
+            self._fail((message.request_id, message.attempt), error)
 
     def _hand_on(self, request: EngineRequest) -> None:
         """To the engine, which is not to wait until its grammar is compiled."""
         grammar, grammars = request.sampling.grammar, self._grammars
-        if grammar is None or grammars is None or grammars.has(grammar):
+        if grammar is None or grammars is None:
             self._engine.submit(request, self._sink, self.router)
             return
 
         async def compile_first() -> None:
             try:
-                await grammars.ahead(grammar)
+                self._live[key] = await grammars.ahead(grammar)
+            except RequestError as error:
+                self._fail(key, error)
+            else:
+                self._engine.submit(request, self._sink, self.router)
             finally:
                 self._compiling.pop(key, None)
-            self._engine.submit(request, self._sink, self.router)
 
         key = request.request_id, request.attempt
         self._compiling[key] = asyncio.create_task(compile_first())
 
+    def _fail(self, key: tuple[str, int], error: RequestError) -> None:
+        request_id, attempt = key
+        self._deliver([Output(request_id=request_id, attempt=attempt, finish=FinishReason.ERROR, error=error)])
+
     def _forget(self, key: tuple[str, int]) -> None:
-        self._live.discard(key)
+        self._live.pop(key, None)
         if (task := self._compiling.pop(key, None)) is not None:
             task.cancel()
 
@@ -217,7 +223,7 @@ class _RunStream:
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
             if output.finish is not None:
-                self._live.discard((output.request_id, output.attempt))
+                self._live.pop((output.request_id, output.attempt), None)
         self._encoded.put(outputs)
 
     def _append(self, outputs: list[common_pb2.Output]) -> None:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
+import llguidance
+import pytest
+
 import jdisagg
 from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.models.resolve import eos_token_ids
@@ -36,6 +39,18 @@ def demo_vocabulary() -> Vocabulary:
 def demo_grammars() -> Grammars:
     """Anew: nothing is kept."""
     return Grammars(demo_vocabulary())
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, grammars: Grammars, text: str, error: BaseException) -> None:
+    """From now on the library raises `error` for that one."""
+    compile_ = grammars._compile
+
+    def compile_or_fail(grammar: Grammar) -> llguidance.LLMatcher:
+        if grammar.text == text:
+            raise error
+        return compile_(grammar)
+
+    monkeypatch.setattr(grammars, "_compile", compile_or_fail)
 
 
 def regex(text: str) -> Grammar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from time import thread_time
@@ -9,8 +10,8 @@ from time import thread_time
 import llguidance
 import pytest
 
-from jdisagg.core.errors import InvalidRequest
-from jdisagg.core.requests import Grammar
+from jdisagg.core.errors import InvalidRequest, Overloaded
+from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.text import grammar as grammar_module
 from jdisagg.text.grammar import MOST_KEPT, Grammars, Vocabulary
 from tests.e2e.processes import wait_until
@@ -20,6 +21,7 @@ from tests.unit.text.grammar_rig import (
     allowed,
     demo_grammars,
     demo_tokenizer,
+    failing,
     lark,
     regex,
     schema,
@@ -116,7 +118,7 @@ def test_an_answer_that_leads_to_too_many_states_is_an_error_of_its_own_and_the_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits = llguidance.LLParserLimits(max_lexer_states=3000, verbose_errors=False)
-    monkeypatch.setattr(grammar_module, "_LIMITS", limits)
+    monkeypatch.setitem(grammar_module._LIMITS, GrammarKind.REGEX, limits)
     grammars, other = demo_grammars(), regex("other")
     innocent, (compiled, compiling) = grammars.matcher(other), compiles(monkeypatch, grammars)
     for seed in range(3):
@@ -191,12 +193,26 @@ def test_a_schema_may_say_which_blanks_stand_between_its_parts(grammars: Grammar
     assert blank not in allowed(matcher)
 
 
-def test_some_120_properties_of_an_object_may_be_optional(grammars: Grammars) -> None:
-    for num_properties, is_fine in ((120, True), (130, False)):
-        properties = {f"p{number}": {"type": "integer"} for number in range(num_properties)}
-        matcher = advanced(grammars, schema(json.dumps({"type": "object", "properties": properties})), encode('{"'))
+def optional(num_properties: int, **more: object) -> Grammar:
+    properties = {f"p{number}": {"type": "integer"} for number in range(num_properties)}
+    return schema(json.dumps({"type": "object", "properties": properties, **more}))
+
+
+def test_some_240_properties_of_an_object_may_be_optional(grammars: Grammars) -> None:
+    for num_properties, is_fine in ((240, True), (260, False)):
+        matcher = advanced(grammars, optional(num_properties), encode("{"))
         matcher.allowed()
         assert (not matcher.error) is is_fine
+    assert "require more properties" in matcher.error
+
+
+def test_a_grammar_of_which_no_answer_has_a_second_token_is_refused_at_once(grammars: Grammars) -> None:
+    most = 400
+    with pytest.raises(InvalidRequest, match=r"max is 1000; .*require more properties, or have fewer"):
+        grammars.matcher(optional(most, required=[f"p{most - 1}"]))
+    assert allowed(advanced(grammars, optional(most), encode("{}"))) == {*EOS}, "some answers of this one are whole"
+    assert allowed(grammars.matcher(regex("|a"))) >= {*EOS}
+    assert allowed(grammars.matcher(regex(""))) == {*EOS}
 
 
 def test_the_latest_grammars_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +232,54 @@ def test_the_latest_grammars_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatc
         grammars.matcher(grammar)
     assert compiled == ["b"]
     assert allowed(first) == {*encode("a")}, "who has one keeps it"
+
+
+def test_one_that_is_held_stays_however_many_come_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        grammars = Grammars(demo_grammars().vocabulary, most_kept=2)
+        held = await grammars.ahead(regex("held"))
+        for number in range(5):
+            await grammars.ahead(regex(f"{number}"))
+        assert await grammars.ahead(regex("held")) is held
+        failing(monkeypatch, grammars, "held", AssertionError("compiled twice"))
+        assert allowed(grammars.matcher(regex("held")))
+        for number in range(5):
+            grammars.compile(regex(f"{number}"))
+        del held
+        assert not grammars.has(regex("held"))
+
+    asyncio.run(body())
+
+
+def test_no_more_is_kept_or_held_than_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert grammar_module.MOST_TEXT == 2**22, "which compiled are 1.4 GB at worst"
+    monkeypatch.setattr(grammar_module, "MOST_TEXT", 40)
+
+    async def body() -> None:
+        grammars = demo_grammars()
+        for letter in "abc":
+            grammars.compile(regex(letter * 10))
+        assert [grammar.text[0] for grammar in grammars._kept] == ["b", "c"], "a half for later"
+        held = [await grammars.ahead(regex(letter * 10)) for letter in "bcde"]
+        with pytest.raises(Overloaded, match="too long in all; send the request again"):
+            await grammars.ahead(regex("f"))
+        await grammars.ahead(regex("bbbbbbbbbb"))
+        held.clear()
+        await grammars.ahead(regex("f"))
+
+    asyncio.run(body())
+
+
+def test_a_machine_that_has_no_thread_left_to_renew_one_leaves_the_others_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, full = demo_grammars(), regex("full")
+    held, matcher = grammars.compile(full), grammars.matcher(full)
+    monkeypatch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
+    matcher._on_full()
+    monkeypatch.undo()
+    before = held.matcher
+    matcher._on_full()
+    wait_until(lambda: held.matcher is not before, 10, "it is renewed then")
+    wait_until(lambda: not grammars._renewing, 10, "once")
 
 
 def test_an_engine_of_which_nothing_is_kept_compiles_each_time() -> None:

@@ -10,9 +10,10 @@ from typing import Any
 from jdisagg.api import channels
 from jdisagg.api.peer.codec import encode_down
 from jdisagg.core.config import TransferConfig
+from jdisagg.core.errors import RequestError
 from jdisagg.core.requests import Grammar, GrammarKind, SamplingParams
 from jdisagg.handoff.events import PeerAlive, PeerOpened
-from jdisagg.handoff.messages import Accepted, Grant, HandoffId, Open, StreamEnded
+from jdisagg.handoff.messages import Accepted, Grant, HandoffId, Open, Refused, StreamEnded
 from jdisagg.v1 import peer_pb2_grpc
 from tests.unit.wire.rig import FAST, identity, request, run_quiet, until
 from tests.unit.wire.test_peer import H1, H2, Decode, Prefill
@@ -49,6 +50,13 @@ def prefill(grammars: Any, config: TransferConfig = FAST, **who: Any) -> Prefill
     return p
 
 
+class NoGrammars:
+    """None can be compiled."""
+
+    async def ahead(self, grammar: Grammar) -> None:
+        raise RequestError(f"{grammar.text}: no memory")
+
+
 async def stop(p: Prefill, d: Decode) -> None:
     await d.client.aclose()
     await p.server.stop(0)
@@ -82,6 +90,23 @@ def test_p_compiles_first_and_both_hear_each_other_meanwhile() -> None:
         d.client.close(H1)
         await until(p.ends)
         assert p.ends() == ["closed"]
+        await stop(p, d)
+
+    run_quiet(body())
+
+
+def test_a_grammar_that_cannot_be_compiled_is_refused_at_once_and_nothing_is_left() -> None:
+    async def body() -> None:
+        p, d = prefill(NoGrammars()), Decode()
+        d.client.open(await p.start(), H1, opening())
+        d.client.send(H1, Grant(credit_bytes=10))
+        await until(lambda: d.messages(H1))
+        refused = d.messages(H1)[0]
+        assert isinstance(refused, Refused)
+        assert refused.error.message == "a+: no memory"
+        d.client.close(H1)
+        await until(lambda: p.service.num_streams == 0)
+        assert p.events == [], "its engine hears nothing of it"
         await stop(p, d)
 
     run_quiet(body())

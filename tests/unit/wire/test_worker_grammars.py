@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from time import monotonic
+from types import SimpleNamespace
+from typing import Any
 
 import grpc.aio
 import pytest
 
 from jdisagg.api import channels
 from jdisagg.api.codec import encode_request
+from jdisagg.api.generation.local_engine import LocalEngine
+from jdisagg.api.generation.token_engine import ModelCard
 from jdisagg.api.worker.service import WorkerService
-from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.errors import InvalidRequest, RequestError
 from jdisagg.core.requests import EngineRequest, Grammar, GrammarKind, Output, SamplingParams
-from jdisagg.text.grammar import Grammars
-from jdisagg.v1 import worker_pb2, worker_pb2_grpc
+from jdisagg.text.grammar import Compiled, Grammars
+from jdisagg.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.unit.router.fakes import FakeWorker
-from tests.unit.text.grammar_rig import demo_vocabulary
+from tests.unit.text.grammar_rig import demo_vocabulary, failing
 from tests.unit.wire.rig import FAST, request, run_quiet, until
 
 SLOW, NONE = Grammar(GrammarKind.REGEX, "slow"), Grammar(GrammarKind.REGEX, "(")
+
+
+class Panic(BaseException):
+    """As a panic of the library is."""
 
 
 class SlowGrammars(Grammars):
@@ -31,12 +40,12 @@ class SlowGrammars(Grammars):
         self.go = asyncio.Event()
         self.under_way = 0
 
-    async def ahead(self, grammar: Grammar) -> None:
+    async def ahead(self, grammar: Grammar) -> Compiled:
         self.under_way += 1
         try:
             if grammar == SLOW:
                 await self.go.wait()
-            await super().ahead(grammar)
+            return await super().ahead(grammar)
         finally:
             self.under_way -= 1
 
@@ -60,8 +69,8 @@ class Worker(FakeWorker):
         return [(request.request_id, request.attempt) for request in self.engine.seen]
 
 
-def asked(request_id: str, grammar: Grammar | None, attempt: int = 0) -> EngineRequest:
-    return request(request_id, sampling=SamplingParams(max_tokens=10_000, grammar=grammar), attempt=attempt)
+def asked(request_id: str, grammar: Grammar | None, attempt: int = 0, max_tokens: int = 10_000) -> EngineRequest:
+    return request(request_id, sampling=SamplingParams(max_tokens=max_tokens, grammar=grammar), attempt=attempt)
 
 
 def submits(*requests: EngineRequest) -> worker_pb2.RunRequest:
@@ -163,15 +172,90 @@ def test_the_next_attempt_of_one_that_was_cancelled_is_submitted_once() -> None:
     run(body)
 
 
-def test_a_grammar_that_is_none_goes_to_the_engine_which_refuses_its_request() -> None:
+async def output_of(call: grpc.aio.StreamStreamCall, request_id: str) -> common_pb2.Output:
+    """The next one of that request."""
+    while True:
+        answer = await call.read()
+        for output in answer.outputs:
+            if output.request_id == request_id:
+                return output
+
+
+def test_a_grammar_that_is_none_fails_its_request_alone() -> None:
     async def body(worker: Worker, grammars: SlowGrammars, call: grpc.aio.StreamStreamCall) -> None:
-        await call.write(submits(asked("none", NONE)))
-        await until(lambda: worker.engine.live)
-        assert not grammars.has(NONE)
-        with pytest.raises(InvalidRequest, match="unclosed group"):
-            grammars.matcher(NONE)
+        await call.write(submits(asked("none", NONE), asked("fine", None)))
+        output = await output_of(call, "none")
+        assert "unclosed group" in output.error.message
+        assert (output.error.code, output.error.field) == (3, "grammar")
+        await until(lambda: "fine" in worker.engine.live)
+        assert worker.seen() == [("fine", 0)]
 
     run(body)
+
+
+@pytest.mark.parametrize("error", [MemoryError("full"), RuntimeError("odd"), Panic("index out of bounds")], ids=repr)
+def test_whatever_is_in_the_way_of_compiling_a_grammar_fails_its_request_alone_and_at_once(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(worker: Worker, grammars: SlowGrammars, call: grpc.aio.StreamStreamCall) -> None:
+        failing(monkeypatch, grammars, "broken", error)
+        await call.write(submits(asked("r", Grammar(GrammarKind.REGEX, "broken")), asked("fine", SLOW)))
+        output = await output_of(call, "r")
+        assert output.error.message == f"grammar (regex): could not be compiled: {error!r}"
+        assert output.error.code == 13
+        assert "a grammar (regex, 6 characters) could not be compiled" in caplog.text
+        grammars.go.set()
+        await until(lambda: "fine" in worker.engine.live)
+        assert worker.seen() == [("fine", 0)]
+
+    run(body)
+
+
+def test_a_grammar_is_held_as_long_as_its_request_is_here_and_no_longer() -> None:
+    async def body(worker: Worker, grammars: SlowGrammars, call: grpc.aio.StreamStreamCall) -> None:
+        grammars._most_kept = 0
+        names = ("ended", "cancelled", "left")
+        for name in names:
+            await call.write(
+                submits(asked(name, Grammar(GrammarKind.REGEX, name), max_tokens=50 if name == "ended" else 10_000))
+            )
+        await until(lambda: len(worker.seen()) == len(names))
+        assert held(grammars, *names) == {*names}
+        await until(lambda: held(grammars, *names) == {"cancelled", "left"})
+        await call.write(cancels("cancelled"))
+        await until(lambda: held(grammars, *names) == {"left"})
+        call.cancel()
+        await until(lambda: held(grammars, *names) == set())
+
+    run(body)
+
+
+def held(grammars: Grammars, *names: str) -> set[str]:
+    return {name for name in names if grammars.has(Grammar(GrammarKind.REGEX, name))}
+
+
+def test_a_request_of_the_workers_own_edge_holds_its_grammar_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def whole() -> None:
+        posted: list[object] = []
+        grammars = Grammars(demo_vocabulary(), most_kept=0)
+        thread: Any = SimpleNamespace(loop=SimpleNamespace(inbox=SimpleNamespace(post=posted.append)))
+        card = ModelCard(name="tiny", max_model_len=48, vocab_size=64, eos_token_ids=(), fingerprint="weights-1")
+        engine = LocalEngine(thread, card, not_ready_reason=lambda: "", grammars=grammars)
+        answer = asyncio.create_task(anext(engine.generate(asked("r", Grammar(GrammarKind.REGEX, "r")))))
+        await until(lambda: posted)
+        assert held(grammars, "r") == {"r"}
+        answer.cancel()
+        await asyncio.wait({answer})
+        del answer  # with the traceback of its end
+        gc.collect()
+        assert held(grammars, "r") == set()
+        failing(monkeypatch, grammars, "broken", MemoryError("full"))
+        posted.clear()
+        with pytest.raises(RequestError, match="could not be compiled: MemoryError"):
+            await anext(engine.generate(asked("r", Grammar(GrammarKind.REGEX, "broken"))))
+        assert posted == []
+
+    run_quiet(whole())
 
 
 def test_a_grammar_of_an_unknown_kind_is_refused_alone() -> None:
