@@ -16,7 +16,7 @@ from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import Job, TextRequest
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import Event, open_stream, while_connected
-from jdisagg.api.http.forced_calls import CallReader, ForcedCall, read_forced, whole_calls, with_forced
+from jdisagg.api.http.forced_calls import CallReader, ForcedCall, read_forced, whole_calls, with_forced, with_function
 from jdisagg.api.http.grammars import admit_named
 from jdisagg.api.http.long_json import whole_response
 from jdisagg.api.http.messages import render_prompt
@@ -96,6 +96,8 @@ async def _admit(edge: Edge, request: TextRequest, body: Body) -> Job:
             error.field = "messages"
         if error.field == "max_tokens":
             error.field = name
+        if error.field == "tools":
+            error.message = with_function(error.message, body)
         error.message = error.message.replace("max_tokens", name)
         raise
 

@@ -22,6 +22,8 @@ from jdisagg.core.requests import FinishReason, Grammar, GrammarKind, SamplingPa
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _HEAD = re.compile(r'[\[,]\{"name":"([^"]*)","parameters":')
 _MARK = re.compile(r'["\\{}]')
+_AT_LINE = re.compile(r"grammar \(lark\): at (\d+)\(\d+\): ")  # as errors of a grammar say where they are
+_HEAD_LINES, _FUNCTION_LINES = 2, 2  # of the grammar of "required"
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 
 
@@ -70,6 +72,17 @@ def _grammar(body: Body, forced: ForcedCall, *, in_parallel: bool) -> Grammar:
         head = json.dumps(f'{{"name":"{name}","parameters":')
         lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {schema}"]  # each its own root
     return Grammar(GrammarKind.LARK, "\n".join(lines))
+
+
+def with_function(message: str, body: Body) -> str:
+    """`message`, of the grammar made of all tools, with the function at fault in the place of a line that nobody has seen."""
+    names = [name for name, _ in _functions(body.objects("tools"))]
+
+    def named(found: re.Match[str]) -> str:
+        number = (int(found[1]) - 1 - _HEAD_LINES) // _FUNCTION_LINES
+        return f"parameters of {names[number]}: " if 0 <= number < len(names) else found[0]
+
+    return _AT_LINE.sub(named, message, count=1)
 
 
 def _chosen(choice: Any) -> str:

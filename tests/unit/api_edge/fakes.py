@@ -134,13 +134,13 @@ class FakeGrammars:
 
     def __init__(self) -> None:
         self.prepared: list[Grammar] = []
-        self._error = InvalidRequest("grammar: has an @", field="grammar")  # one for all, as of a cache
+        self.error = InvalidRequest("grammar: has an @", field="grammar")  # one for all, as of a cache
 
     async def prepare(self, grammar: Grammar) -> None:
         """See PreparesGrammars."""
         self.prepared.append(grammar)
         if "@" in grammar.text:
-            raise self._error
+            raise self.error
 
 
 @dataclass

@@ -15,9 +15,11 @@ from llguidance import LLMatcher, LLTokenizer
 
 from jdisagg.api.http.body import Body
 from jdisagg.api.http.forced_calls import CallReader, ForcedCall, whole_calls, with_forced
+from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import GrammarKind, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import EOS, FakeEngine, run, serving
+from tests.unit.text.grammar_rig import demo_grammars
 from tests.unit.text.tiny_tokenizer import train_byte_level
 
 CITY = {"properties": {"city": {"$ref": "#/$defs/C"}}, "required": ["city"], "$defs": {"C": {"type": "string"}}}
@@ -155,6 +157,29 @@ def test_a_schema_that_does_not_compile_is_the_fault_of_the_tools(tokenizer: Tok
                 assert (error["param"], error["message"]) == ("tools", "tools: has an @")
 
     run(check())
+
+
+@pytest.mark.parametrize("name", ["weather", "next-1", "now", "stop"])
+def test_of_several_functions_the_one_at_fault_is_named(tokenizer: Tokenizer, name: str) -> None:
+    tools = [one if one["function"]["name"] != name else tool(name, {"properties": {"@": {"type": "x"}}}) for one in TOOLS]
+    body = CHAT | {"tools": tools, "tool_choice": "required"}
+    grammar = with_forced(SamplingParams(), Body(body)).grammar
+    assert grammar is not None
+    with pytest.raises(InvalidRequest) as refused:
+        demo_grammars().compile(grammar)
+
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "x"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            served.grammars.error = refused.value
+            error = (await http.post("/v1/chat/completions", json=body)).json()["error"]
+            told = f"tools: parameters of {name}: failed to compile JSON schema: Invalid type: x"
+            assert (error["param"], error["message"]) == ("tools", told)
+
+    run(check())
+
+
+def tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
 JSON = st.recursive(st.text() | st.integers(), lambda one: st.lists(one) | st.dictionaries(st.text(), one))
