@@ -52,7 +52,7 @@ def _limits(most_in_row: int) -> llguidance.LLParserLimits:
 
 
 _LIMITS = {
-    GrammarKind.JSON_SCHEMA: _limits(1000),  # 4 for each optional property, and 10 ms at worst, which 2,000 make 90
+    GrammarKind.JSON_SCHEMA: _limits(1000),  # 4 for each optional property; 10 ms at worst, which 2,000 make 90
     GrammarKind.REGEX: _limits(500),
     GrammarKind.LARK: _limits(500),  # 20 ms, which 2,000 make 250
 }
@@ -151,7 +151,8 @@ class Grammars:
     def matcher(self, grammar: Grammar) -> Matcher:
         """At the grammar's beginning. Raises as `compile` does."""
         held = self.compile(grammar)
-        return Matcher(held.matcher.deep_copy(), partial(self._renew, grammar, held, held.matcher))
+        latest = held.matcher
+        return Matcher(latest.deep_copy(), partial(self._renew, grammar, held, latest))
 
     def compile(self, grammar: Grammar) -> Compiled:
         """Kept for later. Raises InvalidRequest when it is no grammar, or nothing is of it; one that nobody has checked may
