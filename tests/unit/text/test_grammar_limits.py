@@ -271,12 +271,16 @@ def test_no_more_is_kept_or_held_than_fits_into_memory(monkeypatch: pytest.Monke
 
 
 def test_a_machine_that_has_no_thread_left_to_renew_one_leaves_the_others_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
     grammars, full = demo_grammars(), regex("full")
     held, matcher = grammars.compile(full), grammars.matcher(full)
-    monkeypatch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
-    matcher._on_full()
-    monkeypatch.undo()
     before = held.matcher
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        matcher._on_full()
+    assert (held.matcher, matcher.error) == (before, "")
     matcher._on_full()
     wait_until(lambda: held.matcher is not before, 10, "it is renewed then")
     wait_until(lambda: not grammars._renewing, 10, "once")
