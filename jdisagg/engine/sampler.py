@@ -48,13 +48,14 @@ def sample(logits: jax.Array, state: DecodeState, rows: SamplingRows, positions:
     """Sample the token at index `positions` i32[R] of each row's sequence from logits f32[R, V]."""
     with jax.named_scope("sample"):
         changed = rows.shaped | rows.constrained | (positions < rows.min_length)
+        drawn = rows.temperature > 0.0
 
         def chosen() -> jax.Array:
             scores = lax.cond(jnp.any(changed), lambda: _change(logits, state, rows, positions), lambda: logits)
-            drawn, greedy = rows.temperature > 0.0, _most_likely(scores)
+            greedy = _most_likely(scores)
             return lax.cond(jnp.any(drawn), lambda: jnp.where(drawn, _draw(scores, rows, positions), greedy), lambda: greedy)
 
-        tokens = lax.cond(jnp.any(changed | (rows.temperature > 0.0)), chosen, lambda: _most_likely(logits))
+        tokens = lax.cond(jnp.any(changed | drawn), chosen, lambda: _most_likely(logits))
         return Sampling(
             tokens=tokens,
             bad=~(logits < jnp.inf).all(axis=-1),

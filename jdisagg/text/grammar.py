@@ -25,6 +25,8 @@ from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.core.told import told
 from jdisagg.text.grammar_tokenizer import read_tokenizer
 
+log = logging.getLogger(__name__)
+
 MOST_KEPT = 64  # compiled grammars that nobody holds; most clients use few, and answers may make each of them 10 MB and more
 MOST_TEXT = 2**22  # characters of those that are held; compiled, they may be 350 times as large
 _MOST_OF_ERROR = 300  # characters
@@ -65,9 +67,6 @@ _READERS = {
     GrammarKind.REGEX: llguidance.LLMatcher.grammar_from_regex,
     GrammarKind.LARK: llguidance.LLMatcher.grammar_from_lark,
 }
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -135,13 +134,7 @@ class Grammars:
         RequestError when something else is in the way, which is logged."""
         if (held := self._there.get(grammar)) is not None:
             return held
-        try:
-            held = await asyncio.to_thread(self.compile, grammar)
-        except (RequestError, asyncio.CancelledError):
-            raise
-        except BaseException as error:  # a panic of the library is no Exception
-            log.exception("a grammar (%s, %d characters) could not be compiled", grammar.kind.value, len(grammar.text))
-            raise RequestError(f"grammar ({grammar.kind.value}): could not be compiled: {told(repr(error))}") from error
+        held = await asyncio.to_thread(self._compile_by_name, grammar)
         with self._lock:
             if _text(self._there) > MOST_TEXT:
                 self._kept.pop(grammar, None)
@@ -166,6 +159,16 @@ class Grammars:
                 del self._kept[next(iter(self._kept))]
         return found
 
+    def _compile_by_name(self, grammar: Grammar) -> Compiled:
+        """As `compile`; whatever else is in the way is a RequestError. For a thread in which nothing else can end."""
+        try:
+            return self.compile(grammar)
+        except RequestError:
+            raise
+        except BaseException as error:  # a panic of the library is no Exception
+            log.exception("a grammar (%s, %d characters) could not be compiled", grammar.kind.value, len(grammar.text))
+            raise RequestError(f"grammar ({grammar.kind.value}): could not be compiled: {told(repr(error))}") from error
+
     def _renew(self, grammar: Grammar, held: Compiled, full: llguidance.LLMatcher) -> None:
         """Copies share the states that their texts have led to, and the limit of those: soon it has another, which has none.
         Whoever comes before that has the old one, as an engine's thread is not to wait for a compiler."""
@@ -176,7 +179,8 @@ class Grammars:
         try:
             threading.Thread(target=self._replace, args=(grammar, held), name="renew-grammar").start()
         except RuntimeError:  # the machine has no thread left; the next one asks again
-            self._renewing.discard(grammar)
+            with self._lock:
+                self._renewing.discard(grammar)
 
     def _replace(self, grammar: Grammar, held: Compiled) -> None:
         try:
