@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from bench_kit.client import Client, by_label, counters
 from jdisagg.serve.ready import Ready
 
 LEAST_S = 5.0  # of a request
+PEER_S = 10.0  # until a decode worker has found a prefill worker that is READY
 
 
 @dataclass(kw_only=True)
@@ -37,6 +39,21 @@ class Server:
         """KV bytes received, by the backend that carried them."""
         assert self.ready.http is not None
         return by_label(self.ready.http, "jdisagg_transfer_bytes_total", "backend")
+
+    def recoveries_by_rung(self) -> dict[str, float]:
+        """Hand-offs that did not go as meant, by what was done."""
+        assert self.ready.http is not None
+        return by_label(self.ready.http, "jdisagg_recoveries_total", "rung")
+
+    def wait_for_peer(self) -> None:
+        """Until this decode worker has found its prefill worker: READY, it may have asked last before the other one was, and
+        asks once a second. Raises RuntimeError after `PEER_S`."""
+        assert self.ready.http is not None
+        end_s = time.monotonic() + PEER_S
+        while "usable" not in (states := by_label(self.ready.http, "jdisagg_peers", "state")):
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"no usable prefill worker after {PEER_S:g} s: {states}")
+            time.sleep(0.05)
 
     def cpu_s(self) -> float:
         """CPU seconds of the process so far, all threads; what others do on its core shows least in these."""

@@ -25,6 +25,7 @@ def run(setting: Setting, findings: Findings) -> None:
         producer, address = started.launch("prefill", "--role", "prefill", *flags)
         consumer, _ = started.launch("decode", "--role", "decode", "--prefill", address, *flags)
         prefill, decode = started.wait(producer), started.wait(consumer)
+        decode.wait_for_peer()
         findings.fact(P_warmup_s=prefill.ready.warmup_s, D_warmup_s=decode.ready.warmup_s)
         answers = kept_answers(setting)
         _first_tokens(setting, decode, answers, findings)
@@ -55,7 +56,7 @@ def _undisturbed(setting: Setting, decode: Server, answers: Answers | None, find
     findings.check(f"all KV came over {backend}", set(moved) == {backend}, str(moved))
     computed = after["jdisagg_prefill_tokens_total"]
     findings.check("D computed no prompt", computed == 0, f"{computed:g} tokens")
-    findings.check("nothing had to recover", after["jdisagg_recoveries_total"] == 0)
+    findings.check("nothing had to recover", after["jdisagg_recoveries_total"] == 0, str(decode.recoveries_by_rung()))
     seconds, num_bytes = after["jdisagg_transfer_seconds_sum"], after["jdisagg_transfer_bytes_total"]
     findings.fact(
         streams=len(found), transferred_bytes=int(num_bytes), gb_per_s_of_a_fetch=num_bytes / max(seconds, 1e-9) / 1e9
