@@ -44,9 +44,11 @@ def rms_norm(params: Mapping[str, jax.Array], x: jax.Array, eps: float) -> jax.A
 
 
 def angles(rope: RopeSpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine, f32[T, 1, D/2], of the rotation at positions i32[T] (RoFormer, arXiv:2104.09864)."""
+    """Cosine and sine, f32[T, 1, D/2], of the rotation at positions i32[T] (RoFormer, arXiv:2104.09864), times the factor that
+    queries and keys have."""
     turned = positions.astype(jnp.float32)[:, None] * jnp.asarray(rope.inverse_frequencies())[None, :]
-    return jnp.cos(turned)[:, None, :], jnp.sin(turned)[:, None, :]
+    cos, sin = jnp.cos(turned)[:, None, :], jnp.sin(turned)[:, None, :]
+    return (cos, sin) if rope.attention_factor == 1.0 else (cos * rope.attention_factor, sin * rope.attention_factor)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ class RopeSpec:
 
     head_dim: int  # D
     theta: float
-    kind: str = "default"  # default | linear | llama3
+    kind: str = "default"  # default | linear | llama3 | yarn
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -33,8 +33,8 @@ class RopeSpec:
             values.get("rope_theta") or config.get("rope_theta") or 10000.0, "rope_theta", field="rope_theta"
         )
         kind = values.get("rope_type", "default")
-        if kind not in ("default", "linear", "llama3"):
-            raise ConfigError(f"config.json: {key}.rope_type is {kind!r}, wanted default | linear | llama3", field=key)
+        if kind not in ("default", "linear", "llama3", "yarn"):
+            raise ConfigError(f"config.json: {key}.rope_type is {kind!r}, wanted default | linear | llama3 | yarn", field=key)
         partial = values.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
         if partial not in (None, 1.0):
             raise ConfigError(f"config.json: partial_rotary_factor is {partial!r}, wanted 1.0", field="partial_rotary_factor")
@@ -46,14 +46,18 @@ class RopeSpec:
             return cls(head_dim=head_dim, theta=theta)
         if kind == "linear":
             return cls(head_dim=head_dim, theta=theta, kind=kind, factor=_number(values, key, "factor"))
+        original = "original_max_position_embeddings"  # for some models it stands beside, and then counts first
+        if (beside := config.get(original)) is not None:
+            values[original] = beside
+        if kind == "yarn":
+            if values.get(original) is None:
+                values[original] = config.get("max_position_embeddings")
+            return YarnSpec.of(values, key, head_dim, theta)
         low, high = _number(values, key, "low_freq_factor"), _number(values, key, "high_freq_factor")
         if high <= low:
             raise ConfigError(
                 f"config.json: {key}.high_freq_factor is {high}, wanted more than low_freq_factor = {low}", field=key
             )
-        beside = config.get("original_max_position_embeddings")  # where it stands for some models, and then counts first
-        if beside is not None:
-            values["original_max_position_embeddings"] = beside
         return cls(
             head_dim=head_dim,
             theta=theta,
@@ -61,16 +65,21 @@ class RopeSpec:
             factor=_number(values, key, "factor"),
             low_freq_factor=low,
             high_freq_factor=high,
-            original_max_len=int(_number(values, key, "original_max_position_embeddings")),
+            original_max_len=int(_number(values, key, original)),
         )
 
     def longest(self, max_position_embeddings: int) -> int:
         """Tokens that positions serve: `linear` stretches those of config.json, as vLLM counts them; llama3's are stretched."""
         return int(max_position_embeddings * max(1.0, self.factor)) if self.kind == "linear" else max_position_embeddings
 
+    @property
+    def attention_factor(self) -> float:
+        """Of queries and keys, once they are turned."""
+        return 1.0
+
     def inverse_frequencies(self) -> np.ndarray:
         """f32[D/2]: radians per token of each feature pair."""
-        frequencies = self.theta ** -(np.arange(0, self.head_dim, 2, dtype=np.float64) / self.head_dim)
+        frequencies = self._frequencies()
         if self.kind == "linear":
             frequencies = frequencies / self.factor
         if self.kind == "llama3":
@@ -80,6 +89,83 @@ class RopeSpec:
             blend = np.clip(blend, 0.0, 1.0)
             frequencies = frequencies * (blend + (1.0 - blend) / self.factor)
         return frequencies.astype(np.float32)
+
+    def _frequencies(self) -> np.ndarray:
+        """f64[D/2], of no scaling."""
+        return self.theta ** -(np.arange(0, self.head_dim, 2, dtype=np.float64) / self.head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnSpec(RopeSpec):
+    """YaRN (arXiv:2309.00071): long waves are stretched by `factor`, short ones kept, those between blended linearly in the
+    index of the pair; longer contexts have sharper attention."""
+
+    sharpness: float  # the attention factor
+    beta_fast: float  # turns per original context, of the first pair that is blended
+    beta_slow: float  # of the last one
+    truncate: bool  # to whole pairs
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], key: str, head_dim: int, theta: float) -> YarnSpec:
+        """Of what config.json has under `key`. Raises ConfigError naming it."""
+        if theta <= 1:
+            raise ConfigError(f"config.json: rope_theta is {theta}, wanted more than 1, as {key} is yarn", field="rope_theta")
+        factor = _number(values, key, "factor")
+        optional = {  # transformers takes a 0 for left out, but for the first one
+            name: _number(values, key, name)
+            for name in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+            if values.get(name) not in ((None,) if name == "attention_factor" else (None, 0))
+        }
+        fast, slow = optional.get("beta_fast", 32.0), optional.get("beta_slow", 1.0)
+        if fast <= slow:
+            raise ConfigError(f"config.json: {key}.beta_fast is {fast}, wanted more than beta_slow = {slow}", field=key)
+        if not isinstance(truncate := values.get("truncate", True), bool):
+            raise ConfigError(f"config.json: {key}.truncate is {truncate!r}, wanted true or false", field=key)
+        if "mscale" in optional and "mscale_all_dim" in optional:
+            sharpness = _sharpness(factor, optional["mscale"]) / _sharpness(factor, optional["mscale_all_dim"])
+        else:
+            sharpness = _sharpness(factor)
+        return cls(
+            head_dim=head_dim,
+            theta=theta,
+            kind="yarn",
+            factor=factor,
+            original_max_len=int(_number(values, key, "original_max_position_embeddings")),
+            sharpness=optional.get("attention_factor", sharpness),
+            beta_fast=fast,
+            beta_slow=slow,
+            truncate=truncate,
+        )
+
+    @property
+    def attention_factor(self) -> float:
+        """See RopeSpec."""
+        return self.sharpness
+
+    def longest(self, max_position_embeddings: int) -> int:
+        """As vLLM counts them: config.json may give either length as `max_position_embeddings`."""
+        del max_position_embeddings
+        return int(self.original_max_len * max(1.0, self.factor))
+
+    def inverse_frequencies(self) -> np.ndarray:
+        """See RopeSpec."""
+        frequencies = self._frequencies()
+        first, last = self._pair_of(self.beta_fast), self._pair_of(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, self.head_dim - 1)
+        blend = (np.arange(len(frequencies)) - first) / (last - first or 0.001)
+        blend = np.clip(blend, 0.0, 1.0)
+        return (frequencies * (1.0 - blend + blend / self.factor)).astype(np.float32)
+
+    def _pair_of(self, turns: float) -> float:
+        """Where a pair would stand that turns so often in the original context."""
+        return self.head_dim * math.log(self.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+
+def _sharpness(factor: float, scale: float = 1.0) -> float:
+    """The paper's, of a context that is `factor` times as long."""
+    return 1.0 + 0.1 * scale * math.log(factor) if factor > 1 else 1.0
 
 
 def _given(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

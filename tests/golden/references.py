@@ -42,6 +42,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _MIXED_WINDOWS = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
@@ -52,6 +53,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-mixed-windows": ("Qwen2", {"tie_word_embeddings": False, **_MIXED_WINDOWS}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
+    "qwen3-yarn-rope": ("Qwen3", {"tie_word_embeddings": True, "rope_parameters": _YARN}),
 }
 
 

@@ -93,7 +93,12 @@ def test_kv_spec_is_a_window_group_only_when_every_layer_has_it(config: dict[str
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 1}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": 1}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_theta": 1.0}, "rope_theta"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope_parameters"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling"),
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling"),
@@ -134,6 +139,13 @@ def test_a_linear_rope_stretches_the_context(config: dict[str, Any]) -> None:
     values = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
     llama3 = {**config, "rope_scaling": {"rope_type": "llama3", **values}}
     assert ModelSpec.from_config(llama3).max_model_len == 64, "config.json counts it already"
+
+
+def test_yarn_stretches_the_context_it_was_made_for(config: dict[str, Any]) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    for values in (yarn, {**yarn, "original_max_position_embeddings": None}):
+        spec = ModelSpec.from_config({**config, "rope_scaling": values})
+        assert spec.max_model_len == 4 * (values["original_max_position_embeddings"] or 64)
 
 
 def test_a_rope_that_was_added_to_another_one_is_refused(config: dict[str, Any]) -> None:
