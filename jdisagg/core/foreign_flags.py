@@ -31,7 +31,12 @@ _CALLED = {
 _LOGS = "the environment variable JDISAGG_LOG_LEVEL says what is logged"
 _METRICS = "GET /metrics is always served"
 _ONE_KIND = "a model is spread by --tensor-parallel-size alone; start several workers behind a router for the rest"
+_ITS_CONFIG = "the model's config.json says it; write it there"
 _NOTHING = {
+    "--hf-overrides": _ITS_CONFIG,
+    "--json-model-override-args": _ITS_CONFIG,
+    "--rope-scaling": _ITS_CONFIG,
+    "--rope-theta": _ITS_CONFIG,
     "--enable-metrics": _METRICS,
     "--metrics-port": _METRICS,
     "--disable-log-stats": _METRICS,
