@@ -24,7 +24,7 @@ import jax
 from jdisagg.api.channels import Credentials, join_address
 from jdisagg.api.peer.byte_source import GrpcByteSource
 from jdisagg.handoff.identity import Backend
-from jdisagg.serve.engines import Core
+from jdisagg.serve.engine_core import Core
 from jdisagg.transfer.base import Fetcher, Post, Publisher
 from jdisagg.transfer.buffers import Buffers
 from jdisagg.transfer.choice import FetcherSet, PublisherSet

@@ -24,7 +24,8 @@ from jdisagg.roles.in_process import InProcessPeers
 from jdisagg.serve.backends import DecodeBackends, PrefillBackends
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.devices import usable_devices
-from jdisagg.serve.engines import Core, OnCrash, build_core, decode_side, prefill_side
+from jdisagg.serve.engine_core import Core, build_core
+from jdisagg.serve.engines import OnCrash, decode_side, prefill_side
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.transfer.base import Fetcher, Publisher
 from jdisagg.transfer.choice import PublisherSet

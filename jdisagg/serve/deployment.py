@@ -18,7 +18,8 @@ from jdisagg.handoff.directory import PrefillDirectory
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.kv_feed import KVEventFeed
 from jdisagg.roles.side import Side
-from jdisagg.serve.engines import Core, OnCrash, start_engine
+from jdisagg.serve.engine_core import Core
+from jdisagg.serve.engines import OnCrash, start_engine
 
 
 class Deployment:

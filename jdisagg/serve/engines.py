@@ -1,37 +1,20 @@
-"""Composition of engines: model, runner, scheduler, role and thread, for one mesh or (colocated) two in one process."""
+"""An engine above its core: its role, and its thread."""
 
 from __future__ import annotations
 
-import logging
 import os
 import time
-import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from time import monotonic
-from typing import Any
+from collections.abc import Callable
 
-from jdisagg.core.config import Config, LocalPrefill
-from jdisagg.core.metrics import Metrics
-from jdisagg.core.requests import Role
-from jdisagg.engine.build import make_runner
-from jdisagg.engine.costs import measure_retraction_cost
 from jdisagg.engine.nan_search import NanSearch
-from jdisagg.engine.runner import ModelRunner
-from jdisagg.engine.warmup import warm_up
 from jdisagg.handoff.borrower import Borrower
 from jdisagg.handoff.decode_side import DecodeSide
-from jdisagg.handoff.identity import Backend, CacheGroup, Identity
 from jdisagg.handoff.lender import Lender
 from jdisagg.handoff.messages import Lending
 from jdisagg.handoff.prefill_side import PrefillSide
-from jdisagg.kv.spec import KVSpec
-from jdisagg.models.load import LoadedModel, load_model
-from jdisagg.models.sharding import make_mesh
 from jdisagg.roles.decode import DecodeRole
 from jdisagg.roles.engine_loop import EngineLoop
 from jdisagg.roles.engine_thread import EngineThread
-from jdisagg.roles.inbox import Inbox
 from jdisagg.roles.kv_borrowing import KVBorrowing
 from jdisagg.roles.kv_feed import KVEventFeed
 from jdisagg.roles.kv_lending import KVLending
@@ -40,129 +23,13 @@ from jdisagg.roles.pipeline import StepPipeline
 from jdisagg.roles.ports import PeerClient
 from jdisagg.roles.prefill import PrefillRole
 from jdisagg.roles.side import Side
-from jdisagg.roles.streams import Streams
-from jdisagg.sched.intake import Limits, check_config
-from jdisagg.sched.log import make_scheduler
-from jdisagg.sched.scheduler import Scheduler
-from jdisagg.serve.grammars import grammars_of
-from jdisagg.text.grammar import Grammars
-from jdisagg.text.tokenizer import Tokenizer
+from jdisagg.serve.engine_core import Core
 from jdisagg.transfer.base import Fetcher, Publisher
 from jdisagg.transfer.choice import PublisherSet
-from jdisagg.transfer.target import PieceTarget
-
-log = logging.getLogger(__name__)
 
 EXIT_ENGINE_CRASHED = 71
 LAST_WORDS_S = 0.3
 OnCrash = Callable[[BaseException], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Core:
-    """Everything of one engine below its role."""
-
-    config: Config
-    role: Role
-    loaded: LoadedModel
-    runner: ModelRunner
-    scheduler: Scheduler
-    inbox: Inbox
-    streams: Streams
-    metrics: Metrics
-    worker: str  # "pid 123 @ 127.0.0.1:9000"
-    epoch: str
-    num_executables: int
-    grammars: Grammars | None  # None: requests with a grammar are refused
-
-    @property
-    def kv_spec(self) -> KVSpec:
-        """KV of one token, unsharded."""
-        return self.loaded.spec.kv_spec(self.loaded.kv_dtype)
-
-    @property
-    def piece_target(self) -> PieceTarget:
-        """What arriving pieces must become for this engine's import executable."""
-        return PieceTarget.of(self.kv_spec, self.runner.device.piece_sharding, self.runner.chunk_tokens)
-
-    def identity(self, backends: Sequence[Backend]) -> Identity:
-        """What Hello says of this engine; `backends` in order of preference."""
-        return Identity(
-            fingerprint=self.loaded.fingerprint,
-            fingerprint_parts=self.loaded.fingerprint_parts,
-            worker=self.worker,
-            epoch=self.epoch,
-            groups=(CacheGroup(spec=self.kv_spec, page_size=self.config.cache.page_size),),
-            backends=tuple(backends),
-            grammars=self.grammars is not None,
-        )
-
-
-def build_core(
-    config: Config,
-    role: Role,
-    devices: Sequence[Any],
-    *,
-    tp: int,
-    metrics: Metrics,
-    worker: str,
-    tokenizer: Tokenizer | None,
-) -> Core:
-    """Load the model onto the first `tp` of `devices`, make the pool, compile and run every executable. `tokenizer`: what
-    grammars are read with; None = there is none."""
-    mesh = make_mesh(devices, tp)
-    started_s = monotonic()
-    loaded = load_model(config.model, mesh, seed=config.server.seed or 0)
-    loaded_s = monotonic()
-    grammars = grammars_of(tokenizer, loaded.spec.vocab_size, loaded.eos_token_ids)
-    runner = make_runner(loaded, mesh, config, role, grammars)
-    limits = Limits(
-        role=role,
-        max_model_len=runner.max_model_len,
-        page_size=runner.page_size,
-        num_usable_pages=runner.num_pages - 1,
-    )
-    check_config(config.scheduler, limits)  # before anything is compiled
-    log.info(
-        "%s: weights of %s in %.1f s; %d KV pages of %d tokens, %d tokens per request at most; compiling",
-        *(role.value, config.model.model, loaded_s - started_s, runner.num_pages - 1, runner.page_size, runner.max_model_len),
-    )
-    warmed = warm_up(runner)
-    log.info("%s: %d executables compiled and run in %.1f s", role.value, len(warmed), monotonic() - loaded_s)
-    host_tokens = config.scheduler.host_kv_bytes // loaded.spec.kv_spec(loaded.kv_dtype).bytes_per_token
-    cost = measure_retraction_cost(runner) if host_tokens else None
-    if cost is not None:
-        log.info(
-            "%s: host memory for KV of %d tokens; per token %.1f us to copy one way, %.1f us to compute again",
-            *(role.value, host_tokens, cost.copy_s_per_token * 1e6, cost.recompute_s_per_token * 1e6),
-        )
-    scheduler = make_scheduler(
-        config.scheduler,
-        role=role,
-        max_model_len=runner.max_model_len,
-        page_size=runner.page_size,
-        num_pages=runner.num_pages,
-        eos_token_ids=loaded.eos_token_ids,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-        local_prefill=config.transfer.local_prefill is not LocalPrefill.NEVER,
-        vocab_size=loaded.spec.vocab_size,
-        host_tokens=host_tokens,
-        retraction_cost=cost,
-    )
-    return Core(
-        config=config,
-        role=role,
-        loaded=loaded,
-        runner=runner,
-        scheduler=scheduler,
-        inbox=Inbox(),
-        streams=Streams(),
-        metrics=metrics,
-        worker=worker,
-        epoch=uuid.uuid4().hex,
-        num_executables=len(warmed),
-        grammars=grammars,
-    )
 
 
 def start_engine(core: Core, side: Side, on_crash: OnCrash, kv_feed: KVEventFeed | None) -> EngineThread:
