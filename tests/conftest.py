@@ -53,6 +53,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(CACHE_VARIABLE), ignore_errors=True))
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """No backslash stands in a test's name, not even that of an escaped character: mutmut asks for tests by their names, and
+    makes slashes of those. Such a text is known by its argument and a number."""
+    return argname if isinstance(val, str | bytes) and "\\" in ascii(val) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by directory and give them their time limit; refuse over-broad `covers`."""
     for item in items:

@@ -65,7 +65,7 @@ def test_those_tokens_are_allowed_that_begin_a_text_of_the_grammar_and_no_others
             assert bits == wanted_next
 
 
-@pytest.mark.parametrize("grammar", SOME, ids=lambda grammar: grammar.text[:12])
+@pytest.mark.parametrize("grammar", SOME)
 def test_an_answer_that_takes_what_is_allowed_is_of_the_grammar_and_ends_with_an_eos_alone(
     grammars: Grammars, grammar: Grammar
 ) -> None:
@@ -113,7 +113,7 @@ def test_each_eos_of_the_model_ends_an_answer_and_no_other_special_token(eos: tu
         assert matcher.error == ""
 
 
-@pytest.mark.parametrize("grammar", SOME, ids=lambda grammar: grammar.text[:12])
+@pytest.mark.parametrize("grammar", SOME)
 def test_one_that_is_told_what_was_generated_stands_where_the_one_that_generated_it_stood(
     grammars: Grammars, grammar: Grammar
 ) -> None:

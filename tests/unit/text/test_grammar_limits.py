@@ -64,7 +64,6 @@ def encode(text: str) -> tuple[int, ...]:
         (lark("start: <[999999]>"), "999999"),
         (regex("a\x1b[31m" + "(" * 10_000), ""),
     ],
-    ids=lambda value: value.text[:20].encode("unicode_escape").decode() if isinstance(value, Grammar) else "",
 )
 def test_what_is_no_grammar_is_refused_in_one_line_that_says_why(grammars: Grammars, grammar: Grammar, why: str) -> None:
     for _ in range(2):
