@@ -54,7 +54,7 @@ def encode(text: str) -> tuple[int, ...]:
         (schema('{"type": "string", "pattern": "("}'), "unclosed group"),
         (schema('"\ud800"'), "not JSON"),
         (regex("("), "unclosed group"),
-        (regex("(?=a)b"), "look-around"),
+        (regex("(?=a ::= )b"), "look-around"),
         (regex("\ud800"), "surrogates not allowed"),
         (regex("[^\\x00-\\x{10FFFF}]"), "no text of this model's tokens is of it"),
         (lark(""), "Empty grammar"),
@@ -72,6 +72,7 @@ def test_what_is_no_grammar_is_refused_in_one_line_that_says_why(grammars: Gramm
         message = refused.value.message
         assert message.startswith(f"grammar ({grammar.kind.value}): ")
         assert why in message
+        assert ("EBNF" in message) == (why == "EBNF")
         assert message.isprintable()
         assert not message.endswith(":")
         assert len(message) < 500
@@ -262,6 +263,7 @@ def test_no_more_is_kept_or_held_than_fits_into_memory(monkeypatch: pytest.Monke
         held = [await grammars.ahead(regex(letter * 10)) for letter in "bcde"]
         with pytest.raises(Overloaded, match="too long in all; send the request again"):
             await grammars.ahead(regex("f"))
+        assert regex("f") not in grammars._kept
         await grammars.ahead(regex("bbbbbbbbbb"))
         held.clear()
         await grammars.ahead(regex("f"))
