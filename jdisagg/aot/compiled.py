@@ -92,7 +92,7 @@ def _compile(engine: AbstractEngine, executable: Executable) -> CompiledStep:
         padding_bytes=max(0, memory.argument_size_in_bytes - bytes_per_device(engine.arguments(executable))),
         aliased_bytes=module.aliased_bytes,
         collectives=collectives(module, trips=trips),
-        copies=copies(module, _precious(engine, executable.size)),
+        copies=copies(module, _precious(engine, executable)),
         kernels=kernels(module, trips=trips),
     )
 
@@ -106,13 +106,13 @@ def _donated(engine: AbstractEngine, executable: Executable) -> int:
     return kv + state if executable.name in MODEL_STEPS else state
 
 
-def _precious(engine: AbstractEngine, num_tokens: int) -> Precious:
-    """Weights, of stacked ones also a single layer's, and the arrays of the cache."""
-    weights = {_on_device(leaf) for leaf in jax.tree.leaves(engine.params)}
+def _precious(engine: AbstractEngine, executable: Executable) -> Precious:
+    """The arrays of the cache and, of a step that takes them, weights; of stacked ones also a single layer's."""
+    weights = {_on_device(leaf) for leaf in jax.tree.leaves(engine.params)} if executable.name in MODEL_STEPS else set()
     if engine.form.layer_loop is LayerLoop.SCAN:
         weights |= {(dtype, dims[1:]) for dtype, dims in weights if len(dims) > 2}
     cache = {(_on_device(leaf)[0], bytes_per_device(leaf)) for leaf in jax.tree.leaves(engine.kv)}
-    return Precious(weights=frozenset(weights), cache=frozenset(cache), num_tokens=num_tokens)
+    return Precious(weights=frozenset(weights), cache=frozenset(cache), num_tokens=executable.size)
 
 
 def _on_device(leaf: Any) -> tuple[str, tuple[int, ...]]:
