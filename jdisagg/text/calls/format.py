@@ -34,9 +34,8 @@ class CallFormat(Protocol):
     inner: tuple[str, ...]  # further texts that only belong into heads
     glue: tuple[str, ...]  # what may stand behind a call and is no text
     opens_bare: bool  # an answer may begin with a call that has no mark
-    goes_on_bare: bool  # likewise what stands behind a call, if it is a brace
 
     def look(self, held: str) -> Head | Verdict:
-        """`held` begins with a mark, or with a call that has none, perhaps behind blanks. It is asked after each character, and
-        no more after another answer than WAIT."""
+        """`held` begins with a mark; or it is the beginning of an answer, where that may be bare; or it begins with a brace
+        that stands behind a call. It is asked after each character, and no more after another answer than WAIT."""
         ...

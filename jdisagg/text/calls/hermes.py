@@ -15,7 +15,6 @@ class Hermes:
     inner: tuple[str, ...] = ()
     glue: tuple[str, ...] = (_END,)
     opens_bare = False
-    goes_on_bare = False
 
     def look(self, held: str) -> Head | Verdict:
         """See CallFormat."""

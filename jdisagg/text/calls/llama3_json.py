@@ -16,7 +16,6 @@ class Llama3Json:
     inner: tuple[str, ...] = ()
     glue: tuple[str, ...] = (";",)
     opens_bare = True
-    goes_on_bare = True
 
     def look(self, held: str) -> Head | Verdict:
         """See CallFormat."""

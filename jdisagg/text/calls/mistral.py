@@ -20,7 +20,6 @@ class Mistral:
     inner: tuple[str, ...] = (_ID, _ARGUMENTS)
     glue: tuple[str, ...] = (",", "]")
     opens_bare = False
-    goes_on_bare = True
 
     def look(self, held: str) -> Head | Verdict:
         """See CallFormat."""

@@ -187,7 +187,7 @@ class CallReader:
                 return text[index:]
             elif any(glue.startswith(held) for glue in self._format.glue):
                 self._held = held
-            elif held == "{" and self._format.goes_on_bare:
+            elif held == "{":
                 self._at, self._held = _At.HEAD, held
                 return text[index:]
             else:
