@@ -27,7 +27,6 @@ def test_a_router_serves_the_calls_that_the_model_writes(start: Start, tiny_mode
     (model / "chat_template.jinja").write_text(TEMPLATE)
     fleet = start("local", "--role", "local", "--model", str(model), *SMALL, "--max-model-len", "512").wait_ready()
     decode = next(worker["http"] for worker in fleet.ready["workers"] if worker["role"] == "decode")
-    assert "router: " in fleet.log.read_text()
     assert "tool calls are read as hermes, as the chat template writes them" in fleet.log.read_text()
     for url in (fleet.http, f"http://{decode}"):
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0) as client:
