@@ -44,7 +44,7 @@ def choose_call_format(name: str, template: ChatTemplate | None) -> CallFormat |
         return None
     for found, call_format in FORMATS.items():
         if _is_read(call_format, written):
-            log.info("tool calls are read as %s, as the chat template writes them; --tool-call-parser says otherwise", found)
+            log.info("tool calls are read as %s, as the chat template writes them (another format: --tool-call-parser)", found)
             return call_format
     log.info("tool calls stay text: the chat template writes them in no format of --tool-call-parser (%s)", ", ".join(FORMATS))
     return None
