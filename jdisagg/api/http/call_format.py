@@ -15,22 +15,15 @@ from jdisagg.api.http.messages import render_prompt
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.text.calls.format import CallFormat
 from jdisagg.text.calls.formats import FORMATS
-from jdisagg.text.calls.reader import Argued, Called, CallReader
+from jdisagg.text.calls.reader import Argued, CallReader
 from jdisagg.text.chat import ChatTemplate
 
 log = logging.getLogger(__name__)
 
 _NAME, _ARGUMENTS = "probe_1", {"city": "Oslo"}
-_FUNCTION = {
-    "name": _NAME,
-    "description": "Probe.",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-}
-_CALL = {
-    "id": "call00001",
-    "type": "function",
-    "function": {"name": _NAME, "arguments": json.dumps(_ARGUMENTS)},
-}  # as Mistral's
+_PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+_TOOL = {"type": "function", "function": {"name": _NAME, "description": "Probe.", "parameters": _PARAMETERS}}
+_CALL = {"id": "call00001", "type": "function", "function": {"name": _NAME, "arguments": json.dumps(_ARGUMENTS)}}
 _ASKED: list[dict[str, Any]] = [{"role": "user", "content": "Hi."}]
 _CALLED: list[dict[str, Any]] = [*_ASKED, {"role": "assistant", "content": None, "tool_calls": [_CALL]}]
 
@@ -39,7 +32,7 @@ def choose_call_format(name: str, template: ChatTemplate | None) -> CallFormat |
     """`name`: as the flag has it; None: calls stay text. Logs what was found."""
     if name != "auto":
         return FORMATS.get(name)
-    written = None if template is None or not template.shows_tools else _written_call(template)
+    written = _written_call(template)
     if written is None:
         return None
     for found, call_format in FORMATS.items():
@@ -50,27 +43,19 @@ def choose_call_format(name: str, template: ChatTemplate | None) -> CallFormat |
     return None
 
 
-def _written_call(template: ChatTemplate) -> str | None:
-    """The message that is a call, as the template writes it; None where it writes none."""
+def _written_call(template: ChatTemplate | None) -> str | None:
+    """The message that is a call, as the template writes it, behind all else where the prompt of an answer begins a thought;
+    None where it shows no tools, or no calls."""
     try:
-        whole = _render(template, _CALLED)
-        before = _render(template, _ASKED, add_generation_prompt=True)
-        if not whole.startswith(before):  # as where that begins a thought
-            before = _render(template, _ASKED)
+        asked, called = (render_prompt(Body({"messages": each, "tools": [_TOOL]}), template) for each in (_ASKED, _CALLED))
     except InvalidRequest:
         return None
-    return whole.removeprefix(before)
-
-
-def _render(template: ChatTemplate, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
-    tools = [{"type": "function", "function": _FUNCTION}]
-    return render_prompt(Body({"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}), template)
+    return called.removeprefix(asked)
 
 
 def _is_read(call_format: CallFormat, text: str) -> bool:
     pieces = CallReader(call_format, {_NAME}).push(text)
-    arguments = "".join(piece.text for piece in pieces if isinstance(piece, Argued))
     try:
-        return sum(isinstance(piece, Called) for piece in pieces) == 1 and json.loads(arguments) == _ARGUMENTS
+        return json.loads("".join(piece.text for piece in pieces if isinstance(piece, Argued))) == _ARGUMENTS
     except ValueError:
         return False

@@ -175,13 +175,23 @@ def test_the_second_turn_suits_templates_that_want_short_ids_or_names_of_functio
     assert render_prompt(Body({"messages": TURN}), ChatTemplate(OF_SHORT_IDS, {})) == f"hi;{short} {call};;{short} rain;"
     assert render_prompt(Body({"messages": TURN}), ChatTemplate(OF_NAMES, {})).endswith("weather: rain;")
     named = [*TURN[:2], {**TURN[2], "name": "mine"}]
-    assert render_prompt(Body({"messages": named}), ChatTemplate(OF_NAMES, {})).endswith("mine: rain;")
+    assert render_prompt(Body({"messages": named}), ChatTemplate(OF_SHORT_IDS + OF_NAMES, {})).endswith("mine: rain;")
     shows = "{% for m in messages %}{{ m.tool_calls }}{{ m.name }}{{ m.tool_call_id }}{{ m.content }};{% endfor %}"
     assert render_prompt(Body({"messages": TURN}), ChatTemplate(shows, {})).endswith(f";{LONG_ID}rain;")  # as it came
 
 
 @pytest.mark.parametrize(
-    "odd", [1, "x", {"id": 1}, [1], [{"id": [1], "function": {"name": "f"}}], [{"id": "a"}], [{"id": "a", "function": 1}]]
+    "odd",
+    [
+        1,
+        "x",
+        {"id": 1},
+        [1],
+        [{"id": [1], "function": {"name": "f"}}],
+        [{"id": 1}],
+        [{"id": "a"}],
+        [{"id": "a", "function": 1}],
+    ],
 )
 def test_calls_that_are_none_are_refused_by_such_a_template_and_nothing_breaks(odd: Any) -> None:
     messages = [{"role": "assistant", "content": "", "tool_calls": odd}, {"role": "tool", "tool_call_id": 1, "content": "x"}]
