@@ -57,5 +57,5 @@ def _application(
         grammars=deployment.core.grammars,
     )
     server = replace(config.server, default_deadline_s=timeout.read or config.server.default_deadline_s)
-    edge = make_edge(engine, text, server, grammars=deployment.gate)
+    edge = make_edge(engine, text, server, config.model, grammars=deployment.gate)
     return make_app(edge, engine, metrics.text)

@@ -20,7 +20,8 @@ from jdisagg.batch.sender import BadAnswer, Sender
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
 
-_ANSWERING = ("model", "load_format", "dtype", "kv_cache_dtype", "max_model_len", "numerics")  # what answers depend on
+# what answers depend on
+_ANSWERING = ("model", "load_format", "dtype", "kv_cache_dtype", "max_model_len", "numerics", "tool_call_parser")
 _JOURNAL = 3  # the form of journals: lines of form 1 do not name their batch, the CRC32 of form 2 says nothing of the number
 _BLOCK_BYTES = 2**20
 Finished = tuple[int, dict[str, Any]]  # input line number, output line

@@ -45,6 +45,7 @@ class ModelConfig:
     tensor_parallel_size: int = 1
     numerics: Numerics = Numerics.FAST
     layer_loop: LayerLoop = LayerLoop.AUTO
+    tool_call_parser: str = "auto"  # auto = as the chat template writes calls | none | hermes | llama3_json | mistral
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,12 @@ _MODEL = (
     Flag("model", "tensor_parallel_size", "devices per model", minimum=1, maximum=1024),
     Flag("model", "numerics", "exact: a token never depends on its neighbours, bit for bit"),
     Flag("model", "layer_loop", "layers in a Python loop, or lax.scan for a short compilation"),
+    Flag(
+        "model",
+        "tool_call_parser",
+        "how the model writes tool calls of its own accord; auto = as its chat template does; none = they stay text",
+        choices=("auto", "none", "hermes", "llama3_json", "mistral"),
+    ),
 )
 _CACHE = (
     Flag("cache", "page_size", "tokens per KV page", minimum=1, maximum=1024, aliases=("block_size",)),

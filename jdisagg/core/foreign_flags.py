@@ -50,6 +50,7 @@ _NOTHING = {
     "--pipeline-parallel-size": _ONE_KIND,
     "--enforce-eager": "every step is compiled before READY; leave it out",
     "--disable-cuda-graph": "every step is compiled before READY; leave it out",
+    "--enable-auto-tool-choice": "tool calls are read wherever tools are offered, see --tool-call-parser; leave it out",
     "--trust-remote-code": "no code of a model is ever run; leave it out",
 }
 

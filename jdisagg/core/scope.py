@@ -14,7 +14,10 @@ from jdisagg.core.flags import BY_NAME, Flag
 
 ENGINE_SECTIONS = ("model", "cache", "scheduler", "transfer", "device")
 _OF_ROUTERS_TOO = frozenset(
-    ("model", "served_model_name", "heartbeat_s", "dead_after_s", "lease_s", "cpu_affinity", "step_timeout_s")
+    (
+        *("model", "served_model_name", "tool_call_parser"),
+        *("heartbeat_s", "dead_after_s", "lease_s", "cpu_affinity", "step_timeout_s"),
+    )
 )
 
 

@@ -61,7 +61,7 @@ class Edges:
         names = ["AdminService", "KVEventsService"]
         if text is not None:
             names += ["GenerationService", "WorkerService"]
-            edge = make_edge(self.engine, text, config.server, metrics, source=config.model.model, grammars=deployment.gate)
+            edge = make_edge(self.engine, text, config.server, config.model, metrics, grammars=deployment.gate)
             generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
             worker_pb2_grpc.add_WorkerServiceServicer_to_server(
                 WorkerService(self.engine, config.transfer, core.grammars), server

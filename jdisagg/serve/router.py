@@ -77,7 +77,7 @@ async def serve(config: Config, process: Process) -> int:
         entrance=Entrance(text.tokenizer.digest(), config.model.served_model_name),
     )
     gate = None if grammars is None else GrammarGate(grammars, metrics)
-    edge = make_edge(engine, text, config.server, metrics, source=config.model.model, grammars=gate)
+    edge = make_edge(engine, text, config.server, config.model, metrics, grammars=gate)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
     fleet = FleetService(engine.workers, config.transfer)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)

@@ -11,7 +11,8 @@ from typing import Any
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import check_ranges
 from jdisagg.api.generation.token_engine import PreparesGrammars, TokenEngine
-from jdisagg.core.config import ServerConfig
+from jdisagg.api.http.call_format import choose_call_format
+from jdisagg.core.config import ModelConfig, ServerConfig
 from jdisagg.core.errors import ConfigError, InvalidRequest
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import SamplingParams
@@ -38,12 +39,12 @@ def make_edge(
     engine: TokenEngine,
     text: TextModel,
     server: ServerConfig,
+    model: ModelConfig,
     metrics: Metrics | None = None,
     *,
-    source: str | None = None,
     grammars: PreparesGrammars | None = None,
 ) -> Edge:
-    """An Edge over `engine`; `metrics`, `source`, `grammars`: see Edge."""
+    """An Edge over `engine`; `metrics`, `grammars`: see Edge."""
     draw_seed = None if server.seed is None else partial(Random(server.seed).getrandbits, 32)
     return Edge(
         engine,
@@ -52,8 +53,9 @@ def make_edge(
         defaults=text.defaults,
         draw_seed=draw_seed,
         metrics=metrics,
-        source=source,
+        source=model.model,
         grammars=grammars,
+        call_format=choose_call_format(model.tool_call_parser, text.tokenizer.chat),
     )
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -114,9 +114,14 @@ class Tokenizer:
         left = self.detokenizer(skip_special_tokens=skip_special_tokens, before=token_ids).flush()
         return text[: len(text) - len(left)]
 
-    def detokenizer(self, *, skip_special_tokens: bool = True, before: Sequence[int] = ()) -> Detokenizer:
-        """A fresh incremental decoder for one stream; `before`: the tokens that it goes on with, as a prompt's."""
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, before: Sequence[int] = (), shown: Collection[str] = ()
+    ) -> Detokenizer:
+        """A fresh incremental decoder for one stream; `before`: the tokens that it goes on with, as a prompt's; `shown`: those
+        special tokens that are not skipped."""
         skip = self.special_ids if skip_special_tokens else frozenset()
+        if shown:
+            skip -= {self.token_id(token) for token in shown}
         if self._bytes is not None:
             return ByteDetokenizer(self._bytes.token_bytes, skip, before=before)
         return WindowDetokenizer(

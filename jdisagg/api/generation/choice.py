@@ -94,9 +94,11 @@ class ChoiceText:
         min_tokens: int,
         skip_special_tokens: bool,
         scores_only: bool,
+        shown_tokens: Collection[str] = (),
     ) -> None:
         """`stop_token_ids`: those the client named; the model's own end is not one that `Delta.stop` tells. `scores_only`: drop
-        generated tokens. `min_tokens`: no stop string ends in that many first tokens."""
+        generated tokens. `min_tokens`: no stop string ends in that many first tokens. `shown_tokens`: special, and not skipped.
+        """
         self._index = index
         self._prompt_token_ids = prompt_token_ids
         self._echo_text = echo_text
@@ -105,7 +107,9 @@ class ChoiceText:
         self._scores_only = scores_only
         self._tokenizer = tokenizer
         self._prompt_detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
-        self._detokenizer: Detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens, before=prompt_token_ids)
+        self._detokenizer: Detokenizer = tokenizer.detokenizer(
+            skip_special_tokens=skip_special_tokens, before=prompt_token_ids, shown=shown_tokens
+        )
         self._stops = StopStrings(stop)
         self._num_tokens = 0
         self._num_characters = len(echo_text or "")

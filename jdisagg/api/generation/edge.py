@@ -28,6 +28,7 @@ from jdisagg.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, Req
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, SamplingParams
+from jdisagg.text.calls.format import CallFormat
 from jdisagg.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -56,14 +57,17 @@ class Edge:
         metrics: Metrics | None = None,
         source: str | None = None,
         grammars: PreparesGrammars | None = None,
+        call_format: CallFormat | None = None,
     ) -> None:
         """`default_deadline_s` runs from intake. `defaults`: the model's own for parameters a client leaves out. `metrics`:
         where requests are counted that no engine sees. `source`: what the tokenizer was loaded by, a directory or a Hub id,
-        which benchmarks load theirs by, too. `grammars`: None = the tokenizer is none that answers can be constrained for."""
+        which benchmarks load theirs by, too. `grammars`: None = the tokenizer is none that answers can be constrained for.
+        `call_format`: of tool calls in answers; None = they stay text."""
         self._engine = engine
         self.source = source
         self.tokenizer = tokenizer
         self.defaults = defaults
+        self.call_format = call_format
         self._default_deadline_s = default_deadline_s
         self._draw_seed = draw_seed or _draw_seed
         self._metrics = metrics
@@ -205,6 +209,7 @@ class Edge:
             stop_token_ids=request.sampling.stop_token_ids,
             min_tokens=request.sampling.min_tokens,
             skip_special_tokens=job.skip_special_tokens,
+            shown_tokens=job.shown_tokens,
             scores_only=job.scores_only,
         )
         async with aclosing(self._engine.generate(request)) as outputs:

@@ -51,6 +51,7 @@ class SpecialTokens:
 
     add: bool = True  # BOS / EOS around text prompts
     skip: bool = True  # in the text that is returned
+    shown: tuple[str, ...] = ()  # that are not skipped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,7 @@ class Job:
     stop: tuple[Stop, ...]
     scores_only: bool  # max_tokens = 0: the one token an engine request must have is dropped
     skip_special_tokens: bool
+    shown_tokens: tuple[str, ...]  # special ones that are not skipped
     deadline_s: float  # monotonic
 
     @property
@@ -153,6 +155,7 @@ async def admit(
         stop=tuple(map(Stop, request.stop)),
         scores_only=request.max_tokens == 0,
         skip_special_tokens=request.special_tokens.skip,
+        shown_tokens=request.special_tokens.shown,
         deadline_s=deadline_s,
     )
 

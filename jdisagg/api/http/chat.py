@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,10 @@ from jdisagg.api.generation.choice import Delta, ScoredToken, Transcript
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import Job, TextRequest
 from jdisagg.api.http.body import Body, read_body
+from jdisagg.api.http.calls import MessageReader, reader_of
 from jdisagg.api.http.connection import Event, open_stream, while_connected
-from jdisagg.api.http.forced_calls import CallReader, ForcedCall, read_forced, whole_calls, with_forced, with_function
+from jdisagg.api.http.forced_calls import with_forced, with_function
+from jdisagg.api.http.free_calls import read_offer
 from jdisagg.api.http.grammars import admit_named
 from jdisagg.api.http.long_json import whole_response
 from jdisagg.api.http.messages import render_prompt
@@ -45,7 +48,7 @@ class ChatCompletions:
         read = partial(read_chat, body, self._edge, num_top, request_id=request_id, traceparent=trace)
         text_request = await self._edge.long_texts.run(read, body.num_bytes) if body.is_long else read()
         job = await while_connected(request.receive, _admit(self._edge, text_request, body))
-        answer = _Answer(self._edge, job, options, num_top=num_top, forced=read_forced(body))
+        answer = _Answer(self._edge, job, options, num_top=num_top, make_reader=reader_of(body, self._edge))
         del body, read, text_request  # of megabytes perhaps, and the answer may take minutes
         if options.stream:
             return await open_stream(request, answer.events())
@@ -61,6 +64,7 @@ def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, t
     max_tokens = body.integer(name)
     if max_tokens is not None and max_tokens < 1:  # intake would advise to echo the prompt, which a chat cannot
         raise InvalidRequest(f"{name}: must be at least 1; got {max_tokens}", field=name)
+    special, offer = read_special_tokens(body, add=False), read_offer(body, edge)  # the template writes BOS and EOS itself
     request = TextRequest(
         request_id=request_id,
         prompts=(render_prompt(body, edge.tokenizer.chat),),
@@ -70,7 +74,7 @@ def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, t
         max_tokens=max_tokens,
         n=1 if n is None else n,
         stop=body.texts("stop"),
-        special_tokens=read_special_tokens(body, add=False),  # the template writes BOS and EOS itself
+        special_tokens=special if offer is None else replace(special, shown=tuple(offer.hidden)),
         priority=body.integer("priority") or 0,
         cache_salt=body.text("cache_salt") or "",
         timeout_s=read_timeout_s(body),
@@ -116,14 +120,21 @@ class _Answer:
     """Writes one job's answer."""
 
     def __init__(
-        self, edge: Edge, job: Job, options: ResponseOptions, *, num_top: int | None, forced: ForcedCall | None
+        self,
+        edge: Edge,
+        job: Job,
+        options: ResponseOptions,
+        *,
+        num_top: int | None,
+        make_reader: Callable[[], MessageReader] | None,
     ) -> None:
+        """`make_reader`: None = an answer is its text."""
         self._edge = edge
         self._job = job
         self._options = options
         self._num_top = num_top
-        self._forced = forced
-        self._readers = [] if forced is None else [CallReader(forced) for _ in job.requests]  # one per choice
+        self._readers = None if make_reader is None else [make_reader() for _ in job.requests]  # one per choice
+        self._nothing = "" if self._readers is None else self._readers[0].nothing
         self._created = int(time.time())
         self._card = edge.card  # a router looks through its fleet for it
 
@@ -150,18 +161,17 @@ class _Answer:
         return answer
 
     def _message(self, index: int, text: str) -> dict[str, Any]:
-        if self._forced is None:
-            return {"role": "assistant", "content": text, "refusal": None}
-        return {"role": "assistant", "content": None, "refusal": None, "tool_calls": whole_calls(self._readers[index], text)}
+        shown = {"content": text} if self._readers is None else self._readers[index].message(text)
+        return {"role": "assistant", "content": None, "refusal": None} | shown
 
     def _finish_reason(self, index: int, finish: FinishReason) -> str:
-        return finish.value if self._forced is None else self._readers[index].finish_reason(finish)
+        return finish.value if self._readers is None else self._readers[index].finish_reason(finish)
 
     async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams: the role first, then text, then a finish reason for each choice."""
         transcript = self._edge.transcript(self._job, keep_text=False)
         plain = None
-        if self._num_top is None and self._forced is None and not self._options.shows_more:
+        if self._num_top is None and self._readers is None and not self._options.shows_more:
             plain = PlainChunks(lambda delta: self._with_usage(self._text_chunk(delta, self._news(delta)), transcript))
         opened: set[int] = set()
         async with aclosing(self._edge.stream(self._job)) as deltas:
@@ -185,22 +195,19 @@ class _Answer:
             yield event
 
     def _first_chunk(self, delta: Delta, *, shows_prompt: bool) -> dict[str, Any]:
-        event = self._chunk(delta, {"role": "assistant", "content": "" if self._forced is None else None})
+        event = self._chunk(delta, {"role": "assistant", "content": self._nothing})
         if shows_prompt and self._options.return_token_ids:
             event["prompt_token_ids"] = list(self._job.requests[0].prompt_token_ids)
         return event
 
     def _news(self, delta: Delta) -> dict[str, Any]:
         """What its text adds to the message; empty: nothing."""
-        if self._forced is None:
+        if self._readers is None:
             return {"content": delta.text} if delta.text else {}
-        parts = self._readers[delta.index].push(delta.text)
-        return {"tool_calls": parts} if parts else {}
+        return self._readers[delta.index].news(delta.text, is_last=delta.finish is not None)
 
     def _text_chunk(self, delta: Delta, news: dict[str, Any]) -> dict[str, Any]:
-        event = self._chunk(
-            delta, news or {"content": "" if self._forced is None else None}, logprobs=self._logprobs(delta.logprobs)
-        )
+        event = self._chunk(delta, news or {"content": self._nothing}, logprobs=self._logprobs(delta.logprobs))
         if self._options.return_token_ids:
             event["choices"][0]["token_ids"] = list(delta.token_ids)
         return event

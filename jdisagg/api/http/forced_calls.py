@@ -12,16 +12,16 @@ import json
 import re
 from dataclasses import dataclass, replace
 from typing import Any
-from uuid import uuid4
 
 from jdisagg.api.http.body import Body, wrong_type
 from jdisagg.api.http.grammars import grammar_name
+from jdisagg.api.http.shapes import call_part
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import FinishReason, Grammar, GrammarKind, SamplingParams
+from jdisagg.text.calls.braces import Braces
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _HEAD = re.compile(r'[\[,]\{"name":"([^"]*)","parameters":')
-_MARK = re.compile(r'["\\{}]')
 _AT_LINE = re.compile(r"grammar \(lark\): at (\d+)\(\d+\): ")  # as errors of a grammar say where they are
 _HEAD_LINES, _FUNCTION_LINES = 2, 2  # of the grammar of "required"
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
@@ -118,15 +118,22 @@ def _schema(where: str, parameters: Any) -> str:
 
 
 class CallReader:
-    """Text of one choice in, parts of its calls out, in OpenAI's form of deltas."""
+    """Text of one choice in, parts of its calls out, in OpenAI's form of deltas. A MessageReader."""
 
     def __init__(self, forced: ForcedCall) -> None:
+        self.nothing: str | None = None
         self._name = forced.name
         self._index = -1  # of the latest call
         self._before = ""  # what came since its arguments ended
-        self._depth = 0  # braces open in its arguments
-        self._in_string = False
-        self._escaped = False  # the text so far ends in a backslash that is one
+        self._braces = Braces()  # of its arguments
+
+    def message(self, text: str) -> dict[str, Any]:
+        """See MessageReader."""
+        return {"content": None, "tool_calls": whole_calls(self, text)}
+
+    def news(self, text: str, *, is_last: bool) -> dict[str, Any]:
+        """See MessageReader."""
+        return {"tool_calls": parts} if (parts := self.push(text)) else {}
 
     def push(self, text: str) -> list[dict[str, Any]]:
         """The parts that `text` adds; those that begin a call have an id and a name, all have arguments."""
@@ -134,57 +141,34 @@ class CallReader:
             return self._named(self._name, text)
         parts: list[dict[str, Any]] = []
         while text:
-            if self._depth == 0:
+            if self._braces.depth == 0:
                 self._before += text
                 head = _HEAD.search(self._before)
                 if head is None or head.end() == len(self._before):
                     return parts  # a head is told together with its first brace
                 text, self._before = self._before[head.end() :], ""
-                end = self._end(text)
+                end = self._braces.end(text)
                 parts.append(self._begin(head[1], text[:end]))
             else:
-                end = self._end(text)
-                parts.append(self._part(text[:end]))
+                end = self._braces.end(text)
+                parts.append(call_part(self._index, text[:end]))
             text = text[end:]
         return parts
 
     def finish_reason(self, finish: FinishReason) -> str:
         """Of the answer whose text has been pushed. As OpenAI has it: a call that was asked for by its name is an ordinary
         end, and so is what a stop string leaves without a whole call."""
-        has_calls = self._name is None and self._index >= 0 and self._depth == 0
+        has_calls = self._name is None and self._index >= 0 and self._braces.depth == 0
         return "tool_calls" if finish is FinishReason.STOP and has_calls else finish.value
 
     def _named(self, name: str, text: str) -> list[dict[str, Any]]:
         if not text:
             return []
-        return [self._part(text) if self._index == 0 else self._begin(name, text)]
+        return [call_part(0, text) if self._index == 0 else self._begin(name, text)]
 
     def _begin(self, name: str, arguments: str) -> dict[str, Any]:
         self._index += 1
-        call = {"name": name, "arguments": arguments}
-        return {"index": self._index, "id": f"call_{uuid4().hex}", "type": "function", "function": call}
-
-    def _part(self, arguments: str) -> dict[str, Any]:
-        return {"index": self._index, "function": {"arguments": arguments}}
-
-    def _end(self, text: str) -> int:
-        """How much of it belongs to the arguments."""
-        position = 0
-        if self._escaped:
-            self._escaped, position = False, 1
-        while mark := _MARK.search(text, position):
-            position = mark.end()
-            match mark[0]:
-                case "\\":
-                    self._escaped = position == len(text)
-                    position += 1
-                case '"':
-                    self._in_string = not self._in_string
-                case brace if not self._in_string:
-                    self._depth += 1 if brace == "{" else -1
-                    if self._depth == 0:
-                        return position
-        return len(text)
+        return call_part(self._index, arguments, name)
 
 
 def whole_calls(reader: CallReader, text: str) -> list[dict[str, Any]]:

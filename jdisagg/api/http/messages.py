@@ -14,6 +14,8 @@ from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.json_depth import deeper_than
 from jdisagg.text.chat import ChatTemplate
 
+_ID_LENGTH = 9
+
 
 def render_prompt(body: Body, template: ChatTemplate | None) -> str:
     """The prompt text of `messages` (and `tools`). Raises InvalidRequest naming the field."""
@@ -50,9 +52,33 @@ def _render(render: Callable[[list[dict[str, Any]]], str], texts: list[dict[str,
     try:
         return render(objects)
     except InvalidRequest:
-        if objects == texts:
-            raise
-        return render(texts)
+        for others in (_as_some_want(objects), texts):
+            if others != objects:
+                with suppress(InvalidRequest):
+                    return render(others)
+        raise
+
+
+def _as_some_want(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Clients need not name the function whose result they send, which Hermes wants, and Mistral wants ids of nine characters;
+    these are the last ones, as theirs are that take longer ones."""
+    names, wanted = dict[str, Any](), list[dict[str, Any]]()
+    for message in messages:
+        if isinstance(calls := message.get("tool_calls"), list):
+            for call in calls:
+                match call:
+                    case {"id": str(call_id), "function": {"name": name}}:
+                        names[call_id] = name
+            message = {**message, "tool_calls": [_with_short_id(call) for call in calls]}
+        if message["role"] == "tool" and isinstance(answered := message.get("tool_call_id"), str):
+            named = {"name": names[answered]} if answered in names else {}
+            message = named | message | {"tool_call_id": answered[-_ID_LENGTH:]}
+        wanted.append(message)
+    return wanted
+
+
+def _with_short_id(call: Any) -> Any:
+    return {**call, "id": call["id"][-_ID_LENGTH:]} if isinstance(call, dict) and isinstance(call.get("id"), str) else call
 
 
 def _are_calls_seen(messages: list[dict[str, Any]], prompt: str, render: Callable[[list[dict[str, Any]]], str]) -> bool:

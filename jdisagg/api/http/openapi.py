@@ -112,7 +112,7 @@ _CHAT = _SHARED | {
     "top_logprobs": _range("integer", 0, MAX_LOGPROBS),
     "tools": {"type": "array", "items": {"type": "object"}},
     "tool_choice": {"oneOf": [{"enum": ["none", "auto", "required"]}, _NAMED_FUNCTION]},
-    "parallel_tool_calls": _BOOLEAN | {"description": "of calls that are forced, whether more than one may come"},
+    "parallel_tool_calls": _BOOLEAN | {"description": "false: at most one call"},
     "add_generation_prompt": _BOOLEAN,
     "chat_template_kwargs": {"type": "object"},
 }

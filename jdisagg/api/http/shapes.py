@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
+from uuid import uuid4
 
 from starlette.requests import Request
 
@@ -36,6 +37,14 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+def call_part(index: int, arguments: str, name: str | None = None) -> dict[str, Any]:
+    """A part of call `index` of a message, as streams have it; the first one has its name."""
+    if name is None:
+        return {"index": index, "function": {"arguments": arguments}}
+    call = {"name": name, "arguments": arguments}
+    return {"index": index, "id": f"call_{uuid4().hex}", "type": "function", "function": call}
 
 
 def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[ScoredToken], num_top: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from jdisagg.core.errors import InvalidRequest, RequestError
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Grammar, Output, Provenance, TokenLogprob
+from jdisagg.text.calls.format import CallFormat
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import generation_pb2_grpc
 
@@ -171,11 +172,24 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    engine: FakeEngine, tokenizer: Tokenizer, *, api_key: str | None = None, client_api_key: str | None = None
+    engine: FakeEngine,
+    tokenizer: Tokenizer,
+    *,
+    api_key: str | None = None,
+    client_api_key: str | None = None,
+    call_format: CallFormat | None = None,
 ) -> AsyncIterator[Served]:
     """HTTP and gRPC on real sockets; on exit nothing may be left running."""
     metrics, grammars = Metrics(), FakeGrammars()
-    edge = Edge(engine, tokenizer, default_deadline_s=10.0, draw_seed=lambda: 77, metrics=metrics, grammars=grammars)
+    edge = Edge(
+        engine,
+        tokenizer,
+        default_deadline_s=10.0,
+        draw_seed=lambda: 77,
+        metrics=metrics,
+        grammars=grammars,
+        call_format=call_format,
+    )
     app = make_app(edge, engine, lambda: "jdisagg_up 1\n", api_key, client_api_key=client_api_key)
     server = HttpServer(app, listen(), stop_timeout_s=1.0)
     await server.start()

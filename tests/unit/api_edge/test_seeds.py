@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from jdisagg.api.generation.intake import TextRequest
-from jdisagg.core.config import ServerConfig
+from jdisagg.core.config import ModelConfig, ServerConfig
 from jdisagg.core.requests import SamplingParams
 from jdisagg.serve.text_edge import TextModel, make_edge
 from jdisagg.text.tokenizer import Tokenizer
@@ -17,7 +17,7 @@ def drawn(tokenizer: Tokenizer, seed: int | None) -> list[int]:
 
     async def ask() -> list[int]:
         text = TextModel(tokenizer=tokenizer, defaults=SamplingParams())
-        edge = make_edge(FakeEngine(tokenizer, "fox"), text, ServerConfig(seed=seed))
+        edge = make_edge(FakeEngine(tokenizer, "fox"), text, ServerConfig(seed=seed), ModelConfig())
         asked = [TextRequest(request_id=f"r{i}", prompts=("the",), sampling=SamplingParams()) for i in range(4)]
         return [(await edge.admit(request)).requests[0].sampling.seed for request in asked]
 

@@ -146,3 +146,54 @@ def test_what_a_message_has_as_null_is_not_in_it(nothing: dict[str, list[Any] | 
     )
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "fox", **nothing}]
     assert render_prompt(Body({"messages": messages}), template) == "hi;fox;"
+
+
+LONG_ID = "call_0123456789abcdef"
+TURN: list[dict[str, Any]] = [
+    {"role": "user", "content": "hi"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": LONG_ID, "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}],
+    },
+    {"role": "tool", "tool_call_id": LONG_ID, "content": "rain"},
+]
+OF_SHORT_IDS = (  # Mistral's
+    "{% for m in messages %}{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}"
+    "{{ c.id }} {{ c.function | tojson }};{% endfor %}{% if m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}"
+    "{{ raise_exception('nine') }}{% endif %}{{ m.tool_call_id }} {% endif %}{{ m.content }};{% endfor %}"
+)
+OF_NAMES = (  # Hermes'
+    "{% for m in messages %}{{ m.tool_calls }}{% if m.role == 'tool' %}{% if m.name is not defined %}"
+    "{{ raise_exception('a name') }}{% endif %}{{ m.name }}: {% endif %}{{ m.content }};{% endfor %}"
+)
+
+
+def test_the_second_turn_suits_templates_that_want_short_ids_or_names_of_functions() -> None:
+    short = LONG_ID[-9:]
+    call = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+    assert render_prompt(Body({"messages": TURN}), ChatTemplate(OF_SHORT_IDS, {})) == f"hi;{short} {call};;{short} rain;"
+    assert render_prompt(Body({"messages": TURN}), ChatTemplate(OF_NAMES, {})).endswith("weather: rain;")
+    named = [*TURN[:2], {**TURN[2], "name": "mine"}]
+    assert render_prompt(Body({"messages": named}), ChatTemplate(OF_SHORT_IDS + OF_NAMES, {})).endswith("mine: rain;")
+    shows = "{% for m in messages %}{{ m.tool_calls }}{{ m.name }}{{ m.tool_call_id }}{{ m.content }};{% endfor %}"
+    assert render_prompt(Body({"messages": TURN}), ChatTemplate(shows, {})).endswith(f";{LONG_ID}rain;")  # as it came
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        1,
+        "x",
+        {"id": 1},
+        [1],
+        [{"id": [1], "function": {"name": "f"}}],
+        [{"id": 1}],
+        [{"id": "a"}],
+        [{"id": "a", "function": 1}],
+    ],
+)
+def test_calls_that_are_none_are_refused_by_such_a_template_and_nothing_breaks(odd: Any) -> None:
+    messages = [{"role": "assistant", "content": "", "tool_calls": odd}, {"role": "tool", "tool_call_id": 1, "content": "x"}]
+    with pytest.raises(InvalidRequest):
+        render_prompt(Body({"messages": messages}), ChatTemplate("{{ raise_exception('no') }}", {}))

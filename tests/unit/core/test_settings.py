@@ -373,6 +373,7 @@ def test_keys_of_other_roles_in_a_shared_file_are_remarked_once_and_defaults_nev
 
 def test_engine_settings_on_a_routers_command_line_are_remarked(caplog: pytest.LogCaptureFixture) -> None:
     load("--role", "router", "--model", "demo", "--port", "1", "--heartbeat-s", "0.5", "--step-timeout-s", "9")
+    load("--role", "router", "--tool-call-parser", "hermes")
     assert not caplog.records
     load("--role", "router", "--page-size", "32", "--dtype", "float32")
     assert [record.message for record in caplog.records] == ["--page-size, --dtype: means nothing to --role router, ignored"]
@@ -455,6 +456,15 @@ def test_foreign_flags_are_called_as_ours_are_and_none_of_them_is_ours() -> None
     ours = {option for action in build_parser()._actions for option in action.option_strings}
     assert set(foreign_flags._CALLED.values()) <= ours
     assert not {name for name in (*foreign_flags._CALLED, *foreign_flags._NOTHING) if name in ours}
+
+
+def test_vllms_switch_for_tool_calls_is_told_what_reads_them() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--enable-auto-tool-choice: unknown flag; tool calls are read .* --tool-call-parser"
+    ):
+        load("--enable-auto-tool-choice")
+    with pytest.raises(ConfigError, match=r"--tool-call-parser: got 'qwen'.*hermes"):
+        load("--tool-call-parser", "qwen")
 
 
 def test_help_names_the_flag_that_is_no_setting() -> None:

@@ -1,0 +1,80 @@
+"""Calls that nothing forces: the model writes them, in a format of its own, or it answers in text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jdisagg.api.generation.edge import Edge
+from jdisagg.api.http.body import Body
+from jdisagg.api.http.shapes import call_part
+from jdisagg.core.requests import FinishReason
+from jdisagg.text.calls.format import CallFormat
+from jdisagg.text.calls.reader import Argued, Called, CallReader, Piece, Said
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """What a model may call, and how it writes that."""
+
+    call_format: CallFormat
+    names: frozenset[str]
+    hidden: frozenset[str]  # marks of the format that are special tokens, which the client does not want to see
+    in_parallel: bool  # False: of several calls the first one counts
+
+
+def read_offer(body: Body, edge: Edge) -> Offer | None:
+    """None: nothing is looked for in the answer. Raises InvalidRequest."""
+    tools, in_parallel = body.objects("tools"), body.boolean("parallel_tool_calls", True)
+    skips, call_format, tokenizer = body.boolean("skip_special_tokens", True), edge.call_format, edge.tokenizer
+    if not tools or call_format is None or body.get("tool_choice") not in (None, "auto"):
+        return None
+    functions = [tool.get("function") for tool in tools]
+    names = frozenset(name for one in functions if isinstance(one, dict) and isinstance(name := one.get("name"), str) and name)
+    marks = (*call_format.marks, *call_format.inner) if skips else ()
+    hidden = frozenset(mark for mark in marks if tokenizer.token_id(mark) in tokenizer.special_ids)
+    return Offer(call_format=call_format, names=names, hidden=hidden, in_parallel=in_parallel)
+
+
+class FreeReader:
+    """Text of one choice in, content and parts of calls out, in OpenAI's form. A MessageReader."""
+
+    def __init__(self, offer: Offer) -> None:
+        self.nothing: str | None = ""
+        self._reader = CallReader(offer.call_format, offer.names, offer.hidden)
+        self._in_parallel = offer.in_parallel
+        self._index = -1  # of the latest call
+
+    def message(self, text: str) -> dict[str, Any]:
+        """See MessageReader."""
+        news = self.news(text, is_last=True)
+        calls = [{name: value for name, value in part.items() if name != "index"} for part in news.get("tool_calls", ())]
+        content = news.get("content", "")
+        return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
+
+    def news(self, text: str, *, is_last: bool) -> dict[str, Any]:
+        """See MessageReader."""
+        pieces = self._reader.push(text)
+        if is_last:
+            pieces += self._reader.flush()
+        content = "".join(piece.text for piece in pieces if isinstance(piece, Said))
+        parts = self._parts(pieces)
+        return ({"content": content} if content else {}) | ({"tool_calls": parts} if parts else {})
+
+    def finish_reason(self, finish: FinishReason) -> str:
+        """See MessageReader. As where calls are forced, a call that a stop string cuts off is none to end with."""
+        has_calls = self._index >= 0 and not self._reader.is_in_call
+        return "tool_calls" if finish is FinishReason.STOP and has_calls else finish.value
+
+    def _parts(self, pieces: list[Piece]) -> list[dict[str, Any]]:
+        """One for each call that the pieces are of."""
+        names, arguments = dict[int, str](), dict[int, list[str]]()
+        for piece in pieces:
+            if isinstance(piece, Called):
+                self._index += 1
+                names[self._index] = piece.name
+                arguments[self._index] = []
+            elif isinstance(piece, Argued):
+                arguments.setdefault(self._index, []).append(piece.text)
+        shown = (index for index in arguments if self._in_parallel or index == 0)
+        return [call_part(index, "".join(arguments[index]), names.get(index)) for index in shown]

@@ -1,0 +1,41 @@
+"""What a format of tool calls is: one class in a file of its own, and a row of `formats.FORMATS`.
+
+A format says where a call may begin and recognises its head, everything before its arguments. `reader` does the rest: it passes
+text on, follows the arguments to their end, and takes what stands between calls away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol
+
+
+class Verdict(Enum):
+    """On what may be the beginning of a call."""
+
+    WAIT = auto()  # it needs more text
+    TEXT = auto()  # it is none
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A call has begun. Unless `arguments` are there, they begin with the last character of what was looked at, a brace."""
+
+    name: str
+    is_wrapped: bool = True  # the arguments are a value of an object, which ends behind them
+    arguments: str | None = None
+
+
+class CallFormat(Protocol):
+    """How a model writes calls. All texts are non-empty; those that are special tokens are found, too."""
+
+    marks: tuple[str, ...]  # where one stands a call may begin, or has ended
+    inner: tuple[str, ...]  # further texts that only belong into heads
+    glue: tuple[str, ...]  # what may stand behind a call and is no text
+    opens_bare: bool  # an answer may begin with a call that has no mark
+
+    def look(self, held: str) -> Head | Verdict:
+        """`held` begins with a mark; or it is the beginning of an answer, where that may be bare; or it begins with a brace
+        that stands behind a call. It is asked after each character, and no more after another answer than WAIT."""
+        ...

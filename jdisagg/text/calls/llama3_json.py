@@ -1,0 +1,23 @@
+"""Llama 3.1 to 3.3: the answer is `{"name": "f", "parameters": {..}}`, perhaps several with `;` between them, perhaps behind
+`<|python_tag|>`."""
+
+from __future__ import annotations
+
+from jdisagg.text.calls.format import Head, Verdict
+from jdisagg.text.calls.objects import look_at_object
+
+_TAG = "<|python_tag|>"
+
+
+class Llama3Json:
+    """See CallFormat."""
+
+    marks: tuple[str, ...] = (_TAG,)
+    inner: tuple[str, ...] = ()
+    glue: tuple[str, ...] = (";",)
+    opens_bare = True
+
+    def look(self, held: str) -> Head | Verdict:
+        """See CallFormat."""
+        call = held.lstrip()
+        return Verdict.WAIT if _TAG.startswith(call) else look_at_object(call.removeprefix(_TAG))

@@ -1,0 +1,36 @@
+"""Mistral: `[TOOL_CALLS][{"name": "f", "arguments": {..}}, ..]`, and since 2025 `[TOOL_CALLS]f[ARGS]{..}`, with `[CALL_ID]..`
+behind the name or not, for each call."""
+
+from __future__ import annotations
+
+import re
+
+from jdisagg.text.calls.format import Head, Verdict
+from jdisagg.text.calls.objects import look_at_object
+
+_BEGIN, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*\{")
+_BEGUN = re.compile(r"\s*[\w.-]*\s*(?:\[[A-Z_]*\]?\w*)*\s*")
+
+
+class Mistral:
+    """See CallFormat."""
+
+    marks: tuple[str, ...] = (_BEGIN,)
+    inner: tuple[str, ...] = (_ID, _ARGUMENTS)
+    glue: tuple[str, ...] = (",", "]")
+    opens_bare = False
+
+    def look(self, held: str) -> Head | Verdict:
+        """See CallFormat."""
+        if held.startswith("{"):
+            return look_at_object(held)
+        if not held.startswith(_BEGIN):
+            return Verdict.TEXT
+        rest = held.removeprefix(_BEGIN)
+        if rest.lstrip().startswith("["):
+            listed = rest.lstrip()[1:]
+            return Verdict.WAIT if not listed.strip() else look_at_object(listed)
+        if head := _NAMED.fullmatch(rest):
+            return Head(head[1], is_wrapped=False)
+        return Verdict.WAIT if _BEGUN.fullmatch(rest) else Verdict.TEXT

@@ -1,0 +1,99 @@
+"""Wherever an answer is cut, its calls and its text are the same, and text does not wait without a reason."""
+
+from __future__ import annotations
+
+from time import process_time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdisagg.text.calls.formats import FORMATS
+from jdisagg.text.calls.reader import MOST_HELD, Argued, Called, CallReader, Said
+from tests.unit.text.calls.rig import NAMES, joined, read
+from tests.unit.text.calls.test_formats import CALLS, TEXTS
+
+CUTS = st.lists(st.integers(0, 300))
+PARTS = st.lists(
+    st.sampled_from(
+        [
+            *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", "{", "}", ";"),
+            *(",", " ", "\n", '"', "\\", "f", "g", "x <", "<tool_c", '{"name": "f", "arguments": {', '"id": "a"', '{"a": 1}'),
+            *('{"name": "f", "parameters": {}}', '{"arguments": {"b": {}}, "name": "f"}', '{"name": "g", "arguments": {}}'),
+        ]
+    ),
+    max_size=12,
+).map("".join)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(PARTS, CUTS, st.booleans())
+def test_calls_and_text_are_the_same_wherever_the_answer_is_cut(name: str, text: str, cuts: list[int], hides: bool) -> None:
+    hidden = (*FORMATS[name].marks, *FORMATS[name].inner) if hides else ()
+    whole = read(name, text, hidden=hidden)
+    assert read(name, text, cuts, hidden) == whole
+    assert read(name, text, range(len(text)), hidden) == whole
+    if not whole[1] and not hides:
+        assert whole[0] == text
+
+
+@given(st.sampled_from([(name, text) for name, text, _ in CALLS] + TEXTS), CUTS)
+def test_answers_of_models_are_the_same_wherever_they_are_cut(answer: tuple[str, str], cuts: list[int]) -> None:
+    assert read(*answer, cuts) == read(*answer)
+
+
+def test_text_goes_out_at_once_but_for_what_may_begin_a_call() -> None:
+    reader = CallReader(FORMATS["hermes"], NAMES)
+    assert reader.push("Look: ") == [Said("Look:")]
+    assert reader.push("a <") == [Said(" a")]
+    assert reader.push("b <tool_call") == [Said(" <b")]
+    assert reader.push('>{"x') == []
+    assert reader.push('"') == [Said(" <tool_call>"), Said('{"x"')]
+
+
+def test_arguments_go_out_as_they_come() -> None:
+    reader = CallReader(FORMATS["hermes"], NAMES)
+    assert reader.push('<tool_call>\n{"name": "f", "arguments": ') == []
+    assert reader.push('{"a') == [Called("f"), Argued('{"a')]
+    assert reader.push('": "}') == [Argued('": "}')]
+    assert reader.is_in_call
+    assert reader.push('"}}\n') == [Argued('"}')]
+    assert not reader.is_in_call
+    assert reader.push("</tool_call>\n") == []
+    assert reader.flush() == []
+
+
+def test_arguments_go_out_as_they_come_whatever_stands_before_them() -> None:
+    heads = {
+        "llama3_json": '{"type": "function", "name": "f", "parameters": {',
+        "mistral": '[TOOL_CALLS] [ {"name" :"f", "arguments": {',
+        "hermes": '<tool_call>{\n "name": "f",\n "arguments": {',
+    }
+    for name, head in heads.items():
+        assert CallReader(FORMATS[name], NAMES).push(f'{head}"a') == [Called("f"), Argued('{"a')]
+
+
+def test_what_can_no_longer_become_a_call_goes_out() -> None:
+    assert CallReader(FORMATS["mistral"], NAMES).push("[TOOL_CALLS]f oo") == [Said("[TOOL_CALLS]"), Said("f oo")]
+    assert CallReader(FORMATS["llama3_json"], NAMES).push('{"x"') == [Said("{"), Said('"x"')]
+    begun = '<tool_call>{"name": "'
+    held = begun + "a" * (MOST_HELD - len(begun))
+    reader = CallReader(FORMATS["hermes"], NAMES)
+    assert reader.push(held) == []
+    assert joined(reader.push("a")) == (held + "a", [])
+
+
+def test_many_blanks_are_not_held_back() -> None:
+    text = "a" + " " * 1000
+    assert read("hermes", text) == (text, [])
+    said, calls = read("hermes", f'{text}<tool_call>{{"name": "f", "arguments": {{}}}}', range(1100))
+    assert len(said) == 1001 - 64
+    assert calls == [("f", "{}")]
+
+
+@pytest.mark.parametrize(("name", "unit"), [("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS][{"), ("hermes", "\n")])
+def test_an_answer_that_repeats_itself_takes_no_time(name: str, unit: str) -> None:
+    text = unit * (1_000_000 // len(unit))
+    begin_s = process_time()
+    assert read(name, text) == (text, [])
+    assert process_time() - begin_s < 10, "a megabyte copied for each mark takes a minute"
