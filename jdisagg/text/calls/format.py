@@ -35,7 +35,8 @@ class CallFormat(Protocol):
     glue: tuple[str, ...]  # what may stand behind a call and is no text
     opens_bare: bool  # an answer may begin with a call that has no mark
 
-    def look(self, held: str) -> Head | Verdict:
-        """`held` begins with a mark; or it is the beginning of an answer, where that may be bare; or it begins with a brace
-        that stands behind a call. It is asked after each character, and no more after another answer than WAIT."""
+    def look(self, held: str, *, is_whole: bool) -> Head | Verdict:
+        """`held` begins with a mark; without one, it is the beginning of an answer, if that may be bare, or a brace and what
+        follows it stand behind a call. It is asked after each character, and no more after another answer than WAIT: so it is
+        not to take longer for a longer text. `is_whole`: the last character ends the object that began first."""
         ...

@@ -16,6 +16,6 @@ class Hermes:
     glue: tuple[str, ...] = (_END,)
     opens_bare = False
 
-    def look(self, held: str) -> Head | Verdict:
+    def look(self, held: str, *, is_whole: bool) -> Head | Verdict:
         """See CallFormat."""
-        return look_at_object(held.removeprefix(_BEGIN)) if held.startswith(_BEGIN) else Verdict.TEXT
+        return look_at_object(held.removeprefix(_BEGIN), is_whole=is_whole) if held.startswith(_BEGIN) else Verdict.TEXT

@@ -17,7 +17,7 @@ class Llama3Json:
     glue: tuple[str, ...] = (";",)
     opens_bare = True
 
-    def look(self, held: str) -> Head | Verdict:
+    def look(self, held: str, *, is_whole: bool) -> Head | Verdict:
         """See CallFormat."""
         call = held.lstrip()
-        return Verdict.WAIT if _TAG.startswith(call) else look_at_object(call.removeprefix(_TAG))
+        return Verdict.WAIT if _TAG.startswith(call) else look_at_object(call.removeprefix(_TAG), is_whole=is_whole)

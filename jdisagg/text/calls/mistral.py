@@ -10,6 +10,7 @@ from jdisagg.text.calls.objects import look_at_object
 
 _BEGIN, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*\{")
+_MOST_BEGUN = 256  # characters of names and marks
 _BEGUN = re.compile(r"\s*[\w.-]*\s*(?:\[[A-Z_]*\]?\w*)*\s*")
 
 
@@ -21,16 +22,16 @@ class Mistral:
     glue: tuple[str, ...] = (",", "]")
     opens_bare = False
 
-    def look(self, held: str) -> Head | Verdict:
+    def look(self, held: str, *, is_whole: bool) -> Head | Verdict:
         """See CallFormat."""
         if held.startswith("{"):
-            return look_at_object(held)
+            return look_at_object(held, is_whole=is_whole)
         if not held.startswith(_BEGIN):
             return Verdict.TEXT
         rest = held.removeprefix(_BEGIN)
         if rest.lstrip().startswith("["):
             listed = rest.lstrip()[1:]
-            return Verdict.WAIT if not listed.strip() else look_at_object(listed)
+            return Verdict.WAIT if not listed.strip() else look_at_object(listed, is_whole=is_whole)
         if head := _NAMED.fullmatch(rest):
             return Head(head[1], is_wrapped=False)
-        return Verdict.WAIT if _BEGUN.fullmatch(rest) else Verdict.TEXT
+        return Verdict.WAIT if len(rest) <= _MOST_BEGUN and _BEGUN.fullmatch(rest) else Verdict.TEXT

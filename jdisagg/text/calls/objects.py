@@ -15,18 +15,18 @@ _NONE = re.compile(r'\s*(?:[^\s{]|\{\s*(?:[^\s"]|"(?!(?:name|type|id|arguments|p
 _DECODER = json.JSONDecoder()
 
 
-def look_at_object(held: str) -> Head | Verdict:
+def look_at_object(held: str, *, is_whole: bool) -> Head | Verdict:
     """As CallFormat.look, of a call without a mark. One whose name comes behind its arguments is told when it is whole."""
     if _NONE.match(held):
         return Verdict.TEXT
     if held.endswith("{") and (head := _HEAD.fullmatch(held)):
         return Head(head[1])
-    if not held.endswith("}"):
+    if not is_whole:
         return Verdict.WAIT
     try:
         call, _ = _DECODER.raw_decode(held.lstrip())
     except (ValueError, RecursionError):
-        return Verdict.WAIT
+        return Verdict.TEXT
     arguments = next((call[name] for name in _ARGUMENTS if name in call), None)
     if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
         return Verdict.TEXT

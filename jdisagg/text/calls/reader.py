@@ -117,7 +117,7 @@ class CallReader:
         if begins:
             end, self._held = min(begins)
             rest = text[end + len(self._held) :]
-            self._at = _At.HEAD
+            self._at, self._braces = _At.HEAD, Braces()
         else:
             end, rest = len(text) - max(_num_begun(text, token) for token in self._tokens), ""
             self._held = text[end:]
@@ -130,8 +130,10 @@ class CallReader:
     def _read_head(self, text: str) -> str:
         for index, character in enumerate(text, start=1):
             self._held += character
+            self._braces.end(character)
+            is_whole = character == "}" and self._braces.depth == 0
             is_over = len(self._held) > MOST_HELD or self._held.endswith(self._format.marks, 1)
-            head = Verdict.TEXT if is_over else self._format.look(self._held)
+            head = Verdict.TEXT if is_over else self._format.look(self._held, is_whole=is_whole)
             if isinstance(head, Head) and head.name in self._names:
                 self._begin(head)
                 return text[index - (head.arguments is None) :]
@@ -188,7 +190,7 @@ class CallReader:
             elif any(glue.startswith(held) for glue in self._format.glue):
                 self._held = held
             elif held == "{":
-                self._at, self._held = _At.HEAD, held
+                self._at, self._held, self._braces = _At.HEAD, held, Braces(1)
                 return text[index:]
             else:
                 self._at, self._held = _At.TEXT, ""

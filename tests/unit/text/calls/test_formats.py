@@ -70,6 +70,7 @@ TEXTS = [
     ("mistral", "[TOOL_CALLS]f oo[ARGS]"),
     ("mistral", "see [ARGS] and [TOOL"),
     ("mistral", "[TOOL_CALLS] [1, 2]"),
+    ("mistral", "[TOOL_CALLS]f[CALL_ID]" + "a" * 256 + "[ARGS]{}"),
 ]
 
 
