@@ -17,6 +17,7 @@ from tests.e2e.processes import ServerProcess
 
 GRPC = ("--kv-transfer-backend", "grpc", "--no-enable-prefix-caching")
 LIMIT_S = 30.0
+TRIES = 5  # where a P stands still for longer than half a second its prompt moves for that, and not for want of KV
 T = TypeVar("T")
 
 
@@ -69,6 +70,12 @@ def asked(name: str) -> Asked:
     return Asked(prompt=prompt, request_id=name, sampling={"max_tokens": 20, "ignore_eos": True, "seed": 26})
 
 
+def quiet(decode: ServerProcess, name: str = "") -> list[str]:
+    """What D's log says of P's that it did not hear, which stood still then; of one request, if it is named."""
+    of_it = f"request {name}/" if name else "request "
+    return [line for line in decode.log_since_ready().splitlines() if of_it in line and "nothing heard for" in line]
+
+
 @pytest.mark.covers("I-2")
 def test_where_its_kv_does_not_come_from_another_p_is_asked_and_then_nobody(
     start: Start, exact_flags: tuple[str, ...], unified: ServerProcess
@@ -81,6 +88,13 @@ def test_where_its_kv_does_not_come_from_another_p_is_asked_and_then_nobody(
         wanted = run_all(unified.grpc, [asked("reference")])[0].essence()
 
         def serve(name: str) -> tuple[str, list[str]]:
+            for number in range(TRIES):
+                worker, rungs = serve_once(f"{name}-{number}")
+                if not quiet(decode, f"{name}-{number}"):
+                    break
+            return worker, rungs
+
+        def serve_once(name: str) -> tuple[str, list[str]]:
             (got,) = run_all(decode.grpc, [asked(name)])
             assert got.error is None
             assert got.complete is not None
@@ -97,7 +111,8 @@ def test_where_its_kv_does_not_come_from_another_p_is_asked_and_then_nobody(
         assert saviour == names[1 - at]
         assert rungs[-1] == "other_prefill"
         assert [serve(f"later-{i}") for i in range(3)] == 3 * [(saviour, [])], "it is remembered who sends nothing"
-        assert decode.metric("jdisagg_recoveries_total", rung="other_prefill") == 1
+        others = decode.metric("jdisagg_recoveries_total", rung="other_prefill")
+        assert others - sum("other_prefill" in line for line in quiet(decode)) == 1
         both[1 - at].starve()
         _, rungs = serve("alone")
         assert "local_prefill" in rungs
