@@ -28,7 +28,7 @@ from bench_kit.machine import machine, one_line
 from fleet_process import FleetProcess
 from stream_bench.bare import serve_bare
 from stream_bench.client import run_client
-from stream_bench.parts import HOST, KINDS, MODEL, Kind, Phase, Seen
+from stream_bench.parts import DEAD_AFTER_S, HOST, KINDS, MODEL, Kind, Phase, Seen
 from stream_bench.worker import serve_worker
 
 FLOOD_PER_S = 60_000  # tokens, more than any router passes on one by one
@@ -109,6 +109,7 @@ def started(window_s: float) -> Iterator[Bench]:
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-stream-")))
         flags = ("--role", "router", "--model", MODEL, "--host", HOST, "--port", "0", "--grpc-port", "0", "--drain-s", "1")
+        flags += ("--dead-after-s", str(DEAD_AFTER_S))
         process = FleetProcess(*flags, log=logs / "router.log")
         stack.callback(process.close)
         ready = process.wait_ready(START_S)

@@ -73,7 +73,7 @@ class Stream:
 
     def pull_the_plug(self) -> None:
         """kill -9 of the decode worker that serves it now. Raises RuntimeError when it has ended already."""
-        with urllib.request.urlopen(f"http://{self.ready.http}/debug/state", timeout=5.0) as answer:
+        with urllib.request.urlopen(f"http://{self.ready.http}/debug/state", timeout=REQUEST_TIMEOUT_S) as answer:
             flights = json.load(answer)["flights"]
         if not flights:
             raise RuntimeError("the stream was over before the kill; nothing is shown by that")

@@ -17,6 +17,8 @@ from prometheus_client.samples import Sample
 from jdisagg.api.channels import open_blocking_channel
 from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
+METRICS_S = 60.0  # on a machine that stands still
+
 
 @dataclass(kw_only=True)
 class TimedStream:
@@ -118,6 +120,6 @@ def by_label(http_address: str, name: str, label: str) -> dict[str, float]:
 
 
 def _samples(http_address: str) -> list[Sample]:
-    with urllib.request.urlopen(f"http://{http_address}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"http://{http_address}/metrics", timeout=METRICS_S) as response:
         families = text_string_to_metric_families(response.read().decode())
     return [sample for family in families for sample in family.samples]

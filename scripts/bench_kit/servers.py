@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from bench_kit.client import Client, by_label, counters
 from jdisagg.serve.ready import Ready
 
 LEAST_S = 5.0  # of a request
-PEER_S = 10.0  # until a decode worker has found a prefill worker that is READY
+ANSWER_S = 60.0  # of /debug/state, on a machine that stands still
 
 
 @dataclass(kw_only=True)
@@ -45,15 +47,20 @@ class Server:
         assert self.ready.http is not None
         return by_label(self.ready.http, "jdisagg_recoveries_total", "rung")
 
-    def wait_for_peer(self) -> None:
+    def wait_for_peer(self, within_s: float) -> None:
         """Until this decode worker has found its prefill worker: READY, it may have asked last before the other one was, and
-        asks once a second. Raises RuntimeError after `PEER_S`."""
+        asks once a second. Raises RuntimeError after `within_s`."""
         assert self.ready.http is not None
-        end_s = time.monotonic() + PEER_S
+        end_s = time.monotonic() + within_s
         while "usable" not in (states := by_label(self.ready.http, "jdisagg_peers", "state")):
             if time.monotonic() > end_s:
-                raise RuntimeError(f"no usable prefill worker after {PEER_S:g} s: {states}")
+                raise RuntimeError(f"no usable prefill worker after {within_s:g} s: {states}")
             time.sleep(0.05)
+
+    def handoffs(self) -> set[str]:
+        """Names of the hand-offs that this decode worker has under way."""
+        with urllib.request.urlopen(f"http://{self.ready.http}/debug/state", timeout=ANSWER_S) as answer:
+            return set(json.load(answer)["handoff"]["handoffs"])
 
     def cpu_s(self) -> float:
         """CPU seconds of the process so far, all threads; what others do on its core shows least in these."""

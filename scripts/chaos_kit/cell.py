@@ -19,7 +19,7 @@ from chaos_kit.stages import SCENES, Stage
 from chaos_kit.stream import LOST, Stream
 
 TRIES = 5  # to be in time for a state
-AT_REST_S = 5.0  # a lease of 4 s and a tick
+AT_REST_S = 15.0  # a lease of 4 s and a tick, on a machine that may stand still
 FELT = {(Stage.DECODING, Victim.DECODE), (Stage.D_MEMORY, Victim.PREFILL)}  # a blow that nobody notices came too late
 Answers = Mapping[tuple[int, ...], list[int]]  # by prompt
 
@@ -87,7 +87,7 @@ class CellRunner:
                 await act.strike(victim, blow)
                 act.let_go()
                 await act.until_ended()
-                if (stage, victim) in FELT and not act.subject.recoveries and number < TRIES:
+                if number < TRIES and _came_late(stage, victim, blow, act.subject):
                     continue  # the state had gone by before the blow fell: every token, or all of its KV, had left the victim
                 return await self._told(replace(cell, reached=True, tries=number, seen=seen.text()), act)
             finally:
@@ -141,3 +141,10 @@ class CellRunner:
             if not found or monotonic() - began_s > AT_REST_S:
                 return found, monotonic() - began_s
             await asyncio.sleep(0.1)
+
+
+def _came_late(stage: Stage, victim: Victim, blow: Blow, subject: Stream) -> bool:
+    """Whether the blow fell after the state: nobody noticed it who would have."""
+    if (stage, victim) in FELT:
+        return not subject.recoveries
+    return (victim, blow) == (Victim.ROUTER, Blow.KILL) and stage is not Stage.AFTER_LAST and subject.error is None

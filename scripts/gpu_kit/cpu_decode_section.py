@@ -30,7 +30,7 @@ def run(setting: Setting, findings: Findings) -> None:
         on_cpu = {"JAX_PLATFORMS": "cpu"}
         consumer, _ = started.launch("decode", "--role", "decode", "--prefill", address, *flags, env=on_cpu)
         prefill, decode = started.wait(producer), started.wait(consumer)
-        decode.wait_for_peer()
+        decode.wait_for_peer(setting.clock.left_s())
         together = ask(decode.client, asked, NUM_PROMPTS)
         counted = decode.counters()
         findings.check("KV crossed from one platform to the other", counted["jdisagg_transfer_bytes_total"] > 0)

@@ -15,7 +15,7 @@ from bench_kit.child import Child, child
 from jdisagg.transfer.jax_server import TransferServer
 
 HOST = "127.0.0.1"
-ANSWER_S = 20.0
+ANSWER_S = 60.0
 
 
 def values(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:

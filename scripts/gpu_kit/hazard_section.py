@@ -26,10 +26,9 @@ from gpu_kit.setting import Setting
 from jdisagg.transfer.jax_server import TransferConnection, TransferServers, Unsupported
 from jdisagg.transfer.target import PieceError
 
-PULL_S = 10.0
+PULL_S = 30.0  # a machine may stand still for some of them
 SHORT_S = 1.0  # a deadline that must fire
-LATE_S = 5.0  # after it, on a busy machine; the library alone would wait for ever
-COLD_S = 60.0
+LATE_S = 20.0  # after it, on a busy machine; the library alone would wait for ever
 SHAPE = (4, 32, 8, 128)
 
 
@@ -40,7 +39,7 @@ def run(setting: Setting, findings: Findings) -> None:
         findings.attempt(name, partial(hazard, name, findings))
     findings.attempt("an array that failed", partial(_error_array, findings))
     findings.attempt("transfer server", partial(_transfers, findings))
-    findings.attempt("two cold compilations", partial(_same_bits, cold, findings))
+    findings.attempt("two cold compilations", partial(_same_bits, cold, setting, findings))
 
 
 def _donated(name: str, findings: Findings) -> None:
@@ -173,12 +172,12 @@ def _start_cold(setting: Setting) -> list[subprocess.Popen[str]]:
     return started
 
 
-def _same_bits(cold: list[subprocess.Popen[str]], findings: Findings) -> None:
+def _same_bits(cold: list[subprocess.Popen[str]], setting: Setting, findings: Findings) -> None:
     """Where they differ, P and D are exact only with compiled programs they share (--compilation-cache-dir)."""
     said = []
     for process in cold:
         try:
-            said.append(process.communicate(timeout=COLD_S)[0].strip())
+            said.append(process.communicate(timeout=setting.clock.left_s())[0].strip())
         finally:
             process.kill()
             process.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import statistics
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 from bench_kit.servers import Server
@@ -14,7 +15,8 @@ from gpu_kit.questions import Answers, FirstTokens, ask, compare, first_token_ms
 from gpu_kit.servers import check_compiles, end, engine_flags, servers
 from gpu_kit.setting import Setting
 
-STRUCK_AFTER = 8  # the kill comes when one stream in so many has its first token
+STRUCK_AFTER = 8  # the blow comes when one stream in so many has its first token
+LOOK_S = 0.01
 
 
 def run(setting: Setting, findings: Findings) -> None:
@@ -25,7 +27,7 @@ def run(setting: Setting, findings: Findings) -> None:
         producer, address = started.launch("prefill", "--role", "prefill", *flags)
         consumer, _ = started.launch("decode", "--role", "decode", "--prefill", address, *flags)
         prefill, decode = started.wait(producer), started.wait(consumer)
-        decode.wait_for_peer()
+        decode.wait_for_peer(setting.clock.left_s())
         findings.fact(P_warmup_s=prefill.ready.warmup_s, D_warmup_s=decode.ready.warmup_s)
         answers = kept_answers(setting)
         _first_tokens(setting, decode, answers, findings)
@@ -68,16 +70,30 @@ def _backend(setting: Setting) -> str:
 
 
 def _struck(setting: Setting, prefill: Server, decode: Server, answers: Answers | None, findings: Findings) -> None:
+    """P is killed with streams in every state: one half is asked for before, and computed for all that is known; for the other
+    half P stands still, so that it surely dies with hand-offs under way."""
     asked = killed_questions(setting.scale)
-    begun = FirstTokens(max(1, len(asked) // STRUCK_AFTER))
-    with ThreadPoolExecutor(1) as thread:
-        streams = thread.submit(ask, decode.client, asked, len(asked), begun.count)
+    half, begun = len(asked) // 2, FirstTokens(max(1, len(asked) // STRUCK_AFTER))
+    with ThreadPoolExecutor(2) as threads:
+        before = threads.submit(ask, decode.client, asked[:half], half, begun.count)
         begun.reached.wait(setting.clock.left_s())
+        os.kill(prefill.pid, signal.SIGSTOP)
+        known = decode.handoffs()
+        after = threads.submit(ask, decode.client, asked[half:], len(asked) - half)
+        _wait_for_another(setting, decode, known)
         os.kill(prefill.pid, signal.SIGKILL)
-        found = streams.result()
+        found = [*before.result(), *after.result()]
     counted = decode.counters()
     gap_s = max(max((b - a for a, b in zip(s.token_s, s.token_s[1:], strict=False)), default=0.0) for s in found)
     findings.fact(streams_under_way=len(found), recoveries=int(counted["jdisagg_recoveries_total"]), longest_gap_ms=1e3 * gap_s)
     findings.check("the death of P was felt", counted["jdisagg_recoveries_total"] > 0)
     if answers is not None:
         compare("every stream goes on as if nothing had happened", found, answers.killed, findings)
+
+
+def _wait_for_another(setting: Setting, decode: Server, known: set[str]) -> None:
+    """Until D has opened a hand-off that is none of these, or has given up P. Raises RuntimeError when the time is over."""
+    while not decode.handoffs() - known and decode.counters()["jdisagg_recoveries_total"] == 0:
+        if setting.clock.left_s() == 0.0:
+            raise RuntimeError("D opens no hand-off with a P that stands still")
+        time.sleep(LOOK_S)

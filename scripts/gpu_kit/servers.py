@@ -13,7 +13,7 @@ from gpu_kit.shapes import served_shape
 
 SHARE = 0.4  # of the device's memory, for each of two processes on it
 COLOCATED_BYTES = "16GiB"  # two pools in one process cannot both take a share of what is free
-DEAD_AFTER_S = 2.0
+DEAD_AFTER_S, PATIENT_S = 2.0, 20.0  # patient on a CPU that all processes share: there one that stands still is not dead
 STEP_TIMEOUT_S = 60.0
 
 
@@ -37,7 +37,7 @@ def engine_flags(setting: Setting, *, share: bool = True) -> tuple[str, ...]:
         *("--model", str(model), "--load-format", "dummy", "--served-model-name", "check", "--numerics", "exact"),
         *("--dtype", "float32" if small else "bfloat16", "--max-model-len", str(longest), "--page-size", "16"),
         *("--max-num-seqs", str(scale.at_once), "--max-num-batched-tokens", "64" if small else "512"),
-        *("--transfer-chunk-tokens", "32" if small else "256", "--dead-after-s", str(DEAD_AFTER_S)),
+        *("--transfer-chunk-tokens", "32" if small else "256", "--dead-after-s", str(PATIENT_S if small else DEAD_AFTER_S)),
         *(("--device-memory-utilization", str(SHARE)) if share else pool),
     )
 

@@ -19,6 +19,7 @@ from jdisagg.v1 import common_pb2, generation_pb2
 from stream_bench.parts import HOST, MAX_TOKENS, TOKEN_CHARACTERS, Kind, Phase, Seen, cpu_s, spelled
 
 PROMPT = "one two three"
+LEAST_PIECES = 3  # of each stream within a window: there are gaps between chunks then
 _EVENT = re.compile(rb"data: ([^\n]+)\n\n")
 _TEXT = re.compile(rb'"(?:text|content)":"([^"]*)"')
 
@@ -81,8 +82,10 @@ async def _look(phase: Phase) -> Seen:
         async with asyncio.timeout(START_S):
             await asyncio.gather(*(stream.begun.wait() for stream in streams))
         await asyncio.sleep(phase.settle_s)
+        had = [len(stream.pieces) for stream in streams]
         before, began_s = [cpu_s(pid) for pid in phase.pids], time.monotonic()
         await asyncio.sleep(phase.window_s)
+        await _until_each_brought(LEAST_PIECES, streams, had)
         spent, ended_s = [cpu_s(pid) for pid in phase.pids], time.monotonic()
     finally:
         errors = [stream.error for stream in streams if stream.error]
@@ -92,6 +95,13 @@ async def _look(phase: Phase) -> Seen:
     used = tuple(after - earlier for after, earlier in zip(spent, before, strict=True))
     read = _read_messages if phase.kind.api == "grpc" else _read_events
     return _seen([read(stream) for stream in streams], began_s, ended_s, used, phase.checks_text)
+
+
+async def _until_each_brought(count: int, streams: list[Stream], had: list[int]) -> None:
+    """So many pieces more than it had; one that fails brings none. The window is longer where a process stands still in it."""
+    async with asyncio.timeout(START_S):
+        while any(len(one.pieces) < before + count and not one.error for one, before in zip(streams, had, strict=True)):
+            await asyncio.sleep(0.05)
 
 
 def _seen(streams: list[list[Chunk]], began_s: float, ended_s: float, used: tuple[float, ...], checks_text: bool) -> Seen:

@@ -12,6 +12,7 @@ from jdisagg.text.tokenizer import Tokenizer
 
 HOST = "127.0.0.1"
 MODEL = "demo"
+DEAD_AFTER_S = 60.0  # a process that stands still for a moment is not dead
 MAX_MODEL_LEN = 2**20
 MAX_TOKENS = 2**18  # nobody ends while something is measured; with log-probabilities no more may be asked for
 TOKEN_CHARACTERS = 4  # of every made-up token, so that a client counts tokens by counting text

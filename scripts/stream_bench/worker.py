@@ -24,7 +24,7 @@ from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role, Tok
 from jdisagg.roles.ports import OutputSink
 from jdisagg.serve.process import keep_what_is_there
 from jdisagg.v1 import worker_pb2_grpc
-from stream_bench.parts import HOST, MAX_MODEL_LEN, MODEL, token_at, tokenizer
+from stream_bench.parts import DEAD_AFTER_S, HOST, MAX_MODEL_LEN, MODEL, token_at, tokenizer
 
 IDLE_S = 0.02
 
@@ -101,7 +101,9 @@ def serve_worker(pipe: Connection, router: str) -> None:
 
     async def serve() -> None:
         server = make_server()
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(engine, TransferConfig()), server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(
+            WorkerService(engine, TransferConfig(dead_after_s=DEAD_AFTER_S)), server
+        )
         address = bind(server, HOST)
         await server.start()
         member = Member(

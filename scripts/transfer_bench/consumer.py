@@ -14,12 +14,11 @@ from typing import Any
 from bench_kit.child import Child, child
 
 from jdisagg.api.peer.client import GrpcPeerClient
-from jdisagg.core.config import TransferConfig
 from jdisagg.core.requests import EngineRequest, SamplingParams
 from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.messages import Ack, ChunkReady, HandoffId, Open, StreamEnded
 from jdisagg.transfer.base import PieceArrived, PieceFailed
-from transfer_bench.parts import Form, identity, make_fetcher
+from transfer_bench.parts import PATIENT, Form, identity, make_fetcher
 from transfer_bench.producer import CPU, produce
 
 STEP_S = 60.0
@@ -44,7 +43,7 @@ class Consumer:
         self._producer = producer
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._fetcher = make_fetcher(form, self._inbox.put)
-        self._peers = GrpcPeerClient(identity("D", form.backend), loop=loop, post=self._inbox.put, config=TransferConfig())
+        self._peers = GrpcPeerClient(identity("D", form.backend), loop=loop, post=self._inbox.put, config=PATIENT)
         self._serial = 0
 
     def _open(self, num_pieces: int) -> HandoffId:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jdisagg.api.peer.byte_source import GrpcByteSource
+from jdisagg.core.config import TransferConfig
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity
 from jdisagg.kv.spec import KVSpec
 from jdisagg.transfer.base import Fetcher, Post, Publisher
@@ -25,6 +26,7 @@ HOST = "127.0.0.1"
 LAYERS, HEADS, FEATURES = 8, 8, 256  # 64 KiB a token in float32
 TOKEN_BYTES = LAYERS * HEADS * FEATURES * 4
 BUFFER_BYTES = 2**28
+PATIENT = TransferConfig(dead_after_s=60.0)  # a process that stands still for a moment is not dead
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,15 +17,14 @@ import jax
 from jdisagg.api.channels import bind, make_server
 from jdisagg.api.peer.piece_server import add_peer_service
 from jdisagg.api.peer.server import PeerServer
-from jdisagg.core.config import TransferConfig
 from jdisagg.handoff.events import PeerMessage, PeerOpened
 from jdisagg.handoff.messages import Ack, StreamEnded
 from jdisagg.serve.environment import keep_freed_memory
 from jdisagg.transfer.base import Piece, Published, Publisher, PublishFailed
-from transfer_bench.parts import HOST, Form, device_piece, identity, make_publisher
+from transfer_bench.parts import HOST, PATIENT, Form, device_piece, identity, make_publisher
 
 WINDOW = 4  # pieces published and not acknowledged, as in the hand-off
-GATHER_S = 10.0
+GATHER_S = 60.0
 CPU = "cpu"  # the question for CPU seconds
 
 
@@ -84,7 +83,7 @@ def produce(pipe: Connection, form: Form) -> None:
 
     async def serve() -> tuple[grpc.aio.Server, str]:
         server = make_server()
-        service = PeerServer(identity("P", form.backend), post=inbox.put, pieces=store, config=TransferConfig())
+        service = PeerServer(identity("P", form.backend), post=inbox.put, pieces=store, config=PATIENT)
         add_peer_service(service, server)
         address = bind(server, HOST)
         await server.start()

@@ -13,14 +13,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_everybody_who_calls_in_the_same_moment_gets_a_whole_answer(tmp_path: Path) -> None:
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     env.pop("XLA_FLAGS", None)
     figures_path = tmp_path / "burst.json"
     small = ("--max-model-len", "256", "--max-num-batched-tokens", "256")  # there is less to compile
     command = [sys.executable, "scripts/burst.py", "--requests", "400", "--d", "1", "--json", str(figures_path), *small]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=570, check=False)
     figures = json.loads(figures_path.read_text())
     assert (done.returncode, figures["well"], figures["failures"]) == (0, 400, {}), done.stdout + done.stderr
     assert figures["taken for dead"] == 0

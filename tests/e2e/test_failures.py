@@ -24,7 +24,7 @@ from tests.e2e.processes import ServerProcess, wait_until
 
 ROUNDS = int(os.environ.get("JDISAGG_DRILL_ROUNDS", "2"))
 STREAMS = 8
-GAP_LIMIT_S = 10.0  # hangs are failures; the figures themselves are printed, not asserted: machines differ
+GAP_LIMIT_S = 30.0  # hangs are failures; the figures themselves are printed, not asserted: machines differ
 
 
 @dataclass(kw_only=True)
@@ -172,8 +172,12 @@ def test_a_pause_that_no_replay_could_mend_costs_none(fleet: Fleet, unified: Ser
             victim.signal(signal.SIGCONT)
             time.sleep(0.05)
 
-    got = asyncio.run(interrupt(fleet.router.grpc, requests, 0.25, once_streaming(fleet.router, fleet.decode[0], pause)))
-    assert_exact(got, wanted)
+    for _ in range(TRIES):
+        strike = once_streaming(fleet.router, fleet.decode[0], pause)
+        got = asyncio.run(interrupt(fleet.router.grpc, requests, 0.25, strike))
+        assert_exact(got, wanted)
+        if max(one.largest_gap_s for one in got) > 1.5:
+            break  # else the streams had ended when it paused
     assert max(one.largest_gap_s for one in got) > 1.5, "nothing ran when it paused"
     assert fleet.router.metric("jdisagg_recoveries_total", rung="replay") == replays
     for victim in fleet.decode:

@@ -15,13 +15,13 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.e2e.blows import assert_exact, interrupt, long_requests, wait_all_free
+from tests.e2e.blows import TRIES, assert_exact, interrupt, long_requests, wait_all_free
 from tests.e2e.client import OPTIONS, Asked, Got, generate, run_all
 from tests.e2e.conftest import SMALL, Start, starting
 from tests.e2e.processes import ServerProcess, wait_until
 from tests.e2e.tiny_model import make_tiny_model
 
-LIMIT_S = 10.0  # of what takes a second; the figures themselves are printed: machines differ
+LIMIT_S = 30.0  # of what takes a second; the figures themselves are printed: machines differ
 KINDS: tuple[dict[str, object], ...] = (
     {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.1, "logprobs": 1},
     {"temperature": 0.8, "logprobs": 3, "top_p": 0.95},
@@ -105,7 +105,7 @@ def assert_all_equal(requests: list[Asked], wanted: list[Got], got: list[Got]) -
 
 
 @pytest.mark.covers("C19")
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_replay_is_exact_with_seeds_penalties_choices_and_logprobs(
     fleet: Fleet, unified: ServerProcess, tiny_model: Path
 ) -> None:
@@ -126,11 +126,16 @@ def test_a_replay_is_exact_with_seeds_penalties_choices_and_logprobs(
         victim.kill()
         fleet.decode.remove(victim)
 
-    got = asyncio.run(interrupt(router.grpc, requests, 0.0, kill_the_one_with_three_choices))
-    assert_all_equal(requests, wanted, got)
-    replayed = [
-        one.complete is not None and any("replay" in c.provenance.recoveries for c in one.complete.choices) for one in got
-    ]
+    for _ in range(TRIES):
+        got = asyncio.run(interrupt(router.grpc, requests, 0.0, kill_the_one_with_three_choices))
+        assert_all_equal(requests, wanted, got)
+        replayed = [
+            one.complete is not None and any("replay" in c.provenance.recoveries for c in one.complete.choices) for one in got
+        ]
+        fleet.add("decode", tiny_model).wait_ready()
+        fleet.wait_members()
+        if replayed[0]:
+            break  # else the streams had ended when the blow fell
     kinds = {number % 4 for number, struck in enumerate(replayed) if struck}
     print(f"\nreplayed: {sum(replayed)} of 8 requests, kinds {sorted(kinds)}")
     assert replayed[0], "penalties, a seed, logprobs and three choices"
@@ -140,8 +145,6 @@ def test_a_replay_is_exact_with_seeds_penalties_choices_and_logprobs(
     lines = [line for line in router.log_since_ready().splitlines() if "recovering by replay" in line]
     assert len(lines) >= choices
     assert all("stage " in line and "pid " in line and "request whole-" in line for line in lines)
-    fleet.add("decode", tiny_model).wait_ready()
-    fleet.wait_members()
     for worker in fleet.workers:
         wait_all_free(worker)
 
@@ -151,14 +154,15 @@ def test_a_replay_is_exact_with_seeds_penalties_choices_and_logprobs(
 def test_a_router_that_dies_loses_its_own_streams_only_and_comes_back_knowing_the_fleet(
     fleet: Fleet, unified: ServerProcess, tiny_model: Path
 ) -> None:
-    a, b = fleet.routers
+    b = fleet.routers[1]
     lost, kept = long_requests(10, seed=41, max_tokens=180), long_requests(6, seed=42, max_tokens=180)
     wanted = run_all(unified.grpc, kept)
     lost_ids = [asked.request_id for asked in lost]
     killed_s: list[float] = []
     ended_s: list[float] = []
 
-    async def both() -> tuple[list[Got], list[Got]]:
+    async def both(a: ServerProcess) -> tuple[list[Got], list[Got]]:
+        before = await asyncio.to_thread(num_whole, fleet)
         async with grpc.aio.insecure_channel(a.grpc, options=OPTIONS) as to_a, grpc.aio.insecure_channel(b.grpc) as to_b:
 
             async def on_a(asked: Asked) -> Got:
@@ -170,31 +174,33 @@ def test_a_router_that_dies_loses_its_own_streams_only_and_comes_back_knowing_th
             await asyncio.to_thread(wait_until, lambda: num_known(b) > 0, 10, "B knows what A has given the workers", b.state)
             on_b_tasks = [asyncio.create_task(generate(to_b, asked)) for asked in kept]
             await asyncio.to_thread(wait_streaming, b, 1)
-            before = await asyncio.to_thread(num_whole, fleet)
             killed_s.append(time.monotonic())
             a.kill()
             await asyncio.to_thread(wait_forgotten, fleet, lost_ids)
-            assert await asyncio.to_thread(num_whole, fleet) - before <= len(kept), "workers went on for nobody"
-            freed_s = time.monotonic() - killed_s[0]
+            whole = await asyncio.to_thread(num_whole, fleet) - before
+            freed_s = time.monotonic() - killed_s[-1]
             print(f"\nworkers forgot the dead router's requests after {freed_s:.2f} s")
-            return (
-                await asyncio.wait_for(asyncio.gather(*on_a_tasks), 20),
-                await asyncio.wait_for(asyncio.gather(*on_b_tasks), 60),
-            )
+            got = await asyncio.wait_for(asyncio.gather(*on_a_tasks), LIMIT_S)
+            ended = sum(one.error is None for one in got)  # before the blow
+            assert whole <= len(kept) + ended, "workers went on for nobody"
+            return got, await asyncio.wait_for(asyncio.gather(*on_b_tasks), 60)
 
-    on_a, on_b = asyncio.run(both())
-    cut = [got for got in on_a if got.error is not None]
+    for _ in range(TRIES):
+        a = fleet.routers[0]
+        on_a, on_b = asyncio.run(both(a))
+        assert max(ended_s) - killed_s[-1] < LIMIT_S
+        assert_exact(on_b, wanted)
+        assert b.metric("jdisagg_recoveries_total") == 0
+        for worker in fleet.workers:
+            wait_all_free(worker)
+        fleet.routers[0] = again = fleet.add_router(tiny_model, int(a.grpc.rpartition(":")[2]))
+        seconds = fleet.wait_members(again)
+        print(f"a restarted router knew its fleet {seconds:.2f} s after READY")
+        assert seconds < LIMIT_S
+        if cut := [got for got in on_a if got.error is not None]:
+            break  # else its streams had ended when the blow fell
     assert cut, "no stream of the dead router was running"
     assert {got.error.code() for got in cut if got.error} == {grpc.StatusCode.UNAVAILABLE}
-    assert max(ended_s) - killed_s[0] < LIMIT_S
-    assert_exact(on_b, wanted)
-    assert b.metric("jdisagg_recoveries_total") == 0
-    for worker in fleet.workers:
-        wait_all_free(worker)
-    fleet.routers[0] = again = fleet.add_router(tiny_model, int(a.grpc.rpartition(":")[2]))
-    seconds = fleet.wait_members(again)
-    print(f"a restarted router knew its fleet {seconds:.2f} s after READY")
-    assert seconds < LIMIT_S
     assert_exact(run_all(again.grpc, kept), wanted)
 
 
@@ -301,16 +307,18 @@ def test_replacing_every_worker_by_one_of_other_weights_fails_nothing(
             fleet.add(role, weights).wait_ready()
         fleet.wait_members()
         half = len(load.got)
-        wait_until(lambda: len(load.got) >= half + 24, 60, "both halves of the fleet have served")
-        both = load.got[half + 8 :]
+
+        def by_both() -> bool:
+            return {is_new(one, old, new) for one in load.got[half + 8 :]} == {False, True}
+
+        wait_until(lambda: len(load.got) >= half + 24 and by_both(), 60, "both halves of the fleet have served")
         for worker in outgoing:
             assert worker.stop() == 0, worker.tail()
             (fleet.prefill if worker in fleet.prefill else fleet.decode).remove(worker)
         fleet.wait_members()
-        half = len(load.got)
-        wait_until(lambda: len(load.got) >= half + 12, 60, "the new half has served alone")
-        last = load.got[half + 8 :]
-    assert {is_new(one, old, new) for one in both} == {False, True}
+        alone = len(load.got)
+        wait_until(lambda: len(load.got) >= alone + 12, 60, "the new half has served alone")
+        last = load.got[alone + 8 :]
     assert all(is_new(one, old, new) for one in last)
     num_new = sum(is_new(one, old, new) for one in load.got)
     print(f"\n{len(load.got)} requests while every worker was replaced: {num_new} by new weights, none failed or mixed")

@@ -22,6 +22,7 @@ from tests.e2e.conftest import PATIENT, Start, starting
 from tests.e2e.processes import STOP_TIMEOUT_S, ServerProcess, wait_until
 
 SERVICES = ("", "jdisagg.v1.GenerationService", "jdisagg.v1.WorkerService")
+TRIES = 5
 LIMIT_S = 20.0  # of what takes five seconds or less; the figures themselves are printed
 STOOD_STILL = "does not answer (DEADLINE_EXCEEDED)"  # said of a router that is there and slow; one that has ended refuses
 SLOTS = 8  # of the shared flags: the other requests wait their turn
@@ -60,7 +61,7 @@ def states(text: str) -> list[dict[str, object]]:
 
 
 def test_head_of_metrics(server: ServerProcess) -> None:
-    with urllib.request.urlopen(urllib.request.Request(server.http + "/metrics", method="HEAD"), timeout=5) as answer:
+    with urllib.request.urlopen(urllib.request.Request(server.http + "/metrics", method="HEAD"), timeout=LIMIT_S) as answer:
         assert answer.status == 200
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         assert int(answer.headers["content-length"]) > 1000
@@ -105,8 +106,10 @@ def test_hung_engine_is_seen_by_http_and_grpc_and_may_come_back(server: ServerPr
 
 
 def _loop_answers_while_the_state_is_asked_for(server: ServerProcess) -> None:
-    """The best of some tries: a machine that stands still for a moment makes one of them late, a loop that waits all."""
-    largest_s = min(_longest_wait_while_the_state_is_asked_for(server) for _ in range(3))
+    """The first try that is good: a machine that stands still for a moment makes one of them late, a loop that waits all."""
+    for _ in range(TRIES):
+        if (largest_s := _longest_wait_while_the_state_is_asked_for(server)) < 1.0:
+            break
     print(f"/debug/state of a hung engine: another request waited at most {largest_s * 1e3:.0f} ms")
     assert largest_s < 1.0
 

@@ -122,7 +122,7 @@ class TransferPair:
         assert "ready" in answer, answer
         return answer["ready"]
 
-    def fetched(self, ready: dict[str, Any], *, within_s: float = 10.0, consumer: Peer | None = None) -> dict[str, Any]:
+    def fetched(self, ready: dict[str, Any], *, within_s: float = 25.0, consumer: Peer | None = None) -> dict[str, Any]:
         consumer = consumer or self.consumer
         consumer.ask("fetch", ready=ready, peer=self.peer, within_s=within_s)
         return consumer.ask("event", timeout_s=within_s + 10)

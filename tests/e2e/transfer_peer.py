@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdisagg.api.peer.byte_source import GrpcByteSource
 from jdisagg.handoff.messages import ChunkReady, HandoffId
-from jdisagg.transfer import jax_server
+from jdisagg.transfer import jax_server, tcp_source
 from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed, Published, Publisher, TransferEvent
 from jdisagg.transfer.buffers import Buffers
 from jdisagg.transfer.cut import Cutter, Joiner
@@ -45,7 +45,8 @@ from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 LAYERS, HEADS = 2, 8
 PART_BYTES = 2**20
-SHORT_OFFER_S = 2.0  # what is never pulled is to be gone within a test
+SHORT_OFFER_S = 6.0  # what is never pulled is to be gone within a test
+PATIENT_S = 10.0  # without a byte: the other process may stand still
 BUFFER_BYTES = 64 * 2**20
 NP_DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -145,7 +146,7 @@ class Half:
         elif backend == "shm":
             self.fetcher = host_fetcher(backend, ShmSource(), target, post, self.buffers)
         else:
-            self.sources = [TcpSource() if backend == "tcp" else GrpcByteSource()]
+            self.sources = [TcpSource() if backend == "tcp" else GrpcByteSource(stall_s=PATIENT_S)]
             self.fetcher = host_fetcher(backend, self.sources[0], target, post, self.buffers)
         return {}
 
@@ -290,7 +291,7 @@ class Half:
 
 
 def main() -> None:
-    jax_server.OFFER_S = SHORT_OFFER_S
+    jax_server.OFFER_S, tcp_source.STALL_TIMEOUT_S = SHORT_OFFER_S, PATIENT_S
     half = Half()
     print(json.dumps({"pid": os.getpid()}), flush=True)
     for line in sys.stdin:

@@ -89,7 +89,9 @@ def test_a_listener_knows_the_cache_of_a_unified_server_until_it_drains(start: S
 
 async def _reset(server: ServerProcess) -> None:
     async with grpc.aio.insecure_channel(server.grpc, options=OPTIONS) as channel:
-        answer = await admin_pb2_grpc.AdminServiceStub(channel).ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest(), timeout=5)
+        answer = await admin_pb2_grpc.AdminServiceStub(channel).ResetPrefixCache(
+            admin_pb2.ResetPrefixCacheRequest(), timeout=30
+        )
         assert answer.pages_freed > 40
 
 

@@ -16,7 +16,9 @@ from jdisagg.router.longest import AWAY_S
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router, expected
 from tests.unit.router.test_fleet_engine import collect
-from tests.unit.wire.rig import member, request, run_quiet, until
+from tests.unit.wire.rig import FAST, member, request, run_quiet, until
+
+STEADY = replace(FAST, dead_after_s=30.0)  # no error says that a worker fell silent, where this process is starved
 
 
 def ask(request_id: str, max_tokens: int) -> EngineRequest:
@@ -67,12 +69,14 @@ def test_a_request_waits_for_a_prefill_worker_that_holds_it_rather_than_be_refus
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def body() -> None:
-        router = await Router(ReplayConfig(place_wait_s=0.3)).start()
-        decode = await FakeWorker((router.address,), needs_prefill=True, max_model_len=90).start()
+        router = await Router(ReplayConfig(place_wait_s=0.3), STEADY, step_timeout_s=STEADY.dead_after_s).start()
+        decode = await FakeWorker((router.address,), config=STEADY, needs_prefill=True, max_model_len=90).start()
         short, long = [await FakeWorker((router.address,), Role.PREFILL, max_model_len=length).start() for length in (3, 90)]
-        await until(lambda: router.linked() == 1 and len(router.engine.workers.members()) == 3)
+        fleet = router.engine.workers.fleet
+        await until(lambda: router.linked() == 1 and len(fleet.members()) == 3)
+        long.draining = True
+        await until(lambda: fleet.count_draining(Role.PREFILL) == 1)
         await long.die()
-        await until(lambda: len(router.engine.workers.members()) == 2)
         with pytest.raises(Unavailable, match=r"no prefill worker holds 4 tokens \(at most 3; --local-prefill never\); waited"):
             await collect(router, ask("r1", max_tokens=80))
         monkeypatch.setattr(router.engine._replays, "_config", ReplayConfig(place_wait_s=60.0))
