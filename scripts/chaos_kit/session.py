@@ -26,7 +26,6 @@ from chaos_kit.verdict import Verdict
 from jdisagg.core.config import Numerics
 
 DEADLINE_FACTOR = 20.0  # of the undisturbed latency
-LEAST_DEADLINE_S = 15.0  # a machine may stand still for ten
 UNDISTURBED_LIMIT_S = 60.0
 PROGRESS_S = 10.0
 SCRAMBLED_SHARE = 0.1  # of the pieces, where nobody looks at checksums
@@ -102,8 +101,7 @@ class Session:
             raise RuntimeError(f"{len(bad)} requests failed undisturbed, e.g. {bad[0]}")
         taken_s = {outcome.visit.entry: outcome.seconds for outcome in traffic.outcomes}
         median_s = sorted(taken_s.values())[len(taken_s) // 2]
-        latencies_s = (max(median_s, taken_s[number]) for number in range(len(self._catalogue)))
-        self._deadlines_s = [max(LEAST_DEADLINE_S, DEADLINE_FACTOR * latency_s) for latency_s in latencies_s]
+        self._deadlines_s = [DEADLINE_FACTOR * max(median_s, taken_s[number]) for number in range(len(self._catalogue))]
         self._say(
             f"undisturbed latency: median {median_s:.2f} s, max {max(taken_s.values()):.2f} s; "
             f"deadlines {min(self._deadlines_s):.1f} to {max(self._deadlines_s):.1f} s"
