@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.told import told
+
+_LONGEST = 2**40  # tokens that no config.json has positions for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,20 @@ class RopeSpec:
     def from_config(cls, config: Mapping[str, Any], head_dim: int) -> RopeSpec:
         """Read `rope_parameters`, or the older `rope_theta` with `rope_scaling`. Raises ConfigError naming the key."""
         key, values = _given(config)
+        try:
+            rope = cls._read(config, key, values, head_dim)
+            with np.errstate(all="ignore"):
+                is_one = np.isfinite(rope.inverse_frequencies()).all() and rope.longest(_LONGEST) > 0
+        except (ArithmeticError, ValueError):
+            is_one = False
+        if not is_one:
+            raise ConfigError(
+                f"config.json: {key} is {told(str(values))}, and no rotation follows from such numbers", field=key
+            )
+        return rope
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any], key: str, values: dict[str, Any], head_dim: int) -> RopeSpec:
         theta = positive_number(
             values.get("rope_theta") or config.get("rope_theta") or 10000.0, "rope_theta", field="rope_theta"
         )
