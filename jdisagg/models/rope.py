@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,17 +33,11 @@ class RopeSpec:
     def from_config(cls, config: Mapping[str, Any], head_dim: int) -> RopeSpec:
         """Read `rope_parameters`, or the older `rope_theta` with `rope_scaling`. Raises ConfigError naming the key."""
         key, values = _given(config)
-        try:
+        with suppress(ArithmeticError, ValueError), np.errstate(all="ignore"):
             rope = cls._read(config, key, values, head_dim)
-            with np.errstate(all="ignore"):
-                is_one = np.isfinite(rope.inverse_frequencies()).all() and rope.longest(_LONGEST) > 0
-        except (ArithmeticError, ValueError):
-            is_one = False
-        if not is_one:
-            raise ConfigError(
-                f"config.json: {key} is {told(str(values))}, and no rotation follows from such numbers", field=key
-            )
-        return rope
+            if np.isfinite(rope.inverse_frequencies()).all() and rope.longest(_LONGEST) > 0:
+                return rope
+        raise ConfigError(f"config.json: {key} is {told(str(values))}, and no rotation follows from such numbers", field=key)
 
     @classmethod
     def _read(cls, config: Mapping[str, Any], key: str, values: dict[str, Any], head_dim: int) -> RopeSpec:
