@@ -14,7 +14,7 @@ import numpy as np
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.told import told
 
-_LONGEST = 2**40  # tokens that no config.json has positions for
+LONGEST = 2**40  # tokens that no config.json has positions for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,8 @@ class RopeSpec:
         key, values = _given(config)
         with suppress(ArithmeticError, ValueError), np.errstate(all="ignore"):
             rope = cls._read(config, key, values, head_dim)
-            if np.isfinite(rope.inverse_frequencies()).all() and rope.longest(_LONGEST) > 0:
+            factors = np.append(rope.inverse_frequencies(), np.float32(rope.attention_factor))
+            if np.isfinite(factors).all() and factors[-1] > 0 and rope.longest(LONGEST) > 0:
                 return rope
         raise ConfigError(f"config.json: {key} is {told(str(values))}, and no rotation follows from such numbers", field=key)
 

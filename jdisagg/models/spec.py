@@ -8,7 +8,7 @@ from typing import Any
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.kv.spec import KVSpec
-from jdisagg.models.rope import RopeSpec, positive_number
+from jdisagg.models.rope import LONGEST, RopeSpec, positive_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class ModelSpec:
             norm_eps=positive_number(config.get("rms_norm_eps", 1e-6), "rms_norm_eps", field="rms_norm_eps"),
             mlp_bias=architecture == "LlamaForCausalLM" and _flag(config, "mlp_bias"),
             tied=_flag(config, "tie_word_embeddings"),
-            max_model_len=rope.longest(_positive(config, "max_position_embeddings")),
+            max_model_len=rope.longest(min(_positive(config, "max_position_embeddings"), LONGEST)),
         )
 
     @property

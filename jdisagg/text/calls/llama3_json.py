@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from jdisagg.text.calls.format import Head, Verdict
-from jdisagg.text.calls.objects import look_at_object
+from jdisagg.text.calls.objects import MOST_BEGUN, look_at_object
 
 _TAG = "<|python_tag|>"
 
@@ -20,4 +20,6 @@ class Llama3Json:
     def look(self, held: str, *, is_whole: bool) -> Head | Verdict:
         """See CallFormat."""
         call = held.lstrip()
-        return Verdict.WAIT if _TAG.startswith(call) else look_at_object(call.removeprefix(_TAG), is_whole=is_whole)
+        if _TAG.startswith(call):
+            return Verdict.WAIT if len(held) <= MOST_BEGUN else Verdict.TEXT
+        return look_at_object(call.removeprefix(_TAG), is_whole=is_whole)

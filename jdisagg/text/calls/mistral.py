@@ -31,7 +31,7 @@ class Mistral:
         rest = held.removeprefix(_BEGIN)
         if rest.lstrip().startswith("["):
             listed = rest.lstrip()[1:]
-            return Verdict.WAIT if not listed.strip() else look_at_object(listed, is_whole=is_whole)
+            return look_at_object(listed, is_whole=is_whole)
         if head := _NAMED.fullmatch(rest):
             return Head(head[1], is_wrapped=False)
         return Verdict.WAIT if len(rest) <= _MOST_BEGUN and _BEGUN.fullmatch(rest) else Verdict.TEXT

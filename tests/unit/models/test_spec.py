@@ -103,6 +103,8 @@ def test_kv_spec_is_a_window_group_only_when_every_layer_has_it(config: dict[str
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 0.5}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 1e-308}}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 1e308}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1e300}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1e-300}}, "rope_scaling"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope_parameters"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling"),
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling"),
@@ -143,6 +145,11 @@ def test_a_linear_rope_stretches_the_context(config: dict[str, Any]) -> None:
     values = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
     llama3 = {**config, "rope_scaling": {"rope_type": "llama3", **values}}
     assert ModelSpec.from_config(llama3).max_model_len == 64, "config.json counts it already"
+
+
+def test_absurdly_many_positions_are_no_error(config: dict[str, Any]) -> None:
+    linear = {"rope_scaling": {"type": "linear", "factor": 4.0}, "max_position_embeddings": 10**400}
+    assert ModelSpec.from_config({**config, **linear}).max_model_len == 2**42
 
 
 def test_yarn_stretches_the_context_it_was_made_for(config: dict[str, Any]) -> None:

@@ -45,6 +45,10 @@ CALLS: list[tuple[str, str, Read]] = [
     ("mistral", "Hi \n[TOOL_CALLS]get-2{} you", ("Hi you", [EMPTY])),
     ("hermes", '<tool_call>{"arguments": {}, "name": "get-2"}} </tool_call>', ("} </tool_call>", [EMPTY])),
     ("hermes", f"<tool_call>{OBJECT}</tool_call> {OBJECT}", (f" {OBJECT}", [F])),
+    *(
+        ("hermes", f'<tool_call>{{ "id": 1 , "arguments" : {written} ,"name":"f"}}</tool_call>', ("", [("f", written)]))
+        for written in (r'{"x": "\ud800"}', '{"x": 1e999}', '{"x": 1.00000000000000000001, "x": 2}', "{ }")
+    ),
 ]
 TEXTS = [
     ("hermes", "4 < 5 <tool"),

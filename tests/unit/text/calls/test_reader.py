@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.text.calls.formats import FORMATS
+from jdisagg.text.calls.objects import MOST_BEGUN
 from jdisagg.text.calls.reader import MOST_HELD, Argued, Called, CallReader, Said
 from tests.unit.text.calls.rig import NAMES, joined, read
 from tests.unit.text.calls.test_formats import CALLS, TEXTS
@@ -76,11 +77,11 @@ def test_arguments_go_out_as_they_come_whatever_stands_before_them() -> None:
 def test_what_can_no_longer_become_a_call_goes_out() -> None:
     assert CallReader(FORMATS["mistral"], NAMES).push("[TOOL_CALLS]f oo") == [Said("[TOOL_CALLS]"), Said("f oo")]
     assert CallReader(FORMATS["llama3_json"], NAMES).push('{"x"') == [Said("{"), Said('"x"')]
-    begun = '<tool_call>{"name": "'
-    held = begun + "a" * (MOST_HELD - len(begun))
-    reader = CallReader(FORMATS["hermes"], NAMES)
-    assert reader.push(held) == []
-    assert joined(reader.push("a")) == (held + "a", [])
+    for begun, most in (('{"arguments": {"a": "', MOST_HELD - len("<tool_call>")), ('{"name": "', MOST_BEGUN)):
+        held = "<tool_call>" + begun + "a" * (most - len(begun))
+        reader = CallReader(FORMATS["hermes"], NAMES)
+        assert reader.push(held) == []
+        assert joined(reader.push("a")) == (held + "a", [])
 
 
 def test_many_blanks_are_not_held_back() -> None:
@@ -97,7 +98,12 @@ def test_many_blanks_are_not_held_back() -> None:
         ("hermes", "<tool_call>"),
         ("hermes", "\n"),
         ("hermes", '<tool_call>{"arguments": {"a": [' + "{}," * 5000),
+        ("hermes", "<tool_call>" + " " * 16300),
+        ("hermes", "<tool_call>{" + " " * 16300),
+        ("hermes", '<tool_call>{"name": "' + "{" * 16300),
+        ("llama3_json", "<|python_tag|>" + " " * 16300),
         ("mistral", "[TOOL_CALLS][{"),
+        ("mistral", '[TOOL_CALLS][{"name": "' + "{" * 16300),
         ("mistral", "[TOOL_CALLS]" + "f" * 9000),
     ],
 )
