@@ -173,7 +173,7 @@ def _part_text(where: str, part: Any) -> str:
 
 
 def _offered_tools(body: Body, template: ChatTemplate) -> list[dict[str, Any]] | None:
-    """Tools are shown to the model, and a call is text, unless it is forced."""
+    """Those that the model is shown; none where it is not to call any."""
     tools = body.objects("tools")
     read_forced(body)
     if not tools or body.get("tool_choice") == "none":
