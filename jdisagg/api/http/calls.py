@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.http.body import Body
-from jdisagg.api.http.forced_calls import CallReader, read_forced
+from jdisagg.api.http.forced_calls import ForcedReader, read_forced
 from jdisagg.api.http.free_calls import FreeReader, read_offer
 from jdisagg.core.requests import FinishReason
 
@@ -34,6 +34,6 @@ class MessageReader(Protocol):
 def reader_of(body: Body, edge: Edge) -> Callable[[], MessageReader] | None:
     """What makes readers for the answers to a chat; None: they are nothing but text. Raises InvalidRequest."""
     if (forced := read_forced(body)) is not None:
-        return partial(CallReader, forced)
+        return partial(ForcedReader, forced)
     offer = read_offer(body, edge)
     return None if offer is None else partial(FreeReader, offer)

@@ -15,7 +15,7 @@ from typing import Any
 
 from jdisagg.api.http.body import Body, wrong_type
 from jdisagg.api.http.grammars import grammar_name
-from jdisagg.api.http.shapes import call_part
+from jdisagg.api.http.shapes import call_part, whole_calls
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import FinishReason, Grammar, GrammarKind, SamplingParams
 from jdisagg.text.calls.braces import Braces
@@ -117,7 +117,7 @@ def _schema(where: str, parameters: Any) -> str:
     return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
-class CallReader:
+class ForcedReader:
     """Text of one choice in, parts of its calls out, in OpenAI's form of deltas. A MessageReader."""
 
     def __init__(self, forced: ForcedCall) -> None:
@@ -129,7 +129,7 @@ class CallReader:
 
     def message(self, text: str) -> dict[str, Any]:
         """See MessageReader."""
-        return {"content": None, "tool_calls": whole_calls(self, text)}
+        return {"content": None, "tool_calls": whole_calls(self.push(text))}
 
     def news(self, text: str, *, is_last: bool) -> dict[str, Any]:
         """See MessageReader."""
@@ -169,9 +169,3 @@ class CallReader:
     def _begin(self, name: str, arguments: str) -> dict[str, Any]:
         self._index += 1
         return call_part(self._index, arguments, name)
-
-
-def whole_calls(reader: CallReader, text: str) -> list[dict[str, Any]]:
-    """The calls of a whole answer, which a new `reader` reads; the last one's arguments may lack their end."""
-    parts = reader.push(text)
-    return [{name: value for name, value in part.items() if name != "index"} for part in parts]

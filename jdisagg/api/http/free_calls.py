@@ -7,7 +7,7 @@ from typing import Any
 
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.http.body import Body
-from jdisagg.api.http.shapes import call_part
+from jdisagg.api.http.shapes import call_part, whole_calls
 from jdisagg.core.requests import FinishReason
 from jdisagg.text.calls.format import CallFormat
 from jdisagg.text.calls.reader import Argued, Called, CallReader, Piece, Said
@@ -48,7 +48,7 @@ class FreeReader:
     def message(self, text: str) -> dict[str, Any]:
         """See MessageReader."""
         news = self.news(text, is_last=True)
-        calls = [{name: value for name, value in part.items() if name != "index"} for part in news.get("tool_calls", ())]
+        calls = whole_calls(news.get("tool_calls", ()))
         content = news.get("content", "")
         return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 from uuid import uuid4
@@ -45,6 +45,11 @@ def call_part(index: int, arguments: str, name: str | None = None) -> dict[str, 
         return {"index": index, "function": {"arguments": arguments}}
     call = {"name": name, "arguments": arguments}
     return {"index": index, "id": f"call_{uuid4().hex}", "type": "function", "function": call}
+
+
+def whole_calls(parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The calls of a whole answer, of which `parts` are one each; the last one's arguments may lack their end."""
+    return [{name: value for name, value in part.items() if name != "index"} for part in parts]
 
 
 def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[ScoredToken], num_top: int) -> dict[str, Any]:

@@ -30,8 +30,7 @@ class Mistral:
             return Verdict.TEXT
         rest = held.removeprefix(_BEGIN)
         if rest.lstrip().startswith("["):
-            listed = rest.lstrip()[1:]
-            return look_at_object(listed, is_whole=is_whole)
+            return look_at_object(rest.lstrip()[1:], is_whole=is_whole)
         if head := _NAMED.fullmatch(rest):
             return Head(head[1], is_wrapped=False)
         return Verdict.WAIT if len(rest) <= _MOST_BEGUN and _BEGUN.fullmatch(rest) else Verdict.TEXT

@@ -30,14 +30,15 @@ def look_at_object(held: str, *, is_whole: bool) -> Head | Verdict:
         return Head(head[1])
     if not is_whole:
         return Verdict.WAIT
+    text = held.lstrip()
     try:
-        call, _ = _DECODER.raw_decode(held.lstrip())
+        call, _ = _DECODER.raw_decode(text)
     except (ValueError, RecursionError):
         return Verdict.TEXT
     key = next((name for name in _ARGUMENTS if name in call), None)
     if key is None or not isinstance(call.get("name"), str) or not isinstance(call[key], dict):
         return Verdict.TEXT
-    return Head(call["name"], is_wrapped=False, arguments=_values(held.lstrip())[key])
+    return Head(call["name"], is_wrapped=False, arguments=_values(text)[key])
 
 
 def _values(text: str) -> dict[str, str]:

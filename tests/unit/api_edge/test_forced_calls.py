@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from jdisagg.api.http.body import Body
-from jdisagg.api.http.forced_calls import CallReader, ForcedCall, whole_calls, with_forced
+from jdisagg.api.http.forced_calls import ForcedCall, ForcedReader, with_forced
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import GrammarKind, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer
@@ -193,14 +193,15 @@ JSON_OBJECTS = st.dictionaries(st.text(), JSON)
 def test_calls_are_the_same_wherever_their_text_is_cut(called: list[tuple[str, Any, bool]], cuts: list[int]) -> None:
     calls = [(name, json.dumps(value, ensure_ascii=ascii_only)) for name, value, ascii_only in called]
     text = "[" + ",".join(call(*one) for one in calls) + "]"
-    assert [(one["function"]["name"], one["function"]["arguments"]) for one in whole_calls(CallReader(REQUIRED), text)] == calls
+    message = ForcedReader(REQUIRED).message(text)
+    assert [(one["function"]["name"], one["function"]["arguments"]) for one in message["tool_calls"]] == calls
     for places in (cuts, range(len(text))):
         assert joined(read(REQUIRED, text, places)) == calls
         assert joined(read(WEATHER, calls[0][1], places)) == [("weather", calls[0][1])]
 
 
 def read(forced: ForcedCall, text: str, cuts: Iterable[int]) -> list[dict[str, Any]]:
-    reader, edges = CallReader(forced), [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    reader, edges = ForcedReader(forced), [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     return [part for begin, end in pairwise(edges) for part in reader.push(text[begin:end])]
 
 
