@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.e2e.client import Asked, Got, run_all
-from tests.e2e.conftest import MAX_MODEL_LEN, Start
+from tests.e2e.conftest import MAX_MODEL_LEN, PATIENT, Start
 from tests.e2e.mixed import mixed_requests
 from tests.e2e.processes import ServerProcess
 from tests.e2e.tiny_model import HEAD_DIM, KV_HEADS, LAYERS
@@ -42,8 +42,8 @@ def bytes_per_token(got: list[Got]) -> set[float]:
 def test_one_p_feeds_a_d_of_other_pages_and_chunks_exactly_and_one_of_another_dtype_and_tp(
     start: Start, exact_flags: tuple[str, ...], requests: list[Asked], unified: ServerProcess
 ) -> None:
-    prefill = start("prefill", "--role", "prefill", *exact_flags, UNCACHED).wait_ready()
-    flags = ("--role", "decode", "--prefill", prefill.grpc, "--local-prefill", "never", *exact_flags, UNCACHED)
+    prefill = start("prefill", "--role", "prefill", *exact_flags, *PATIENT, UNCACHED).wait_ready()
+    flags = ("--role", "decode", "--prefill", prefill.grpc, "--local-prefill", "never", *exact_flags, *PATIENT, UNCACHED)
     alike = start("decode", *flags, "--page-size", "8", "--transfer-chunk-tokens", "20").wait_ready()
     int8 = ("--kv-cache-dtype", "int8", "--tensor-parallel-size", "2", "--page-size", "32", "--transfer-chunk-tokens", "96")
     other = start("decode", *flags, *int8).wait_ready()
@@ -63,7 +63,7 @@ def test_one_p_feeds_a_d_of_other_pages_and_chunks_exactly_and_one_of_another_dt
 
 def test_a_prefill_worker_of_two_devices_stands_a_burst(start: Start) -> None:
     """On two cores its devices once waited for each other in a step that never ended."""
-    model = ("--numerics", "exact", "--max-model-len", "512", "--page-size", "8", "--num-pages", "400")
+    model = ("--numerics", "exact", "--max-model-len", "512", "--page-size", "8", "--num-pages", "400", *PATIENT)
     prefill = start("prefill", "--role", "prefill", *model, "--tensor-parallel-size", "2")
     flags = ("--role", "decode", "--prefill", prefill.wait_ready().grpc, "--local-prefill", "never")
     decode = start("decode", *flags, *model).wait_ready()
