@@ -34,7 +34,7 @@ CASES: list[tuple[str, dict[str, Any], Shown]] = [
     (f"{CALL} the dog", {"return_token_ids": True}, (" the dog", [WEATHER], "tool_calls")),
     (CALL, {"tool_choice": "none"}, (CALL, [], "stop")),
     (CALL, {"tools": []}, (CALL, [], "stop")),
-    (CALL, {"tools": [{"type": "function", "function": {"name": "now"}}, {"function": 1}]}, (CALL, [], "stop")),
+    (CALL, {"tools": [{"type": "function", "function": {"name": "now"}}]}, (CALL, [], "stop")),
     (CALL, {"stop": "city"}, (None, [("weather", '{"')], "stop")),
     (CALL, {"stop": "</tool"}, (None, [WEATHER], "tool_calls")),
     (CALL, {"stop": "weather"}, ('<tool_call>\n{"name": "', [], "stop")),
