@@ -377,6 +377,9 @@ def test_engine_settings_on_a_routers_command_line_are_remarked(caplog: pytest.L
     assert not caplog.records
     load("--role", "router", "--page-size", "32", "--dtype", "float32")
     assert [record.message for record in caplog.records] == ["--page-size, --dtype: means nothing to --role router, ignored"]
+    caplog.clear()
+    load("--role", "prefill", "--tool-call-parser", "hermes")
+    assert [record.message for record in caplog.records] == ["--tool-call-parser: means nothing to --role prefill, ignored"]
 
 
 def test_children_get_only_flags_that_mean_something_to_them() -> None:
@@ -467,7 +470,11 @@ def test_vllms_switch_for_tool_calls_is_told_what_reads_them() -> None:
 
 @pytest.mark.parametrize(
     ("value", "told"),
-    [("qwen", "it is called hermes here"), ("llama3", "it is called llama3_json here"), ("qwen3_coder", "force calls by tool_ch")],
+    [
+        ("qwen", "it is called hermes here"),
+        ("llama3", "it is called llama3_json here"),
+        ("qwen3_coder", "force calls by tool_ch"),
+    ],
 )
 def test_parsers_of_other_servers_are_told_what_to_write(write, value: str, told: str) -> None:
     wanted = f"got '{value}', wanted one of auto, none, hermes, llama3_json, mistral; .*{told}"
