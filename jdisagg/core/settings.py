@@ -218,7 +218,8 @@ def _unknown_key(path: Path, section: str | None, key: str) -> NoReturn:
     if flag is not None:
         raise ConfigError(f"{place}: this key belongs to [{flag.section}]; move it there", field=key)
     candidates = [*BY_NAME, *([] if section else ["role", *SECTIONS])]
-    raise ConfigError(f"{place}: unknown key{_nearest(key, candidates)}", field=key)
+    told = f"; {known}" if (known := advice("--" + key.replace("_", "-"))) else _nearest(key, candidates)
+    raise ConfigError(f"{place}: unknown key{told}", field=key)
 
 
 def _nearest(name: str, candidates: list[str]) -> str:

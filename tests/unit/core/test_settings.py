@@ -500,9 +500,13 @@ def test_parsers_of_other_servers_are_told_what_to_write(write, value: str, told
         ("--structured-outputs-config", "llguidance alone"),
     ],
 )
-def test_flags_of_habit_are_told_what_to_do_instead(flag: str, told: str) -> None:
+def test_flags_of_habit_are_told_what_to_do_instead(write, flag: str, told: str) -> None:
     with pytest.raises(ConfigError, match=f"{flag}: unknown flag; .*{told}"):
         load(flag, "x")
+    if flag.startswith("--"):
+        key = flag[2:].replace("-", "_")
+        with pytest.raises(ConfigError, match=rf"\[model\] {key}: unknown key; .*{told}"):
+            load("--config", write(f"[model]\n{key} = 'x'\n"))
 
 
 def test_help_names_the_flag_that_is_no_setting() -> None:
