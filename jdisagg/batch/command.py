@@ -23,7 +23,10 @@ EPILOG = """input lines, in any mixture; each may carry the parameters of the HT
   {"prompt": "def ", "max_tokens": 8}
   {"token_ids": [1, 2, 3], "temperature": 0}
   {"messages": [{"role": "user", "content": "Hello"}]}
+  {"messages": [..], "tools": [{"type": "function", "function": {"name": "f", "parameters": {..}}}], "tool_choice": "required"}
+  {"messages": [..], "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {..}}}}
   {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def ", "max_tokens": 8}}
+A "model" that is none but the served one's name fails; leave it out to use any.
 A request that fails becomes an output line with its error; the others go on. So does the second line of one custom_id.
 
 The last line on stderr counts them: "N ok, M failed". Exit status: 0 every line has its answer or its error in the

@@ -6,12 +6,15 @@ _CALLED = {
     "--model-path": "--model",
     "--model-name": "--served-model-name",
     "--tokenizer-path": "--model",
+    "-tp": "--tensor-parallel-size",
     "--tp": "--tensor-parallel-size",
     "--tp-size": "--tensor-parallel-size",
     "--context-length": "--max-model-len",
+    "--max-seq-len": "--max-model-len",
     "--kv-block-size": "--page-size",
     "--num-gpu-blocks-override": "--num-pages",
     "--max-total-tokens": "--num-pages",
+    "--gpu-memory-utilization": "--device-memory-utilization",
     "--mem-fraction-static": "--device-memory-utilization",
     "--kv-cache-memory-bytes": "--kv-cache-bytes",
     "--disable-radix-cache": "--no-enable-prefix-caching",
@@ -23,6 +26,7 @@ _CALLED = {
     "--disaggregation-mode": "--role",
     "--disaggregation-transfer-backend": "--kv-transfer-backend",
     "--kv-transfer-config": "--kv-transfer-backend",
+    "--swap-space": "--host-kv-bytes",
     "--random-seed": "--seed",
     "--watchdog-timeout": "--step-timeout-s",
     "--shutdown-timeout": "--drain-s",
@@ -32,6 +36,12 @@ _LOGS = "the environment variable JDISAGG_LOG_LEVEL says what is logged"
 _METRICS = "GET /metrics is always served"
 _ONE_KIND = "a model is spread by --tensor-parallel-size alone; start several workers behind a router for the rest"
 _ITS_CONFIG = "the model's config.json says it; write it there"
+_ITS_TEMPLATE = "the model's directory has it, as chat_template.jinja or in tokenizer_config.json; write it there"
+_THOUGHTS = "thoughts stay part of content, and are not split off; leave it out"
+_GRAMMARS = "grammars are compiled by llguidance alone; leave it out"
+_ADAPTERS = "adapters are not served; merge them into the model"
+_WEIGHTS = "weights are not quantized; leave it out (KV is by --kv-cache-dtype int8)"
+_DRAFTS = "tokens are not drafted; leave it out"
 _NOTHING = {
     "--hf-overrides": _ITS_CONFIG,
     "--json-model-override-args": _ITS_CONFIG,
@@ -51,8 +61,36 @@ _NOTHING = {
     "--enforce-eager": "every step is compiled before READY; leave it out",
     "--disable-cuda-graph": "every step is compiled before READY; leave it out",
     "--enable-auto-tool-choice": "tool calls are read wherever tools are offered, see --tool-call-parser; leave it out",
+    "--tool-parser-plugin": "formats of calls are those of --tool-call-parser; leave it out, or force calls by tool_choice",
+    "--chat-template": _ITS_TEMPLATE,
+    "--chat-template-content-format": "content is handed to the template as text; leave it out",
+    "--tokenizer": "the tokenizer is that of --model; leave it out",
+    "--tokenizer-mode": "the tokenizer is the tokenizer.json of --model; leave it out",
+    "--reasoning-parser": _THOUGHTS,
+    "--enable-reasoning": _THOUGHTS,
+    "--guided-decoding-backend": _GRAMMARS,
+    "--structured-outputs-config": _GRAMMARS,
+    "--grammar-backend": _GRAMMARS,
+    "--enable-lora": _ADAPTERS,
+    "--lora-modules": _ADAPTERS,
+    "--lora-paths": _ADAPTERS,
+    "--quantization": _WEIGHTS,
+    "--speculative-config": _DRAFTS,
+    "--speculative-algorithm": _DRAFTS,
     "--trust-remote-code": "no code of a model is ever run; leave it out",
 }
+
+_CALL_PARSERS = {  # values of --tool-call-parser; their other ones are of formats that are not read
+    **dict.fromkeys(("qwen", "qwen25", "qwen2_5", "qwen3"), "hermes"),
+    **dict.fromkeys(("llama3", "llama3.1", "llama", "llama4_json"), "llama3_json"),
+}
+
+
+def parser_advice(value: object) -> str:
+    """What to write instead of `value` for --tool-call-parser."""
+    if isinstance(value, str) and (ours := _CALL_PARSERS.get(value)):
+        return f"it is called {ours} here"
+    return "calls in another format stay text: leave it out, and force calls by tool_choice"
 
 
 def advice(option: str) -> str:

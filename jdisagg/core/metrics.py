@@ -39,13 +39,14 @@ DAMAGE = ("checksum", "truncated")
 _RUNGS = ("refetch", "other_backend", "reconnect", "other_prefill", "local_prefill")
 _HEDGE_OUTCOMES = ("moved", "returned", "refused", "abandoned")
 _RUNGS_OF_ROUTERS = ("replay",)
+CALL_OUTCOMES = CALLED, CUT, TEXT, UNREAD, FORCED = ("called", "cut", "text", "unread", "forced")
 GRAMMAR_OUTCOMES = COMPILED, REFUSED, ENDLESS = ("compiled", "refused", "endless")
 # fed by a process without an engine, too; the others would be 0 there for ever
 _WITHOUT_ENGINE = frozenset(
     """
     workers workers_draining build_info time_to_first_token_seconds inter_token_latency_seconds request_decode_seconds
     generated_tokens requests_finished recoveries replays_refused requests_quarantined request_seconds requests prompt_tokens
-    grammars
+    grammars tool_answers
     """.split()
 )
 
@@ -102,6 +103,9 @@ class RequestMetrics:
         self.grammars = new.counter("grammars", "Grammars of clients that were not known, by what became of them.", "outcome")
         for outcome in GRAMMAR_OUTCOMES:
             self.grammars.labels(outcome=outcome)
+        self.tool_answers = new.counter("tool_answers", "Answers to chats that offered tools, by what they are.", "outcome")
+        for outcome in CALL_OUTCOMES:
+            self.tool_answers.labels(outcome=outcome)
         self.generated_tokens = new.counter("generated_tokens", "Tokens sampled and delivered.")
 
 

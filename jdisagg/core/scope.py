@@ -25,6 +25,8 @@ def applies(flag: Flag, role: str) -> bool:
     """Whether a process of this role, or one it starts, looks at the setting."""
     if flag.only:
         return role in flag.only
+    if flag.name == "tool_call_parser":
+        return role != "prefill"  # which makes no text
     return role != "router" or flag.section not in ENGINE_SECTIONS or flag.name in _OF_ROUTERS_TOO
 
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, get_type_hints
 from jdisagg.core.config import Config, LocalPrefill
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.flags import BY_NAME, FLAGS, ROLES, SECTIONS, Flag
-from jdisagg.core.foreign_flags import advice
+from jdisagg.core.foreign_flags import advice, parser_advice
 from jdisagg.core.scope import check_flags, remark_on_file
 from jdisagg.core.values import check_keys, fail, read_value
 
@@ -140,6 +140,8 @@ def _read(flag: Flag, raw: object, where: str, *, is_text: bool) -> Values:
     """Typed value(s) of one setting."""
     if flag.name == "local_prefill":
         return _read_local_prefill(raw, where)
+    if flag.name == "tool_call_parser" and raw not in flag.choices:
+        fail(where, raw, f"one of {', '.join(flag.choices)}; {parser_advice(raw)}")
     return {flag.name: read_value(flag, _HINTS[flag.name], raw, where, is_text=is_text)}
 
 
@@ -216,7 +218,8 @@ def _unknown_key(path: Path, section: str | None, key: str) -> NoReturn:
     if flag is not None:
         raise ConfigError(f"{place}: this key belongs to [{flag.section}]; move it there", field=key)
     candidates = [*BY_NAME, *([] if section else ["role", *SECTIONS])]
-    raise ConfigError(f"{place}: unknown key{_nearest(key, candidates)}", field=key)
+    told = f"; {known}" if (known := advice("--" + key.replace("_", "-"))) else _nearest(key, candidates)
+    raise ConfigError(f"{place}: unknown key{told}", field=key)
 
 
 def _nearest(name: str, candidates: list[str]) -> str:

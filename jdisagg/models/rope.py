@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import sys
 from collections.abc import Mapping
@@ -15,6 +16,12 @@ from jdisagg.core.errors import ConfigError
 from jdisagg.core.told import told
 
 LONGEST = 2**40  # tokens that no config.json has positions for
+_KEYS = (
+    *("rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings"),
+    *("low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    "truncate",
+)
+_ALIKE = 0.85  # of 1: closer than keys of other kinds that models have (attn_factor, long_mscale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +204,10 @@ def _given(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
                 field="rope_scaling",
             )
     key = "rope_parameters" if new else "rope_scaling"
+    for name in sorted((new.keys() | old.keys()) - set(_KEYS)):
+        if close := difflib.get_close_matches(name, _KEYS, n=1, cutoff=_ALIKE):
+            where = f"{key if name in new else 'rope_scaling'}.{name}"
+            raise ConfigError(f"config.json: {where} is no key that is read; did you mean {close[0]}?", field=key)
     for name, value in new.items():
         if isinstance(value, Mapping):
             raise ConfigError(f"config.json: {key}.{name} is {value!r}, wanted one rotation for all layers", field=key)

@@ -26,26 +26,30 @@ _TOOL = {"type": "function", "function": {"name": _NAME, "description": "Probe."
 _CALL = {"id": "call00001", "type": "function", "function": {"name": _NAME, "arguments": json.dumps(_ARGUMENTS)}}
 _ASKED: list[dict[str, Any]] = [{"role": "user", "content": "Hi."}]
 _CALLED: list[dict[str, Any]] = [*_ASKED, {"role": "assistant", "content": None, "tool_calls": [_CALL]}]
+_NAME_IT = "name the model's with --tool-call-parser, or force calls by tool_choice"
 
 
 def choose_call_format(name: str, template: ChatTemplate | None) -> CallFormat | None:
     """`name`: as the flag has it; None: calls stay text. Logs what was found."""
     if name != "auto":
         return FORMATS.get(name)
+    if template is None or not template.shows_tools:
+        return None
     written = _written_call(template)
     if written is None:
+        log.info("tool calls stay text: the chat template shows no calls of earlier turns; %s", _NAME_IT)
         return None
     for found, call_format in FORMATS.items():
         if _is_read(call_format, written):
             log.info("tool calls are read as %s, as the chat template writes them (another format: --tool-call-parser)", found)
             return call_format
-    log.info("tool calls stay text: the chat template writes them in no format of --tool-call-parser (%s)", ", ".join(FORMATS))
+    log.info("tool calls stay text: the chat template writes them in none of the formats %s; %s", ", ".join(FORMATS), _NAME_IT)
     return None
 
 
-def _written_call(template: ChatTemplate | None) -> str | None:
+def _written_call(template: ChatTemplate) -> str | None:
     """The message that is a call, as the template writes it, behind all else where the prompt of an answer begins a thought;
-    None where it shows no tools, or no calls."""
+    None where it shows no calls."""
     try:
         asked, called = (render_prompt(Body({"messages": each, "tools": [_TOOL]}), template) for each in (_ASKED, _CALLED))
     except InvalidRequest:

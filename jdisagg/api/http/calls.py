@@ -18,6 +18,11 @@ class MessageReader(Protocol):
 
     nothing: str | None  # the content of a chunk that has nothing to tell
 
+    @property
+    def outcome(self) -> str:
+        """What the answer is that was read, one of `CALL_OUTCOMES`."""
+        ...
+
     def message(self, text: str) -> dict[str, Any]:
         """`content` and, where there are some, `tool_calls` of an answer that is `text`."""
         ...

@@ -19,7 +19,7 @@ from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.calls import MessageReader, reader_of
 from jdisagg.api.http.connection import Event, open_stream, while_connected
 from jdisagg.api.http.forced_calls import with_forced, with_function
-from jdisagg.api.http.free_calls import read_offer
+from jdisagg.api.http.free_calls import may_call, read_offer
 from jdisagg.api.http.grammars import admit_named
 from jdisagg.api.http.long_json import whole_response
 from jdisagg.api.http.messages import render_prompt
@@ -29,6 +29,7 @@ from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import chat_logprobs, provenance_object, usage_object, wants_provenance
 from jdisagg.api.http.unserved import CHAT_FIELDS, refuse_unserved
 from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.metrics import UNREAD
 from jdisagg.core.requests import MAX_LOGPROBS, FinishReason
 from jdisagg.core.trace import TRACEPARENT, read_traceparent
 
@@ -49,6 +50,8 @@ class ChatCompletions:
         text_request = await self._edge.long_texts.run(read, body.num_bytes) if body.is_long else read()
         job = await while_connected(request.receive, _admit(self._edge, text_request, body))
         answer = _Answer(self._edge, job, options, num_top=num_top, make_reader=reader_of(body, self._edge))
+        if self._edge.call_format is None and may_call(body):
+            self._edge.answered_tools(UNREAD, len(job.requests))
         del body, read, text_request  # of megabytes perhaps, and the answer may take minutes
         if options.stream:
             return await open_stream(request, answer.events())
@@ -165,7 +168,10 @@ class _Answer:
         return {"role": "assistant", "content": None, "refusal": None} | shown
 
     def _finish_reason(self, index: int, finish: FinishReason) -> str:
-        return finish.value if self._readers is None else self._readers[index].finish_reason(finish)
+        if self._readers is None:
+            return finish.value
+        self._edge.answered_tools(self._readers[index].outcome)
+        return self._readers[index].finish_reason(finish)
 
     async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams: the role first, then text, then a finish reason for each choice."""

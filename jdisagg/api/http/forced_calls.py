@@ -17,6 +17,7 @@ from jdisagg.api.http.body import Body, wrong_type
 from jdisagg.api.http.grammars import grammar_name
 from jdisagg.api.http.shapes import call_part, whole_calls
 from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.metrics import FORCED
 from jdisagg.core.requests import FinishReason, Grammar, GrammarKind, SamplingParams
 from jdisagg.text.calls.braces import Braces
 
@@ -126,6 +127,11 @@ class ForcedReader:
         self._index = -1  # of the latest call
         self._before = ""  # what came since its arguments ended
         self._braces = Braces()  # of its arguments
+
+    @property
+    def outcome(self) -> str:
+        """See MessageReader."""
+        return FORCED
 
     def message(self, text: str) -> dict[str, Any]:
         """See MessageReader."""

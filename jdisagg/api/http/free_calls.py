@@ -8,6 +8,7 @@ from typing import Any
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.http.body import Body
 from jdisagg.api.http.shapes import call_part, whole_calls
+from jdisagg.core.metrics import CALLED, CUT, TEXT
 from jdisagg.core.requests import FinishReason
 from jdisagg.text.calls.format import CallFormat
 from jdisagg.text.calls.reader import Argued, Called, CallReader, Piece, Said
@@ -27,13 +28,18 @@ def read_offer(body: Body, edge: Edge) -> Offer | None:
     """None: nothing is looked for in the answer. Raises InvalidRequest."""
     tools, in_parallel = body.objects("tools"), body.boolean("parallel_tool_calls", True)
     skips, call_format, tokenizer = body.boolean("skip_special_tokens", True), edge.call_format, edge.tokenizer
-    if not tools or call_format is None or body.get("tool_choice") not in (None, "auto"):
+    if call_format is None or not may_call(body):
         return None
     functions = [tool.get("function") for tool in tools]
     names = frozenset(name for one in functions if isinstance(one, dict) and isinstance(name := one.get("name"), str) and name)
     marks = (*call_format.marks, *call_format.inner) if skips else ()
     hidden = frozenset(mark for mark in marks if tokenizer.token_id(mark) in tokenizer.special_ids)
     return Offer(call_format=call_format, names=names, hidden=hidden, in_parallel=in_parallel)
+
+
+def may_call(body: Body) -> bool:
+    """Whether the model may call functions of its own accord."""
+    return bool(body.objects("tools")) and body.get("tool_choice") in (None, "auto")
 
 
 class FreeReader:
@@ -44,6 +50,11 @@ class FreeReader:
         self._reader = CallReader(offer.call_format, offer.names, offer.hidden)
         self._in_parallel = offer.in_parallel
         self._index = -1  # of the latest call
+
+    @property
+    def outcome(self) -> str:
+        """See MessageReader."""
+        return CUT if self._reader.is_in_call else CALLED if self._index >= 0 else TEXT
 
     def message(self, text: str) -> dict[str, Any]:
         """See MessageReader."""

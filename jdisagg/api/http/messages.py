@@ -183,4 +183,15 @@ def _offered_tools(body: Body, template: ChatTemplate) -> list[dict[str, Any]] |
             "tools: the chat template of the served model shows none to it; leave them out, or write them into messages",
             field="tools",
         )
+    for index, tool in enumerate(tools):
+        _check_named(f"tools[{index}]", tool)
     return tools
+
+
+def _check_named(where: str, tool: dict[str, Any]) -> None:
+    """As nobody could call it otherwise."""
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        wanted = 'must be named, as in {"type": "function", "function": {"name": "f", "parameters": {..}}}'
+        raise InvalidRequest(f"{where}.function.name: {wanted}; got {name!r:.40}", field=f"{where}.function.name")

@@ -48,7 +48,10 @@ def test_the_format_is_found_from_the_template(
     template = ChatTemplate(CHATML.replace("CALL", call) + prompt, {})
     with caplog.at_level(logging.INFO):
         assert choose_call_format("auto", template) is (None if found is None else FORMATS[found])
-    if found is not None:
+    if found is None:
+        assert "tool calls stay text: the chat template " in caplog.text
+        assert "name the model's with --tool-call-parser" in caplog.text
+    else:
         assert f"read as {found}, as the chat template writes them" in caplog.text
     assert choose_call_format("none", template) is None
     assert choose_call_format("mistral", template) is FORMATS["mistral"]

@@ -10,6 +10,7 @@ import httpx
 import pytest
 import tokenizers
 
+from jdisagg.text.calls.format import CallFormat
 from jdisagg.text.calls.formats import FORMATS
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
@@ -34,7 +35,7 @@ CASES: list[tuple[str, dict[str, Any], Shown]] = [
     (f"{CALL} the dog", {"return_token_ids": True}, (" the dog", [WEATHER], "tool_calls")),
     (CALL, {"tool_choice": "none"}, (CALL, [], "stop")),
     (CALL, {"tools": []}, (CALL, [], "stop")),
-    (CALL, {"tools": [{"type": "function", "function": {"name": "now"}}, {"function": 1}]}, (CALL, [], "stop")),
+    (CALL, {"tools": [{"type": "function", "function": {"name": "now"}}]}, (CALL, [], "stop")),
     (CALL, {"stop": "city"}, (None, [("weather", '{"')], "stop")),
     (CALL, {"stop": "</tool"}, (None, [WEATHER], "tool_calls")),
     (CALL, {"stop": "weather"}, ('<tool_call>\n{"name": "', [], "stop")),
@@ -186,5 +187,35 @@ def test_without_a_format_a_call_is_text(tokenizer: Tokenizer) -> None:
         async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
             [choice] = (await http.post("/v1/chat/completions", json=CHAT)).json()["choices"]
             assert choice["message"] == {"role": "assistant", "content": CALL, "refusal": None}
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "call_format", "wanted"),
+    [
+        (CALL, {"n": 2}, FORMATS["hermes"], {"called": 2}),
+        ("fox", {}, FORMATS["hermes"], {"text": 1}),
+        (CALL, {"stop": "city"}, FORMATS["hermes"], {"cut": 1}),
+        (CALL, {"n": 2}, None, {"unread": 2}),
+        (ARGUMENTS, {"tools": CHAT["tools"][:1], "tool_choice": "required"}, None, {"forced": 1}),
+        (CALL, {"tool_choice": "none"}, None, {}),
+        (CALL, {"tools": []}, None, {}),
+    ],
+)
+def test_answers_with_tools_are_counted_by_what_they_are(
+    tokenizer: Tokenizer, text: str, asked: dict[str, Any], call_format: CallFormat | None, wanted: dict[str, int]
+) -> None:
+    async def check() -> None:
+        async with (
+            serving(FakeEngine(tokenizer, text, max_model_len=4096), tokenizer, call_format=call_format) as served,
+            httpx.AsyncClient(base_url=served.http) as http,
+        ):
+            for number, stream in ((1, False), (2, True)):
+                answer = await http.post("/v1/chat/completions", json=CHAT | asked | {"stream": stream})
+                assert answer.status_code == 200, answer.text
+                shown = served.metrics.text()
+                for name in ("called", "cut", "text", "unread", "forced"):
+                    assert f'jdisagg_tool_answers_total{{outcome="{name}"}} {number * wanted.get(name, 0)}.0' in shown
 
     run(check())

@@ -50,6 +50,28 @@ def test_tools_that_the_template_does_not_show_are_refused(toolless: Tokenizer) 
     run(check())
 
 
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "function", "name": "weather", "parameters": {}},  # as the Responses API has it
+        {"name": "weather", "input_schema": {}},  # as Anthropic's has it
+        {"type": "function", "function": {"parameters": {}}},
+        {"type": "function", "function": {"name": ""}},
+        {"type": "function", "function": "weather"},
+    ],
+)
+def test_a_function_without_a_name_is_refused_with_the_form_that_is_read(tool: dict[str, Any], tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            for path in PATHS:
+                answer = await http.post(path, json=CHAT | {"tools": [*TOOLS, tool]})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[1].function.name")
+                assert '{"type": "function", "function": {"name": "f", ' in answer.json()["error"]["message"]
+                assert (await http.post(path, json=CHAT | {"tools": [tool], "tool_choice": "none"})).status_code == 200
+
+    run(check())
+
+
 def test_tools_that_the_template_shows_are_part_of_the_prompt(tokenizer: Tokenizer) -> None:
     async def check() -> None:
         async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:

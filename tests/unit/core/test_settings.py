@@ -377,6 +377,9 @@ def test_engine_settings_on_a_routers_command_line_are_remarked(caplog: pytest.L
     assert not caplog.records
     load("--role", "router", "--page-size", "32", "--dtype", "float32")
     assert [record.message for record in caplog.records] == ["--page-size, --dtype: means nothing to --role router, ignored"]
+    caplog.clear()
+    load("--role", "prefill", "--tool-call-parser", "hermes")
+    assert [record.message for record in caplog.records] == ["--tool-call-parser: means nothing to --role prefill, ignored"]
 
 
 def test_children_get_only_flags_that_mean_something_to_them() -> None:
@@ -463,8 +466,47 @@ def test_vllms_switch_for_tool_calls_is_told_what_reads_them() -> None:
         ConfigError, match=r"--enable-auto-tool-choice: unknown flag; tool calls are read .* --tool-call-parser"
     ):
         load("--enable-auto-tool-choice")
-    with pytest.raises(ConfigError, match=r"--tool-call-parser: got 'qwen'.*hermes"):
-        load("--tool-call-parser", "qwen")
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("qwen", "it is called hermes here"),
+        ("llama3", "it is called llama3_json here"),
+        ("qwen3_coder", "force calls by tool_ch"),
+    ],
+)
+def test_parsers_of_other_servers_are_told_what_to_write(write, value: str, told: str) -> None:
+    wanted = f"got '{value}', wanted one of auto, none, hermes, llama3_json, mistral; .*{told}"
+    with pytest.raises(ConfigError, match=f"--tool-call-parser: {wanted}"):
+        load("--tool-call-parser", value)
+    with pytest.raises(ConfigError, match=wanted):
+        load("--config", write(f"[model]\ntool_call_parser = '{value}'\n"))
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("-tp", "it is called --tensor-parallel-size here"),
+        ("--gpu-memory-utilization", "it is called --device-memory-utilization here"),
+        ("--max-seq-len", "it is called --max-model-len here"),
+        ("--chat-template", "write it there"),
+        ("--reasoning-parser", "thoughts stay part of content"),
+        ("--tokenizer", "the tokenizer is that of --model"),
+        ("--tool-parser-plugin", "formats of calls are those of --tool-call-parser"),
+        ("--enable-lora", "merge them into the model"),
+        ("--quantization", "weights are not quantized"),
+        ("--speculative-config", "tokens are not drafted"),
+        ("--structured-outputs-config", "llguidance alone"),
+    ],
+)
+def test_flags_of_habit_are_told_what_to_do_instead(write, flag: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag}: unknown flag; .*{told}"):
+        load(flag, "x")
+    if flag.startswith("--"):
+        key = flag[2:].replace("-", "_")
+        with pytest.raises(ConfigError, match=rf"\[model\] {key}: unknown key; .*{told}"):
+            load("--config", write(f"[model]\n{key} = 'x'\n"))
 
 
 def test_help_names_the_flag_that_is_no_setting() -> None:

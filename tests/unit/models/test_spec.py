@@ -159,6 +159,28 @@ def test_yarn_stretches_the_context_it_was_made_for(config: dict[str, Any]) -> N
         assert spec.max_model_len == 4 * (values["original_max_position_embeddings"] or 64)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("original_max_position_embedding", "original_max_position_embeddings"),
+        ("beta-fast", "beta_fast"),
+        ("atention_factor", "attention_factor"),
+    ],
+)
+def test_a_misspelt_key_of_a_rope_is_refused(config: dict[str, Any], wrong: str, right: str) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, wrong: 32}
+    for key in ("rope_scaling", "rope_parameters"):
+        with pytest.raises(ConfigError, match=rf"{key}\.{wrong} is no key that is read; did you mean {right}\?"):
+            ModelSpec.from_config({**config, key: yarn})
+
+
+def test_keys_of_other_ropes_are_no_errors(config: dict[str, Any]) -> None:
+    others = dict.fromkeys(("attn_factor", "extrapolation_factor", "finetuned", "long_factor", "long_mscale", "mrope_section"))
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    given, plain = ({**config, "rope_scaling": values} for values in (yarn | others, yarn))
+    assert ModelSpec.from_config(given).rope == ModelSpec.from_config(plain).rope
+
+
 def test_a_rope_that_was_added_to_another_one_is_refused(config: dict[str, Any]) -> None:
     new = {"rope_type": "default", "rope_theta": 5e5}
     for kind in ("linear", "yarn"):
