@@ -1,9 +1,10 @@
 """Runs every check and prints one report: format, lint, types, layers, generated code, protos, metrics, then the tests.
 
-Usage: checks.py [--quick] [pytest arguments]. Everything runs even when something fails. Tests that compute, and those that
-start servers but judge no time, run in two processes, file by file; the others run one after the other. Tools that come from
-outside the package index (buf, promtool) run when present and are listed as SKIPPED otherwise. The last line counts checks
-and tests together, in pytest's words; the exit status is 0 when nothing failed.
+Usage: checks.py [--quick] [pytest arguments]. Everything runs even when something fails. Tests run in as many processes as keep
+two cores busy, file by file: four where they mostly wait, two where they compute, or start servers and judge no time; the
+others run one after the other. Tools that come from outside the package index (buf, promtool) run when present and are listed
+as SKIPPED otherwise. The last line counts checks and tests together, in pytest's words; the exit status is 0 when nothing
+failed.
 """
 
 from __future__ import annotations
@@ -28,11 +29,8 @@ import sys
 from jdisagg.core.metrics import Metrics
 sys.stdout.write(Metrics().text())
 """
-QUICK = ("tests/unit", "tests/compat")
-COMPUTING = (*QUICK, "tests/kernels", "tests/golden")
+WAITING = tuple(f"tests/unit/{part}" for part in ("api_edge", "wire", "router", "serve", "roles", "batch", "gpu_check"))
 UNHURRIED = ("tests/e2e/unhurried", "tests/e2e/in_process")  # servers, and nothing that judges their time
-SERVING = ("tests/e2e", *(f"--ignore={path}" for path in UNHURRIED))
-IN_TWO_PROCESSES = ("--numprocesses=2", "--dist=loadfile")
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 CHECK_TIMEOUT_S = 300
 TESTS_TIMEOUT_S = 3600  # of one pytest
@@ -48,6 +46,25 @@ class Check:
     command: tuple[str, ...]
     tool: str = ""
     stdin_from: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tests that run together."""
+
+    paths: tuple[str, ...]
+    num_processes: int = 1
+    ignored: tuple[str, ...] = ()  # of what the paths hold
+
+    def arguments(self) -> list[str]:
+        """pytest's."""
+        spread = [f"--numprocesses={self.num_processes}", "--dist=loadfile"] if self.num_processes > 1 else []
+        return [*self.paths, *(f"--ignore={path}" for path in self.ignored), *spread]
+
+
+QUICK = (Part(WAITING, 4), Part(("tests/unit", "tests/compat"), 2, WAITING))
+COMPUTING = Part(("tests/unit", "tests/compat", "tests/kernels", "tests/golden"), 2, WAITING)
+ALL = (Part(WAITING, 4), COMPUTING, Part(UNHURRIED, 2), Part(("tests/e2e",), ignored=UNHURRIED))
 
 
 @dataclass
@@ -110,11 +127,11 @@ def run_check(check: Check, tally: Tally, skipped: list[str]) -> None:
         print(output, flush=True)
 
 
-def run_tests(paths: tuple[str, ...], options: list[str], tally: Tally) -> None:
-    """Run pytest on `paths` and add its counts. Options that select nothing there are no failure."""
+def run_tests(part: Part, options: list[str], tally: Tally) -> None:
+    """Run pytest on it and add its counts. Options that select nothing there are no failure."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
-        command = [str(BIN / "pytest"), *paths, "-q", "--durations=15", f"--junit-xml={report}", *options]
+        command = [str(BIN / "pytest"), *part.arguments(), "-q", "--durations=15", f"--junit-xml={report}", *options]
         with subprocess.Popen(command) as pytest:
             status = _wait(pytest, time.monotonic() + TESTS_TIMEOUT_S)
         _count(report, status, tally)
@@ -161,10 +178,8 @@ def main() -> int:
     counted = tally.all()
     with tempfile.TemporaryDirectory(prefix="jdisagg-xla-") as cache:
         os.environ.setdefault(CACHE, cache)  # for all of them
-        run_tests(QUICK if options.quick else COMPUTING, [*IN_TWO_PROCESSES, *extra], tally)
-        if not options.quick:
-            run_tests(UNHURRIED, [*IN_TWO_PROCESSES, *extra], tally)
-            run_tests(SERVING, extra, tally)
+        for part in QUICK if options.quick else ALL:
+            run_tests(part, extra, tally)
     if tally.all() == counted:
         print(f"FAILED  no test matches {' '.join(extra)}", flush=True)
         tally.failed += 1
