@@ -11,7 +11,7 @@ from jdisagg.text.calls.objects import look_at_object
 _BEGIN, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*\{")
 _MOST_BEGUN = 256  # characters of names and marks
-_BEGUN = re.compile(r"\s*[\w.-]*\s*(?:\[[A-Z_]*\]?\w*)*\s*")
+_BEGUN = re.compile(r"\s*+[\w.-]*+\s*+(?:\[[A-Z_]*+(?:\]\w*+)?+)*+\s*+")  # nothing is tried twice: that took ages
 
 
 class Mistral:

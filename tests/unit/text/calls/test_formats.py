@@ -75,6 +75,8 @@ TEXTS = [
     ("mistral", "see [ARGS] and [TOOL"),
     ("mistral", "[TOOL_CALLS] [1, 2]"),
     ("mistral", "[TOOL_CALLS]f[CALL_ID]" + "a" * 256 + "[ARGS]{}"),
+    ("mistral", "[TOOL_CALLS]f" + "[AAAA" * 40 + "!"),  # marks without end that can be taken apart in many ways
+    ("mistral", ("[TOOL_CALLS]" + " " * 255 + "!") * 20),
 ]
 
 
