@@ -160,6 +160,9 @@ def _parse(raw: bytes) -> dict[str, Any]:
             json.dumps(fields, ensure_ascii=False).encode()  # half of a pair is no character: nothing could tokenize it
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not UTF-8, as JSON must be: byte {_shown_byte(error)}") from error
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise InvalidRequest(f"the body has {half!r}, half of a pair of surrogates, which is no character") from error
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:

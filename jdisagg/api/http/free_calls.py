@@ -54,7 +54,7 @@ class FreeReader:
     @property
     def outcome(self) -> str:
         """See MessageReader."""
-        return CUT if self._reader.is_in_call else CALLED if self._index >= 0 else TEXT
+        return CUT if self._is_cut() else CALLED if self._index >= 0 else TEXT
 
     def message(self, text: str) -> dict[str, Any]:
         """See MessageReader."""
@@ -74,8 +74,15 @@ class FreeReader:
 
     def finish_reason(self, finish: FinishReason) -> str:
         """See MessageReader. As where calls are forced, a call that a stop string cuts off is none to end with."""
-        has_calls = self._index >= 0 and not self._reader.is_in_call
+        has_calls = self._index >= 0 and not self._is_cut()
         return "tool_calls" if finish is FinishReason.STOP and has_calls else finish.value
+
+    def _is_cut(self) -> bool:
+        """The last call that is shown is not whole."""
+        return self._reader.is_in_call and self._is_shown(self._index)
+
+    def _is_shown(self, index: int) -> bool:
+        return self._in_parallel or index == 0
 
     def _parts(self, pieces: list[Piece]) -> list[dict[str, Any]]:
         """One for each call that the pieces are of."""
@@ -87,5 +94,5 @@ class FreeReader:
                 arguments[self._index] = []
             elif isinstance(piece, Argued):
                 arguments.setdefault(self._index, []).append(piece.text)
-        shown = (index for index in arguments if self._in_parallel or index == 0)
+        shown = filter(self._is_shown, arguments)
         return [call_part(index, "".join(arguments[index]), names.get(index)) for index in shown]

@@ -303,6 +303,7 @@ def test_half_a_surrogate_pair_is_the_callers_fault(tokenizer: Tokenizer, text: 
         ):
             answer = await client.post("/v1/completions", content=text, headers={"content-type": "application/json"})
             assert answer.status_code == 400
+            assert "half of a pair of surrogates" in answer.json()["error"]["message"]
             whole = text.replace("\\ud800", "\\ud83d\\ude00").replace("\\uDFff", "\\uD83D\\uDE00")
             answer = await client.post("/v1/completions", content=whole, headers={"content-type": "application/json"})
             assert answer.status_code == 200

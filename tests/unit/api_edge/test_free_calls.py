@@ -32,6 +32,7 @@ CASES: list[tuple[str, dict[str, Any], Shown]] = [
     (CALL, {"tool_choice": "auto", "n": 2}, (None, [WEATHER], "tool_calls")),
     (f"fox.\n{CALL}\n{OTHER}", {"logprobs": True}, ("fox.", [WEATHER, ODD], "tool_calls")),
     (f"{OTHER}\n{CALL}", {"parallel_tool_calls": False}, (None, [ODD], "tool_calls")),
+    (f"{OTHER}\n{CALL}", {"parallel_tool_calls": False, "stop": "city"}, (None, [ODD], "tool_calls")),
     (f"{CALL} the dog", {"return_token_ids": True}, (" the dog", [WEATHER], "tool_calls")),
     (CALL, {"tool_choice": "none"}, (CALL, [], "stop")),
     (CALL, {"tools": []}, (CALL, [], "stop")),
