@@ -17,8 +17,8 @@ from jdisagg.api.peer.ports import PeerPorts, Reached, Unreachable
 from jdisagg.handoff.identity import Backend
 from jdisagg.handoff.messages import Agreed, HandoffId
 from jdisagg.transfer.tcp_store import TcpStore
+from tests.unit.wire.peers import H1, H2, OTHER_SHM, SHM, Decode, Prefill, opening
 from tests.unit.wire.rig import identity, run_quiet, until
-from tests.unit.wire.test_peer import H1, H2, OTHER_SHM, SHM, Decode, Prefill, opening
 
 GRPC, TCP = Backend(name="grpc"), Backend(name="tcp")
 OF_D = (SHM, TCP, GRPC)
