@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import signal
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -20,68 +17,7 @@ from tests.e2e.client import OPTIONS, Asked, Got, generate, run_all
 from tests.e2e.conftest import SMALL, Start, starting
 from tests.e2e.processes import ServerProcess, wait_until
 from tests.e2e.tiny_model import make_tiny_model
-
-LIMIT_S = 30.0  # of what takes a second; the figures themselves are printed: machines differ
-KINDS: tuple[dict[str, object], ...] = (
-    {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.1, "logprobs": 1},
-    {"temperature": 0.8, "logprobs": 3, "top_p": 0.95},
-    {"temperature": 1.0, "top_k": 50, "min_p": 0.01, "prompt_logprobs": 2},
-    {"temperature": 0.0, "logprobs": 0, "repetition_penalty": 1.2},
-)
-
-
-def numbered(name: str, count: int, max_tokens: int, seed: int = 1) -> list[Asked]:
-    """Requests of every kind in turn; every eighth has three choices."""
-    rng = random.Random(seed)
-    return [
-        Asked(
-            prompt=tuple(rng.randrange(16, 1024) for _ in range(rng.choice((5, 20, 40)))),
-            n=3 if number % 8 == 0 else 1,
-            sampling={"max_tokens": max_tokens, "seed": rng.randrange(2**31), "ignore_eos": True, **KINDS[number % 4]},
-            request_id=f"{name}-{number}",
-        )
-        for number in range(count)
-    ]
-
-
-@dataclass(kw_only=True)
-class Fleet:
-    """Two routers and the workers that serve both."""
-
-    routers: list[ServerProcess]
-    start: Start
-    prefill: list[ServerProcess] = field(default_factory=list)
-    decode: list[ServerProcess] = field(default_factory=list)
-
-    @property
-    def workers(self) -> list[ServerProcess]:
-        return [*self.prefill, *self.decode]
-
-    def add(self, role: str, model: Path) -> ServerProcess:
-        """Start a worker; it is not ready yet."""
-        routers = ",".join(router.grpc for router in self.routers)
-        never = ("--local-prefill", "never") if role == "decode" else ()
-        exact = ("--numerics", "exact", "--model", str(model), "--served-model-name", "tiny", "--lease-s", "1", *SMALL)
-        server = self.start(role, "--role", role, "--router", routers, *never, *exact)
-        (self.prefill if role == "prefill" else self.decode).append(server)
-        return server
-
-    def add_router(self, model: Path, grpc_port: int = 0) -> ServerProcess:
-        """Start a router and wait for it."""
-        flags = ("--model", str(model), "--served-model-name", "tiny", "--grpc-port", str(grpc_port))
-        return self.start("router", "--role", "router", *flags).wait_ready()
-
-    def wait_members(self, *routers: ServerProcess) -> float:
-        """Until these routers (all, if none is named) see every worker; the seconds it took."""
-        began_s = time.monotonic()
-        for router in routers or self.routers:
-            wait_until(lambda r=router: self._sees_all(r), 20, "a router sees every worker", router.state)
-        return time.monotonic() - began_s
-
-    def _sees_all(self, router: ServerProcess) -> bool:
-        members = router.state()["members"]
-        linked = sum(member["linked"] for member in members)
-        return len(members) == len(self.workers) and linked == len(self.decode)
+from tests.e2e.two_routers import LIMIT_S, Fleet, Load, num_known, num_whole, numbered, wait_forgotten, wait_streaming
 
 
 @pytest.fixture(scope="module")
@@ -232,62 +168,6 @@ def test_a_router_that_froze_goes_on_with_its_streams_when_it_wakes(fleet: Fleet
     fleet.wait_members()
     for worker in fleet.workers:
         wait_all_free(worker)
-
-
-def num_known(router: ServerProcess) -> int:
-    """Requests that the router knows its workers to have, whoever gave them to them."""
-    return sum(member["running"] + member["waiting"] for member in router.state()["members"])
-
-
-def num_whole(fleet: Fleet) -> float:
-    """Requests that decode workers have served to their end."""
-    return sum(worker.metric("jdisagg_requests_finished_total", reason="length") for worker in fleet.decode)
-
-
-def wait_streaming(router: ServerProcess, count: int) -> None:
-    """Until so many streams of this router have tokens."""
-
-    def enough() -> bool:
-        return sum(bool(flight["delivered"]) for flight in router.state()["flights"]) >= count
-
-    wait_until(enough, 30, f"{count} streams have tokens", router.state)
-
-
-def wait_forgotten(fleet: Fleet, request_ids: list[str]) -> None:
-    """Until no worker holds anything of these requests."""
-    for worker in fleet.workers:
-        wait_until(lambda w=worker: not any(name in str(w.state()["streams"]) for name in request_ids), LIMIT_S, "forgotten")
-
-
-class Load:
-    """The same requests over and over, a few at a time, from a thread."""
-
-    def __init__(self, address: str, requests: list[Asked], at_once: int) -> None:
-        self.got: list[tuple[int, Got]] = []
-        self._requests = requests
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run(address, at_once)))
-
-    def __enter__(self) -> Load:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(90)
-        assert not self._thread.is_alive()
-
-    async def _run(self, address: str, at_once: int) -> None:
-        async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
-            await asyncio.gather(*(self._stream(channel, first, at_once) for first in range(at_once)))
-
-    async def _stream(self, channel: grpc.aio.Channel, number: int, step: int) -> None:
-        while not self._stop.is_set():
-            index = number % len(self._requests)
-            asked = self._requests[index]
-            named = Asked(prompt=asked.prompt, n=asked.n, sampling=asked.sampling, request_id=f"up-{number}", deadline_s=60.0)
-            self.got.append((index, await generate(channel, named)))
-            number += step
 
 
 @pytest.mark.covers("X25")

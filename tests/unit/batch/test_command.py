@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from jdisagg.batch.__main__ import main
+from tests.unit.batch.command_line import arguments
 from tests.unit.batch.fake_server import serving
-from tests.unit.batch.test_batch import arguments
 
 KEY = "JDISAGG_API_KEY"
 

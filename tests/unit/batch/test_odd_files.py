@@ -21,8 +21,8 @@ from jdisagg.batch.__main__ import main
 from jdisagg.batch.journal import Journal, WriteFailed, journal_path, temporary_path
 from jdisagg.batch.runner import Batch
 from jdisagg.core.errors import ConfigError
+from tests.unit.batch.command_line import arguments
 from tests.unit.batch.fake_server import serving
-from tests.unit.batch.test_batch import arguments
 
 HEADER = {"journal": 1, "seed": 0}
 NOWHERE = "http://127.0.0.1:9"  # nobody is asked

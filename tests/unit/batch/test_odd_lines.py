@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from jdisagg.batch.__main__ import main
 from jdisagg.batch.strict_json import MAX_DEPTH, decode, encode, flaw
+from tests.unit.batch.command_line import arguments
 from tests.unit.batch.fake_server import HANGS_UP, SAYS_NOTHING, serving
-from tests.unit.batch.test_batch import arguments
 
 WHOLE = re.compile("[\ud800-\udbff][\udc00-\udfff]")  # both halves of a pair are one character when they are read
 BAD_LINES = {

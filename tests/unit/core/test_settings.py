@@ -2,45 +2,16 @@
 
 import subprocess
 import sys
-from dataclasses import fields, replace
-from pathlib import Path
-from tempfile import NamedTemporaryFile
+from dataclasses import fields
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from jdisagg.core import foreign_flags
 from jdisagg.core.config import Config, LocalPrefill, Numerics
 from jdisagg.core.errors import ConfigError
-from jdisagg.core.flags import BY_NAME, FLAGS, ROLES, SECTIONS
+from jdisagg.core.flags import FLAGS
 from jdisagg.core.printed import to_flags, to_toml
-from jdisagg.core.scope import applies
-from jdisagg.core.settings import SECTION_TYPES, build_parser, load_config
-from jdisagg.core.values import keys_of
-
-NO_ENV: dict[str, str] = {}
-
-
-def load(*argv: str) -> Config:
-    return load_config(argv, NO_ENV)
-
-
-def message(*argv: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load(*argv)
-    assert "\n" not in caught.value.message
-    return caught.value.message
-
-
-@pytest.fixture
-def write(tmp_path: Path):
-    def write_text(text: str) -> str:
-        path = tmp_path / "conf.toml"
-        path.write_text(text)
-        return str(path)
-
-    return write_text
+from jdisagg.core.settings import SECTION_TYPES
+from tests.unit.core.loading import load, message
 
 
 def test_the_table_names_exactly_the_config_fields() -> None:
@@ -244,154 +215,6 @@ def test_origins_are_a_list_as_browsers_send_them(write) -> None:
     assert load().server.allowed_origins == ()
 
 
-def test_the_api_key_comes_from_a_file_or_the_environment_and_is_never_printed(tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    path.write_text("s3cret\n")
-    from_file = load("--api-key", f"@{path}")
-    assert from_file.server.api_key == "s3cret"
-    assert load_config([], {"JDISAGG_API_KEY": "from-env"}).server.api_key == "from-env"
-    assert load_config([], {"JDISAGG_API_KEY": "from-echo\n"}).server.api_key == "from-echo"
-    assert "s3cret" not in to_toml(from_file) + " ".join(to_flags(from_file))
-    assert "# api_key is set" in to_toml(from_file)
-    path.write_bytes(b"\xef\xbb\xbfs3cret\r\n")  # as Windows writes it
-    assert load("--api-key", f"@{path}").server.api_key == "s3cret"
-    path.write_bytes(b"n3w\r\n\r\n s3cret \r\n")
-    assert keys_of(load("--api-key", f"@{path}").server.api_key) == ("n3w", "s3cret")
-    path.write_text("\n")
-    assert "is empty" in message("--api-key", f"@{path}")
-    assert "more than 65536 characters" in message("--api-key", "@/dev/zero")
-    path.write_text("s3cret\n" * 2**14)  # the last one would be let in by its beginning
-    assert "more than 65536 characters" in message("--api-key", f"@{path}")
-
-
-def test_a_key_and_a_router_that_are_set_and_empty_are_no_open_server_and_no_lonely_worker() -> None:
-    for empty in ("", "\n"):
-        with pytest.raises(ConfigError, match="JDISAGG_API_KEY is set and empty: unset it"):
-            load_config([], {"JDISAGG_API_KEY": empty})
-    for empty in ("", " , "):
-        assert message("--role", "prefill", "--router", empty).startswith(f"--router: got {empty!r}, wanted HOST:PORT,..")
-
-
-@pytest.mark.parametrize("key", ["two words", "schlüssel", "tab\tbed", "bell\a", "line\x0bfeed"])
-def test_a_key_that_no_header_can_carry_is_refused_without_showing_it(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"--api-key: a key of {len(key)} characters is not a word") as caught:
-        load_config([], {"JDISAGG_API_KEY": f"g00d\n{key}"})
-    assert key not in caught.value.message
-
-
-def test_the_key_of_clients_is_another_one_beside_the_api_key_and_is_never_printed(tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    path.write_text("f0r-clients\n")
-    environ = {"JDISAGG_API_KEY": "operators"}
-    from_file = load_config(["--client-api-key", f"@{path}"], environ)
-    assert (from_file.server.api_key, from_file.server.client_api_key) == ("operators", "f0r-clients")
-    assert load_config([], environ | {"JDISAGG_CLIENT_API_KEY": "f0r-clients"}).server == from_file.server
-    assert "f0r-clients" not in to_toml(from_file) + " ".join(to_flags(from_file))
-    with pytest.raises(ConfigError, match="--client-api-key: got the same key as for --api-key"):
-        load_config([], {"JDISAGG_API_KEY": "new\nold", "JDISAGG_CLIENT_API_KEY": "f0r-clients\nold"})
-
-
-@pytest.mark.parametrize(
-    ("environ", "told"),
-    [
-        ({"JDISAGG_CLIENT_API_KEY": "c"}, "--client-api-key: got it without --api-key"),
-        ({"JDISAGG_CLIENT_API_KEY": "c", "JDISAGG_API_KEY": "c"}, "--client-api-key: got the same key as for --api-key"),
-        ({"JDISAGG_CLIENT_API_KEY": "a b", "JDISAGG_API_KEY": "c"}, "--client-api-key: a key of 3 characters is not a word"),
-        ({"JDISAGG_CLIENT_API_KEY": "", "JDISAGG_API_KEY": "c"}, "JDISAGG_CLIENT_API_KEY is set and empty: unset it"),
-    ],
-)
-def test_a_key_of_clients_that_protects_nothing_is_refused(environ: dict[str, str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        load_config([], environ)
-
-
-FOREIGN = {  # flag -> the roles that take it
-    "--prefill h:1": {"decode"},
-    "--router h:1": {"unified", "prefill", "decode", "colocated"},
-    "--advertise-host h": {"unified", "prefill", "decode", "colocated"},
-    "--advertise-port 9": {"unified", "prefill", "decode", "colocated"},
-    "--local-prefill on-failure": {"decode", "colocated", "local"},
-    "--want-min-tokens 1": {"prefill", "colocated", "local"},
-    "--num-prefill 1": {"local"},
-    "--num-decode 1": {"local"},
-    "--replay-budget 0.5": {"router", "local"},
-    "--worker-wait-s 9": {"router", "local"},
-    "--prefill-tp 1": {"local", "colocated"},
-    "--decode-tp 1": {"local", "colocated"},
-    "--num-scheduler-steps 2": {"unified", "decode", "colocated", "local"},
-    "--host-kv-bytes 1GiB": {"unified", "decode", "colocated", "local"},
-}
-
-
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("flag", FOREIGN)
-def test_a_flag_of_another_role_is_refused_and_says_whose_it_is(flag: str, role: str) -> None:
-    name = flag.split(maxsplit=1)[0]
-    argv = ["--role", role, *flag.split()]
-    if role in FOREIGN[flag]:
-        assert load(*argv).role == role
-        return
-    got = message(*argv)
-    assert got.startswith(f"{name}: means nothing to --role {role}; it is for --role ")
-    assert all(other in got for other in FOREIGN[flag])
-    assert BY_NAME[name[2:].replace("-", "_")].help in got
-    assert got.endswith("remove it, or choose that role")
-    assert "\n" not in got
-
-
-def test_prefill_workers_may_be_named_beside_routers() -> None:
-    both = load("--role", "decode", "--prefill", "127.0.0.1:9001", "--router", "127.0.0.1:9000")
-    assert (both.transfer.prefill, both.server.router) == (("127.0.0.1:9001",), ("127.0.0.1:9000",))
-    assert "with or without a router" in BY_NAME["prefill"].help
-    assert "(prefill workers of a decode worker, with or without a router" in message("--role", "prefill", "--prefill", "h:1")
-
-
-def test_the_table_above_has_every_flag_that_only_some_roles_take() -> None:
-    assert {flag.option: set(flag.only) for flag in FLAGS if flag.only} == {k.split()[0]: v for k, v in FOREIGN.items()}
-
-
-def test_the_role_of_a_file_decides_what_a_flag_means(write) -> None:
-    path = write('role = "decode"\n')
-    assert load("--config", path, "--prefill", "h:1").transfer.prefill == ("h:1",)
-    assert "--num-decode: means nothing to --role decode" in message("--config", path, "--num-decode", "2")
-
-
-def test_keys_of_other_roles_in_a_shared_file_are_remarked_once_and_defaults_never(
-    write, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write('[transfer]\nprefill = ["h:1"]\n[local]\nnum_prefill = 3\nnum_decode = 1\n[cache]\npage_size = 32\n')
-    for role, wanted in (
-        ("prefill", ["[transfer] prefill, [local] num_prefill: means nothing to --role prefill, ignored"]),
-        ("decode", ["[local] num_prefill: means nothing to --role decode, ignored"]),
-        ("router", ["[transfer] prefill, [local] num_prefill: means nothing to --role router, ignored"]),
-        ("local", ["[transfer] prefill: means nothing to --role local, ignored"]),
-    ):
-        caplog.clear()
-        assert load("--config", path, "--role", role).cache.page_size == 32
-        assert [record.message for record in caplog.records] == [f"{path}: {text}" for text in wanted]
-
-
-def test_engine_settings_on_a_routers_command_line_are_remarked(caplog: pytest.LogCaptureFixture) -> None:
-    load("--role", "router", "--model", "demo", "--port", "1", "--heartbeat-s", "0.5", "--step-timeout-s", "9")
-    load("--role", "router", "--tool-call-parser", "hermes")
-    assert not caplog.records
-    load("--role", "router", "--page-size", "32", "--dtype", "float32")
-    assert [record.message for record in caplog.records] == ["--page-size, --dtype: means nothing to --role router, ignored"]
-    caplog.clear()
-    load("--role", "prefill", "--tool-call-parser", "hermes")
-    assert [record.message for record in caplog.records] == ["--tool-call-parser: means nothing to --role prefill, ignored"]
-
-
-def test_children_get_only_flags_that_mean_something_to_them() -> None:
-    config = load("--role", "local", "--local-prefill", "never", "--page-size", "32", "--num-prefill", "2", "--prefill-tp", "2")
-    roles = {role: " ".join(to_flags(replace(config, role=role))) for role in ("router", "prefill", "decode")}
-    assert roles == {
-        "router": "--role router",
-        "prefill": "--role prefill --page-size=32",
-        "decode": "--role decode --page-size=32 --local-prefill=never",
-    }
-
-
 @pytest.mark.parametrize("text", ["9" * 5000, "9" * 400 + ".5"])
 @pytest.mark.parametrize("flag", ["--page-size", "--kv-cache-bytes", "--devices", "--local-prefill"])
 def test_a_number_beyond_all_bounds_is_named(flag: str, text: str) -> None:
@@ -404,111 +227,8 @@ def test_a_step_has_no_more_tokens_than_memory_for_their_ids() -> None:
     assert message("--max-num-batched-tokens", str(2**24 + 1)).startswith("--max-num-batched-tokens: got ")
 
 
-def test_a_value_that_begins_with_a_dash_reaches_a_child() -> None:
-    with NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
-        file.write('model = "-odd"')
-        file.flush()
-        config = load("--role", "unified", "--config", file.name)
-    assert load(*to_flags(config)).model == config.model
-
-
-argv_strategy = st.fixed_dictionaries(
-    {},
-    optional={
-        "--role": st.sampled_from(["unified", "prefill", "decode", "router"]),
-        "--model": st.sampled_from(["demo", 'a dir/with "quotes" and é']),
-        "--page-size": st.integers(1, 1024).map(str),
-        "--num-pages": st.integers(2, 10**9).map(str),
-        "--prefill": st.lists(st.integers(1, 65535), unique=True, max_size=3).map(lambda p: ",".join(f"h:{x}" for x in p)),
-        "--local-prefill": st.sampled_from(["on-failure", "below-tokens=0", "below-tokens=77"]),
-        "--lease-s": st.floats(0.1, 1e6).map(str),
-        "--layer-loop": st.sampled_from(["auto", "unrolled", "scan"]),
-        "--devices": st.sampled_from(["0", "0-3,7"]),
-    },
-)
-
-
-@given(argv_strategy, st.booleans())
-def test_printed_config_and_child_flags_load_back_equal(flags: dict[str, str], checksums: bool) -> None:
-    role = flags.get("--role", "local")
-    mine = {
-        name: value for name, value in flags.items() if name == "--role" or applies(BY_NAME[name[2:].replace("-", "_")], role)
-    }
-    switch = [] if role == "router" else ["--checksums" if checksums else "--no-checksums"]
-    config = load(*[part for pair in mine.items() for part in pair], *switch)
-    assert load(*to_flags(config)) == config
-    with NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
-        file.write(to_toml(config))
-        file.flush()
-        assert load("--config", file.name) == config
-
-
 def test_settings_import_neither_jax_nor_numpy_nor_grpc() -> None:
     modules = "jdisagg.core.settings, jdisagg.core.metrics, jdisagg.core.logs"
     code = f"import sys, {modules}; print([m for m in ('jax', 'numpy', 'grpc') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_every_section_is_printed_in_order() -> None:
-    printed = [line[1:-1] for line in to_toml(Config()).splitlines() if line.startswith("[")]
-    assert tuple(printed) == SECTIONS
-
-
-def test_foreign_flags_are_called_as_ours_are_and_none_of_them_is_ours() -> None:
-    ours = {option for action in build_parser()._actions for option in action.option_strings}
-    assert set(foreign_flags._CALLED.values()) <= ours
-    assert not {name for name in (*foreign_flags._CALLED, *foreign_flags._NOTHING) if name in ours}
-
-
-def test_vllms_switch_for_tool_calls_is_told_what_reads_them() -> None:
-    with pytest.raises(
-        ConfigError, match=r"--enable-auto-tool-choice: unknown flag; tool calls are read .* --tool-call-parser"
-    ):
-        load("--enable-auto-tool-choice")
-
-
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [
-        ("qwen", "it is called hermes here"),
-        ("llama3", "it is called llama3_json here"),
-        ("qwen3_coder", "force calls by tool_ch"),
-    ],
-)
-def test_parsers_of_other_servers_are_told_what_to_write(write, value: str, told: str) -> None:
-    wanted = f"got '{value}', wanted one of auto, none, hermes, llama3_json, mistral; .*{told}"
-    with pytest.raises(ConfigError, match=f"--tool-call-parser: {wanted}"):
-        load("--tool-call-parser", value)
-    with pytest.raises(ConfigError, match=wanted):
-        load("--config", write(f"[model]\ntool_call_parser = '{value}'\n"))
-
-
-@pytest.mark.parametrize(
-    ("flag", "told"),
-    [
-        ("-tp", "it is called --tensor-parallel-size here"),
-        ("--gpu-memory-utilization", "it is called --device-memory-utilization here"),
-        ("--max-seq-len", "it is called --max-model-len here"),
-        ("--chat-template", "write it there"),
-        ("--reasoning-parser", "thoughts stay part of content"),
-        ("--tokenizer", "the tokenizer is that of --model"),
-        ("--tool-parser-plugin", "formats of calls are those of --tool-call-parser"),
-        ("--enable-lora", "merge them into the model"),
-        ("--quantization", "weights are not quantized"),
-        ("--speculative-config", "tokens are not drafted"),
-        ("--structured-outputs-config", "llguidance alone"),
-    ],
-)
-def test_flags_of_habit_are_told_what_to_do_instead(write, flag: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=f"{flag}: unknown flag; .*{told}"):
-        load(flag, "x")
-    if flag.startswith("--"):
-        key = flag[2:].replace("-", "_")
-        with pytest.raises(ConfigError, match=rf"\[model\] {key}: unknown key; .*{told}"):
-            load("--config", write(f"[model]\n{key} = 'x'\n"))
-
-
-def test_help_names_the_flag_that_is_no_setting() -> None:
-    """`serve --version` is answered before settings are read."""
-    assert "--version" in build_parser().format_help()

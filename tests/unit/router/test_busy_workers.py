@@ -13,7 +13,7 @@ from jdisagg.router.fleet import Fleet
 from jdisagg.router.placement import beginning
 from jdisagg.router.prefixes import Near
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.router.test_fleet_engine import ask, collect, fleet, stop
+from tests.unit.router.rig import ask, collect, fleet, stop
 from tests.unit.router.test_idle_fleet import idle_fleet
 from tests.unit.router.test_late_registrations import MEMBER
 from tests.unit.wire.rig import run_quiet, until

@@ -9,7 +9,7 @@ import pytest
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost
 from jdisagg.router import recovery
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.router.test_fleet_engine import ask, collect, fleet, stop
+from tests.unit.router.rig import ask, collect, fleet, stop
 from tests.unit.wire.rig import run_quiet
 
 

@@ -11,7 +11,7 @@ from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.roles.ports import OutputSink
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.router.test_fleet_engine import ask, collect, fleet, stop
+from tests.unit.router.rig import ask, collect, fleet, stop
 from tests.unit.wire.rig import run_quiet
 
 

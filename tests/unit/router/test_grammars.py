@@ -14,7 +14,7 @@ from jdisagg.router.fleet import Fleet
 from jdisagg.router.prefixes import NOWHERE, Near
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.router.test_fleet_engine import assert_whole, collect, fleet, stop
+from tests.unit.router.rig import assert_whole, collect, fleet, stop
 from tests.unit.wire.rig import member, request, run_quiet, until
 
 NOW_S = 100.0

@@ -15,7 +15,7 @@ from jdisagg.core.fleet import Load, Member
 from jdisagg.core.requests import Output, Role, SamplingParams
 from jdisagg.router.fleet import Fleet
 from tests.unit.router.fakes import FakeWorker, Router, expected
-from tests.unit.router.test_fleet_engine import collect, tokens
+from tests.unit.router.rig import collect, tokens
 from tests.unit.wire.rig import FAST, member, request, run_quiet, until
 
 MEMBER = member(role=Role.PREFILL, worker="p", epoch="new")

@@ -14,7 +14,7 @@ from jdisagg.router.fleet import Fleet
 from jdisagg.router.prefixes import Near
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.router.test_fleet_engine import ask, assert_whole, collect, fleet
+from tests.unit.router.rig import ask, assert_whole, collect, fleet
 from tests.unit.router.test_late_registrations import MEMBER
 from tests.unit.wire.rig import run_quiet, until
 

@@ -17,8 +17,8 @@ from jdisagg.router.fleet import Fleet
 from jdisagg.router.prefixes import BLOCK_TOKENS, MOST_HOMES, NEAR_PART, Beginning, Kept, Near, Prefixes, beginnings_of
 from jdisagg.router.worker_cache import WorkerCache
 from tests.unit.router.fakes import FakeWorker, Router
+from tests.unit.router.rig import collect, fleet, stop
 from tests.unit.router.test_busy_workers import prefill_fleet
-from tests.unit.router.test_fleet_engine import collect, fleet, stop
 from tests.unit.router.test_idle_fleet import idle_fleet
 from tests.unit.wire.rig import member, request, run_quiet, until
 

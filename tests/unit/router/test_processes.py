@@ -15,7 +15,7 @@ import pytest
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.requests import EngineRequest, Output, SamplingParams
 from tests.unit.router.fakes import FakeWorker, Router, expected
-from tests.unit.router.test_fleet_engine import collect, tokens
+from tests.unit.router.rig import collect, tokens
 from tests.unit.wire.rig import request, run_quiet, until
 
 ROOT = Path(__file__).parents[3]

@@ -9,7 +9,7 @@ import pytest
 from jdisagg.core.errors import HandoffLost
 from jdisagg.router.quarantine import Quarantine
 from tests.unit.router.fakes import Router
-from tests.unit.router.test_fleet_engine import ask
+from tests.unit.router.rig import ask
 from tests.unit.wire.rig import request, run_quiet
 
 

@@ -9,7 +9,7 @@ from jdisagg.core.requests import Output
 from jdisagg.router import workers
 from scripts.chaos_kit.proxy import Proxy
 from tests.unit.router.fakes import FakeWorker, Router, expected
-from tests.unit.router.test_fleet_engine import ask, collect, stop, tokens
+from tests.unit.router.rig import ask, collect, stop, tokens
 from tests.unit.wire.rig import run_quiet, until
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from jdisagg.core.errors import HandoffLost, Overloaded, RequestError, Unavailable
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.router.test_fleet_engine import ask, assert_whole, collect, fleet, stop
+from tests.unit.router.rig import ask, assert_whole, collect, fleet, stop
 from tests.unit.wire.rig import run_quiet
 
 

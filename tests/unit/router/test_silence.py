@@ -15,7 +15,7 @@ from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.fleet import Fleet
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.router.test_fleet_engine import ask, assert_whole, collect, fleet, stop
+from tests.unit.router.rig import ask, assert_whole, collect, fleet, stop
 from tests.unit.wire.rig import FAST, member, run_quiet, until
 
 pytestmark = pytest.mark.timeout(120)

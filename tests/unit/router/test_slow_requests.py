@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.router.test_fleet_engine import ask, collect, fleet, stop
+from tests.unit.router.rig import ask, collect, fleet, stop
 from tests.unit.wire.rig import run_quiet, until
 
 

@@ -10,7 +10,7 @@ from jdisagg.api.turns import PER_TURN
 from jdisagg.router.flight import Flight
 from jdisagg.router.placement import Placement
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.router.test_fleet_engine import ask, assert_whole, collect, fleet, stop
+from tests.unit.router.rig import ask, assert_whole, collect, fleet, stop
 from tests.unit.wire.rig import RUN_LIMIT_S, run_quiet, until
 
 NUM = 5 * PER_TURN

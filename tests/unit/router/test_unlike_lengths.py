@@ -15,7 +15,7 @@ from jdisagg.router.fleet import Fleet
 from jdisagg.router.longest import AWAY_S
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router, expected
-from tests.unit.router.test_fleet_engine import collect
+from tests.unit.router.rig import collect
 from tests.unit.wire.rig import FAST, member, request, run_quiet, until
 
 STEADY = replace(FAST, dead_after_s=30.0)  # no error says that a worker fell silent, where this process is starved

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.router.test_fleet_engine import ask, assert_whole, collect, stop
+from tests.unit.router.rig import ask, assert_whole, collect, stop
 from tests.unit.wire.rig import run_quiet, until
 
 NOBODY = "no decode or unified worker is connected"

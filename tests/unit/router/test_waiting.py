@@ -14,7 +14,7 @@ from jdisagg.core.errors import DeadlineExceeded, Unavailable
 from jdisagg.core.requests import Output, Role
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.router.test_fleet_engine import ask, collect, fleet, stop, tokens
+from tests.unit.router.rig import ask, collect, fleet, stop, tokens
 from tests.unit.router.test_weights_and_choices import choices
 from tests.unit.wire.rig import FAST, run_quiet, until
 

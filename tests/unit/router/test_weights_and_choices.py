@@ -13,7 +13,7 @@ from jdisagg.core.requests import EngineRequest, Output, Role, SamplingParams
 from jdisagg.router.homes import Homes
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.router.test_fleet_engine import ask, assert_whole, collect, fleet, stop, tokens
+from tests.unit.router.rig import ask, assert_whole, collect, fleet, stop, tokens
 from tests.unit.wire.rig import request, run_quiet, until
 
 

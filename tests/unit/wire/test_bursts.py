@@ -10,8 +10,8 @@ import pytest
 from jdisagg.api.peer.link import PeerLink
 from jdisagg.api.turns import PER_TURN
 from jdisagg.handoff.messages import HandoffId
+from tests.unit.wire.peers import Decode, Prefill, opening
 from tests.unit.wire.rig import identity, run_quiet
-from tests.unit.wire.test_peer import Decode, Prefill, opening
 
 NUM = 5 * PER_TURN
 

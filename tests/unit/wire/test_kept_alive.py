@@ -13,8 +13,8 @@ from jdisagg.core.config import TransferConfig
 from jdisagg.core.fleet import Load, Member
 from jdisagg.handoff.identity import Identity
 from jdisagg.v1 import fleet_pb2_grpc
+from tests.unit.wire.peers import Decode, Prefill
 from tests.unit.wire.rig import FAST, identity, member, run_quiet, start_server, until
-from tests.unit.wire.test_peer import Decode, Prefill
 
 MEMBER = member()
 

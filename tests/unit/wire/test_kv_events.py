@@ -3,122 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from time import monotonic
 
-import grpc
-import grpc.aio
 import pytest
 
-from jdisagg.api import unread
 from jdisagg.api.kv_cache_view import KVCacheView, SequenceGap
 from jdisagg.api.kv_events.ring import KVEventRing
-from jdisagg.api.kv_events.service import KVEventsService
-from jdisagg.core.metrics import Metrics
-from jdisagg.core.requests import Role
 from jdisagg.kv.events import Batch, Cleared, Removed, Stored
 from jdisagg.kv.prefix import PrefixIndex
-from jdisagg.roles.kv_feed import KVEventFeed
-from jdisagg.v1 import kv_events_pb2, kv_events_pb2_grpc
-from tests.unit.reading import read_on
-from tests.unit.sched.engine_fake import FakeEngine, request
-from tests.unit.wire.rig import narrow_channel, run_quiet, start_server, until
-
-PAGE_SIZE = 4
-HUGE_PAGE = 32768  # tokens: a batch of 100 KB and more
-Response = kv_events_pb2.SubscribeResponse
-
-
-class Worker:
-    """The real scheduler on a fake device, its feed, and the service."""
-
-    def __init__(self, *, epoch: str = "epoch-1", num_batches: int = 4096, page_size: int = PAGE_SIZE) -> None:
-        self.metrics = Metrics()
-        self.ring = KVEventRing(
-            pool="unified", epoch=epoch, page_size=page_size, num_batches=num_batches, loop=asyncio.get_running_loop()
-        )
-        self.engine = FakeEngine(Role.UNIFIED, num_pages=40)
-        self.feed = KVEventFeed(self.engine.scheduler.kv_journal(), self.ring.post, self.metrics)
-        self.service = KVEventsService({"unified": self.ring}, self.metrics)
-        self.random = random.Random(1)
-        self.num_requests = 0
-        self.num_synthetic = 0
-
-    async def start(self, port: int = 0) -> Worker:
-        self.server, self.address = await start_server(
-            lambda s: kv_events_pb2_grpc.add_KVEventsServiceServicer_to_server(self.service, s), port
-        )
-        return self
-
-    async def stop(self) -> None:
-        await self.service.close()
-        await self.server.stop(1.0)
-
-    def serve(self, count: int = 1) -> None:
-        """Run requests to their end, a batch after every tick."""
-        for _ in range(count):
-            prompt = tuple(self.random.choices(range(1, 30), k=self.random.randint(5, 40)))
-            self.num_requests += 1
-            self.engine.add(request(f"r{self.num_requests}", prompt, 6))
-            for _ in range(20):
-                self.engine.tick()
-                self.feed.publish()
-        assert self.engine.scheduler.is_idle()
-
-    def reset(self) -> None:
-        self.engine.scheduler.reset_prefix_cache()
-        self.feed.publish()
-
-    async def store_huge_pages(self, count: int) -> float:
-        """Batches by hand, a big page each; returns the longest time but one that one took to hand over: the machine may stand
-        still once."""
-        took_s = [0.0]
-        for _ in range(count):
-            self.num_synthetic += 1
-            key = self.num_synthetic.to_bytes(16)
-            began_s = monotonic()
-            self.ring.post(Batch(self.num_synthetic, 0.0, (Stored((key,), None, (30_000,) * HUGE_PAGE, b"root"),)))
-            took_s.append(monotonic() - began_s)
-            await asyncio.sleep(0.001)
-        return sorted(took_s)[-2]
-
-    @property
-    def listeners(self) -> float:
-        return self.metrics.cache.event_listeners._value.get()
-
-    def is_known_to(self, view: KVCacheView) -> bool:
-        cache = self.engine.scheduler.snapshot()["prefix_cache"]
-        return (view.epoch, len(view.pages), view.digest) == (self.ring.epoch, cache["pages"], cache["digest"])
-
-
-@asynccontextmanager
-async def following(worker: Worker, view: KVCacheView) -> AsyncIterator[KVCacheView]:
-    task = asyncio.create_task(view.follow(worker.address))
-    try:
-        yield view
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-
-
-@asynccontextmanager
-async def subscribed(worker: Worker, epoch: str = "", from_sequence: int = 0, pool: str = "") -> AsyncIterator[grpc.aio.Call]:
-    channel = narrow_channel(worker.address)
-    asked = kv_events_pb2.SubscribeRequest(epoch=epoch, from_sequence=from_sequence, pool=pool)
-    try:
-        yield kv_events_pb2_grpc.KVEventsServiceStub(channel).Subscribe(asked, timeout=60)
-    finally:
-        await channel.close()
-
-
-async def refusal(worker: Worker, pool: str = "") -> tuple[grpc.StatusCode, str]:
-    async with subscribed(worker, pool=pool) as call:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-    return caught.value.code(), caught.value.details() or ""
+from jdisagg.v1 import kv_events_pb2
+from tests.unit.wire.kv_events_worker import HUGE_PAGE, PAGE_SIZE, Response, Worker, following, subscribed
+from tests.unit.wire.rig import run_quiet, until
 
 
 @pytest.mark.covers("V37")
@@ -224,87 +118,6 @@ def test_a_slow_listener_delays_nobody_and_gets_a_snapshot_in_its_stream():
     run_quiet(body())
 
 
-def test_a_big_set_comes_in_parts_that_every_client_accepts():
-    async def body() -> None:
-        worker = await Worker(page_size=HUGE_PAGE).start()
-        await worker.store_huge_pages(9)
-        await until(lambda: worker.ring.snapshot().sequence == 9)
-        view = KVCacheView()
-        async with subscribed(worker) as call:
-            parts: list[Response] = []
-            while not parts or parts[-1].more:
-                parts.append(await call.read())
-                view.apply(parts[-1])
-                assert len(view.pages) == (0 if parts[-1].more else 9)  # all or nothing
-        assert [len(part.events) for part in parts] == [2, 2, 2, 2, 1]
-        assert max(part.ByteSize() for part in parts) < 2**20
-        await worker.stop()
-
-    run_quiet(body())
-
-
-@pytest.mark.covers("V46")
-def test_streams_end_within_a_second_when_the_worker_drains_and_none_is_opened_after():
-    async def body() -> None:
-        worker = await Worker(num_batches=8, page_size=HUGE_PAGE).start()
-        async with subscribed(worker) as idle, subscribed(worker) as stuck:
-            await idle.read()
-            await stuck.read()
-            reading = asyncio.create_task(read_on(idle))
-            await worker.store_huge_pages(200)
-            assert worker.listeners == 2
-            closing = asyncio.create_task(worker.service.close())
-            took_s = await until(lambda: closing.done() and worker.listeners == 0)
-            assert took_s < 1.0, "also the one whose client does not read"
-            with pytest.raises(grpc.aio.AioRpcError, match="draining") as caught:
-                await reading
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert (await refusal(worker))[0] is grpc.StatusCode.UNAVAILABLE
-            stopping = asyncio.create_task(worker.server.stop(1.0))
-            assert await until(stopping.done) < 2.0
-            with pytest.raises(grpc.aio.AioRpcError):
-                await read_on(stuck)
-
-    run_quiet(body())  # and leaves no task
-
-
-def test_a_server_that_stops_without_draining_ends_them_too():
-    async def body() -> None:
-        worker = await Worker().start()
-        async with subscribed(worker) as call:
-            await call.read()
-            stopping = asyncio.create_task(worker.server.stop(0.5))
-            assert await until(stopping.done) < 1.0
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call.read()
-            assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-            assert await until(lambda: worker.listeners == 0) < 1.0
-
-    run_quiet(body())
-
-
-def test_what_cannot_be_served_is_refused_with_what_to_change():
-    async def body() -> None:
-        worker = await Worker().start()
-        code, text = await refusal(worker, pool="decode")
-        assert (code, text) == (grpc.StatusCode.INVALID_ARGUMENT, "pool: got 'decode', wanted unified")
-        worker.service._rings["prefill"] = worker.ring
-        code, text = await refusal(worker)
-        assert (code, text) == (
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "pool: got none, wanted unified or prefill: this process has 2",
-        )
-        worker.service._rings.clear()
-        code, text = await refusal(worker)
-        assert code is grpc.StatusCode.FAILED_PRECONDITION
-        assert "--enable-kv-events" in text
-        with pytest.raises(grpc.aio.AioRpcError, match="enable-kv-events"):
-            await KVCacheView().follow(worker.address)
-        await worker.stop()
-
-    run_quiet(body())
-
-
 def test_a_view_does_not_go_on_after_a_gap():
     def batch(sequence: int, epoch: str = "e") -> Response:
         return Response(epoch=epoch, sequence=sequence, block_size=1)
@@ -342,25 +155,5 @@ def test_a_ring_takes_every_batch_once():
         assert await late == []  # woken after the ring had passed on
         assert not ring.has(4)
         assert ring.has(5)
-
-    run_quiet(body())
-
-
-def test_a_listener_that_reads_nothing_any_more_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unread, "UNREAD_TIMEOUT_S", 0.3)
-
-    async def body() -> None:
-        worker = await Worker(page_size=HUGE_PAGE).start()
-        async with subscribed(worker) as call:
-            await call.read()
-            assert worker.listeners == 1
-            await worker.store_huge_pages(200)  # more than sockets hold
-            await until(lambda: worker.listeners == 0)
-
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await read_on(call)
-            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert caught.value.details() == "KV events: nothing of them was taken for 0.3 s; read sooner"
-        await worker.stop()
 
     run_quiet(body())

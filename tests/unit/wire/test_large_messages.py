@@ -8,7 +8,7 @@ from jdisagg.api import channels
 from jdisagg.core.requests import Output, SamplingParams
 from tests.unit.router.fakes import FakeWorker, expected
 from tests.unit.wire.rig import request, run_quiet, until
-from tests.unit.wire.test_worker import Client
+from tests.unit.wire.router_link import Client
 
 NUM, NUM_TOKENS = 12, 400_000  # more than a megabyte each
 LIMIT = "grpc.max_receive_message_length"

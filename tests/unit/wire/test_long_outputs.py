@@ -16,9 +16,9 @@ from jdisagg.api.worker import service as worker_service
 from jdisagg.core.requests import Output, SamplingParams, TokenLogprob
 from jdisagg.handoff.messages import Accepted, Done, Started
 from tests.unit.router.fakes import FakeWorker
+from tests.unit.wire.peers import CHUNK, H1, H2, Decode, Prefill, opening
 from tests.unit.wire.rig import FAST, identity, request, run_quiet, until
-from tests.unit.wire.test_peer import CHUNK, H1, H2, Decode, Prefill, opening
-from tests.unit.wire.test_worker import Client
+from tests.unit.wire.router_link import Client
 
 SCORED = (None, *(TokenLogprob(token, -1.0, ((token, -1.0),)) for token in range(LONG_POSITIONS)))
 

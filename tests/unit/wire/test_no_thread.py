@@ -14,8 +14,8 @@ from chaos_kit.proxy import Weather
 from jdisagg.api.peer.byte_source import GrpcByteSource
 from jdisagg.core.errors import Stalled
 from tests.unit.reading import read_whole
+from tests.unit.wire.peers import Prefill
 from tests.unit.wire.rig import identity, run_quiet
-from tests.unit.wire.test_peer import Prefill
 from tests.unit.wire.test_swallowed import watched_reads
 
 LONG_S = 20.0

@@ -19,8 +19,8 @@ from jdisagg.core.fleet import SUSPECT_S
 from jdisagg.handoff.messages import Accepted, HandoffId, StreamEnded
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 from tests.unit.reading import read_whole
+from tests.unit.wire.peers import Decode, Prefill, opening
 from tests.unit.wire.rig import identity, run_quiet, start_server, until
-from tests.unit.wire.test_peer import Decode, Prefill, opening
 
 NUM_WORKERS = 3
 

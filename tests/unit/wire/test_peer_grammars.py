@@ -15,8 +15,8 @@ from jdisagg.core.requests import Grammar, GrammarKind, SamplingParams
 from jdisagg.handoff.events import PeerAlive, PeerOpened
 from jdisagg.handoff.messages import Accepted, Grant, HandoffId, Open, Refused, StreamEnded
 from jdisagg.v1 import peer_pb2_grpc
+from tests.unit.wire.peers import H1, H2, Decode, Prefill
 from tests.unit.wire.rig import FAST, identity, request, run_quiet, until
-from tests.unit.wire.test_peer import H1, H2, Decode, Prefill
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "a+")
 STEADY = replace(FAST, dead_after_s=1.5)  # of who is not to die on a machine that gives nobody a core for a while

@@ -26,8 +26,8 @@ from jdisagg.core.config import TransferConfig
 from jdisagg.handoff.events import PeerAlive
 from jdisagg.handoff.messages import Accepted, Ack, HandoffId
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
+from tests.unit.wire.peers import CHUNK, Decode, Prefill, beat, opening
 from tests.unit.wire.rig import FAST, identity, run_quiet, until
-from tests.unit.wire.test_peer import CHUNK, Decode, Prefill, beat, opening
 
 NUM_STREAMS = 12
 FROZEN = TransferConfig(heartbeat_s=5.0, dead_after_s=30.0)  # says nothing for the time of a test

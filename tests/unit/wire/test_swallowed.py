@@ -17,8 +17,8 @@ from jdisagg.core.errors import Stalled
 from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.messages import Accepted, HandoffId, StreamEnded
 from tests.unit.reading import read_whole
+from tests.unit.wire.peers import Prefill, opening
 from tests.unit.wire.rig import FAST, identity, run_quiet, until
-from tests.unit.wire.test_peer import Prefill, opening
 
 H = HandoffId("r", 1)
 LONG_S = 60.0

@@ -21,8 +21,8 @@ from jdisagg.handoff.identity import Incompatible
 from jdisagg.handoff.ladder import is_final, is_unfit
 from jdisagg.handoff.messages import Accepted, ChunkReady, Declined, Done, HandoffId, Open, Refused, StreamEnded, Want
 from jdisagg.v1 import peer_pb2
+from tests.unit.wire.peers import Prefill
 from tests.unit.wire.rig import FAST, WAIT_LIMIT_S, identity, request, run_quiet, start_server, until
-from tests.unit.wire.test_peer import Prefill
 
 NO_PROTO = b"\xff\xff\xff"
 FLAT = ChunkReady(key="k", begin=1, end=3, shape=(2, 2, 2, 8), dtype="float32", num_bytes=256, checksum=1)

@@ -1,0 +1,147 @@
+"""What operators and probes ask of a process: admin calls, health and reflection, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from jdisagg.api import channels
+from jdisagg.api.admin import AdminService
+from jdisagg.api.generation.token_engine import Health
+from jdisagg.api.grpc_health import HealthReporter
+from jdisagg.core.errors import Unavailable
+from jdisagg.v1 import admin_pb2, admin_pb2_grpc
+from tests.unit.wire.rig import pause, run_quiet, start_server, until
+
+
+def test_admin_calls_what_it_was_given():
+    async def body() -> None:
+        drained: list[float] = []
+
+        async def drain(deadline_s: float) -> int:
+            drained.append(deadline_s)
+            return 3
+
+        async def reset() -> int:
+            if drained:
+                raise Unavailable("pages are being transferred; try again")
+            return 17
+
+        async def stats() -> dict[str, object]:
+            return {"queues": {"waiting": 2}}
+
+        service = AdminService(drain=drain, stats=stats, reset_prefix_cache=reset)
+        server, address = await start_server(lambda s: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, s))
+        channel = channels.open_channel(address)
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        assert (await stub.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest())).pages_freed == 17
+        assert (await stub.Drain(admin_pb2.DrainRequest(deadline_ms=50))).unfinished == 3
+        assert json.loads((await stub.Stats(admin_pb2.StatsRequest())).json) == {"queues": {"waiting": 2}}
+        with pytest.raises(grpc.aio.AioRpcError, match="being transferred") as caught:
+            await stub.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await channel.close()
+        await server.stop(0)
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_drain_goes_through_when_its_client_hangs_up(fails: bool, caplog: pytest.LogCaptureFixture):
+    async def body() -> None:
+        announcing, announced, admits = asyncio.Event(), asyncio.Event(), [True]
+
+        async def drain(deadline_s: float) -> int:
+            announcing.set()
+            await announced.wait()
+            admits[0] = False
+            if fails:
+                raise KeyError("our bug")
+            return 0
+
+        async def stats() -> dict[str, object]:
+            return {}
+
+        service = AdminService(drain=drain, stats=stats, reset_prefix_cache=None)
+        server, address = await start_server(lambda s: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, s))
+        channel = channels.open_channel(address)
+        call = admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(deadline_ms=5000))
+        await announcing.wait()
+        call.cancel()
+        await asyncio.sleep(0.2)
+        announced.set()
+        await until(lambda: not admits[0] and ("our bug" in caplog.text or not fails))
+        await asyncio.sleep(0.05)
+        assert ("our bug" in caplog.text) == fails
+        await channel.close()
+        await server.stop(0)
+
+    run_quiet(body())
+
+
+def test_resetting_a_prefix_cache_that_is_not_there_invites_no_retry():
+    async def body() -> None:
+        async def drain(deadline_s: float) -> int:
+            return 0
+
+        async def stats() -> dict[str, object]:
+            return {}
+
+        service = AdminService(drain=drain, stats=stats, reset_prefix_cache=None)
+        server, address = await start_server(lambda s: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, s))
+        channel = channels.open_channel(address)
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="a router has no prefix cache; ask the workers") as caught:
+            await stub.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest())
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        await channel.close()
+        await server.stop(0)
+
+    run_quiet(body())
+
+
+def test_grpc_health_follows_the_engine_within_a_second_and_reflection_lists_services():
+    async def body() -> None:
+        status = Health(healthy=True, ready=True)
+        server = channels.make_server()
+        reporter = HealthReporter(server, ("jdisagg.v1.WorkerService",), lambda: status)
+        address = channels.bind(server)
+        await server.start()
+        await reporter.start()
+        channel = channels.open_channel(address)
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        async def serving(name: str = "jdisagg.v1.WorkerService") -> bool:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+            return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+        async def turns(to: bool) -> float:
+            asked_s = 0.0
+            while await serving() is not to:
+                asked_s += await pause(0.02)
+            return asked_s
+
+        assert await serving()
+        assert await serving("")
+        status = Health(healthy=True, ready=False, reason="draining")
+        assert await turns(False) < 1.0
+        status = Health(healthy=True, ready=True)
+        assert await turns(True) < 1.0
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        )
+        listed = {service.name for service in (await call.read()).list_services_response.service}
+        assert "jdisagg.v1.WorkerService" in listed
+        assert await call.read() is grpc.aio.EOF
+        await reporter.close()
+        assert not await serving()
+        await channel.close()
+        await server.stop(0)
+
+    run_quiet(body())

@@ -1,0 +1,81 @@
+"""The bytes of a hand-off over gRPC: whole for who asks, and given up for who does not take them."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from time import monotonic
+
+import grpc
+import pytest
+
+from jdisagg.api.peer import piece_server
+from jdisagg.api.peer.byte_source import GrpcByteSource
+from jdisagg.v1 import peer_pb2, peer_pb2_grpc
+from tests.unit.reading import read_whole
+from tests.unit.wire.peers import Prefill
+from tests.unit.wire.rig import identity, narrow_channel, run_quiet, until
+
+
+class _Bytes(bytearray):
+    """They can be seen to be freed."""
+
+
+def test_fetch_streams_the_bytes_and_unknown_keys_answer_at_once():
+    async def body() -> None:
+        p = Prefill(identity())
+        address = await p.start()
+        p.pieces["k"] = bytes(range(256)) * 12_345  # 3.01 MiB: not a whole number of parts
+        p.pieces["empty"] = b""
+        source = GrpcByteSource()
+
+        def read(key: str, peer: str = address, left_s: float = 30.0) -> bytes:
+            return read_whole(source, peer, key, monotonic() + left_s)
+
+        assert await asyncio.to_thread(read, "k") == p.pieces["k"]
+        assert await asyncio.to_thread(read, "empty") == b""
+        with pytest.raises(KeyError, match="nope"):
+            await asyncio.to_thread(read, "nope")
+        with pytest.raises(KeyError):
+            await asyncio.to_thread(read, "\1" * 20_000)  # longer than a status may be
+        with pytest.raises(TimeoutError, match="its time was over"):  # asked, P might have served it
+            await asyncio.to_thread(read, "k", address, -1.0)
+        await p.server.stop(0)
+        began_s = monotonic()
+        with pytest.raises(ConnectionError, match=address):
+            await asyncio.to_thread(read, "k", address, 60.0)
+        assert monotonic() - began_s < 20.0
+        await p.start(port=int(address.rpartition(":")[2]))
+        assert await asyncio.to_thread(read, "k") == p.pieces["k"]  # a restarted peer is reached at once
+        source.close()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_bytes_that_nobody_takes_are_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(piece_server, "STALL_TIMEOUT_S", 0.3, raising=False)
+
+    async def body() -> None:
+        p = Prefill(identity())
+        address = await p.start()
+        piece = p.pieces["k"] = _Bytes(64 * 2**20)
+        channel = narrow_channel(address)
+        call = peer_pb2_grpc.PeerServiceStub(channel).Fetch(peer_pb2.FetchRequest(key="k"))
+        await call.read()
+        del p.pieces["k"]  # acknowledged, or its lease is over
+        held = weakref.ref(piece)
+        del piece
+        assert held() is not None
+        await until(lambda: held() is None)
+
+        async def take_the_rest() -> None:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+
+        with pytest.raises(grpc.aio.AioRpcError, match="nothing was taken"):
+            await take_the_rest()
+        await channel.close()
+        await p.server.stop(0)
+
+    run_quiet(body())

@@ -1,0 +1,114 @@
+"""Prefill workers that D watches: down until they answer, passed over while they drain, forgotten when nobody asks them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+
+import pytest
+
+from jdisagg.handoff.messages import Accepted, HandoffId
+from tests.unit.wire.peers import H1, H2, Decode, Prefill, opening
+from tests.unit.wire.rig import identity, run_quiet, until
+
+
+def test_a_failed_question_never_ends_the_streams_beside_it(monkeypatch):
+    """A slow P misses a probe, or one of its streams dies: the other hand-offs on the connection go on."""
+
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.open(address, H1, opening())
+        await until(p.opened)
+
+        p.service._identity = dataclasses.replace(p.service._identity, fingerprint="refuses every Hello from now on")
+        monkeypatch.setattr("jdisagg.api.peer.client.PROBE_INTERVAL_S", 0.05)
+        d.client.watch((address,))
+        await until(lambda: not d.usable(address))
+        await asyncio.sleep(0.2)
+        assert d.ends(H1) == []
+        p.opened()[0].reply.send(Accepted(cached_tokens=3))
+        await until(lambda: d.messages(H1) == [Accepted(cached_tokens=3)])
+        d.client.close(H1)
+        await until(lambda: p.ends() == ["closed"])
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_watched_peers_are_known_to_be_down_until_they_answer(monkeypatch):
+    async def body() -> None:
+        monkeypatch.setattr("jdisagg.api.peer.client.PROBE_INTERVAL_S", 0.05)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        address = f"127.0.0.1:{port}"
+        p, d = Prefill(identity()), Decode()
+        assert not d.client.is_down(address)  # never asked
+        d.client.watch((address,))
+        await until(lambda: d.client.is_down(address))
+        await p.start(port)
+        await until(lambda: not d.client.is_down(address))
+        assert d.usable(address)
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_peers_that_nobody_asks_any_more_are_forgotten_with_their_connections(monkeypatch: pytest.MonkeyPatch):
+    async def body() -> None:
+        monkeypatch.setattr("jdisagg.api.peer.book.FORGET_S", 0.2)
+        down: list[str] = []
+        watched, old, new, d = Prefill(identity()), Prefill(identity()), Prefill(identity()), Decode()
+        d.client._on_down = down.append
+        addresses = [await p.start() for p in (watched, old, new)]
+        d.client.watch((addresses[0],))
+        d.client.open(addresses[1], H1, opening())
+        await until(old.opened)
+        await asyncio.sleep(0.3)
+        d.client.open(addresses[2], H2, opening())
+        await until(new.opened)
+        assert set(d.client.failures()) == set(addresses), "a hand-off is open there"
+        d.client.close(H1)
+        await until(lambda: d.client.num_streams == 1)
+        d.client.open(addresses[2], HandoffId("r", 3), opening())
+        await until(lambda: len(new.opened()) == 2)
+        assert set(d.client.failures()) == {addresses[0], addresses[2]}
+        assert down == [addresses[1]]
+        await until(lambda: not d.client._retiring)
+        d.client.open(addresses[1], HandoffId("r", 4), opening())
+        await until(lambda: len(old.opened()) == 2)
+        await d.client.aclose()
+        for p in (watched, old, new):
+            await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_a_watched_peer_that_drains_is_passed_over_and_what_it_has_taken_on_goes_on(caplog: pytest.LogCaptureFixture):
+    async def body() -> None:
+        p, d, handoff = Prefill(identity()), Decode(), HandoffId("r", 1)
+        address = await p.start()
+        d.client.watch((address,))
+        d.client.open(address, handoff, opening())
+        await until(lambda: p.opened() and d.usable(address))
+        p.service.drain()
+        await until(lambda: d.client.is_down(address))
+        assert d.client.failures() == {address: "it is draining"}
+        p.opened()[0].reply.send(Accepted(cached_tokens=0))
+        await until(lambda: d.messages(handoff) == [Accepted(cached_tokens=0)])
+        await p.server.stop(0)
+        await until(lambda: d.client.failures()[address] not in ("", "it is draining"))
+        again = Prefill(identity(epoch="again"))
+        await again.start(int(address.rpartition(":")[2]))
+        await until(lambda: d.usable(address))
+        await d.client.aclose()
+
+    caplog.set_level("INFO")
+    run_quiet(body())
+    levels = [(record.levelname, "is draining" in record.getMessage()) for record in caplog.records]
+    assert levels.count(("INFO", True)) == 1
+    assert ("WARNING", False) not in levels
