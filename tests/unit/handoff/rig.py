@@ -11,13 +11,14 @@ from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.requests import EngineRequest, Output, SamplingParams
 from jdisagg.handoff.actions import Export
 from jdisagg.handoff.decode_side import DecodeSide
-from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.handoff.messages import Accepted, ChunkReady, HandoffId, StreamEnded
 from jdisagg.handoff.prefill_side import PrefillSide
 
 BPT = 10
 CONFIG = TransferConfig(transfer_chunk_tokens=4, transfer_buffer_bytes=1000)
 NEVER = TransferConfig(transfer_chunk_tokens=4, transfer_buffer_bytes=1000, local_prefill=LocalPrefill.NEVER)
-H = HandoffId("r", 1)
+H, H2 = HandoffId("r", 1), HandoffId("r", 2)
+DEAD = StreamEnded(reason="dead")
 FIRST = Output(request_id="r#1", token_ids=(42,))
 A = TypeVar("A")
 
@@ -54,6 +55,16 @@ def ready(key: str, begin: int, end: int, backend: str = "fake") -> ChunkReady:
         checksum=0,
         backend=backend,
     )
+
+
+def transferring(side: DecodeSide, peers: tuple[str, ...] = ("p",)) -> ChunkReady:
+    """One piece, [0, 4), is being fetched."""
+    side.start(request(), 0, peers, 0.0)
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    side.on_reserved("r", 0.0)
+    piece = ready("a", 0, 4)
+    side.on_message(H, piece, 0.0)
+    return piece
 
 
 def exports(actions: Sequence[object]) -> list[tuple[int, int]]:
