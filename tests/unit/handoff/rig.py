@@ -11,7 +11,7 @@ from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.requests import EngineRequest, Output, SamplingParams
 from jdisagg.handoff.actions import Export
 from jdisagg.handoff.decode_side import DecodeSide
-from jdisagg.handoff.messages import Accepted, ChunkReady, HandoffId, StreamEnded
+from jdisagg.handoff.messages import Accepted, ChunkReady, Grant, HandoffId, Open, StreamEnded
 from jdisagg.handoff.prefill_side import PrefillSide
 
 BPT = 10
@@ -19,6 +19,7 @@ CONFIG = TransferConfig(transfer_chunk_tokens=4, transfer_buffer_bytes=1000)
 NEVER = TransferConfig(transfer_chunk_tokens=4, transfer_buffer_bytes=1000, local_prefill=LocalPrefill.NEVER)
 H, H2 = HandoffId("r", 1), HandoffId("r", 2)
 DEAD = StreamEnded(reason="dead")
+LOTS = Grant(credit_bytes=10_000)
 FIRST = Output(request_id="r#1", token_ids=(42,))
 A = TypeVar("A")
 
@@ -41,6 +42,14 @@ def decode_side(config: TransferConfig = CONFIG) -> DecodeSide:
 def prefill_side(config: TransferConfig = CONFIG) -> PrefillSide:
     keys = itertools.count()
     return PrefillSide(config, bytes_per_token=BPT, new_key=lambda: f"k{next(keys)}")
+
+
+def opened(side: PrefillSide, handoff: HandoffId = H, num_tokens: int = 10, held: int = 0, *, credit: bool = True) -> None:
+    """A prompt is admitted; with `credit` D takes all of it."""
+    side.open(handoff, Open(request=request(num_tokens), held_tokens=held, backend="fake"), 0.0)
+    side.on_admitted(handoff, 0)
+    if credit:
+        side.on_message(handoff, LOTS, 0.0)
 
 
 def ready(key: str, begin: int, end: int, backend: str = "fake") -> ChunkReady:
