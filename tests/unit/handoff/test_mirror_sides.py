@@ -34,7 +34,7 @@ class MirrorMachine(RuleBasedStateMachine):
     @initialize(buffer_bytes=st.sampled_from([30, 40, 80, 1000]), count=st.integers(1, 3))
     def begin(self, buffer_bytes: int, count: int) -> None:
         self.world = World(config(buffer_bytes=buffer_bytes))
-        self.world.borrow_always = True
+        self.world.loans.borrow_always = True
         for _ in range(count):
             self.start(tokens=13, held=12)
 
@@ -68,13 +68,13 @@ class MirrorMachine(RuleBasedStateMachine):
 
     @rule(outcome=st.sampled_from(["ok", "ok", "ok", "fail", "lost"]))
     def publish(self, outcome: str) -> None:
-        if self.world.lending:
+        if self.world.loans.lending:
             self.world.publish_lent(outcome)
 
     @rule(data=st.data(), outcome=st.sampled_from(["ok", "ok", "ok", "again", "lost", "checksum", "connection"]))
     def fetch(self, data: st.DataObject, outcome: str) -> None:
-        if self.world.loans:
-            fetch = data.draw(st.sampled_from(self.world.loans))
+        if self.world.loans.fetches:
+            fetch = data.draw(st.sampled_from(self.world.loans.fetches))
             self.world.finish_loan(self.world.streams[fetch.handoff].peer, fetch, outcome)
 
     @rule(data=st.data())
