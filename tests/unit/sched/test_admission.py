@@ -12,7 +12,7 @@ from jdisagg.core.requests import Role
 from jdisagg.sched.admission import MAX_WAITING_WEIGHED
 from jdisagg.sched.states import Status
 from tests.unit.sched.engine_fake import FakeEngine, expected, request
-from tests.unit.sched.test_decode import arrive, first_of
+from tests.unit.sched.peer_fake import arrive, first_of
 
 SIZE = 4  # tokens per page
 SIDES = st.tuples(st.integers(1, 20), st.integers(1, 12), st.booleans())  # prompt tokens, output tokens, remote
