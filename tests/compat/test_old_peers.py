@@ -24,8 +24,9 @@ from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.messages import Accepted, ChunkReady, Done, HandoffId, Open, Started, StreamEnded
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 from tests.compat.schema import FIRST, RECORDED, Peer
+from tests.unit.handoff.parties import Stream
 from tests.unit.handoff.rig import decode_side, ready, request
-from tests.unit.handoff.world import Stream, World
+from tests.unit.handoff.world import World
 from tests.unit.wire.rig import FAST, identity, run_quiet, start_server
 
 CONFIG = TransferConfig(transfer_chunk_tokens=4, transfer_buffer_bytes=1000, local_prefill=LocalPrefill.NEVER)

@@ -11,13 +11,16 @@ from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.requests import EngineRequest, Output, SamplingParams
 from jdisagg.handoff.actions import Export
 from jdisagg.handoff.decode_side import DecodeSide
-from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.handoff.messages import Accepted, ChunkReady, Grant, HandoffId, Lending, Open, StreamEnded
 from jdisagg.handoff.prefill_side import PrefillSide
 
 BPT = 10
 CONFIG = TransferConfig(transfer_chunk_tokens=4, transfer_buffer_bytes=1000)
 NEVER = TransferConfig(transfer_chunk_tokens=4, transfer_buffer_bytes=1000, local_prefill=LocalPrefill.NEVER)
-H = HandoffId("r", 1)
+H, H2 = HandoffId("r", 1), HandoffId("r", 2)
+DEAD = StreamEnded(reason="dead")
+LENDING = Lending(address="d0:1", backend="fake", dtype="float32")
+LOTS = Grant(credit_bytes=10_000)
 FIRST = Output(request_id="r#1", token_ids=(42,))
 A = TypeVar("A")
 
@@ -42,6 +45,14 @@ def prefill_side(config: TransferConfig = CONFIG) -> PrefillSide:
     return PrefillSide(config, bytes_per_token=BPT, new_key=lambda: f"k{next(keys)}")
 
 
+def opened(side: PrefillSide, handoff: HandoffId = H, num_tokens: int = 10, held: int = 0, *, credit: bool = True) -> None:
+    """A prompt is admitted; with `credit` D takes all of it."""
+    side.open(handoff, Open(request=request(num_tokens), held_tokens=held, backend="fake"), 0.0)
+    side.on_admitted(handoff, 0)
+    if credit:
+        side.on_message(handoff, LOTS, 0.0)
+
+
 def ready(key: str, begin: int, end: int, backend: str = "fake") -> ChunkReady:
     size = end - begin
     return ChunkReady(
@@ -54,6 +65,16 @@ def ready(key: str, begin: int, end: int, backend: str = "fake") -> ChunkReady:
         checksum=0,
         backend=backend,
     )
+
+
+def transferring(side: DecodeSide, peers: tuple[str, ...] = ("p",)) -> ChunkReady:
+    """One piece, [0, 4), is being fetched."""
+    side.start(request(), 0, peers, 0.0)
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    side.on_reserved("r", 0.0)
+    piece = ready("a", 0, 4)
+    side.on_message(H, piece, 0.0)
+    return piece
 
 
 def exports(actions: Sequence[object]) -> list[tuple[int, int]]:

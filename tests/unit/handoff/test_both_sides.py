@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
+from tests.unit.handoff.parties import Stream
 from tests.unit.handoff.rig import BPT, request
-from tests.unit.handoff.world import PEERS, Stream, World
+from tests.unit.handoff.world import PEERS, World
 
 DEADLINE_S = 60.0
 PEER_LISTS = [(), ("p0",), ("p0", "p1"), ("p1", "p0")]
@@ -115,13 +116,13 @@ class HandoffMachine(RuleBasedStateMachine):
 
     @rule(outcome=st.sampled_from(["ok", "ok", "ok", "fail", "lost"]))
     def publish_lent(self, outcome: str) -> None:
-        if self.world.lending:
+        if self.world.loans.lending:
             self.world.publish_lent(outcome)
 
     @rule(data=st.data(), outcome=st.sampled_from(["ok", "ok", "ok", "again", "lost", "checksum", "connection"]))
     def fetch_lent(self, data: st.DataObject, outcome: str) -> None:
-        if self.world.loans:
-            fetch = data.draw(st.sampled_from(self.world.loans))
+        if self.world.loans.fetches:
+            fetch = data.draw(st.sampled_from(self.world.loans.fetches))
             self.world.finish_loan(self.world.streams[fetch.handoff].peer, fetch, outcome)
 
     @rule(seconds=st.sampled_from([0.0, 0.1, 1.0, 6.0, 11.0]))
@@ -143,8 +144,8 @@ class HandoffMachine(RuleBasedStateMachine):
         for worker in self.world.prefillers.values():
             assert worker.side.buffered_bytes == sum(worker.held_bytes.values())
             assert set(worker.borrower.snapshot()) == set(worker.borrowing)
-        lent_bytes = sum((export.end - export.begin) * BPT for export in self.world.lent.values())
-        assert self.world.lender.buffered_bytes == lent_bytes
+        lent_bytes = sum((export.end - export.begin) * BPT for export in self.world.loans.lent.values())
+        assert self.world.loans.lender.buffered_bytes == lent_bytes
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -160,8 +161,8 @@ class HandoffMachine(RuleBasedStateMachine):
         assert [name for name, client in world.clients.items() if len(client.ends) != 1] == []
         world.settle()
         assert world.decode.is_idle
-        assert world.lender.is_idle
-        assert not world.lent
+        assert world.loans.lender.is_idle
+        assert not world.loans.lent
         for worker in world.prefillers.values():
             assert worker.side.is_idle
             assert worker.borrower.is_idle

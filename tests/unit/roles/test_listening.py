@@ -13,7 +13,7 @@ from jdisagg.roles import engine_loop
 from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.inbox import Message, Submit
 from tests.unit.roles.engine import Engine
-from tests.unit.roles.test_records import Ticking, read
+from tests.unit.roles.measured import Ticking, read
 from tests.unit.roles.world import PEERS, World
 from tests.unit.sched.engine_fake import expected, request
 

@@ -26,6 +26,8 @@ from tests.unit.roles.network_fake import BYTES_PER_TOKEN, CHUNK_TOKENS, PEERS, 
 from tests.unit.sched.content_fake import EOS
 from tests.unit.sched.engine_fake import request
 
+PROMPT = tuple(range(3, 22))  # 19 tokens
+
 
 @dataclass
 class Decoder:

@@ -15,6 +15,7 @@ from tests.unit.sched.content_fake import EOS, next_token
 from tests.unit.sched.device_fake import FakeDevice
 
 FAR_S = 1e9
+SIZE = 4  # tokens per page
 
 
 def expected(prompt: tuple[int, ...], max_tokens: int, *, ignore_eos: bool = True) -> list[int]:
@@ -74,7 +75,7 @@ class FakeEngine:
         role: Role = Role.UNIFIED,
         *,
         num_pages: int = 33,
-        page_size: int = 4,
+        page_size: int = SIZE,
         max_model_len: int = 64,
         delay: int = 1,
         caching: bool = True,

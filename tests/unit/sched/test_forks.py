@@ -7,7 +7,7 @@ import pytest
 from jdisagg.core.requests import Role
 from jdisagg.sched.plan import PageCopy
 from tests.unit.sched.engine_fake import FakeEngine, expected, request
-from tests.unit.sched.test_decode import arrive
+from tests.unit.sched.peer_fake import arrive
 
 PROMPT = tuple(range(1, 11))  # 10 tokens: two full pages of 4 and a half one
 

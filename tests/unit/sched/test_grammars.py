@@ -10,7 +10,7 @@ from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import FinishReason, Grammar, GrammarKind, Role
 from jdisagg.sched.explain import Cause
 from tests.unit.sched.engine_fake import FakeEngine, expected, request
-from tests.unit.sched.test_decode import arrive
+from tests.unit.sched.peer_fake import arrive
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "[a-z]*")
 

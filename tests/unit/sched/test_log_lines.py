@@ -19,7 +19,7 @@ from jdisagg.sched.log_codec import decode, encode
 from jdisagg.sched.plan import StepResult
 from jdisagg.sched.states import Status
 from tests.unit.sched.engine_fake import FakeEngine, expected, request
-from tests.unit.sched.test_decode import PROMPT, arrive, first_of
+from tests.unit.sched.peer_fake import PROMPT, arrive, first_of
 
 SIZES: dict[str, Any] = {"max_model_len": 64, "page_size": 4, "num_pages": 20, "eos_token_ids": ()}
 

@@ -9,7 +9,7 @@ import pytest
 
 from jdisagg.core.requests import FinishReason, Role
 from tests.unit.sched.engine_fake import FakeEngine, expected, request
-from tests.unit.sched.test_decode import arrive
+from tests.unit.sched.peer_fake import arrive
 
 
 def decoding(num_prompt: int, max_tokens: int, steps: int, **options: Any) -> FakeEngine:

@@ -1,0 +1,147 @@
+"""P borrows what D holds: what is wanted, fetched and kept, and what ends it, without which P would wait for ever."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from jdisagg.handoff import actions as act
+from jdisagg.handoff.borrower import LONGEST_S, STALL_S, Borrowed, Borrower, BorrowerAction, Outcome
+from jdisagg.handoff.messages import Ack, ChunkReady, Declined, Grant, Want
+from tests.unit.handoff.rig import BPT, CONFIG, LENDING, H, none_of, only, ready
+
+
+def borrower(*, reserved: bool = True) -> Borrower:
+    """One that wants [2, 11) of a request whose pages exist."""
+    side = Borrower(CONFIG, bytes_per_token=BPT)
+    side.start(H, "r#1", LENDING, (2, 11), 100.0)
+    if reserved:
+        side.on_reserved("r#1", 5.0)
+    return side
+
+
+def ended(actions: list[BorrowerAction]) -> tuple[int, int, Outcome]:
+    """Tokens in place and borrowed, and how it ended."""
+    last = only(Borrowed, actions)
+    return last.held_tokens, last.num_tokens, last.outcome
+
+
+def test_nothing_is_wanted_before_there_are_pages() -> None:
+    side = borrower(reserved=False)
+    assert side.tick(50.0) == []
+    want, grant = side.on_reserved("r#1", 5.0)
+    assert want == act.Reply(H, Want(begin=2, end=11, reason="held", piece_tokens=4))
+    assert grant == act.Reply(H, Grant(credit_bytes=1000))
+    assert side.on_reserved("r#1", 5.0) == []
+    assert side.on_reserved("other", 5.0) == []
+
+
+def test_pieces_are_fetched_imported_and_acknowledged_and_the_last_ends_it() -> None:
+    side = borrower()
+    for key, begin, end in (("a", 2, 6), ("b", 6, 10)):
+        fetch = only(act.Fetch, side.on_message(H, ready(key, begin, end), 5.1))
+        assert (fetch.peer, fetch.deadline_s) == ("d0:1", 5.0 + LONGEST_S)
+    assert side.on_message(H, ready("b", 6, 10), 5.1) == [], "said twice"
+    assert side.on_arrived(H, "b", 5.2) == [
+        act.Import("r#1", H, "b"), act.Reply(H, Ack(key="b")), act.Reply(H, Grant(credit_bytes=1040)),
+    ]  # fmt: skip
+    assert side.on_arrived(H, "b", 5.2) == [], "arrived twice"
+    side.on_message(H, ready("c", 10, 11), 5.3)
+    side.on_arrived(H, "c", 5.3)
+    assert ended(side.on_arrived(H, "a", 5.4)) == (11, 9, Outcome.COMPLETE)
+    assert side.is_idle
+    assert side.on_arrived(H, "a", 5.5) == []
+
+
+def test_what_came_without_a_gap_is_kept_and_the_rest_is_acknowledged_unfetched() -> None:
+    side = borrower()
+    for key, begin, end in (("a", 2, 6), ("b", 6, 10), ("c", 10, 11)):
+        side.on_message(H, ready(key, begin, end), 5.1)
+    side.on_arrived(H, "a", 5.2)
+    side.on_arrived(H, "c", 5.2)
+    actions = side.on_message(H, Declined(reason="gone"), 5.3)
+    assert ended(actions) == (6, 5, Outcome.DECLINED)
+    assert actions[:2] == [act.CancelFetch(H), act.Reply(H, Ack(key="b"))]
+    assert side.on_message(H, ready("d", 6, 8), 5.4) == [act.Reply(H, Ack(key="d"))], "nobody wants it any more"
+    assert side.on_message(H, Declined(reason="again"), 5.4) == []
+
+
+def test_a_piece_is_fetched_twice_at_most() -> None:
+    side = borrower()
+    side.on_message(H, ready("a", 2, 6), 5.1)
+    assert only(act.Fetch, side.on_failed(H, "a", "checksum")).ready.key == "a"
+    assert ended(side.on_failed(H, "a", "checksum")) == (2, 0, Outcome.FAILED)
+    assert side.on_failed(H, "a", "checksum") == []
+
+
+def test_a_piece_that_d_does_not_know_is_not_asked_for_again() -> None:
+    side = borrower()
+    side.on_message(H, ready("a", 2, 6), 5.1)
+    assert ended(side.on_failed(H, "a", "unknown_key")) == (2, 0, Outcome.FAILED)
+
+
+@pytest.mark.parametrize(("begin", "end", "group"), [(0, 4, 0), (2, 7, 0), (9, 12, 0), (5, 8, 0), (6, 10, 1)])
+def test_a_piece_that_was_not_wanted_ends_it(begin: int, end: int, group: int) -> None:
+    side = borrower()
+    side.on_message(H, ready("a", 2, 6), 5.1)
+    fields = {name: getattr(ready("b", begin, end), name) for name in ChunkReady.__dataclass_fields__}
+    actions = side.on_message(H, ChunkReady(**{**fields, "group": group}), 5.1)
+    assert ended(actions)[2] is Outcome.FAILED
+    assert {action.message.key for action in actions if isinstance(action, act.Reply)} == {"a", "b"}  # type: ignore[union-attr]
+
+
+def test_a_piece_over_another_backend_than_was_offered_ends_it() -> None:
+    side = borrower()
+    actions = side.on_message(H, ready("a", 2, 6, "pigeon"), 5.1)
+    assert ended(actions)[2] is Outcome.FAILED
+    assert none_of(act.Fetch, actions)
+
+
+def test_a_piece_that_comes_before_there_are_pages_for_it_ends_it() -> None:
+    side = borrower(reserved=False)
+    actions = side.on_message(H, ready("a", 2, 6), 4.0)
+    assert ended(actions) == (2, 0, Outcome.FAILED)
+    assert none_of(act.Fetch, actions), "it would arrive, and there is nowhere to put it"
+    assert side.on_reserved("r#1", 5.0) == []
+
+
+def test_pieces_that_come_too_slowly_are_not_called_none() -> None:
+    side = borrower()
+    for now_s in (5.9, 5.0 + LONGEST_S - 0.1):
+        side.on_message(H, ready(f"a{now_s}", 2 if now_s < 6 else 6, 6 if now_s < 6 else 10), now_s)
+    assert only(Borrowed, side.tick(5.0 + LONGEST_S)).cause == "pieces come, but too slowly"
+
+
+def test_it_ends_after_a_second_without_progress() -> None:
+    side = borrower()
+    assert side.tick(5.0 + STALL_S - 0.01) == []
+    side.on_message(H, ready("a", 2, 6), 5.9)
+    assert side.tick(5.9 + STALL_S - 0.01) == []
+    side.on_arrived(H, "a", 6.8)
+    assert side.tick(6.8 + STALL_S - 0.01) == []
+    assert ended(side.tick(6.8 + STALL_S)) == (6, 4, Outcome.STALLED)
+
+
+@pytest.mark.parametrize("deadline_s", [8.0, 100.0])
+def test_it_ends_after_a_while_whatever_comes(deadline_s: float) -> None:
+    side = Borrower(CONFIG, bytes_per_token=BPT)
+    side.start(H, "r#1", LENDING, (2, 100), deadline_s)
+    side.on_reserved("r#1", 5.0)
+    last_s = min(deadline_s, 5.0 + LONGEST_S)
+    for number in itertools.count():
+        now_s = 5.0 + 0.9 * number
+        if now_s >= last_s:
+            break
+        assert side.tick(now_s) == []
+        side.on_message(H, ready(f"k{number}", 2 + number, 3 + number), now_s)
+        side.on_arrived(H, f"k{number}", now_s)
+    assert ended(side.tick(last_s))[2] is Outcome.STALLED
+
+
+def test_the_end_of_the_handoff_ends_it_without_a_word() -> None:
+    side = borrower()
+    assert side.release(H) == [act.CancelFetch(H)]
+    assert side.release(H) == []
+    assert side.is_idle
+    assert side.on_reserved("r#1", 6.0) == []

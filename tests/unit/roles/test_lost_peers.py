@@ -1,0 +1,150 @@
+"""Prefill workers that are lost, down or stalled: who is asked instead, what is computed here, and what the log says of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.core.errors import HandoffLost
+from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.transfer.base import PieceFailed
+from tests.unit.roles.network_fake import FakeFetcher
+from tests.unit.roles.world import PROMPT, World
+from tests.unit.sched.engine_fake import expected, request
+
+pytestmark = pytest.mark.usefixtures("no_sleep", "no_listening")
+
+
+def test_cut_stream_is_recovered_by_another_peer() -> None:
+    world = World(local_prefill=False)
+    world.submit(request("a", PROMPT, 6))
+    for _ in range(3):
+        world.tick()
+    for handoff in list(world.wire.open_streams):
+        world.wire.cut(handoff, "dead")
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+    assert world.decode.metrics.fleet.recoveries.labels(rung="other_prefill")._value.get() == 1
+
+
+def test_a_peer_whose_pieces_stall_is_remembered_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(local_prefill=True)
+
+    def stall(self: FakeFetcher, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
+        self._inbox.post(PieceFailed(handoff=handoff, ready=ready, reason="stalled"))
+
+    monkeypatch.setattr(FakeFetcher, "fetch", stall)
+    world.submit(request("a", PROMPT, 6))
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+    assert world.wire.without_kv == {"p0", "p1"}
+    told = world.outputs["a"][-1].provenance
+    assert told is not None
+    assert told.recoveries == ("refetch", "other_prefill", "refetch", "local_prefill")
+
+
+def test_without_any_working_peer_the_prompt_is_computed_here() -> None:
+    world = World(local_prefill=True)
+    world.submit(request("a", PROMPT, 6))
+    for _ in range(200):
+        world.tick()
+        for handoff in list(world.wire.open_streams):
+            world.wire.cut(handoff, "dead")
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+    assert world.decode.scheduler.stats.prefill_tokens == len(PROMPT)
+    provenance = world.outputs["a"][-1].provenance
+    assert provenance is not None
+    assert (provenance.prefill_worker, provenance.prefilled_tokens) == ("", len(PROMPT))
+    assert provenance.recoveries == ("other_prefill", "local_prefill")
+
+
+def test_the_log_says_once_that_nobody_prefills_and_when_somebody_does_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    world = World(local_prefill=True)
+    world.wire.down = {"p0", "p1"}
+    for name in ("a", "b", "c"):
+        world.submit(request(name, PROMPT, 3))
+        world.settle()
+    said = "no prefill worker is known to answer (down); prompts are computed here until one does"
+    assert caplog.text.count(said) == 1
+    world.wire.down = set()
+    for name in ("d", "e"):
+        world.submit(request(name, (*PROMPT, ord(name)), 3))
+        world.settle()
+    assert caplog.text.count("a prefill worker serves again; 3 prompts were computed here meanwhile") == 1
+    world.wire.down = {"p0", "p1"}
+    world.submit(request("f", (*PROMPT, 5), 3))
+    world.settle()
+    assert caplog.text.count(said) == 2
+
+
+def test_the_log_names_the_request_for_which_every_prefill_worker_failed(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(local_prefill=False)
+    world.submit(request("a", PROMPT, 6))
+    world.submit(request("late", PROMPT, 6))
+    world.cancel("late")
+    for _ in range(200):
+        world.tick()
+        for handoff in list(world.wire.open_streams):
+            world.wire.cut(handoff, "dead")
+    world.settle()
+    error = world.outputs["a"][-1].error
+    assert isinstance(error, HandoffLost)
+    failed = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
+    assert failed == [error.message.replace("request a: ", "request a: failed: ")]
+
+
+def peers(world: World, state: str) -> float:
+    return world.decode.metrics.fleet.peers.labels(state=state)._value.get()
+
+
+def test_peers_known_to_be_down_are_not_asked() -> None:
+    world = World(local_prefill=True)
+    world.wire.down = {"p0", "p1"}
+    world.submit(request("a", PROMPT, 6))
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+    assert world.wire.num_opened == 0
+    assert peers(world, "down") == 2
+    world.wire.down, world.wire.draining = {"p1"}, {"p0"}
+    world.settle()
+    assert [peers(world, state) for state in ("usable", "draining", "down")] == [0, 1, 1]
+    world.wire.down, world.wire.draining = {"p0"}, set()
+    world.submit(request("b", (*PROMPT, 4), 6))
+    world.settle()
+    provenance = world.outputs["b"][-1].provenance
+    assert provenance is not None
+    assert (provenance.prefill_worker, provenance.recoveries) == ("p0", ())  # the fake P calls itself p0
+
+
+@pytest.mark.covers("X01", "C10")
+def test_request_that_no_peer_can_serve_fails_alone() -> None:
+    world = World(local_prefill=False)
+    world.submit(request("a", PROMPT, 6))
+    world.submit(request("b", (5, 6, 7), 6))
+    for _ in range(400):
+        world.tick()
+        for handoff in list(world.wire.open_streams):
+            if handoff.request_id == "a":
+                world.wire.cut(handoff, "dead")
+    world.settle()
+    assert world.outputs["a"][-1].error is not None
+    assert "dead" in world.outputs["a"][-1].error.message
+    assert world.tokens("b") == expected((5, 6, 7), 6)
+
+
+def test_a_worker_that_stood_still_blames_its_peer_for_none_of_that() -> None:
+    world = World()
+    world.submit(replace(request("r", (3, 4, 5), 2), deadline_s=1e6))
+    for now_s in (0.0, 0.1):
+        world.decode.tick(now_s)
+    opened = set(world.wire.open_streams)
+    assert opened
+    world.decode.tick(58.0)
+    assert set(world.wire.open_streams) == opened
+    assert world.decode.metrics.fleet.recoveries.labels(rung="other_prefill")._value.get() == 0
+    world.now_s = 58.0
+    world.settle()
+    assert world.tokens("r") == expected((3, 4, 5), 2)

@@ -1,0 +1,148 @@
+"""KV from D to P when something goes wrong: pieces or streams are lost, D is silent, P has no pages."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from jdisagg.handoff.messages import ChunkReady, HandoffId, Open
+from jdisagg.transfer.base import Piece
+from tests.unit.roles.second_turn import PROMPT, QUESTION, first_turn, moved, provenance_of, serve_second_turn, since
+from tests.unit.roles.world import World
+from tests.unit.sched.engine_fake import expected, request
+
+pytestmark = pytest.mark.usefixtures("no_sleep")
+
+
+@pytest.mark.parametrize(("num_lost", "num_borrowed"), [(1, 16), (2, 16), (9, 0)])
+def test_lost_pieces_are_fetched_once_more_and_then_computed(num_lost: int, num_borrowed: int) -> None:
+    """Two pieces: one loss, one of each, and the same one twice."""
+    world = World(local_prefill=False, want_min_tokens=4)
+    prompt = first_turn(world)
+    world.network.lose_lent = num_lost
+    assert serve_second_turn(world, prompt) == (len(prompt) - 24, num_borrowed, len(prompt) - 8 - num_borrowed)
+
+
+def test_what_arrived_before_a_loss_is_not_computed() -> None:
+    world = World(local_prefill=False, want_min_tokens=4)
+    prompt = first_turn(world)
+    before = moved(world)
+    world.submit(request("t2", prompt, 4, ignore_eos=True))
+    while since(world, before)[1] == 0:
+        world.tick()
+    world.network.lose_lent = 9
+    world.settle()
+    assert world.tokens("t2") == expected(prompt, 4, ignore_eos=True)
+    assert since(world, before) == (len(prompt) - 24, 8, len(prompt) - 16)
+    assert provenance_of(world, "t2").borrowed_tokens == 8
+
+
+def test_a_silent_receiver_costs_p_a_second_and_no_more() -> None:
+    world = World(local_prefill=False, want_min_tokens=4)
+    prompt = first_turn(world)
+    publish = world.lent.publish
+    world.lent.publish = lambda *_: None  # type: ignore[method-assign,misc]  # never published, never failed
+    down, up, computed = serve_second_turn(world, prompt)
+    world.lent.publish = publish  # type: ignore[method-assign]
+    assert (down, up, computed) == (len(prompt) - 24, 0, len(prompt) - 8)
+    assert world.prefill.metrics.transfer.borrowings.labels(outcome="stalled")._value.get() == 1
+
+
+@pytest.mark.covers("I-3", "X17")
+@pytest.mark.parametrize("num_ticks", range(1, 14))
+@pytest.mark.parametrize("what", ["cut", "cancel", "expire"])
+def test_the_end_of_a_borrowing_handoff_frees_both_sides(num_ticks: int, what: str) -> None:
+    world = World(local_prefill=True, want_min_tokens=4)
+    prompt = first_turn(world)
+    deadline_s = world.now_s + 0.02 * num_ticks if what == "expire" else 1e9
+    world.submit(request("t2", prompt, 4, ignore_eos=True, deadline_s=deadline_s))
+    for _ in range(num_ticks):
+        world.tick()
+    if what == "cancel":
+        world.cancel("t2")
+    for handoff in list(world.wire.open_streams) if what == "cut" else []:
+        world.wire.cut(handoff, "dead")
+    world.settle()
+    got = world.tokens("t2")
+    assert got == expected(prompt, 4, ignore_eos=True)[: len(got)]
+    assert len(got) == 4 or what != "cut"
+
+
+def test_a_full_pool_at_p_is_waited_for_and_nobody_waits_for_ever() -> None:
+    world = World(local_prefill=False, want_min_tokens=4, prefill_pages=10, decode_pages=30)
+    prompt = first_turn(world)
+    for name in ("a", "b"):
+        world.submit(request(name, tuple(range(20, 44)), 4, ignore_eos=True))
+    serve_second_turn(world, prompt)
+    assert world.tokens("a") == world.tokens("b") == expected(tuple(range(20, 44)), 4, ignore_eos=True)
+
+
+def test_two_that_lend_give_way_to_one_that_needs_the_pages_of_both() -> None:
+    """Their peer borrows and has not begun; the first to give way leaves room in the buffer for what the other lends."""
+    world = World(local_prefill=False, decode_pages=18, prefill_pages=60, want_min_tokens=4, scheduling_policy="priority")
+    asked = {}
+    for number, prompt in enumerate((PROMPT, PROMPT[::-1])):
+        world.submit(request(f"t{number}", prompt, 14))
+        world.settle()
+        asked[f"late{number}"] = (*prompt, *world.tokens(f"t{number}"), *QUESTION)
+    world.prefill.scheduler.reset_prefix_cache()
+    asked["long"] = tuple(range(1, 45))
+    for priority, name in ((1, "late0"), (0, "late1"), (2, "long")):
+        world.submit(request(name, asked[name], 4, priority=priority))
+        for _ in range(4):  # the transfer stands still
+            world.prefill.tick(world.now_s)
+            world.decode.tick(world.now_s)
+    assert world.decode.scheduler.counts()["transfer"] == 1, "the long one has its pages"
+    world.settle()
+    assert {name: world.tokens(name) for name in asked} == {name: expected(prompt, 4) for name, prompt in asked.items()}
+
+
+@pytest.mark.covers("C03")
+@pytest.mark.parametrize("num_ticks", range(2, 8))
+def test_a_lost_stream_goes_on_from_what_is_in_place_and_the_next_peer_borrows_that(num_ticks: int) -> None:
+    """Cut in the middle of the transfer, and the next P knows nothing: what is in place at D is neither sent nor computed."""
+    world = World(local_prefill=False, want_min_tokens=4)
+    held: list[int] = []
+    open_stream = world.wire.open
+
+    def record(peer: str, handoff: HandoffId, message: Open) -> None:
+        held.append(message.held_tokens)
+        open_stream(peer, handoff, message)
+
+    world.wire.open = record  # type: ignore[method-assign]
+    prompt = tuple(range(1, 40))
+    world.submit(request("a", prompt, 4, ignore_eos=True))
+    for _ in range(num_ticks):
+        world.tick()
+    for handoff in list(world.wire.open_streams):
+        world.wire.cut(handoff, "dead")
+    world.prefill.tick(world.now_s)
+    world.prefill.scheduler.reset_prefix_cache()
+    before = moved(world)
+    world.settle()
+    assert world.tokens("a") == expected(prompt, 4, ignore_eos=True)
+    assert len(held) == 2
+    provenance, borrowed = provenance_of(world, "a"), held[1] // 4 * 4
+    assert provenance.transferred_tokens == len(prompt), "nothing came twice"
+    assert provenance.borrowed_tokens == borrowed
+    assert since(world, before)[1:] == (borrowed, len(prompt) - borrowed)
+
+
+def test_a_piece_that_d_lends_before_p_has_pages_for_it_costs_p_no_more_than_the_borrowing() -> None:
+    world = World(local_prefill=False, want_min_tokens=4, prefill_pages=12)
+    prompt = first_turn(world)
+    world.submit(request("hog", tuple(range(20, 48)), 4, ignore_eos=True))
+    while not world.prefill.scheduler.counts()["running"]:
+        world.tick()
+    world.submit(request("t2", prompt, 4, ignore_eos=True))
+    while not world.borrower.snapshot():
+        world.tick()
+    (stream,) = [handoff for handoff in world.wire.open_streams if handoff.request_id == "t2"]
+    cells = cast(Any, [SimpleNamespace(position=position) for position in range(8, 16)])
+    world.network.pieces["early"] = Piece(begin=8, end=16, data=cells)
+    early = ChunkReady(key="early", begin=8, end=16, shape=(1, 8, 1, 1), dtype="float32", num_bytes=32, checksum=1)
+    world.wire.send(stream, early)
+    world.settle()
+    assert world.tokens("t2") == expected(prompt, 4, ignore_eos=True)

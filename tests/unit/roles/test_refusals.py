@@ -1,0 +1,76 @@
+"""What a worker says that cannot take a request: when to come again, or which of its settings is in the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jdisagg.core.errors import Overloaded, Unavailable
+from jdisagg.handoff.events import PeerOpened
+from jdisagg.handoff.messages import Accepted, HandoffId, Open, Refused
+from tests.unit.roles.measured import Unified
+from tests.unit.roles.world import PROMPT, World
+from tests.unit.sched.engine_fake import request
+
+pytestmark = pytest.mark.usefixtures("no_sleep")
+
+
+def test_a_full_queue_tells_the_client_when_to_come_again() -> None:
+    unified = Unified(max_queue_len=2, max_num_seqs=1)
+
+    def waiting() -> int:
+        return unified.engine.scheduler.counts()["waiting"]
+
+    for index in range(40):
+        while waiting() == 2:
+            unified.tick()
+        unified.submit(request(f"r{index}", (1, 2), 20))
+        unified.tick()
+    while waiting() < 2:
+        unified.submit(request(f"r4{waiting()}", (1, 2), 20))
+        unified.tick()
+    unified.submit(request("refused", (1, 2), 20))
+    unified.tick()
+    errors = [output.error for output in unified.outputs if output.error is not None]
+    assert [type(error) for error in errors] == [Overloaded]
+    assert isinstance(errors[0], Overloaded)
+    assert errors[0].retry_after_s == pytest.approx(0.21, rel=0.1)  # 20 steps and one to see the end, 10 ms each
+
+
+class Reply:
+    """What a prefill worker said on one stream."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.said.append(message)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_a_full_prefill_worker_tells_its_peer_when_to_come_again() -> None:
+    world = World()
+    limit = world.prefill.scheduler._arrivals._queue_limit
+    limit._max_queue_len = 1
+    taken = limit._table.slots.num_free + 1  # the first ones find a slot
+    replies = [Reply() for _ in range(taken + 2)]
+    for index, reply in enumerate(replies):
+        opening = Open(request=request(f"r{index}", PROMPT, 4), held_tokens=0, backend="fake")
+        world.prefill.inbox.post(PeerOpened(HandoffId(f"r{index}", index), opening, "d0", reply))
+    world.prefill.tick(0.01)
+    assert all(isinstance(reply.said[0], Accepted) for reply in replies[:taken])
+    refused = [reply.said[0].error for reply in replies[taken:] if isinstance(reply.said[0], Refused)]
+    assert [error.retry_after_s for error in refused if isinstance(error, Overloaded)] == pytest.approx([1.0, 2.0])
+
+
+def test_a_prefill_worker_without_the_peers_backend_blames_its_setting_and_not_the_request() -> None:
+    world, reply = World(), Reply()
+    opening = Open(request=request("r", PROMPT, 4), held_tokens=0, backend="fast")
+    world.prefill.inbox.post(PeerOpened(HandoffId("r", 1), opening, "d0", reply))
+    world.prefill.tick(0.01)
+    (refused,) = reply.said
+    assert (type(refused.error), refused.error.field) == (Unavailable, "kv_transfer_backend")
+    assert "wanted one of fake, got fast; see --kv-transfer-backend" in refused.error.message
