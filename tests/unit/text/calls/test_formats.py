@@ -12,6 +12,8 @@ from tests.unit.text.calls.rig import Read, read
 ARGUMENTS = '{"a": "}{\\"<", "b": {"c": []}}'
 F, EMPTY = ("f", ARGUMENTS), ("get-2", "{}")
 OBJECT = f'{{"name": "f", "arguments": {ARGUMENTS}}}'
+NAME_LAST = '{"arguments": {}, "name": "get-2"}'
+ODD = r'{"a": "xxx\\"}'  # a piece of seven ends behind the backslash that escapes the other
 CALLS: list[tuple[str, str, Read]] = [
     ("hermes", f"<tool_call>\n{OBJECT}\n</tool_call>", ("", [F])),
     ("hermes", f"<tool_call>{OBJECT}</tool_call>", ("", [F])),
@@ -43,6 +45,13 @@ CALLS: list[tuple[str, str, Read]] = [
     ("mistral", f"Hi [TOOL_CALLS]f[ARGS]{ARGUMENTS}[TOOL_CALLS]get-2[CALL_ID]a1[ARGS]{{}}", ("Hi", [F, EMPTY])),
     ("mistral", f"[TOOL_CALLS]f{ARGUMENTS}", ("", [F])),
     ("mistral", "Hi \n[TOOL_CALLS]get-2{} you", ("Hi you", [EMPTY])),
+    ("mistral", "[TOOL_CALLS]get-2{}}", ("}", [EMPTY])),
+    ("mistral", f"[TOOL_CALLS][{NAME_LAST}, {NAME_LAST.replace('{}', '{ }')}]", ("", [EMPTY, ("get-2", "{ }")])),
+    ("llama3_json", f"{NAME_LAST};{NAME_LAST}", ("", [EMPTY, EMPTY])),
+    ("llama3_json", f"{NAME_LAST}}}", ("}", [EMPTY])),
+    ("hermes", f"<tool_call>{OBJECT}</tool_call> \n\tDone.", (" \n\tDone.", [F])),
+    ("hermes", f"<tool_call>{OBJECT[:-1]} oops", (" oops", [F])),
+    ("hermes", f'<tool_call>{{"name": "f", "arguments": {ODD}}}</tool_call>', ("", [("f", ODD)])),
     ("hermes", '<tool_call>{"arguments": {}, "name": "get-2"}} </tool_call>', ("} </tool_call>", [EMPTY])),
     ("hermes", f"<tool_call>{OBJECT}</tool_call> {OBJECT}", (f" {OBJECT}", [F])),
     *(
@@ -69,6 +78,7 @@ TEXTS = [
     ("llama3_json", '<|python_tag|>f.call(query="x")'),
     ("llama3_json", "<|python"),
     ("llama3_json", "{}"),
+    ("llama3_json", " \n\t fox"),
     ("mistral", f"[{OBJECT}]"),
     ("mistral", f"[TOOL_CALLS]g[ARGS]{ARGUMENTS}"),
     ("mistral", "[TOOL_CALLS]f oo[ARGS]"),
