@@ -19,14 +19,15 @@ _OF_ROUTERS_TOO = frozenset(
         *("heartbeat_s", "dead_after_s", "lease_s", "cpu_affinity", "step_timeout_s"),
     )
 )
+_OF_TEXT = frozenset(("tool_call_parser",))  # which prefill workers make none of
 
 
 def applies(flag: Flag, role: str) -> bool:
     """Whether a process of this role, or one it starts, looks at the setting."""
     if flag.only:
         return role in flag.only
-    if flag.name == "tool_call_parser":
-        return role != "prefill"  # which makes no text
+    if role == "prefill" and flag.name in _OF_TEXT:
+        return False
     return role != "router" or flag.section not in ENGINE_SECTIONS or flag.name in _OF_ROUTERS_TOO
 
 
