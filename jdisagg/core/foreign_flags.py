@@ -1,4 +1,4 @@
-"""Flags of vLLM, SGLang and Dynamo that mean something of ours under another name, or nothing here: what to say of them."""
+"""Flags of vLLM, SGLang and Dynamo, and their values, that have another name here or mean nothing: what to say of them."""
 
 from __future__ import annotations
 
@@ -80,17 +80,25 @@ _NOTHING = {
     "--trust-remote-code": "no code of a model is ever run; leave it out",
 }
 
-_CALL_PARSERS = {  # values of --tool-call-parser; their other ones are of formats that are not read
-    **dict.fromkeys(("qwen", "qwen25", "qwen2_5", "qwen3"), "hermes"),
-    **dict.fromkeys(("llama3", "llama3.1", "llama", "llama4_json"), "llama3_json"),
+_HALF = "float16 overflows where bfloat16 does not; write bfloat16"
+_FLOAT8 = "KV of eight bits is int8 here"
+_RDMA = "leave it out: auto takes the best one that both workers have"
+_VALUES = {  # by the name of a setting of ours
+    "tool_call_parser": {
+        **dict.fromkeys(("qwen", "qwen25", "qwen2_5", "qwen3"), "it is called hermes here"),
+        **dict.fromkeys(("llama3", "llama3.1", "llama", "llama4_json"), "it is called llama3_json here"),
+    },
+    "dtype": dict.fromkeys(("float16", "half", "fp16"), _HALF) | dict.fromkeys(("float", "fp32"), "it is called float32 here"),
+    "kv_cache_dtype": dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2"), _FLOAT8),
+    "kv_transfer_backend": dict.fromkeys(("nixl", "NixlConnector", "mooncake", "MooncakeConnector", "ascend"), _RDMA),
 }
+_OTHER_VALUES = {"tool_call_parser": "calls in another format stay text: leave it out, and force calls by tool_choice"}
 
 
-def parser_advice(value: object) -> str:
-    """What to write instead of `value` for --tool-call-parser."""
-    if isinstance(value, str) and (ours := _CALL_PARSERS.get(value)):
-        return f"it is called {ours} here"
-    return "calls in another format stay text: leave it out, and force calls by tool_choice"
+def value_advice(name: str, value: object) -> str:
+    """What to write instead of `value` for the setting `name` of ours; "" = nothing is known of it."""
+    known = _VALUES.get(name, {}).get(value, "") if isinstance(value, str) else ""
+    return known or _OTHER_VALUES.get(name, "")
 
 
 def advice(option: str) -> str:

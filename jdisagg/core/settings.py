@@ -22,7 +22,7 @@ from typing import Any, NoReturn, get_type_hints
 from jdisagg.core.config import Config, LocalPrefill
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.flags import BY_NAME, FLAGS, ROLES, SECTIONS, Flag
-from jdisagg.core.foreign_flags import advice, parser_advice
+from jdisagg.core.foreign_flags import advice
 from jdisagg.core.scope import check_flags, remark_on_file
 from jdisagg.core.values import check_keys, fail, read_value
 
@@ -140,8 +140,6 @@ def _read(flag: Flag, raw: object, where: str, *, is_text: bool) -> Values:
     """Typed value(s) of one setting."""
     if flag.name == "local_prefill":
         return _read_local_prefill(raw, where)
-    if flag.name == "tool_call_parser" and raw not in flag.choices:
-        fail(where, raw, f"one of {', '.join(flag.choices)}; {parser_advice(raw)}")
     return {flag.name: read_value(flag, _HINTS[flag.name], raw, where, is_text=is_text)}
 
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Union, get_args, get_origin
 
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.flags import Flag
+from jdisagg.core.foreign_flags import value_advice
 
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _HOST = r"[^\s\[\]:,/$(){}'\"]+"  # no shell's or orchestrator's variable that was left as it is: $(POD_IP)
@@ -51,9 +52,9 @@ def read_value(flag: Flag, hint: Any, raw: object, where: str, *, is_text: bool)
     if kind is float:
         return _in_bounds(flag, _float(raw, where, is_text), where)
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(_choice(raw, tuple(member.value for member in kind), where))
+        return kind(_choice(flag, raw, tuple(member.value for member in kind), where))
     text = _string(raw, where)
-    return _choice(text, flag.choices, where, flag.role) if flag.choices else text
+    return _choice(flag, text, flag.choices, where) if flag.choices else text
 
 
 def parse_ranges(text: str, where: str) -> tuple[int, ...]:
@@ -129,10 +130,12 @@ def _string(raw: object, where: str) -> str:
     return raw
 
 
-def _choice(raw: object, choices: tuple[str, ...], where: str, role: str = "") -> str:
-    if not isinstance(raw, str) or raw not in choices:
-        fail(where, raw, f"one of {', '.join(choices)}{f' with --role {role}' if role else ''}")
-    return raw
+def _choice(flag: Flag, raw: object, choices: tuple[str, ...], where: str) -> str:
+    if isinstance(raw, str) and raw in choices:
+        return raw
+    advice = value_advice(flag.name, raw)
+    of_role = f" with --role {flag.role}" if flag.role else ""
+    fail(where, raw, f"one of {', '.join(choices)}{of_role}{'; ' if advice else ''}{advice}")
 
 
 def _integer(raw: object, where: str, is_text: bool) -> int:

@@ -175,10 +175,10 @@ class Edge:
         if self._metrics is not None and error not in self._told and not isinstance(error, Cancelled):
             self._metrics.requests.finished.labels(reason=error.reason).inc()
 
-    def answered_tools(self, outcome: str, number: int = 1) -> None:
-        """So many answers to a chat that offered tools are one of `CALL_OUTCOMES`."""
+    def answered_tools(self, outcome: str) -> None:
+        """An answer to a chat that offered tools is one of `CALL_OUTCOMES`."""
         if self._metrics is not None:
-            self._metrics.requests.tool_answers.labels(outcome=outcome).inc(number)
+            self._metrics.requests.tool_answers.labels(outcome=outcome).inc()
 
     def abort(self, request_id: str) -> bool:
         """End a running request: its choices finish with ABORT. False when no such request runs."""

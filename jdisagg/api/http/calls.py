@@ -10,6 +10,7 @@ from jdisagg.api.generation.edge import Edge
 from jdisagg.api.http.body import Body
 from jdisagg.api.http.forced_calls import ForcedReader, read_forced
 from jdisagg.api.http.free_calls import FreeReader, read_offer
+from jdisagg.api.http.tools import may_call
 from jdisagg.core.requests import FinishReason
 
 
@@ -42,3 +43,8 @@ def reader_of(body: Body, edge: Edge) -> Callable[[], MessageReader] | None:
         return partial(ForcedReader, forced)
     offer = read_offer(body, edge)
     return None if offer is None else partial(FreeReader, offer)
+
+
+def is_unread(body: Body, edge: Edge) -> bool:
+    """Whether answers may have calls in a format that is not known, which stay text."""
+    return edge.call_format is None and may_call(body)

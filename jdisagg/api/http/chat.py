@@ -16,10 +16,10 @@ from jdisagg.api.generation.choice import Delta, ScoredToken, Transcript
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import Job, TextRequest
 from jdisagg.api.http.body import Body, read_body
-from jdisagg.api.http.calls import MessageReader, reader_of
+from jdisagg.api.http.calls import MessageReader, is_unread, reader_of
 from jdisagg.api.http.connection import Event, open_stream, while_connected
 from jdisagg.api.http.forced_calls import with_forced, with_function
-from jdisagg.api.http.free_calls import may_call, read_offer
+from jdisagg.api.http.free_calls import read_offer
 from jdisagg.api.http.grammars import admit_named
 from jdisagg.api.http.long_json import whole_response
 from jdisagg.api.http.messages import render_prompt
@@ -49,9 +49,8 @@ class ChatCompletions:
         read = partial(read_chat, body, self._edge, num_top, request_id=request_id, traceparent=trace)
         text_request = await self._edge.long_texts.run(read, body.num_bytes) if body.is_long else read()
         job = await while_connected(request.receive, _admit(self._edge, text_request, body))
-        answer = _Answer(self._edge, job, options, num_top=num_top, make_reader=reader_of(body, self._edge))
-        if self._edge.call_format is None and may_call(body):
-            self._edge.answered_tools(UNREAD, len(job.requests))
+        make_reader, unread = reader_of(body, self._edge), is_unread(body, self._edge)
+        answer = _Answer(self._edge, job, options, num_top=num_top, make_reader=make_reader, is_unread=unread)
         del body, read, text_request  # of megabytes perhaps, and the answer may take minutes
         if options.stream:
             return await open_stream(request, answer.events())
@@ -130,13 +129,15 @@ class _Answer:
         *,
         num_top: int | None,
         make_reader: Callable[[], MessageReader] | None,
+        is_unread: bool,
     ) -> None:
-        """`make_reader`: None = an answer is its text."""
+        """`make_reader`: None = an answer is its text; `is_unread`: though there may be calls in it."""
         self._edge = edge
         self._job = job
         self._options = options
         self._num_top = num_top
         self._readers = None if make_reader is None else [make_reader() for _ in job.requests]  # one per choice
+        self._is_unread = is_unread
         self._nothing = "" if self._readers is None else self._readers[0].nothing
         self._created = int(time.time())
         self._card = edge.card  # a router looks through its fleet for it
@@ -155,6 +156,7 @@ class _Answer:
             if self._options.return_token_ids:
                 shown["token_ids"] = choice.token_ids
             choices.append(shown)
+            self._count(choice.index)
         answer = self._envelope("chat.completion", choices, transcript.fingerprint)
         answer["usage"] = usage_object(transcript.usage)
         if self._options.return_token_ids:
@@ -168,10 +170,14 @@ class _Answer:
         return {"role": "assistant", "content": None, "refusal": None} | shown
 
     def _finish_reason(self, index: int, finish: FinishReason) -> str:
-        if self._readers is None:
-            return finish.value
-        self._edge.answered_tools(self._readers[index].outcome)
-        return self._readers[index].finish_reason(finish)
+        return finish.value if self._readers is None else self._readers[index].finish_reason(finish)
+
+    def _count(self, index: int) -> None:
+        """What became of the tools that were offered, once a choice has ended."""
+        if self._readers is not None:
+            self._edge.answered_tools(self._readers[index].outcome)
+        elif self._is_unread:
+            self._edge.answered_tools(UNREAD)
 
     async def events(self) -> AsyncGenerator[Event]:
         """The chunks of a request that streams: the role first, then text, then a finish reason for each choice."""
@@ -192,6 +198,7 @@ class _Answer:
                 elif (news := self._news(delta)) or delta.logprobs or shows_tokens:
                     yield self._with_usage(self._text_chunk(delta, news), transcript)
                 if delta.finish is not None:
+                    self._count(delta.index)
                     yield self._with_usage(self._last_chunk(delta, transcript), transcript)
         if self._options.include_usage:
             event = self._envelope("chat.completion.chunk", [], transcript.fingerprint)

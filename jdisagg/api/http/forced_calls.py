@@ -16,6 +16,7 @@ from typing import Any
 from jdisagg.api.http.body import Body, wrong_type
 from jdisagg.api.http.grammars import grammar_name
 from jdisagg.api.http.shapes import call_part, whole_calls
+from jdisagg.api.http.tools import read_functions
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.metrics import FORCED
 from jdisagg.core.requests import FinishReason, Grammar, GrammarKind, SamplingParams
@@ -43,8 +44,7 @@ def read_forced(body: Body) -> ForcedCall | None:
     forced = ForcedCall(None if choice == "required" else _chosen(choice))
     if not tools:
         raise InvalidRequest("tool_choice: a call of no tools can be forced; give some, or leave it out", field="tool_choice")
-    names = [name for name, _ in _functions(tools)]
-    if forced.name is not None and forced.name not in names:
+    if forced.name is not None and forced.name not in _parameters(body):
         raise InvalidRequest(f"tool_choice: no function of tools is called {forced.name!r:.80}", field="tool_choice")
     return forced
 
@@ -62,14 +62,15 @@ def with_forced(sampling: SamplingParams, body: Body) -> SamplingParams:
 
 
 def _grammar(body: Body, forced: ForcedCall, *, in_parallel: bool) -> Grammar:
-    functions = [one for one in _functions(body.objects("tools")) if forced.name in (None, one[0])]
-    schemas = [_schema(f"tools: parameters of {name}", parameters) for name, parameters in functions]
+    offered = _parameters(body)
+    names = offered if forced.name is None else (forced.name,)  # the others may have parameters that no grammar is made of
+    schemas = {name: _schema(f"tools: parameters of {name}", offered[name]) for name in names}
     if forced.name is not None:
-        return Grammar(GrammarKind.JSON_SCHEMA, schemas[0])
+        return Grammar(GrammarKind.JSON_SCHEMA, schemas[forced.name])
     calls = " | ".join(f"call_{number}" for number in range(len(schemas)))
     more = '("," call)* ' if in_parallel else ""
     lines = [f'start: "[" call {more}"]"', f"call: {calls}"]
-    for number, ((name, _), schema) in enumerate(zip(functions, schemas, strict=True)):
+    for number, (name, schema) in enumerate(schemas.items()):
         head = json.dumps(f'{{"name":"{name}","parameters":')
         lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {schema}"]  # each its own root
     return Grammar(GrammarKind.LARK, "\n".join(lines))
@@ -77,7 +78,7 @@ def _grammar(body: Body, forced: ForcedCall, *, in_parallel: bool) -> Grammar:
 
 def with_function(message: str, body: Body) -> str:
     """`message`, of the grammar made of all tools, with the function at fault in the place of a line that nobody has seen."""
-    names = [name for name, _ in _functions(body.objects("tools"))]
+    names = list(_parameters(body))
 
     def named(found: re.Match[str]) -> str:
         number = (int(found[1]) - 1 - _HEAD_LINES) // _FUNCTION_LINES
@@ -93,19 +94,17 @@ def _chosen(choice: Any) -> str:
     raise wrong_type("tool_choice", 'none, auto, required or {"type": "function", "function": {"name": ..}}', choice)
 
 
-def _functions(tools: list[dict[str, Any]]) -> list[tuple[str, Any]]:
-    """Names and parameters."""
-    functions: dict[str, Any] = {}
-    for index, tool in enumerate(tools):
-        function = tool.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        where = f"tools[{index}].function.name"
-        if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
+def _parameters(body: Body) -> dict[str, Any]:
+    """Those of each function, by its name."""
+    parameters: dict[str, Any] = {}
+    for index, function in enumerate(read_functions(body)):
+        name, where = function.name, f"tools[{index}].function.name"
+        if not _NAME.fullmatch(name):
             raise wrong_type(where, "1 to 64 letters, digits, _ and -, for a call that is forced", name)
-        if name in functions:
+        if name in parameters:
             raise InvalidRequest(f"{where}: another function is called {name}, too; rename one", field=where)
-        functions[name] = function.get("parameters")
-    return list(functions.items())
+        parameters[name] = function.parameters
+    return parameters
 
 
 def _schema(where: str, parameters: Any) -> str:

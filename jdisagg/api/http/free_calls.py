@@ -8,6 +8,7 @@ from typing import Any
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.http.body import Body
 from jdisagg.api.http.shapes import call_part, whole_calls
+from jdisagg.api.http.tools import may_call, read_functions
 from jdisagg.core.metrics import CALLED, CUT, TEXT
 from jdisagg.core.requests import FinishReason
 from jdisagg.text.calls.format import CallFormat
@@ -26,20 +27,14 @@ class Offer:
 
 def read_offer(body: Body, edge: Edge) -> Offer | None:
     """None: nothing is looked for in the answer. Raises InvalidRequest."""
-    tools, in_parallel = body.objects("tools"), body.boolean("parallel_tool_calls", True)
-    skips, call_format, tokenizer = body.boolean("skip_special_tokens", True), edge.call_format, edge.tokenizer
+    in_parallel, skips = body.boolean("parallel_tool_calls", True), body.boolean("skip_special_tokens", True)
+    call_format, tokenizer = edge.call_format, edge.tokenizer
     if call_format is None or not may_call(body):
         return None
-    functions = [tool.get("function") for tool in tools]
-    names = frozenset(name for one in functions if isinstance(one, dict) and isinstance(name := one.get("name"), str) and name)
+    names = frozenset(function.name for function in read_functions(body))
     marks = (*call_format.marks, *call_format.inner) if skips else ()
     hidden = frozenset(mark for mark in marks if tokenizer.token_id(mark) in tokenizer.special_ids)
     return Offer(call_format=call_format, names=names, hidden=hidden, in_parallel=in_parallel)
-
-
-def may_call(body: Body) -> bool:
-    """Whether the model may call functions of its own accord."""
-    return bool(body.objects("tools")) and body.get("tool_choice") in (None, "auto")
 
 
 class FreeReader:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jdisagg.api.http.body import Body
 from jdisagg.api.http.forced_calls import read_forced
+from jdisagg.api.http.tools import read_functions
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.json_depth import deeper_than
 from jdisagg.text.chat import ChatTemplate
@@ -183,15 +184,5 @@ def _offered_tools(body: Body, template: ChatTemplate) -> list[dict[str, Any]] |
             "tools: the chat template of the served model shows none to it; leave them out, or write them into messages",
             field="tools",
         )
-    for index, tool in enumerate(tools):
-        _check_named(f"tools[{index}]", tool)
+    read_functions(body)
     return tools
-
-
-def _check_named(where: str, tool: dict[str, Any]) -> None:
-    """As nobody could call it otherwise."""
-    function = tool.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name:
-        wanted = 'must be named, as in {"type": "function", "function": {"name": "f", "parameters": {..}}}'
-        raise InvalidRequest(f"{where}.function.name: {wanted}; got {name!r:.40}", field=f"{where}.function.name")

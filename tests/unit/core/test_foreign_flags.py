@@ -4,6 +4,7 @@ import pytest
 
 from jdisagg.core import foreign_flags
 from jdisagg.core.errors import ConfigError
+from jdisagg.core.flags import BY_NAME
 from jdisagg.core.settings import build_parser
 from tests.unit.core.loading import load
 
@@ -22,19 +23,30 @@ def test_vllms_switch_for_tool_calls_is_told_what_reads_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("name", "value", "told"),
     [
-        ("qwen", "it is called hermes here"),
-        ("llama3", "it is called llama3_json here"),
-        ("qwen3_coder", "force calls by tool_ch"),
+        ("tool_call_parser", "qwen", "it is called hermes here"),
+        ("tool_call_parser", "llama3", "it is called llama3_json here"),
+        ("tool_call_parser", "qwen3_coder", "force calls by tool_ch"),
+        ("dtype", "half", "write bfloat16"),
+        ("kv_cache_dtype", "fp8_e4m3", "int8"),
+        ("kv_transfer_backend", "nixl", "leave it out: auto"),
     ],
 )
-def test_parsers_of_other_servers_are_told_what_to_write(write, value: str, told: str) -> None:
-    wanted = f"got '{value}', wanted one of auto, none, hermes, llama3_json, mistral; .*{told}"
-    with pytest.raises(ConfigError, match=f"--tool-call-parser: {wanted}"):
-        load("--tool-call-parser", value)
+def test_values_of_other_servers_are_told_what_to_write(write, name: str, value: str, told: str) -> None:
+    flag, section = BY_NAME[name], BY_NAME[name].section
+    wanted = f"got '{value}', wanted one of {', '.join(flag.of('decode').choices)}.*; .*{told}"
+    with pytest.raises(ConfigError, match=f"{flag.option}: {wanted}"):
+        load("--role", "decode", flag.option, value)
     with pytest.raises(ConfigError, match=wanted):
-        load("--config", write(f"[model]\ntool_call_parser = '{value}'\n"))
+        load("--role", "decode", "--config", write(f"[{section}]\n{name} = '{value}'\n"))
+
+
+@pytest.mark.parametrize(("name", "value"), [("dtype", "float8"), ("scheduling_policy", "half")])
+def test_nothing_is_told_of_values_that_nobody_knows(name: str, value: str) -> None:
+    flag = BY_NAME[name]
+    with pytest.raises(ConfigError, match=f"{', '.join(flag.choices)}$"):
+        load(flag.option, value)
 
 
 @pytest.mark.parametrize(
