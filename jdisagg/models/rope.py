@@ -21,6 +21,7 @@ _KEYS = (
     *("low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     "truncate",
 )
+_AT_TOP = ("rope_parameters", "rope_scaling", "rope_theta")
 _ALIKE = 0.85  # of 1: closer than keys of other kinds that models have (attn_factor, long_mscale)
 
 
@@ -96,6 +97,14 @@ class RopeSpec:
     def attention_factor(self) -> float:
         """Of queries and keys, once they are turned."""
         return 1.0
+
+    @property
+    def scaling(self) -> str | None:
+        """How positions are scaled, for people; None = they are not."""
+        if self.kind == "default":
+            return None
+        of = "" if self.kind == "linear" else f" {self.original_max_len} tokens"
+        return f"{self.kind}, {self.factor:g} times{of}"
 
     def inverse_frequencies(self) -> np.ndarray:
         """f32[D/2]: radians per token of each feature pair."""
@@ -190,6 +199,8 @@ def _sharpness(factor: float, scale: float = 1.0) -> float:
 
 def _given(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """What config.json says, under the key that says it. Both keys may be there, if the one does not contradict the other."""
+    for name in sorted(config.keys() - set(_AT_TOP)):
+        _refuse_misspelt(name, _AT_TOP, name, field="rope_scaling")
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(key) or {}, Mapping):
             raise ConfigError(f"config.json: {key} is {config[key]!r}, wanted an object", field=key)
@@ -205,13 +216,16 @@ def _given(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             )
     key = "rope_parameters" if new else "rope_scaling"
     for name in sorted((new.keys() | old.keys()) - set(_KEYS)):
-        if close := difflib.get_close_matches(name, _KEYS, n=1, cutoff=_ALIKE):
-            where = f"{key if name in new else 'rope_scaling'}.{name}"
-            raise ConfigError(f"config.json: {where} is no key that is read; did you mean {close[0]}?", field=key)
+        _refuse_misspelt(name, _KEYS, f"{key if name in new else 'rope_scaling'}.{name}", field=key)
     for name, value in new.items():
         if isinstance(value, Mapping):
             raise ConfigError(f"config.json: {key}.{name} is {value!r}, wanted one rotation for all layers", field=key)
     return key, {**old, **new}
+
+
+def _refuse_misspelt(name: str, keys: tuple[str, ...], where: str, *, field: str) -> None:
+    if close := difflib.get_close_matches(name, keys, n=1, cutoff=_ALIKE):
+        raise ConfigError(f"config.json: {where} is no key that is read; did you mean {close[0]}?", field=field)
 
 
 def _number(values: Mapping[str, Any], key: str, name: str) -> float:

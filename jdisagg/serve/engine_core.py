@@ -98,6 +98,8 @@ def build_core(
         num_usable_pages=runner.num_pages - 1,
     )
     check_config(config.scheduler, limits)  # before anything is compiled
+    if (scaling := loaded.spec.rope.scaling) is not None:
+        log.info("%s: positions are scaled as config.json has it: %s", role.value, scaling)
     log.info(
         "%s: weights of %s in %.1f s; %d KV pages of %d tokens, %d tokens per request at most; compiling",
         *(role.value, config.model.model, loaded_s - started_s, runner.num_pages - 1, runner.page_size, runner.max_model_len),

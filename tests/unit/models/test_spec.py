@@ -174,6 +174,24 @@ def test_a_misspelt_key_of_a_rope_is_refused(config: dict[str, Any], wrong: str,
             ModelSpec.from_config({**config, key: yarn})
 
 
+@pytest.mark.parametrize(("wrong", "right"), [("rope_scalings", "rope_scaling"), ("rope-parameters", "rope_parameters")])
+def test_a_rope_under_a_misspelt_key_is_refused(config: dict[str, Any], wrong: str, right: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{wrong} is no key that is read; did you mean {right}\?"):
+        ModelSpec.from_config({**config, wrong: {"rope_type": "yarn", "factor": 4.0}})
+
+
+@pytest.mark.parametrize(
+    ("rope", "told"),
+    [
+        ({}, None),
+        ({"rope_type": "linear", "factor": 2.5}, "linear, 2.5 times"),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, "yarn, 4 times 32 tokens"),
+    ],
+)
+def test_how_positions_are_scaled_can_be_told(config: dict[str, Any], rope: dict[str, Any], told: str | None) -> None:
+    assert ModelSpec.from_config({**config, "rope_scaling": rope}).rope.scaling == told
+
+
 def test_keys_of_other_ropes_are_no_errors(config: dict[str, Any]) -> None:
     others = dict.fromkeys(("attn_factor", "extrapolation_factor", "finetuned", "long_factor", "long_mscale", "mrope_section"))
     yarn = {"rope_type": "yarn", "factor": 4.0}
