@@ -124,7 +124,7 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         return {**message, "content": "".join(_part_text(where, part) for part in content)}
-    if content is None and (message.get("tool_calls") or message["role"] == "assistant"):
+    if content is None and (message.get("tool_calls") or message["role"] in ("assistant", "tool")):  # a tool may tell nothing
         return {**message, "content": ""}
     if not isinstance(content, str):
         raise InvalidRequest(f"{where}.content: must be a string or a list of text parts", field=f"{where}.content")

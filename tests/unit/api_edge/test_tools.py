@@ -156,6 +156,13 @@ def test_a_call_without_text_is_shown_by_a_template_that_tells_none_from_empty(c
     assert prompt == f"hi;call weather{ARGUMENTS};rain;"
 
 
+@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
+def test_a_tool_may_have_nothing_to_tell(content: dict[str, str | None]) -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}", {})
+    messages = [{"role": "user", "content": "hi"}, {"role": "tool", "tool_call_id": "call_1", **content}]
+    assert render_prompt(Body({"messages": messages}), template) == "user:hi;tool:;"
+
+
 @pytest.mark.parametrize(
     "nothing", [{"tool_calls": None}, {"tool_calls": []}, {"name": None, "tool_calls": None, "refusal": None}]
 )
