@@ -97,22 +97,27 @@ class Edge:
 
     async def admit(self, request: TextRequest) -> Job:
         """Check a request and tokenize it; nothing runs yet. Raises InvalidRequest, ModelNotFound, Overloaded where
-        too many long texts wait, or Unavailable at a router that no worker registers with within seconds."""
+        too many long texts wait, Unavailable at a router that no worker registers with within seconds, or DeadlineExceeded."""
         if request.request_id in self._live:
             raise InvalidRequest(f"request_id {request.request_id!r} is still running; choose another", field="request_id")
         timeout_s = self._default_deadline_s if request.timeout_s is None else request.timeout_s
         deadline_s = monotonic() + min(timeout_s, self._default_deadline_s)
         card = await self._engine.first_card(deadline_s)
         await self._turns.wait()
-        return await admit(
-            request,
-            card,
-            self.tokenizer,
-            self.long_texts,
-            self._grammars,
-            deadline_s=deadline_s,
-            draw_seed=self._draw_seed,
-        )
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s - monotonic())):  # grammars and long texts are waited for
+                return await admit(
+                    request,
+                    card,
+                    self.tokenizer,
+                    self.long_texts,
+                    self._grammars,
+                    deadline_s=deadline_s,
+                    draw_seed=self._draw_seed,
+                )
+        except TimeoutError as error:
+            late = f"request {request.request_id}: its deadline passed before its prompt and its grammar were read"
+            raise DeadlineExceeded(late) from error
 
     def transcript(self, job: Job, *, keep_text: bool = True) -> Transcript:
         """An empty transcript for the deltas of `job`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -31,6 +32,8 @@ MOST_REFUSED = 256  # that are remembered
 _GRACE_S = 1.0  # beyond MOST_S the checker ends itself
 _START_S = 30.0  # a Python interpreter, and a large tokenizer to read
 _TOLD_EVERY_S = 10.0
+_MOST_TRIES = 2  # of a grammar whose checker something else ends
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # a kernel out of memory, or whoever ends all processes of a service
 _COMMAND = (sys.executable, "-m", "jdisagg.text.grammar_checker")
 _NOBODY = "grammars cannot be checked, which a process of its own does"
 _ENDLESS = "grammar: to compile it takes too long or too much memory; make it simpler"
@@ -94,6 +97,12 @@ class GrammarGate:
         return error
 
     async def _ask(self, grammar: Grammar) -> str:
+        for _ in range(_MOST_TRIES):
+            with suppress(_Ended):
+                return await self._ask_once(grammar)
+        raise Unavailable(f"{_NOBODY}: something ends it again and again")
+
+    async def _ask_once(self, grammar: Grammar) -> str:
         limit_s = MOST_S + _GRACE_S + (0.0 if self._checker.is_there else _START_S)
         asked = asyncio.create_task(asyncio.to_thread(self._checker.ask, grammar))
         try:
@@ -107,6 +116,10 @@ class GrammarGate:
         text, what = "a grammar (%s, %d characters) ended the process that checks them", (grammar.kind.value, len(grammar.text))
         self._told.say(log, logging.WARNING, text, *what, now_s=monotonic())
         return _ENDLESS
+
+
+class _Ended(Exception):
+    """Something else has ended the process while it compiled."""
 
 
 class _Checker:
@@ -125,8 +138,8 @@ class _Checker:
         return process is not None and process.poll() is None
 
     def ask(self, grammar: Grammar) -> str | None:
-        """What is wrong with a grammar, "" = nothing; None: the process has not survived it. Raises Unavailable when there is
-        none, which is no fault of the grammar."""
+        """What is wrong with a grammar, "" = nothing; None: the process has not survived it. What is no fault of the
+        grammar raises: Unavailable when there is no process, _Ended when something else ended it."""
         question: dict[str, object] = {"kind": grammar.kind.value, "text": grammar.text}
         if not (self.is_there and self._say(question) and self._read()):  # the last one may have ended after its answer
             self.kill()
@@ -136,7 +149,11 @@ class _Checker:
                 raise Unavailable(f"{_NOBODY}: it ended as it started")
         if answer := self._read():
             return json.loads(answer)["error"]
+        process = self._process  # None: it was killed from here
+        ended = process is not None and process.wait() in _FROM_OUTSIDE
         self.kill()
+        if ended:
+            raise _Ended
         return None
 
     def close(self) -> None:

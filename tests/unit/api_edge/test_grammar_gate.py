@@ -22,7 +22,9 @@ from tests.unit.text.grammar_rig import demo_grammars, lark, regex, schema
 from tests.unit.wire.rig import run_quiet, until
 
 CHAIN = lark("\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(5000)), 'r5000: "x"']) + "\n")
-ENDLESS = schema(json.dumps({"allOf": [{"type": "string", "pattern": f".*x{i}.*"} for i in range(20)]}))
+SLOW, ENDLESS = (
+    schema(json.dumps({"allOf": [{"type": "string", "pattern": f".*x{i}.*"} for i in range(number)]})) for number in (12, 20)
+)
 GIGABYTES = schema('{"type": "integer", "multipleOf": 1000003}')
 LEAST = schema('{"const": -9223372036854775808}')  # llguidance 1.9.1 turns its sign for ever
 GOOD = [regex(f"good{i}") for i in range(MOST_WAITING + 2)]
@@ -212,6 +214,39 @@ def test_a_checker_that_something_else_killed_speaks_against_no_grammar(wait_s: 
             await asyncio.sleep(wait_s)
         await gate.prepare(GOOD[3])
         assert all(map(grammars.has, GOOD[:4]))
+        await gate.aclose()
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_checker_killed_in_the_middle_of_a_grammar_speaks_not_against_it(number: signal.Signals) -> None:
+    async def body() -> None:
+        gate = GrammarGate(demo_grammars(), Metrics())
+        await gate.prepare(GOOD[0])
+        asked = asyncio.create_task(refused(gate, SLOW))
+        await asyncio.sleep(0.2)
+        assert not asked.done()
+        os.kill(first := pid_of(gate), number)
+        assert "Unable to determine" in await asked, "what is wrong with it"
+        assert pid_of(gate) != first
+        await gate.aclose()
+
+    run_quiet(body())
+
+
+def test_whose_checker_is_killed_again_and_again_may_come_later() -> None:
+    async def body() -> None:
+        gate = GrammarGate(demo_grammars(), Metrics())
+        await gate.prepare(GOOD[0])
+        asked = asyncio.create_task(gate.prepare(SLOW))
+        await asyncio.sleep(0.2)
+        for _ in range(2):
+            os.kill(last := pid_of(gate), signal.SIGKILL)
+            await until(lambda killed=last: asked.done() or (gate._checker.is_there and pid_of(gate) != killed))
+        with pytest.raises(Unavailable, match="grammars cannot be checked"):
+            await asked
+        assert "Unable to determine" in await refused(gate, SLOW)
         await gate.aclose()
 
     run_quiet(body())

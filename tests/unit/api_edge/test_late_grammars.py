@@ -1,0 +1,46 @@
+"""Who waits until a grammar is checked, his own or those before it, waits no longer than his deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.grammar_gate import GrammarGate
+from jdisagg.api.generation.intake import TextRequest
+from jdisagg.core.errors import DeadlineExceeded
+from jdisagg.core.metrics import Metrics
+from jdisagg.core.requests import Grammar, SamplingParams
+from jdisagg.text.tokenizer import Tokenizer
+from tests.unit.api_edge.fakes import FakeEngine
+from tests.unit.api_edge.test_grammar_gate import GOOD, pid_of
+from tests.unit.text.grammar_rig import demo_grammars
+from tests.unit.wire.rig import run_quiet
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+
+def test_a_deadline_passes_while_a_grammar_is_checked(tokenizer: Tokenizer) -> None:
+    async def body() -> None:
+        gate = GrammarGate(grammars := demo_grammars(), Metrics())
+        edge = Edge(FakeEngine(tokenizer, "fox"), tokenizer, grammars=gate)
+        await gate.prepare(GOOD[0])
+        os.kill(checker := pid_of(gate), signal.SIGSTOP)
+        late = [asyncio.create_task(edge.admit(request(grammar, 0.3))) for grammar in GOOD[1:3]]
+        in_time = asyncio.create_task(edge.admit(request(GOOD[3], 60.0)))
+        for task in late:
+            with pytest.raises(DeadlineExceeded, match="request r: its deadline passed before"):
+                await task
+        os.kill(checker, signal.SIGCONT)
+        await in_time
+        assert all(map(grammars.has, GOOD[:4])), "what was begun is there for the next one"
+        await gate.aclose()
+
+    run_quiet(body())
+
+
+def request(grammar: Grammar, timeout_s: float) -> TextRequest:
+    return TextRequest(request_id="r", prompts=("the",), sampling=SamplingParams(grammar=grammar), timeout_s=timeout_s)
