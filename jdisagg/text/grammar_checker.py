@@ -22,7 +22,7 @@ from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.text.grammar import Grammars, Vocabulary
 
-MOST_S = 5.0  # for one grammar; ordinary ones take milliseconds
+MOST_S = 5.0  # of a processor's time, for one grammar; ordinary ones take milliseconds
 _MOST_BYTES = 2**27 + 2**26  # of address space for one, beside what the tokenizer takes; its thread reserves a third
 _STACK_BYTES = 2**20  # less than the threads of any server have: what fits here fits there
 
@@ -39,11 +39,11 @@ def main() -> None:
     threading.excepthook = lambda _: os._exit(1)  # memory is at its end, or the library
     for line in sys.stdin:
         print("{}", flush=True)
-        signal.setitimer(signal.ITIMER_REAL, MOST_S)  # nobody handles it: whatever goes on then is over
+        signal.setitimer(signal.ITIMER_PROF, MOST_S)  # nobody handles it: whatever goes on then is over
         thread = threading.Thread(target=_answer, args=(grammars, json.loads(line)))
         thread.start()
         thread.join()
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 def _answer(grammars: Grammars, asked: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from jdisagg.text.grammar_checker import MOST_S
 
 MOST_WAITING = 64  # grammars that nobody has seen: milliseconds each, where none takes MOST_S
 MOST_REFUSED = 256  # that are remembered
-_GRACE_S = 1.0  # beyond MOST_S the checker ends itself
+_WAIT_S = 15.0  # of a clock, for what has MOST_S of a processor: beyond, the machine is at fault, not the grammar
 _START_S = 30.0  # a Python interpreter, and a large tokenizer to read
 _TOLD_EVERY_S = 10.0
 _MOST_TRIES = 2  # of a grammar whose checker something else ends
@@ -103,16 +103,19 @@ class GrammarGate:
         raise Unavailable(f"{_NOBODY}: something ends it again and again")
 
     async def _ask_once(self, grammar: Grammar) -> str:
-        limit_s = MOST_S + _GRACE_S + (0.0 if self._checker.is_there else _START_S)
+        limit_s = _WAIT_S + (0.0 if self._checker.is_there else _START_S)
         asked = asyncio.create_task(asyncio.to_thread(self._checker.ask, grammar))
+        in_time: set[asyncio.Task[str | None]] = set()
         try:
-            await asyncio.wait({asked}, timeout=limit_s)
+            in_time, _ = await asyncio.wait({asked}, timeout=limit_s)
         finally:
             if not asked.done():
                 await asyncio.to_thread(self._checker.kill)  # which ends the waiting
                 await asyncio.gather(asked, return_exceptions=True)
         if (error := await asked) is not None:
             return error
+        if not in_time:
+            raise Unavailable(f"{_NOBODY}: it had no time to within {limit_s:g} s")
         text, what = "a grammar (%s, %d characters) ended the process that checks them", (grammar.kind.value, len(grammar.text))
         self._told.say(log, logging.WARNING, text, *what, now_s=monotonic())
         return _ENDLESS

@@ -15,7 +15,7 @@ from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.metrics import Metrics
 from jdisagg.text.grammar_checker import MOST_S
-from tests.unit.api_edge.test_grammar_gate import ENDLESS, GOOD
+from tests.unit.api_edge.gate_rig import ENDLESS, GOOD
 from tests.unit.text.grammar_rig import demo_grammars, regex
 from tests.unit.wire.rig import run_quiet, until
 
@@ -57,7 +57,7 @@ PARENT = """
 import asyncio, sys
 from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.core.metrics import Metrics
-from tests.unit.api_edge.test_grammar_gate import ENDLESS, GOOD
+from tests.unit.api_edge.gate_rig import ENDLESS, GOOD
 from tests.unit.text.grammar_rig import demo_grammars
 
 async def main():

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
-import signal
 import sys
 from time import monotonic
 
@@ -14,20 +11,17 @@ import pytest
 
 from jdisagg.api.generation import grammar_gate
 from jdisagg.api.generation.grammar_gate import MOST_REFUSED, MOST_WAITING, GrammarGate
-from jdisagg.core.errors import InvalidRequest, Overloaded, Unavailable
+from jdisagg.core.errors import InvalidRequest, Overloaded
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Grammar
 from jdisagg.text.grammar_checker import MOST_S
+from tests.unit.api_edge.gate_rig import ENDLESS, GOOD, pid_of, refused
 from tests.unit.text.grammar_rig import demo_grammars, lark, regex, schema
 from tests.unit.wire.rig import run_quiet, until
 
 CHAIN = lark("\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(5000)), 'r5000: "x"']) + "\n")
-SLOW, ENDLESS = (
-    schema(json.dumps({"allOf": [{"type": "string", "pattern": f".*x{i}.*"} for i in range(number)]})) for number in (12, 20)
-)
 GIGABYTES = schema('{"type": "integer", "multipleOf": 1000003}')
 LEAST = schema('{"const": -9223372036854775808}')  # llguidance 1.9.1 turns its sign for ever
-GOOD = [regex(f"good{i}") for i in range(MOST_WAITING + 2)]
 SHORT_S = 2.0  # a machine stands still for one
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -38,19 +32,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checker itself, which gives a grammar less."""
     code = f"from jdisagg.text import grammar_checker as checker; checker.MOST_S = {SHORT_S}; checker.main()"
     monkeypatch.setattr(grammar_gate, "_COMMAND", (sys.executable, "-c", code))
-
-
-def pid_of(gate: GrammarGate) -> int:
-    process = gate._checker._process
-    assert process is not None
-    return process.pid
-
-
-async def refused(gate: GrammarGate, grammar: Grammar) -> str:
-    with pytest.raises(InvalidRequest) as error:
-        await gate.prepare(grammar)
-    assert error.value.field == "grammar"
-    return error.value.message
 
 
 @pytest.mark.parametrize("bad", [CHAIN, LEAST, ENDLESS, GIGABYTES], ids=["stack", "bug", "time", "memory"])
@@ -199,92 +180,6 @@ def test_more_than_so_many_new_grammars_at_once_are_told_to_come_again(impatient
         assert [type(result) for result in results] == [InvalidRequest, *[type(None)] * MOST_WAITING]
         await gate.prepare(GOOD[MOST_WAITING])
         assert grammars.has(GOOD[MOST_WAITING])
-        await gate.aclose()
-
-    run_quiet(body())
-
-
-@pytest.mark.parametrize("wait_s", [0.0, 0.5])
-def test_a_checker_that_something_else_killed_speaks_against_no_grammar(wait_s: float) -> None:
-    async def body() -> None:
-        gate = GrammarGate(grammars := demo_grammars(), Metrics())
-        for i in range(3):
-            await gate.prepare(GOOD[i])
-            os.kill(pid_of(gate), signal.SIGKILL)
-            await asyncio.sleep(wait_s)
-        await gate.prepare(GOOD[3])
-        assert all(map(grammars.has, GOOD[:4]))
-        await gate.aclose()
-
-    run_quiet(body())
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_checker_killed_in_the_middle_of_a_grammar_speaks_not_against_it(number: signal.Signals) -> None:
-    async def body() -> None:
-        gate = GrammarGate(demo_grammars(), Metrics())
-        await gate.prepare(GOOD[0])
-        asked = asyncio.create_task(refused(gate, SLOW))
-        await asyncio.sleep(0.2)
-        assert not asked.done()
-        os.kill(first := pid_of(gate), number)
-        assert "Unable to determine" in await asked, "what is wrong with it"
-        assert pid_of(gate) != first
-        await gate.aclose()
-
-    run_quiet(body())
-
-
-def test_whose_checker_is_killed_again_and_again_may_come_later() -> None:
-    async def body() -> None:
-        gate = GrammarGate(demo_grammars(), Metrics())
-        await gate.prepare(GOOD[0])
-        asked = asyncio.create_task(gate.prepare(SLOW))
-        await asyncio.sleep(0.2)
-        for _ in range(2):
-            os.kill(last := pid_of(gate), signal.SIGKILL)
-            await until(lambda killed=last: asked.done() or (gate._checker.is_there and pid_of(gate) != killed))
-        with pytest.raises(Unavailable, match="grammars cannot be checked"):
-            await asked
-        assert "Unable to determine" in await refused(gate, SLOW)
-        await gate.aclose()
-
-    run_quiet(body())
-
-
-@pytest.mark.parametrize(
-    ("command", "why"),
-    [
-        (("/nowhere/python",), "No such file or directory: '/nowhere/python'"),
-        ((sys.executable, "-c", "import nothing_of_that_name"), "it ended as it started"),
-        ((sys.executable, "-c", "input()"), "it ended as it started"),
-    ],
-)
-def test_a_checker_that_does_not_start_speaks_against_no_grammar(
-    command: tuple[str, ...], why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def body() -> None:
-        gate, works = GrammarGate(demo_grammars(), Metrics()), grammar_gate._COMMAND
-        monkeypatch.setattr(grammar_gate, "_COMMAND", command)
-        for _ in range(2):
-            with pytest.raises(Unavailable, match=f"^grammars cannot be checked, .*{why}$"):
-                await gate.prepare(GOOD[0])
-        monkeypatch.setattr(grammar_gate, "_COMMAND", works)
-        await gate.prepare(GOOD[0])
-        await gate.aclose()
-
-    run_quiet(body())
-
-
-def test_a_checker_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_gate, "_GRACE_S", 0.5 - MOST_S)
-
-    async def body() -> None:
-        gate = GrammarGate(demo_grammars(), Metrics())
-        await gate.prepare(GOOD[0])
-        os.kill(first := pid_of(gate), signal.SIGSTOP)
-        await gate.prepare(GOOD[1])
-        assert pid_of(gate) != first
         await gate.aclose()
 
     run_quiet(body())

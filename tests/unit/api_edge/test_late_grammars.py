@@ -16,7 +16,7 @@ from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Grammar, SamplingParams
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine
-from tests.unit.api_edge.test_grammar_gate import GOOD, pid_of
+from tests.unit.api_edge.gate_rig import GOOD, pid_of
 from tests.unit.text.grammar_rig import demo_grammars
 from tests.unit.wire.rig import run_quiet
 

@@ -1,0 +1,30 @@
+"""Grammars to ask a `GrammarGate` about, and a look at its checker."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jdisagg.api.generation.grammar_gate import MOST_WAITING, GrammarGate
+from jdisagg.core.errors import InvalidRequest
+from jdisagg.core.requests import Grammar
+from tests.unit.text.grammar_rig import regex, schema
+
+SLOW, ENDLESS = (  # half a second or so, and minutes
+    schema(json.dumps({"allOf": [{"type": "string", "pattern": f".*x{i}.*"} for i in range(number)]})) for number in (12, 20)
+)
+GOOD = [regex(f"good{i}") for i in range(MOST_WAITING + 2)]
+
+
+def pid_of(gate: GrammarGate) -> int:
+    process = gate._checker._process
+    assert process is not None
+    return process.pid
+
+
+async def refused(gate: GrammarGate, grammar: Grammar) -> str:
+    with pytest.raises(InvalidRequest) as error:
+        await gate.prepare(grammar)
+    assert error.value.field == "grammar"
+    return error.value.message

@@ -1,0 +1,124 @@
+"""Checkers of grammars that end, stand still or do not start through no fault of a grammar: it is not held against one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+
+from jdisagg.api.generation import grammar_gate
+from jdisagg.api.generation.grammar_gate import GrammarGate
+from jdisagg.core.errors import Unavailable
+from jdisagg.core.metrics import Metrics
+from tests.unit.api_edge.gate_rig import GOOD, SLOW, pid_of, refused
+from tests.unit.text.grammar_rig import demo_grammars
+from tests.unit.wire.rig import run_quiet, until
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.5])
+def test_a_checker_that_something_else_killed_speaks_against_no_grammar(wait_s: float) -> None:
+    async def body() -> None:
+        gate = GrammarGate(grammars := demo_grammars(), Metrics())
+        for i in range(3):
+            await gate.prepare(GOOD[i])
+            os.kill(pid_of(gate), signal.SIGKILL)
+            await asyncio.sleep(wait_s)
+        await gate.prepare(GOOD[3])
+        assert all(map(grammars.has, GOOD[:4]))
+        await gate.aclose()
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_checker_killed_in_the_middle_of_a_grammar_speaks_not_against_it(number: signal.Signals) -> None:
+    async def body() -> None:
+        gate = GrammarGate(demo_grammars(), Metrics())
+        await gate.prepare(GOOD[0])
+        asked = asyncio.create_task(refused(gate, SLOW))
+        await asyncio.sleep(0.1)
+        assert not asked.done()
+        os.kill(first := pid_of(gate), number)
+        assert "Unable to determine" in await asked, "what is wrong with it"
+        assert pid_of(gate) != first
+        await gate.aclose()
+
+    run_quiet(body())
+
+
+def test_whose_checker_is_killed_again_and_again_may_come_later() -> None:
+    async def body() -> None:
+        gate = GrammarGate(demo_grammars(), Metrics())
+        await gate.prepare(GOOD[0])
+        asked = asyncio.create_task(gate.prepare(SLOW))
+        await asyncio.sleep(0.1)
+        for _ in range(2):
+            os.kill(last := pid_of(gate), signal.SIGKILL)
+            await until(lambda killed=last: asked.done() or (gate._checker.is_there and pid_of(gate) != killed))
+        with pytest.raises(Unavailable, match="grammars cannot be checked"):
+            await asked
+        assert "Unable to determine" in await refused(gate, SLOW)
+        await gate.aclose()
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (("/nowhere/python",), "No such file or directory: '/nowhere/python'"),
+        ((sys.executable, "-c", "import nothing_of_that_name"), "it ended as it started"),
+        ((sys.executable, "-c", "input()"), "it ended as it started"),
+    ],
+)
+def test_a_checker_that_does_not_start_speaks_against_no_grammar(
+    command: tuple[str, ...], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        gate, works = GrammarGate(demo_grammars(), Metrics()), grammar_gate._COMMAND
+        monkeypatch.setattr(grammar_gate, "_COMMAND", command)
+        for _ in range(2):
+            with pytest.raises(Unavailable, match=f"^grammars cannot be checked, .*{why}$"):
+                await gate.prepare(GOOD[0])
+        monkeypatch.setattr(grammar_gate, "_COMMAND", works)
+        await gate.prepare(GOOD[0])
+        await gate.aclose()
+
+    run_quiet(body())
+
+
+def test_a_checker_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_gate, "_WAIT_S", 0.5)
+
+    async def body() -> None:
+        gate = GrammarGate(demo_grammars(), Metrics())
+        await gate.prepare(GOOD[0])
+        os.kill(first := pid_of(gate), signal.SIGSTOP)
+        await gate.prepare(GOOD[1])
+        assert pid_of(gate) != first
+        await gate.aclose()
+
+    run_quiet(body())
+
+
+def test_a_grammar_that_the_machine_had_no_time_for_may_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_gate, "_WAIT_S", 2.0)
+
+    async def body() -> None:
+        gate = GrammarGate(demo_grammars(), Metrics())
+        await gate.prepare(GOOD[0])
+        asked = asyncio.create_task(gate.prepare(SLOW))
+        await asyncio.sleep(0.1)
+        os.kill(pid_of(gate), signal.SIGSTOP)
+        with pytest.raises(Unavailable, match=r"grammars cannot be checked, .* no time to within 2 s"):
+            await asked
+        monkeypatch.undo()
+        assert "Unable to determine" in await refused(gate, SLOW)
+        await gate.aclose()
+
+    run_quiet(body())
