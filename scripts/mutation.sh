@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Breaks the host's bookkeeping on purpose, one small change at a time, and counts how often the unit tests notice.
-# Usage: mutation.sh [--part sched|handoff|text|batch|router] [pattern of mutant names ...]
+# Usage: mutation.sh [--part sched|handoff|text|batch|router|roles] [pattern of mutant names ...]
 # sched: scheduler, allocator and prefix index; handoff: both sides of the hand-off; text: tokens to text and stop strings;
-# batch: what a batch reads, asks and writes; router: who gets a request, and the next attempt of one that lost its worker.
+# batch: what a batch reads, asks and writes; router: who gets a request, and the next attempt of one that lost its worker;
+# roles: a worker's tick, and both sides of a hand-off as they are carried out.
 # What is broken and which tests run is in pyproject.toml ([tool.mutmut], [tool.mutmut-PART]). Without a pattern all run: sched
 # has 3500, 40 minutes on one core that is not shared, handoff 2000, 15 minutes, text 750, batch 1200 (each with a server on a
 # socket), router 2500 (many with a fleet of workers on sockets: take it by module); JDISAGG_MUTATION_LIMIT_S (3600) bounds it.
@@ -13,13 +14,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 part=sched
 if [ "${1:-}" = --part ]; then
-  part=${2:?wanted sched, handoff, text, batch or router behind --part}
+  part=${2:?wanted sched, handoff, text, batch, router or roles behind --part}
   shift 2
 fi
 case $part in
   sched) rename= ;; # its section has the name that mutmut reads
-  handoff | text | batch | router) rename="s/^\[tool\.mutmut\]/[tool.mutmut-sched]/; s/^\[tool\.mutmut-$part\]/[tool.mutmut]/" ;;
-  *) echo "mutation.sh: --part: wanted sched, handoff, text, batch or router, got $part" >&2; exit 2 ;;
+  handoff | text | batch | router | roles) rename="s/^\[tool\.mutmut\]/[tool.mutmut-sched]/; s/^\[tool\.mutmut-$part\]/[tool.mutmut]/" ;;
+  *) echo "mutation.sh: --part: wanted sched, handoff, text, batch, router or roles, got $part" >&2; exit 2 ;;
 esac
 mutmut=${MUTMUT:-.venv/bin/mutmut}
 [ -x "$mutmut" ] || .venv/bin/python -m pip install --quiet --constraint constraints.txt mutmut

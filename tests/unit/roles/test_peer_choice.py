@@ -9,6 +9,7 @@ import pytest
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
 from jdisagg.core.requests import EngineRequest, SamplingParams
+from jdisagg.handoff.messages import HandoffId
 from jdisagg.roles.peer_choice import PeerChoice
 
 
@@ -25,8 +26,8 @@ class Peers:
         return False
 
 
-def choice(*down: str) -> PeerChoice:
-    config = TransferConfig(local_prefill=LocalPrefill.ON_FAILURE)
+def choice(*down: str, policy: LocalPrefill = LocalPrefill.ON_FAILURE) -> PeerChoice:
+    config = TransferConfig(local_prefill=policy, local_prefill_below_tokens=4)
     return PeerChoice(config, cast(Any, Peers(*down)), lambda: ("old", "new"))
 
 
@@ -51,3 +52,53 @@ def test_a_stream_that_has_begun_may_be_computed_by_who_has_come_since(
 
 def test_who_is_down_is_not_asked_where_it_can_be_computed_here() -> None:
     assert choice("router's").of(asked(7)) == ("old", "new")
+
+
+@pytest.mark.parametrize(
+    ("policy", "down", "here"),
+    [
+        (LocalPrefill.ON_FAILURE, (), False),
+        (LocalPrefill.ON_FAILURE, ("old", "new"), True),
+        (LocalPrefill.NEVER, ("old", "new"), False),
+    ],
+)
+def test_log_probabilities_of_a_prompt_are_computed_here_at_once_where_nobody_can_be_asked(
+    policy: LocalPrefill, down: tuple[str, ...], here: bool
+) -> None:
+    plain = asked(peers=())
+    scored = replace(plain, sampling=replace(plain.sampling, prompt_logprobs=0))
+    assert choice(*down, policy=policy).is_here(scored) is here
+    assert not choice(*down, policy=policy).is_here(plain), "it is asked for, and falls back then"
+
+
+@pytest.mark.parametrize(("num_tokens", "here"), [(3, True), (4, False)])
+def test_short_prompts_are_computed_here_if_so_wanted(num_tokens: int, here: bool) -> None:
+    prompt = replace(asked(), prompt_token_ids=tuple(range(num_tokens)))
+    assert choice(policy=LocalPrefill.BELOW_TOKENS).is_here(prompt) is here
+    assert not choice().is_here(prompt)
+
+
+def test_what_peers_compute_for_us_counts_until_the_first_token_or_the_end_of_each_stream() -> None:
+    peers = choice()
+    one, hedge, two = HandoffId("a", 1), HandoffId("a", 2), HandoffId("b", 1)
+    for handoff, peer, num_tokens in ((one, "old", 10), (hedge, "new", 10), (two, "old", 5)):
+        peers.opened(handoff, peer, num_tokens)
+    assert peers.snapshot() == {"old": 15, "new": 10}
+    peers.closed(hedge)
+    peers.closed(hedge)
+    assert peers.snapshot() == {"old": 15}
+    for _ in range(2):
+        peers.computed("a")
+    peers.closed(one)
+    assert peers.snapshot() == {"old": 5}
+    peers.closed(two)
+    assert peers.snapshot() == {}
+    assert not peers._asked
+
+
+@pytest.mark.parametrize(("waiting", "wanted"), [(2, ("old", "new")), (3, ("new", "old"))])
+def test_the_first_is_asked_at_which_no_more_than_this_prompt_waits(waiting: int, wanted: tuple[str, ...]) -> None:
+    peers = choice()
+    peers.opened(HandoffId("a", 1), "old", waiting)
+    assert peers.of(asked(peers=())) == wanted
+    assert peers.of(asked(peers=("old", "new"))) == ("old", "new"), "its router has counted already"

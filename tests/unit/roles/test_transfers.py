@@ -1,18 +1,37 @@
-"""The share of the transfer that nobody waited for."""
+"""What is counted of pieces that came or did not, and the share of the transfer that nobody waited for."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
 from jdisagg.core.metrics import Metrics
+from jdisagg.handoff.messages import HandoffId
 from jdisagg.roles import engine_loop
 from jdisagg.roles.inbox import Message
-from jdisagg.roles.transfers import HiddenTransfers
-from jdisagg.transfer.base import PieceArrived
+from jdisagg.roles.transfers import HiddenTransfers, Transfers
+from jdisagg.transfer.base import PieceArrived, PieceFailed
+from tests.unit.handoff.rig import ready
+from tests.unit.roles.measured import read
 from tests.unit.roles.world import World
 from tests.unit.sched.engine_fake import request
+
+
+def test_pieces_are_counted_by_backend_and_those_that_did_not_come_by_reason_and_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    metrics = Metrics()
+    transfers, handoff, piece = Transfers(metrics), HandoffId("r", 1), cast(Any, None)
+    for backend, seconds in (("shm", 0.5), ("shm", 0.25), ("tcp", 2.0)):
+        transfers.arrived(PieceArrived(handoff=handoff, ready=ready("k", 0, 4, backend), piece=piece, seconds=seconds))
+    transfers.failed(PieceFailed(handoff=handoff, ready=ready("lost", 4, 8, "tcp"), reason="checksum", detail="of its host"))
+    size = ready("k", 0, 4).num_bytes
+    assert [read(metrics, "transfer_bytes_total", backend=name) for name in ("shm", "tcp")] == [2 * size, size]
+    assert [read(metrics, "transfer_seconds_sum", backend=name) for name in ("shm", "tcp")] == [0.75, 2.0]
+    assert read(metrics, "transfer_failures_total", backend="tcp", reason="checksum") == 1
+    assert caplog.messages == ["request r: piece lost over tcp: checksum of its host"]
 
 
 def hidden(computed_s: float | None, *arrivals: tuple[float, float]) -> float:
@@ -28,6 +47,7 @@ def hidden(computed_s: float | None, *arrivals: tuple[float, float]) -> float:
         transfers.arrived("r", seconds, now_s)
     transfers.forget("r")
     transfers.forget("r")
+    assert not transfers._computed_s
     return metrics.transfer.hidden_seconds._value.get()
 
 
