@@ -122,7 +122,7 @@ class GrammarGate:
 
 
 class _Ended(Exception):
-    """Something else has ended the process while it compiled."""
+    """Something else has ended the process."""
 
 
 class _Checker:
@@ -148,16 +148,21 @@ class _Checker:
             self.kill()
             self._start()
             if not (self._say(asdict(self._vocabulary)) and self._say(question) and self._read()):
-                self.kill()
+                if self._was_killed():
+                    raise _Ended
                 raise Unavailable(f"{_NOBODY}: it ended as it started")
         if answer := self._read():
             return json.loads(answer)["error"]
+        if self._was_killed():
+            raise _Ended
+        return None
+
+    def _was_killed(self) -> bool:
+        """Whether something else ended it, which has ended; what is left of it goes."""
         process = self._process  # None: it was killed from here
         ended = process is not None and process.wait() in _FROM_OUTSIDE
         self.kill()
-        if ended:
-            raise _Ended
-        return None
+        return ended
 
     def close(self) -> None:
         """Start none from now on."""

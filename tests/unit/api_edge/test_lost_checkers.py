@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,7 @@ def test_whose_checker_is_killed_again_and_again_may_come_later() -> None:
     [
         (("/nowhere/python",), "No such file or directory: '/nowhere/python'"),
         ((sys.executable, "-c", "import nothing_of_that_name"), "it ended as it started"),
+        ((sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"), "something ends it again and again"),
         ((sys.executable, "-c", "input()"), "it ended as it started"),
     ],
 )
@@ -101,6 +103,28 @@ def test_a_checker_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch
         os.kill(first := pid_of(gate), signal.SIGSTOP)
         await gate.prepare(GOOD[1])
         assert pid_of(gate) != first
+        await gate.aclose()
+
+    run_quiet(body())
+
+
+def test_a_checker_killed_as_it_starts_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code = f"""
+import os
+try:
+    os.mkdir({str(tmp_path / "second time")!r})
+except FileExistsError:
+    from jdisagg.text import grammar_checker
+    grammar_checker.main()
+else:
+    os.kill(os.getpid(), 9)
+"""
+    monkeypatch.setattr(grammar_gate, "_COMMAND", (sys.executable, "-c", code))
+
+    async def body() -> None:
+        gate = GrammarGate(grammars := demo_grammars(), Metrics())
+        await gate.prepare(GOOD[0])
+        assert grammars.has(GOOD[0])
         await gate.aclose()
 
     run_quiet(body())
