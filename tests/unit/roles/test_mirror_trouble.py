@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 
 from jdisagg.handoff.messages import ChunkReady, HandoffId, Open
-from jdisagg.transfer.base import Piece
+from jdisagg.transfer.base import Piece, PublishFailed
+from tests.unit.roles.measured import read
 from tests.unit.roles.second_turn import PROMPT, QUESTION, first_turn, moved, provenance_of, serve_second_turn, since
 from tests.unit.roles.world import World
 from tests.unit.sched.engine_fake import expected, request
@@ -37,6 +38,31 @@ def test_what_arrived_before_a_loss_is_not_computed() -> None:
     assert world.tokens("t2") == expected(prompt, 4, ignore_eos=True)
     assert since(world, before) == (len(prompt) - 24, 8, len(prompt) - 16)
     assert provenance_of(world, "t2").borrowed_tokens == 8
+
+
+@pytest.mark.parametrize("num_failed", [1, 9])
+def test_what_d_cannot_publish_is_computed_and_told(num_failed: int, caplog: pytest.LogCaptureFixture) -> None:
+    world = World(local_prefill=False, want_min_tokens=4)
+    prompt = first_turn(world)
+    publish, left = world.lent.publish, [num_failed]
+
+    def fail(handoff: HandoffId, key: str, piece: Piece) -> None:
+        if not left[0]:
+            publish(handoff, key, piece)
+            return
+        left[0] -= 1
+        failed = PublishFailed(handoff=handoff, key=key, begin=piece.begin, end=piece.end, reason="no memory", backend="fake")
+        world.decode.inbox.post(failed)
+
+    world.lent.publish = fail  # type: ignore[method-assign]
+    down, up, computed = serve_second_turn(world, prompt)
+    assert (down, computed) == (len(prompt) - 24, len(prompt) - 8 - up)
+    assert up < 16
+    failures = read(world.decode.metrics, "transfer_failures_total", backend="fake", reason="publish")
+    assert failures == num_failed - left[0] > 0
+    assert [line for line in caplog.messages if "lent" in line] == ["request t2: publishing lent KV failed: no memory"] * int(
+        failures
+    )
 
 
 def test_a_silent_receiver_costs_p_a_second_and_no_more() -> None:

@@ -33,3 +33,13 @@ def test_the_prompt_that_is_computed_here_after_all_names_who_brought_the_last_o
     assert signed is not None
     assert (signed.prefill_worker, signed.prefilled_tokens, signed.transferred_tokens) == ("p", 5, 10)
     assert signed.recoveries == ("refetch", "local_prefill")
+
+
+def test_of_a_request_that_is_over_nothing_is_kept() -> None:
+    book = ProvenanceBook(page_size=4)
+    book.arrived("r", FIRST_TIME)
+    book.arrived("other", SECOND_TIME)
+    for _ in range(2):
+        book.forget("r")
+    assert book.signed(LAST) == LAST
+    assert list(book._of) == ["other"]
