@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.e2e.conftest import SMALL, Start
-from tests.e2e.processes import wait_until
+from tests.e2e.conftest import SMALL, starting
+from tests.e2e.processes import ServerProcess, wait_until
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
@@ -25,21 +26,33 @@ ARGUMENTS = '{"city": "Oslo", "days": [1, 2]}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 
 
-@pytest.fixture
-def flags(tiny_model: Path, tmp_path: Path) -> tuple[str, ...]:
-    """Of a model that is shown tools and calls."""
-    model = tmp_path / "calling"
+@dataclass(frozen=True)
+class Fleet:
+    router: ServerProcess
+    workers: list[ServerProcess]
+
+
+@pytest.fixture(scope="module")
+def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A router, one prefill and two decode workers of a model that is shown tools and calls."""
+    directory = tmp_path_factory.mktemp("calling")
+    model = directory / "model"
     shutil.copytree(tiny_model, model)
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    return ("--model", str(model), *SMALL, "--max-model-len", "512")
+    with starting(directory) as start:
+        router = start("router", "--role", "router", "--model", str(model)).wait_ready()
+        flags = ("--router", router.grpc, "--model", str(model), "--numerics", "exact", *SMALL, "--max-model-len", "512")
+        workers = [start(role, "--role", role, *flags) for role in ("prefill", "decode", "decode")]
+        for worker in workers:
+            worker.wait_ready()
+        wait_until(lambda: len(router.state()["members"]) == len(workers), 20, "all workers have come")
+        yield Fleet(router, workers)
 
 
-def test_a_router_serves_the_calls_that_the_model_writes(start: Start, flags: tuple[str, ...]) -> None:
-    fleet = start("local", "--role", "local", *flags).wait_ready()
-    decode = next(worker["http"] for worker in fleet.ready["workers"] if worker["role"] == "decode")
-    assert "tool calls are read as hermes, as the chat template writes them" in fleet.log.read_text()
-    for url in (fleet.http, f"http://{decode}"):
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0) as client:
+def test_a_router_and_a_worker_serve_the_calls_that_the_model_writes(fleet: Fleet) -> None:
+    for server in (fleet.router, fleet.workers[-1]):
+        assert "tool calls are read as hermes, as the chat template writes them" in server.log.read_text()
+        with openai.OpenAI(base_url=f"{server.http}/v1", api_key="none", timeout=60, max_retries=0) as client:
             two_turns(client)
 
 
@@ -80,13 +93,8 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_calls_go_on_exactly_when_their_decode_worker_dies(start: Start, flags: tuple[str, ...]) -> None:
-    router = start("router", "--role", "router", *flags[:2]).wait_ready()
-    exact = ("--router", router.grpc, "--numerics", "exact", *flags)
-    workers = [start("prefill", "--role", "prefill", *exact), *(start("decode", "--role", "decode", *exact) for _ in range(2))]
-    for worker in workers:
-        worker.wait_ready()
-    wait_until(lambda: len(router.state()["members"]) == len(workers), 20, "all workers have come")
+def test_calls_go_on_exactly_when_their_decode_worker_dies(fleet: Fleet) -> None:
+    router = fleet.router
     with (
         openai.OpenAI(base_url=f"{router.http}/v1", api_key="none", timeout=60, max_retries=0) as client,
         ThreadPoolExecutor(len(ASKED)) as pool,
@@ -101,7 +109,7 @@ def test_calls_go_on_exactly_when_their_decode_worker_dies(start: Start, flags: 
         others = [pool.submit(answer, name) for name in ASKED]
         wait_until(lambda: any(flight["delivered"] > 20 for flight in router.state()["flights"]), 30, "tokens have come")
         [victim, *_] = [flight["worker"] for flight in router.state()["flights"] if flight["delivered"]]
-        next(worker for worker in workers if worker.grpc == victim).kill()
+        next(worker for worker in fleet.workers if worker.grpc == victim).kill()
         assert [other.result() for other in others] == undisturbed
     assert router.metric("jdisagg_recoveries_total", rung="replay") > 0
 
