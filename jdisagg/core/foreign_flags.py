@@ -82,7 +82,7 @@ _NOTHING = {
 
 _HALF = "float16 overflows where bfloat16 does not; write bfloat16"
 _FLOAT8 = "KV of eight bits is int8 here"
-_RDMA = "leave it out: auto takes the best one that both workers have"
+_TRANSFERS = "leave it out: auto takes the best one that both workers have"
 _VALUES = {  # by the name of a setting of ours
     "tool_call_parser": {
         **dict.fromkeys(("qwen", "qwen25", "qwen2_5", "qwen3"), "it is called hermes here"),
@@ -90,7 +90,7 @@ _VALUES = {  # by the name of a setting of ours
     },
     "dtype": dict.fromkeys(("float16", "half", "fp16"), _HALF) | dict.fromkeys(("float", "fp32"), "it is called float32 here"),
     "kv_cache_dtype": dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2"), _FLOAT8),
-    "kv_transfer_backend": dict.fromkeys(("nixl", "NixlConnector", "mooncake", "MooncakeConnector", "ascend"), _RDMA),
+    "kv_transfer_backend": dict.fromkeys(("nixl", "NixlConnector", "mooncake", "MooncakeConnector", "ascend"), _TRANSFERS),
 }
 _OTHER_VALUES = {"tool_call_parser": "calls in another format stay text: leave it out, and force calls by tool_choice"}
 

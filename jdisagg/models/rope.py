@@ -103,8 +103,8 @@ class RopeSpec:
         """How positions are scaled, for people; None = they are not."""
         if self.kind == "default":
             return None
-        of = "" if self.kind == "linear" else f" {self.original_max_len} tokens"
-        return f"{self.kind}, {self.factor:g} times{of}"
+        made_for = "" if self.kind == "linear" else f", made for {self.original_max_len} tokens"
+        return f"{self.kind}, factor {self.factor:g}{made_for}"
 
     def inverse_frequencies(self) -> np.ndarray:
         """f32[D/2]: radians per token of each feature pair."""

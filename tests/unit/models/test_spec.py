@@ -184,8 +184,8 @@ def test_a_rope_under_a_misspelt_key_is_refused(config: dict[str, Any], wrong: s
     ("rope", "told"),
     [
         ({}, None),
-        ({"rope_type": "linear", "factor": 2.5}, "linear, 2.5 times"),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, "yarn, 4 times 32 tokens"),
+        ({"rope_type": "linear", "factor": 2.5}, "linear, factor 2.5"),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, "yarn, factor 4, made for 32 tokens"),
     ],
 )
 def test_how_positions_are_scaled_can_be_told(config: dict[str, Any], rope: dict[str, Any], told: str | None) -> None:
