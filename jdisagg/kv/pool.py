@@ -6,8 +6,6 @@ can hold a stale array: donation has invalidated it, and the pool is empty. Page
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
@@ -34,9 +32,13 @@ class KVPool:
         self.num_pages = num_pages
         self.shardings = tuple(NamedSharding(mesh, layout.partition) for layout in layouts)
         shapes = tuple(layout.abstract(num_pages) for layout in layouts)
-        zeros = jax.jit(partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=self.shardings)
+
+        def zeroed_pool() -> tuple[KVGroup, ...]:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
         try:
-            self._arrays: tuple[KVGroup, ...] | None = jax.block_until_ready(zeros())
+            arrays = jax.jit(zeroed_pool, out_shardings=self.shardings)()
+            self._arrays: tuple[KVGroup, ...] | None = jax.block_until_ready(arrays)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
