@@ -2,9 +2,9 @@
 
 Usage: checks.py [--quick] [pytest arguments]. Everything runs even when something fails. Tests run in as many processes as keep
 two cores busy, file by file: four where they mostly wait, two where they compute, or start servers and judge no time; the
-others run one after the other. Tools that come from outside the package index (buf, promtool) run when present and are listed
-as SKIPPED otherwise. The last line counts checks and tests together, in pytest's words; the exit status is 0 when nothing
-failed.
+others run one after the other. promtool, which no Python package brings, runs when it is installed; what it would check is
+listed as SKIPPED otherwise. The last line counts checks and tests together, in pytest's words; the exit status is 0 when
+nothing failed.
 """
 
 from __future__ import annotations
@@ -87,19 +87,27 @@ class Tally:
 
 def checks(generated: Path) -> list[Check]:
     """The static checks; generated code is made again under `generated` and compared."""
-    python = str(BIN / "python")
+    python, buf = str(BIN / "python"), str(BIN / "buf")
     return [
         Check(name="format", command=(str(BIN / "ruff"), "format", "--check", "--quiet", *CODE)),
         Check(name="lint", command=(str(BIN / "ruff"), "check", "--quiet", *CODE)),
         Check(name="types", command=(str(BIN / "basedpyright"), "--level", "error")),
         Check(name="layers", command=(str(BIN / "lint-imports"), "--no-cache")),
         Check(name="generated code is current", command=("bash", "scripts/check_proto.sh", str(generated))),
-        Check(name="protos (buf lint)", command=("buf", "lint", "proto"), tool="buf"),
+        Check(name="protos", command=(buf, "lint", "proto")),
+        Check(
+            name="protos, against the first v1", command=(buf, "breaking", "proto", "--against", "tests/compat/v1/first.binpb")
+        ),
         Check(
             name="metrics (promtool)",
             command=("promtool", "check", "metrics"),
             tool="promtool",
             stdin_from=(python, "-c", METRICS_TEXT),
+        ),
+        Check(
+            name="alerts (promtool)",
+            command=("promtool", "test", "rules", "configs/prometheus/jdisagg_test.yml"),
+            tool="promtool",
         ),
     ]
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Breaks the host's bookkeeping on purpose, one small change at a time, and counts how often the unit tests notice.
-# Usage: mutation.sh [--part sched|handoff|text|batch|router|roles] [pattern of mutant names ...]
+# Usage: mutation.sh [--part sched|handoff|text|batch|router|roles|transfer] [pattern of mutant names ...]
 # sched: scheduler, allocator and prefix index; handoff: both sides of the hand-off; text: tokens to text and stop strings;
 # batch: what a batch reads, asks and writes; router: who gets a request, and the next attempt of one that lost its worker;
 # roles: a worker's tick, and both sides of a hand-off as they are carried out.
@@ -14,13 +14,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 part=sched
 if [ "${1:-}" = --part ]; then
-  part=${2:?wanted sched, handoff, text, batch, router or roles behind --part}
+  part=${2:?wanted sched, handoff, text, batch, router, roles or transfer behind --part}
   shift 2
 fi
 case $part in
   sched) rename= ;; # its section has the name that mutmut reads
-  handoff | text | batch | router | roles) rename="s/^\[tool\.mutmut\]/[tool.mutmut-sched]/; s/^\[tool\.mutmut-$part\]/[tool.mutmut]/" ;;
-  *) echo "mutation.sh: --part: wanted sched, handoff, text, batch, router or roles, got $part" >&2; exit 2 ;;
+  handoff | text | batch | router | roles | transfer) rename="s/^\[tool\.mutmut\]/[tool.mutmut-sched]/; s/^\[tool\.mutmut-$part\]/[tool.mutmut]/" ;;
+  *) echo "mutation.sh: --part: wanted sched, handoff, text, batch, router, roles or transfer, got $part" >&2; exit 2 ;;
 esac
 mutmut=${MUTMUT:-.venv/bin/mutmut}
 [ -x "$mutmut" ] || .venv/bin/python -m pip install --quiet --constraint constraints.txt mutmut
@@ -32,6 +32,7 @@ work=build/mutation/$part
 rm -rf "$work" # verdicts and the tests of each function are kept between runs, and do not notice changed tests or moved code
 mkdir -p "$work"
 cp -r jdisagg tests proto scripts "$work"
+printf '%s\n' jax jax.numpy xxhash >"$work/imported_before_fork"
 sed "$rename" pyproject.toml >"$work/pyproject.toml"
 cd "$work"
 [ "$part" != router ] || export JDISAGG_TEST_PATIENCE=0.2 # a lost request hangs

@@ -21,6 +21,7 @@ from jdisagg.transfer.target import PieceError, PieceTarget
 
 ROOT = Path(__file__).parents[3]
 RULES = ROOT / "configs/prometheus/jdisagg.yml"
+TRIED = ROOT / "configs/prometheus/jdisagg_test.yml"
 BOARD = ROOT / "configs/grafana/jdisagg.json"
 OF_THE_LIBRARY = frozenset(
     """
@@ -131,6 +132,20 @@ def test_a_share_of_failures_is_one_of_all_as_what_never_succeeds_has_no_count_o
     failures, _, of_all = expression.partition("/")
     (failed,) = re.findall(r"rate\(jdisagg_transfer_failures_total\[10m\]\)", failures)
     assert f"{failed} or rate(jdisagg_transfer_seconds_count[10m])" in of_all
+
+
+def test_every_alert_is_tried_by_series_that_processes_show() -> None:
+    """promtool evaluates them, where it is installed (`scripts/checks.py`)."""
+    tried = yaml.safe_load(TRIED.read_text())["tests"]
+    raised = {sample["labels"] for test in tried for one in test["promql_expr_test"] for sample in one["exp_samples"]}
+    assert {name for labels in raised for name in re.findall(r'alertname="(\w+)"', labels)} == {
+        rule["alert"] for rule in rules() if "alert" in rule
+    }
+    known = series(engine=True) | series(engine=False)
+    for test in tried:
+        for one in test["input_series"]:
+            ((name, matchers),) = _SELECTED.findall(one["series"])
+            assert {label for label, _ in _MATCHER.findall(matchers)} <= known[name] | SCRAPED, one["series"]
 
 
 def test_alerts_say_how_bad_it_is_and_what_to_do() -> None:
