@@ -4,48 +4,16 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
-import weakref
 from collections.abc import Callable
-from typing import Any, cast
 
-import numpy as np
 import pytest
 
-from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.handoff.messages import HandoffId
 from jdisagg.transfer import lanes
 from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, TransferEvent
 from jdisagg.transfer.lanes import FetchJob, Lane, LaneFetcher
 from jdisagg.transfer.target import PieceError
-
-NOTHING = Piece(begin=0, end=1, data=cast(Any, None))
-READY = ChunkReady(key="k", begin=0, end=1, shape=(1, 1, 1, 1), dtype="float32", num_bytes=4, checksum=0)
-
-
-@pytest.mark.covers("X07")
-def test_a_job_that_raises_is_in_the_log_and_the_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    lane, ran = Lane("lane"), threading.Event()
-
-    def freeing() -> None:
-        raise OSError("no memory for the file's end")
-
-    lane.submit(freeing)
-    lane.submit(ran.set)
-    assert ran.wait(30.0)
-    lane.stop()
-    lane.join(5.0)
-    assert "no memory" in caplog.text
-
-
-def threads_called(prefix: str) -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith(prefix)]
-
-
-def wait_until(is_true: Callable[[], bool], what: str) -> None:
-    until_s = time.monotonic() + 30.0
-    while not is_true():
-        assert time.monotonic() < until_s, what
-        time.sleep(0.005)
+from tests.unit.transfer.lane_kit import NOTHING, READY, assert_set, threads_called, wait_until
 
 
 def test_peers_that_come_back_elsewhere_leave_no_thread_behind_though_nothing_is_fetched_any_more(
@@ -217,19 +185,6 @@ def test_a_fetch_that_is_over_before_it_was_noted_down_stays_over(monkeypatch: p
     assert [type(event) for event in posted] == kind
 
 
-def test_what_a_job_held_is_free_while_the_lane_waits_for_the_next() -> None:
-    lane, ran, piece = Lane("test"), threading.Event(), np.zeros(4)
-    held = weakref.ref(piece)
-    lane.submit(lambda piece=piece: ran.set())
-    del piece
-    assert ran.wait(30.0)
-    until_s = time.monotonic() + 30.0
-    while held() is not None and time.monotonic() < until_s:
-        time.sleep(0.005)
-    assert held() is None
-    lane.stop()
-
-
 def test_a_lane_that_cannot_start_fails_its_fetch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     posted = queue.SimpleQueue[TransferEvent]()
     fetches = LaneFetcher("test", lambda job: NOTHING, posted.put)
@@ -241,8 +196,54 @@ def test_a_lane_that_cannot_start_fails_its_fetch_alone(monkeypatch: pytest.Monk
         patched.setattr(lanes, "Lane", no_thread)
         fetches.fetch(HandoffId("a", 0), "p:1", READY, float("inf"))
     failed = posted.get(timeout=30.0)
-    assert isinstance(failed, PieceFailed)
-    assert (failed.reason, failed.detail) == ("connection", "can't start new thread")
+    assert failed == PieceFailed(handoff=HandoffId("a", 0), ready=READY, reason="connection", detail="can't start new thread")
     fetches.fetch(HandoffId("b", 0), "p:1", READY, float("inf"))
     assert posted.get(timeout=30.0).handoff == HandoffId("b", 0)
+    fetches.close()
+
+
+@pytest.mark.covers("X06")
+def test_a_fetcher_that_closes_waits_for_no_thread_posts_nothing_and_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "CLOSE_TIMEOUT_S", 0.05)
+    stuck, begun, posted = threading.Event(), threading.Event(), queue.SimpleQueue[TransferEvent]()
+    obtained = list[str]()
+
+    def obtain(job: FetchJob) -> Piece:
+        obtained.append(job.handoff.request_id)
+        begun.set()
+        assert_set(stuck)
+        return NOTHING
+
+    fetches = LaneFetcher("test-closing", obtain, posted.put)
+    for name in ("under way", "queued"):
+        fetches.fetch(HandoffId(name, 1), "p:1", READY, float("inf"))
+    assert begun.wait(30.0)
+    fetches.close()
+    fetches.fetch(HandoffId("late", 1), "p:1", READY, float("inf"))
+    refused = PieceFailed(handoff=HandoffId("late", 1), ready=READY, reason="connection", detail="the fetcher is closed")
+    assert posted.get(timeout=30.0) == refused
+    stuck.set()
+    wait_until(lambda: not threads_called("test-closing"), "its thread ends")
+    assert (obtained, posted.empty(), fetches.num_jobs) == (["under way"], True, 0)
+
+
+def test_behind_a_fetch_are_those_of_its_peer_that_came_later() -> None:
+    stuck, jobs, behind = threading.Event(), dict[str, FetchJob](), dict[str, list[str]]()
+
+    def obtain(job: FetchJob) -> Piece:
+        name = job.handoff.request_id
+        if name == "first":
+            assert_set(stuck)
+        jobs[name] = job
+        behind[name] = [one.handoff.request_id for one in fetches.behind(job)]
+        return NOTHING
+
+    fetches = LaneFetcher("test-behind", obtain, lambda event: None)
+    for name, peer in (("first", "p:1"), ("elsewhere", "q:1"), ("second", "p:1"), ("third", "p:1")):
+        fetches.fetch(HandoffId(name, 1), peer, READY, float("inf"))
+    wait_until(lambda: "elsewhere" in behind, "it has a thread of its own")
+    stuck.set()
+    wait_until(lambda: fetches.num_jobs == 0, "all are through")
+    assert behind == {"first": ["second", "third"], "elsewhere": [], "second": ["third"], "third": []}
+    assert fetches.behind(jobs["first"]) == [], "it is over"
     fetches.close()

@@ -50,10 +50,10 @@ def resolving() -> int:
 
 
 def addresses(known: Names, host: str, within_s: float = 30.0) -> list[tuple[Any, ...]]:
-    return [address.at(80).sockaddr for address in known.addresses(host, time.monotonic() + within_s)]
+    return [(address.at(80).family, address.at(80).sockaddr) for address in known.addresses(host, time.monotonic() + within_s)]
 
 
-THERE = [("127.0.0.1", 80), ("::1", 80, 0, 3)]
+THERE = [(socket.AF_INET, ("127.0.0.1", 80)), (socket.AF_INET6, ("::1", 80, 0, 3))]
 
 
 def test_a_number_needs_no_resolver_and_no_thread(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +68,7 @@ def test_a_silent_resolver_costs_the_deadline_and_one_thread_for_all_who_ask(res
         with pytest.raises(TimeoutError, match="there: no answer"):
             addresses(known, "there", within_s=0.05)
     assert (resolver.asked, resolving()) == (["there"], 1)
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "resolve-there"), "it holds up no end"
     resolver.answers.set()
     assert addresses(known, "there") == THERE
     assert resolver.asked == ["there"]
