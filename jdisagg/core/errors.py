@@ -87,7 +87,7 @@ class AddressTaken(Unavailable):
 
 
 class Unfit(Unavailable):
-    """A worker that registers is of another model than those of this router."""
+    """A worker that registers is of another model than those of this router, or is reached by nobody else."""
 
     grpc_status, http_status = "FAILED_PRECONDITION", 409
 

@@ -178,7 +178,8 @@ def _addresses(raw: object, where: str) -> tuple[str, ...]:
     for address in found:
         match = _ADDRESS.fullmatch(address)
         if match is None or not 0 < int(match[2]) <= 65535:
-            fail(where, address, "HOST:PORT with a port of 1 to 65535")
+            brackets = ", an IPv6 host in brackets: [HOST]:PORT" if address.count(":") > 1 and "[" not in address else ""
+            fail(where, address, f"HOST:PORT with a port of 1 to 65535{brackets}")
     return found
 
 

@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jdisagg.transfer.lanes import IDLE_S
+from jdisagg.transfer.names import own_address_of
 from jdisagg.transfer.target import PieceError
 
 NUM_ADDRESSES = 2  # sockets for bytes; equal on all workers of a version
@@ -58,13 +59,23 @@ class Unsupported(RuntimeError):
     """This jax, or this platform, has no transfer server; says why."""
 
 
+def own_address(host: str) -> str:
+    """The address of this machine that `host` stands for, with brackets if it is an IPv6 one. Raises Unsupported."""
+    try:
+        address = own_address_of(host.strip("[]"))
+    except (OSError, UnicodeError) as error:
+        raise Unsupported(f"{error}; give --advertise-host an address of this machine") from error
+    return f"[{address}]" if ":" in address else address
+
+
 class TransferServers:
     """Starts one server for every peer. Any thread."""
 
     def __init__(self, devices: Sequence[Any], host: str) -> None:
-        """Start the first, which listens on free ports of `host`, an address that peers reach. Raises Unsupported."""
-        self._devices, self._host = devices, host
-        self._spare = [TransferServer(devices, host)]
+        """Start the first, which listens on free ports of `host`, an address that peers reach, or a name for one. Raises
+        Unsupported."""
+        self._devices, self._host = devices, own_address(host)
+        self._spare = [TransferServer(devices, self._host)]
 
     def start(self) -> TransferServer:
         """One that nobody else uses; it ends with the last reference to it. Raises Unsupported."""
@@ -127,7 +138,8 @@ class TransferServer:
     """P offers arrays to one peer, or D connects to one. `offer`, `withdraw`: one thread."""
 
     def __init__(self, devices: Sequence[Any], host: str) -> None:
-        """Listen on free ports of `host`, an address that peers reach. Raises Unsupported."""
+        """Listen on free ports of `host`, an address that peers reach and no name: of one jax makes 0.0.0.0, and tells peers to
+        connect to that. Raises Unsupported."""
         try:
             transfer = importlib.import_module("jax.experimental.transfer")
             self._server: Any = transfer.start_transfer_server(

@@ -8,6 +8,7 @@ import socket
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
+from ipaddress import ip_address
 from time import monotonic
 from typing import Any
 
@@ -79,6 +80,29 @@ class Names:
         except RuntimeError as error:  # no thread is left
             answer.set_exception(ConnectionError(f"{host}: {error}"))
         return answer
+
+
+def own_address_of(host: str) -> str:
+    """Of the addresses of `host` the first that is this machine's, and reached by others, unless `host` itself is a loopback
+    address or localhost. Waits for a resolver. Raises OSError."""
+    found = [str(address.sockaddr[0]) for address in _addresses(host, 0) if is_own(address)]
+    if not found:
+        raise OSError(f"{host} is no address of this machine")
+    if host == "localhost" or _numeric(host) is not None:
+        return found[0]
+    if (reached := next((one for one in found if not ip_address(one).is_loopback), None)) is None:
+        raise OSError(f"{host} is {found[0]} here, which nobody else reaches")
+    return reached
+
+
+def is_own(address: Address) -> bool:
+    """Whether it is one of this machine's."""
+    try:
+        with socket.socket(address.family, socket.SOCK_DGRAM) as probe:
+            probe.bind(address.at(0).sockaddr)
+    except OSError:
+        return False
+    return True
 
 
 def _ask(answer: Future[list[Address]], host: str) -> None:

@@ -6,6 +6,7 @@ A router that ends says so in its last answers to heartbeats, so that its worker
 from __future__ import annotations
 
 import asyncio
+import logging
 from time import monotonic
 from typing import Protocol
 
@@ -14,11 +15,17 @@ import grpc.aio
 
 from jdisagg.api.codec import refuse
 from jdisagg.api.fleet.codec import decode_load, decode_member, encode_member
+from jdisagg.api.fleet.elsewhere import nobody_reaches
 from jdisagg.api.status_details import end_call
 from jdisagg.core.config import TransferConfig
-from jdisagg.core.errors import InvalidRequest, Unavailable
+from jdisagg.core.errors import InvalidRequest, Unavailable, Unfit
 from jdisagg.core.fleet import Load, Member
+from jdisagg.core.logs import Seldom
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+TOLD_EVERY_S = 10.0  # a worker that is turned away tries again several times a second
 
 
 class Registry(Protocol):
@@ -49,7 +56,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self._registry = registry
         self._config = config
         self._leaving = False
-        self._told: set[str] = set()  # addresses whose heartbeat was answered since `leave`
+        self._bidden: set[str] = set()  # addresses whose heartbeat was answered since `leave`
+        self._told = Seldom(TOLD_EVERY_S)
 
     def leave(self) -> None:
         """From now on tell every worker that this router is about to end."""
@@ -58,7 +66,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     async def everybody_told(self) -> None:
         """After `leave`: wait until each worker has been told, at most two heartbeats (a dead one never will be)."""
         deadline_s = monotonic() + 2 * self._config.heartbeat_s
-        while {member.address for member in self._registry.members()} - self._told and monotonic() < deadline_s:
+        while {member.address for member in self._registry.members()} - self._bidden and monotonic() < deadline_s:
             await asyncio.sleep(0.01)
 
     async def Register(
@@ -66,7 +74,11 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.RegisterResponse:
         """A worker is there."""
         try:
-            self._registry.register(decode_member(request.member))
+            member = decode_member(request.member)
+            if why := nobody_reaches(member.address, context.peer()):
+                self._told.say(log, logging.ERROR, "%s worker: %s", member.role.value, why, now_s=monotonic())
+                raise Unfit(why)
+            self._registry.register(member)
         except (InvalidRequest, Unavailable) as error:
             refuse(context, error)
             return fleet_pb2.RegisterResponse()
@@ -82,7 +94,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             end_call(context, grpc.StatusCode.NOT_FOUND, f"{request.address} is not registered here; register again")
             return fleet_pb2.HeartbeatResponse()
         if self._leaving:
-            self._told.add(request.address)
+            self._bidden.add(request.address)
         peers = self._registry.prefill_for(request.address)
         prefill = None if peers is None else fleet_pb2.PrefillWorkers(addresses=peers)
         return fleet_pb2.HeartbeatResponse(leaving=self._leaving, prefill=prefill)

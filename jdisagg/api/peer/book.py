@@ -13,6 +13,7 @@ from jdisagg.core.fleet import DRAINING, SUSPECT_S
 log = logging.getLogger(__name__)
 NO_KV_S = 30.0  # as SUSPECT_S, for one whose KV did not come: each time that it is asked first costs a second
 _STATUS = re.compile(r"\b[A-Z][A-Z_]{4,}\b")  # of gRPC, in the text of a failure
+_UNREACHED = frozenset(("UNAVAILABLE", "DEADLINE_EXCEEDED"))
 FORGET_S = 60.0  # without a hand-off: workers that restart come back under new addresses
 
 
@@ -43,6 +44,8 @@ class PeerBook:
         known, status = self._of(peer), "" if (found := _STATUS.search(why)) is None else found[0]
         if not known.why or refuses != known.refuses or (known.told and status not in known.told):
             told = why.removeprefix(f"prefill peer {peer}: ")
+            if known.why is None and status in _UNREACHED:
+                told += "; if it runs, look at its --advertise-host and --advertise-port, and at firewalls"
             log.warning("prefill peer %s %s: %s", peer, "does not pair with us" if refuses else "is down", told)
         known.told |= {status}
         known.why, known.failed_s, known.refuses = why, now_s, refuses

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 import grpc
@@ -15,6 +16,7 @@ from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 FETCH_PART_BYTES = 2**19  # halves of it cost a third more time; who reads over a slow network asks for less at a time
 LEAST_PART_BYTES = 2**14
 STALL_TIMEOUT_S = 10.0  # for a reader that takes nothing; what it reads stays in memory until then
+NO_PREFILL = "this address is no prefill worker's; look at the --advertise-host and --advertise-port of the one that is meant"
 _KEY_SHOWN = 200  # characters
 
 
@@ -27,7 +29,8 @@ class PieceBytes(Protocol):
 
 
 class PieceServer(peer_pb2_grpc.PeerServiceServicer):
-    """Fetch alone; the other methods of PeerService are UNIMPLEMENTED here. Add it to a server with `add_peer_service`."""
+    """Fetch alone; who calls the other methods of PeerService is told that this is no prefill worker. Add it to a server with
+    `add_peer_service`."""
 
     def __init__(self, pieces: PieceBytes | None) -> None:
         """`pieces` is None when the grpc backend is not served."""
@@ -35,6 +38,17 @@ class PieceServer(peer_pb2_grpc.PeerServiceServicer):
 
     def drain(self) -> None:
         """Nothing new is taken on from now; what only lends has nothing to refuse."""
+
+    async def Hello(self, request: peer_pb2.HelloRequest, context: grpc.aio.ServicerContext) -> peer_pb2.HelloResponse:
+        """Not here."""
+        end_call(context, grpc.StatusCode.UNIMPLEMENTED, NO_PREFILL)
+        return peer_pb2.HelloResponse()
+
+    async def Prefill(
+        self, request_iterator: AsyncIterator[peer_pb2.PrefillRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        """Not here."""
+        end_call(context, grpc.StatusCode.UNIMPLEMENTED, NO_PREFILL)
 
     async def Fetch(self, request: peer_pb2.FetchRequest, context: grpc.aio.ServicerContext) -> None:
         """The bytes of one piece in FetchResponses, as they travel, of at most 512 KiB, or less if asked; NOT_FOUND when there

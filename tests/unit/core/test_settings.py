@@ -132,6 +132,10 @@ def test_a_pool_size_flag_replaces_another_pool_size_of_the_file(write) -> None:
         (["--advertise-host", "0.0.0.0"], "--advertise-host: got '0.0.0.0', wanted what others reach; a wildcard they take"),
         (["--advertise-host", "[::]"], "--advertise-host: got '[::]', wanted what others reach; a wildcard they take"),
         (["--prefill", "h:0"], "--prefill: got 'h:0', wanted HOST:PORT with a port of 1 to 65535"),
+        (
+            ["--router", "fd00::1:9000"],
+            "--router: got 'fd00::1:9000', wanted HOST:PORT with a port of 1 to 65535, an IPv6 host in brackets: [HOST]:PORT",
+        ),
         (["--prefill", "h:1,h:1"], "--prefill: got 'h:1,h:1', wanted every address once"),
         (["--devices", "3-1"], "--devices: got '3-1', wanted ascending indices up to 4095"),
         (["--cpu-affinity", "all"], "--cpu-affinity: got 'all', wanted indices like 0-3,5"),

@@ -18,6 +18,7 @@ from jdisagg.transfer import jax_server, lanes
 from jdisagg.transfer.base import PieceArrived
 from jdisagg.transfer.jax_backend import PULLS_AHEAD
 from jdisagg.transfer.jax_server import TransferConnection, TransferServer, TransferServers, Unsupported
+from jdisagg.transfer.names import Address, is_own
 from jdisagg.transfer.target import PieceError
 from tests.unit.transfer.rig import Rig, error_array, piece, tokens, transfer_servers
 
@@ -45,6 +46,24 @@ def ours() -> TransferServer:
 @pytest.fixture
 def connection(ours: TransferServer) -> TransferConnection:
     return transfer_servers()[1].connect(ours.address)
+
+
+@pytest.mark.parametrize(("host", "wanted"), [("localhost", "127.0.0.1:"), ("127.0.0.1", "127.0.0.1:"), ("[::1]", "[::1]:")])
+def test_a_name_becomes_an_address_as_jax_would_listen_everywhere_and_send_peers_to_themselves(host: str, wanted: str) -> None:
+    if host == "[::1]" and not is_own(Address(socket.AF_INET6, ("::1", 0))):
+        pytest.skip("no IPv6 here")
+    server = TransferServers(jax.devices(), host).start()
+    assert server.address.startswith(wanted)
+    assert server._server.address() == server.address
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [("203.0.113.7", "is no address of this machine"), (f"{'x' * 80}.example", ".")],
+)
+def test_what_is_no_address_of_this_machine_is_not_offered_and_the_flag_is_named(host: str, why: str) -> None:
+    with pytest.raises(Unsupported, match=f"{why}.*; give --advertise-host an address of this machine"):
+        TransferServers(jax.devices(), host)
 
 
 def test_what_is_offered_is_pulled_once_and_withdrawn_memory_is_gone(

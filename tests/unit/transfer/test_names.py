@@ -6,12 +6,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from jdisagg.transfer import names
-from jdisagg.transfer.names import Names
+from jdisagg.transfer.names import Address, Names, is_own, own_address_of
 
 
 class Resolver:
@@ -105,3 +105,58 @@ def test_a_thread_that_cannot_start_is_a_broken_connection_this_once(
         with pytest.raises(ConnectionError, match="new thread"):
             addresses(known, "there")
     assert addresses(known, "there") == THERE
+
+
+class Host:
+    """In the place of getaddrinfo: names of this machine and of others."""
+
+    ADDRESSES: ClassVar = {
+        "worker-0": ["203.0.113.7", "127.0.1.1", "127.0.0.2"],
+        "debian": ["127.0.1.1"],
+        "six": ["::1"],
+        "elsewhere": ["203.0.113.7"],
+        "localhost": ["127.0.0.1"],
+    }
+
+    def __init__(self, own: set[str]) -> None:
+        self.own = own
+
+    def __call__(self, host: str, _port: None, *, type: int, flags: int) -> list[tuple[Any, ...]]:
+        numeric = host[0].isdigit() or ":" in host
+        if flags & socket.AI_NUMERICHOST and not numeric:
+            raise socket.gaierror("no number")
+        found = [host] if numeric else self.ADDRESSES[host]
+        return [(socket.AF_INET6 if ":" in one else socket.AF_INET, type, 17, "", (one, 0)) for one in found]
+
+
+@pytest.mark.parametrize(
+    ("host", "own", "wanted"),
+    [
+        ("127.0.0.1", {"127.0.0.1"}, "127.0.0.1"),
+        ("::1", {"::1"}, "::1"),
+        ("localhost", {"127.0.0.1"}, "127.0.0.1"),
+        ("203.0.113.7", {"203.0.113.7"}, "203.0.113.7"),
+        ("worker-0", {"203.0.113.7", "127.0.1.1"}, "203.0.113.7"),
+        ("worker-0", {"127.0.1.1"}, "worker-0 is 127.0.1.1 here, which nobody else reaches"),
+        ("debian", {"127.0.1.1"}, "debian is 127.0.1.1 here, which nobody else reaches"),
+        ("six", {"::1"}, "six is ::1 here, which nobody else reaches"),
+        ("elsewhere", {"127.0.0.1"}, "elsewhere is no address of this machine"),
+        ("203.0.113.7", {"127.0.0.1"}, "203.0.113.7 is no address of this machine"),
+    ],
+)
+def test_the_own_address_of_a_name_is_one_that_is_here_and_others_reach(
+    host: str, own: set[str], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", Host(own))
+    monkeypatch.setattr(names, "is_own", lambda address: address.sockaddr[0] in own)
+    if " " in wanted:
+        with pytest.raises(OSError, match=f"^{wanted}$"):
+            own_address_of(host)
+    else:
+        assert own_address_of(host) == wanted
+
+
+def test_whether_an_address_is_of_this_machine() -> None:
+    assert is_own(Address(socket.AF_INET, ("127.0.0.1", 80)))
+    assert not is_own(Address(socket.AF_INET, ("203.0.113.7", 80)))
+    assert not is_own(Address(socket.AF_INET6, ("2001:db8::7", 80, 0, 0)))

@@ -185,7 +185,10 @@ def test_another_cause_is_told_of_once_while_a_peer_is_down(caplog: pytest.LogCa
     for now_s, why in enumerate((refused, refused, key, key, refused, late, refused)):
         book.failed("p", why, now_s)
     said = [record.getMessage() for record in caplog.records]
-    assert said == [f"prefill peer p is down: {why}" for why in (refused, key, late)]
+    hint = "; if it runs, look at its --advertise-host and --advertise-port, and at firewalls"
+    assert said == [f"prefill peer p is down: {why}" for why in (refused + hint, key, late)], (
+        "the hint is for what never answered"
+    )
     book.answered("p")
     book.failed("p", key, 10.0)
     assert len(caplog.records) == 4

@@ -9,12 +9,15 @@ from time import monotonic
 import grpc
 import pytest
 
+from jdisagg.api.channels import open_channel
 from jdisagg.api.peer import piece_server
 from jdisagg.api.peer.byte_source import GrpcByteSource
+from jdisagg.api.peer.piece_server import NO_PREFILL, PieceServer, add_peer_service
+from jdisagg.handoff.messages import HandoffId
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 from tests.unit.reading import read_whole
-from tests.unit.wire.peers import Prefill
-from tests.unit.wire.rig import identity, narrow_channel, run_quiet, until
+from tests.unit.wire.peers import Decode, Prefill, opening
+from tests.unit.wire.rig import identity, narrow_channel, run_quiet, start_server, until
 
 
 class _Bytes(bytearray):
@@ -79,3 +82,29 @@ def test_bytes_that_nobody_takes_are_given_up(monkeypatch: pytest.MonkeyPatch):
         await p.server.stop(0)
 
     run_quiet(body())
+
+
+def test_who_takes_a_lender_for_a_prefill_worker_is_told_so_and_no_traceback_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A decode worker that calls itself, as its prefill worker advertises 127.0.0.1."""
+
+    async def body() -> None:
+        lender = PieceServer(None)
+        server, address = await start_server(lambda server: add_peer_service(lender, server))
+        d = Decode()
+        d.client.open(address, HandoffId("r", 1), opening())
+        await until(lambda: d.ends(HandoffId("r", 1)))
+        ((_, why),) = d.client.failures().items()
+        assert why.endswith(f"Hello: UNIMPLEMENTED: {NO_PREFILL}")
+        assert "--advertise-host" in why
+        stub = peer_pb2_grpc.PeerServiceStub(channel := open_channel(address))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Prefill(iter([peer_pb2.PrefillRequest()])).read()
+        assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.UNIMPLEMENTED, NO_PREFILL)
+        await channel.close()
+        await d.client.aclose()
+        await server.stop(0)
+
+    run_quiet(body())
+    assert "Traceback" not in caplog.text

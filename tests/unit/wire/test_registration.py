@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from ipaddress import ip_address
 
 import grpc
 import grpc.aio
 import pytest
 
 from jdisagg.api import channels
+from jdisagg.api.fleet import elsewhere
 from jdisagg.api.fleet.codec import decode_member
+from jdisagg.api.fleet.elsewhere import nobody_reaches
 from jdisagg.core.requests import Role
+from jdisagg.transfer.names import Address
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.wire.rig import FAST, IMPATIENT, run_quiet, until
@@ -42,5 +46,65 @@ def test_workers_register_heartbeat_and_register_again():
         await worker.die()
         await until(lambda: not again.engine.workers.members())  # evicted
         await again.stop()
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9001", "[::1]:9001", "localhost:9001", "127.8.8.8:9001"])
+@pytest.mark.parametrize("caller", ["ipv4:203.0.113.7:41234", "ipv6:%5B2001:db8::7%5D:41234", "ipv6:[::ffff:203.0.113.7]:4123"])
+def test_a_worker_of_another_machine_that_calls_itself_127_0_0_1_is_told_what_to_change(address: str, caller: str) -> None:
+    why = nobody_reaches(address, caller)
+    assert why.startswith(f"{address} is the own machine of whoever reads it")
+    assert "203.0.113.7" in why or "2001:db8::7" in why
+    for flag in ("--host", "--advertise-host"):
+        assert flag in why
+
+
+@pytest.mark.parametrize(
+    ("address", "caller"),
+    [
+        ("127.0.0.1:9001", "ipv4:127.0.0.1:41234"),
+        ("127.0.0.1:9001", "ipv6:%5B::1%5D:41234"),
+        ("127.0.0.1:9001", "ipv6:%5B::ffff:127.0.0.1%5D:41234"),
+        ("127.0.0.1:9001", "unix:/tmp/socket"),
+        ("127.0.0.1:9001", ""),
+        ("10.0.0.7:9001", "ipv4:203.0.113.7:41234"),
+        ("worker-0:9001", "ipv4:203.0.113.7:41234"),
+    ],
+)
+def test_who_is_on_this_machine_or_has_another_address_is_taken(address: str, caller: str) -> None:
+    assert nobody_reaches(address, caller) == ""
+
+
+def test_a_worker_that_calls_from_an_address_of_this_machine_is_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = list[str]()
+
+    def is_own(address: Address) -> bool:
+        ours.append(address.sockaddr[0])
+        return True
+
+    monkeypatch.setattr(elsewhere, "is_own", is_own)
+    assert nobody_reaches("127.0.0.1:9001", "ipv4:203.0.113.7:41234") == ""
+    assert ours == ["203.0.113.7"]
+
+
+def test_a_worker_that_nobody_reaches_does_not_register_and_both_logs_say_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(elsewhere, "_address", lambda caller: ip_address("203.0.113.7"))
+
+    async def body() -> None:
+        caplog.clear()
+        router = await Router().start()
+        worker = await FakeWorker((router.address,), Role.PREFILL).start()
+        await until(lambda: sum("--advertise-host" in record.getMessage() for record in caplog.records) >= 2)
+        await asyncio.sleep(0.6)  # it tries again
+        assert router.engine.workers.members() == []
+        said = [(record.name, record.getMessage()) for record in caplog.records if "--advertise-host" in record.getMessage()]
+        assert [name for name, _ in said] == ["jdisagg.api.fleet.service", "jdisagg.api.fleet.client"]
+        assert said[0][1].startswith(f"prefill worker: {worker.address} is the own machine")
+        assert said[1][1].startswith(f"router {router.address} does not take this worker: {worker.address} is the own machine")
+        await worker.die()
+        await router.stop()
 
     run_quiet(body())

@@ -1,0 +1,44 @@
+"""Whether a worker that calls itself 127.0.0.1 is on another machine: nobody there would reach it, or, worse, somebody else."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from urllib.parse import unquote
+
+from jdisagg.transfer.names import Address, is_own
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def nobody_reaches(address: str, caller: str) -> str:
+    """What to change where a worker at the loopback `address` calls from another machine, "" where all is well; `caller` as
+    gRPC names it, like ipv4:10.0.0.7:41234."""
+    there = _address(caller)
+    if not _is_loopback(address.rpartition(":")[0]) or there is None or there.is_loopback or _is_ours(there):
+        return ""
+    return (
+        f"{address} is the own machine of whoever reads it, and this worker calls from {there}: start it with --host, an "
+        "address of its machine or a wildcard (0.0.0.0, ::), and where others know that by another one, with --advertise-host"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _address(caller: str) -> _Address | None:
+    """None: a name, or no address at all."""
+    try:
+        found = ipaddress.ip_address(unquote(caller.partition(":")[2]).rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return None
+    return found if isinstance(found, ipaddress.IPv4Address) else found.ipv4_mapped or found
+
+
+def _is_ours(address: _Address) -> bool:
+    """Whether this machine has the address: who calls from it means this machine, too."""
+    return is_own(Address(socket.AF_INET if address.version == 4 else socket.AF_INET6, (str(address), 0)))
