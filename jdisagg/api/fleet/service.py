@@ -56,8 +56,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self._registry = registry
         self._config = config
         self._leaving = False
-        self._bidden: set[str] = set()  # addresses whose heartbeat was answered since `leave`
-        self._told = Seldom(TOLD_EVERY_S)
+        self._told: set[str] = set()  # addresses whose heartbeat was answered since `leave`
+        self._turned_away = Seldom(TOLD_EVERY_S)
 
     def leave(self) -> None:
         """From now on tell every worker that this router is about to end."""
@@ -66,7 +66,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     async def everybody_told(self) -> None:
         """After `leave`: wait until each worker has been told, at most two heartbeats (a dead one never will be)."""
         deadline_s = monotonic() + 2 * self._config.heartbeat_s
-        while {member.address for member in self._registry.members()} - self._bidden and monotonic() < deadline_s:
+        while {member.address for member in self._registry.members()} - self._told and monotonic() < deadline_s:
             await asyncio.sleep(0.01)
 
     async def Register(
@@ -76,7 +76,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         try:
             member = decode_member(request.member)
             if why := nobody_reaches(member.address, context.peer()):
-                self._told.say(log, logging.ERROR, "%s worker: %s", member.role.value, why, now_s=monotonic())
+                self._turned_away.say(log, logging.ERROR, "%s worker: %s", member.role.value, why, now_s=monotonic())
                 raise Unfit(why)
             self._registry.register(member)
         except (InvalidRequest, Unavailable) as error:
@@ -94,7 +94,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             end_call(context, grpc.StatusCode.NOT_FOUND, f"{request.address} is not registered here; register again")
             return fleet_pb2.HeartbeatResponse()
         if self._leaving:
-            self._bidden.add(request.address)
+            self._told.add(request.address)
         peers = self._registry.prefill_for(request.address)
         prefill = None if peers is None else fleet_pb2.PrefillWorkers(addresses=peers)
         return fleet_pb2.HeartbeatResponse(leaving=self._leaving, prefill=prefill)
