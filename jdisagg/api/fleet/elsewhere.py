@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
+from ipaddress import IPv4Address, IPv6Address
 from urllib.parse import unquote
 
+from jdisagg.api.ip import ip_of
 from jdisagg.transfer.names import Address, is_own
-
-_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def nobody_reaches(address: str, caller: str) -> str:
     """What to change where a worker at the loopback `address` calls from another machine, "" where all is well; `caller` as
     gRPC names it, like ipv4:10.0.0.7:41234."""
-    there = _address(caller)
+    there = _caller_ip(caller)
     if not _is_loopback(address.rpartition(":")[0]) or there is None or there.is_loopback or _is_ours(there):
         return ""
     return (
@@ -24,21 +23,14 @@ def nobody_reaches(address: str, caller: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
+    address = ip_of(host)
+    return host == "localhost" if address is None else address.is_loopback
 
 
-def _address(caller: str) -> _Address | None:
-    """None: a name, or no address at all."""
-    try:
-        found = ipaddress.ip_address(unquote(caller.partition(":")[2]).rpartition(":")[0].strip("[]"))
-    except ValueError:
-        return None
-    return found if isinstance(found, ipaddress.IPv4Address) else found.ipv4_mapped or found
+def _caller_ip(caller: str) -> IPv4Address | IPv6Address | None:
+    return ip_of(unquote(caller.partition(":")[2]).rpartition(":")[0])
 
 
-def _is_ours(address: _Address) -> bool:
+def _is_ours(address: IPv4Address | IPv6Address) -> bool:
     """Whether this machine has the address: who calls from it means this machine, too."""
     return is_own(Address(socket.AF_INET if address.version == 4 else socket.AF_INET6, (str(address), 0)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +12,7 @@ from starlette.routing import Route
 from jdisagg.api.generation.token_engine import TokenEngine
 from jdisagg.api.http.errors import plain_error
 from jdisagg.api.http.version import package_version
+from jdisagg.api.ip import ip_of
 from jdisagg.core.metrics import CONTENT_TYPE
 
 FORWARDED = ("x-forwarded-for", "forwarded", "via")  # by which a proxy says that it is one
@@ -74,10 +74,6 @@ def _answer(good: bool, otherwise: str, reason: str) -> Response:
 
 
 def _is_loopback(host: str) -> bool:
-    """Also 127.0.0.1 as a socket for both kinds of addresses shows it: ::ffff:127.0.0.1. Other servers of the application may
-    name clients otherwise than by an address."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+    """Other servers of the application may name clients otherwise than by an address."""
+    address = ip_of(host)
+    return address is not None and address.is_loopback

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 
 import numpy as np
@@ -46,8 +45,5 @@ def test_what_a_job_held_is_free_while_the_lane_waits_for_the_next() -> None:
     lane.submit(lambda piece=piece: ran.set())
     del piece
     assert ran.wait(30.0)
-    until_s = time.monotonic() + 30.0
-    while held() is not None and time.monotonic() < until_s:
-        time.sleep(0.005)
-    assert held() is None
+    wait_until(lambda: held() is None, "the job is over")
     lane.stop()

@@ -91,7 +91,7 @@ def test_a_worker_that_calls_from_an_address_of_this_machine_is_on_it(monkeypatc
 def test_a_worker_that_nobody_reaches_does_not_register_and_both_logs_say_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(elsewhere, "_address", lambda caller: ip_address("203.0.113.7"))
+    monkeypatch.setattr(elsewhere, "_caller_ip", lambda caller: ip_address("203.0.113.7"))
 
     async def body() -> None:
         caplog.clear()
