@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jdisagg.core.fingerprint import Parts
 from jdisagg.core.requests import Role
@@ -21,6 +21,15 @@ class Load:
     free_pages: int = 0
     total_pages: int = 0
     pending_prefill_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a worker says of itself at every heartbeat."""
+
+    load: Load
+    draining: bool = False
+    not_ready: str = ""  # why it cannot serve now; "" = it can
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +56,14 @@ class Member:
     text_digest: str = ""  # of its tokenizer and chat template; "" = it has none, or is too old to say
     load: Load = field(default_factory=Load)
     draining: bool = False
+    not_ready: str = ""  # why it cannot serve now; "" = it can, or is too old to say
     cache_tokens: int = 0  # that its prefix cache holds at most; 0 = it is too old to say
     grammars: bool = False  # requests with a grammar may be sent to it
     needs_prefill: bool = False  # a decode worker that never computes prompts and has no prefill worker of its own
+
+    def reporting(self, report: Report) -> Member:
+        """The same worker, with what it says now."""
+        return replace(self, load=report.load, draining=report.draining, not_ready=report.not_ready)
 
     @property
     def decodes(self) -> bool:

@@ -34,6 +34,7 @@ class Entry:
     others_tokens: int = 0  # of P: what it has to compute besides
     suspect_until_s: float = 0.0
     misses: int = 0  # attempts in a row to open its Run stream that failed
+    why_unreached: str = ""  # after so many that its operator should know
     cache: WorkerCache = field(init=False)  # of P
     key: Key = field(init=False)  # one object, as each prompt that it had remembers it
 
@@ -52,6 +53,11 @@ class Entry:
         return self.stream is not None and self.stream.is_awaited
 
     @property
+    def serves(self) -> bool:
+        """Its Run stream stands, and is not silent for that long."""
+        return self.linked and not self.is_awaited
+
+    @property
     def is_quiet(self) -> bool:
         """Nothing was heard for a while, or for longer."""
         return self.stream is not None and self.stream.quiet_s is not None
@@ -67,6 +73,7 @@ class Entry:
             "linked": self.linked,
             "quiet": self.is_quiet,
             "draining": member.draining,
+            "not_ready": member.not_ready,
             "suspect": self.suspect_until_s > now_s,
             "pending": self.pending,
             "running": member.load.running,  # of all routers, as it last told

@@ -16,7 +16,7 @@ import hashlib
 from weakref import WeakValueDictionary
 
 from jdisagg.core.errors import AddressTaken
-from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member
+from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member, Report
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.longest import Longest
@@ -60,15 +60,15 @@ class Fleet:
         entry.cache = self._caches.setdefault(entry.key, entry.cache)
         return old
 
-    def heartbeat(self, address: str, epoch: str, load: Load, draining: bool, now_s: float) -> bool:
+    def heartbeat(self, address: str, epoch: str, report: Report, now_s: float) -> bool:
         """False when that process is not known."""
         entry = self._entries.get(address)
         if entry is None or entry.member.epoch != epoch:
             return False
-        entry.member = dataclasses.replace(entry.member, draining=draining)
+        entry.member = dataclasses.replace(entry.member, draining=report.draining, not_ready=report.not_ready)
         entry.last_seen_s = now_s
         if not entry.linked:  # its Run stream tells of every tick, in order with what became of our requests
-            self.tell_load(entry, load)
+            self.tell_load(entry, report.load)
         return True
 
     def tell_load(self, entry: Entry, load: Load, num_cancelled: int = 0) -> None:
@@ -93,7 +93,8 @@ class Fleet:
 
     def link(self, entry: Entry, now_s: float, *, again: bool) -> None:
         """Its Run stream stands from now on; `again`: not the first one."""
-        entry.stream, entry.misses = RunStream(now_s, steady_s=self._silence.steady_s(now_s, again=again)), 0
+        entry.stream = RunStream(now_s, steady_s=self._silence.steady_s(now_s, again=again))
+        entry.misses, entry.why_unreached = 0, ""
 
     def waits(self, entry: Entry, silent_s: float, now_s: float) -> bool:
         """Whether a worker whose Run stream is silent for so long is not taken for dead."""
@@ -110,6 +111,10 @@ class Fleet:
         if self._entries.get(entry.member.address) is entry:
             del self._entries[entry.member.address]
 
+    def at(self, address: str) -> Entry | None:
+        """Who is there."""
+        return self._entries.get(address)
+
     def entries(self) -> list[Entry]:
         """Everybody, in order of registration."""
         return list(self._entries.values())
@@ -123,7 +128,7 @@ class Fleet:
         return self._longest.of(self._entries.values(), now_s)
 
     def count(self, role: Role) -> int:
-        """Workers of a role that are there; those that decode count while they are linked and heard."""
+        """Workers of a role that are there; those that decode count while they are linked, heard and ready."""
         return len(self._there(role))
 
     def count_draining(self, role: Role) -> int:
@@ -132,7 +137,7 @@ class Fleet:
 
     def _there(self, role: Role) -> list[Entry]:
         entries = [entry for entry in self._entries.values() if entry.member.role is role]
-        return [entry for entry in entries if not entry.member.decodes or (entry.linked and not entry.is_awaited)]
+        return [entry for entry in entries if not entry.member.decodes or (entry.serves and not entry.member.not_ready)]
 
     def choose(
         self,

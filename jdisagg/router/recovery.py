@@ -73,6 +73,7 @@ class Replays:
         level = logging.INFO if is_full else logging.WARNING
         told = (flight.request.request_id, stage, where, lost.error.message)
         flight.setbacks.begin(now_s)
+        flight.setbacks.last = lost.error.message
         flight.setbacks.deaths += lost.death
         flight.setbacks.blame.add(lost)
         flight.setbacks.refusals += not lost.death
@@ -100,7 +101,10 @@ class Replays:
         if not late and waited_s < longest_s:
             return
         missing = f" ({lacks})" if lacks else ""
-        error: RequestError = DeadlineExceeded(f"request {request_id}: its deadline passed before a worker took it{missing}")
+        taken = "a worker took it"
+        if flight.setbacks.last:
+            taken, missing = "it could go on", f" ({'; '.join(filter(None, (flight.setbacks.last, lacks)))})"
+        error: RequestError = DeadlineExceeded(f"request {request_id}: its deadline passed before {taken}{missing}")
         if not late:
             wanted = f" of fingerprint {weights}" if weights else ""
             hint = f"start one{wanted}, or wait for one that restarts"

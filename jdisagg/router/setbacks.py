@@ -13,6 +13,7 @@ class Setbacks:
         self.tried: frozenset[str] = frozenset()  # addresses that failed it
         self.deaths = 0
         self.refusals = 0
+        self.last = ""  # what the attempt before this one was lost to
         self.blame = Blame()
         self._retry_after_s: float | None = None  # the soonest that a full worker named
         self._since_s: float | None = None  # the attempt was lost and the next one has brought nothing yet

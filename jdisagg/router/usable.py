@@ -8,8 +8,6 @@ from typing import NamedTuple
 from jdisagg.router.entry import Entry
 from jdisagg.router.pairing import differing
 
-MANY_MISSES = 4  # attempts, seconds in all: one that ends is evicted before, one that starts is reached before
-
 
 class Usable(NamedTuple):
     """Exactly one of the two is empty."""
@@ -24,7 +22,7 @@ def usable(
     """Of `entries`, which have the weights that are asked for, the decode and unified workers that can take a request of
     `num_tokens`, its output included, of which one of the `prefill` workers computes `prefill_tokens` if that is needed.
     `by_grammar`: the request has one, and the `prefill` workers serve them."""
-    there = [entry for entry in entries if entry.member.decodes and entry.linked and not entry.is_awaited]
+    there = [entry for entry in entries if entry.member.decodes and entry.serves]
     if not there:
         return Usable([], _nobody(entries))
     if by_grammar:
@@ -55,7 +53,7 @@ def _with_prefill(staying: list[Entry], prefill: Sequence[Entry], prefill_tokens
         entry for entry in paired if not entry.member.needs_prefill or prefill_tokens <= held[entry.member.card.fingerprint]
     ]
     if found:
-        return Usable(found, "")
+        return _ready(found, serves)
     if paired:
         most = max(held[entry.member.card.fingerprint] for entry in paired)
         return Usable(
@@ -69,11 +67,19 @@ def _with_prefill(staying: list[Entry], prefill: Sequence[Entry], prefill_tokens
     return Usable([], f"no prefill worker{pairs} (--local-prefill never){why}")
 
 
+def _ready(found: list[Entry], serves: list[str]) -> Usable:
+    """Those that do not say that they cannot: a decode worker that never computes prompts may reach no prefill worker."""
+    if ready := [entry for entry in found if not entry.member.not_ready]:
+        return Usable(ready, "")
+    whys = "; ".join(f"{entry.member.worker}: {entry.member.not_ready}" for entry in found)
+    return Usable([], f"no decode or unified worker{_that(serves)} is ready ({whys})")
+
+
 def _nobody(entries: Sequence[Entry]) -> str:
     """None of these has a Run stream that says something: which of them fell silent, or send heartbeats all the same."""
     if silent := [entry for entry in entries if entry.linked]:
         return f"no decode or unified worker is heard ({_named(silent)} fell silent)"
-    unreached = [entry for entry in entries if entry.misses >= MANY_MISSES]
+    unreached = [entry for entry in entries if entry.why_unreached]
     which = f" ({_named(unreached)} has registered, and this router does not reach it)" if unreached else ""
     return f"no decode or unified worker is connected{which}"
 

@@ -23,17 +23,17 @@ from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.worker.client import CLOSED, SILENT, STALLED, WorkerLink
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
-from jdisagg.core.fleet import Load, Member
+from jdisagg.core.fleet import Member, Report
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.router.entrance import Entrance
 from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.pairing import PairingWatch
-from jdisagg.router.usable import MANY_MISSES
 
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.5
+MANY_MISSES = 4  # attempts, seconds in all: one that ends is evicted before, one that starts is reached before
 STOOD_STILL_S = 1.0  # beyond a heartbeat: said in the log
 STEADY_S = 0.5  # a stream that stood for so long is opened again at once, should it break
 EVICTED = "its heartbeats stopped"
@@ -96,13 +96,23 @@ class Workers:
         self._connect_missing()
         self._notify()
 
-    def heartbeat(self, address: str, epoch: str, load: Load, draining: bool) -> bool:
+    def heartbeat(self, address: str, epoch: str, report: Report) -> bool:
         """False when that process is not known."""
-        return self.fleet.heartbeat(address, epoch, load, draining, monotonic())
+        entry = self.fleet.at(address)
+        was_not_ready = "" if entry is None else entry.member.not_ready
+        known = self.fleet.heartbeat(address, epoch, report, monotonic())
+        if known and entry is not None and bool(was_not_ready) != bool(report.not_ready):
+            self._say_whether_ready(entry)
+        return known
 
     def prefill_for(self, address: str) -> tuple[str, ...] | None:
         """Prefill workers for the decode worker there, least busy first; None for other workers."""
         return self.fleet.prefill_for(address)
+
+    def why_unreached(self, address: str) -> str:
+        """Why no Run stream to the worker there can be opened, once that was tried in vain for a while; else ""."""
+        entry = self.fleet.at(address)
+        return "" if entry is None else entry.why_unreached
 
     def members(self) -> list[Member]:
         """Everybody alive."""
@@ -238,8 +248,18 @@ class Workers:
                 self._refusing.add(entry.key)
                 log.error("%s worker %s refuses this router: %s", role, worker, reason)
         elif entry.misses == MANY_MISSES:
+            entry.why_unreached = reason
             look = "trying until it does; look at the worker's --advertise-host and --advertise-port, and at firewalls"
             log.warning("%s worker %s has registered, and this router does not reach it: %s; %s", role, worker, reason, look)
+
+    def _say_whether_ready(self, entry: Entry) -> None:
+        """By its own word, which has changed."""
+        role, worker, why = entry.member.role.value, entry.member.worker, entry.member.not_ready
+        if why:
+            log.warning("%s worker %s gets no requests until it is ready: %s", role, worker, why)
+        else:
+            log.info("%s worker %s is ready", role, worker)
+            self._notify()
 
     def _lose(self, entry: Entry, reason: str) -> None:
         """The process is not a member any more."""

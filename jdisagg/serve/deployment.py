@@ -74,6 +74,10 @@ class Deployment:
             return ""
         return self.prefill.not_ready_reason(self.peer_client.failures())
 
+    def cannot_serve(self) -> str:
+        """The same for routers, which know themselves of whom they have told us."""
+        return self.not_ready_reason() if self.prefill.candidates else ""
+
     @property
     def needs_prefill(self) -> bool:
         """Whether this is a D that serves only while a router has a P for it."""
@@ -87,10 +91,11 @@ class Deployment:
         return (runner.num_pages - 1) * runner.page_size if self.core.config.cache.enable_prefix_caching else 1
 
     def learn_prefill(self, router: str, peers: tuple[str, ...]) -> None:
-        """A router told this D which prefill workers there are; others it has spoken to are forgotten. On the loop."""
+        """A router told this D which prefill workers there are; others it has spoken to are forgotten. On the loop, at every
+        heartbeat."""
         self.prefill.learn(router, peers)
         if self.peer_client is not None:
-            self.peer_client.keep_only({*self.prefill.static, *self.prefill.told})
+            self.peer_client.offer(frozenset((*self.prefill.static, *self.prefill.told)))
 
     def add_engine(self, core: Core, side: Side) -> None:
         """Start one engine."""

@@ -19,7 +19,7 @@ from jdisagg.api.kv_events.service import KVEventsService
 from jdisagg.api.peer.piece_server import add_peer_service
 from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.config import Config
-from jdisagg.core.fleet import Member
+from jdisagg.core.fleet import Member, Report
 from jdisagg.core.requests import Role
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.leaving import Leaving
@@ -95,7 +95,7 @@ class Edges:
             self._fleet = FleetClient(
                 self._member(),
                 self._config.server.router,
-                state=lambda: (self.engine.load, self._draining),
+                state=lambda: Report(self.engine.load, self._draining, self._deployment.cannot_serve()),
                 on_prefill=self._deployment.learn_prefill,
                 credentials=Credentials(api_key=self._config.server.api_key),
                 config=self._config.transfer,

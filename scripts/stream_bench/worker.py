@@ -19,7 +19,7 @@ from jdisagg.api.channels import bind, make_server
 from jdisagg.api.fleet.client import FleetClient
 from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.config import TransferConfig
-from jdisagg.core.fleet import Load, Member, ModelCard
+from jdisagg.core.fleet import Load, Member, ModelCard, Report
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Role, TokenLogprob
 from jdisagg.roles.ports import OutputSink
 from jdisagg.serve.process import keep_what_is_there
@@ -113,7 +113,7 @@ def serve_worker(pipe: Connection, router: str) -> None:
             epoch=str(os.getpid()),
             card=ModelCard(name=MODEL, max_model_len=MAX_MODEL_LEN, vocab_size=tokenizer().vocab_size, fingerprint="made up"),
         )
-        _client = FleetClient(member, (router,), state=lambda: (engine.load, False))
+        _client = FleetClient(member, (router,), state=lambda: Report(engine.load))
         keep_what_is_there()
         pipe.send(address)
         while True:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
@@ -18,11 +18,11 @@ import grpc
 import grpc.aio
 
 from jdisagg.api.channels import INSECURE, Credentials, open_channel
-from jdisagg.api.fleet.codec import encode_load, encode_member
+from jdisagg.api.fleet.codec import encode_member, encode_report
 from jdisagg.api.fleet.router_names import LOOK_S, LOOK_SOON_S, RouterNames
 from jdisagg.api.pulse import cancel_and_wait
 from jdisagg.core.config import TransferConfig
-from jdisagg.core.fleet import Load, Member
+from jdisagg.core.fleet import Member, Report
 from jdisagg.core.told import told
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc
 
@@ -46,6 +46,7 @@ class _Router:
     is_leaving: bool = False  # it said goodbye: its end is no outage
     is_refusal_told: bool = False  # it does not take our API key
     not_taken: grpc.StatusCode | None = None  # told: another process has our address, or it is another model's
+    is_reached: bool = True  # as far as it says
     unheard_s: float | None = None  # never registered with, and since when; None once that is told
 
 
@@ -58,13 +59,13 @@ class FleetClient:
         member: Member,
         routers: tuple[str, ...],
         *,
-        state: Callable[[], tuple[Load, bool]],
+        state: Callable[[], Report],
         on_prefill: Callable[[str, tuple[str, ...]], None] = _nobody_listens,
         credentials: Credentials = INSECURE,
         config: TransferConfig | None = None,
     ) -> None:
-        """`state` gives load and whether the worker drains; it is asked at every heartbeat and must not block. `on_prefill`
-        hears after each which prefill workers that router has for it. `config` is compared with the router's: who beats
+        """`state` is asked at every heartbeat and must not block. `on_prefill` hears after each which prefill workers that
+        router has for it. `config` is compared with the router's: who beats
         more slowly than the other waits is taken for dead again and again."""
         self._member = member
         self._config = config
@@ -162,7 +163,7 @@ class FleetClient:
 
     def _say(self, router: str, error: grpc.aio.AioRpcError) -> None:
         """Why an RPC failed, when it is news."""
-        code, why, (_, draining) = error.code(), told(error.details() or ""), self._state()
+        code, why, draining = error.code(), told(error.details() or ""), self._state().draining
         known = self._routers[router]
         if code is grpc.StatusCode.UNAUTHENTICATED:
             if not known.is_refusal_told:
@@ -184,12 +185,22 @@ class FleetClient:
             heard = (router, UNHEARD_S, code.name, why)
             log.warning("router %s has not answered for %.0f s (%s: %s); registering until it does", *heard)
 
+    def _say_whether_reached(self, router: str, why: str) -> None:
+        """`why` not, by the router's own word: our heartbeats reach it all the same, so that nothing here would show it."""
+        known = self._routers.get(router)
+        if known is None or known.is_reached == (not why):
+            return
+        known.is_reached = not why
+        if why:
+            look = "look at --advertise-host and --advertise-port, and at firewalls"
+            log.warning("router %s does not reach this worker at %s: %s; %s", router, self._member.address, why, look)
+        else:
+            log.info("router %s reaches this worker", router)
+
     async def _serve(self, router: str, stub: fleet_pb2_grpc.FleetServiceStub) -> None:
         """Register, then heartbeat until an RPC fails; NOT_FOUND means register again on the same connection."""
         while True:
-            load, draining = self._state()
-            member = replace(self._member, load=load, draining=draining)
-            request = fleet_pb2.RegisterRequest(member=encode_member(member))
+            request = fleet_pb2.RegisterRequest(member=encode_member(self._member.reporting(self._state())))
             answer: fleet_pb2.RegisterResponse = await stub.Register(request, timeout=RPC_TIMEOUT_S)
             self._routers[router] = _Router(is_registered=True)
             log.info("registered with router %s as %s", router, self._member.address)
@@ -216,10 +227,7 @@ class FleetClient:
                 log.warning(words, slow, beat_s, quick, limit_s)
 
     async def _heartbeat(self, router: str, stub: fleet_pb2_grpc.FleetServiceStub) -> bool:
-        load, draining = self._state()
-        request = fleet_pb2.HeartbeatRequest(
-            address=self._member.address, epoch=self._member.epoch, load=encode_load(load), draining=draining
-        )
+        request = encode_report(self._member, self._state())
         try:
             answer: fleet_pb2.HeartbeatResponse = await stub.Heartbeat(request, timeout=RPC_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
@@ -228,6 +236,7 @@ class FleetClient:
             raise
         if answer.leaving and (known := self._routers.get(router)) is not None:
             known.is_leaving = True
+        self._say_whether_reached(router, told(answer.unreached))
         if answer.HasField("prefill"):
             self._on_prefill(router, tuple(answer.prefill.addresses))
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jdisagg.api.peer.identity_codec import decode_parts, encode_parts
 from jdisagg.core.errors import InvalidRequest
-from jdisagg.core.fleet import Load, Member, ModelCard
+from jdisagg.core.fleet import Load, Member, ModelCard, Report
 from jdisagg.core.requests import Role
 from jdisagg.core.told import told
 from jdisagg.v1 import fleet_pb2, peer_pb2, worker_pb2
@@ -32,6 +32,22 @@ def decode_load(message: worker_pb2.Load) -> Load:
     )
 
 
+def encode_report(member: Member, report: Report) -> fleet_pb2.HeartbeatRequest:
+    """A heartbeat of `member`."""
+    return fleet_pb2.HeartbeatRequest(
+        address=member.address,
+        epoch=member.epoch,
+        load=encode_load(report.load),
+        draining=report.draining,
+        not_ready=report.not_ready,
+    )
+
+
+def decode_report(message: fleet_pb2.HeartbeatRequest) -> Report:
+    """Field by field."""
+    return Report(decode_load(message.load), message.draining, told(message.not_ready))
+
+
 def encode_member(member: Member) -> fleet_pb2.Member:
     """What a router needs to know of a worker; the rest of Identity is between P and D."""
     return fleet_pb2.Member(
@@ -53,6 +69,7 @@ def encode_member(member: Member) -> fleet_pb2.Member:
         needs_prefill=member.needs_prefill,
         text_digest=member.text_digest,
         cache_tokens=member.cache_tokens,
+        not_ready=member.not_ready,
     )
 
 
@@ -85,4 +102,5 @@ def decode_member(message: fleet_pb2.Member) -> Member:
         needs_prefill=message.needs_prefill,
         text_digest=message.text_digest,
         cache_tokens=max(0, message.cache_tokens),
+        not_ready=told(message.not_ready),
     )

@@ -14,12 +14,12 @@ import grpc
 import grpc.aio
 
 from jdisagg.api.codec import refuse
-from jdisagg.api.fleet.codec import decode_load, decode_member, encode_member
+from jdisagg.api.fleet.codec import decode_member, decode_report, encode_member
 from jdisagg.api.fleet.elsewhere import nobody_reaches
 from jdisagg.api.status_details import end_call
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import InvalidRequest, Unavailable, Unfit
-from jdisagg.core.fleet import Load, Member
+from jdisagg.core.fleet import Member, Report
 from jdisagg.core.logs import Seldom
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc
 
@@ -36,12 +36,16 @@ class Registry(Protocol):
         model, and Unavailable once the router is closed."""
         ...
 
-    def heartbeat(self, address: str, epoch: str, load: Load, draining: bool) -> bool:
+    def heartbeat(self, address: str, epoch: str, report: Report) -> bool:
         """False when that process is not known here: it must register again."""
         ...
 
     def prefill_for(self, address: str) -> tuple[str, ...] | None:
         """Prefill workers for the decode worker there, least busy first; None for other workers."""
+        ...
+
+    def why_unreached(self, address: str) -> str:
+        """Why no stream to the worker there can be opened; "" = it can, as far as is known."""
         ...
 
     def members(self) -> list[Member]:
@@ -90,14 +94,15 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self, request: fleet_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext
     ) -> fleet_pb2.HeartbeatResponse:
         """A worker is still there; NOT_FOUND asks it to register."""
-        if not self._registry.heartbeat(request.address, request.epoch, decode_load(request.load), request.draining):
+        if not self._registry.heartbeat(request.address, request.epoch, decode_report(request)):
             end_call(context, grpc.StatusCode.NOT_FOUND, f"{request.address} is not registered here; register again")
             return fleet_pb2.HeartbeatResponse()
         if self._leaving:
             self._told.add(request.address)
         peers = self._registry.prefill_for(request.address)
         prefill = None if peers is None else fleet_pb2.PrefillWorkers(addresses=peers)
-        return fleet_pb2.HeartbeatResponse(leaving=self._leaving, prefill=prefill)
+        unreached = self._registry.why_unreached(request.address)
+        return fleet_pb2.HeartbeatResponse(leaving=self._leaving, prefill=prefill, unreached=unreached)
 
     async def List(self, request: fleet_pb2.ListRequest, context: grpc.aio.ServicerContext) -> fleet_pb2.ListResponse:
         """The fleet."""

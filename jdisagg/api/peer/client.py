@@ -20,6 +20,7 @@ from typing import Any
 from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.peer.book import PeerBook
 from jdisagg.api.peer.link import HelloFailed, PeerLink
+from jdisagg.api.peer.presence import Presence
 from jdisagg.api.peer.stream import UNCLEAR, PeerStream
 from jdisagg.api.turns import Turns
 from jdisagg.core.config import TransferConfig
@@ -29,8 +30,6 @@ from jdisagg.handoff.identity import Identity
 from jdisagg.handoff.messages import DecodeToPrefill, HandoffId, Open, StreamEnded
 
 log = logging.getLogger(__name__)
-
-PROBE_INTERVAL_S = 1.0
 
 
 def _nobody_asks(peer: str) -> None:
@@ -58,11 +57,11 @@ class GrpcPeerClient:
         self._credentials = credentials
         self._on_down = on_down
         self._links: dict[str, PeerLink] = {}
-        self._watched: set[str] = set()
         self._retiring: set[PeerLink] = set()  # given up for new streams, closed with their last one
         self._streams: dict[HandoffId, PeerStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._book = PeerBook()
+        self._presence = Presence(ask=self._ask, is_good=lambda peer: self._book.why(peer) == "", start=self._start)
         self._turns = Turns()
         self._closed = False
 
@@ -82,13 +81,13 @@ class GrpcPeerClient:
 
     def watch(self, peers: tuple[str, ...]) -> None:
         """Keep asking these peers whether they are there, so that `failures` knows before the first request."""
-        self._watched |= set(peers)
         for peer in peers:
-            self._cross(self._start, self._probe_forever(peer))
+            self._cross(self._presence.watch, peer)
 
     def is_down(self, peer: str) -> bool:
-        """Whether a watched peer did not answer last time. Others are found out by asking."""
-        return peer in self._watched and bool(self._book.why(peer))
+        """Whether it could not be used the last time; only of peers that are asked again and again. Others are found out by
+        hand-offs."""
+        return self._presence.is_asked(peer) and bool(self._book.why(peer))
 
     def is_doubtful(self, peer: str) -> bool:
         """Whether it did not pair with this worker last time, or could not be reached a moment ago, or its KV did not come;
@@ -114,9 +113,12 @@ class GrpcPeerClient:
         """Open streams."""
         return len(self._streams)
 
-    def keep_only(self, peers: set[str]) -> None:
-        """These are all prefill workers there are: what has no stream and is none of them has left."""
-        self._forget([peer for peer in self._book.whys() if peer not in peers])
+    def offer(self, peers: frozenset[str]) -> None:
+        """These are all prefill workers there are: what has no stream and is none of them has left, and those that are new, or
+        failed, are asked whether they are there. Call it again and again."""
+        if not self._closed:
+            self._presence.offer(peers)
+            self._forget([peer for peer in self._book.whys() if peer not in peers])
 
     async def aclose(self) -> None:
         """End every stream, close every channel, stop every task. Posts nothing more."""
@@ -240,9 +242,9 @@ class GrpcPeerClient:
 
     def _forget(self, peers: Iterable[str]) -> None:
         """Nobody offers these any more, most of them are dead: their connections and what was known of them go."""
-        busy = {stream.peer for stream in self._streams.values()} | self._watched
+        busy = {stream.peer for stream in self._streams.values()}
         for peer in peers:
-            if peer not in busy:
+            if peer not in busy and not self._presence.is_asked(peer):
                 self._book.forget(peer)
                 if (link := self._links.pop(peer, None)) is not None:
                     self._give_up(link)
@@ -251,20 +253,19 @@ class GrpcPeerClient:
         await link.retire()
         self._retiring.discard(link)
 
-    async def _probe_forever(self, peer: str) -> None:
-        while True:
-            link = self._link(peer)
-            async with link.in_use():
-                try:
-                    theirs = await link.hello(again=True)
-                    await link.reach(theirs)  # so that it is known before the first request
-                    self._answered(link)
-                except HelloFailed as error:
-                    self._failed(link, error.error.message, refuses=error.reason == "hello")
-                except Exception as error:  # a bug of ours or of grpc: asked again over a new connection
-                    log.exception("asking prefill peer %s whether it is there failed", peer)
-                    self._failed(link, repr(error))
-            await asyncio.sleep(PROBE_INTERVAL_S)
+    async def _ask(self, peer: str) -> None:
+        """Whether it is there: `failures` knows then."""
+        link = self._link(peer)
+        async with link.in_use():
+            try:
+                theirs = await link.hello(again=True)
+                await link.reach(theirs)  # so that it is known before the first request
+                self._answered(link)
+            except HelloFailed as error:
+                self._failed(link, error.error.message, refuses=error.reason == "hello")
+            except Exception as error:  # a bug of ours or of grpc: asked again over a new connection
+                log.exception("asking prefill peer %s whether it is there failed", peer)
+                self._failed(link, repr(error))
 
 
 async def _cleared_up(ended: StreamEnded, link: PeerLink, epoch: str) -> StreamEnded:

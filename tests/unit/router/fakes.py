@@ -10,7 +10,7 @@ from jdisagg.api.fleet.service import FleetService
 from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import RequestError
-from jdisagg.core.fleet import Load
+from jdisagg.core.fleet import Load, Report
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, Role
 from jdisagg.roles.ports import OutputSink
@@ -109,6 +109,7 @@ class FakeWorker:
         self.engine = ArithmeticEngine()
         self.service = WorkerService(self.engine, config)
         self.draining = False
+        self.not_ready = ""
         self.prefill: dict[str, tuple[str, ...]] = {}  # by router, as last told
         self._routers = routers
         self._role = role
@@ -136,7 +137,7 @@ class FakeWorker:
         self.registration = FleetClient(
             described,
             self._routers,
-            state=lambda: (self.engine.load, self.draining),
+            state=lambda: Report(self.engine.load, self.draining, self.not_ready),
             on_prefill=self.prefill.__setitem__,
         )
         return self

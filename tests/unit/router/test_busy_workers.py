@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 from jdisagg.core.config import TransferConfig
-from jdisagg.core.fleet import Load
+from jdisagg.core.fleet import Load, Report
 from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.placement import beginning
@@ -52,10 +52,10 @@ def test_those_of_other_routers_count_beside_ours() -> None:
 def test_the_heartbeats_of_a_worker_whose_stream_stands_are_older_news_than_its_stream() -> None:
     workers = idle_fleet("d1", "d2")
     entry = workers.entries()[0]
-    assert workers.heartbeat("d1", "epoch of d1", Load(running=8), False, 1.0)
+    assert workers.heartbeat("d1", "epoch of d1", Report(Load(running=8)), 1.0)
     assert (entry.member.load, entry.others) == (Load(), 0)
     entry.stream = None
-    assert workers.heartbeat("d1", "epoch of d1", Load(running=8), False, 1.0)
+    assert workers.heartbeat("d1", "epoch of d1", Report(Load(running=8)), 1.0)
     assert (entry.member.load.running, entry.others) == (8, 8)
 
 
@@ -129,7 +129,7 @@ def test_prompts_of_other_routers_count_beside_ours_and_ours_once() -> None:
     p0, p1, p2 = (fleet := prefill_fleet()).entries()
     for peer, ours, told in ((p0, 100, 100), (p1, 20, 90), (p2, 50, 100)):
         peer.pending_tokens = ours
-        fleet.heartbeat(peer.member.address, "new", Load(pending_prefill_tokens=told), False, 10.0)
+        fleet.heartbeat(peer.member.address, "new", Report(Load(pending_prefill_tokens=told)), 10.0)
     for peer in (p0, p1, p2):
         peer.pending_tokens = 0
     assert [(peer.member.address, peer.others_tokens) for peer in fleet.prefill_peers("f", 1, Near())] == [

@@ -11,7 +11,7 @@ from time import monotonic
 import pytest
 
 from jdisagg.core.errors import AddressTaken, Unavailable
-from jdisagg.core.fleet import Load, Member
+from jdisagg.core.fleet import Load, Member, Report
 from jdisagg.core.requests import Output, Role, SamplingParams
 from jdisagg.router.fleet import Fleet
 from tests.unit.router.fakes import FakeWorker, Router, expected
@@ -24,7 +24,7 @@ MEMBER = member(role=Role.PREFILL, worker="p", epoch="new")
 def test_an_address_is_its_process_until_that_falls_silent() -> None:
     fleet = Fleet(dead_after_s=1.0)
     assert fleet.register(MEMBER, 10.0) is None
-    assert fleet.heartbeat("h:1", "new", Load(), False, 11.0)
+    assert fleet.heartbeat("h:1", "new", Report(Load()), 11.0)
     other = replace(MEMBER, epoch="other")
     for now_s in (11.0, 12.0):
         with pytest.raises(Unavailable, match="was heard less than 1 s ago"):
@@ -115,7 +115,7 @@ def test_a_worker_whose_address_is_anothers_says_so_whenever_that_begins(caplog:
             fleet.register(other, monotonic())
 
             def is_told(other: Member = other, times: int = times) -> bool:
-                fleet.heartbeat(other.address, other.epoch, Load(), False, monotonic())  # until then
+                fleet.heartbeat(other.address, other.epoch, Report(Load()), monotonic())  # until then
                 return len(re.findall(told, caplog.text)) == times
 
             await until(is_told)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jdisagg.core.fleet import Load
+from jdisagg.core.fleet import Load, Report
 from jdisagg.core.requests import Role
 from jdisagg.router.fleet import Fleet
 from tests.unit.router.test_late_registrations import MEMBER
@@ -32,21 +32,21 @@ def test_a_heartbeat_says_how_busy_the_process_is_and_whether_it_is_about_to_end
     fleet.register(MEMBER, 10.0)
     (entry,) = fleet.entries()
     entry.pending, entry.pending_tokens = 1, 30
-    assert fleet.heartbeat("h:1", "new", LOAD, True, 11.0)
+    assert fleet.heartbeat("h:1", "new", Report(LOAD, True), 11.0)
     assert fleet.members() == [replace(MEMBER, load=LOAD, draining=True)]
     assert (entry.others, entry.others_tokens) == (4, 40)
     assert fleet.evict(12.0) == []
-    assert fleet.heartbeat("h:1", "new", Load(), False, 12.0)
+    assert fleet.heartbeat("h:1", "new", Report(Load()), 12.0)
     assert fleet.members() == [replace(MEMBER, load=Load())]
     assert (entry.others, entry.others_tokens) == (0, 0), "those of ours it has not heard of yet"
 
 
 def test_a_heartbeat_of_another_process_is_no_sign_of_life_and_it_is_told_to_register() -> None:
     fleet = Fleet(dead_after_s=1.0)
-    assert not fleet.heartbeat("h:1", "new", LOAD, False, 10.0)
+    assert not fleet.heartbeat("h:1", "new", Report(LOAD), 10.0)
     fleet.register(MEMBER, 10.0)
-    assert not fleet.heartbeat("h:1", "old", LOAD, True, 11.0)
-    assert not fleet.heartbeat("h:2", "new", LOAD, True, 11.0)
+    assert not fleet.heartbeat("h:1", "old", Report(LOAD, True), 11.0)
+    assert not fleet.heartbeat("h:2", "new", Report(LOAD, True), 11.0)
     assert fleet.members() == [MEMBER]
     assert len(fleet.evict(11.1)) == 1
 

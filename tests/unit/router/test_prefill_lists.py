@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.errors import Unavailable
-from jdisagg.core.fleet import Load
+from jdisagg.core.fleet import Load, Report
 from jdisagg.core.requests import Role
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.prefixes import Near
@@ -91,5 +91,5 @@ def test_of_two_prefill_workers_the_one_with_fewer_tokens_to_compute_is_asked_fi
     fleet = Fleet(dead_after_s=1.0)
     for number, pending in enumerate((500, 20)):
         fleet.register(replace(MEMBER, address=f"h:{number}"), 10.0)
-        fleet.heartbeat(f"h:{number}", "new", Load(pending_prefill_tokens=pending), False, 10.0 + number)
+        fleet.heartbeat(f"h:{number}", "new", Report(Load(pending_prefill_tokens=pending)), 10.0 + number)
     assert [peer.member.address for peer in fleet.prefill_peers("f", 1, Near())] == ["h:1", "h:0"]

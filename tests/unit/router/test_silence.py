@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.errors import HandoffLost
-from jdisagg.core.fleet import Load
+from jdisagg.core.fleet import Load, Report
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.fleet import Fleet
@@ -76,7 +76,7 @@ def test_the_first_one_that_is_heard_again_gives_the_others_as_long_as_it_was_si
     assert all(fleet.waits(entry, 1.0, 101.0) for entry in (one, two))
     fleet.tell_quiet(two, False, 103.0)  # it was silent from 100.0 on
     assert fleet.choose(None, 103.0) is two
-    fleet.heartbeat("a:1", "e", Load(), False, 105.8)  # over another connection, which came back before
+    fleet.heartbeat("a:1", "e", Report(Load()), 105.8)  # over another connection, which came back before
     assert fleet.waits(one, 5.9, 105.9)
     assert not fleet.waits(one, 6.1, 106.1)
     fleet.tell_quiet(one, False, 105.0)
@@ -86,7 +86,7 @@ def test_the_first_one_that_is_heard_again_gives_the_others_as_long_as_it_was_si
 def test_a_worker_that_sends_heartbeats_has_a_broken_stream() -> None:
     fleet, (one,) = decoders("a:1")
     fleet.tell_quiet(one, True, 100.6)
-    fleet.heartbeat("a:1", "e", Load(), False, 100.8)
+    fleet.heartbeat("a:1", "e", Report(Load()), 100.8)
     assert not fleet.waits(one, 1.0, 101.0)
     assert not one.is_awaited
 
@@ -137,9 +137,9 @@ def test_heartbeats_that_stop_everywhere_at_once_evict_nobody_before_the_lease_i
     for address in ("a:1", "b:1"):
         fleet.register(member(address=address, role=Role.PREFILL), 0.0)
     assert fleet.evict(2.0) == fleet.evict(2.5) == []
-    fleet.heartbeat("b:1", "e", Load(), False, 3.0)
+    fleet.heartbeat("b:1", "e", Report(Load()), 3.0)
     assert fleet.evict(3.0) == [], "others get as long: silence began at 1.0"
-    fleet.heartbeat("b:1", "e", Load(), False, 4.9)
+    fleet.heartbeat("b:1", "e", Report(Load()), 4.9)
     assert fleet.evict(4.9) == []
     assert [entry.member.address for entry in fleet.evict(5.1)] == ["a:1"]
     assert fleet.evict(14.8) == []
@@ -151,7 +151,7 @@ def test_a_router_that_slept_holds_its_sleep_against_nobody_and_is_not_told_of_t
     quiet = member(role=Role.PREFILL, address="quiet:1")
     fleet.register(quiet, 10.0)
     fleet.register(replace(quiet, address="heard:1"), 10.0)
-    fleet.heartbeat("heard:1", "e", Load(), False, 15.0)  # the first thing the router did when it woke up
+    fleet.heartbeat("heard:1", "e", Report(Load()), 15.0)  # the first thing the router did when it woke up
     fleet.forgive(5.0, 15.1)
     assert [entry.last_seen_s for entry in fleet.entries()] == [15.0, 15.1]
     assert fleet.evict(16.0) == []
@@ -240,7 +240,7 @@ def test_a_worker_is_quiet_from_its_last_word_on_however_long_that_takes_to_noti
     one.stream = RunStream(0.0, steady_s=0.0)
     fleet.tell_quiet(one, True, 103.0)
     assert one.stream.quiet_s == pytest.approx(100.0)
-    fleet.heartbeat("a:1", "e", Load(), False, 102.5)
+    fleet.heartbeat("a:1", "e", Report(Load()), 102.5)
     assert not fleet.waits(one, 5.0, 105.0), "it sends heartbeats"
 
 

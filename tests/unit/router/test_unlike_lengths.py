@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.core.errors import Unavailable
-from jdisagg.core.fleet import Load
+from jdisagg.core.fleet import Load, Report
 from jdisagg.core.requests import EngineRequest, FinishReason, Role, SamplingParams
 from jdisagg.router import longest
 from jdisagg.router.fleet import Fleet
@@ -119,7 +119,7 @@ def test_a_worker_that_left_a_moment_ago_counts_for_the_length_of_its_model_and_
         found.register(described, 10.0)
     assert found.longest(10.0) == long
     for now_s in (10.5, 11.4, 11.6):
-        found.heartbeat(short.address, short.epoch, Load(), False, now_s)
+        found.heartbeat(short.address, short.epoch, Report(Load()), now_s)
         found.evict(now_s)
     assert found.members() == [short]
     assert found.longest(11.6) == long, "its requests wait for it"

@@ -15,9 +15,9 @@ NOBODY = "no decode or unified worker is connected"
 
 
 def test_a_worker_that_registers_where_nobody_listens_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    def told() -> list[str]:
+    def told(what: str = "does not reach it") -> list[str]:
         lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        return [line for line in lines if "does not reach it" in line]
+        return [line for line in lines if what in line]
 
     async def body() -> None:
         router = await Router().start()
@@ -32,9 +32,13 @@ def test_a_worker_that_registers_where_nobody_listens_is_told_of_once(caplog: py
             misses = entry.misses
             await until(lambda: entry.misses > misses + 1)
             reason = router.engine.health().reason
+            await until(lambda: told("does not reach this worker"))
         await worker.die()
         assert reason == f"{NOBODY} (fake @ {nowhere} has registered, and this router does not reach it)"
         assert len(told()) == 1
+        (line,) = told("does not reach this worker")  # in the log of the worker, whose heartbeats arrive
+        assert line.startswith(f"router {router.address} does not reach this worker at {nowhere}: UNAVAILABLE")
+        assert line.endswith("look at --advertise-host and --advertise-port, and at firewalls")
 
         heir = await FakeWorker((router.address,)).start()
         await until(lambda: router.linked() == 1)
@@ -44,7 +48,9 @@ def test_a_worker_that_registers_where_nobody_listens_is_told_of_once(caplog: py
     run_quiet(body())
 
 
-def test_a_worker_that_is_reached_again_is_no_longer_told_of() -> None:
+def test_a_worker_that_is_reached_again_is_no_longer_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
     async def body() -> None:
         router = await Router().start()
         with socket.socket() as taken:
@@ -56,6 +62,7 @@ def test_a_worker_that_is_reached_again_is_no_longer_told_of() -> None:
         await until(lambda: router.linked() == 1)
         assert router.engine.health().reason == ""
         assert [entry.misses for entry in router.engine.workers.fleet.entries()] == [0]
+        await until(lambda: f"router {router.address} reaches this worker" in caplog.text)
         await early.die()
         await there.die()
         await until(lambda: not router.engine.workers.members())

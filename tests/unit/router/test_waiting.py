@@ -10,7 +10,7 @@ from time import monotonic
 
 import pytest
 
-from jdisagg.core.errors import DeadlineExceeded, Unavailable
+from jdisagg.core.errors import DeadlineExceeded, HandoffLost, Unavailable
 from jdisagg.core.requests import Output, Role
 from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router
@@ -117,6 +117,21 @@ def test_a_deadline_that_nobody_could_keep_blames_no_worker(caplog: pytest.LogCa
 
     run_quiet(body())
     assert failures(caplog) == []
+
+
+def test_a_deadline_that_passes_after_a_worker_gave_the_request_back_names_what_the_worker_said() -> None:
+    async def body() -> None:
+        router = await Router(ReplayConfig(max_refusals=10_000)).start()
+        (worker,) = await fleet(FakeWorker((router.address,)), router=router)
+        worker.engine.refuse = HandoffLost("no usable prefill worker")
+        (ended,) = await collect(router, ask("r1", left_s=0.4))
+        assert isinstance(ended.error, DeadlineExceeded)
+        said = "request r1: its deadline passed before it could go on (no usable prefill worker)"
+        assert ended.error.message == said
+        assert worker.engine.seen, "it was taken"
+        await stop(router, worker)
+
+    run_quiet(body())
 
 
 def test_a_worker_that_has_its_prefill_workers_is_not_said_to_lack_one(caplog: pytest.LogCaptureFixture) -> None:

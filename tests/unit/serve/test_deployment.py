@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from jdisagg.api.generation import local_engine
 from jdisagg.api.generation.local_engine import LocalEngine
-from jdisagg.core.config import CacheConfig, Config
+from jdisagg.api.peer.client import GrpcPeerClient
+from jdisagg.core.config import CacheConfig, Config, LocalPrefill, TransferConfig
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import Role
 from jdisagg.roles import engine_thread
@@ -114,4 +115,29 @@ def test_routers_are_told_how_much_its_prefix_cache_holds(enabled: bool, cache_t
     core.runner = SimpleNamespace(num_pages=24, page_size=16)
     core.config = Config(role="prefill", cache=CacheConfig(enable_prefix_caching=enabled))
     assert Deployment(core, loop, lambda error: None).cache_tokens == cache_tokens, "the null page holds nothing"
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    ("policy", "told", "failures", "ready", "cannot"),
+    [
+        ("never", (), {}, "no usable prefill worker (no router knows one)", ""),  # which the router knows
+        ("never", ("p:1",), {}, "", ""),
+        ("never", ("p:1",), {"p:1": "gone"}, "no usable prefill worker (p:1: gone)", "no usable prefill worker (p:1: gone)"),
+        ("never", ("p:1", "p:2"), {"p:1": "gone", "p:2": ""}, "", ""),
+        ("on-failure", ("p:1",), {"p:1": "gone"}, "", ""),
+    ],
+)
+def test_routers_are_told_when_a_decode_worker_that_computes_no_prompts_reaches_no_prefill_worker(
+    policy: str, told: tuple[str, ...], failures: dict[str, str], ready: str, cannot: str
+) -> None:
+    offered = list[frozenset[str]]()
+    loop = asyncio.new_event_loop()
+    core = core_of(Engine(Role.DECODE, 24, local_prefill=True))
+    core.config = Config(role="decode", transfer=TransferConfig(local_prefill=LocalPrefill(policy)))
+    deployment = Deployment(core, loop, lambda error: None)
+    deployment.peer_client = cast(GrpcPeerClient, SimpleNamespace(failures=lambda: failures, offer=offered.append))
+    deployment.learn_prefill("r:1", told)
+    assert offered == [frozenset(told)]
+    assert (deployment.not_ready_reason(), deployment.cannot_serve()) == (ready, cannot)
     loop.close()

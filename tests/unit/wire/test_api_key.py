@@ -26,7 +26,7 @@ from jdisagg.api.peer.client import GrpcPeerClient
 from jdisagg.api.peer.piece_server import add_peer_service
 from jdisagg.api.peer.server import PeerServer
 from jdisagg.api.worker.service import WorkerService
-from jdisagg.core.fleet import Load
+from jdisagg.core.fleet import Load, Report
 from jdisagg.core.metrics import Metrics
 from jdisagg.handoff.messages import Accepted, Agreed, HandoffId, Open, StreamEnded
 from jdisagg.router.fleet_engine import FleetEngine
@@ -211,7 +211,7 @@ def test_a_fleet_that_shares_the_key_works_and_a_stranger_to_it_is_told_why(
         async with Everything(None, Credentials(api_key=theirs)) as there:
             mine = Credentials(api_key=key)
             described = member(address=there.address)
-            registration = FleetClient(described, (there.address,), state=lambda: (Load(), False), credentials=mine)
+            registration = FleetClient(described, (there.address,), state=lambda: Report(Load()), credentials=mine)
             events: list[Any] = []
             peers = GrpcPeerClient(
                 identity(epoch="d"), loop=asyncio.get_running_loop(), post=events.append, config=CALM, credentials=mine
@@ -268,7 +268,7 @@ def test_a_worker_whose_router_changes_its_key_says_so_each_time(caplog: pytest.
             address = channels.bind(server, port=port)
             port = int(address.rpartition(":")[2])
             await server.start()
-            registration = registration or FleetClient(member(address="127.0.0.1:9"), (address,), state=lambda: (Load(), False))
+            registration = registration or FleetClient(member(address="127.0.0.1:9"), (address,), state=lambda: Report(Load()))
             refusals, registrations = (turn + 2) // 2, (turn + 1) // 2
             await until(lambda: (told("refuses this worker"), told("registered with")) == (refusals, registrations))  # noqa: B023
             await server.stop(0)
@@ -281,7 +281,7 @@ def test_a_worker_whose_router_changes_its_key_says_so_each_time(caplog: pytest.
 def test_a_worker_that_wants_another_key_is_reported_once_by_the_router(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         async with Everything(None, Credentials(api_key=KEY)) as worker, Everything(None, INSECURE) as router:
-            registration = FleetClient(member(address=worker.address), (router.address,), state=lambda: (Load(), False))
+            registration = FleetClient(member(address=worker.address), (router.address,), state=lambda: Report(Load()))
             await until(lambda: any("refuses this router" in record.message for record in caplog.records))
             await asyncio.sleep(1.2)  # two more attempts
             assert sum("refuses this router" in record.message for record in caplog.records) == 1

@@ -262,6 +262,7 @@ def test_member_round_trip_and_refusals():
         eos_token_ids=(2, 3),
         load=Load(running=1, waiting=2, free_pages=3, total_pages=4, pending_prefill_tokens=5),
         draining=True,
+        not_ready="no usable prefill worker",
         cache_tokens=1 << 33,
     )
     wire = fleet_codec.encode_member(described)

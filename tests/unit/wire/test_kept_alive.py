@@ -10,7 +10,7 @@ from jdisagg.api.fleet.client import FleetClient
 from jdisagg.api.fleet.service import FleetService
 from jdisagg.api.peer.link import PeerLink
 from jdisagg.core.config import TransferConfig
-from jdisagg.core.fleet import Load, Member
+from jdisagg.core.fleet import Load, Member, Report
 from jdisagg.handoff.identity import Identity
 from jdisagg.v1 import fleet_pb2_grpc
 from tests.unit.wire.peers import Decode, Prefill
@@ -29,12 +29,15 @@ class Members:
     def register(self, member: Member) -> None:
         self.registered += 1
 
-    def heartbeat(self, address: str, epoch: str, load: Load, draining: bool) -> bool:
+    def heartbeat(self, address: str, epoch: str, report: Report) -> bool:
         self.beats += 1
         return True
 
     def prefill_for(self, address: str) -> tuple[str, ...] | None:
         return ("p:1",)
+
+    def why_unreached(self, address: str) -> str:
+        return ""
 
     def members(self) -> list[Member]:
         return []
@@ -44,7 +47,7 @@ def test_a_watched_peer_is_asked_again_after_an_error_that_nobody_expected(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body() -> None:
-        monkeypatch.setattr("jdisagg.api.peer.client.PROBE_INTERVAL_S", 0.05)
+        monkeypatch.setattr("jdisagg.api.peer.presence.PROBE_INTERVAL_S", 0.05)
         hello, asked = PeerLink.hello, []
 
         async def break_once(link: PeerLink, *, again: bool = False) -> Identity:
@@ -80,9 +83,9 @@ def test_a_worker_registers_again_after_an_error_that_nobody_expected(
                 failing.clear()
                 raise KeyError("our bug")
 
-        def state() -> tuple[Load, bool]:
+        def state() -> Report:
             fail("state")
-            return Load(), False
+            return Report(Load())
 
         def learn(router: str, peers: tuple[str, ...]) -> None:
             fail("on_prefill")
@@ -120,7 +123,7 @@ def test_who_beats_more_slowly_than_the_other_waits_is_told_of(
         members = Members()
         service = FleetService(members, FAST)
         server, router = await start_server(lambda s: fleet_pb2_grpc.add_FleetServiceServicer_to_server(service, s))
-        client = FleetClient(MEMBER, (router,), state=lambda: (Load(), False), config=ours)
+        client = FleetClient(MEMBER, (router,), state=lambda: Report(Load()), config=ours)
         await until(lambda: members.beats > 0)
         told = [record.getMessage() for record in caplog.records if "--dead-after-s" in record.getMessage()]
         assert (not told) if slow is None else (len(told) == 1 and told[0].startswith(slow)), told

@@ -79,7 +79,7 @@ def test_a_watched_peer_that_takes_us_and_that_we_cannot_take_is_known_not_to_pa
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     async def body() -> None:
-        monkeypatch.setattr("jdisagg.api.peer.client.PROBE_INTERVAL_S", 0.05)
+        monkeypatch.setattr("jdisagg.api.peer.presence.PROBE_INTERVAL_S", 0.05)
         server, address = await start_server(
             lambda server: peer_pb2_grpc.add_PeerServiceServicer_to_server(StrangeServer("says nothing"), server)
         )

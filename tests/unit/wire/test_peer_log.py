@@ -107,7 +107,7 @@ def test_the_log_says_when_a_peer_that_was_down_is_there_and_does_not_pair(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     async def body() -> None:
-        monkeypatch.setattr("jdisagg.api.peer.client.PROBE_INTERVAL_S", 0.05)
+        monkeypatch.setattr("jdisagg.api.peer.presence.PROBE_INTERVAL_S", 0.05)
         p, d = Prefill(identity()), Decode(identity(fingerprint="another"))
         address = await p.start()
         await p.server.stop(0)

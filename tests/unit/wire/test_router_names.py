@@ -13,7 +13,7 @@ import pytest
 from jdisagg.api.fleet.client import FleetClient
 from jdisagg.api.fleet.router_names import routers_at
 from jdisagg.api.fleet.service import FleetService
-from jdisagg.core.fleet import Load
+from jdisagg.core.fleet import Load, Report
 from jdisagg.transfer.names import Address
 from jdisagg.v1 import fleet_pb2_grpc
 from tests.unit.wire.rig import FAST, run_quiet, start_server, until
@@ -83,7 +83,7 @@ def test_a_worker_registers_with_every_router_of_a_name_and_lets_those_go_that_l
         port = int(one.rpartition(":")[2])
         second, there, other = await router("127.0.0.2", port)
         name, heard = f"localhost:{port}", dict[str, tuple[str, ...]]()
-        client = FleetClient(MEMBER, (name,), state=lambda: (Load(), False), on_prefill=heard.__setitem__)
+        client = FleetClient(MEMBER, (name,), state=lambda: Report(Load()), on_prefill=heard.__setitem__)
         await until(lambda: client.registered() == {name: True})
         assert there.registered == 0
         resolve("127.0.0.2", "127.0.0.1")  # a second one comes
@@ -107,7 +107,7 @@ def test_a_router_that_is_alone_is_never_let_go(resolve: Callable[..., None]) ->
         resolve("127.0.0.1", "127.0.0.2")
         server, members, one = await router("127.0.0.1")
         name, gone = f"localhost:{one.rpartition(':')[2]}", one.replace("127.0.0.1", "127.0.0.2")
-        client = FleetClient(MEMBER, (name,), state=lambda: (Load(), False))
+        client = FleetClient(MEMBER, (name,), state=lambda: Report(Load()))
         await until(lambda: client.registered() == {one: True, gone: False})
         resolve("127.0.0.2")  # where nobody answers
         await server.stop(0)

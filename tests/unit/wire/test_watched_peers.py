@@ -23,7 +23,7 @@ def test_a_failed_question_never_ends_the_streams_beside_it(monkeypatch):
         await until(p.opened)
 
         p.service._identity = dataclasses.replace(p.service._identity, fingerprint="refuses every Hello from now on")
-        monkeypatch.setattr("jdisagg.api.peer.client.PROBE_INTERVAL_S", 0.05)
+        monkeypatch.setattr("jdisagg.api.peer.presence.PROBE_INTERVAL_S", 0.05)
         d.client.watch((address,))
         await until(lambda: not d.usable(address))
         await asyncio.sleep(0.2)
@@ -40,7 +40,7 @@ def test_a_failed_question_never_ends_the_streams_beside_it(monkeypatch):
 
 def test_watched_peers_are_known_to_be_down_until_they_answer(monkeypatch):
     async def body() -> None:
-        monkeypatch.setattr("jdisagg.api.peer.client.PROBE_INTERVAL_S", 0.05)
+        monkeypatch.setattr("jdisagg.api.peer.presence.PROBE_INTERVAL_S", 0.05)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

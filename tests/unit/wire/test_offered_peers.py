@@ -1,0 +1,142 @@
+"""Prefill workers that routers tell of: a decode worker finds out whether it reaches them before a request needs one."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from jdisagg.api.peer.link import PeerLink
+from jdisagg.handoff.identity import Identity
+from tests.unit.wire.peers import H1, H2, Decode, Prefill, opening
+from tests.unit.wire.rig import identity, run_quiet, until
+
+
+@pytest.fixture(autouse=True)
+def _asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jdisagg.api.peer.presence.PROBE_INTERVAL_S", 0.05)
+
+
+async def tell(d: Decode, *peers: str) -> None:
+    """As routers do, with every heartbeat."""
+    while True:
+        d.client.offer(frozenset(peers))
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.covers("C12")
+def test_one_that_is_not_reached_is_known_without_a_hand_off_and_asked_until_it_answers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))  # and does not listen
+            port = taken.getsockname()[1]
+            address = f"127.0.0.1:{port}"
+            telling = asyncio.create_task(tell(d, address))
+            await until(lambda: d.client.is_down(address))
+            await asyncio.sleep(0.3)
+        await p.start(port)
+        await until(lambda: d.usable(address))
+        assert not d.client.is_down(address)
+        telling.cancel()
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+    told = [record.getMessage() for record in caplog.records if "prefill peer" in record.getMessage()]
+    assert len(told) == 2, told
+    assert "is down" in told[0]
+    assert told[0].endswith("look at its --advertise-host and --advertise-port, and at firewalls")
+    assert told[1].endswith("answers again")
+
+
+def test_one_that_answers_is_asked_once_and_again_when_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+    hello = PeerLink.hello
+
+    async def counted(link: PeerLink, *, again: bool = False) -> Identity:
+        asked.append(link.peer)
+        return await hello(link, again=again)
+
+    monkeypatch.setattr(PeerLink, "hello", counted)
+
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        telling = asyncio.create_task(tell(d, address))
+        await until(lambda: d.usable(address))
+        await asyncio.sleep(0.3)
+        assert asked == [address]
+        d.client.open(address, H1, opening())
+        await until(p.opened)
+        await p.server.stop(0)
+        await until(lambda: d.client.is_down(address))
+        await until(lambda: len(asked) > 4)
+        again = Prefill(identity(epoch="again"))
+        await again.start(int(address.rpartition(":")[2]))
+        await until(lambda: d.usable(address))
+        telling.cancel()
+        await d.client.aclose()
+        await again.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_one_that_is_silent_is_asked_one_question_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, most = list[str](), 0
+
+    async def never(link: PeerLink, *, again: bool = False) -> Identity:
+        nonlocal most
+        waiting.append(link.peer)
+        most = max(most, len(waiting))
+        try:
+            return await asyncio.Future[Identity]()
+        finally:
+            waiting.pop()
+
+    monkeypatch.setattr(PeerLink, "hello", never)
+
+    async def body() -> None:
+        d = Decode()
+        telling = asyncio.create_task(tell(d, "127.0.0.1:1", "127.0.0.1:2"))
+        await until(lambda: len(waiting) == 2)
+        await asyncio.sleep(0.2)
+        telling.cancel()
+        await d.client.aclose()
+
+    run_quiet(body())
+    assert most == 2
+
+
+def test_one_is_kept_without_hand_offs_while_it_is_offered_and_forgotten_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        monkeypatch.setattr("jdisagg.api.peer.book.FORGET_S", 0.1)
+        down = list[str]()
+        offered, other, d = Prefill(identity()), Prefill(identity()), Decode()
+        d.client._on_down = down.append
+        addresses = [await p.start() for p in (offered, other)]
+        d.client.offer(frozenset(addresses))
+        await until(lambda: all(d.usable(address) for address in addresses))
+        await asyncio.sleep(0.2)
+        d.client.open(addresses[1], H1, opening("r1"))
+        await until(other.opened)
+        assert set(d.client.failures()) == set(addresses)
+        assert down == []
+        d.client.offer(frozenset(addresses[1:]))
+        assert set(d.client.failures()) == {addresses[1]}
+        assert down == [addresses[0]]
+        d.client.offer(frozenset())
+        assert set(d.client.failures()) == {addresses[1]}, "a hand-off is open there"
+        d.client.open(addresses[1], H2, opening("r2"))
+        await until(lambda: len(other.opened()) == 2)
+        await d.client.aclose()
+        d.client.offer(frozenset(addresses))  # the heartbeats end after the connections
+        for p in (offered, other):
+            await p.server.stop(0)
+
+    run_quiet(body())
