@@ -35,7 +35,9 @@ def test_nobody_is_sent_to_a_worker_that_reaches_no_prefill_worker(caplog: pytes
 
         other.not_ready = WHY
         await until(lambda: not router.engine.health().ready)
-        said = f"no decode or unified worker is ready (fake @ {one.address}: {WHY}; fake @ {other.address}: {WHY})"
+        named = [entry.member.worker for entry in router.engine.workers.fleet.entries()]  # in order of registration
+        assert sorted(named) == sorted(f"fake @ {worker.address}" for worker in (one, other))
+        said = f"no decode or unified worker is ready ({named[0]}: {WHY}; {named[1]}: {WHY})"
         assert router.engine.health().reason == said
         with pytest.raises(Unavailable) as caught:
             await collect(router, ask("r5"))
