@@ -140,3 +140,20 @@ def test_one_is_kept_without_hand_offs_while_it_is_offered_and_forgotten_then(mo
             await p.server.stop(0)
 
     run_quiet(body())
+
+
+def test_one_that_nobody_asks_again_is_not_down_for_good() -> None:
+    async def body() -> None:
+        d = Decode()
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))  # and does not listen
+            address = f"127.0.0.1:{taken.getsockname()[1]}"
+            d.client.open(address, H1, opening())
+            await until(lambda: d.ends(H1))
+            assert d.client.is_doubtful(address)
+            assert not d.client.is_down(address), "only another hand-off would find out that it is there"
+            d.client.offer(frozenset((address,)))
+            assert d.client.is_down(address)
+        await d.client.aclose()
+
+    run_quiet(body())
