@@ -117,6 +117,7 @@ class Recovered:
     stage: str
     cause: str
     no_kv: bool = False  # the peer is well, and what it published does not come
+    unreached: str = ""  # the backend given up, where nothing could be reached over it
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ A backend over which nothing came twice in a row, whichever pieces these were, i
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jdisagg.handoff.actions import DecodeAction
 from jdisagg.handoff.inbound import Inbound
 from jdisagg.handoff.inbound_stream import InboundStream
@@ -25,8 +27,9 @@ def try_again(
     is_dead = reason == "stalled" and stream.line.is_dead(ready.backend)
     if (num_refetches or is_dead) and other is not None and ready.backend not in stream.broken:
         stream.progress_s = now_s
+        unreached = ready.backend if reason == "connection" else ""
         note = record.note("other_backend", stream.peer, f"{cause}; going on over {other}")
-        return [note, *stream.change_backend(ready.backend, other, reason), *record.grant()]
+        return [replace(note, unreached=unreached), *stream.change_backend(ready.backend, other, reason), *record.grant()]
     if num_refetches >= MAX_REFETCHES or is_dead:
         return None
     stream.progress_s = now_s

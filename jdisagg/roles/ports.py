@@ -63,6 +63,10 @@ class PeerClient(Protocol):
         """The peer answers, and what it publishes does not come: it is doubtful for a while."""
         ...
 
+    def unreached(self, peer: str, backend: str, why: str) -> None:
+        """Nothing is reached at the peer over that backend: for a while hand-offs begin over others."""
+        ...
+
     def failures(self) -> dict[str, str]:
         """Peers spoken to, and why each cannot be used; "" = it can."""
         ...

@@ -46,6 +46,8 @@ class Recoveries:
             return
         if action.no_kv:
             self._peers.no_kv(action.peer, action.cause)
+        if action.unreached:
+            self._peers.unreached(action.peer, action.unreached, action.cause)
         where = f", prefill peer {action.peer}" if action.peer not in action.cause else ""
         log.warning(
             "request %s: recovering by %s; stage %s%s: %s", action.request_id, action.rung, action.stage, where, action.cause

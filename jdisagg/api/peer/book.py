@@ -26,7 +26,7 @@ class _Peer:
     refuses: bool = False  # it is there, and does not pair with us
     told: frozenset[str] = frozenset()  # statuses that the log has had since it answered last
     backends: tuple[str, ...] = ()  # last agreed on
-    unreachable: frozenset[str] = frozenset()  # endpoints, then
+    unreachable: frozenset[tuple[str, str]] = frozenset()  # backends and endpoints, then
 
 
 class PeerBook:
@@ -78,15 +78,15 @@ class PeerBook:
     def agreed(self, peer: str, reached: Reached) -> None:
         """What KV comes over, in order of preference, and what it does not come over. Said when it is news."""
         known, over = self._of(peer), ", else ".join(reached.backends)
-        news = [port for port in reached.unreachable if port.endpoint not in known.unreachable]
+        news = [port for port in reached.unreachable if (port.backend, port.endpoint) not in known.unreachable]
         for port in news:
-            at = f"backend {port.backend} is not reachable at {port.endpoint}"
+            at = f"backend {port.backend} is not reachable at {port.endpoint or 'its ports, any that were free'}"
             log.warning("prefill peer %s: %s (%s); KV comes over %s", peer, at, port.why, over)
         if known.backends != reached.backends and not news:
             later = f"; {', '.join(reached.pending)} is still being tried" if reached.pending else ""
             log.info("prefill peer %s: KV comes over %s%s", peer, over, later)
         known.backends = reached.backends
-        known.unreachable = frozenset(port.endpoint for port in reached.unreachable)
+        known.unreachable = frozenset((port.backend, port.endpoint) for port in reached.unreachable)
 
     def why(self, peer: str) -> str | None:
         """Why it cannot be used; "" = it can, None = nobody knows. Any thread."""

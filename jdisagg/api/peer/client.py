@@ -98,6 +98,10 @@ class GrpcPeerClient:
         """The peer answers, and what it publishes does not come; see PeerBook."""
         self._cross(self._book.no_kv, peer, why, monotonic())
 
+    def unreached(self, peer: str, backend: str, why: str) -> None:
+        """Nothing is reached there over that backend; see PeerPorts."""
+        self._cross(self._unreached, peer, backend, why)
+
     def failures(self) -> dict[str, str]:
         """Peers spoken to, and why each cannot be used; "" = it can. For /ready."""
         return self._book.whys()
@@ -221,6 +225,10 @@ class GrpcPeerClient:
         if (link := self._links.get(peer)) is None:
             link = self._links[peer] = PeerLink(peer, self._identity, self._credentials)
         return link
+
+    def _unreached(self, peer: str, backend: str, why: str) -> None:
+        if (link := self._links.get(peer)) is not None:
+            link.unreached(backend, why)
 
     def _answered(self, link: PeerLink) -> None:
         if link.draining:  # what it has taken on goes on

@@ -94,6 +94,10 @@ class PeerLink:
             raise HelloFailed("hello", Unavailable(f"prefill peer {self.peer}: {error}")) from error
         return await self._ports.reach(theirs, agreed)
 
+    def unreached(self, backend: str, why: str) -> None:
+        """Nothing was reached over that backend: KV comes over others for a while."""
+        self._ports.unreached(backend, why)
+
     def pulse(self, theirs: Identity, config: TransferConfig) -> SharedPulse:
         """That of all streams to the worker that said this; a new one for each when it is older than that."""
         if min(theirs.max_protocol, self._identity.max_protocol) < SHARED_PULSE:

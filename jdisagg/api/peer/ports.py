@@ -2,7 +2,8 @@
 
 A firewall that drops packets would cost every piece a connection's whole time-out. Here it costs one connection per pairing,
 made beside the hand-offs and closed at once, while KV comes over the other backends; it is tried again now and then, since one
-lost packet looks like a firewall.
+lost packet looks like a firewall. Backend "jax" has a port for every receiver, which none knows before the first piece: what it
+does not reach, a hand-off finds out, and those after it need not.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Unreachable:
     """A backend that KV cannot come over now."""
 
     backend: str
-    endpoint: str
+    endpoint: str  # "" where it has none that is known beforehand
     why: str
 
 
@@ -44,6 +45,7 @@ class PeerPorts:
 
     def __init__(self) -> None:
         self._proofs: dict[str, _Proof] = {}  # by endpoint
+        self._unreached: dict[str, tuple[str, float]] = {}  # by backend: why not, and until when it is not tried again
         self._epoch: str | None = None  # of the process they are of
         self._names = Names()
 
@@ -53,6 +55,9 @@ class PeerPorts:
         if theirs.epoch != self._epoch:
             self._epoch = theirs.epoch
             self._end()
+            self._unreached = {}
+        given_up = self._given_up(agreed)
+        agreed = tuple(name for name in agreed if name not in {port.backend for port in given_up}) or agreed
         ports = {b.name: self._proof(b.endpoint) for b in theirs.backends if b.endpoint is not None and b.name in agreed}
         if (first := ports.get(agreed[0])) is not None:
             await first.tried()
@@ -60,7 +65,16 @@ class PeerPorts:
         usable = tuple(name for name in agreed if name not in unproven)
         failed = [Unreachable(name, proof.endpoint, proof.why) for name, proof in ports.items() if proof.why is not None]
         pending = tuple(name for name, proof in ports.items() if name in unproven and proof.why is None)
-        return Reached(usable or agreed, tuple(failed), pending)
+        return Reached(usable or agreed, (*given_up, *failed), pending)
+
+    def unreached(self, backend: str, why: str) -> None:
+        """A hand-off reached nothing over it."""
+        self._unreached[backend] = (why, asyncio.get_running_loop().time() + AGAIN_S)
+
+    def _given_up(self, agreed: tuple[str, ...]) -> list[Unreachable]:
+        now_s = asyncio.get_running_loop().time()
+        self._unreached = {name: (why, until_s) for name, (why, until_s) in self._unreached.items() if until_s > now_s}
+        return [Unreachable(name, "", why) for name, (why, _) in self._unreached.items() if name in agreed]
 
     async def close(self) -> None:
         """Stop trying."""

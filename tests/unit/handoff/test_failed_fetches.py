@@ -49,7 +49,7 @@ def test_a_backend_that_fails_twice_is_left_for_the_next_one_and_only_what_is_mi
     side.on_failed(H, "b", "connection", 2.0)
     changed = side.on_failed(H, "b", "connection", 3.0)
     recovered = only(act.Recovered, changed)
-    assert (recovered.rung, recovered.peer) == ("other_backend", "p")
+    assert (recovered.rung, recovered.peer, recovered.unreached) == ("other_backend", "p", "fake")
     assert recovered.cause == "fetch of [4, 8) over fake: connection; going on over spare"
     assert act.CancelFetch(H) in changed, "what is under way over the broken one is not waited for"
     assert none_of(act.CloseStream, changed), "the same prefill worker goes on: nothing is computed again"

@@ -164,6 +164,9 @@ class Wire:
     def is_doubtful(self, peer: str) -> bool:
         return peer in self.refusing
 
+    def unreached(self, peer: str, backend: str, why: str) -> None:
+        """There is one backend."""
+
     def no_kv(self, peer: str, why: str) -> None:
         self.without_kv.add(peer)
 

@@ -21,9 +21,13 @@ class Peers:
     def __init__(self, **failures: str) -> None:
         self.reasons = failures
         self.without_kv: list[tuple[str, str]] = []
+        self.given_up: list[tuple[str, str, str]] = []
 
     def failures(self) -> dict[str, str]:
         return self.reasons
+
+    def unreached(self, peer: str, backend: str, why: str) -> None:
+        self.given_up.append((peer, backend, why))
 
     def no_kv(self, peer: str, cause: str) -> None:
         self.without_kv.append((peer, cause))
@@ -34,7 +38,7 @@ def recoveries(**failures: str) -> tuple[Recoveries, Metrics, Peers]:
     return Recoveries(metrics, cast(Any, peers)), metrics, peers
 
 
-def recovered(rung: str = "refetch", peer: str = "p:1", cause: str = "its stream ended", **more: bool) -> act.Recovered:
+def recovered(rung: str = "refetch", peer: str = "p:1", cause: str = "its stream ended", **more: Any) -> act.Recovered:
     return act.Recovered(rung, "r", peer, "transferring", cause, **more)
 
 
@@ -55,6 +59,14 @@ def test_a_peer_whose_kv_does_not_come_is_remembered_with_the_cause() -> None:
     told, _, peers = recoveries()
     told.recovered(recovered(no_kv=True, cause="stalled"))
     assert peers.without_kv == [("p:1", "stalled")]
+    assert not peers.given_up
+
+
+def test_a_backend_over_which_nothing_is_reached_is_remembered_with_the_cause() -> None:
+    told, _, peers = recoveries()
+    told.recovered(recovered("other_backend", unreached="jax", cause="nobody listens"))
+    assert peers.given_up == [("p:1", "jax", "nobody listens")]
+    assert not peers.without_kv
 
 
 @pytest.mark.parametrize(

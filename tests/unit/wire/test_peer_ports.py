@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -93,6 +94,26 @@ def test_behind_a_better_backend_a_port_costs_no_wait_and_is_believed_until_it_f
         while "tcp" in (await ports.reach(theirs, agreed)).backends:
             await asyncio.sleep(0.01)
         assert (await ports.reach(theirs, agreed)).backends == ("shm", "grpc")
+        await ports.close()
+
+    run_quiet(body())
+
+
+def test_what_a_hand_off_did_not_reach_is_left_out_for_a_while_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_ports, "AGAIN_S", 0.3)
+
+    async def body() -> None:
+        ports, agreed = PeerPorts(), ("jax", "grpc")
+        theirs = identity(backends=(Backend(name="jax"), GRPC))
+        assert await ports.reach(theirs, agreed) == Reached(agreed)
+        ports.unreached("jax", "timed out")
+        assert await ports.reach(theirs, agreed) == Reached(("grpc",), (Unreachable("jax", "", "timed out"),))
+        assert await ports.reach(theirs, ("jax",)) == Reached(("jax",), (Unreachable("jax", "", "timed out"),)), "the only one"
+        assert await ports.reach(theirs, ("grpc",)) == Reached(("grpc",)), "it was not agreed on"
+        assert await ports.reach(replace(theirs, epoch="another process"), agreed) == Reached(agreed)
+        ports.unreached("jax", "timed out")
+        while (await ports.reach(replace(theirs, epoch="another process"), agreed)) != Reached(agreed):
+            await asyncio.sleep(0.01)
         await ports.close()
 
     run_quiet(body())

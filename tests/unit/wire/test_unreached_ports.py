@@ -11,6 +11,7 @@ import pytest
 
 from jdisagg.api.channels import join_address
 from jdisagg.api.peer import ports as peer_ports
+from jdisagg.handoff.identity import Backend
 from jdisagg.handoff.messages import Agreed, HandoffId
 from jdisagg.transfer.tcp_store import TcpStore
 from tests.unit.wire.peers import H1, H2, OTHER_SHM, Decode, Prefill, opening
@@ -71,6 +72,29 @@ def test_a_port_that_d_does_not_reach_is_said_once_and_kv_comes_over_grpc(
         assert level == "WARNING"
         assert line.startswith(f": backend tcp is not reachable at {refusing} (")
         assert line.endswith("refused); KV comes over grpc")
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_after_a_hand_off_that_reached_nothing_over_jax_the_next_ones_begin_over_grpc(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    async def body() -> None:
+        jax, grpc = Backend(name="jax", version="1", num_transport_addresses=2), GRPC
+        p, d = Prefill(identity(backends=(jax, grpc))), Decode(identity(epoch="d", backends=(jax, grpc)))
+        address = await p.start()
+        assert await hand_off(d, address, H1) == ("jax", "grpc")
+        d.client.unreached(address, "jax", "fetch of [0, 256) over jax: connection")
+        assert await hand_off(d, address, H2) == ("grpc",)
+        assert await hand_off(d, address, HandoffId("r", 3)) == ("grpc",)
+        over, (level, line) = peer_log(caplog, address)
+        assert over == ("INFO", ": KV comes over jax, else grpc")
+        assert level == "WARNING"
+        ports = "its ports, any that were free (fetch of [0, 256) over jax: connection)"
+        assert line == f": backend jax is not reachable at {ports}; KV comes over grpc"
+        d.client.unreached("nobody:1", "jax", "of one that has left")
         await d.client.aclose()
         await p.server.stop(0)
 
