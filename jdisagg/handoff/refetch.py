@@ -1,6 +1,6 @@
 """A piece that did not arrive: the same key once more, another backend, a new key from P; behind that its stream is lost.
 
-A backend over which nothing came twice in a row, whichever pieces these were, is done with.
+A backend over which nothing came twice in a row, whichever pieces these were, is done with, as is one whose port is shut.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ def try_again(
     num_refetches = stream.refetches.get(span, 0)
     other = stream.backend_beside(ready.backend)
     is_dead = reason == "stalled" and stream.line.is_dead(ready.backend)
-    if (num_refetches or is_dead) and other is not None and ready.backend not in stream.broken:
+    is_shut = reason == "unreachable"  # before anything was sent: a moment of waiting was part of the try
+    if (num_refetches or is_dead or is_shut) and other is not None and ready.backend not in stream.broken:
         stream.progress_s = now_s
-        unreached = ready.backend if reason == "connection" else ""
         note = record.note("other_backend", stream.peer, f"{cause}; going on over {other}")
-        return [replace(note, unreached=unreached), *stream.change_backend(ready.backend, other, reason), *record.grant()]
+        note = replace(note, unreached=ready.backend if is_shut else "")
+        return [note, *stream.change_backend(ready.backend, other, reason), *record.grant()]
     if num_refetches >= MAX_REFETCHES or is_dead:
         return None
     stream.progress_s = now_s

@@ -70,8 +70,9 @@ class PieceArrived:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceFailed:
-    """The piece did not arrive. `reason` in {"unknown_key", "checksum", "truncated", "connection", "device", "stalled" (nothing
-    came for a while), "slow" (it came, and was not here by the deadline), "timeout" (the deadline passed)}."""
+    """The piece did not arrive. `reason` in {"unknown_key", "checksum", "truncated", "connection", "unreachable" (there was
+    never one), "device", "stalled" (nothing came for a while), "slow" (it came, and was not here by the deadline), "timeout"
+    (the deadline passed)}."""
 
     handoff: HandoffId
     ready: ChunkReady

@@ -24,6 +24,7 @@ makes a new one.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import secrets
 import socket
@@ -52,6 +53,7 @@ CONNECT_TIMEOUT_S = 2.0
 MAX_SERVERS = 64  # of a worker: four threads and three descriptors each
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.0001, 0.0005
 _MAX_REMEMBERED = 4096
+_UNREACHABLE = frozenset((errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH))
 _CANCEL_GRACE_S = 0.25  # a cancelled pull that ends by itself costs no connection
 
 
@@ -207,7 +209,7 @@ class TransferConnection:
     def begin(self, uuid: int, specs: Sequence[jax.ShapeDtypeStruct], deadline_s: float) -> Pull:
         """Ask for offered arrays. `specs` must be what was offered: nobody checks it for us.
 
-        Raises PieceError("unknown_key" | "connection"), before `deadline_s` (monotonic).
+        Raises PieceError("unknown_key" | "connection" | "unreachable" | "timeout"), before `deadline_s` (monotonic).
         """
         if uuid in self._pulled:
             raise PieceError("unknown_key", "it was pulled before, and an offer can be pulled once")
@@ -282,7 +284,16 @@ class TransferConnection:
 
 
 def _try(address: str, deadline_s: float) -> None:
-    """Raises OSError when nobody accepts a connection."""
+    """Raises PieceError("unreachable") when nobody accepts a connection, ("timeout") when there was too little time for one, or
+    an OSError of this machine."""
     host, _, port = address.rpartition(":")
-    timeout_s = max(0.001, min(CONNECT_TIMEOUT_S, deadline_s - monotonic()))
-    socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+    left_s = deadline_s - monotonic()
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.001, min(CONNECT_TIMEOUT_S, left_s))).close()
+    except TimeoutError as error:
+        reason = "timeout" if left_s < CONNECT_TIMEOUT_S else "unreachable"
+        raise PieceError(reason, f"{address} has not answered for {min(CONNECT_TIMEOUT_S, left_s):.1f} s") from error
+    except OSError as error:
+        if error.errno in _UNREACHABLE:
+            raise PieceError("unreachable", f"{address}: {error}") from error
+        raise

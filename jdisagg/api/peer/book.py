@@ -80,7 +80,8 @@ class PeerBook:
         known, over = self._of(peer), ", else ".join(reached.backends)
         news = [port for port in reached.unreachable if (port.backend, port.endpoint) not in known.unreachable]
         for port in news:
-            at = f"backend {port.backend} is not reachable at {port.endpoint or 'its ports, any that were free'}"
+            which = f"at {port.endpoint}" if port.endpoint else "on the free ports that it listens on"
+            at = f"backend {port.backend} is not reachable {which}"
             log.warning("prefill peer %s: %s (%s); KV comes over %s", peer, at, port.why, over)
         if known.backends != reached.backends and not news:
             later = f"; {', '.join(reached.pending)} is still being tried" if reached.pending else ""

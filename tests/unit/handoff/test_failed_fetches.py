@@ -49,7 +49,7 @@ def test_a_backend_that_fails_twice_is_left_for_the_next_one_and_only_what_is_mi
     side.on_failed(H, "b", "connection", 2.0)
     changed = side.on_failed(H, "b", "connection", 3.0)
     recovered = only(act.Recovered, changed)
-    assert (recovered.rung, recovered.peer, recovered.unreached) == ("other_backend", "p", "fake")
+    assert (recovered.rung, recovered.peer, recovered.unreached) == ("other_backend", "p", "")
     assert recovered.cause == "fetch of [4, 8) over fake: connection; going on over spare"
     assert act.CancelFetch(H) in changed, "what is under way over the broken one is not waited for"
     assert none_of(act.CloseStream, changed), "the same prefill worker goes on: nothing is computed again"
@@ -61,6 +61,22 @@ def test_a_backend_that_fails_twice_is_left_for_the_next_one_and_only_what_is_mi
         side.on_arrived(H, key, 5.0)
     done = side.on_message(H, Done(first=FIRST, num_chunks=5), 6.0)
     assert only(act.KVComplete, done).provenance.recoveries == ("refetch", "other_backend")
+
+
+def test_a_backend_whose_port_is_shut_is_left_at_once_and_remembered() -> None:
+    side = decode_side(NEVER)
+    side.start(request(), 0, ("p", "q"), 0.0)
+    side.on_message(H, Agreed(backends=("fake", "spare")), 0.0)
+    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    side.on_reserved("r", 0.0)
+    side.on_message(H, ready("a", 0, 4), 0.0)
+    changed = side.on_failed(H, "a", "unreachable", 2.0)
+    recovered = only(act.Recovered, changed)
+    assert (recovered.rung, recovered.peer, recovered.unreached) == ("other_backend", "p", "fake")
+    assert recovered.cause == "fetch of [0, 4) over fake: unreachable; going on over spare"
+    side.on_message(H, ready("a2", 0, 4, "spare"), 2.0)
+    assert only(act.Recovered, side.on_failed(H, "a2", "unreachable", 2.0)).rung == "refetch", "there is no other one"
+    assert only(act.Recovered, side.on_failed(H, "a2", "unreachable", 2.1)).unreached == ""
 
 
 def test_a_late_piece_over_a_broken_backend_is_asked_for_again_and_the_last_backend_gets_its_three_tries() -> None:

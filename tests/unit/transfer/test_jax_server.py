@@ -150,15 +150,6 @@ def test_a_deadline_ends_what_is_on_its_way_over_the_same_connection(connection:
     assert raised.value.reason == "connection"
 
 
-def test_nobody_at_the_address_costs_the_deadline() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    with pytest.raises(PieceError) as raised:
-        pull(transfer_servers()[1].connect(address), 1, within_s=0.5)
-    assert raised.value.reason in ("timeout", "connection")
-
-
 def test_a_server_is_started_only_for_a_peer_that_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
     """jaxlib never ends one whose connection was never made: threads and ports would be left for every pull from a dead P."""
     servers = TransferServers(jax.devices(), "127.0.0.1")

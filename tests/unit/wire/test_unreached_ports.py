@@ -86,14 +86,14 @@ def test_after_a_hand_off_that_reached_nothing_over_jax_the_next_ones_begin_over
         p, d = Prefill(identity(backends=(jax, grpc))), Decode(identity(epoch="d", backends=(jax, grpc)))
         address = await p.start()
         assert await hand_off(d, address, H1) == ("jax", "grpc")
-        d.client.unreached(address, "jax", "fetch of [0, 256) over jax: connection")
+        d.client.unreached(address, "jax", "fetch of [0, 256) over jax: unreachable")
         assert await hand_off(d, address, H2) == ("grpc",)
         assert await hand_off(d, address, HandoffId("r", 3)) == ("grpc",)
         over, (level, line) = peer_log(caplog, address)
         assert over == ("INFO", ": KV comes over jax, else grpc")
         assert level == "WARNING"
-        ports = "its ports, any that were free (fetch of [0, 256) over jax: connection)"
-        assert line == f": backend jax is not reachable at {ports}; KV comes over grpc"
+        ports = "on the free ports that it listens on (fetch of [0, 256) over jax: unreachable)"
+        assert line == f": backend jax is not reachable {ports}; KV comes over grpc"
         d.client.unreached("nobody:1", "jax", "of one that has left")
         await d.client.aclose()
         await p.server.stop(0)
