@@ -7,17 +7,19 @@ from enum import Enum
 from typing import Any
 
 from jdisagg.core.config import Config, LocalPrefill
-from jdisagg.core.flags import BY_NAME, FLAGS, SECTIONS
+from jdisagg.core.flags import BY_NAME, FLAGS, SECTIONS, Flag
 from jdisagg.core.scope import applies
 
 
 def to_toml(config: Config) -> str:
-    """The configuration as TOML that `load_config` reads back to an equal one; a secret appears as a comment only."""
+    """The configuration as TOML that `load_config` reads back to an equal one; secrets, and what is not set, are comments."""
     lines = [f"role = {json.dumps(config.role)}"]
     for section in SECTIONS:
         lines += ["", f"[{section}]"]
-        for name, value in _printed(config, section).items():
+        printed = _printed(config, section)
+        for name, value in printed.items():
             lines.append(f"# {name} is set" if BY_NAME[name].syntax == "secret" else f"{name} = {json.dumps(value)}")
+        lines += [f"# {flag.name} is not set" for flag in _flags(section) if flag.name not in printed]
     return "\n".join(lines) + "\n"
 
 
@@ -40,11 +42,16 @@ def to_flags(config: Config) -> list[str]:
     return argv
 
 
+def _flags(section: str) -> list[Flag]:
+    """Its keys."""
+    return [flag for flag in FLAGS if flag.section == section and flag.name != "print_config"]
+
+
 def _printed(config: Config, section: str) -> dict[str, Any]:
     """Set fields of one section as TOML values."""
     part = getattr(config, section)
     found: dict[str, Any] = {}
-    for flag in (flag for flag in FLAGS if flag.section == section and flag.name != "print_config"):
+    for flag in _flags(section):
         value = getattr(part, flag.name)
         if value is LocalPrefill.BELOW_TOKENS:
             found[flag.name] = f"{value.value}={part.local_prefill_below_tokens}"

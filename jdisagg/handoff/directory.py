@@ -31,6 +31,6 @@ class PrefillDirectory:
         router tells of workers that it hears from: such a one counts until it failed here; one of --prefill has to answer."""
         if any(failures.get(peer) == "" for peer in self.static) or any(not failures.get(peer) for peer in self.told):
             return ""
-        reasons = "; ".join(f"{peer}: {why}" for peer, why in failures.items() if why)
+        reasons = "; ".join(f"{peer}: {why.removeprefix(f'prefill peer {peer}: ')}" for peer, why in failures.items() if why)
         nobody = "none has answered yet" if self.static else "no router knows one"
         return f"no usable prefill worker ({reasons or nobody})"

@@ -222,7 +222,7 @@ class Workers:
         if waits and not was_awaited:
             told = entry.member.role.value, entry.member.worker, entry.pending, self._config.lease_s
             log.warning(
-                "%s worker %s is silent, as is everybody who could go on with its %d requests; they wait, %g s at most", *told
+                "%s worker %s is silent, as is everybody else who could serve its %d requests: waiting, %g s at most", *told
             )
         return waits
 

@@ -12,6 +12,7 @@ from jdisagg.api.channels import Credentials
 from jdisagg.api.fleet.client import FleetClient
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.local_engine import LocalEngine
+from jdisagg.api.generation.not_here import NotHere
 from jdisagg.api.generation.service import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.http.app import make_app
@@ -59,7 +60,9 @@ class Edges:
         self._metrics = metrics = core.metrics
         edge: Edge | None = None
         names = ["AdminService", "KVEventsService"]
-        if text is not None:
+        if text is None:
+            generation_pb2_grpc.add_GenerationServiceServicer_to_server(NotHere(), server)
+        else:
             names += ["GenerationService", "WorkerService"]
             edge = make_edge(self.engine, text, config.server, config.model, metrics, grammars=deployment.gate)
             generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)

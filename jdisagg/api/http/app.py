@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jdisagg.api.api_key import is_bearer_of
 from jdisagg.api.generation.edge import Edge
+from jdisagg.api.generation.not_here import ASK_ELSEWHERE
 from jdisagg.api.generation.token_engine import TokenEngine
 from jdisagg.api.http.chat import ChatCompletions
 from jdisagg.api.http.completions import Completions
@@ -122,7 +123,7 @@ class _ApiKeyGuard:
 
 
 async def _ask_elsewhere(request: Request) -> Response:
-    return plain_error(404, "this is a prefill worker; ask a decode worker or the router")
+    return plain_error(404, ASK_ELSEWHERE)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

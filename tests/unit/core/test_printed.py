@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.core.config import Config
-from jdisagg.core.flags import BY_NAME, SECTIONS
+from jdisagg.core.flags import BY_NAME, FLAGS, SECTIONS
 from jdisagg.core.printed import to_flags, to_toml
 from jdisagg.core.scope import applies
 from jdisagg.core.settings import build_parser
@@ -60,6 +60,17 @@ def test_printed_config_and_child_flags_load_back_equal(flags: dict[str, str], c
         file.write(to_toml(config))
         file.flush()
         assert load("--config", file.name) == config
+
+
+def test_what_is_not_set_is_named_beside_what_is() -> None:
+    text = to_toml(load("--role", "decode", "--advertise-host", "d0"))
+    assert 'advertise_host = "d0"' in text
+    assert "# advertise_host" not in text
+    for section, name in (("[server]", "advertise_port"), ("[cache]", "num_pages")):
+        _, _, behind = text.partition(f"{section}\n")
+        assert f"# {name} is not set\n" in behind.partition("\n[")[0]
+    named = [line.split(" ")[1 if line.startswith("# ") else 0] for line in text.splitlines()[1:] if line[:1] not in ("", "[")]
+    assert sorted(named) == sorted(flag.name for flag in FLAGS if flag.name not in ("print_config", "role", "config"))
 
 
 def test_every_section_is_printed_in_order() -> None:

@@ -56,6 +56,7 @@ def test_one_request_tries_the_best_few() -> None:
         (("s:1", "s:2"), (), {"s:1": "frozen", "s:2": ""}, ""),
         (("s:1",), (), {"s:1": "frozen"}, "s:1: frozen"),
         (("s:1",), ("p:1",), {"s:1": "frozen", "p:1": "refused"}, "s:1: frozen; p:1: refused"),
+        (("s:1",), (), {"s:1": "prefill peer s:1: Hello: UNAVAILABLE"}, "s:1: Hello: UNAVAILABLE"),
     ],
 )
 def test_a_router_s_worker_counts_until_it_failed_and_a_named_one_once_it_answered(
