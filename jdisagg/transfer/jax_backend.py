@@ -26,7 +26,8 @@ from jdisagg.kv.spec import QUANTISED, SCALES
 from jdisagg.transfer.base import Piece, Post
 from jdisagg.transfer.convert import NP_DTYPES
 from jdisagg.transfer.cut import Cutter, Joiner
-from jdisagg.transfer.jax_server import Pull, ServerPerReceiver, TransferConnection, TransferServer, TransferServers
+from jdisagg.transfer.jax_receivers import ServerPerReceiver
+from jdisagg.transfer.jax_server import Pull, TransferConnection, TransferServer, TransferServers
 from jdisagg.transfer.lanes import FetchJob, LaneFetcher
 from jdisagg.transfer.publisher import LanePublisher
 from jdisagg.transfer.sums import SumKind, sum_on_host

@@ -35,11 +35,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from time import monotonic, sleep
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from jdisagg.transfer.lanes import IDLE_S
 from jdisagg.transfer.names import own_address_of
 from jdisagg.transfer.target import PieceError
 
@@ -50,7 +49,6 @@ PARALLEL_COPIES = 2  # for each of which a server has COPY_BYTES of memory once 
 OFFER_S = 3600.0  # one that is never pulled is forgotten then; its arrays are freed earlier, by `withdraw`. A pull may wait
 # minutes for its turn on a slow network, for as long as its request has
 CONNECT_TIMEOUT_S = 2.0
-MAX_SERVERS = 64  # of a worker: four threads and three descriptors each
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.0001, 0.0005
 _MAX_REMEMBERED = 4096
 _UNREACHABLE = frozenset((errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH))
@@ -89,51 +87,6 @@ class TransferServers:
     def connect(self, address: str) -> TransferConnection:
         """To another process's server; connects when first pulled from."""
         return TransferConnection(self.start, address)
-
-
-class _Used(NamedTuple):
-    server: TransferServer
-    at_s: float  # for the last time
-
-
-class ServerPerReceiver:
-    """Who freezes in the middle of a transfer holds up nobody else. A receiver is a connection: one that comes back, be it the
-    same process, may have left a server behind that waits for it."""
-
-    def __init__(self, servers: TransferServers) -> None:
-        self._all = servers
-        self._by_receiver: dict[str, _Used] = {}  # longest unused first
-
-    def of(self, receiver: str, *, busy: Sequence[TransferServer]) -> TransferServer:
-        """The receiver's, started if there is none. Of those not in `busy` the idle end, and the longest unused beyond
-        MAX_SERVERS. Raises Unsupported when all are busy."""
-        known = self._by_receiver.pop(receiver, None)
-        self.end_idle(busy=busy)
-        if known is None:
-            num_surplus = max(0, len(self._by_receiver) + 1 - MAX_SERVERS)
-            self._end(self._free(busy)[:num_surplus])
-            if len(self._by_receiver) >= MAX_SERVERS:
-                raise Unsupported(f"{MAX_SERVERS} receivers have offers, and each has a transfer server of its own")
-        server = self._all.start() if known is None else known.server
-        self._by_receiver[receiver] = _Used(server, monotonic())
-        return server
-
-    def end_idle(self, *, busy: Sequence[TransferServer]) -> None:
-        """End those that were not used for IDLE_S, but none in `busy`."""
-        now_s = monotonic()
-        self._end([receiver for receiver in self._free(busy) if now_s - self._by_receiver[receiver].at_s > IDLE_S])
-
-    def _free(self, busy: Sequence[TransferServer]) -> list[str]:
-        """Whose server has no offers; longest unused first."""
-        return [receiver for receiver, used in self._by_receiver.items() if used.server not in busy]
-
-    def _end(self, receivers: Sequence[str]) -> None:
-        for receiver in receivers:
-            del self._by_receiver[receiver]
-
-    def clear(self) -> None:
-        """End all."""
-        self._by_receiver.clear()
 
 
 class TransferServer:

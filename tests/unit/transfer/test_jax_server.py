@@ -14,7 +14,7 @@ import pytest
 
 from jdisagg.core.config import ServerConfig, TransferConfig
 from jdisagg.handoff.messages import HandoffId
-from jdisagg.transfer import jax_server, lanes
+from jdisagg.transfer import jax_receivers, jax_server, lanes
 from jdisagg.transfer.base import PieceArrived
 from jdisagg.transfer.jax_backend import PULLS_AHEAD
 from jdisagg.transfer.jax_server import TransferConnection, TransferServer, TransferServers, Unsupported
@@ -198,12 +198,12 @@ def test_a_jax_without_a_transfer_server_says_so(monkeypatch: pytest.MonkeyPatch
 
 def test_every_receiver_has_a_server_until_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
-    monkeypatch.setattr(jax_server, "monotonic", lambda: now_s[0])
-    servers = jax_server.ServerPerReceiver(TransferServers(jax.devices(), "127.0.0.1"))
+    monkeypatch.setattr(jax_receivers, "monotonic", lambda: now_s[0])
+    servers = jax_receivers.ServerPerReceiver(TransferServers(jax.devices(), "127.0.0.1"))
     first, busy = servers.of("d1", busy=[]), servers.of("d2", busy=[])
     assert first.address != busy.address
     assert servers.of("d1", busy=[]) is first
-    now_s[0] += jax_server.IDLE_S + 1
+    now_s[0] += jax_receivers.IDLE_S + 1
     ended = weakref.ref(first)
     del first
     servers.end_idle(busy=[busy])
@@ -211,15 +211,15 @@ def test_every_receiver_has_a_server_until_it_is_idle(monkeypatch: pytest.Monkey
     assert servers.of("d2", busy=[busy]) is busy
     ended = weakref.ref(busy)
     del busy
-    now_s[0] += jax_server.IDLE_S + 1
+    now_s[0] += jax_receivers.IDLE_S + 1
     servers.of("d3", busy=[])
     assert ended() is None
     servers.clear()
 
 
 def test_receivers_that_come_back_over_new_connections_do_not_pile_up_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax_server, "MAX_SERVERS", 3)
-    servers = jax_server.ServerPerReceiver(TransferServers(jax.devices(), "127.0.0.1"))
+    monkeypatch.setattr(jax_receivers, "MAX_SERVERS", 3)
+    servers = jax_receivers.ServerPerReceiver(TransferServers(jax.devices(), "127.0.0.1"))
     first, busy = servers.of("d:1", busy=[]), servers.of("d:2", busy=[])
     ended = weakref.ref(first)
     assert servers.of("d:3", busy=[]) is not first
