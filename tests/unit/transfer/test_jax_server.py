@@ -238,7 +238,7 @@ def test_receivers_that_come_back_over_new_connections_do_not_pile_up_servers(mo
 def test_servers_and_threads_of_both_sides_end_though_nothing_moves_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """What peers cost that were replaced is gone within seconds, not with the next request."""
     monkeypatch.setattr(lanes, "IDLE_S", 1.0)
-    monkeypatch.setattr(jax_server, "IDLE_S", 0.5)
+    monkeypatch.setattr(jax_receivers, "IDLE_S", 0.5)
     rig = Rig("jax").start()
 
     def receive(key: str) -> None:
