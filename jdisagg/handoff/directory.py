@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from jdisagg.core.fleet import MAX_PREFILL_PEERS
 
+SILENT_S = 60.0  # of a router, while others speak
+
 
 class PrefillDirectory:
     """Those of --prefill, then those that routers tell of. Written by one thread, read by others: tuples are replaced whole."""
@@ -14,11 +16,18 @@ class PrefillDirectory:
         self.static = static
         self.told: tuple[str, ...] = ()
         self._by_router: dict[str, tuple[str, ...]] = {}
+        self._heard_s: dict[str, float] = {}
 
-    def learn(self, router: str, peers: tuple[str, ...]) -> None:
+    def learn(self, router: str, peers: tuple[str, ...], failures: Mapping[str, str], now_s: float) -> None:
         """What the router has now, best first. It counts until that router says something else: the workers of a router that
-        went away are still there, or were; they come behind those of routers that have spoken since."""
-        self._by_router = {router: peers} | {other: told for other, told in self._by_router.items() if other != router}
+        went away are still there, or were; they come behind those of routers that have spoken since. Those of one that has said
+        nothing for SILENT_S, and that cannot be used (`failures`: why, "" = they can), are taken for gone with it."""
+        self._heard_s[router] = now_s
+        self._by_router = {router: peers} | {
+            other: tuple(peer for peer in told if now_s - self._heard_s[other] < SILENT_S or not failures.get(peer))
+            for other, told in self._by_router.items()
+            if other != router
+        }
         self.told = tuple(dict.fromkeys(peer for told in self._by_router.values() for peer in told))
 
     @property

@@ -93,7 +93,8 @@ class Deployment:
     def learn_prefill(self, router: str, peers: tuple[str, ...]) -> None:
         """A router told this D which prefill workers there are; others it has spoken to are forgotten. On the loop, at every
         heartbeat."""
-        self.prefill.learn(router, peers)
+        failures = {} if self.peer_client is None else self.peer_client.failures()
+        self.prefill.learn(router, peers, failures, monotonic())
         if self.peer_client is not None:
             self.peer_client.offer(frozenset((*self.prefill.static, *self.prefill.told)))
 

@@ -3,42 +3,57 @@
 import pytest
 
 from jdisagg.core.fleet import MAX_PREFILL_PEERS
-from jdisagg.handoff.directory import PrefillDirectory
+from jdisagg.handoff.directory import SILENT_S, PrefillDirectory
 
 
 def test_named_ones_come_first_and_routers_add_theirs_once() -> None:
     directory = PrefillDirectory(("s:1",))
     assert directory.candidates == ("s:1",)
-    directory.learn("r:1", ("p:1", "s:1"))
-    directory.learn("r:2", ("p:2", "p:1"))
+    directory.learn("r:1", ("p:1", "s:1"), {}, 0.0)
+    directory.learn("r:2", ("p:2", "p:1"), {}, 0.0)
     assert directory.told == ("p:2", "p:1", "s:1")
     assert directory.candidates == ("s:1", "p:2", "p:1")
 
 
 def test_a_router_that_says_something_else_is_believed_and_one_that_is_gone_stays() -> None:
     directory = PrefillDirectory(())
-    directory.learn("gone:1", ("p:1",))
-    directory.learn("r:2", ("p:1", "p:2"))
-    directory.learn("r:2", ("p:3",))
+    directory.learn("gone:1", ("p:1",), {}, 0.0)
+    directory.learn("r:2", ("p:1", "p:2"), {}, 0.0)
+    directory.learn("r:2", ("p:3",), {}, 0.0)
     assert directory.told == ("p:3", "p:1")
-    directory.learn("r:2", ())
+    directory.learn("r:2", (), {}, 0.0)
     assert directory.candidates == ("p:1",)
 
 
 def test_what_a_router_said_that_is_gone_neither_hides_nor_orders_what_the_others_say() -> None:
     directory = PrefillDirectory(())
-    directory.learn("gone:1", tuple(f"old:{number}" for number in range(MAX_PREFILL_PEERS)))
-    directory.learn("r:2", ("p:1", "p:2"))
+    directory.learn("gone:1", tuple(f"old:{number}" for number in range(MAX_PREFILL_PEERS)), {}, 0.0)
+    directory.learn("r:2", ("p:1", "p:2"), {}, 0.0)
     assert directory.candidates == ("p:1", "p:2", "old:0", "old:1")
-    directory.learn("gone:1", ("p:1", "p:2"))
-    directory.learn("r:2", ("p:2", "p:1"))
+    directory.learn("gone:1", ("p:1", "p:2"), {}, 0.0)
+    directory.learn("r:2", ("p:2", "p:1"), {}, 0.0)
     assert directory.candidates == ("p:2", "p:1"), "p:2 has less to do now"
+
+
+def test_of_a_router_that_is_silent_while_another_speaks_those_go_that_cannot_be_used() -> None:
+    directory, failures = PrefillDirectory(()), {"dead:1": "gone", "alive:1": ""}
+    directory.learn("gone:1", ("dead:1", "alive:1", "unknown:1"), {}, 100.0)
+    directory.learn("r:2", ("p:1",), failures, 100.0 + SILENT_S - 1)
+    assert directory.told == ("p:1", "dead:1", "alive:1", "unknown:1"), "it may be back any moment"
+    directory.learn("r:2", ("p:1",), failures, 100.0 + SILENT_S)
+    assert directory.told == ("p:1", "alive:1", "unknown:1")
+    directory.learn("r:2", ("p:1",), failures | {"alive:1": "gone"}, 100.0 + 2 * SILENT_S)
+    assert directory.told == ("p:1", "unknown:1")
+    directory.learn("gone:1", ("dead:1",), failures, 100.0 + 2 * SILENT_S)
+    assert directory.told == ("dead:1", "p:1")
+    directory.learn("r:2", ("p:1",), failures, 100.0 + 2 * SILENT_S + 1)
+    assert directory.told == ("p:1", "dead:1"), "a router that speaks is believed"
 
 
 def test_one_request_tries_the_best_few() -> None:
     directory = PrefillDirectory(())
     everybody = tuple(f"p:{number}" for number in range(20))
-    directory.learn("r:1", everybody)
+    directory.learn("r:1", everybody, {}, 0.0)
     assert directory.told == everybody
     assert directory.candidates == everybody[:MAX_PREFILL_PEERS]
 
@@ -63,5 +78,5 @@ def test_a_router_s_worker_counts_until_it_failed_and_a_named_one_once_it_answer
     static: tuple[str, ...], told: tuple[str, ...], failures: dict[str, str], reason: str
 ) -> None:
     directory = PrefillDirectory(static)
-    directory.learn("r:1", told)
+    directory.learn("r:1", told, {}, 0.0)
     assert directory.not_ready_reason(failures) == (f"no usable prefill worker ({reason})" if reason else "")
