@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from time import monotonic
 
 from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.api.generation.local_engine import ask
