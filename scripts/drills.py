@@ -45,7 +45,7 @@ DEMO = Path(__file__).resolve().parent.parent / "jdisagg" / "demo"
 TABLE_SLOTS = 2  # of a D: others can fill them
 GAP_SLOTS, GAP_PAGES = 16, 400  # a survivor takes every stream
 HOST_SIZES = (
-    *("--max-model-len", "512", "--page-size", "16", "--max-num-seqs", "8"),
+    *("--max-model-len", str(answer.MAX_MODEL_LEN), "--page-size", "16", "--max-num-seqs", "8"),
     *("--max-num-batched-tokens", "64", "--transfer-chunk-tokens", "64"),
 )
 PARTS = ("table", "gaps", "hosts")

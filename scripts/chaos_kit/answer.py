@@ -18,7 +18,7 @@ from chaos_kit.stages import VOCAB
 
 LIMIT_S = 60.0  # of one answer; later is a hang
 _KINDS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 0},  # greedy streams repeat themselves: a token more or less shows in what it was worth
     {"temperature": 1.0, "top_p": 0.95},
     {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 2},
     {"temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.3},
@@ -27,6 +27,7 @@ _KINDS: tuple[dict[str, Any], ...] = (
 )
 _CHOICES = (1, 1, 2, 1, 1)  # its length has nothing in common with that of _KINDS: every kind meets every number
 _LENGTHS = (5, 100, 250, 390)
+MAX_MODEL_LEN = 640  # for the longest of both
 
 
 @dataclass
@@ -62,6 +63,18 @@ class Answer:
                 return "WRONG"
         return self.error or "exact"
 
+    def beside(self, wanted: Answer) -> str:
+        """Where each choice differs first, in words."""
+        told = []
+        for number in sorted(wanted.choices.keys() | self.choices.keys()):
+            mine, right = self.choices.get(number, Choice()), wanted.choices.get(number, Choice())
+            pairs = itertools.zip_longest(mine.tokens, right.tokens)
+            values = itertools.zip_longest(mine.logprobs, right.logprobs)
+            for what, both in (("token", pairs), ("logprob", values)):
+                found = next(((at, got, right_one) for at, (got, right_one) in enumerate(both) if got != right_one), None)
+                told += [f"choice {number}, {what} {found[0]}: {found[1]} instead of {found[2]}"] if found else []
+        return "; ".join(told) or "text or finish differ"
+
 
 def questions(count: int) -> tuple[Entry, ...]:
     """Long answers to short and long prompts; greedy, sampled, penalties, log probabilities, one and two choices."""
@@ -71,7 +84,7 @@ def questions(count: int) -> tuple[Entry, ...]:
             prompt=tuple(rng.randrange(LOWEST_TOKEN, VOCAB) for _ in range(_LENGTHS[number % len(_LENGTHS)])),
             n=_CHOICES[number % len(_CHOICES)],
             sampling={
-                "max_tokens": rng.choice((60, 110)),
+                "max_tokens": rng.choice((60, 110, 200)),
                 "seed": rng.randrange(2**31),
                 "ignore_eos": True,
                 **_KINDS[number % len(_KINDS)],

@@ -1,6 +1,6 @@
 """Streams go on while the network between hosts breaks and heals.
 
-answers of the undisturbed fleet -> streams begin at random, the cut begins -> `hold_s` -> healed -> all ended, whole again
+answers of the undisturbed fleet -> streams begin -> cut, more streams begin -> `hold_s` -> healed -> all ended, whole again
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from chaos_kit.host_fleet import HostFleet
 from chaos_kit.network import Network
 
 AT_ONCE = 6  # while answers are computed that nothing disturbs
-FIRST_S = 0.3  # of the streams, before the cut
+BEFORE_S, BEFORE_SHARE = 1.0, 0.4  # of the streams begin so long before the cut: they are to be hit, not only late
 WHOLE_S = 60.0  # D asks a P whose KV did not come last, for half a minute
 AT_REST_S = 15.0
 
@@ -105,8 +105,8 @@ class HostDrill:
     async def strike(self, cut: Cut, hold_s: float) -> Outcome:
         """Everything is asked again, one cut for `hold_s`, and everything after it."""
         before = await self.fleet.rungs()
-        tasks = [asyncio.create_task(self._ask(number, hold_s * self._rng.random())) for number in range(len(self.entries))]
-        await asyncio.sleep(min(FIRST_S, hold_s / 2))
+        tasks = [asyncio.create_task(self._ask(number, self._begin_s(hold_s))) for number in range(len(self.entries))]
+        await asyncio.sleep(BEFORE_S)
         try:
             await self._broken(cut, hold_s)
         finally:
@@ -118,7 +118,7 @@ class HostDrill:
         fates = [answer.became(wanted) for answer, wanted in zip(answers, self._answers, strict=True)]
         ended = self.fleet.ended()
         told = [
-            f"question {number}: {fate}: {answer.detail or _beside(answer, self._answers[number])}"[:600]
+            f"question {number}: {fate}: {answer.detail or answer.beside(self._answers[number])}"[:600]
             for number, (fate, answer) in enumerate(zip(fates, answers, strict=True))
             if fate != "exact"
         ]
@@ -151,12 +151,10 @@ class HostDrill:
                 await asyncio.sleep(cut.loose_s)
                 await asyncio.to_thread(cut.begin, self.network)
 
+    def _begin_s(self, hold_s: float) -> float:
+        before = self._rng.random() < BEFORE_SHARE
+        return BEFORE_S * self._rng.random() if before else BEFORE_S + hold_s * self._rng.random()
+
     async def _ask(self, number: int, after_s: float = 0.0) -> Answer:
         await asyncio.sleep(after_s)
         return await ask(self.http, self.fleet.router.http, self.entries[number], f"hosts-{next(self._numbers)}")
-
-
-def _beside(got: Answer, wanted: Answer) -> str:
-    tokens = [(number, choice.tokens) for number, choice in sorted(got.choices.items())]
-    right = [(number, choice.tokens) for number, choice in sorted(wanted.choices.items())]
-    return f"{tokens}, wanted {right}"

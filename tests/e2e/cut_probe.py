@@ -17,7 +17,7 @@ from chaos_kit.cuts import CUTS, HOSTS, STRANGER
 from chaos_kit.network import Host, Network
 
 PORT, SMALL, LARGE = 5000, 100, 1400
-WAIT_S = 0.4  # for those that first have to ask where to
+WAIT_S = 0.25  # for those that first have to ask where to
 HEALED_S = 10.0  # a new cable, and a neighbour that did not answer, take a second each
 CLONE_NEWNET = 0x40000000
 LIBC = ctypes.CDLL(None, use_errno=True)

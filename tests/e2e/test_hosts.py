@@ -10,6 +10,7 @@ from itertools import permutations, product
 from pathlib import Path
 
 import pytest
+from chaos_kit.answer import MAX_MODEL_LEN
 from chaos_kit.cuts import CUTS, DECODE, HOSTS, PREFILL
 from chaos_kit.network import NoNetwork, way_in
 
@@ -18,7 +19,8 @@ from tests.e2e.tiny_model import make_tiny_model
 ROOT = Path(__file__).parents[2]
 DRILLS = (sys.executable, str(ROOT / "scripts" / "drills.py"), "--part", "hosts")
 ENDS = ("client", *HOSTS)
-SAFE = "p1 > d1 lost", "d1 unplugged"
+CUT_HERE = ("p1 and d1 apart", "d1 unplugged")
+STREAMS, LIMIT_S = 24, 240.0  # so many that some are always hit
 Pairs = set[tuple[str, str]]
 
 
@@ -86,23 +88,20 @@ def test_every_cut_stops_what_it_says_and_nothing_else_and_heals(enter: tuple[st
     assert found == {}
 
 
-@pytest.mark.timeout(180)
-def test_the_network_between_hosts_breaks_and_every_stream_is_exact_or_fails_by_name(
-    enter: tuple[str, ...], tmp_path: Path
-) -> None:
-    model = make_tiny_model(tmp_path / "tiny", max_model_len=512)
+@pytest.mark.timeout(LIMIT_S + 30)
+@pytest.mark.usefixtures("enter")
+def test_the_network_between_hosts_breaks_and_every_stream_is_exact(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "tiny", max_model_len=MAX_MODEL_LEN)
     told = tmp_path / "told.json"
-    fatal = "r and all workers apart"
-    flags = ("--model", str(model), "--cuts", ",".join((*SAFE, fatal)), "--hold-s", "1.5", "--streams", "6")
+    flags = ("--model", str(model), "--cuts", ",".join(CUT_HERE), "--hold-s", "2.5", "--streams", str(STREAMS))
     command = [*DRILLS, *flags, "--json", str(told), "--directory", str(tmp_path / "logs")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = {row["cut"]: row for row in json.loads(told.read_text())["hosts"]}
-    assert list(rows) == [*SAFE, fatal]
-    assert [rows[cut]["became"] for cut in SAFE] == [{"exact": 6}] * 2
-    assert "other_prefill" in rows[SAFE[0]]["rungs"]  # it was noticed
-    assert set(rows[fatal]["became"]) <= {"exact", "service_unavailable"}
+    rows = json.loads(told.read_text())["hosts"]
+    assert [row["cut"] for row in rows] == list(CUT_HERE)
+    assert [row["became"] for row in rows] == [{"exact": STREAMS}] * len(CUT_HERE)
+    assert any(row["rungs"] for row in rows), "nobody noticed anything"
 
 
 @pytest.mark.parametrize("tool", ["ip", "unshare", "nsenter"])
