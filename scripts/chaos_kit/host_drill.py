@@ -131,7 +131,7 @@ class HostDrill:
             whole_s=whole_s,
             missing=missing,
             ended=tuple(ended),
-            rungs={} if ended else dict(await self.fleet.rungs() - before),
+            rungs=dict(await self.fleet.rungs() - before),
             details=(*told, *(f"{name} ended: {log}" for name, log in ended.items())),
         )
         self.outcomes.append(outcome)

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
@@ -76,12 +77,13 @@ class HostFleet:
         return {member.name: member.log.read_text(errors="replace")[-2000:] for member in gone}
 
     async def rungs(self) -> Counter[str]:
-        """What was done to survive failures, since the start. Raises httpx.HTTPError."""
+        """What was done to survive failures, since the start, by those that can be reached now."""
         found: Counter[str] = Counter()
         for member in self._members.values():
-            for name, value in (await member.metrics()).items():
-                if name.startswith(RUNGS):
-                    found[_label(name)] += int(value)
+            with suppress(httpx.HTTPError):
+                for name, value in (await member.metrics()).items():
+                    if name.startswith(RUNGS):
+                        found[_label(name)] += int(value)
         return found
 
     async def kv_bytes(self) -> int:
