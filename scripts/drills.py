@@ -3,10 +3,13 @@
     drills.py --part table                       9 states x router, P, D x kill -9, SIGSTOP
     drills.py --part table --stages decoding,transferring --victims D
     drills.py --part gaps --times 50             kill -9, SIGSTOP, black hole of P and of D under load
+    drills.py --part hosts --hold-s 5            router, P and D on hosts of their own, and the network between them breaks
 
 Answers are computed beforehand by a unified server; then one fleet at a time: two routers, two P, two D, clients at the first
-router. Exit status 0: every cell was reached and ended as it must, every stream under load was exact, nothing was left.
-Whether times stay within their targets is printed and written, and does not decide: machines differ.
+router. Over several hosts there is one router, and the fleet itself answers beforehand, undisturbed.
+Exit status 0: every cell was reached and ended as it must, every stream under load was exact, nothing was left; over several
+hosts no stream failed, but by name where its router reached no worker. 2: hosts cannot be made here; all parts go without them
+then. Whether times stay within their targets is printed and written, and does not decide: machines differ.
 """
 
 from __future__ import annotations
@@ -24,21 +27,29 @@ from typing import Any
 
 import httpx
 from bench_kit.machine import commit
-from chaos_kit import gaps, stages
+from chaos_kit import answer, cuts, gaps, stages
 from chaos_kit.act import Blow, Victim
 from chaos_kit.catalogue import Entry
 from chaos_kit.cell import Answers, Cell, CellRunner
-from chaos_kit.drill_report import cell_line, cell_table, gap_table, machine_line
+from chaos_kit.drill_report import cell_line, cell_table, cut_line, cut_table, gap_table, machine_line
 from chaos_kit.fleet import Fleet, FleetPlan
 from chaos_kit.gaps import GapDrill, Trouble
+from chaos_kit.host_drill import HostDrill
+from chaos_kit.host_fleet import HostFleet
 from chaos_kit.machine import machine
+from chaos_kit.network import Network, NoNetwork, way_in
 from chaos_kit.reference import unified_answers
 from chaos_kit.stages import Stage, drill_plan
 
 DEMO = Path(__file__).resolve().parent.parent / "jdisagg" / "demo"
 TABLE_SLOTS = 2  # of a D: others can fill them
 GAP_SLOTS, GAP_PAGES = 16, 400  # a survivor takes every stream
-PARTS = ("table", "gaps")
+HOST_SIZES = (
+    *("--max-model-len", str(answer.MAX_MODEL_LEN), "--page-size", "16", "--max-num-seqs", "8"),
+    *("--max-num-batched-tokens", "64", "--transfer-chunk-tokens", "64"),
+)
+PARTS = ("table", "gaps", "hosts")
+INSIDE = "JDISAGG_DRILLS_INSIDE"  # set: this process has a network of its own
 
 
 def apart() -> str:
@@ -60,6 +71,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--troubles", default=_names(Trouble), help="under load; default: %(default)s")
     parser.add_argument("--roles", default="P,D", help="under load; default: %(default)s")
     parser.add_argument("--cores", default=apart(), help="under load: of the P and of the D, '' for any; default: %(default)s")
+    parser.add_argument("--cuts", default=",".join(cuts.BY_NAME), help="of the network between hosts; default: %(default)s")
+    parser.add_argument("--hold-s", type=float, default=5.0, help="how long each lasts; default: %(default)g")
+    parser.add_argument("--streams", type=int, default=24, help="during each; default: %(default)d")
+    parser.add_argument(
+        "--kv-transfer-backend", choices=("tcp", "grpc", "jax"), default="tcp", help="between hosts; default: tcp"
+    )
     parser.add_argument("--json", type=Path, help="write everything here")
     parser.add_argument("--directory", type=Path, help="of the logs; default: a new temporary one")
     return parser.parse_args()
@@ -130,7 +147,51 @@ async def under_load(
     return drill
 
 
-async def run(arguments: argparse.Namespace, directory: Path) -> bool:
+async def over_hosts(
+    arguments: argparse.Namespace, directory: Path, http: httpx.AsyncClient, keep: Callable[[HostDrill], None]
+) -> HostDrill:
+    """All cuts asked for, on one fleet; `keep` gets what was found so far."""
+    wanted = [cuts.BY_NAME[name] for name in arguments.cuts.split(",")]
+    plan = FleetPlan(model=arguments.model, sizes=HOST_SIZES, transfer_backend=arguments.kv_transfer_backend)
+    network = Network((*cuts.HOSTS, cuts.STRANGER))
+    try:
+        fleet = HostFleet(plan, network, directory, http)
+        try:
+            await fleet.start()
+            say("the fleet is whole, each process on a host of its own")
+            drill = HostDrill(fleet, network, http, answer.questions(arguments.streams))
+            await drill.undisturbed()
+            say(f"{arguments.streams} answers, undisturbed")
+            for cut in wanted:
+                say(cut_line(await drill.strike(cut, arguments.hold_s)))
+                keep(drill)
+            await drill.at_rest()
+        finally:
+            await fleet.close()
+    finally:
+        network.close()
+    return drill
+
+
+def parts(wanted: str) -> tuple[str, ...]:
+    """What to run. Where hosts are asked for and can be made, this process starts anew, on a network of its own. Raises
+    NoNetwork where they cannot, unless other parts are asked for, too."""
+    names = PARTS if wanted == "all" else (wanted,)
+    if "hosts" not in names or INSIDE in os.environ:
+        return names
+    try:
+        command = way_in()
+    except NoNetwork as error:
+        if wanted == "hosts":
+            raise
+        say(f"without part hosts: {error}")
+        return tuple(name for name in names if name != "hosts")
+    sys.stdout.flush()
+    os.environ[INSIDE] = "1"
+    os.execvp(command[0], [*command, sys.executable, *sys.orig_argv[1:]])
+
+
+async def run(arguments: argparse.Namespace, wanted: tuple[str, ...], directory: Path) -> bool:
     """Everything asked for; whether all is as it must be."""
     found: dict[str, Any] = {"commit": commit(), "model": arguments.model, "machine": machine()}
     say(machine_line(found["machine"]))
@@ -142,13 +203,19 @@ async def run(arguments: argparse.Namespace, directory: Path) -> bool:
             arguments.json.write_text(json.dumps(found, indent=1))
 
     async with httpx.AsyncClient(trust_env=False) as http:
-        if arguments.part in ("all", "table"):
+        if "table" in wanted:
             cells = await table(arguments, directory, http, lambda so_far: keep("cells", [cell.as_json() for cell in so_far]))
             print(cell_table(cells), flush=True)
             fine = all(cell.ok for cell in cells)
-        if arguments.part in ("all", "gaps"):
+        if "gaps" in wanted:
             drill = await under_load(arguments, directory, http, lambda so_far: keep("gaps", so_far.as_json()))
             fine = fine and drill.is_fine
+        if "hosts" in wanted:
+            host_drill = await over_hosts(
+                arguments, directory, http, lambda so_far: keep("hosts", [outcome.as_json() for outcome in so_far.outcomes])
+            )
+            print(cut_table(host_drill.outcomes, host_drill.left), flush=True)
+            fine = fine and host_drill.is_fine
     found["machine_at_end"] = await asyncio.to_thread(machine)
     say(machine_line(found["machine_at_end"]))
     return fine
@@ -157,10 +224,15 @@ async def run(arguments: argparse.Namespace, directory: Path) -> bool:
 def main() -> int:
     """Returns the exit status."""
     arguments = parse()
+    try:
+        wanted = parts(arguments.part)
+    except NoNetwork as error:
+        print(f"drills.py --part hosts: {error}", file=sys.stderr)
+        return 2
     directory = arguments.directory or Path(tempfile.mkdtemp(prefix="drills-"))
     directory.mkdir(parents=True, exist_ok=True)
     say(f"logs in {directory}")
-    return 0 if asyncio.run(run(arguments, directory)) else 1
+    return 0 if asyncio.run(run(arguments, wanted, directory)) else 1
 
 
 if __name__ == "__main__":

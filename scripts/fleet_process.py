@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,12 +34,13 @@ class FleetProcess:
     where cores are short.
     """
 
-    def __init__(self, *flags: str, log: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *flags: str, log: Path, env: Mapping[str, str] | None = None, enter: Sequence[str] = ()) -> None:
+        """`enter`: a command that becomes the one behind it, elsewhere."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "jdisagg.serve", *flags],
+                [*enter, sys.executable, "-m", "jdisagg.serve", *flags],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

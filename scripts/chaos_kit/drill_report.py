@@ -7,9 +7,11 @@ from typing import Any
 
 from chaos_kit.act import Blow, Victim
 from chaos_kit.cell import Cell
+from chaos_kit.host_drill import Outcome
 from chaos_kit.stages import Stage
 
 Row = dict[str, Any]
+DETAILS = 4  # of a cut
 
 
 def cell_line(cell: Cell) -> str:
@@ -57,6 +59,32 @@ def gap_table(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     return "\n".join([_aligned(lines), *told])
+
+
+def cut_line(outcome: Outcome) -> str:
+    """One cut of the network in one line, and what was not exact in lines of their own."""
+    head = "ok " if outcome.ok else "BAD"
+    parts = [
+        f"{head} {outcome.cut}: streams {outcome.became}, slowest {outcome.slowest_s:.1f} s",
+        f"whole {outcome.whole_s:.1f} s after it healed" if not outcome.missing else f"not whole: {outcome.missing}",
+        f"steps {outcome.rungs}",
+    ]
+    return "\n         ".join(["; ".join(parts), *outcome.details[:DETAILS]])
+
+
+def cut_table(outcomes: Sequence[Outcome], left: str) -> str:
+    """One line per cut."""
+    lines = [["", "streams", "exact", "wrong", "failed by name", "slowest s", "whole after s", "", "steps taken"]]
+    for one in outcomes:
+        steps = ", ".join(f"{count} {rung}" for rung, count in sorted(one.rungs.items()))
+        failed = f"{one.named} (may)" if one.may_fail else str(one.named)
+        whole = "not" if one.missing else f"{one.whole_s:.1f}"
+        counts = map(str, (one.num_streams, one.num_exact, one.num_bad))
+        lines.append([one.cut, *counts, failed, f"{one.slowest_s:.1f}", whole, "ok" if one.ok else "BAD", steps])
+    ok, ended = sum(one.ok for one in outcomes), sorted({name for one in outcomes for name in one.ended})
+    fates = f"processes that ended: {', '.join(ended) or 'none'}; left: {left or 'nothing'}"
+    told = f"{ok} of {len(outcomes)} cuts as they must be; {fates}"
+    return f"{_aligned(lines)}\n{told}"
 
 
 def machine_line(machine: Row) -> str:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -27,9 +27,17 @@ class Member:
     """A router or worker: started, struck, and started again under the same name."""
 
     def __init__(
-        self, name: str, *flags: str, directory: Path, http: httpx.AsyncClient, proxy: Proxy | None, env: Mapping[str, str]
+        self,
+        name: str,
+        *flags: str,
+        directory: Path,
+        http: httpx.AsyncClient,
+        proxy: Proxy | None,
+        env: Mapping[str, str],
+        enter: Sequence[str] = (),
     ) -> None:
-        """A worker gets a new port each time and registers under `proxy`'s; a router keeps the ports in its flags."""
+        """A worker gets a new port each time and registers under `proxy`'s; who has none keeps the ports in its flags. `enter`
+        begins the command where it is to run on another host."""
         self.name = name
         self.proxy = proxy
         self.incarnation = 0
@@ -43,6 +51,7 @@ class Member:
         self._directory = directory
         self._http = http
         self._env = env
+        self._enter = enter
 
     @property
     def pid(self) -> int:
@@ -87,7 +96,7 @@ class Member:
             self._port = free_port()
             flags += ["--grpc-port", str(self._port), "--advertise-port", str(self.proxy.port)]
             self.proxy.target_port = self._port
-        self.process = FleetProcess(*flags, log=self.log, env={**self._env, **env})
+        self.process = FleetProcess(*flags, log=self.log, env={**self._env, **env}, enter=self._enter)
 
     async def wait_ready(self) -> None:
         """Until its READY line; raises RuntimeError with the end of its log."""

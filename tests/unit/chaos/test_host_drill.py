@@ -1,0 +1,82 @@
+"""The verdict on streams under a broken network, and what is run where hosts cannot be made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import drills
+import pytest
+from chaos_kit.answer import Answer, Choice
+from chaos_kit.host_drill import Outcome
+from chaos_kit.network import NoNetwork, way_in
+
+RIGHT = Answer({0: Choice([1, 2, 3, 4], "abcd", [(-0.1, None)] * 4, "length")})
+
+
+def outcome(**other: Any) -> Outcome:
+    everything = {"cut": "x", "may_fail": False, "became": {"exact": 3}, "named": 0, "slowest_s": 1.0, "whole_s": 1.0}
+    return Outcome(**{**everything, "missing": "", "ended": (), "rungs": {}, **other})
+
+
+@pytest.mark.parametrize(
+    ("choice", "error", "became"),
+    [
+        (Choice([1, 2, 3, 4], "abcd", [(-0.1, None)] * 4, "length"), None, "exact"),
+        (Choice([1, 2, 3], "abc", [(-0.1, None)] * 3, "length"), None, "LOST"),
+        (Choice([1, 2, 2, 3, 4], "abbcd", [(-0.1, None)] * 5, "length"), None, "DUPLICATED"),
+        (Choice([1, 2, 9, 4], "abxd", [(-0.1, None)] * 4, "length"), None, "WRONG"),
+        (Choice([1, 2, 3, 4], "abcx", [(-0.1, None)] * 4, "length"), None, "WRONG"),
+        (Choice([1, 2, 3, 4], "abcd", [(-0.1, None)] * 3 + [(-0.2, None)], "length"), None, "WRONG"),
+        (Choice([1, 2, 3, 4], "abcd", [(-0.1, None)] * 4, "stop"), None, "WRONG"),
+        (Choice([1, 2], "ab", [(-0.1, None)] * 2), "service_unavailable", "service_unavailable"),
+        (Choice([1, 9], "ax", [(-0.1, None)] * 2), "service_unavailable", "WRONG"),
+        (Choice([1, 2], "ab", [(-0.2, None)] * 2), "service_unavailable", "WRONG"),
+        (Choice([1, 2], "ab", [(-0.1, None)] * 2), "CUT", "CUT"),
+    ],
+)
+def test_an_answer_is_exact_or_fails_behind_right_tokens_or_is_wrong(choice: Choice, error: str | None, became: str) -> None:
+    assert Answer({0: choice}, error).became(RIGHT) == became
+
+
+def test_an_answer_that_lacks_a_choice_has_lost_it() -> None:
+    assert Answer().became(RIGHT) == "LOST"
+    assert Answer({0: RIGHT.choices[0], 1: Choice([5])}).became(RIGHT) != "exact"
+
+
+@pytest.mark.parametrize(
+    ("other", "ok"),
+    [
+        ({}, True),
+        ({"became": {"exact": 2, "WRONG": 1}}, False),
+        ({"became": {"exact": 2, "HANG": 1}, "may_fail": True}, False),
+        ({"became": {"exact": 2, "503": 1}, "named": 1}, False),
+        ({"became": {"exact": 2, "503": 1}, "named": 1, "may_fail": True}, True),
+        ({"became": {"exact": 1, "503": 1, "CUT": 1}, "named": 1, "may_fail": True}, False),
+        ({"missing": "the router has no D"}, False),
+        ({"ended": ("d1",)}, False),
+    ],
+)
+def test_a_cut_is_as_it_must_be_when_only_those_failed_that_had_no_way(other: dict[str, Any], ok: bool) -> None:
+    assert outcome(**other).ok is ok
+
+
+def test_all_parts_go_without_hosts_where_these_cannot_be_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert drills.parts("all") == ("table", "gaps")
+    assert "without part hosts: ip is missing (package iproute2)" in capsys.readouterr().out
+    assert drills.parts("gaps") == ("gaps",)
+    with pytest.raises(NoNetwork, match="ip is missing"):
+        drills.parts("hosts")
+
+
+def test_who_may_not_make_namespaces_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for tool in ("ip", "unshare", "nsenter"):
+        (tmp_path / tool).write_text("#!/bin/sh\necho $0: unshare failed: Operation not permitted >&2\nexit 1\n")
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with pytest.raises(NoNetwork, match=r"the rights are missing .*unshare -Urn: .*Operation not permitted") as refused:
+        way_in()
+    assert "\n" not in str(refused.value)
