@@ -14,6 +14,8 @@ log = logging.getLogger(__name__)
 NO_KV_S = 30.0  # as SUSPECT_S, for one whose KV did not come: each time that it is asked first costs a second
 _STATUS = re.compile(r"\b[A-Z][A-Z_]{4,}\b")  # of gRPC, in the text of a failure
 _UNREACHED = frozenset(("UNAVAILABLE", "DEADLINE_EXCEEDED"))
+_SPEAKS = "answers, and its KV does not come"
+_SILENT = "sent no KV before it went down"  # which a network may be the cause of that lets small messages through
 FORGET_S = 60.0  # without a hand-off: workers that restart come back under new addresses
 
 
@@ -55,9 +57,8 @@ class PeerBook:
         known = self._of(peer)
         if known.no_kv_s is None or now_s - known.no_kv_s >= NO_KV_S:
             log.warning(
-                "prefill peer %s answers, and its KV does not come (%s): others are asked first for %g s; look at MTU, "
-                "firewalls and load between the two",
-                *(peer, why, NO_KV_S),
+                "prefill peer %s %s (%s): others are asked first for %g s; look at MTU, firewalls and load between the two",
+                *(peer, _SILENT if known.why else _SPEAKS, why, NO_KV_S),
             )
         known.no_kv_s = now_s
 

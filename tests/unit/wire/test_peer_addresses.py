@@ -204,3 +204,6 @@ def test_a_peer_whose_kv_does_not_come_is_asked_last_for_a_while_and_told_of_onc
     assert told[0].startswith("prefill peer p answers, and its KV does not come (fetch of [0, 256) over tcp: stalled)")
     assert [book.is_doubtful("p", now_s) for now_s in (164.9, 194.9, 195.0)] == [True, True, False]
     assert book.why("p") == "", "it can be used"
+    book.failed("p", "no heartbeat", 200.0)
+    book.no_kv("p", "heartbeat", 200.0)
+    assert caplog.records[-1].getMessage().startswith("prefill peer p sent no KV before it went down (heartbeat): others are")
