@@ -165,6 +165,8 @@ class FleetClient:
         """Why an RPC failed, when it is news."""
         code, why, draining = error.code(), told(error.details() or ""), self._state().draining
         known = self._routers[router]
+        if router not in self._names.wanted and not known.is_registered:
+            return  # a name: each of its addresses says the same
         if code is grpc.StatusCode.UNAUTHENTICATED:
             if not known.is_refusal_told:
                 known.is_refusal_told = True

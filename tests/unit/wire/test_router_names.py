@@ -102,6 +102,26 @@ def test_a_worker_registers_with_every_router_of_a_name_and_lets_those_go_that_l
     run_quiet(body())
 
 
+def test_a_name_whose_addresses_all_are_silent_is_told_of_by_each_of_them_and_no_third_time(
+    resolve: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("jdisagg.api.fleet.client.UNHEARD_S", 1.0)
+    told: Callable[[], list[str]] = lambda: [m.split(" ")[1] for m in caplog.messages if "has not answered for" in m]  # noqa: E731
+
+    async def body() -> None:
+        resolve("127.0.0.1", "127.0.0.2")
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))  # and does not listen
+            port = taken.getsockname()[1]
+            client = FleetClient(MEMBER, (f"localhost:{port}",), state=lambda: Report(Load()))
+            await until(lambda: len(told()) >= 2)
+            await asyncio.sleep(1.0)
+            assert sorted(told()) == [f"127.0.0.1:{port}", f"127.0.0.2:{port}"]
+            await client.close()
+
+    run_quiet(body())
+
+
 def test_a_router_that_is_alone_is_never_let_go(resolve: Callable[..., None]) -> None:
     async def body() -> None:
         resolve("127.0.0.1", "127.0.0.2")
