@@ -106,11 +106,12 @@ class World:
         want_min_tokens: int = 0,
         dtypes: tuple[str, str] = ("float32", "float32"),
         num_decode: int = 1,
+        backends: tuple[str, ...] = ("fake",),
         clock: Callable[[], float] = monotonic,
         **decode: Any,
     ) -> None:
         """`below_tokens`: prompts of fewer never leave D. `dtypes`: of P's and of D's KV, as they say; `want_min_tokens` 0: D
-        lends and P never asks; `decode`: settings of the decode engines."""
+        lends and P never asks; `backends`: of P, best first; `decode`: settings of the decode engines."""
         policy = LocalPrefill.ON_FAILURE if local_prefill else LocalPrefill.NEVER
         config = TransferConfig(
             transfer_chunk_tokens=CHUNK_TOKENS,
@@ -124,9 +125,9 @@ class World:
         self.prefill.runner.meanwhile = self.network.step
         self.outputs: dict[str, list[Output]] = {}
         self.homes: dict[str, int] = {}  # which decode worker serves whom
-        self.publisher = FakePublisher(self.network, self.prefill.inbox)
+        self.publishers = [FakePublisher(self.network, self.prefill.inbox, name) for name in backends]
         self.borrower = Borrower(config, bytes_per_token=BYTES_PER_TOKEN)
-        borrowing = KVBorrowing(
+        self.borrowing = KVBorrowing(
             self.borrower, min_tokens=want_min_tokens, page_size=prefill_page_size, dtype=dtypes[0],
             scheduler=self.prefill.scheduler, runner=self.prefill.runner, metrics=self.prefill.metrics,
             fetcher=FakeFetcher(self.network, self.prefill.inbox, to_prefill=True),
@@ -136,11 +137,11 @@ class World:
                 scheduler=self.prefill.scheduler,
                 handoffs=PrefillSide(config, bytes_per_token=BYTES_PER_TOKEN),
                 runner=self.prefill.runner,
-                publishers=PublisherSet([self.publisher]),
+                publishers=PublisherSet(self.publishers),
                 metrics=self.prefill.metrics,
                 worker="p0",
                 slow_request_s=slow_request_s,
-                borrowing=borrowing,
+                borrowing=self.borrowing,
             ),
             clock=clock,
         )
@@ -232,8 +233,10 @@ class World:
             assert not engine.runner.device.host, "a host copy is left"
         for decoder in self.decoders:
             decoder.assert_quiescent()
-        assert self.publisher.num_buffered_bytes == 0
+        assert [publisher.num_buffered_bytes for publisher in self.publishers] == [0] * len(self.publishers)
         assert self.borrower.is_idle, self.borrower.snapshot()
+        assert not self.borrowing._ended, "what is over is forgotten"
+        assert not self.borrowing._arrived, "a piece that nobody imports is memory"
 
 
 def two_full_pools() -> World:
