@@ -63,6 +63,39 @@ def test_nobody_takes_pages_in_a_pause_though_its_last_peer_had_begun() -> None:
     assert world.tokens("b") == expected(tuple(range(2, 22)), 4)
 
 
+STATES = ("waiting", "prealloc", "publishing", "running", "transfer")
+
+
+def asked_to_stand_back(monkeypatch: pytest.MonkeyPatch, *histories: str) -> list[float]:
+    """Seconds at which a prefill worker wants a computed prompt to give its pages back, of one tick per 0.1 s; a tick is the
+    states in which there is a prompt, comma separated."""
+    world, now_s, parks_s = World(), 0.0, list[float]()
+    scheduler = world.prefill.scheduler
+    monkeypatch.setattr(scheduler, "park", lambda parkable: parks_s.append(round(now_s, 1)))
+    for number, states in enumerate(histories):
+        now_s = 0.1 * number
+        counts = dict.fromkeys(STATES, 0) | dict.fromkeys(states.split(","), 1)
+        monkeypatch.setattr(scheduler, "counts", lambda counts=counts: counts)
+        world.prefill_role.before_step(now_s)
+    return parks_s
+
+
+@pytest.mark.parametrize("waits", ["waiting", "prealloc", "waiting,prealloc"])
+def test_a_computed_prompt_stands_back_when_others_wait_and_nothing_moves_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, waits: str
+) -> None:
+    assert asked_to_stand_back(monkeypatch, *[f"{waits},publishing"] * 5) == [0.3, 0.4], "STUCK_S is 0.25"
+
+
+@pytest.mark.parametrize("moves", ["waiting", "publishing", "waiting,publishing,running", "waiting,publishing,transfer"])
+def test_nobody_stands_back_while_something_moves_and_the_pause_begins_anew_behind_it(
+    monkeypatch: pytest.MonkeyPatch, moves: str
+) -> None:
+    stuck = "waiting,publishing"
+    assert asked_to_stand_back(monkeypatch, *[moves] * 6) == []
+    assert asked_to_stand_back(monkeypatch, stuck, stuck, moves, *[stuck] * 4) == [0.6]
+
+
 @pytest.mark.covers("D14")
 @pytest.mark.parametrize("pages", [(13, 13), (18, 14), (24, 12)])
 def test_neither_pool_waits_for_the_other(pages: tuple[int, int]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from jdisagg.core.config import TransferConfig
 from jdisagg.handoff.events import FromPrefill, PeerAlive
 from jdisagg.handoff.messages import Agreed, HandoffId, Open
+from jdisagg.handoff.prefill_side import MAX_PUBLISH_FAILURES
 from tests.unit.roles.measured import read
 from tests.unit.roles.world import PROMPT, World
 from tests.unit.sched.engine_fake import expected, request
@@ -65,6 +66,18 @@ def test_a_full_buffer_is_no_fault_of_the_backend() -> None:
     assert slow.published == []
     assert read(world.prefill.metrics, "transfer_failures_total", backend="fast", reason="publish") == 1
     assert recoveries(world) == 0
+
+
+def test_who_cannot_publish_loses_the_handoff_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(local_prefill=False)
+    world.publishers[0].trouble = ["disk full"] * (MAX_PUBLISH_FAILURES + 1)
+    world.submit(request("a", PROMPT, 6))
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+    provenance = world.outputs["a"][-1].provenance
+    assert provenance is not None
+    assert provenance.recoveries == ("other_prefill",)
+    assert [line for line in caplog.messages if line.endswith(") failed: disk full")]
 
 
 def test_a_receiver_that_asks_for_another_backend_gets_the_rest_over_that() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from jdisagg.core.errors import Overloaded, Unavailable
-from jdisagg.handoff.events import PeerOpened
-from jdisagg.handoff.messages import Accepted, HandoffId, Open, Refused
+from jdisagg.handoff.events import FromPrefill, PeerAlive, PeerOpened
+from jdisagg.handoff.messages import Accepted, HandoffId, Open, Refused, Started
 from tests.unit.roles.measured import Unified
 from tests.unit.roles.world import PROMPT, World
 from tests.unit.sched.engine_fake import request
@@ -74,3 +74,22 @@ def test_a_prefill_worker_without_the_peers_backend_blames_its_setting_and_not_t
     (refused,) = reply.said
     assert (type(refused.error), refused.error.field) == (Unavailable, "kv_transfer_backend")
     assert "wanted one of fake, got fast; see --kv-transfer-backend" in refused.error.message
+
+
+def test_a_peer_that_names_no_backend_gets_the_first_one() -> None:
+    world, reply = World(), Reply()
+    world.prefill.inbox.post(
+        PeerOpened(HandoffId("r", 1), Open(request=request("r", PROMPT, 4), held_tokens=0, backend=""), "d0", reply)
+    )
+    world.prefill.tick(0.01)
+    assert [type(said) for said in reply.said] == [Accepted, Started]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_is_not_for_a_role_stops_its_engine(role: str) -> None:
+    """A message that nobody takes is our bug; whoever sent it waits for an answer."""
+    world, stream = World(), HandoffId("r", 1)
+    side = world.prefill_role if role == "prefill" else world.decoders[0].role
+    message = FromPrefill(stream, Started()) if role == "prefill" else PeerAlive(stream)
+    with pytest.raises(AssertionError, match=f"a {role} engine got {type(message).__name__}"):
+        side.handle(message, 0.0)
