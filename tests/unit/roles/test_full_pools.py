@@ -41,6 +41,17 @@ def test_a_prompt_waits_no_moment_for_pages_of_those_whose_receiver_has_none() -
     assert world.tokens("b") == expected(tuple(range(2, 31)), 4)
 
 
+def test_one_that_stood_back_is_shown_in_the_queue_again() -> None:
+    world = two_full_pools()
+    while not world.prefill.scheduler.counts()["parked"]:
+        world.tick()
+    assert world.prefill.loop is not None
+    shown = world.prefill.loop.snapshot()["handoff"]["requests"]
+    (parked,) = [record for name, record in shown.items() if name.startswith("b")]
+    assert (parked["phase"], parked["events"][-1]["event"]) == ("queue", "preempted")
+    world.settle()
+
+
 def test_nobody_takes_pages_in_a_pause_though_its_last_peer_had_begun() -> None:
     world = World(local_prefill=False, decode_pages=10)
     world.submit(request("a", tuple(range(1, 21)), 12))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.errors import HandoffLost
+from jdisagg.core.errors import HandoffLost, Unavailable
 from jdisagg.handoff.messages import ChunkReady, HandoffId
 from jdisagg.transfer.base import PieceFailed
 from tests.unit.roles.network_fake import FakeFetcher
@@ -133,6 +133,19 @@ def test_request_that_no_peer_can_serve_fails_alone() -> None:
     assert world.outputs["a"][-1].error is not None
     assert "dead" in world.outputs["a"][-1].error.message
     assert world.tokens("b") == expected((5, 6, 7), 6)
+
+
+def test_where_no_prefill_worker_is_known_each_request_that_needs_one_is_told_so_at_once() -> None:
+    world = World(local_prefill=False)
+    world.decoders[0].role._peer_choice._known_peers = lambda: ()
+    for name in ("a", "b"):
+        world.submit(request(name, PROMPT, 6))
+    world.submit(request("gone", PROMPT, 6))
+    world.cancel("gone")
+    world.decode.tick(world.now_s)
+    assert [type(output.error) for name in ("a", "b") for output in world.outputs[name]] == [Unavailable] * 2
+    assert world.outputs["gone"] == []
+    world.settle()
 
 
 def test_a_worker_that_stood_still_blames_its_peer_for_none_of_that() -> None:

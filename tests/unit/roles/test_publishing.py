@@ -10,6 +10,7 @@ from jdisagg.core.config import TransferConfig
 from jdisagg.handoff.events import FromPrefill, PeerAlive
 from jdisagg.handoff.messages import Agreed, HandoffId, Open
 from jdisagg.handoff.prefill_side import MAX_PUBLISH_FAILURES
+from jdisagg.transfer.base import Piece
 from tests.unit.roles.measured import read
 from tests.unit.roles.world import PROMPT, World
 from tests.unit.sched.engine_fake import expected, request
@@ -90,6 +91,21 @@ def test_a_receiver_that_asks_for_another_backend_gets_the_rest_over_that() -> N
     assert PIECES[0] in slow.published
     assert PIECES[2] in slow.published, "what follows as well"
     assert recoveries(world) == 0, "that is for the receiver to count"
+
+
+def test_a_piece_says_who_fetches_it_and_into_how_many_parts_its_heads_go() -> None:
+    """Of receivers, one that stands still must not hold up the others; of parts, each device fetches its own."""
+    world, pieces = World(local_prefill=False), list[Piece]()
+    open_stream, publish = world.wire.open, world.publishers[0].publish
+
+    def note(handoff: HandoffId, key: str, piece: Piece) -> None:
+        pieces.append(piece)
+        publish(handoff, key, piece)
+
+    world.publishers[0].publish = note  # type: ignore[method-assign]
+    world.wire.open = lambda peer, handoff, message: open_stream(peer, handoff, replace(message, head_shards=2))  # type: ignore[method-assign]
+    serve(world)
+    assert {(piece.receiver, piece.head_shards) for piece in pieces} == {("d0", 2)}
 
 
 @pytest.mark.parametrize("is_alive", [True, False])
