@@ -74,6 +74,27 @@ def test_nobody_takes_pages_in_a_pause_though_its_last_peer_had_begun() -> None:
     assert world.tokens("b") == expected(tuple(range(2, 22)), 4)
 
 
+def test_nobody_takes_pages_for_a_peer_that_has_not_begun_though_the_one_before_had() -> None:
+    world = World(local_prefill=False, decode_pages=10)
+    world.submit(request("a", tuple(range(1, 21)), 12))
+    for _ in range(12):
+        world.tick()
+    world.submit(request("b", tuple(range(2, 22)), 4))
+    world.decode.tick(world.now_s)
+    (stream,) = [handoff for handoff in world.wire.open_streams if handoff.request_id == "b"]
+    for message in (Accepted(cached_tokens=0), Started(), StreamEnded(reason="dead")):
+        world.decode.inbox.post(FromPrefill(stream, message))
+        world.decode.tick(world.now_s)
+    assert world.decode.scheduler.counts()["running"] == 1
+    world.cancel("a")
+    for _ in range(3):
+        world.decode.tick(world.now_s)
+    counts = world.decode.scheduler.counts()
+    assert (counts["prealloc"], counts["transfer"]) == (1, 0), "it may be long in the queue of the other one"
+    world.settle()
+    assert world.tokens("b") == expected(tuple(range(2, 22)), 4)
+
+
 STATES = ("waiting", "prealloc", "publishing", "running", "transfer")
 
 

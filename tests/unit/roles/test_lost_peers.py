@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import HandoffLost, Unavailable
-from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.handoff.events import FromPrefill
+from jdisagg.handoff.messages import ChunkReady, HandoffId, Quiet
 from jdisagg.transfer.base import PieceFailed
+from tests.unit.roles.measured import read
 from tests.unit.roles.network_fake import FakeFetcher
 from tests.unit.roles.world import PROMPT, World
 from tests.unit.sched.engine_fake import expected, request
@@ -146,6 +149,43 @@ def test_where_no_prefill_worker_is_known_each_request_that_needs_one_is_told_so
     assert [type(output.error) for name in ("a", "b") for output in world.outputs[name]] == [Unavailable] * 2
     assert world.outputs["gone"] == []
     world.settle()
+
+
+def test_a_peer_that_sends_nothing_once_there_are_pages_is_left_after_a_lease() -> None:
+    """The prompt was computed long before that."""
+    world = World(local_prefill=False, decode_pages=10)
+    publisher, publish = world.publishers[0], world.publishers[0].publish
+    world.submit(request("runs", tuple(range(1, 21)), 16, ignore_eos=True))
+    while not world.decode.scheduler.counts()["running"]:
+        world.tick()
+    publisher.publish = lambda *_: None  # type: ignore[method-assign,misc]  # never published, never failed
+    world.submit(request("a", PROMPT, 6))
+    while world.decode.scheduler.counts()["prealloc"] or not world.outputs["a"]:
+        world.tick()
+    reserved_s = world.now_s
+    while world.wire.num_opened == 2:
+        world.tick()
+        world.now_s += 0.1
+        assert world.now_s < reserved_s + 20.0
+    assert world.now_s == pytest.approx(reserved_s + TransferConfig().lease_s, abs=0.5)
+    publisher.publish = publish  # type: ignore[method-assign]
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+
+
+def test_when_a_quiet_peer_is_lost_the_one_asked_beside_it_goes_on_and_the_hedge_is_counted() -> None:
+    world = World(local_prefill=False)
+    world.submit(request("a", PROMPT, 6))
+    world.decode.tick(world.now_s)
+    (quiet,) = world.wire.open_streams
+    world.decode.inbox.post(FromPrefill(quiet, Quiet(0.6)))
+    world.decode.tick(world.now_s)
+    assert len(world.wire.open_streams) == 2
+    world.wire.cut(quiet, "dead")
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+    assert world.wire.num_opened == 2
+    assert read(world.decode.metrics, "prefill_hedges_total", outcome="moved") == 1
 
 
 def test_a_worker_that_stood_still_blames_its_peer_for_none_of_that() -> None:

@@ -86,6 +86,9 @@ def test_second_request_fetches_only_what_the_prefix_cache_lacks() -> None:
     world.submit(request("a", PROMPT, 3))
     world.settle()
     world.submit(request("b", (*PROMPT, 7, 8), 3))
+    world.decode.tick(world.now_s)
+    assert world.decode.loop is not None
+    assert world.decode.loop.snapshot()["handoff"]["asked_tokens"] == {"p0": 21 - 16}
     world.settle()
     provenance = world.outputs["b"][-1].provenance
     assert world.tokens("b") == expected((*PROMPT, 7, 8), 3)
