@@ -44,6 +44,7 @@ class FakeRunner:
         return not self.is_running
 
     def collect(self, handle: StepResult) -> StepResult:
+        self.device.known(handle)
         return handle
 
     def export_tokens(self, page_table: PageTable, begin: int, end: int, group: int = 0) -> Piece:

@@ -31,6 +31,7 @@ def test_each_role_passes_its_self_test_without_the_other(role: Role, monkeypatc
     engine = world.prefill if role is Role.PREFILL else world.decode
     assert engine.loop is not None
     monkeypatch.setattr(engine.runner, "dispatch", answer)
+    monkeypatch.setattr(engine.runner, "collect", lambda result: result)
     crashes: list[BaseException] = []
     thread = EngineThread(engine.loop, name="engine", on_crash=crashes.append)
     thread.start()
