@@ -10,6 +10,7 @@ from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import HandoffLost, Unavailable
 from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.messages import ChunkReady, HandoffId, Quiet
+from jdisagg.handoff.silence import ANSWER_TIMEOUT_S
 from jdisagg.transfer.base import PieceFailed
 from tests.unit.roles.measured import read
 from tests.unit.roles.network_fake import FakeFetcher
@@ -171,6 +172,23 @@ def test_a_peer_that_sends_nothing_once_there_are_pages_is_left_after_a_lease() 
     publisher.publish = publish  # type: ignore[method-assign]
     world.settle()
     assert world.tokens("a") == expected(PROMPT, 6)
+
+
+def test_a_peer_that_says_nothing_of_a_prompt_that_lost_its_pages_is_left_as_at_first() -> None:
+    world = World(local_prefill=False, decode_pages=14, reserved_decode_tokens=0)
+    for name in ("a", "b"):
+        world.submit(request(name, PROMPT, 16, ignore_eos=True))
+    while not world.decode.scheduler.stats.retractions:
+        world.tick()
+    opened, opened_s = world.wire.num_opened, world.now_s
+    assert opened == 3
+    while world.wire.num_opened == opened:
+        world.now_s += 0.1
+        assert world.now_s < opened_s + 2 * ANSWER_TIMEOUT_S
+        world.decode.tick(world.now_s)
+    assert world.now_s == pytest.approx(opened_s + ANSWER_TIMEOUT_S, abs=0.3)
+    world.settle()
+    assert world.tokens("a") == world.tokens("b") == expected(PROMPT, 16, ignore_eos=True)
 
 
 def test_when_a_quiet_peer_is_lost_the_one_asked_beside_it_goes_on_and_the_hedge_is_counted() -> None:
