@@ -16,7 +16,7 @@ from jdisagg.handoff.events import FromPrefill, PeerMessage, PeerOpened
 from jdisagg.handoff.messages import ChunkReady, DecodeToPrefill, HandoffId, Open, PrefillToDecode, StreamEnded
 from jdisagg.roles.inbox import Inbox
 from jdisagg.sched.plan import PageTable, Plan, StepResult
-from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, Published
+from jdisagg.transfer.base import Piece, PieceArrived, PieceFailed, Published, PublishFailed
 from tests.unit.sched.device_fake import FakeDevice
 
 BYTES_PER_TOKEN = 4
@@ -44,6 +44,7 @@ class FakeRunner:
         return not self.is_running
 
     def collect(self, handle: StepResult) -> StepResult:
+        self.device.known(handle)
         return handle
 
     def export_tokens(self, page_table: PageTable, begin: int, end: int, group: int = 0) -> Piece:
@@ -65,6 +66,8 @@ class Network:
         self.pieces: dict[str, Piece] = {}
         self.lose_next = 0
         self.lose_lent = 0  # the same for pieces on their way to P
+        self.fetches: list[tuple[HandoffId, str, float]] = []  # for whom, from whom, until when
+        self.called_off: list[HandoffId] = []  # whose fetches are over for their receiver
 
     def step(self) -> bool:
         """One transfer event."""
@@ -75,19 +78,29 @@ class Network:
 
 
 class FakePublisher:
-    name = "fake"
+    """`published`: the ranges that it was given, in order. While `trouble` names a reason, the next ones fail for it."""
 
-    def __init__(self, network: Network, inbox: Inbox) -> None:
+    def __init__(self, network: Network, inbox: Inbox, name: str = "fake") -> None:
+        self.name = name
+        self.published: list[tuple[int, int]] = []
+        self.trouble: list[str] = []  # one piece each
         self._network = network
         self._inbox = inbox
         self._held: set[str] = set()
 
     def publish(self, handoff: HandoffId, key: str, piece: Piece) -> None:
+        self.published.append((piece.begin, piece.end))
+        if self.trouble:
+            failed = PublishFailed(
+                handoff=handoff, key=key, begin=piece.begin, end=piece.end, reason=self.trouble.pop(0), backend=self.name
+            )
+            self._network.transfers.append(lambda: self._inbox.post(failed))
+            return
         self._held.add(key)
         count = piece.end - piece.begin
         ready = ChunkReady(
             key=key, begin=piece.begin, end=piece.end, shape=(1, count, 1, 1), dtype="float32",
-            num_bytes=count * BYTES_PER_TOKEN, checksum=1,
+            num_bytes=count * BYTES_PER_TOKEN, checksum=1, backend=self.name,
         )  # fmt: skip
 
         def store() -> None:
@@ -133,10 +146,12 @@ class FakeFetcher:
             else:
                 self._inbox.post(PieceArrived(handoff=handoff, ready=ready, piece=piece, seconds=0.0))
 
+        self._network.fetches.append((handoff, peer, deadline_s))
         self._network.transfers.append(deliver)
 
     def cancel(self, handoff: HandoffId) -> None:
-        """Nothing: late arrivals are what this world is about."""
+        """It comes all the same: late arrivals are what this world is about."""
+        self._network.called_off.append(handoff)
 
     def close(self) -> None:
         """No thread."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.requests import Role
+from jdisagg.core.errors import NumericalError
+from jdisagg.core.requests import FinishReason, Output, Role
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.self_test import self_test
 from jdisagg.sched.plan import Plan, Sampled, StepResult
@@ -29,6 +31,7 @@ def test_each_role_passes_its_self_test_without_the_other(role: Role, monkeypatc
     engine = world.prefill if role is Role.PREFILL else world.decode
     assert engine.loop is not None
     monkeypatch.setattr(engine.runner, "dispatch", answer)
+    monkeypatch.setattr(engine.runner, "collect", lambda result: result)
     crashes: list[BaseException] = []
     thread = EngineThread(engine.loop, name="engine", on_crash=crashes.append)
     thread.start()
@@ -46,3 +49,11 @@ def test_each_role_passes_its_self_test_without_the_other(role: Role, monkeypatc
     else:
         assert steps.prefill_tokens > 0
     world.assert_quiescent()
+
+
+def test_a_self_test_of_a_prefill_worker_ends_with_its_first_token_or_with_its_error() -> None:
+    world = World()
+    token = Output(request_id="self-test", token_ids=(5,))
+    failed = Output(request_id="self-test", finish=FinishReason.ERROR, error=NumericalError("NaN"))
+    assert world.prefill_role.after_step(None, [failed], 0.0) == [failed]
+    assert world.prefill_role.after_step(None, [token], 0.0) == [replace(token, finish=FinishReason.LENGTH)]

@@ -41,6 +41,17 @@ def test_a_prompt_waits_no_moment_for_pages_of_those_whose_receiver_has_none() -
     assert world.tokens("b") == expected(tuple(range(2, 31)), 4)
 
 
+def test_one_that_stood_back_is_shown_in_the_queue_again() -> None:
+    world = two_full_pools()
+    while not world.prefill.scheduler.counts()["parked"]:
+        world.tick()
+    assert world.prefill.loop is not None
+    shown = world.prefill.loop.snapshot()["handoff"]["requests"]
+    (parked,) = [record for name, record in shown.items() if name.startswith("b")]
+    assert (parked["phase"], parked["events"][-1]["event"]) == ("queue", "preempted")
+    world.settle()
+
+
 def test_nobody_takes_pages_in_a_pause_though_its_last_peer_had_begun() -> None:
     world = World(local_prefill=False, decode_pages=10)
     world.submit(request("a", tuple(range(1, 21)), 12))
@@ -61,6 +72,60 @@ def test_nobody_takes_pages_in_a_pause_though_its_last_peer_had_begun() -> None:
     assert (counts["prealloc"], counts["transfer"]) == (1, 0), "nobody sends its KV"
     world.settle()
     assert world.tokens("b") == expected(tuple(range(2, 22)), 4)
+
+
+def test_nobody_takes_pages_for_a_peer_that_has_not_begun_though_the_one_before_had() -> None:
+    world = World(local_prefill=False, decode_pages=10)
+    world.submit(request("a", tuple(range(1, 21)), 12))
+    for _ in range(12):
+        world.tick()
+    world.submit(request("b", tuple(range(2, 22)), 4))
+    world.decode.tick(world.now_s)
+    (stream,) = [handoff for handoff in world.wire.open_streams if handoff.request_id == "b"]
+    for message in (Accepted(cached_tokens=0), Started(), StreamEnded(reason="dead")):
+        world.decode.inbox.post(FromPrefill(stream, message))
+        world.decode.tick(world.now_s)
+    assert world.decode.scheduler.counts()["running"] == 1
+    world.cancel("a")
+    for _ in range(3):
+        world.decode.tick(world.now_s)
+    counts = world.decode.scheduler.counts()
+    assert (counts["prealloc"], counts["transfer"]) == (1, 0), "it may be long in the queue of the other one"
+    world.settle()
+    assert world.tokens("b") == expected(tuple(range(2, 22)), 4)
+
+
+STATES = ("waiting", "prealloc", "publishing", "running", "transfer")
+
+
+def asked_to_stand_back(monkeypatch: pytest.MonkeyPatch, *histories: str) -> list[float]:
+    """Seconds at which a prefill worker wants a computed prompt to give its pages back, of one tick per 0.1 s; a tick is the
+    states in which there is a prompt, comma separated."""
+    world, now_s, parks_s = World(), 0.0, list[float]()
+    scheduler = world.prefill.scheduler
+    monkeypatch.setattr(scheduler, "park", lambda parkable: parks_s.append(round(now_s, 1)))
+    for number, states in enumerate(histories):
+        now_s = 0.1 * number
+        counts = dict.fromkeys(STATES, 0) | dict.fromkeys(states.split(","), 1)
+        monkeypatch.setattr(scheduler, "counts", lambda counts=counts: counts)
+        world.prefill_role.before_step(now_s)
+    return parks_s
+
+
+@pytest.mark.parametrize("waits", ["waiting", "prealloc", "waiting,prealloc"])
+def test_a_computed_prompt_stands_back_when_others_wait_and_nothing_moves_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, waits: str
+) -> None:
+    assert asked_to_stand_back(monkeypatch, *[f"{waits},publishing"] * 5) == [0.3, 0.4], "STUCK_S is 0.25"
+
+
+@pytest.mark.parametrize("moves", ["waiting", "publishing", "waiting,publishing,running", "waiting,publishing,transfer"])
+def test_nobody_stands_back_while_something_moves_and_the_pause_begins_anew_behind_it(
+    monkeypatch: pytest.MonkeyPatch, moves: str
+) -> None:
+    stuck = "waiting,publishing"
+    assert asked_to_stand_back(monkeypatch, *[moves] * 6) == []
+    assert asked_to_stand_back(monkeypatch, stuck, stuck, moves, *[stuck] * 4) == [0.6]
 
 
 @pytest.mark.covers("D14")

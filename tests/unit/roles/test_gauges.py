@@ -6,6 +6,7 @@ import pytest
 
 from jdisagg.core.metrics import Metrics
 from jdisagg.roles import engine_loop
+from tests.unit.roles.measured import Unified
 from tests.unit.roles.world import World
 from tests.unit.sched.engine_fake import request
 
@@ -40,3 +41,23 @@ def test_what_host_memory_holds_is_shown_while_it_does(monkeypatch: pytest.Monke
     assert max(held for held, _ in shown) > 0
     assert all(held == used for held, used in shown)
     world.settle()
+
+
+def test_pages_states_and_load_of_an_engine_are_those_of_its_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.0)
+    unified = Unified(max_num_seqs=1)
+    for name in ("runs", "waits"):
+        unified.submit(request(name, tuple(range(1, 10)), 20))
+    for _ in range(3):
+        unified.tick()
+    scheduler, metrics, loop = unified.engine.scheduler, unified.engine.metrics, unified.engine.loop
+    assert loop is not None
+    free = scheduler.num_free_pages
+    assert 0 < free < scheduler.num_pages
+    assert metrics.cache.pages_free._value.get() == free
+    assert metrics.cache.pages_used._value.get() == scheduler.num_pages - free
+    shown = {state: metrics.requests.live.labels(state=state)._value.get() for state in scheduler.counts()}
+    assert shown == scheduler.counts()
+    assert (loop.load.running, loop.load.waiting) == (1, 1)
+    assert (loop.load.free_pages, loop.load.total_pages) == (free, scheduler.num_pages)
+    assert loop.load.pending_prefill_tokens == 0, "only a prefill worker says"

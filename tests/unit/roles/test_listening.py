@@ -63,6 +63,22 @@ def test_nobody_is_asked_for_a_request_that_was_over_when_it_came() -> None:
     assert world.wire.num_opened == num_opened
 
 
+def test_a_peers_first_token_that_comes_during_a_step_is_delivered() -> None:
+    world = World(below_tokens=12)
+    world.submit(request("there", PROMPT, 4))
+    world.decode.tick(world.now_s)
+
+    def meanwhile() -> None:
+        for _ in range(12):
+            world.prefill.tick(world.now_s)
+
+    world.decode.runner.meanwhile = meanwhile
+    world.submit(request("here", (1, 2, 3), 4))
+    world.settle()
+    assert world.tokens("there") == expected(PROMPT, 4)
+    assert world.tokens("here") == expected((1, 2, 3), 4)
+
+
 def test_a_call_that_comes_during_a_step_is_run_between_two() -> None:
     world = World(local_prefill=False)
     called: list[Future[bool]] = []
@@ -142,3 +158,50 @@ def test_a_request_that_wakes_an_idle_engine_came_then_and_not_when_it_fell_asle
     engine.tick(clock.now_s)
     assert read(engine.metrics, "time_to_first_token_seconds_count") == 1
     assert read(engine.metrics, "time_to_first_token_seconds_sum") < slept_s / 2
+
+
+def test_an_idle_engine_sleeps_until_something_comes_and_a_busy_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it takes a whole core for nothing, or adds its sleep to every step."""
+    monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.03)
+    engine, waits_s = Engine(Role.UNIFIED, 9, True), list[float]()
+    engine.run(ComputeSide(engine.scheduler))
+    drain = engine.inbox.drain
+
+    def note(wait_s: float) -> list[Message]:
+        waits_s.append(wait_s)
+        return drain(0.0)
+
+    monkeypatch.setattr(engine.inbox, "drain", note)
+    busy = [engine.tick(1.0), engine.tick(1.1)]
+    engine.inbox.post(Submit(request("a", PROMPT[:4], 2), lambda outputs: None))
+    while len(busy) < 3 or busy[-1]:
+        busy.append(engine.tick(1.0 + 0.1 * len(busy)))
+    engine.tick(2.0)
+    assert busy[:4] == [False, False, True, True]
+    assert waits_s == [0.0, *(0.0 if was_busy else 0.03 for was_busy in busy)]
+
+
+def test_ledgers_are_checked_once_per_idle_spell(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, checks = Engine(Role.UNIFIED, 9, True), list[float]()
+    engine.run(ComputeSide(engine.scheduler))
+    loop = engine.loop
+    assert loop is not None
+    monkeypatch.setattr(engine.scheduler, "check", lambda: checks.append(now_s))
+    for now_s in (1.0, 2.0, 3.0):
+        loop.tick(now_s)
+    engine.inbox.post(Submit(request("a", PROMPT[:4], 2), lambda outputs: None))
+    while loop.tick(now_s := now_s + 1.0):
+        assert checks == [1.0]
+    loop.tick(now_s + 1.0)
+    assert checks == [1.0, now_s]
+
+
+def test_the_time_to_the_first_token_ends_when_the_step_that_brings_it_does() -> None:
+    clock, engine, plan_s, wait_s = Ticking(), Engine(Role.UNIFIED, 9, True), 0.5, 0.25
+    engine.scheduler.schedule = clock.slow(engine.scheduler.schedule, plan_s)  # type: ignore[method-assign]
+    engine.runner.collect = clock.slow(engine.runner.collect, wait_s)  # type: ignore[method-assign]
+    engine.run(ComputeSide(engine.scheduler), clock=clock)
+    engine.inbox.post(Submit(request("a", PROMPT[:4], 1), lambda outputs: None))
+    for _ in range(2):
+        engine.tick(clock.now_s)
+    assert read(engine.metrics, "time_to_first_token_seconds_sum") == pytest.approx(2 * plan_s + wait_s)

@@ -6,9 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.errors import HandoffLost
-from jdisagg.handoff.messages import ChunkReady, HandoffId
+from jdisagg.core.config import TransferConfig
+from jdisagg.core.errors import HandoffLost, Unavailable
+from jdisagg.handoff.events import FromPrefill
+from jdisagg.handoff.messages import ChunkReady, HandoffId, Quiet
+from jdisagg.handoff.silence import ANSWER_TIMEOUT_S
 from jdisagg.transfer.base import PieceFailed
+from tests.unit.roles.measured import read
 from tests.unit.roles.network_fake import FakeFetcher
 from tests.unit.roles.world import PROMPT, World
 from tests.unit.sched.engine_fake import expected, request
@@ -133,6 +137,73 @@ def test_request_that_no_peer_can_serve_fails_alone() -> None:
     assert world.outputs["a"][-1].error is not None
     assert "dead" in world.outputs["a"][-1].error.message
     assert world.tokens("b") == expected((5, 6, 7), 6)
+
+
+def test_where_no_prefill_worker_is_known_each_request_that_needs_one_is_told_so_at_once() -> None:
+    world = World(local_prefill=False)
+    world.decoders[0].role._peer_choice._known_peers = lambda: ()
+    for name in ("a", "b"):
+        world.submit(request(name, PROMPT, 6))
+    world.submit(request("gone", PROMPT, 6))
+    world.cancel("gone")
+    world.decode.tick(world.now_s)
+    assert [type(output.error) for name in ("a", "b") for output in world.outputs[name]] == [Unavailable] * 2
+    assert world.outputs["gone"] == []
+    world.settle()
+
+
+def test_a_peer_that_sends_nothing_once_there_are_pages_is_left_after_a_lease() -> None:
+    """The prompt was computed long before that."""
+    world = World(local_prefill=False, decode_pages=10)
+    publisher, publish = world.publishers[0], world.publishers[0].publish
+    world.submit(request("runs", tuple(range(1, 21)), 16, ignore_eos=True))
+    while not world.decode.scheduler.counts()["running"]:
+        world.tick()
+    publisher.publish = lambda *_: None  # type: ignore[method-assign,misc]  # never published, never failed
+    world.submit(request("a", PROMPT, 6))
+    while world.decode.scheduler.counts()["prealloc"] or not world.outputs["a"]:
+        world.tick()
+    reserved_s = world.now_s
+    while world.wire.num_opened == 2:
+        world.tick()
+        world.now_s += 0.1
+        assert world.now_s < reserved_s + 20.0
+    assert world.now_s == pytest.approx(reserved_s + TransferConfig().lease_s, abs=0.5)
+    publisher.publish = publish  # type: ignore[method-assign]
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+
+
+def test_a_peer_that_says_nothing_of_a_prompt_that_lost_its_pages_is_left_as_at_first() -> None:
+    world = World(local_prefill=False, decode_pages=14, reserved_decode_tokens=0)
+    for name in ("a", "b"):
+        world.submit(request(name, PROMPT, 16, ignore_eos=True))
+    while not world.decode.scheduler.stats.retractions:
+        world.tick()
+    opened, opened_s = world.wire.num_opened, world.now_s
+    assert opened == 3
+    while world.wire.num_opened == opened:
+        world.now_s += 0.1
+        assert world.now_s < opened_s + 2 * ANSWER_TIMEOUT_S
+        world.decode.tick(world.now_s)
+    assert world.now_s == pytest.approx(opened_s + ANSWER_TIMEOUT_S, abs=0.3)
+    world.settle()
+    assert world.tokens("a") == world.tokens("b") == expected(PROMPT, 16, ignore_eos=True)
+
+
+def test_when_a_quiet_peer_is_lost_the_one_asked_beside_it_goes_on_and_the_hedge_is_counted() -> None:
+    world = World(local_prefill=False)
+    world.submit(request("a", PROMPT, 6))
+    world.decode.tick(world.now_s)
+    (quiet,) = world.wire.open_streams
+    world.decode.inbox.post(FromPrefill(quiet, Quiet(0.6)))
+    world.decode.tick(world.now_s)
+    assert len(world.wire.open_streams) == 2
+    world.wire.cut(quiet, "dead")
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+    assert world.wire.num_opened == 2
+    assert read(world.decode.metrics, "prefill_hedges_total", outcome="moved") == 1
 
 
 def test_a_worker_that_stood_still_blames_its_peer_for_none_of_that() -> None:

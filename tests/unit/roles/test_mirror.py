@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jdisagg.core.requests import SamplingParams
+from jdisagg.handoff.borrower import LONGEST_S
 from tests.unit.roles.network_fake import BYTES_PER_TOKEN
 from tests.unit.roles.second_turn import PROMPT, first_turn, moved, provenance_of, read, serve_second_turn, since
 from tests.unit.roles.world import World
@@ -44,6 +45,35 @@ def test_third_turn_finds_what_was_borrowed_in_the_prefix_cache_of_p() -> None:
     assert world.tokens("t3") == expected(third, 3, ignore_eos=True)
     assert (down, computed) == (len(third) - held, len(third) - held)
     assert up == held - len(prompt) // 4 * 4
+
+
+def test_each_side_fetches_from_the_other_one_and_not_for_ever() -> None:
+    world = World(local_prefill=False, want_min_tokens=4)
+    prompt = first_turn(world)
+    world.network.fetches.clear()
+    began_s = world.now_s
+    world.submit(request("t2", prompt, 4, ignore_eos=True, deadline_s=began_s + 100.0))
+    world.settle()
+    fetches = world.network.fetches
+    assert [peer for _, peer, _ in fetches] == ["d0", "d0", "p0"], "two pieces are lent, one is new"
+    assert all(began_s < deadline_s <= began_s + 100.0 for _, _, deadline_s in fetches)
+    assert all(deadline_s <= world.now_s + LONGEST_S for _, peer, deadline_s in fetches if peer == "d0")
+
+
+def test_two_that_borrow_at_once_do_not_wait_for_each_other() -> None:
+    """Both get their pages at P in one step."""
+    world = World(local_prefill=False, want_min_tokens=4, decode_pages=40)
+    turns = {"t1": first_turn(world)}
+    other = tuple(range(30, 41))
+    world.submit(request("u1", other, 14, ignore_eos=True))
+    world.settle()
+    turns["u1"] = (*other, *world.tokens("u1"), 7, 8)
+    for name, prompt in turns.items():
+        world.submit(request(f"{name}+", prompt, 4, ignore_eos=True))
+    world.settle()
+    assert [world.tokens(f"{name}+") for name in turns] == [expected(prompt, 4, ignore_eos=True) for prompt in turns.values()]
+    outcomes = world.prefill.metrics.transfer.borrowings
+    assert [outcomes.labels(outcome=name)._value.get() for name in ("complete", "stalled")] == [2, 0]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_lost_pieces_are_fetched_once_more_and_then_computed(num_lost: int, num_
     assert serve_second_turn(world, prompt) == (len(prompt) - 24, num_borrowed, len(prompt) - 8 - num_borrowed)
 
 
-def test_what_arrived_before_a_loss_is_not_computed() -> None:
+def test_what_arrived_before_a_loss_is_not_computed(caplog: pytest.LogCaptureFixture) -> None:
     world = World(local_prefill=False, want_min_tokens=4)
     prompt = first_turn(world)
     before = moved(world)
@@ -38,6 +38,40 @@ def test_what_arrived_before_a_loss_is_not_computed() -> None:
     assert world.tokens("t2") == expected(prompt, 4, ignore_eos=True)
     assert since(world, before) == (len(prompt) - 24, 8, len(prompt) - 16)
     assert provenance_of(world, "t2").borrowed_tokens == 8
+    said = "borrowing failed after 8 tokens: fetch of [16, 24): connection; the rest is computed here"
+    assert [line for line in caplog.messages if "borrowing" in line] == [f"request t2: {said}"]
+    metrics = world.prefill.metrics
+    assert (read(metrics, "borrowings_total", outcome="failed"), read(metrics, "borrowed_tokens_total")) == (1, 8)
+
+
+def test_where_p_cannot_pin_what_it_has_all_is_computed() -> None:
+    """One that waits needs so many pages that nothing may be pinned before it."""
+    world = World(local_prefill=False, want_min_tokens=4, prefill_pages=13)
+    asked = {"t2": first_turn(world), "runs": tuple(range(20, 60)), "waits": tuple(range(2, 45))}
+    before = moved(world)
+    for name in ("runs", "waits", "t2"):
+        world.submit(request(name, asked[name], 4, ignore_eos=True))
+        for _ in range(2):
+            world.tick()
+    assert world.prefill.scheduler.counts()["waiting"] == 2, "the second turn as well: it waits for its turn, not for KV"
+    world.settle()
+    assert {name: world.tokens(name) for name in asked} == {
+        name: expected(prompt, 4, ignore_eos=True) for name, prompt in asked.items()
+    }
+    assert since(world, before)[1] == 0
+
+
+def test_the_end_of_a_handoff_calls_off_what_is_being_fetched_for_it() -> None:
+    world = World(local_prefill=False, want_min_tokens=4)
+    prompt = first_turn(world)
+    world.submit(request("t2", prompt, 4, ignore_eos=True))
+    while not world.borrower.snapshot():
+        world.tick()
+    ((at_d, at_p),) = world.wire.open_streams.items()
+    world.network.called_off.clear()
+    world.cancel("t2")
+    world.settle()
+    assert set(world.network.called_off) == {at_d, at_p}
 
 
 @pytest.mark.parametrize("num_failed", [1, 9])

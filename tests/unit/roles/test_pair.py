@@ -8,6 +8,7 @@ import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
 from jdisagg.core.requests import FinishReason, Output
+from jdisagg.handoff.messages import Accepted, HandoffId, PrefillToDecode
 from jdisagg.roles.inbox import Submit
 from tests.unit.roles.pair_rules import PairMachine
 from tests.unit.roles.world import PROMPT, World
@@ -85,11 +86,30 @@ def test_second_request_fetches_only_what_the_prefix_cache_lacks() -> None:
     world.submit(request("a", PROMPT, 3))
     world.settle()
     world.submit(request("b", (*PROMPT, 7, 8), 3))
+    world.decode.tick(world.now_s)
+    assert world.decode.loop is not None
+    assert world.decode.loop.snapshot()["handoff"]["asked_tokens"] == {"p0": 21 - 16}
     world.settle()
     provenance = world.outputs["b"][-1].provenance
     assert world.tokens("b") == expected((*PROMPT, 7, 8), 3)
     assert provenance is not None
     assert provenance.transferred_tokens == 21 - 16  # the four full pages of "a" are here already
+
+
+def test_the_prefill_worker_says_how_much_of_a_prompt_it_has() -> None:
+    world, has = World(local_prefill=False), list[int]()
+    to_decode = world.wire.to_decode
+
+    def note(handoff: HandoffId, message: PrefillToDecode) -> None:
+        if isinstance(message, Accepted):
+            has.append(message.cached_tokens)
+        to_decode(handoff, message)
+
+    world.wire.to_decode = note  # type: ignore[method-assign]
+    for name, prompt in (("a", PROMPT), ("b", (*PROMPT, 7, 8))):
+        world.submit(request(name, prompt, 3))
+        world.settle()
+    assert has == [0, 16], "the four full pages of the first"
 
 
 @pytest.mark.covers("D20")

@@ -89,6 +89,8 @@ def test_a_life_whose_kv_never_came_says_so(monkeypatch: pytest.MonkeyPatch, cap
     assert world.tokens("a") == expected(PROMPT, 6)
     assert read(world.decode.metrics, "request_transfer_seconds_sum") > 4.0
     assert read(world.decode.metrics, "request_decode_seconds_sum") < 1.0
+    (life,) = [line for line in caplog.messages if line.startswith("request a: length, 6 tokens")]
+    assert ", resumed +" in life, "it was queued here"
 
 
 def test_the_prefill_role_has_its_own_phases() -> None:

@@ -1,11 +1,15 @@
-"""What a decode worker says at the end of a request whose KV came in more than one hand-off."""
+"""What a worker says at the end of a request of where it was computed: KV may have come in more than one hand-off, or none."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from jdisagg.core.requests import FinishReason, Output, Provenance
 from jdisagg.roles.provenance_book import ProvenanceBook
+from tests.unit.roles.measured import Unified
+from tests.unit.sched.engine_fake import request
 
 LAST = Output(request_id="r", finish=FinishReason.LENGTH)
 FIRST_TIME = Provenance(
@@ -43,3 +47,15 @@ def test_of_a_request_that_is_over_nothing_is_kept() -> None:
         book.forget("r")
     assert book.signed(LAST) == LAST
     assert list(book._of) == ["other"]
+
+
+@pytest.mark.usefixtures("no_sleep")
+def test_where_nothing_is_handed_over_the_last_output_names_its_worker_and_what_was_computed() -> None:
+    unified = Unified()
+    for name in ("first", "again"):
+        unified.submit(request(name, tuple(range(1, 10)), 2))
+        unified.run()
+    told = [(output.request_id, output.finish is None, output.provenance) for output in unified.outputs]
+    assert [one[:2] for one in told] == [("first", True), ("first", False), ("again", True), ("again", False)]
+    made = [Provenance(decode_worker="unified", prefilled_tokens=computed) for computed in (9, 1)]
+    assert [one[2] for one in told] == [None, made[0], None, made[1]]

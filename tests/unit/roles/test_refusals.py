@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from jdisagg.core.errors import Overloaded, Unavailable
-from jdisagg.handoff.events import PeerOpened
-from jdisagg.handoff.messages import Accepted, HandoffId, Open, Refused
-from tests.unit.roles.measured import Unified
+from jdisagg.handoff.events import FromPrefill, PeerAlive, PeerOpened
+from jdisagg.handoff.messages import Accepted, HandoffId, Open, Refused, Started
+from tests.unit.roles.measured import Unified, read
 from tests.unit.roles.world import PROMPT, World
-from tests.unit.sched.engine_fake import request
+from tests.unit.sched.engine_fake import expected, request
 
 pytestmark = pytest.mark.usefixtures("no_sleep")
 
@@ -74,3 +75,44 @@ def test_a_prefill_worker_without_the_peers_backend_blames_its_setting_and_not_t
     (refused,) = reply.said
     assert (type(refused.error), refused.error.field) == (Unavailable, "kv_transfer_backend")
     assert "wanted one of fake, got fast; see --kv-transfer-backend" in refused.error.message
+
+
+def test_a_peer_that_names_no_backend_gets_the_first_one() -> None:
+    world, reply = World(), Reply()
+    world.prefill.inbox.post(
+        PeerOpened(HandoffId("r", 1), Open(request=request("r", PROMPT, 4), held_tokens=0, backend=""), "d0", reply)
+    )
+    world.prefill.tick(0.01)
+    assert [type(said) for said in reply.said] == [Accepted, Started]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_is_not_for_a_role_stops_its_engine(role: str) -> None:
+    """A message that nobody takes is our bug; whoever sent it waits for an answer."""
+    world, stream = World(), HandoffId("r", 1)
+    side = world.prefill_role if role == "prefill" else world.decoders[0].role
+    message = FromPrefill(stream, Started()) if role == "prefill" else PeerAlive(stream)
+    with pytest.raises(AssertionError, match=f"a {role} engine got {type(message).__name__}"):
+        side.handle(message, 0.0)
+
+
+def test_a_refusal_names_its_request_and_attempt_and_whoever_runs_goes_on() -> None:
+    unified = Unified()
+    unified.submit(request("a", (1, 2, 3), 4))
+    unified.tick()
+    unified.submit(request("a", (1, 2, 3), 4))  # once more, the same attempt
+    unified.tick()
+    assert unified.engine.loop is not None
+    unified.engine.loop.start_draining()
+    unified.submit(replace(request("late", (1, 2, 3), 4), attempt=2))
+    unified.run()
+    errors = [output for output in unified.outputs if output.error is not None]
+    assert [(output.request_id, output.attempt, type(output.error)) for output in errors] == [
+        ("a", 0, Unavailable),
+        ("late", 2, Unavailable),
+    ]
+    said = [output.error.message for output in errors if output.error is not None]
+    assert "is running here already" in said[0]
+    assert said[1] == "this worker is draining; send the request to another one"
+    assert read(unified.engine.metrics, "requests_finished_total", reason="refused") == 2
+    assert [token for output in unified.outputs for token in output.token_ids] == expected((1, 2, 3), 4)

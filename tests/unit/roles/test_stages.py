@@ -70,6 +70,11 @@ def test_stages_of_ticks_and_phases_of_requests_add_up_to_the_time_that_passed()
         num_idle += loop._was_idle
         num_steps += tick()
         num_ticks += 1
+    for _ in range(4):
+        num_idle += loop._was_idle
+        num_steps += tick()
+        num_ticks += 1
+    assert num_idle > 0
     metrics = engine.metrics
     measured = {stage: read(metrics, "tick_seconds_total", stage=stage.value) for stage in Stage}
     counts = {

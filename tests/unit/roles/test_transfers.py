@@ -73,8 +73,8 @@ def test_a_piece_that_comes_too_late_or_twice_hides_nothing(monkeypatch: pytest.
     world.submit(request("a", tuple(range(3, 22)), 6))
     world.settle()
     hidden_s = world.decode.metrics.transfer.hidden_seconds._value.get()
-    assert hidden_s > 0
     assert len(arrived) > 1
+    assert 0 < hidden_s < 0.25 * len(arrived), "the last ones came after the first token"
     for message in arrived:
         post(message)
     world.settle()

@@ -38,6 +38,7 @@ class Decoder:
     handoffs: DecodeSide
     lent: FakePublisher
     lender: Lender
+    role: DecodeRole
 
     @property
     def is_done(self) -> bool:
@@ -53,6 +54,14 @@ class Decoder:
         assert not self.wire.open_streams
         assert self.engine.loop is not None
         assert self.engine.loop.snapshot()["handoff"]["asked_tokens"] == {}
+        assert remembered(self.role, self.role._provenance, self.role._hidden) == []
+
+
+def remembered(*parts: Any) -> list[str]:
+    """What they still hold of requests that are over: it would grow for ever, and pieces that nobody imports are memory."""
+    held = [(part, name, value) for part in parts for name, value in vars(part).items() if isinstance(value, dict | set | list)]
+    known = ("_publishers",)  # by name of their backend
+    return [f"{type(part).__name__}.{name}: {value}" for part, name, value in held if value and name not in known]
 
 
 def make_decoder(
@@ -88,7 +97,7 @@ def make_decoder(
         ),
     )  # fmt: skip
     decode.run(role, slow_request_s=slow_request_s, clock=clock)
-    return Decoder(decode, wire, handoffs, lent, lender)
+    return Decoder(decode, wire, handoffs, lent, lender, role)
 
 
 class World:
@@ -106,11 +115,12 @@ class World:
         want_min_tokens: int = 0,
         dtypes: tuple[str, str] = ("float32", "float32"),
         num_decode: int = 1,
+        backends: tuple[str, ...] = ("fake",),
         clock: Callable[[], float] = monotonic,
         **decode: Any,
     ) -> None:
         """`below_tokens`: prompts of fewer never leave D. `dtypes`: of P's and of D's KV, as they say; `want_min_tokens` 0: D
-        lends and P never asks; `decode`: settings of the decode engines."""
+        lends and P never asks; `backends`: of P, best first; `decode`: settings of the decode engines."""
         policy = LocalPrefill.ON_FAILURE if local_prefill else LocalPrefill.NEVER
         config = TransferConfig(
             transfer_chunk_tokens=CHUNK_TOKENS,
@@ -124,26 +134,24 @@ class World:
         self.prefill.runner.meanwhile = self.network.step
         self.outputs: dict[str, list[Output]] = {}
         self.homes: dict[str, int] = {}  # which decode worker serves whom
-        self.publisher = FakePublisher(self.network, self.prefill.inbox)
+        self.publishers = [FakePublisher(self.network, self.prefill.inbox, name) for name in backends]
         self.borrower = Borrower(config, bytes_per_token=BYTES_PER_TOKEN)
-        borrowing = KVBorrowing(
+        self.borrowing = KVBorrowing(
             self.borrower, min_tokens=want_min_tokens, page_size=prefill_page_size, dtype=dtypes[0],
             scheduler=self.prefill.scheduler, runner=self.prefill.runner, metrics=self.prefill.metrics,
             fetcher=FakeFetcher(self.network, self.prefill.inbox, to_prefill=True),
         )  # fmt: skip
-        self.prefill.run(
-            PrefillRole(
-                scheduler=self.prefill.scheduler,
-                handoffs=PrefillSide(config, bytes_per_token=BYTES_PER_TOKEN),
-                runner=self.prefill.runner,
-                publishers=PublisherSet([self.publisher]),
-                metrics=self.prefill.metrics,
-                worker="p0",
-                slow_request_s=slow_request_s,
-                borrowing=borrowing,
-            ),
-            clock=clock,
+        self.prefill_role = PrefillRole(
+            scheduler=self.prefill.scheduler,
+            handoffs=PrefillSide(config, bytes_per_token=BYTES_PER_TOKEN),
+            runner=self.prefill.runner,
+            publishers=PublisherSet(self.publishers),
+            metrics=self.prefill.metrics,
+            worker="p0",
+            slow_request_s=slow_request_s,
+            borrowing=self.borrowing,
         )
+        self.prefill.run(self.prefill_role, clock=clock)
         self._make_decoder: Callable[[int], Decoder] = lambda number: make_decoder(
             self.network, self.prefill.inbox, config, number=number, num_pages=decode_pages, dtype=dtypes[1],
             slow_request_s=slow_request_s, clock=clock, **decode,
@@ -232,8 +240,10 @@ class World:
             assert not engine.runner.device.host, "a host copy is left"
         for decoder in self.decoders:
             decoder.assert_quiescent()
-        assert self.publisher.num_buffered_bytes == 0
+        assert [publisher.num_buffered_bytes for publisher in self.publishers] == [0] * len(self.publishers)
         assert self.borrower.is_idle, self.borrower.snapshot()
+        role = self.prefill_role
+        assert remembered(role, role._publishers, self.borrowing) == []
 
 
 def two_full_pools() -> World:

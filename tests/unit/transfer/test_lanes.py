@@ -104,12 +104,41 @@ def test_whatever_a_fetch_raises_costs_its_piece_and_the_same_thread_brings_the_
     for name in ("bad", "good"):
         fetches.fetch(HandoffId(name, 1), "p:1", READY, float("inf"))
     failed, arrived = posted.get(timeout=30.0), posted.get(timeout=30.0)
-    assert isinstance(failed, PieceFailed)
-    assert (failed.handoff.request_id, failed.reason) == ("bad", "checksum" if isinstance(error, PieceError) else "device")
+    why = ("checksum", "spoilt") if isinstance(error, PieceError) else ("device", repr(error))
+    assert failed == PieceFailed(handoff=HandoffId("bad", 1), ready=READY, reason=why[0], detail=why[1])
     assert isinstance(arrived, PieceArrived)
-    assert arrived.handoff.request_id == "good"
+    assert (arrived.handoff, arrived.ready) == (HandoffId("good", 1), READY)
+    assert arrived.piece is NOTHING
+    assert 0.0 <= arrived.seconds < 30.0
     assert threads[0] is threads[1], "one thread brought both"
     fetches.close()
+
+
+def test_a_fetch_whose_deadline_has_passed_is_not_begun() -> None:
+    """It waited behind others for too long."""
+    posted, obtained = queue.SimpleQueue[TransferEvent](), list[FetchJob]()
+
+    def obtain(job: FetchJob) -> Piece:
+        obtained.append(job)
+        return NOTHING
+
+    fetches = LaneFetcher("test", obtain, posted.put)
+    fetches.fetch(HandoffId("late", 1), "p:1", READY, 0.0)
+    said = "the deadline passed before the fetch began"
+    assert posted.get(timeout=30.0) == PieceFailed(handoff=HandoffId("late", 1), ready=READY, reason="timeout", detail=said)
+    assert obtained == []
+    fetches.close()
+
+
+def test_few_peers_keep_their_threads_and_connections() -> None:
+    posted, ended = queue.SimpleQueue[TransferEvent](), list[str]()
+    fetches = LaneFetcher("test", lambda job: NOTHING, posted.put, on_end=ended.append)
+    for peer in ("p:1", "q:1", "p:1", "q:1"):
+        fetches.fetch(HandoffId("r", 1), peer, READY, float("inf"))
+        assert isinstance(posted.get(timeout=30.0), PieceArrived)
+    assert ended == []
+    fetches.close()
+    assert sorted(ended) == ["p:1", "q:1"]
 
 
 class EagerThread(threading.Thread):

@@ -1,0 +1,128 @@
+"""What a prefill worker does about pieces: over which backend they go when one fails, and for how long they are kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.core.config import TransferConfig
+from jdisagg.handoff.events import FromPrefill, PeerAlive
+from jdisagg.handoff.messages import Agreed, HandoffId, Open
+from jdisagg.handoff.prefill_side import MAX_PUBLISH_FAILURES
+from jdisagg.transfer.base import Piece
+from tests.unit.roles.measured import read
+from tests.unit.roles.world import PROMPT, World
+from tests.unit.sched.engine_fake import expected, request
+
+pytestmark = pytest.mark.usefixtures("no_sleep", "no_listening")
+PIECES = [(0, 8), (8, 16), (16, 19)]
+
+
+def two_backends() -> World:
+    """Both sides can use them; "fast" is the better one."""
+    world = World(local_prefill=False, backends=("fast", "slow"))
+    open_stream = world.wire.open
+
+    def agree(peer: str, handoff: HandoffId, message: Open) -> None:
+        open_stream(peer, handoff, replace(message, backend="fast", backends=("fast", "slow")))
+        world.decode.inbox.post(FromPrefill(handoff, Agreed(backends=("fast", "slow"))))
+
+    world.wire.open = agree  # type: ignore[method-assign]
+    return world
+
+
+def serve(world: World) -> None:
+    world.submit(request("a", PROMPT, 6))
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+    assert world.wire.num_opened == 1
+
+
+def recoveries(world: World) -> float:
+    return read(world.prefill.metrics, "recoveries_total", rung="other_backend")
+
+
+def test_a_handoff_whose_piece_cannot_be_published_goes_on_over_the_next_backend(caplog: pytest.LogCaptureFixture) -> None:
+    world = two_backends()
+    fast, slow = world.publishers
+    fast.trouble = ["no route"]
+    serve(world)
+    assert fast.published[0] == PIECES[0]
+    assert sorted({*slow.published, *fast.published[1:]}) == PIECES
+    assert PIECES[0] in slow.published
+    assert PIECES[2] in slow.published, "it stays there"
+    assert read(world.prefill.metrics, "transfer_failures_total", backend="fast", reason="publish") == 1
+    assert recoveries(world) == 1
+    said = "request a: recovering by other_backend; stage publishing [0, 8) over fast: no route; going on over slow"
+    assert said in caplog.messages
+
+
+def test_a_full_buffer_is_no_fault_of_the_backend() -> None:
+    world = two_backends()
+    fast, slow = world.publishers
+    fast.trouble = ["buffer_full"]
+    serve(world)
+    assert sorted(fast.published) == sorted([PIECES[0], *PIECES]), "once more"
+    assert slow.published == []
+    assert read(world.prefill.metrics, "transfer_failures_total", backend="fast", reason="publish") == 1
+    assert recoveries(world) == 0
+
+
+def test_who_cannot_publish_loses_the_handoff_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(local_prefill=False)
+    world.publishers[0].trouble = ["disk full"] * (MAX_PUBLISH_FAILURES + 1)
+    world.submit(request("a", PROMPT, 6))
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+    provenance = world.outputs["a"][-1].provenance
+    assert provenance is not None
+    assert provenance.recoveries == ("other_prefill",)
+    assert [line for line in caplog.messages if line.endswith(") failed: disk full")]
+
+
+def test_a_receiver_that_asks_for_another_backend_gets_the_rest_over_that() -> None:
+    """Three of its fetches fail, so one piece twice."""
+    world = two_backends()
+    fast, slow = world.publishers
+    world.network.lose_next = 3
+    serve(world)
+    assert fast.published[0] == PIECES[0]
+    assert PIECES[0] in slow.published
+    assert PIECES[2] in slow.published, "what follows as well"
+    assert recoveries(world) == 0, "that is for the receiver to count"
+
+
+def test_a_piece_says_who_fetches_it_and_into_how_many_parts_its_heads_go() -> None:
+    """Of receivers, one that stands still must not hold up the others; of parts, each device fetches its own."""
+    world, pieces = World(local_prefill=False), list[Piece]()
+    open_stream, publish = world.wire.open, world.publishers[0].publish
+
+    def note(handoff: HandoffId, key: str, piece: Piece) -> None:
+        pieces.append(piece)
+        publish(handoff, key, piece)
+
+    world.publishers[0].publish = note  # type: ignore[method-assign]
+    world.wire.open = lambda peer, handoff, message: open_stream(peer, handoff, replace(message, head_shards=2))  # type: ignore[method-assign]
+    serve(world)
+    assert {(piece.receiver, piece.head_shards) for piece in pieces} == {("d0", 2)}
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_pieces_are_kept_for_a_receiver_that_takes_none_while_it_says_that_it_lives(is_alive: bool) -> None:
+    world = World(local_prefill=False)
+    world.submit(request("a", PROMPT, 6))
+    while not world.publishers[0].published:
+        world.tick()
+    (stream,) = world.wire.open_streams.values()
+    pause_s = 2 * TransferConfig().lease_s
+    for _ in range(int(pause_s)):
+        world.now_s += 1.0
+        world.network.step()
+        if is_alive:
+            world.prefill.inbox.post(PeerAlive(stream))
+        world.prefill.tick(world.now_s)
+    assert (world.publishers[0].num_buffered_bytes > 0) == is_alive
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+    assert world.wire.num_opened == (1 if is_alive else 2)
