@@ -65,8 +65,8 @@ class FleetClient:
         config: TransferConfig | None = None,
     ) -> None:
         """`state` is asked at every heartbeat and must not block. `on_prefill` hears after each which prefill workers that
-        router has for it. `config` is compared with the router's: who beats
-        more slowly than the other waits is taken for dead again and again."""
+        router has for it. `config` is compared with the router's: who beats more slowly than the other waits is taken for
+        dead again and again."""
         self._member = member
         self._config = config
         self._state = state
