@@ -103,7 +103,8 @@ def test_a_killed_producer_ends_every_fetch_and_the_next_one_is_used(pair: Trans
     events = [pair.consumer.ask("event") for _ in readies]
     assert time.monotonic() - began_s < LIMIT_S
     assert all(
-        "digest" in event or event["failed"] in ("connection", "unknown_key", "timeout", "stalled") for event in events
+        "digest" in event or event["failed"] in ("connection", "unreachable", "unknown_key", "timeout", "stalled")
+        for event in events
     ), events
     assert all(event["digest"] == pair.digest(int(event["key"][1:])) for event in events if "digest" in event)
     pair.replace_producer()
