@@ -10,6 +10,7 @@ from jdisagg.core.requests import Role
 MAX_PREFILL_PEERS = 4  # that one request may try
 SUSPECT_S = 5.0  # how long others are asked before a worker that failed, by routers, and by D before a P it could not reach
 DRAINING = "it is draining"  # why a peer is not asked
+WHERE_TO_LOOK = "--advertise-host and --advertise-port, and at firewalls"  # of one that is there, and not reached
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.worker.client import CLOSED, SILENT, STALLED, WorkerLink
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
-from jdisagg.core.fleet import Member, Report
+from jdisagg.core.fleet import WHERE_TO_LOOK, Member, Report
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.router.entrance import Entrance
 from jdisagg.router.entry import Entry
@@ -249,7 +249,7 @@ class Workers:
                 log.error("%s worker %s refuses this router: %s", role, worker, reason)
         elif entry.misses == MANY_MISSES:
             entry.why_unreached = reason
-            look = "trying until it does; look at the worker's --advertise-host and --advertise-port, and at firewalls"
+            look = f"trying until it does; look at the worker's {WHERE_TO_LOOK}"
             log.warning("%s worker %s has registered, and this router does not reach it: %s; %s", role, worker, reason, look)
 
     def _say_whether_ready(self, entry: Entry) -> None:

@@ -22,7 +22,7 @@ from jdisagg.api.fleet.codec import encode_member, encode_report
 from jdisagg.api.fleet.router_names import LOOK_S, LOOK_SOON_S, RouterNames
 from jdisagg.api.pulse import cancel_and_wait
 from jdisagg.core.config import TransferConfig
-from jdisagg.core.fleet import Member, Report
+from jdisagg.core.fleet import WHERE_TO_LOOK, Member, Report
 from jdisagg.core.told import told
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc
 
@@ -194,8 +194,8 @@ class FleetClient:
             return
         known.is_reached = not why
         if why:
-            look = "look at --advertise-host and --advertise-port, and at firewalls"
-            log.warning("router %s does not reach this worker at %s: %s; %s", router, self._member.address, why, look)
+            where = (router, self._member.address, why, WHERE_TO_LOOK)
+            log.warning("router %s does not reach this worker at %s: %s; look at %s", *where)
         else:
             log.info("router %s reaches this worker", router)
 

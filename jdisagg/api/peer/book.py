@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdisagg.api.peer.ports import Reached
-from jdisagg.core.fleet import DRAINING, SUSPECT_S
+from jdisagg.core.fleet import DRAINING, SUSPECT_S, WHERE_TO_LOOK
 
 log = logging.getLogger(__name__)
 NO_KV_S = 30.0  # as SUSPECT_S, for one whose KV did not come: each time that it is asked first costs a second
@@ -47,7 +47,7 @@ class PeerBook:
         if not known.why or refuses != known.refuses or (known.told and status not in known.told):
             told = why.removeprefix(f"prefill peer {peer}: ")
             if known.why is None and status in _UNREACHED:
-                told += "; if it runs, look at its --advertise-host and --advertise-port, and at firewalls"
+                told += f"; if it runs, look at its {WHERE_TO_LOOK}"
             log.warning("prefill peer %s %s: %s", peer, "does not pair with us" if refuses else "is down", told)
         known.told |= {status}
         known.why, known.failed_s, known.refuses = why, now_s, refuses

@@ -36,12 +36,17 @@ def test_a_failed_fetch_is_tried_again_then_published_again_then_given_up() -> N
     assert only(act.OpenStream, lost).peer == "q"
 
 
-@pytest.mark.covers("C08")
-def test_a_backend_that_fails_twice_is_left_for_the_next_one_and_only_what_is_missing_is_sent_again() -> None:
+def accepted_over_two_backends() -> DecodeSide:
     side = decode_side(NEVER)
     side.start(request(), 0, ("p", "q"), 0.0)
     side.on_message(H, Agreed(backends=("fake", "spare")), 0.0)
     side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    return side
+
+
+@pytest.mark.covers("C08")
+def test_a_backend_that_fails_twice_is_left_for_the_next_one_and_only_what_is_missing_is_sent_again() -> None:
+    side = accepted_over_two_backends()
     side.on_reserved("r", 0.0)
     for key, span in SPANS.items():
         side.on_message(H, ready(key, *span), 0.0)
@@ -64,10 +69,7 @@ def test_a_backend_that_fails_twice_is_left_for_the_next_one_and_only_what_is_mi
 
 
 def test_a_backend_whose_port_is_shut_is_left_at_once_and_remembered() -> None:
-    side = decode_side(NEVER)
-    side.start(request(), 0, ("p", "q"), 0.0)
-    side.on_message(H, Agreed(backends=("fake", "spare")), 0.0)
-    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    side = accepted_over_two_backends()
     side.on_reserved("r", 0.0)
     side.on_message(H, ready("a", 0, 4), 0.0)
     changed = side.on_failed(H, "a", "unreachable", 2.0)
@@ -80,10 +82,7 @@ def test_a_backend_whose_port_is_shut_is_left_at_once_and_remembered() -> None:
 
 
 def test_a_late_piece_over_a_broken_backend_is_asked_for_again_and_the_last_backend_gets_its_three_tries() -> None:
-    side = decode_side(NEVER)
-    side.start(request(), 0, ("p", "q"), 0.0)
-    side.on_message(H, Agreed(backends=("fake", "spare")), 0.0)
-    side.on_message(H, Accepted(cached_tokens=0), 0.0)
+    side = accepted_over_two_backends()
     side.on_reserved("r", 0.0)
     side.on_message(H, ready("a", *SPANS["a"]), 0.0)
     side.on_failed(H, "a", "checksum", 1.0)

@@ -52,13 +52,19 @@ def test_one_that_stood_back_is_shown_in_the_queue_again() -> None:
     world.settle()
 
 
-def test_nobody_takes_pages_in_a_pause_though_its_last_peer_had_begun() -> None:
+def one_runs_and_one_waits_for_its_pages() -> World:
+    """Request a, with all of D's pages, and b, whose stream is open."""
     world = World(local_prefill=False, decode_pages=10)
     world.submit(request("a", tuple(range(1, 21)), 12))
     for _ in range(12):
         world.tick()
     world.submit(request("b", tuple(range(2, 22)), 4))
     world.decode.tick(world.now_s)
+    return world
+
+
+def test_nobody_takes_pages_in_a_pause_though_its_last_peer_had_begun() -> None:
+    world = one_runs_and_one_waits_for_its_pages()
     for _ in PEERS:
         (stream,) = [handoff for handoff in world.wire.open_streams if handoff.request_id == "b"]
         for message in (Accepted(cached_tokens=0), Started(), StreamEnded(reason="closed", error=Overloaded("it stops"))):
@@ -75,12 +81,7 @@ def test_nobody_takes_pages_in_a_pause_though_its_last_peer_had_begun() -> None:
 
 
 def test_nobody_takes_pages_for_a_peer_that_has_not_begun_though_the_one_before_had() -> None:
-    world = World(local_prefill=False, decode_pages=10)
-    world.submit(request("a", tuple(range(1, 21)), 12))
-    for _ in range(12):
-        world.tick()
-    world.submit(request("b", tuple(range(2, 22)), 4))
-    world.decode.tick(world.now_s)
+    world = one_runs_and_one_waits_for_its_pages()
     (stream,) = [handoff for handoff in world.wire.open_streams if handoff.request_id == "b"]
     for message in (Accepted(cached_tokens=0), Started(), StreamEnded(reason="dead")):
         world.decode.inbox.post(FromPrefill(stream, message))
