@@ -19,7 +19,7 @@ from jdisagg.v1 import admin_pb2, admin_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_NO_PREFIX_CACHE = "a router has no prefix cache; ask the workers (FleetService.List names them)"
+_NO_PREFIX_CACHE = "a router has no prefix cache; ask the workers (`python -m jdisagg.fleet list` names them)"
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):

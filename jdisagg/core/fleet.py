@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from jdisagg.core.fingerprint import Parts
 from jdisagg.core.requests import Role
@@ -70,3 +71,24 @@ class Member:
     def decodes(self) -> bool:
         """Whether it takes whole requests (WorkerService); a prefill worker only serves peers."""
         return self.role is not Role.PREFILL
+
+
+class State(Enum):
+    """What a router makes of one of its workers, in a word."""
+
+    SERVING = "serving"
+    DRAINING = "draining"  # it ends what it has
+    NOT_READY = "not-ready"  # by its own word
+    CONNECTING = "connecting"  # its Run stream does not stand yet, or not any more
+    UNREACHED = "unreached"  # nor did it in several attempts
+    SILENT = "silent"  # its Run stream stands, and says nothing
+    SUSPECT = "suspect"  # it failed somebody lately: others are asked first
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a router makes of one of its workers."""
+
+    state: State
+    why: str  # "" = nothing more to say
+    requests: int  # of this router that it has

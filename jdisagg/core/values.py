@@ -33,7 +33,7 @@ def read_value(flag: Flag, hint: Any, raw: object, where: str, *, is_text: bool)
     """
     kind = _without_none(hint)
     if flag.syntax == "addresses":
-        return _addresses(raw, where)
+        return read_addresses(raw, where)
     if flag.syntax == "host":
         return _host(raw, where)
     if flag.syntax == "origins":
@@ -173,7 +173,8 @@ def _bytes(raw: str, where: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].lower()]
 
 
-def _addresses(raw: object, where: str) -> tuple[str, ...]:
+def read_addresses(raw: object, where: str) -> tuple[str, ...]:
+    """HOST:PORT,HOST:PORT,.. or a list of them. Raises ConfigError."""
     found = _list(raw, where, "address", "addresses", "HOST:PORT")
     for address in found:
         match = _ADDRESS.fullmatch(address)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from jdisagg.core.fleet import Member
+from jdisagg.core.fleet import Member, Standing, State
 from jdisagg.core.requests import Role
 from jdisagg.router.worker_cache import Key, WorkerCache
 
@@ -61,6 +61,21 @@ class Entry:
     def is_quiet(self) -> bool:
         """Nothing was heard for a while, or for longer."""
         return self.stream is not None and self.stream.quiet_s is not None
+
+    def standing(self, now_s: float) -> Standing:
+        """What is made of it, for operators: who does not serve for several reasons has the one that would stay."""
+        return Standing(*self._state(now_s), self.pending)
+
+    def _state(self, now_s: float) -> tuple[State, str]:
+        if self.member.draining:
+            return State.DRAINING, ""
+        if self.member.decodes and not self.linked:
+            return (State.UNREACHED, self.why_unreached) if self.why_unreached else (State.CONNECTING, "")
+        if self.is_quiet:
+            return State.SILENT, ""
+        if self.member.not_ready:
+            return State.NOT_READY, self.member.not_ready
+        return (State.SUSPECT if self.suspect_until_s > now_s else State.SERVING), ""
 
     def summary(self, now_s: float) -> dict[str, Any]:
         """As JSON-able data; of P also what decides where the next prompt goes."""

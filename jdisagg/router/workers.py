@@ -23,7 +23,7 @@ from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.worker.client import CLOSED, SILENT, STALLED, WorkerLink
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
-from jdisagg.core.fleet import WHERE_TO_LOOK, Member, Report
+from jdisagg.core.fleet import WHERE_TO_LOOK, Member, Report, Standing
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.router.entrance import Entrance
 from jdisagg.router.entry import Entry
@@ -117,6 +117,11 @@ class Workers:
     def members(self) -> list[Member]:
         """Everybody alive."""
         return self.fleet.members()
+
+    def standings(self) -> list[tuple[Member, Standing]]:
+        """Everybody alive, and what is made of it."""
+        now_s = monotonic()
+        return [(entry.member, entry.standing(now_s)) for entry in self.fleet.entries()]
 
     # --- the router's side
 

@@ -87,7 +87,19 @@ class ListRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListResponse(_message.Message):
-    __slots__ = ("members",)
+    __slots__ = ("members", "standings")
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    STANDINGS_FIELD_NUMBER: _ClassVar[int]
     members: _containers.RepeatedCompositeFieldContainer[Member]
-    def __init__(self, members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+    standings: _containers.RepeatedCompositeFieldContainer[Standing]
+    def __init__(self, members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., standings: _Optional[_Iterable[_Union[Standing, _Mapping]]] = ...) -> None: ...
+
+class Standing(_message.Message):
+    __slots__ = ("state", "why", "requests")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    why: str
+    requests: int
+    def __init__(self, state: _Optional[str] = ..., why: _Optional[str] = ..., requests: _Optional[int] = ...) -> None: ...

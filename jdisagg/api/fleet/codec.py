@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jdisagg.api.peer.identity_codec import decode_parts, encode_parts
 from jdisagg.core.errors import InvalidRequest
-from jdisagg.core.fleet import Load, Member, ModelCard, Report
+from jdisagg.core.fleet import Load, Member, ModelCard, Report, Standing
 from jdisagg.core.requests import Role
 from jdisagg.core.told import told
 from jdisagg.v1 import fleet_pb2, peer_pb2, worker_pb2
@@ -104,3 +104,8 @@ def decode_member(message: fleet_pb2.Member) -> Member:
         cache_tokens=max(0, message.cache_tokens),
         not_ready=told(message.not_ready),
     )
+
+
+def encode_standing(standing: Standing) -> fleet_pb2.Standing:
+    """Field by field."""
+    return fleet_pb2.Standing(state=standing.state.value, why=standing.why, requests=standing.requests)

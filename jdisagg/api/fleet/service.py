@@ -14,12 +14,12 @@ import grpc
 import grpc.aio
 
 from jdisagg.api.codec import refuse
-from jdisagg.api.fleet.codec import decode_member, decode_report, encode_member
+from jdisagg.api.fleet.codec import decode_member, decode_report, encode_member, encode_standing
 from jdisagg.api.fleet.elsewhere import nobody_reaches
 from jdisagg.api.status_details import end_call
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import InvalidRequest, Unavailable, Unfit
-from jdisagg.core.fleet import Member, Report
+from jdisagg.core.fleet import Member, Report, Standing
 from jdisagg.core.logs import Seldom
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc
 
@@ -50,6 +50,10 @@ class Registry(Protocol):
 
     def members(self) -> list[Member]:
         """Everybody alive."""
+        ...
+
+    def standings(self) -> list[tuple[Member, Standing]]:
+        """The same, each with what is made of it."""
         ...
 
 
@@ -106,4 +110,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
 
     async def List(self, request: fleet_pb2.ListRequest, context: grpc.aio.ServicerContext) -> fleet_pb2.ListResponse:
         """The fleet."""
-        return fleet_pb2.ListResponse(members=[encode_member(member) for member in self._registry.members()])
+        found = self._registry.standings()
+        return fleet_pb2.ListResponse(
+            members=[encode_member(member) for member, _ in found],
+            standings=[encode_standing(standing) for _, standing in found],
+        )
