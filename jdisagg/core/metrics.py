@@ -44,9 +44,9 @@ GRAMMAR_OUTCOMES = COMPILED, REFUSED, ENDLESS = ("compiled", "refused", "endless
 # fed by a process without an engine, too; the others would be 0 there for ever
 _WITHOUT_ENGINE = frozenset(
     """
-    workers workers_draining build_info time_to_first_token_seconds inter_token_latency_seconds request_decode_seconds
-    generated_tokens requests_finished recoveries replays_refused requests_quarantined request_seconds requests prompt_tokens
-    grammars tool_answers
+    workers workers_draining worker_states build_info time_to_first_token_seconds inter_token_latency_seconds
+    request_decode_seconds generated_tokens requests_finished recoveries replays_refused requests_quarantined request_seconds
+    requests prompt_tokens grammars tool_answers
     """.split()
 )
 
@@ -170,6 +170,9 @@ class FleetMetrics:
     def __init__(self, new: _Registry) -> None:
         self.workers = new.gauge("workers", "Workers this router knows (decode and unified: connected ones).", "role")
         self.draining = new.gauge("workers_draining", "Those of them that are about to end, and take no new requests.", "role")
+        self.states = new.gauge(
+            "worker_states", "Workers that have registered, by what this router makes of them.", "role", "state"
+        )
         self.peers = new.gauge("peers", "Prefill workers that a decode worker has spoken to.", "state")
         self.recoveries = new.counter("recoveries", "Steps taken to survive failures, by rung.", "rung")
         for rung in _RUNGS if new.engine else _RUNGS_OF_ROUTERS:  # likewise

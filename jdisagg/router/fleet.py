@@ -16,7 +16,7 @@ import hashlib
 from weakref import WeakValueDictionary
 
 from jdisagg.core.errors import AddressTaken
-from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member, Report
+from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member, Report, State
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.longest import Longest
@@ -134,6 +134,10 @@ class Fleet:
     def count_draining(self, role: Role) -> int:
         """Those of them that take no new requests, as they are about to end."""
         return sum(entry.member.draining for entry in self._there(role))
+
+    def count_in(self, role: Role, state: State, now_s: float) -> int:
+        """Workers of a role that have registered and are in that state, see `Entry.standing`."""
+        return sum(entry.member.role is role and entry.standing(now_s).state is state for entry in self._entries.values())
 
     def _there(self, role: Role) -> list[Entry]:
         entries = [entry for entry in self._entries.values() if entry.member.role is role]

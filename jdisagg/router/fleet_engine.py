@@ -27,7 +27,7 @@ from jdisagg.api.turns import Turns
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.drill import Drill
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, InvalidRequest, Overloaded, RequestError, Unavailable
-from jdisagg.core.fleet import ModelCard
+from jdisagg.core.fleet import ModelCard, State
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, Output, Role
 from jdisagg.roles.timeline import Timeline
@@ -78,6 +78,9 @@ class FleetEngine:
         for role in Role:
             metrics.fleet.workers.labels(role=role.value).set_function(partial(self.workers.fleet.count, role))
             metrics.fleet.draining.labels(role=role.value).set_function(partial(self.workers.fleet.count_draining, role))
+            for standing in State:
+                in_it = partial(self._count_in, role, standing)
+                metrics.fleet.states.labels(role=role.value, state=standing.value).set_function(in_it)
         for state in ("running", "waiting"):
             metrics.requests.live.labels(state=state).set_function(partial(self._count, running=state == "running"))
         self._card = card
@@ -170,6 +173,9 @@ class FleetEngine:
     def _count(self, *, running: bool) -> int:
         """Requests that a worker has, or those that wait for one."""
         return sum((flight.entry is not None) == running for flight in self._flights.values())
+
+    def _count_in(self, role: Role, state: State) -> int:
+        return self.workers.fleet.count_in(role, state, monotonic())
 
     async def debug_state(self) -> dict[str, Any]:
         """Members and flights."""

@@ -13,6 +13,7 @@ import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
 from jdisagg.core import errors
+from jdisagg.core.fleet import State
 from jdisagg.core.metrics import DAMAGE, Metrics
 from jdisagg.core.requests import FinishReason, Role
 from jdisagg.handoff.messages import ChunkReady
@@ -87,6 +88,7 @@ def test_values_that_are_asked_for_exist() -> None:
     known = {
         "role": {role.value for role in Role} | {"router", "colocated"},
         "reason": ends | {reason.value for reason in FinishReason} | set(DAMAGE),
+        "state": {state.value for state in State},
         "rung": {"refetch", "other_backend", "reconnect", "other_prefill", "local_prefill", "replay"},
     }
     for who, expression in asked():

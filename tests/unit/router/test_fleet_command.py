@@ -80,6 +80,10 @@ def test_list_shows_every_worker_with_its_state_its_load_and_why_it_does_not_ser
         assert rows[prefill.address][:3] == ["prefill", prefill.address, "serving"]
         assert len(lines) == 5
         assert lines[[row.split()[1] for row in lines].index(unready.address) + 1] == f"    {WHY}"
+        metrics = router.metrics.text().splitlines()
+        for state, count in (("serving", 1), ("not-ready", 1), ("unreached", 0)):
+            assert f'jdisagg_worker_states{{role="decode",state="{state}"}} {count}.0' in metrics
+        assert 'jdisagg_worker_states{role="prefill",state="serving"} 1.0' in metrics
         assert await run("list", "--router", router.address, "--json") == 0
         found = {worker["member"]["address"]: worker for worker in json.loads(capsys.readouterr().out)}
         assert found[unready.address]["standing"] == {"state": "not-ready", "why": WHY, "requests": 0}

@@ -24,6 +24,7 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _OPTION = re.compile(r'add_argument\(\s*"(--[a-z-]+)"')
 OF_SCRIPTS = {option for path in (ROOT / "scripts").rglob("*.py") for option in _OPTION.findall(path.read_text())}
 OF_BATCH = set(_OPTION.findall((ROOT / "jdisagg" / "batch" / "command.py").read_text()))
+OF_FLEET = set(_OPTION.findall((ROOT / "jdisagg" / "fleet.py").read_text()))
 OF_AOT = {option for action in build_aot_parser()._actions for option in action.option_strings}
 OTHER_PROGRAMS = {
     "--no-deps",
@@ -65,6 +66,7 @@ def test_every_flag_named_exists(text: str) -> None:
         | OF_SCRIPTS
         | OF_BATCH
         | OF_AOT
+        | OF_FLEET
     )
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known
 
