@@ -51,6 +51,10 @@ class ModelNotFound(RequestError):
     reason = "invalid"
 
 
+class NeverConnected(ConnectionError):
+    """Nobody accepted a connection: refused, no way there, or no answer in the time that one takes."""
+
+
 class Stalled(TimeoutError):
     """Nothing comes any more on a connection that stands; its time is not over."""
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import xxhash
 
-from jdisagg.core.errors import Stalled
+from jdisagg.core.errors import NeverConnected, Stalled
 from jdisagg.handoff.messages import ChunkReady
 from jdisagg.transfer.base import Piece, Post
 from jdisagg.transfer.buffers import Buffers
@@ -49,7 +49,8 @@ class ByteSource(Protocol):
         yields how many bytes were added, part by part, while they are still in the processor's cache.
 
         Raises KeyError when the peer has no such piece, BufferError when it is longer than `room`, TimeoutError at the
-        deadline, Stalled when nothing came for long before it, OSError (ConnectionError) for everything else.
+        deadline, Stalled when nothing came for long before it, NeverConnected when nobody accepts a connection, OSError
+        (ConnectionError) for everything else.
         """
         ...
 
@@ -130,6 +131,8 @@ class _Reads:
         except TimeoutError as error:
             nothing = "stalled" if monotonic() - began_s >= STALL_S else "timeout"
             raise PieceError("slow" if filled else nothing, str(error)) from error
+        except NeverConnected as error:
+            raise PieceError("unreachable", str(error)) from error
         except OSError as error:  # also what the system says that has no descriptor left
             raise PieceError("connection", str(error)) from error
         return room[:filled], checksum_from(hasher) if ready.checksum else 0

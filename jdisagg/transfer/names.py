@@ -4,6 +4,7 @@ answer for tens of seconds, and nothing ends it.
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from concurrent.futures import Future
@@ -15,6 +16,8 @@ from typing import Any
 from jdisagg.transfer.tcp_wire import left_s
 
 REMEMBER_S = 10.0
+NO_WAY = frozenset((errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM))  # to an address: of
+# a connection that was tried; the last two are this machine's own firewall
 
 
 @dataclass(frozen=True, slots=True)

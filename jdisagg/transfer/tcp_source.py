@@ -8,8 +8,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from time import monotonic
 
-from jdisagg.core.errors import Stalled
-from jdisagg.transfer.names import Address, Names
+from jdisagg.core.errors import NeverConnected, Stalled
+from jdisagg.transfer.names import NO_WAY, Address, Names
 from jdisagg.transfer.tcp_wire import IDLE_TIMEOUT_S, REPLY, REQUEST, UNKNOWN, Locator, hang_up, left_s, receive_into
 
 PART_BYTES = 2**18  # stays in the cache until the reader has seen it
@@ -182,8 +182,9 @@ class TcpSource:
 
 
 def _connect(locator: Locator, found: list[Address], deadline_s: float) -> _Line:
-    """Raises TimeoutError at the deadline, ConnectionError when nobody accepts at any of the addresses."""
-    why = "no address"
+    """Raises TimeoutError at the deadline, NeverConnected when nobody accepts at any of the addresses, ConnectionError when
+    there is none, or this machine has no connection left."""
+    why, kind = "no address", ConnectionError
     for address in found:
         try:
             connection = socket.socket(address.family, socket.SOCK_STREAM)
@@ -200,5 +201,7 @@ def _connect(locator: Locator, found: list[Address], deadline_s: float) -> _Line
         except OSError as error:
             connection.close()
             why = str(error)
+            if isinstance(error, TimeoutError) or error.errno in NO_WAY:
+                kind = NeverConnected
     left_s(deadline_s)
-    raise ConnectionError(f"{locator.host}:{locator.port}: {why}")
+    raise kind(f"{locator.host}:{locator.port}: {why}")

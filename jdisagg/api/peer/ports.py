@@ -1,9 +1,10 @@
 """Whether D reaches the ports that a P's transfer backends have of their own: proven before KV depends on it.
 
 A firewall that drops packets would cost every piece a connection's whole time-out. Here it costs one connection per pairing,
-made beside the hand-offs and closed at once, while KV comes over the other backends; it is tried again now and then, since one
-lost packet looks like a firewall. Backend "jax" has a port for every receiver, which none knows before the first piece: what it
-does not reach, a hand-off finds out, and those after it need not.
+made beside the hand-offs and closed at once, while KV comes over the other backends; it is tried again, soon and then more and
+more seldom, since one lost packet looks like a firewall. A port that was proven and that a hand-off does not reach any more is
+proven anew. Backend "jax" has a port for every receiver, which none knows before the first piece: what it does not reach, a
+hand-off finds out, and those after it need not.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jdisagg.transfer.names import Address, Names
 
 PROOF_TIMEOUT_S = 1.0
 PATIENCE_S = 0.1  # hand-offs wait so long for a proof of the backend they would begin with
-AGAIN_S = 60.0
+SOON_S, AGAIN_S = 1.0, 60.0  # until it is tried again: twice as long after each failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class PeerPorts:
 
     def __init__(self) -> None:
         self._proofs: dict[str, _Proof] = {}  # by endpoint
+        self._endpoints: dict[str, str] = {}  # by backend, of those that have one
         self._unreached: dict[str, tuple[str, float]] = {}  # by backend: why not, and until when it is not tried again
         self._epoch: str | None = None  # of the process they are of
         self._names = Names()
@@ -56,9 +58,10 @@ class PeerPorts:
             self._epoch = theirs.epoch
             self._end()
             self._unreached = {}
+        self._endpoints = {b.name: b.endpoint for b in theirs.backends if b.endpoint is not None}
         given_up = self._given_up(agreed)
         agreed = tuple(name for name in agreed if name not in {port.backend for port in given_up}) or agreed
-        ports = {b.name: self._proof(b.endpoint) for b in theirs.backends if b.endpoint is not None and b.name in agreed}
+        ports = {name: self._proof(endpoint) for name, endpoint in self._endpoints.items() if name in agreed}
         if (first := ports.get(agreed[0])) is not None:
             await first.tried()
         unproven = {name for name, proof in ports.items() if proof.why is not None or (proof is first and not proof.is_reached)}
@@ -68,8 +71,14 @@ class PeerPorts:
         return Reached(usable or agreed, (*given_up, *failed), pending)
 
     def unreached(self, backend: str, why: str) -> None:
-        """A hand-off reached nothing over it."""
-        self._unreached[backend] = (why, asyncio.get_running_loop().time() + AGAIN_S)
+        """A hand-off reached nothing over it. A port of its own is used again as soon as it accepts a connection."""
+        endpoint = self._endpoints.get(backend)
+        if endpoint is None:
+            self._unreached[backend] = (why, asyncio.get_running_loop().time() + AGAIN_S)
+        elif (proof := self._proofs.get(endpoint)) is None or proof.why is None:  # else that is known, and being tried
+            if proof is not None:
+                proof.task.cancel()
+            self._proofs[endpoint] = _Proof(endpoint, self._names, why)
 
     def _given_up(self, agreed: tuple[str, ...]) -> list[Unreachable]:
         now_s = asyncio.get_running_loop().time()
@@ -78,6 +87,7 @@ class PeerPorts:
 
     async def close(self) -> None:
         """Stop trying."""
+        self._endpoints = {}
         await asyncio.gather(*self._end(), return_exceptions=True)
 
     def _proof(self, endpoint: str) -> _Proof:
@@ -96,12 +106,15 @@ class PeerPorts:
 class _Proof:
     """Connections to one port until one succeeds."""
 
-    def __init__(self, endpoint: str, names: Names) -> None:
+    def __init__(self, endpoint: str, names: Names, why: str | None = None) -> None:
+        """`why` it failed, where that is known already."""
         self.endpoint = endpoint
         self.is_reached = False
-        self.why: str | None = None  # the last attempt failed
+        self.why = why  # the last attempt failed
         self._names = names
         self._tried = asyncio.Event()
+        if why is not None:
+            self._tried.set()
         self._patient_until_s = asyncio.get_running_loop().time() + PATIENCE_S
         self.task = asyncio.create_task(self._run())
 
@@ -113,12 +126,14 @@ class _Proof:
                     await self._tried.wait()
 
     async def _run(self) -> None:
+        pause_s = SOON_S
         while not self.is_reached:
             self.why = await self._attempt()
             self.is_reached = self.why is None
             self._tried.set()
             if not self.is_reached:
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(min(pause_s, AGAIN_S))
+                pause_s *= 2
 
     async def _attempt(self) -> str | None:
         """Why it failed, None when it did not."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jdisagg.core.errors import Stalled
+from jdisagg.core.errors import NeverConnected, Stalled
 from jdisagg.transfer import host_backend
 from jdisagg.transfer.base import PieceFailed
 from jdisagg.transfer.host_backend import STALL_S, host_fetcher
@@ -40,6 +40,7 @@ class Failing:
         (TimeoutError("the deadline"), 0, STALL_S, "stalled"),
         (TimeoutError("the deadline"), 0, STALL_S / 2, "timeout"),  # its turn came late
         (ConnectionError("reset"), 8, 0.0, "connection"),
+        (NeverConnected("refused"), 0, 0.0, "unreachable"),
         (OSError(errno.EMFILE, "Too many open files"), 0, 0.0, "connection"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jdisagg.core.errors import Stalled
+from jdisagg.core.errors import NeverConnected, Stalled
 from jdisagg.transfer import tcp_source, tcp_store
 from jdisagg.transfer.tcp_source import TcpSource
 from jdisagg.transfer.tcp_store import TcpStore
@@ -36,11 +37,41 @@ def test_a_peer_that_was_started_again_under_its_name_is_found_at_its_new_port(s
         store.close()
 
 
-def test_nobody_there_is_a_broken_connection_at_once(store: TcpStore, source: TcpSource) -> None:
+def test_nobody_there_is_said_at_once(store: TcpStore, source: TcpSource) -> None:
     locator = store.put("k", b"data")
     store.close()
-    with pytest.raises(ConnectionError, match="refused"):
+    with pytest.raises(NeverConnected, match="refused"):
         read(source, locator)
+
+
+def test_a_port_that_does_not_answer_takes_no_more_than_a_connection_may(
+    source: TcpSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_source, "CONNECT_TIMEOUT_S", 0.2)
+    with socket.socket() as silent:
+        silent.bind((HOST, 0))
+        silent.listen(0)
+        with socket.create_connection(silent.getsockname()):  # its queue is full
+            locator = str(Locator(HOST, silent.getsockname()[1], b"s" * 16, 1))
+            with pytest.raises(NeverConnected, match="timed out"):
+                read(source, locator, within_s=30.0)
+            with pytest.raises(TimeoutError):
+                read(source, locator, within_s=0.1)
+
+
+def test_a_machine_without_descriptors_says_nothing_of_its_peer(
+    store: TcpStore, source: TcpSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locator = store.put("k", b"data")
+
+    def exhausted(*_: object) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", exhausted)
+        with pytest.raises(ConnectionError, match="Too many") as raised:
+            read(source, locator)
+    assert not isinstance(raised.value, NeverConnected)
 
 
 @pytest.mark.covers("X14")

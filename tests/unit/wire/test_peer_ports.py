@@ -119,6 +119,67 @@ def test_what_a_hand_off_did_not_reach_is_left_out_for_a_while_and_tried_again(m
     run_quiet(body())
 
 
+def test_a_proven_port_that_a_hand_off_does_not_reach_is_left_out_until_it_accepts_again(
+    firewall: Firewall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    firewall.is_open = True
+    monkeypatch.setattr(peer_ports, "PROOF_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(peer_ports, "SOON_S", 0.05)
+
+    async def body() -> None:
+        ports, agreed = PeerPorts(), ("tcp", "grpc")
+        theirs = identity(backends=(tcp("127.0.0.1:1"), GRPC))
+        assert await ports.reach(theirs, agreed) == Reached(agreed)
+        firewall.is_open = False
+        ports.unreached("tcp", "timed out")
+        assert await ports.reach(theirs, agreed) == Reached(("grpc",), (Unreachable("tcp", "127.0.0.1:1", "timed out"),))
+        while (await ports.reach(theirs, agreed)).unreachable[0].why == "timed out":
+            await asyncio.sleep(0.01)
+        tries = firewall.tries
+        ports.unreached("tcp", "what a hand-off says that began before")
+        assert (await ports.reach(theirs, agreed)).unreachable[0].why == "no answer within 0.1 s", (
+            "it is known, and being tried"
+        )
+        assert firewall.tries == tries
+        firewall.is_open = True
+        while await ports.reach(theirs, agreed) != Reached(agreed):
+            await asyncio.sleep(0.01)
+        ports.unreached("tcp", "a moment ago")
+        await asyncio.sleep(0.01)  # a few turns of the loop
+        assert await ports.reach(theirs, agreed) == Reached(agreed), "it may have been a lost packet"
+        await ports.close()
+        ports.unreached("tcp", "too late")
+
+    run_quiet(body())
+
+
+def test_a_port_is_tried_again_soon_and_then_more_and_more_seldom(firewall: Firewall, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses_s: list[float] = []
+    sleep = asyncio.sleep
+
+    async def recorded(delay_s: float) -> None:
+        pauses_s.append(delay_s)
+        await sleep(0)
+
+    async def refusing(_addresses: Any) -> str:
+        if len(pauses_s) == 9:
+            firewall.is_open = True
+        return "refused"
+
+    async def body() -> None:
+        ports = PeerPorts()
+        with monkeypatch.context() as patched:
+            patched.setattr(peer_ports, "_connect", refusing)
+            patched.setattr(peer_ports.asyncio, "sleep", recorded)
+            await ports.reach(identity(backends=(tcp("127.0.0.1:1"), GRPC)), ("tcp", "grpc"))
+            while not firewall.is_open:
+                await sleep(0.001)
+            await ports.close()
+
+    run_quiet(body())
+    assert pauses_s[:9] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+
+
 def test_the_only_backend_is_used_whatever_its_proof_says(refusing: str) -> None:
     assert reaching(tcp(refusing), agreed=("tcp",)).backends == ("tcp",)
 
