@@ -59,17 +59,18 @@ def test_a_port_that_does_not_answer_takes_no_more_than_a_connection_may(
                 read(source, locator, within_s=0.1)
 
 
-def test_a_machine_without_descriptors_says_nothing_of_its_peer(
-    store: TcpStore, source: TcpSource, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("where", "number"), [("socket", errno.EMFILE), ("socket.connect", errno.EADDRNOTAVAIL)])
+def test_a_machine_that_has_no_connection_left_says_nothing_of_its_peer(
+    where: str, number: int, store: TcpStore, source: TcpSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     locator = store.put("k", b"data")
 
-    def exhausted(*_: object) -> socket.socket:
-        raise OSError(errno.EMFILE, "Too many open files")
+    def exhausted(*_: object) -> None:
+        raise OSError(number, "none left")
 
     with monkeypatch.context() as patched:
-        patched.setattr(socket, "socket", exhausted)
-        with pytest.raises(ConnectionError, match="Too many") as raised:
+        patched.setattr(f"socket.{where}", exhausted)
+        with pytest.raises(ConnectionError, match="none left") as raised:
             read(source, locator)
     assert not isinstance(raised.value, NeverConnected)
 

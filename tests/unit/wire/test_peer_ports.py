@@ -148,7 +148,8 @@ def test_a_proven_port_that_a_hand_off_does_not_reach_is_left_out_until_it_accep
         await asyncio.sleep(0.01)  # a few turns of the loop
         assert await ports.reach(theirs, agreed) == Reached(agreed), "it may have been a lost packet"
         await ports.close()
-        ports.unreached("tcp", "too late")
+        firewall.is_open = False
+        ports.unreached("tcp", "too late")  # and tries nothing any more
 
     run_quiet(body())
 
