@@ -47,7 +47,8 @@ def _without_partner(mine: Sequence[Member], theirs: Sequence[Member]) -> list[M
 
 def differing(ps: Sequence[Member], ds: Sequence[Member]) -> str:
     """What tells every P from every D, each difference once; all it can be when none of them says."""
-    found = (difference(p.fingerprint_parts, d.fingerprint_parts) for p in ps for d in ds)
+    of_ps, of_ds = (dict.fromkeys(member.fingerprint_parts for member in members) for members in (ps, ds))  # most are alike
+    found = (difference(of_p, of_d) for of_p in of_ps for of_d in of_ds)
     told = dict.fromkeys(_told(one) for one in found if one is not None)
     return "; ".join(told) or "weights, model configuration and --numerics"
 

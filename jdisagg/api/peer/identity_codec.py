@@ -52,7 +52,7 @@ def encode_parts(parts: Parts) -> list[peer_pb2.FingerprintPart]:
 
 def decode_parts(message: peer_pb2.Identity) -> Parts:
     """Empty from a worker that does not say."""
-    return tuple((part.name, part.value) for part in message.fingerprint_parts)
+    return tuple((told(part.name), told(part.value)) for part in message.fingerprint_parts)
 
 
 def decode_identity(message: peer_pb2.Identity) -> Identity:

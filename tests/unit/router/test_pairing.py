@@ -8,7 +8,8 @@ import pytest
 
 from jdisagg.core.fleet import Member
 from jdisagg.core.requests import Role
-from jdisagg.router.pairing import SETTLE_S, PairingWatch
+from jdisagg.router import pairing
+from jdisagg.router.pairing import SETTLE_S, PairingWatch, differing
 from tests.unit.wire.rig import member
 
 P = member(role=Role.PREFILL, worker="pid 1 @ h:1", fingerprint="f" * 64)
@@ -88,3 +89,14 @@ def test_a_fleet_with_one_kind_alone_half_upgraded_or_leaving_is_fine() -> None:
     for members in fine:
         for now_s in (0.0, SETTLE_S, 2 * SETTLE_S):
             assert watch.look(members, now_s) is None, members
+
+
+def test_of_many_workers_those_that_are_alike_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for a worker asks what there is none of, several times a second."""
+    compared: list[object] = []
+    difference = pairing.difference
+    monkeypatch.setattr(pairing, "difference", lambda *parts: (compared.append(parts), difference(*parts))[1])
+    ps = [replace(made_of(P, "exact", "aa"), address=f"p:{number}") for number in range(64)]
+    ds = [replace(made_of(D, numerics, "aa"), address=f"d:{number}") for number in range(64) for numerics in ("fast", "odd")]
+    assert differing(ps, ds) == "numerics (prefill exact, decode fast); numerics (prefill exact, decode odd)"
+    assert len(compared) == 2
