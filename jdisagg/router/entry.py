@@ -33,6 +33,9 @@ class Entry:
     others: int = 0  # requests on it that are not ours, as it last told
     others_tokens: int = 0  # of P: what it has to compute besides
     suspect_until_s: float = 0.0
+    had_stream: bool = False  # a Run stream of it stood, or stands
+    retry_at_s: float = 0.0  # no new one is tried before
+    is_refusal_told: bool = False  # it does not take our API key: said once
     misses: int = 0  # attempts in a row to open its Run stream that failed
     why_unreached: str = ""  # after so many that its operator should know
     cache: WorkerCache = field(init=False)  # of P

@@ -91,10 +91,10 @@ class Fleet:
         """What the pulse of its Run stream says."""
         self._silence.tell(entry, is_quiet, now_s)
 
-    def link(self, entry: Entry, now_s: float, *, again: bool) -> None:
-        """Its Run stream stands from now on; `again`: not the first one."""
-        entry.stream = RunStream(now_s, steady_s=self._silence.steady_s(now_s, again=again))
-        entry.misses, entry.why_unreached = 0, ""
+    def link(self, entry: Entry, now_s: float) -> None:
+        """Its Run stream stands from now on."""
+        entry.stream = RunStream(now_s, steady_s=self._silence.steady_s(now_s, again=entry.had_stream))
+        entry.had_stream, entry.is_refusal_told, entry.misses, entry.why_unreached = True, False, 0, ""
 
     def waits(self, entry: Entry, silent_s: float, now_s: float) -> bool:
         """Whether a worker whose Run stream is silent for so long is not taken for dead."""

@@ -69,8 +69,6 @@ class Workers:
             router=uuid4().hex,  # by which workers know this process
         )
         self._links: dict[tuple[str, str], WorkerLink] = {}  # by Entry.key
-        self._retry_at_s: dict[tuple[str, str], float] = {}
-        self._refusing: set[tuple[str, str]] = set()  # workers that do not take our API key: said once
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -191,7 +189,7 @@ class Workers:
     def _connect_missing(self) -> None:
         now_s = monotonic()
         for entry in self.fleet.entries():
-            if entry.member.decodes and entry.key not in self._links and self._retry_at_s.get(entry.key, 0.0) <= now_s:
+            if entry.member.decodes and entry.key not in self._links and entry.retry_at_s <= now_s:
                 self._links[entry.key] = self._link_to(
                     entry.member.address,
                     on_up=partial(self._up, entry),
@@ -202,8 +200,7 @@ class Workers:
                 )
 
     def _up(self, entry: Entry) -> None:
-        self.fleet.link(entry, monotonic(), again=self._retry_at_s.pop(entry.key, None) is not None)
-        self._refusing.discard(entry.key)
+        self.fleet.link(entry, monotonic())
         log.info("%s worker %s is connected", entry.member.role.value, entry.member.worker)
         self._on_back(entry)
         self._notify()
@@ -235,10 +232,9 @@ class Workers:
         """The link ended by itself."""
         self._links.pop(entry.key, None)
         now_s = monotonic()
-        self._retry_at_s = {key: at_s for key, at_s in self._retry_at_s.items() if at_s > now_s}
         broken = entry.stream if reason not in (CLOSED, SILENT, STALLED) else None
         at_once = broken is not None and now_s - broken.since_s > STEADY_S  # it may be the connection alone: nobody died then
-        self._retry_at_s[entry.key] = now_s + (0.0 if at_once else RECONNECT_S)
+        entry.retry_at_s = now_s + (0.0 if at_once else RECONNECT_S)
         entry.misses += not entry.linked
         self._say_why_not(entry, reason)
         self._gone(entry, reason)
@@ -249,8 +245,8 @@ class Workers:
         """There is no stream to a worker that registered: once each, the worker itself has nothing to complain of."""
         role, worker = entry.member.role.value, entry.member.worker
         if reason.startswith(grpc.StatusCode.UNAUTHENTICATED.name):
-            if entry.key not in self._refusing:
-                self._refusing.add(entry.key)
+            if not entry.is_refusal_told:
+                entry.is_refusal_told = True
                 log.error("%s worker %s refuses this router: %s", role, worker, reason)
         elif entry.misses == MANY_MISSES:
             entry.why_unreached = reason
@@ -272,7 +268,6 @@ class Workers:
         if link is not None:
             link.abandon()
             self._start(link.close())
-        self._retry_at_s.pop(entry.key, None)
         self._gone(entry, reason)
 
     def _gone(self, entry: Entry, reason: str) -> None:

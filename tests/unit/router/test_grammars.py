@@ -33,7 +33,7 @@ def of(**members: dict[str, Any]) -> Fleet:
         found.register(member(**{"max_model_len": 100} | fields, address=name, worker=name), NOW_S)
     for entry in found.entries():
         if entry.member.decodes:
-            found.link(entry, NOW_S, again=False)
+            found.link(entry, NOW_S)
             found.tell_quiet(entry, False, NOW_S)
     return found
 

@@ -77,7 +77,7 @@ def test_workers_that_decode_count_while_they_are_connected_and_heard_and_others
 
     assert counts() == [1, 0, 0]
     for entry in (d0, d1, d2):
-        fleet.link(entry, 10.0, again=False)
+        fleet.link(entry, 10.0)
     assert counts() == [1, 2, 1]
     assert [fleet.count_draining(role) for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED)] == [0, 1, 0]
     assert d2.stream is not None

@@ -86,7 +86,7 @@ def test_one_that_registers_and_is_not_ready_waits_for_its_first_good_heartbeat(
     found = Fleet(dead_after_s=1.0)
     found.register(member(MEMBER, role=Role.DECODE, not_ready=WHY), 10.0)
     (entry,) = found.entries()
-    found.link(entry, 10.0, again=False)
+    found.link(entry, 10.0)
     assert found.choose(None, 10.0) is None
     assert WHY in found.lacks(None)
     assert found.heartbeat(entry.member.address, entry.member.epoch, Report(Load()), 10.1)
@@ -99,7 +99,7 @@ def test_what_is_more_useful_to_know_is_said_first() -> None:
     found = Fleet(dead_after_s=1.0)
     found.register(member(MEMBER, role=Role.DECODE, not_ready=WHY, needs_prefill=True), 10.0)
     (entry,) = found.entries()
-    found.link(entry, 10.0, again=False)
+    found.link(entry, 10.0)
     assert found.lacks(None).startswith("no prefill worker that pairs with")
     found.heartbeat(entry.member.address, entry.member.epoch, Report(Load(), True, WHY), 10.1)
     assert "is draining" in found.lacks(None)

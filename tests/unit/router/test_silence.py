@@ -119,8 +119,8 @@ def test_a_connection_that_is_made_anew_gives_others_time_to_come_back_and_a_new
     for entry in fleet.entries():
         fleet.tell_quiet(entry, True, 101.6)
     fleet.evict(102.0)
-    one.stream = None
-    fleet.link(one, 103.5, again=again)
+    one.stream, one.had_stream = None, again
+    fleet.link(one, 103.5)
     assert one.stream is not None
     assert one.stream.steady_s == steady_s
 
@@ -248,6 +248,22 @@ def test_a_connection_that_is_made_anew_while_everybody_is_heard_is_steady_after
     fleet = Fleet(dead_after_s=0.5, lease_s=30.0)
     fleet.register(member(address="a:1"), 100.0)
     (one,) = fleet.entries()
-    fleet.link(one, 100.0, again=True)
-    assert one.stream is not None
-    assert one.stream.steady_s == 100.5
+    for _ in range(2):
+        fleet.link(one, 100.0)
+        assert one.stream is not None
+        assert one.stream.steady_s == 100.5
+
+
+def test_a_stream_that_comes_back_is_not_the_first_one_however_many_others_broke_behind_it() -> None:
+    fleet = Fleet(dead_after_s=1.0, lease_s=10.0)
+    for address in ("a:1", "b:1"):
+        fleet.register(member(address=address), 100.0)
+    for entry in fleet.entries():
+        fleet.link(entry, 100.0)
+    for entry in fleet.entries():
+        entry.stream = None
+    fleet.evict(101.5)  # nobody is heard
+    for entry in fleet.entries():
+        fleet.link(entry, 104.0)
+        assert entry.stream is not None
+        assert entry.stream.steady_s == 107.5, "the other one may come back as much later"
