@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 import grpc.aio
@@ -12,7 +13,10 @@ from grpc_reflection.v1alpha import reflection
 from jdisagg.api.generation.token_engine import Health
 from jdisagg.api.pulse import cancel_and_wait
 
+log = logging.getLogger(__name__)
+
 POLL_S = 0.25
+AFTER_BUG_S = 1.0  # what failed in this process fails again: the log says so once a second
 
 
 class HealthReporter:
@@ -44,11 +48,18 @@ class HealthReporter:
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(POLL_S)
-            await self._report()
+            try:
+                await self._report()
+            except Exception:  # a bug of ours: what was reported last need not be true any more
+                log.exception("the health of this process cannot be told: not serving")
+                await self._set(serving=False)
+                await asyncio.sleep(AFTER_BUG_S)
 
     async def _report(self) -> None:
         status = self._status()
-        serving = status.healthy and status.ready
+        await self._set(serving=status.healthy and status.ready)
+
+    async def _set(self, *, serving: bool) -> None:
         value = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
             await self._servicer.set(name, value)

@@ -36,6 +36,7 @@ RECONNECT_S = 0.5
 MANY_MISSES = 4  # attempts, seconds in all: one that ends is evicted before, one that starts is reached before
 STOOD_STILL_S = 1.0  # beyond a heartbeat: said in the log
 STEADY_S = 0.5  # a stream that stood for so long is opened again at once, should it break
+AFTER_BUG_S = 1.0  # what failed in this process fails again: the log says so once a second
 EVICTED = "its heartbeats stopped"
 
 
@@ -169,11 +170,18 @@ class Workers:
         while True:
             self._due_s = monotonic() + self._config.heartbeat_s
             await asyncio.sleep(self._config.heartbeat_s)
-            for entry in self.fleet.evict(self._excuse()):
-                self._lose(entry, EVICTED)
-            self._connect_missing()
-            if (why := pairing.look(self.fleet.members(), monotonic())) is not None:
-                log.warning("%s", why)
+            try:
+                self._sweep(pairing)
+            except Exception:  # a bug of ours: without sweeps nobody would be evicted, or connected again
+                log.exception("looking after the workers failed; looking again")
+                await asyncio.sleep(AFTER_BUG_S)
+
+    def _sweep(self, pairing: PairingWatch) -> None:
+        for entry in self.fleet.evict(self._excuse()):
+            self._lose(entry, EVICTED)
+        self._connect_missing()
+        if (why := pairing.look(self.fleet.members(), monotonic())) is not None:
+            log.warning("%s", why)
 
     def _excuse(self) -> float:
         """What this process is late by is not the workers' silence, whichever message it reads first; returns the time."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+
+import pytest
 
 from jdisagg.core.fleet import Load, Report
 from jdisagg.core.requests import Role
+from jdisagg.router import workers
+from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
+from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.test_late_registrations import MEMBER
-from tests.unit.wire.rig import member
+from tests.unit.wire.rig import member, run_quiet, until
 
 LOAD = Load(running=3, waiting=2, pending_prefill_tokens=70)
 
@@ -93,3 +99,29 @@ def test_a_router_that_slept_no_longer_than_it_meant_to_excuses_nobody() -> None
     for late_s in (0.0, -0.5):
         fleet.forgive(late_s, 11.1)
     assert len(fleet.evict(11.1)) == 1
+
+
+def test_a_bug_in_one_look_at_the_workers_does_not_end_the_looking(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers, "AFTER_BUG_S", 0.05)
+
+    async def body() -> None:
+        router = await Router().start()
+        worker = await FakeWorker((router.address,), Role.PREFILL).start()
+        await until(lambda: router.engine.workers.members())
+        evict, failed = router.engine.workers.fleet.evict, asyncio.Event()
+
+        def fails_once(now_s: float) -> list[Entry]:
+            monkeypatch.setattr(router.engine.workers.fleet, "evict", evict)
+            failed.set()
+            raise KeyError("our bug")
+
+        monkeypatch.setattr(router.engine.workers.fleet, "evict", fails_once)
+        await failed.wait()
+        await worker.die()
+        await until(lambda: not router.engine.workers.members())
+        assert "our bug" in caplog.text
+        await router.stop()
+
+    run_quiet(body())

@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from jdisagg.api import channels
+from jdisagg.api import channels, grpc_health
 from jdisagg.api.admin import AdminService
 from jdisagg.api.generation.token_engine import Health
 from jdisagg.api.grpc_health import HealthReporter
@@ -100,6 +100,41 @@ def test_resetting_a_prefix_cache_that_is_not_there_invites_no_retry():
         with pytest.raises(grpc.aio.AioRpcError, match="a router has no prefix cache; ask the workers") as caught:
             await stub.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest())
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        await channel.close()
+        await server.stop(0)
+
+    run_quiet(body())
+
+
+def test_health_that_cannot_be_told_is_not_serving_until_it_can(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(grpc_health, "AFTER_BUG_S", 0.3)
+
+    async def body() -> None:
+        fails = [False]
+
+        def status() -> Health:
+            if fails[0]:
+                raise KeyError("our bug")
+            return Health(healthy=True, ready=True)
+
+        server = channels.make_server()
+        reporter = HealthReporter(server, (), status)
+        address = channels.bind(server)
+        await server.start()
+        await reporter.start()
+        channel = channels.open_channel(address)
+        check = health_pb2_grpc.HealthStub(channel).Check
+        for fails[0], wanted in (
+            (False, health_pb2.HealthCheckResponse.SERVING),
+            (True, health_pb2.HealthCheckResponse.NOT_SERVING),
+            (False, health_pb2.HealthCheckResponse.SERVING),
+        ):
+            while (await check(health_pb2.HealthCheckRequest())).status != wanted:
+                await asyncio.sleep(0.01)
+        assert "our bug" in caplog.text
+        await reporter.close()
         await channel.close()
         await server.stop(0)
 
