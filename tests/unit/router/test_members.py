@@ -109,7 +109,7 @@ def test_a_bug_in_one_look_at_the_workers_does_not_end_the_looking(
     async def body() -> None:
         router = await Router().start()
         worker = await FakeWorker((router.address,), Role.PREFILL).start()
-        await until(lambda: router.engine.workers.members())
+        await until(router.engine.workers.members)
         evict, failed = router.engine.workers.fleet.evict, asyncio.Event()
 
         def fails_once(now_s: float) -> list[Entry]:
