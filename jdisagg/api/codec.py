@@ -231,16 +231,17 @@ def encode_provenance(provenance: Provenance) -> common_pb2.Provenance:
 
 
 def _decode_provenance(message: common_pb2.Provenance) -> Provenance:
+    """No count is below 0, whatever it says: others reckon with them."""
     return Provenance(
         prefill_worker=told(message.prefill_worker),
         decode_worker=told(message.decode_worker),
-        prefilled_tokens=message.prefilled_tokens,
-        transferred_tokens=message.transferred_tokens,
-        transferred_pages=message.transferred_pages,
-        transferred_bytes=message.transferred_bytes,
+        prefilled_tokens=max(0, message.prefilled_tokens),
+        transferred_tokens=max(0, message.transferred_tokens),
+        transferred_pages=max(0, message.transferred_pages),
+        transferred_bytes=max(0, message.transferred_bytes),
         recoveries=tuple(told(rung) for rung in message.recoveries),
-        borrowed_tokens=message.borrowed_tokens,
-        borrowed_bytes=message.borrowed_bytes,
+        borrowed_tokens=max(0, message.borrowed_tokens),
+        borrowed_bytes=max(0, message.borrowed_bytes),
     )
 
 

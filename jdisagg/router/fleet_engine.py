@@ -143,6 +143,10 @@ class FleetEngine:
         except Enough:
             flight.enough = True
             raise
+        except Exception as error:  # a bug of ours: no client went away
+            flight.finished = True
+            timeline.failed(RequestError(repr(error)), monotonic())
+            raise
         finally:
             late.cancel()
             if not flight.finished:

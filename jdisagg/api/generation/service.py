@@ -6,6 +6,7 @@ Errors end the call with the status of their type; google.rpc details (`grpc-sta
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -26,6 +27,8 @@ from jdisagg.core.requests import SamplingParams
 from jdisagg.core.trace import TRACEPARENT, read_traceparent
 from jdisagg.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
+log = logging.getLogger(__name__)
+
 _SAMPLING_FIELDS = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
@@ -43,6 +46,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         except RequestError as error:
             self._edge.refused(error)
             refuse(context, error, _path(error.field, request))
+        except Exception:  # a bug of ours: gRPC would end the call with UNKNOWN, and tell the client all about it
+            log.exception("a call of Generate failed")
+            refuse(context, JdisaggError("internal error; the server's log has the details"))
         else:
             if unread is not None:
                 refuse(context, unread)  # waits for a reader that stands still, and holds no answer meanwhile

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from jdisagg.core.errors import InvalidRequest, Overloaded, RequestError
+from jdisagg.core.fleet import ModelCard
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.v1 import common_pb2, generation_pb2
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
@@ -102,5 +103,23 @@ def test_a_client_that_leaves_is_no_refusal(tokenizer: Tokenizer) -> None:
             await asyncio.gather(asking, return_exceptions=True)
             await served.wait_idle()
             assert served.ends() == {}
+
+    run(check())
+
+
+def test_a_bug_ends_a_grpc_call_with_internal_and_the_log_alone_knows_more(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Buggy(FakeEngine):
+        async def first_card(self, deadline_s: float) -> ModelCard:
+            raise OverflowError("secret path /models/m")
+
+    async def check() -> None:
+        async with serving(Buggy(tokenizer, "fox"), tokenizer) as served:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await served.stub.Generate(generation_pb2.GenerateRequest(text="the")).read()
+            assert caught.value.code() is grpc.StatusCode.INTERNAL
+            assert caught.value.details() == "internal error; the server's log has the details"
+            assert "secret path" in caplog.text
 
     run(check())

@@ -132,3 +132,19 @@ def test_a_router_that_drains_says_once_for_whom_it_waits_and_takes_nobody_else(
 
     with caplog.at_level("INFO"):
         run_quiet(body())
+
+
+def test_a_bug_of_the_router_counts_as_an_error_and_not_as_a_client_that_went_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(*_: object) -> None:
+        raise OverflowError("our bug")
+
+    async def body() -> None:
+        router = await Router().start()
+        monkeypatch.setattr(router.engine._placement, "place", bug)
+        with pytest.raises(OverflowError):
+            await collect(router, ask("r1"))
+        ended = [line for line in router.metrics.text().splitlines() if line.startswith("jdisagg_requests_finished_total")]
+        assert [line for line in ended if not line.endswith(" 0.0")] == ['jdisagg_requests_finished_total{reason="error"} 1.0']
+        await stop(router)
+
+    run_quiet(body())

@@ -39,6 +39,7 @@ NOW_S = 1000.0
 TOKEN = st.integers(0, 2**31 - 1)
 TOKENS = st.lists(TOKEN, max_size=6).map(tuple)
 F32 = st.floats(-100, 100, width=32)
+COUNTED = ("_tokens", "_pages", "_bytes")
 COUNT = st.integers(0, 2**31 - 1)
 TEXT = st.text(st.characters(exclude_categories=("C", "Z")), max_size=8)  # what cannot be printed does not stay as it is
 SAMPLING = st.builds(
@@ -270,3 +271,11 @@ def test_member_round_trip_and_refusals():
     wire.role = "janitor"
     with pytest.raises(errors.InvalidRequest, match="janitor"):
         fleet_codec.decode_member(wire)
+
+
+def test_no_count_of_an_output_is_below_zero() -> None:
+    """A router adds them to what it knows of a worker's cache."""
+    counts = {field.name: -(2**30) for field in common_pb2.Provenance.DESCRIPTOR.fields if field.name.endswith(COUNTED)}
+    assert len(counts) == 6
+    provenance = codec.decode_output(common_pb2.Output(request_id="r", provenance=common_pb2.Provenance(**counts))).provenance
+    assert provenance == Provenance()
