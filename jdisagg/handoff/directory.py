@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from jdisagg.core.fleet import MAX_PREFILL_PEERS
 
@@ -30,10 +30,11 @@ class PrefillDirectory:
         }
         self.told = tuple(dict.fromkeys(peer for told in self._by_router.values() for peer in told))
 
-    @property
-    def candidates(self) -> tuple[str, ...]:
-        """For one request, in order of preference."""
-        return tuple(dict.fromkeys((*self.static, *self.told[:MAX_PREFILL_PEERS])))
+    def candidates(self, is_down: Callable[[str], bool]) -> tuple[str, ...]:
+        """For one request, in order of preference. Of those that routers tell of, the few that it may try are not down while
+        others are there: who is not reached is idle, and comes first in what routers say."""
+        few = sorted(self.told, key=is_down)[:MAX_PREFILL_PEERS]
+        return tuple(dict.fromkeys((*self.static, *few)))
 
     def not_ready_reason(self, failures: Mapping[str, str]) -> str:
         """Empty when one of them can be expected to serve. `failures`: why each peer spoken to cannot be used, "" = it can. A

@@ -54,6 +54,17 @@ def test_who_is_down_is_not_asked_where_it_can_be_computed_here() -> None:
     assert choice("router's").of(asked(7)) == ("old", "new")
 
 
+def test_where_all_that_a_router_names_are_down_those_known_here_are_asked() -> None:
+    """They are idle, as nobody reaches them: a router that hears them names them first, every time."""
+    named = asked(peers=("p:1", "p:2"))
+    assert choice("p:1", "p:2").of(named) == ("old", "new")
+    assert choice("p:1").of(named) == ("p:2",), "its router knows best"
+    assert choice("p:1", "p:2", policy=LocalPrefill.NEVER).of(named) == ("old", "new", "p:1", "p:2")
+    peers = choice("p:1", "p:2")
+    peers.opened(HandoffId("a", 1), "old", 3)
+    assert peers.of(named) == ("new", "old"), "no more than this prompt waits there"
+
+
 @pytest.mark.parametrize(
     ("policy", "down", "here"),
     [
