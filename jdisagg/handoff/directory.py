@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from jdisagg.core.fleet import MAX_PREFILL_PEERS
+from jdisagg.core.told import first_of
 
 SILENT_S = 60.0  # of a router, while others speak
 
@@ -41,6 +42,6 @@ class PrefillDirectory:
         router tells of workers that it hears from: such a one counts until it failed here; one of --prefill has to answer."""
         if any(failures.get(peer) == "" for peer in self.static) or any(not failures.get(peer) for peer in self.told):
             return ""
-        reasons = "; ".join(f"{peer}: {why.removeprefix(f'prefill peer {peer}: ')}" for peer, why in failures.items() if why)
+        whys = [f"{peer}: {why.removeprefix(f'prefill peer {peer}: ')}" for peer, why in failures.items() if why]
         nobody = "none has answered yet" if self.static else "no router knows one"
-        return f"no usable prefill worker ({reasons or nobody})"
+        return f"no usable prefill worker ({first_of(whys, '; ') or nobody})"

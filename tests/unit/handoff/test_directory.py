@@ -94,3 +94,11 @@ def test_a_router_s_worker_counts_until_it_failed_and_a_named_one_once_it_answer
     directory = PrefillDirectory(static)
     directory.learn("r:1", told, {}, 0.0)
     assert directory.not_ready_reason(failures) == (f"no usable prefill worker ({reason})" if reason else "")
+
+
+def test_the_reason_names_a_few_of_many() -> None:
+    """It goes out with every heartbeat."""
+    directory, many = PrefillDirectory(()), tuple(f"p:{number}" for number in range(1000))
+    directory.learn("r:1", many, {}, 0.0)
+    reason = directory.not_ready_reason(dict.fromkeys(many, "frozen"))
+    assert reason == "no usable prefill worker (p:0: frozen; p:1: frozen; p:2: frozen; p:3: frozen; 996 more)"

@@ -94,6 +94,18 @@ def test_one_that_registers_and_is_not_ready_waits_for_its_first_good_heartbeat(
     assert found.lacks(None) == ""
 
 
+@pytest.mark.parametrize("draining", [False, True])
+def test_of_many_that_are_not_there_a_few_are_named(draining: bool) -> None:
+    """Each request that fails then tells its client, and the log."""
+    found = Fleet(dead_after_s=1.0)
+    for number in range(300):
+        one = member(MEMBER, address=f"h:{number}", worker=f"d{number}", role=Role.DECODE, not_ready=WHY, draining=draining)
+        found.register(one, 10.0)
+        found.link(found.entries()[-1], 10.0, again=False)
+    named = "d0, d1, d2, d3, 296 more" if draining else f"d0: {WHY}; d1: {WHY}; d2: {WHY}; d3: {WHY}; 296 more"
+    assert found.lacks(None).endswith(f"({named})")
+
+
 def test_what_is_more_useful_to_know_is_said_first() -> None:
     """That all drain, or that no prefill worker is there at all, is why they are not ready, or more than that."""
     found = Fleet(dead_after_s=1.0)
