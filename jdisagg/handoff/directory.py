@@ -31,10 +31,10 @@ class PrefillDirectory:
         }
         self.told = tuple(dict.fromkeys(peer for told in self._by_router.values() for peer in told))
 
-    def candidates(self, is_down: Callable[[str], bool]) -> tuple[str, ...]:
-        """For one request, in order of preference. Of those that routers tell of, the few that it may try are not down while
-        others are there: who is not reached is idle, and comes first in what routers say."""
-        few = sorted(self.told, key=is_down)[:MAX_PREFILL_PEERS]
+    def candidates(self, is_shunned: Callable[[str], bool]) -> tuple[str, ...]:
+        """For one request, in order of preference. Of those that routers tell of, it may try a few, and none that is shunned
+        while there are others: who is not reached is idle, and comes first in what routers say."""
+        few = sorted(self.told, key=is_shunned)[:MAX_PREFILL_PEERS]
         return tuple(dict.fromkeys((*self.static, *few)))
 
     def not_ready_reason(self, failures: Mapping[str, str]) -> str:
