@@ -18,7 +18,7 @@ def to_toml(config: Config) -> str:
         lines += ["", f"[{section}]"]
         printed = _printed(config, section)
         for name, value in printed.items():
-            lines.append(f"# {name} is set" if BY_NAME[name].syntax == "secret" else f"{name} = {json.dumps(value)}")
+            lines.append(f"# {name} is set" if BY_NAME[name].syntax == "secret" else f"{name} = {_toml(value)}")
         lines += [f"# {flag.name} is not set" for flag in _flags(section) if flag.name not in printed]
     return "\n".join(lines) + "\n"
 
@@ -40,6 +40,11 @@ def to_flags(config: Config) -> list[str]:
                 text = ",".join(value) if isinstance(value, list) else str(value)
                 argv.append(f"{flag.option}={text}")  # it may begin with a dash
     return argv
+
+
+def _toml(value: Any) -> str:
+    """As JSON, but for escapes: JSON has two halves of what takes more than 16 bits."""
+    return "".join(c if " " <= c <= "~" else f"\\U{ord(c):08x}" for c in json.dumps(value, ensure_ascii=False))
 
 
 def _flags(section: str) -> list[Flag]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from jdisagg.core.fleet import MAX_PREFILL_PEERS
+from jdisagg.core.told import first_of
 
 SILENT_S = 60.0  # of a router, while others speak
 
@@ -30,16 +31,17 @@ class PrefillDirectory:
         }
         self.told = tuple(dict.fromkeys(peer for told in self._by_router.values() for peer in told))
 
-    @property
-    def candidates(self) -> tuple[str, ...]:
-        """For one request, in order of preference."""
-        return tuple(dict.fromkeys((*self.static, *self.told[:MAX_PREFILL_PEERS])))
+    def candidates(self, is_shunned: Callable[[str], bool]) -> tuple[str, ...]:
+        """For one request, in order of preference. Of those that routers tell of, it may try a few, and none that is shunned
+        while there are others: who is not reached is idle, and comes first in what routers say."""
+        few = sorted(self.told, key=is_shunned)[:MAX_PREFILL_PEERS]
+        return tuple(dict.fromkeys((*self.static, *few)))
 
     def not_ready_reason(self, failures: Mapping[str, str]) -> str:
         """Empty when one of them can be expected to serve. `failures`: why each peer spoken to cannot be used, "" = it can. A
         router tells of workers that it hears from: such a one counts until it failed here; one of --prefill has to answer."""
         if any(failures.get(peer) == "" for peer in self.static) or any(not failures.get(peer) for peer in self.told):
             return ""
-        reasons = "; ".join(f"{peer}: {why.removeprefix(f'prefill peer {peer}: ')}" for peer, why in failures.items() if why)
+        whys = [f"{peer}: {why.removeprefix(f'prefill peer {peer}: ')}" for peer, why in failures.items() if why]
         nobody = "none has answered yet" if self.static else "no router knows one"
-        return f"no usable prefill worker ({reasons or nobody})"
+        return f"no usable prefill worker ({first_of(whys, '; ') or nobody})"

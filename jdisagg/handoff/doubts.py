@@ -16,7 +16,7 @@ from jdisagg.handoff.ladder import is_final, is_unfit
 from jdisagg.handoff.line import IncomingPiece
 from jdisagg.handoff.messages import PrefillToDecode
 from jdisagg.handoff.recovery import Recovery
-from jdisagg.handoff.refetch import OUT_OF_TIME
+from jdisagg.handoff.refetch import OUT_OF_TIME, UNREACHABLE, go_on_over
 
 
 class Doubts:
@@ -56,11 +56,15 @@ class Doubts:
     def on_failed(
         self, record: Inbound, doubted: Doubted, piece: IncomingPiece, reason: str, now_s: float
     ) -> list[DecodeAction]:
-        """A piece of it did not come. Others than those that waited in vain are asked for again when it is gone back to."""
-        doubted.stream.line.end(piece)
-        if not doubted.no_kv or reason not in OUT_OF_TIME:
+        """A piece of it did not come. Those that waited in vain are asked for again, over another backend where nobody accepted
+        a connection; others when it is gone back to."""
+        stream, backend = doubted.stream, piece.ready.backend
+        stream.line.end(piece)
+        if not doubted.no_kv:
             return []
-        return [doubted.stream.fetch(piece, record.request.deadline_s, now_s)]
+        if reason == UNREACHABLE and backend not in stream.broken and (other := stream.backend_beside(backend)) is not None:
+            return [*go_on_over(other, record, stream, piece, reason, stage=doubted.stage), *stream.grant()]
+        return [stream.fetch(piece, record.request.deadline_s, now_s)] if reason in OUT_OF_TIME else []
 
     def _on_chunk(self, record: Inbound, doubted: Doubted, ready: msg.ChunkReady, now_s: float) -> list[DecodeAction]:
         stream = doubted.stream

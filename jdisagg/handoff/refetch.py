@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jdisagg.handoff.actions import DecodeAction
-from jdisagg.handoff.inbound import Inbound
+from jdisagg.handoff.inbound import Inbound, InboundStage
 from jdisagg.handoff.inbound_stream import InboundStream
 from jdisagg.handoff.ladder import MAX_REFETCHES
 from jdisagg.handoff.line import IncomingPiece
 
+UNREACHABLE = "unreachable"  # reason of a fetch: its backend's port is shut
 OUT_OF_TIME = frozenset({"timeout", "slow", "stalled"})  # reasons of a fetch: the peer may be well, its KV does not come
 
 
@@ -20,26 +21,40 @@ def try_again(
     record: Inbound, stream: InboundStream, piece: IncomingPiece, reason: str, now_s: float
 ) -> list[DecodeAction] | None:
     """The next try for a piece of the hand-off's own stream; None when there is none left."""
-    ready, cause = piece.ready, cause_of(piece, reason)
+    ready = piece.ready
     span = (ready.group, ready.begin, ready.end)
     num_refetches = stream.refetches.get(span, 0)
     other = stream.backend_beside(ready.backend)
     is_dead = reason == "stalled" and stream.line.is_dead(ready.backend)
-    is_shut = reason == "unreachable"  # before anything was sent: a moment of waiting was part of the try
+    is_shut = reason == UNREACHABLE  # before anything was sent: a moment of waiting was part of the try
     if (num_refetches or is_dead or is_shut) and other is not None and ready.backend not in stream.broken:
         stream.progress_s = now_s
-        note = record.note("other_backend", stream.peer, f"{cause}; going on over {other}")
-        note = replace(note, unreached=ready.backend if is_shut else "")
-        return [note, *stream.change_backend(ready.backend, other, reason), *record.grant()]
+        return [*go_on_over(other, record, stream, piece, reason), *record.grant()]
     if num_refetches >= MAX_REFETCHES or is_dead:
         return None
     stream.progress_s = now_s
     stream.refetches[span] = num_refetches + 1
-    actions: list[DecodeAction] = [record.note("refetch", stream.peer, cause)]
+    actions: list[DecodeAction] = [record.note("refetch", stream.peer, cause_of(piece, reason))]
     if num_refetches == 0 and reason != "unknown_key" and ready.backend not in stream.broken:
         return [*actions, stream.fetch(piece, record.request.deadline_s, now_s)]
     stream.give_up(ready.key)
     return [*actions, *record.grant(), stream.want(ready, reason)]
+
+
+def go_on_over(
+    other: str,
+    record: Inbound,
+    stream: InboundStream,
+    piece: IncomingPiece,
+    reason: str,
+    *,
+    stage: InboundStage | None = None,
+) -> list[DecodeAction]:
+    """All that is missing is to come over the backend `other`, after a piece that did not. `stage`: as of `Inbound.note`."""
+    failed = piece.ready.backend
+    note = record.note("other_backend", stream.peer, f"{cause_of(piece, reason)}; going on over {other}", stage)
+    note = replace(note, unreached=failed if reason == UNREACHABLE else "")
+    return [note, *stream.change_backend(failed, other, reason)]
 
 
 def cause_of(piece: IncomingPiece, reason: str) -> str:

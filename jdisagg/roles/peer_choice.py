@@ -49,21 +49,26 @@ class PeerChoice:
         return self._policy is LocalPrefill.BELOW_TOKENS and request.num_tokens < self._below_tokens
 
     def of(self, request: EngineRequest) -> tuple[str, ...]:
-        """Prefill workers to ask, the best first: as the request's router says (least busy first), else the first known one
-        at which no more than this prompt waits for us already. A stream that has begun may have outlived its list: the known
-        ones follow."""
-        known, waiting = self._known(request), self._waiting()
+        """Prefill workers to ask, the best first: as the request's router says (least busy first), else, or where all of those
+        are down or doubtful, the first known one at which no more than this prompt waits for us already. A stream that has
+        begun may have outlived its list: the known ones follow."""
+        is_named = not all(map(self._is_shunned, request.prefill_peers))
+        known, waiting = self._known(request, is_named=is_named), self._waiting()
         down = [peer for peer in known if self._peers.is_down(peer)]
         there = [peer for peer in known if peer not in down]
-        if not request.prefill_peers:
+        if not is_named:
             there.sort(key=lambda peer: waiting[peer] // max(1, request.num_tokens))
         # one of another kind is idle, and so is one that only we cannot reach: both come first in a list by load
         answering = tuple(sorted(there, key=self._peers.is_doubtful))
         # with nothing to fall back on, asking is better than failing: the others may be unfit
         return (*answering, *down) if self._policy is LocalPrefill.NEVER else answering
 
-    def _known(self, request: EngineRequest) -> tuple[str, ...]:
-        if request.prefill_peers and not request.generated_token_ids:
+    def _is_shunned(self, peer: str) -> bool:
+        """Whether others are asked first, if at all."""
+        return self._peers.is_down(peer) or self._peers.is_doubtful(peer)
+
+    def _known(self, request: EngineRequest, *, is_named: bool) -> tuple[str, ...]:
+        if is_named and not request.generated_token_ids:
             return request.prefill_peers
         return tuple(dict.fromkeys((*request.prefill_peers, *self._known_peers())))
 

@@ -9,6 +9,7 @@ from jdisagg.core.errors import HandoffLost, RequestError, Unavailable
 from jdisagg.core.fleet import DRAINING
 from jdisagg.core.logs import Seldom
 from jdisagg.core.metrics import Metrics
+from jdisagg.core.told import first_of
 from jdisagg.handoff import actions as act
 from jdisagg.roles.ports import PeerClient
 
@@ -39,7 +40,7 @@ class Recoveries:
         self._recoveries.labels(rung=action.rung).inc()
         if not action.peer:
             if not self._num_alone:
-                known = "; ".join(sorted({why for why in self._peers.failures().values() if why}))
+                known = first_of(sorted({why for why in self._peers.failures().values() if why}), "; ")
                 told = (action.request_id, action.cause, f" ({known})" if known else "")
                 log.warning("request %s: %s%s; prompts are computed here until one does", *told)
             self._num_alone += 1

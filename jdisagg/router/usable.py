@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jdisagg.core.told import first_of
 from jdisagg.router.entry import Entry
 from jdisagg.router.pairing import differing
 
@@ -71,7 +72,7 @@ def _ready(found: list[Entry], serves: list[str]) -> Usable:
     """Those that do not say that they cannot: a decode worker that never computes prompts may reach no prefill worker."""
     if ready := [entry for entry in found if not entry.member.not_ready]:
         return Usable(ready, "")
-    whys = "; ".join(f"{entry.member.worker}: {entry.member.not_ready}" for entry in found)
+    whys = first_of([f"{entry.member.worker}: {entry.member.not_ready}" for entry in found], "; ")
     return Usable([], f"no decode or unified worker{_that(serves)} is ready ({whys})")
 
 
@@ -89,4 +90,4 @@ def _that(verbs: list[str]) -> str:
 
 
 def _named(entries: Sequence[Entry]) -> str:
-    return ", ".join(entry.member.worker for entry in entries)
+    return first_of([entry.member.worker for entry in entries], ", ")

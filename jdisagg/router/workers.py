@@ -87,21 +87,22 @@ class Workers:
         self.entrance.check(member, others, monotonic())
         self._excuse()
         known = any(entry.key == (member.address, member.epoch) for entry in self.fleet.entries())
+        before = self._why_not_ready(member.address, member.epoch)
         old = self.fleet.register(member, monotonic())
         if not known and not member.decodes:
             log.info("%s worker %s has registered", member.role.value, member.worker)
         if old is not None:
             self._lose(old, "another process took its address")
+        self._say_whether_ready(member.address, before)
         self._connect_missing()
         self._notify()
 
     def heartbeat(self, address: str, epoch: str, report: Report) -> bool:
         """False when that process is not known."""
-        entry = self.fleet.at(address)
-        was_not_ready = "" if entry is None else entry.member.not_ready
+        before = self._why_not_ready(address, epoch)
         known = self.fleet.heartbeat(address, epoch, report, monotonic())
-        if known and entry is not None and bool(was_not_ready) != bool(report.not_ready):
-            self._say_whether_ready(entry)
+        if known:
+            self._say_whether_ready(address, before)
         return known
 
     def prefill_for(self, address: str) -> tuple[str, ...] | None:
@@ -261,8 +262,16 @@ class Workers:
             look = f"trying until it does; look at the worker's {WHERE_TO_LOOK}"
             log.warning("%s worker %s has registered, and this router does not reach it: %s; %s", role, worker, reason, look)
 
-    def _say_whether_ready(self, entry: Entry) -> None:
-        """By its own word, which has changed."""
+    def _why_not_ready(self, address: str, epoch: str) -> str:
+        """As that process said last; "" = it is, or is not known."""
+        entry = self.fleet.at(address)
+        return entry.member.not_ready if entry is not None and entry.member.epoch == epoch else ""
+
+    def _say_whether_ready(self, address: str, before: str) -> None:
+        """The worker there, by its own word, when that has changed: `before` is why not, until now."""
+        entry = self.fleet.at(address)
+        if entry is None or bool(before) == bool(entry.member.not_ready):
+            return
         role, worker, why = entry.member.role.value, entry.member.worker, entry.member.not_ready
         if why:
             log.warning("%s worker %s gets no requests until it is ready: %s", role, worker, why)

@@ -103,7 +103,7 @@ def _add_decode(
         peers=peers,
         fetcher=backends.fetcher,
         backend=backends.offered[0].name,
-        known_peers=lambda: deployment.prefill.candidates,
+        known_peers=lambda: deployment.prefill.candidates(lambda peer: peers.is_down(peer) or peers.is_doubtful(peer)),
         head_shards=backends.head_shards,
         lent=_lent(deployment),
         address=address,

@@ -77,7 +77,7 @@ class Deployment:
 
     def cannot_serve(self) -> str:
         """The same for routers, which know themselves of whom they have told us."""
-        return self.not_ready_reason() if self.prefill.candidates else ""
+        return self.not_ready_reason() if self.prefill.static or self.prefill.told else ""
 
     @property
     def needs_prefill(self) -> bool:

@@ -49,6 +49,7 @@ PARALLEL_COPIES = 2  # for each of which a server has COPY_BYTES of memory once 
 OFFER_S = 3600.0  # one that is never pulled is forgotten then; its arrays are freed earlier, by `withdraw`. A pull may wait
 # minutes for its turn on a slow network, for as long as its request has
 CONNECT_TIMEOUT_S = 2.0
+SHUT_S = 0.2  # a try that failed speaks for the pulls that waited for it meanwhile
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.0001, 0.0005
 _MAX_REMEMBERED = 4096
 _UNREACHABLE = frozenset((errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH))
@@ -153,6 +154,8 @@ class TransferConnection:
         self._connection: Any = None
         self._pulled: deque[int] = deque(maxlen=_MAX_REMEMBERED)
         self._begun: weakref.WeakSet[Pull] = weakref.WeakSet()  # over this connection, and wanted by somebody
+        self._shut: PieceError | None = None  # how the last try failed
+        self._shut_until_s = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -166,18 +169,29 @@ class TransferConnection:
         """
         if uuid in self._pulled:
             raise PieceError("unknown_key", "it was pulled before, and an offer can be pulled once")
-        self._pulled.append(uuid)
         try:
             if self._connection is None:
-                _try(self._address, deadline_s)
+                self._try(deadline_s)
                 self._server = self._start()
                 self._connection = self._server.connect(self._address)
+            self._pulled.append(uuid)
             pull = Pull(self._connection.pull(uuid, list(specs)))
         except (RuntimeError, ValueError, OSError) as error:
             self.drop()
             raise PieceError("connection", str(error)) from error
         self._begun.add(pull)
         return pull
+
+    def _try(self, deadline_s: float) -> None:
+        """As the function."""
+        if self._shut is not None and monotonic() < self._shut_until_s:
+            raise PieceError(self._shut.reason, self._shut.detail)
+        try:
+            _try(self._address, deadline_s)
+        except PieceError as error:
+            if error.reason == "unreachable":
+                self._shut, self._shut_until_s = PieceError(error.reason, error.detail), monotonic() + SHUT_S
+            raise
 
     def pull(
         self,

@@ -231,6 +231,8 @@ class GrpcPeerClient:
             link.unreached(backend, why)
 
     def _answered(self, link: PeerLink) -> None:
+        if self._links.get(link.peer) is not link:
+            return  # given up since
         if link.draining:  # what it has taken on goes on
             self._book.drains(link.peer)
         else:

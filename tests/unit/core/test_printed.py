@@ -17,7 +17,7 @@ argv_strategy = st.fixed_dictionaries(
     {},
     optional={
         "--role": st.sampled_from(["unified", "prefill", "decode", "router"]),
-        "--model": st.sampled_from(["demo", 'a dir/with "quotes" and é']),
+        "--model": st.sampled_from(["demo", 'a dir/with "quotes" and é', "beyond 16 bits: 🙂", "not printable: \x7f"]),
         "--page-size": st.integers(1, 1024).map(str),
         "--num-pages": st.integers(2, 10**9).map(str),
         "--prefill": st.lists(st.integers(1, 65535), unique=True, max_size=3).map(lambda p: ",".join(f"h:{x}" for x in p)),

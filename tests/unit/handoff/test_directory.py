@@ -6,13 +6,18 @@ from jdisagg.core.fleet import MAX_PREFILL_PEERS
 from jdisagg.handoff.directory import SILENT_S, PrefillDirectory
 
 
+def best(directory: PrefillDirectory) -> tuple[str, ...]:
+    """While all are reached."""
+    return directory.candidates(lambda peer: False)
+
+
 def test_named_ones_come_first_and_routers_add_theirs_once() -> None:
     directory = PrefillDirectory(("s:1",))
-    assert directory.candidates == ("s:1",)
+    assert best(directory) == ("s:1",)
     directory.learn("r:1", ("p:1", "s:1"), {}, 0.0)
     directory.learn("r:2", ("p:2", "p:1"), {}, 0.0)
     assert directory.told == ("p:2", "p:1", "s:1")
-    assert directory.candidates == ("s:1", "p:2", "p:1")
+    assert best(directory) == ("s:1", "p:2", "p:1")
 
 
 def test_a_router_that_says_something_else_is_believed_and_one_that_is_gone_stays() -> None:
@@ -22,17 +27,17 @@ def test_a_router_that_says_something_else_is_believed_and_one_that_is_gone_stay
     directory.learn("r:2", ("p:3",), {}, 0.0)
     assert directory.told == ("p:3", "p:1")
     directory.learn("r:2", (), {}, 0.0)
-    assert directory.candidates == ("p:1",)
+    assert best(directory) == ("p:1",)
 
 
 def test_what_a_router_said_that_is_gone_neither_hides_nor_orders_what_the_others_say() -> None:
     directory = PrefillDirectory(())
     directory.learn("gone:1", tuple(f"old:{number}" for number in range(MAX_PREFILL_PEERS)), {}, 0.0)
     directory.learn("r:2", ("p:1", "p:2"), {}, 0.0)
-    assert directory.candidates == ("p:1", "p:2", "old:0", "old:1")
+    assert best(directory) == ("p:1", "p:2", "old:0", "old:1")
     directory.learn("gone:1", ("p:1", "p:2"), {}, 0.0)
     directory.learn("r:2", ("p:2", "p:1"), {}, 0.0)
-    assert directory.candidates == ("p:2", "p:1"), "p:2 has less to do now"
+    assert best(directory) == ("p:2", "p:1"), "p:2 has less to do now"
 
 
 def test_of_a_router_that_is_silent_while_another_speaks_those_go_that_cannot_be_used() -> None:
@@ -55,7 +60,16 @@ def test_one_request_tries_the_best_few() -> None:
     everybody = tuple(f"p:{number}" for number in range(20))
     directory.learn("r:1", everybody, {}, 0.0)
     assert directory.told == everybody
-    assert directory.candidates == everybody[:MAX_PREFILL_PEERS]
+    assert best(directory) == everybody[:MAX_PREFILL_PEERS]
+
+
+def test_one_request_tries_those_that_are_reached_however_many_are_not() -> None:
+    directory = PrefillDirectory(("s:1",))
+    everybody = tuple(f"p:{number}" for number in range(2 * MAX_PREFILL_PEERS))
+    unreached, reached = everybody[:MAX_PREFILL_PEERS], everybody[MAX_PREFILL_PEERS:]
+    directory.learn("r:1", everybody, {}, 0.0)
+    assert directory.candidates(unreached.__contains__) == ("s:1", *reached)
+    assert directory.candidates(everybody[1:].__contains__) == ("s:1", *everybody[:MAX_PREFILL_PEERS])
 
 
 @pytest.mark.parametrize(
@@ -80,3 +94,11 @@ def test_a_router_s_worker_counts_until_it_failed_and_a_named_one_once_it_answer
     directory = PrefillDirectory(static)
     directory.learn("r:1", told, {}, 0.0)
     assert directory.not_ready_reason(failures) == (f"no usable prefill worker ({reason})" if reason else "")
+
+
+def test_the_reason_names_a_few_of_many() -> None:
+    """It goes out with every heartbeat."""
+    directory, many = PrefillDirectory(()), tuple(f"p:{number}" for number in range(1000))
+    directory.learn("r:1", many, {}, 0.0)
+    reason = directory.not_ready_reason(dict.fromkeys(many, "frozen"))
+    assert reason == "no usable prefill worker (p:0: frozen; p:1: frozen; p:2: frozen; p:3: frozen; 996 more)"

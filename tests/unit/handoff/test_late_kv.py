@@ -11,7 +11,7 @@ from jdisagg.core.errors import Overloaded
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.line import LATE_S, SLOWEST_BYTES_PER_S
-from jdisagg.handoff.messages import Accepted, Agreed, Awake, Done, Grant, HandoffId, Quiet, Refused, Started
+from jdisagg.handoff.messages import Accepted, Agreed, Awake, Done, Grant, HandoffId, Quiet, Refused, Started, Want
 from tests.unit.handoff.late_rig import LATE, compute, computed, rung
 from tests.unit.handoff.rig import CONFIG, FIRST, H2, NEVER, H, decode_side, none_of, only, ready, request
 
@@ -104,6 +104,31 @@ def test_what_did_not_come_while_the_hedge_waits_is_asked_for_again(reason: str)
     assert (again.handoff, again.ready.key) == (H, "a")
     assert again.deadline_s >= 9.0
     assert side.on_failed(H, "b", "connection", 4.0) == [], "that would fail at once, again and again"
+
+
+def test_a_port_that_turns_out_to_be_shut_while_the_hedge_waits_is_left_for_another_backend_at_once() -> None:
+    """KV is late before a connection that nobody answers has failed."""
+    side = computed(backends=("fake", "spare"))
+    assert only(act.OpenStream, side.tick(2.0 + LATE)).handoff == H2
+    changed = side.on_failed(H, "a", "unreachable", 3.1)
+    recovered = only(act.Recovered, changed)
+    assert (recovered.rung, recovered.peer, recovered.unreached) == ("other_backend", "p", "fake")
+    assert (recovered.stage, recovered.cause) == ("computed", "fetch of [0, 4) over fake: unreachable; going on over spare")
+    wants = [action.message for action in changed if isinstance(action, act.Send) and isinstance(action.message, Want)]
+    assert [(want.begin, want.end, want.backend) for want in wants] == [(0, 4, "spare"), (4, 8, "spare"), (8, 10, "spare")]
+    assert {action.handoff for action in changed if isinstance(action, act.Send | act.CancelFetch)} == {H}
+    for key, begin, end in (("a2", 0, 4), ("b2", 4, 8), ("c2", 8, 10)):
+        assert only(act.Fetch, side.on_message(H, ready(key, begin, end, "spare"), 3.2)).ready.key == key
+        done = side.on_arrived(H, key, 3.3)
+    assert only(act.Hedged, done).outcome == "returned"
+    assert only(act.KVComplete, done).request_id == "r"
+    assert side.is_idle
+
+
+def test_where_there_is_no_other_backend_a_shut_port_leaves_the_request_to_the_hedge() -> None:
+    side = computed()
+    side.tick(2.0 + LATE)
+    assert side.on_failed(H, "a", "unreachable", 3.1) == []
 
 
 def test_a_piece_that_makes_no_sense_leaves_the_request_to_the_hedge() -> None:

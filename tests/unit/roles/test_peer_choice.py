@@ -14,21 +14,22 @@ from jdisagg.roles.peer_choice import PeerChoice
 
 
 class Peers:
-    """All well, but `down`."""
+    """All well, but `down` and `doubtful`."""
 
-    def __init__(self, *down: str) -> None:
+    def __init__(self, *down: str, doubtful: tuple[str, ...] = ()) -> None:
         self._down = down
+        self._doubtful = doubtful
 
     def is_down(self, peer: str) -> bool:
         return peer in self._down
 
     def is_doubtful(self, peer: str) -> bool:
-        return False
+        return peer in self._doubtful
 
 
-def choice(*down: str, policy: LocalPrefill = LocalPrefill.ON_FAILURE) -> PeerChoice:
+def choice(*down: str, doubtful: tuple[str, ...] = (), policy: LocalPrefill = LocalPrefill.ON_FAILURE) -> PeerChoice:
     config = TransferConfig(local_prefill=policy, local_prefill_below_tokens=4)
-    return PeerChoice(config, cast(Any, Peers(*down)), lambda: ("old", "new"))
+    return PeerChoice(config, cast(Any, Peers(*down, doubtful=doubtful)), lambda: ("old", "new"))
 
 
 def asked(*generated: int, peers: tuple[str, ...] = ("router's", "old")) -> EngineRequest:
@@ -52,6 +53,25 @@ def test_a_stream_that_has_begun_may_be_computed_by_who_has_come_since(
 
 def test_who_is_down_is_not_asked_where_it_can_be_computed_here() -> None:
     assert choice("router's").of(asked(7)) == ("old", "new")
+
+
+def test_where_all_that_a_router_names_are_down_those_known_here_are_asked() -> None:
+    """They are idle, as nobody reaches them: a router that hears them names them first, every time."""
+    named = asked(peers=("p:1", "p:2"))
+    assert choice("p:1", "p:2").of(named) == ("old", "new")
+    assert choice("p:1").of(named) == ("p:2",), "its router knows best"
+    assert choice("p:1", "p:2", policy=LocalPrefill.NEVER).of(named) == ("old", "new", "p:1", "p:2")
+    peers = choice("p:1", "p:2")
+    peers.opened(HandoffId("a", 1), "old", 3)
+    assert peers.of(named) == ("new", "old"), "no more than this prompt waits there"
+
+
+def test_where_all_that_a_router_names_are_doubtful_those_known_here_are_asked_first() -> None:
+    """Nobody's KV comes from there, and they are idle for it."""
+    named = asked(peers=("p:1", "p:2"))
+    assert choice(doubtful=("p:1", "p:2")).of(named) == ("old", "new", "p:1", "p:2")
+    assert choice("p:2", doubtful=("p:1", "old")).of(named) == ("new", "p:1", "old")
+    assert choice(doubtful=("p:1",)).of(named) == ("p:2", "p:1"), "its router knows best"
 
 
 @pytest.mark.parametrize(

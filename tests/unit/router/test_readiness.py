@@ -14,7 +14,7 @@ from jdisagg.router.recovery import ReplayConfig
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import ask, assert_whole, collect, fleet, stop
 from tests.unit.router.test_late_registrations import MEMBER
-from tests.unit.wire.rig import member, run_quiet, until
+from tests.unit.wire.rig import FAST, member, run_quiet, until
 
 WHY = "no usable prefill worker (p:1: Hello: UNAVAILABLE: nobody is there)"
 
@@ -92,6 +92,42 @@ def test_one_that_registers_and_is_not_ready_waits_for_its_first_good_heartbeat(
     assert found.heartbeat(entry.member.address, entry.member.epoch, Report(Load()), 10.1)
     assert found.choose(None, 10.1) is entry
     assert found.lacks(None) == ""
+
+
+@pytest.mark.parametrize("draining", [False, True])
+def test_of_many_that_are_not_there_a_few_are_named(draining: bool) -> None:
+    """Each request that fails then tells its client, and the log."""
+    found = Fleet(dead_after_s=1.0)
+    for number in range(300):
+        one = member(MEMBER, address=f"h:{number}", worker=f"d{number}", role=Role.DECODE, not_ready=WHY, draining=draining)
+        found.register(one, 10.0)
+        found.link(found.entries()[-1], 10.0, again=False)
+    named = "d0, d1, d2, d3, 296 more" if draining else f"d0: {WHY}; d1: {WHY}; d2: {WHY}; d3: {WHY}; 296 more"
+    assert found.lacks(None).endswith(f"({named})")
+
+
+def test_a_router_that_restarts_says_who_is_not_ready_as_soon_as_that_one_registers(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    async def body() -> None:
+        router = await Router().start()
+        (worker,) = await fleet(FakeWorker((router.address,)), router=router)
+        worker.not_ready = WHY
+        await until(lambda: not router.engine.health().ready)
+        await router.stop()
+        caplog.clear()
+        router = await Router().start(int(router.address.rpartition(":")[2]))
+        await until(router.linked)
+        await asyncio.sleep(3 * FAST.heartbeat_s)
+        worker.not_ready = ""
+        await until(lambda: router.engine.health().ready)
+        await stop(router, worker)
+
+    run_quiet(body())
+    told = [record.getMessage() for record in caplog.records if record.name == "jdisagg.router.workers"]
+    (not_ready,) = (line for line in told if line.endswith(f"gets no requests until it is ready: {WHY}"))
+    (ready,) = (line for line in told if line.endswith(" is ready"))
+    assert told.index(not_ready) < told.index(ready)
 
 
 def test_what_is_more_useful_to_know_is_said_first() -> None:

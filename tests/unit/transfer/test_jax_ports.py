@@ -26,12 +26,42 @@ def test_a_port_that_nobody_listens_at_or_that_never_answers_is_unreachable(monk
             assert reason_of(taken) == "connection"
 
 
+def test_those_that_waited_for_a_try_that_failed_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests that begin in the same moment, one behind the other: the last one is not to wait for as many tries."""
+    monkeypatch.setattr(jax_server, "CONNECT_TIMEOUT_S", 0.5)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        with socket.create_connection(silent.getsockname()):
+            connection, began_s = transfer_servers()[1].connect(address_of(silent)), time.monotonic()
+            for uuid in range(20):
+                with pytest.raises(PieceError, match=r"has not answered for 0\.5 s") as raised:
+                    connection.begin(uuid, [], began_s + 30.0)
+                assert raised.value.reason == "unreachable"
+            assert time.monotonic() - began_s < 5.0, "twenty tries take ten"
+
+
+def test_an_offer_that_was_not_reached_was_not_pulled() -> None:
+    """It is asked for again, when the port is open."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        connection = transfer_servers()[1].connect(address_of(taken))
+        for _ in range(2):
+            with pytest.raises(PieceError) as raised:
+                connection.begin(1, [], time.monotonic() + 30.0)
+            assert raised.value.reason == "unreachable"
+
+
 def reason_of(peer: socket.socket, within_s: float = 30.0) -> str:
     """Why nothing is pulled from there."""
-    host, port = peer.getsockname()
     with pytest.raises(PieceError) as raised:
-        transfer_servers()[1].connect(f"{host}:{port}").begin(1, [], time.monotonic() + within_s)
+        transfer_servers()[1].connect(address_of(peer)).begin(1, [], time.monotonic() + within_s)
     return raised.value.reason
+
+
+def address_of(peer: socket.socket) -> str:
+    host, port = peer.getsockname()
+    return f"{host}:{port}"
 
 
 def without_descriptors(*_: object, **__: object) -> socket.socket:

@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from jdisagg.api.peer.link import PeerLink
+from jdisagg.api.peer.ports import Reached
 from jdisagg.handoff.identity import Identity
 from tests.unit.wire.peers import H1, H2, Decode, Prefill, opening
 from tests.unit.wire.rig import identity, run_quiet, until
@@ -154,6 +155,31 @@ def test_one_that_nobody_asks_again_is_not_down_for_good() -> None:
             assert not d.client.is_down(address), "only another hand-off would find out that it is there"
             d.client.offer(frozenset((address,)))
             assert d.client.is_down(address)
+        await d.client.aclose()
+
+    run_quiet(body())
+
+
+def test_an_answer_from_before_a_connection_broke_says_nothing_of_the_peer_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    proven, reach = asyncio.Event(), PeerLink.reach
+
+    async def late(link: PeerLink, theirs: Identity) -> Reached:
+        await proven.wait()
+        return await reach(link, theirs)
+
+    monkeypatch.setattr(PeerLink, "reach", late)
+
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.offer(frozenset((address,)))
+        link = d.client._link(address)
+        await until(lambda: link._hello is not None and link._hello.done())
+        await p.server.stop(0)
+        d.client._failed(link, "a stream broke")
+        proven.set()
+        await until(lambda: not d.client._presence._asking)
+        assert d.client.is_down(address)
         await d.client.aclose()
 
     run_quiet(body())
