@@ -66,10 +66,9 @@ _SERVER_OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """How a process proves who it is. None = plain text (a private network), nothing asked for, nothing sent."""
+    """How a process proves who it is, on connections in plain text (a private network). None = nothing asked for, nothing
+    sent."""
 
-    channel: grpc.ChannelCredentials | None = None
-    server: grpc.ServerCredentials | None = None
     api_key: str | None = field(default=None, repr=False)  # servers ask for it, channels send it
     client_api_key: str | None = field(default=None, repr=False)  # which servers take of clients
 
@@ -81,19 +80,13 @@ def open_channel(address: str, credentials: Credentials = INSECURE, *, reads_ahe
     """An asyncio channel to HOST:PORT; connects on first use. The caller closes it. `reads_ahead` False: of what this process
     has not read yet it holds 64 KiB, then the other side waits; gRPC alone lets that grow to megabytes."""
     options = _CHANNEL_OPTIONS if reads_ahead else (*_CHANNEL_OPTIONS, *_NO_READING_AHEAD)
-    if credentials.channel is None:
-        channel = grpc.aio.insecure_channel(address, options=options)
-    else:
-        channel = grpc.aio.secure_channel(address, credentials.channel, options=options)
+    channel = grpc.aio.insecure_channel(address, options=options)
     return cast(grpc.aio.Channel, KeyedChannel(channel, credentials.api_key)) if credentials.api_key else channel
 
 
 def open_blocking_channel(address: str, credentials: Credentials = INSECURE) -> grpc.Channel:
     """A channel for a plain thread. The caller closes it."""
-    if credentials.channel is None:
-        channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    else:
-        channel = grpc.secure_channel(address, credentials.channel, options=_CHANNEL_OPTIONS)
+    channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
     return cast(grpc.Channel, KeyedChannel(channel, credentials.api_key)) if credentials.api_key else channel
 
 
@@ -113,15 +106,12 @@ def make_server(credentials: Credentials = INSECURE) -> grpc.aio.Server:
     return grpc.aio.server(interceptors=[*guards, RequestGuard()], options=options)
 
 
-def bind(server: grpc.aio.Server, host: str = "127.0.0.1", port: int = 0, credentials: Credentials = INSECURE) -> str:
+def bind(server: grpc.aio.Server, host: str = "127.0.0.1", port: int = 0) -> str:
     """Bind before `start`; port 0 picks a free one. Returns HOST:PORT as bound; raises ConfigError when it is taken."""
     wanted = join_address(host, port)
     listen(host, port, flag="--grpc-port").close()  # says why not; gRPC does not
     try:
-        if credentials.server is None:
-            bound = server.add_insecure_port(wanted)
-        else:
-            bound = server.add_secure_port(wanted, credentials.server)
+        bound = server.add_insecure_port(wanted)
     except RuntimeError:
         bound = 0
     if bound == 0:

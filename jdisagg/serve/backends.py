@@ -6,9 +6,8 @@
     shm     shm, falling back to grpc
     jax     JAX's transfer server, falling back to grpc; both sides must ask for it
 
-D's order of preference decides. A backend that cannot start here is not offered, and the log says why; `auto` leaves tcp out
-without a word where connections are encrypted. A new one is a case of `_publisher` and `_fetcher`, of `_hello` if there is more
-to say than its name, and a name in _ORDER.
+D's order of preference decides. A backend that cannot start here is not offered, and the log says why. A new one is a case of
+`_publisher` and `_fetcher`, of `_hello` if there is more to say than its name, and a name in _ORDER.
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ _ORDER = {
 class PrefillBackends:
     """P's halves, and what Hello says of them."""
 
-    def __init__(self, core: Core, host: str, credentials: Credentials, drill: TransferDrill) -> None:
+    def __init__(self, core: Core, host: str, drill: TransferDrill) -> None:
         """Start them; peers reach those that listen at `host`."""
         self.store = PieceStore()  # what PeerService.Fetch reads
         self.num_executables = 0
         self._core = core
         self._host = host
         self._endpoints: dict[str, str] = {}  # of backends with a port of their own
-        started = _started(core, credentials, lambda name: drill.publisher(self._publisher(name)))
+        started = _started(core, lambda name: drill.publisher(self._publisher(name)))
         self.publishers = PublisherSet([publisher for _, publisher in started])
         self.offered = [replace(hello, endpoint=self._endpoints.get(hello.name)) for hello, _ in started]
 
@@ -106,7 +105,7 @@ class DecodeBackends:
         self._buffers = Buffers()
         self._connected: list[GrpcByteSource | TcpSource] = []  # a read from a dead peer ends with its connection
         post = core.inbox.post
-        started = _started(core, credentials, lambda name: drill.fetcher(partial(self._fetcher, name), post))
+        started = _started(core, lambda name: drill.fetcher(partial(self._fetcher, name), post))
         self.fetcher = FetcherSet([fetcher for _, fetcher in started], post)
         self.offered = [hello for hello, _ in started]
         self.closers: list[Callable[[], None]] = [*(source.close for source in self._connected), self.fetcher.close]
@@ -146,17 +145,12 @@ class DecodeBackends:
         return host_fetcher(name, self._drill.byte_source(source), self._target, post, self._buffers)
 
 
-def _started(core: Core, credentials: Credentials, start: Callable[[str], Half]) -> list[tuple[Backend, Half]]:
+def _started(core: Core, start: Callable[[str], Half]) -> list[tuple[Backend, Half]]:
     """What can be started here, in order of preference, with what Hello says of it."""
     choice = core.config.transfer.kv_transfer_backend
-    encrypts = credentials.channel is not None or credentials.server is not None
     started: list[tuple[Backend, Half]] = []
     for name in _ORDER[choice]:
-        if name == "tcp" and encrypts and choice == "auto":
-            continue
         try:
-            if name == "tcp" and encrypts:
-                raise Unsupported("it sends KV as it is, and this worker encrypts")
             started.append((_hello(name), start(name)))
         except (Unsupported, OSError) as error:
             log.warning("transfer backend %s is not offered: %s", name, error)

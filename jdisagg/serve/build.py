@@ -69,7 +69,7 @@ def build_deployment(
 
 def _add_prefill(deployment: Deployment, address: str, credentials: Credentials, drill: TransferDrill) -> None:
     core = deployment.core
-    backends = PrefillBackends(core, _host(address), credentials, drill)
+    backends = PrefillBackends(core, _host(address), drill)
     deployment.num_executables += backends.num_executables
     deployment.peer_server = PeerServer(
         core.identity(backends.offered),

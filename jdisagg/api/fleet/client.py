@@ -78,8 +78,7 @@ class FleetClient:
         self._failed = asyncio.Event()  # some router does not answer
         self._tasks: set[asyncio.Task[None]] = set()
         self._keep_wanted()
-        if credentials.channel is None:  # what is encrypted is known by its name
-            self._start(self._follow_names())
+        self._start(self._follow_names())
 
     def registered(self) -> dict[str, bool]:
         """Routers, and whether each knows us as far as we know."""

@@ -9,11 +9,10 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import jax
 import pytest
 
-from jdisagg.api.channels import INSECURE, Credentials
+from jdisagg.api.channels import INSECURE
 from jdisagg.core.config import Config, ServerConfig, TransferConfig
 from jdisagg.core.drill import Drill
 from jdisagg.handoff.identity import Backend
@@ -23,10 +22,6 @@ from jdisagg.transfer.drill import TransferDrill
 from jdisagg.transfer.target import PieceTarget
 
 DRILL = TransferDrill(Drill())
-ENCRYPTING = (
-    Credentials(channel=grpc.ssl_channel_credentials()),
-    Credentials(server=grpc.ssl_server_credentials([(b"key", b"certificate")])),
-)
 
 
 class Worker:
@@ -35,19 +30,17 @@ class Worker:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
 
-    def prefill(
-        self, choice: str, *, credentials: Credentials = INSECURE, bind: str = "127.0.0.1", host: str = ""
-    ) -> PrefillBackends:
-        halves = PrefillBackends(core(choice, bind), host or bind, credentials, DRILL)
+    def prefill(self, choice: str, *, bind: str = "127.0.0.1", host: str = "") -> PrefillBackends:
+        halves = PrefillBackends(core(choice, bind), host or bind, DRILL)
         self._stack.callback(halves.publishers.close)
         return halves
 
-    def decode(self, choice: str, *, credentials: Credentials = INSECURE) -> DecodeBackends:
+    def decode(self, choice: str) -> DecodeBackends:
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         target = PieceTarget(
             sharding=sharding, dtype="float32", chunk_tokens=8, num_layers=1, num_kv_heads=1, features=4
         )  # fmt: skip
-        halves = DecodeBackends(core(choice), target, "127.0.0.1", credentials, DRILL)
+        halves = DecodeBackends(core(choice), target, "127.0.0.1", INSECURE, DRILL)
         for close in halves.closers:
             self._stack.callback(close)
         return halves
@@ -92,19 +85,6 @@ def test_p_alone_says_where_its_port_is_and_only_tcp_has_one(worker: Worker, bin
     socket.create_connection((bind.strip("[]"), int(port)), timeout=5).close()
     assert set(of_p.values()) == {None}
     assert {backend.endpoint for backend in worker.decode("auto").offered} == {None}
-
-
-@pytest.mark.parametrize("credentials", ENCRYPTING, ids=["channel", "server"])
-def test_a_worker_that_encrypts_has_no_tcp_and_says_so_when_it_was_asked_for(
-    worker: Worker, credentials: Credentials, caplog: pytest.LogCaptureFixture
-) -> None:
-    for halves in (worker.prefill("auto", credentials=credentials), worker.decode("auto", credentials=credentials)):
-        assert names(halves.offered) == ("shm", "grpc")
-    assert caplog.messages == []
-    for halves in (worker.prefill("tcp", credentials=credentials), worker.decode("tcp", credentials=credentials)):
-        assert names(halves.offered) == ("grpc",)
-    line = "transfer backend tcp is not offered: it sends KV as it is, and this worker encrypts"
-    assert caplog.messages == [line, line]
 
 
 @pytest.mark.parametrize(("choice", "left"), [("auto", ("shm", "grpc")), ("tcp", ("grpc",))])
