@@ -201,6 +201,7 @@ class Workers:
             if entry.member.decodes and entry.key not in self._links and entry.retry_at_s <= now_s:
                 self._links[entry.key] = self._link_to(
                     entry.member.address,
+                    epoch=entry.member.epoch,
                     on_up=partial(self._up, entry),
                     on_down=partial(self._down, entry),
                     on_load=partial(self.fleet.tell_load, entry),

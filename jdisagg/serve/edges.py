@@ -67,7 +67,7 @@ class Edges:
             edge = make_edge(self.engine, text, config.server, config.model, metrics, grammars=deployment.gate)
             generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)
             worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-                WorkerService(self.engine, config.transfer, core.grammars), server
+                WorkerService(self.engine, config.transfer, core.grammars, worker=core.worker, epoch=core.epoch), server
             )
         if deployment.peer_server is not None:
             names.append("PeerService")

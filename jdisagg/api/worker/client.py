@@ -44,6 +44,7 @@ class WorkerLink:
         self,
         address: str,
         *,
+        epoch: str = "",
         config: TransferConfig,
         step_timeout_s: float,
         on_outputs: Callable[[list[Output]], None],
@@ -55,10 +56,10 @@ class WorkerLink:
         credentials: Credentials = INSECURE,
         router: str = "",
     ) -> None:
-        """Connects at once, in the background. Callbacks run on the loop and must not block; `on_load` comes before the outputs
-        of the same message, with the number of requests that are cancelled and that the worker still counts. `router`: a name
-        of this process, by which the worker knows a replay of its own request from somebody else's request of the same id.
-        `on_quiet`, `waits`: see Pulse."""
+        """Connects at once, in the background, to the process of that `epoch` ("" = whichever is there). Callbacks run on the
+        loop and must not block; `on_load` comes before the outputs of the same message, with the number of requests that are
+        cancelled and that the worker still counts. `router`: a name of this process, by which the worker knows a replay of its
+        own request from somebody else's request of the same id. `on_quiet`, `waits`: see Pulse."""
         self.address = address
         self.answered = False
         self._on_outputs = on_outputs
@@ -67,7 +68,7 @@ class WorkerLink:
         self._on_down = on_down
         self._on_load = on_load
         self._pulse = Pulse(heartbeat_s=config.heartbeat_s, dead_after_s=config.dead_after_s, on_quiet=on_quiet, waits=waits)
-        self._first = worker_pb2.RunRequest(router=router, opened=monotonic_ns())
+        self._first = worker_pb2.RunRequest(router=router, opened=monotonic_ns(), epoch=epoch)
         self._live: dict[str, int] = {}  # request id -> attempt
         self._submits: deque[EngineRequest] = deque()  # long ones take time to encode, and thousands fit no message
         self._cancels: list[worker_pb2.Cancel] = []

@@ -7,7 +7,8 @@
 
 When the stream ends, by any cause, every request that came on it and is not finished is cancelled. A router that says nothing
 is waited for: nobody else can go on with its requests, and where it or its network only paused nothing is lost. One that opens
-another stream has given up the first.
+another stream has given up the first. One that means another process, since that advertises an address which leads here, is
+told so, and opens nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from jdisagg.api.codec import decode_request, encode_output
 from jdisagg.api.fleet.codec import encode_load
 from jdisagg.api.in_order import InOrder
 from jdisagg.api.pulse import Pulse, cancel_and_wait
+from jdisagg.api.status_details import end_call
 from jdisagg.api.worker.output_backlog import OutputBacklog
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import RequestError
@@ -64,9 +66,19 @@ class WorkerEngine(Protocol):
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     """Add it to a grpc.aio server with `add_WorkerServiceServicer_to_server`."""
 
-    def __init__(self, engine: WorkerEngine, config: TransferConfig, grammars: Grammars | None = None) -> None:
-        """`grammars`: the engine's."""
+    def __init__(
+        self,
+        engine: WorkerEngine,
+        config: TransferConfig,
+        grammars: Grammars | None = None,
+        *,
+        worker: str = "",
+        epoch: str = "",
+    ) -> None:
+        """`grammars`: the engine's. `worker` and `epoch` are as routers know this process; "" = it takes whatever comes."""
         self._engine = engine
+        self._worker = worker
+        self._epoch = epoch
         self._grammars = grammars
         self._config = config
         self._runs: dict[str, _RunStream] = {}  # by router, the newest
@@ -79,7 +91,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Run(self, request_iterator: AsyncIterator[worker_pb2.RunRequest], context: grpc.aio.ServicerContext) -> None:
         """Serve one router until it goes away."""
-        run = _RunStream(self._engine, asyncio.get_running_loop(), self._supersede, self._grammars)
+        run = _RunStream(self._engine, asyncio.get_running_loop(), self._open, self._grammars)
         silence_s = max(self._config.lease_s, self._config.dead_after_s)
         pulse = Pulse(heartbeat_s=self._config.heartbeat_s, dead_after_s=silence_s)
         read = asyncio.create_task(run.read(request_iterator, pulse))
@@ -94,6 +106,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 del self._runs[run.router]
             run.end()
             await cancel_and_wait(read, write, beat)
+        if run.is_meant is False:
+            end_call(context, grpc.StatusCode.FAILED_PRECONDITION, f"this is {self._worker}, and another process is meant")
         for task in done & {read, write}:
             error = task.exception()
             if error is not None and not isinstance(error, grpc.aio.BaseError):
@@ -101,8 +115,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         if done == {beat}:
             log.warning("router %s: no heartbeat for %.2f s; its requests are cancelled", context.peer(), silence_s)
 
-    def _supersede(self, run: _RunStream) -> None:
+    def _open(self, run: _RunStream, first: worker_pb2.RunRequest) -> None:
         """The router of `run` has opened it, and so given up those before. It may itself be one whose first message is late."""
+        run.is_meant = not (first.epoch and self._epoch) or first.epoch == self._epoch
+        if not run.is_meant or not first.router:
+            return
+        run.router, run.opened = first.router, first.opened
         other = self._runs.get(run.router)
         given_up, newest = (run, other) if other is not None and 0 < run.opened < other.opened else (other, run)
         if given_up is not None and not given_up.superseded.done():
@@ -117,15 +135,16 @@ class _RunStream:
         self,
         engine: WorkerEngine,
         loop: asyncio.AbstractEventLoop,
-        on_router: Callable[[_RunStream], None],
+        on_first: Callable[[_RunStream, worker_pb2.RunRequest], None],
         grammars: Grammars | None,
     ) -> None:
         self.router = ""
         self.opened = 0  # as the router counts its streams
+        self.is_meant: bool | None = None  # whether the router means this process; None: it has not said anything yet
         self.superseded: asyncio.Future[None] = loop.create_future()
         self._engine = engine
         self._loop = loop
-        self._on_router = on_router
+        self._on_first = on_first
         self._grammars = grammars
         self._live: dict[tuple[str, int], Compiled | None] = {}  # by request id and attempt; its grammar is held
         self._compiling: dict[tuple[str, int], asyncio.Task[None]] = {}  # those of `_live` that the engine does not know yet
@@ -133,18 +152,19 @@ class _RunStream:
         self._encoded = InOrder(encode_output, self._append)
         self._heartbeat_due = True
         self._wake = asyncio.Event()
-        self._wake.set()  # the first message goes out at once: the router learns that we are there
+        self._begun = asyncio.Event()
         self._sink = self._take_outputs  # one object: the engine groups a tick's outputs by sink
 
     async def read(self, requests: AsyncIterator[worker_pb2.RunRequest], pulse: Pulse) -> None:
         """Hand submits and cancels to the engine."""
         async for message in requests:
             pulse.heard()
-            if message.router and not self.router:
-                self.router, self.opened = message.router, message.opened
-                self._on_router(self)
-                if self.superseded.done():
+            if self.is_meant is None:
+                self._on_first(self, message)
+                if self.superseded.done() or not self.is_meant:
                     return
+                self._begun.set()
+                self._wake.set()  # an answer at once: the router learns that we are there
             for cancel in message.cancels:
                 self._forget((cancel.request_id, cancel.attempt))
                 self._engine.cancel(cancel.request_id, cancel.attempt, self._sink, enough=cancel.enough)
@@ -152,8 +172,9 @@ class _RunStream:
                 self._submit(submit.request)
 
     async def write(self, context: grpc.aio.ServicerContext) -> None:
-        """One message per wake-up with everything there is, or several; while one waits to be taken, the next gathers. Raises
-        once outputs were lost on their way here."""
+        """Once the router has spoken, one message per wake-up with everything there is, or several; while one waits to be
+        taken, the next gathers. Raises once outputs were lost on their way here."""
+        await self._begun.wait()
         while True:
             await self._wake.wait()
             self._wake.clear()

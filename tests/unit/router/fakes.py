@@ -107,7 +107,6 @@ class FakeWorker:
         self, routers: tuple[str, ...], role: Role = Role.DECODE, config: TransferConfig = FAST, **changes: Any
     ) -> None:
         self.engine = ArithmeticEngine()
-        self.service = WorkerService(self.engine, config)
         self.draining = False
         self.not_ready = ""
         self.prefill: dict[str, tuple[str, ...]] = {}  # by router, as last told
@@ -119,6 +118,7 @@ class FakeWorker:
             "max_model_len": 20_000,
             "name": "demo",
         } | changes
+        self.service = WorkerService(self.engine, config, worker="a fake", epoch=self._member["epoch"])
 
     @property
     def fingerprint(self) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 
 import pytest
 
+from jdisagg.core.requests import Output
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import ask, assert_whole, collect, stop
 from tests.unit.wire.rig import run_quiet, until
@@ -68,5 +70,35 @@ def test_a_worker_that_is_reached_again_is_no_longer_told_of(caplog: pytest.LogC
         await until(lambda: not router.engine.workers.members())
         assert router.engine.health().reason == NOBODY
         await router.stop()
+
+    run_quiet(body())
+
+
+def test_a_worker_whose_address_leads_to_another_one_is_told_of_and_takes_nothing_from_that(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def body() -> None:
+        router = await Router().start()
+        well = await FakeWorker((router.address,)).start()
+        await until(lambda: router.linked() == 1)
+        wrong = f"localhost:{well.port}"  # both names are of the same machine
+        lost = await FakeWorker((router.address,)).start(advertised=wrong)
+        asked, outputs = ask("r1", max_tokens=300), list[Output]()
+        answer = asyncio.create_task(collect(router, asked, outputs))
+        why = "this router does not reach it: FAILED_PRECONDITION: this is a fake, and another process is meant"
+        line = f"decode worker fake @ {wrong} has registered, and {why}"
+        await until(lambda: line in caplog.text)
+        await until(
+            lambda: f"router {router.address} does not reach this worker at {wrong}: FAILED_PRECONDITION" in caplog.text
+        )
+        await answer
+        assert_whole(asked, outputs)
+        assert router.replays() == 0
+        assert router.linked() == 1
+        assert "is lost" not in caplog.text
+        await lost.die()
+        await stop(router, well)
 
     run_quiet(body())

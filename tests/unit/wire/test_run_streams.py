@@ -112,6 +112,31 @@ def test_a_router_that_says_nothing_keeps_its_requests_for_a_lease(lease_s: floa
     run_quiet(body())
 
 
+def test_a_stream_that_means_another_process_is_told_so_and_gives_up_nothing() -> None:
+    async def body() -> None:
+        worker = await FakeWorker((), epoch="mine").start()
+        channel = channels.open_channel(worker.address)
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        right, wrong = stub.Run(), stub.Run()
+        submit = worker_pb2.Submit(
+            request=encode_request(request("r", sampling=SamplingParams(max_tokens=10_000)), monotonic())
+        )
+        await right.write(worker_pb2.RunRequest(submits=[submit], router="one", opened=7, epoch="mine"))
+        await until(lambda: worker.engine.live)
+        await wrong.write(worker_pb2.RunRequest(submits=[submit], router="one", opened=8, epoch="another's"))
+        with pytest.raises(grpc.aio.AioRpcError, match="this is a fake, and another process is meant") as raised:
+            await wrong.read()  # the first word of it
+        assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert len(worker.engine.seen) == 1
+        assert worker.engine.live
+        assert worker.service.num_streams == 1
+        right.cancel()
+        await channel.close()
+        await worker.die()
+
+    run_quiet(body())
+
+
 @pytest.mark.parametrize("newest_comes", ["first", "last"])
 def test_of_two_streams_of_a_router_the_one_it_opened_last_stays_whichever_is_heard_first(newest_comes: str) -> None:
     async def body() -> None:
