@@ -24,7 +24,6 @@ makes a new one.
 
 from __future__ import annotations
 
-import errno
 import importlib
 import secrets
 import socket
@@ -39,7 +38,7 @@ from typing import Any
 
 import jax
 
-from jdisagg.transfer.names import own_address_of
+from jdisagg.transfer.names import NO_WAY, own_address_of
 from jdisagg.transfer.target import PieceError
 
 NUM_ADDRESSES = 2  # sockets for bytes; equal on all workers of a version
@@ -52,7 +51,6 @@ CONNECT_TIMEOUT_S = 2.0
 SHUT_S = 0.2  # a try that failed speaks for the pulls that waited for it meanwhile
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.0001, 0.0005
 _MAX_REMEMBERED = 4096
-_UNREACHABLE = frozenset((errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH))
 _CANCEL_GRACE_S = 0.25  # a cancelled pull that ends by itself costs no connection
 
 
@@ -261,6 +259,6 @@ def _try(address: str, deadline_s: float) -> None:
         reason = "timeout" if left_s < CONNECT_TIMEOUT_S else "unreachable"
         raise PieceError(reason, f"{address} has not answered for {min(CONNECT_TIMEOUT_S, left_s):.1f} s") from error
     except OSError as error:
-        if error.errno in _UNREACHABLE:
+        if error.errno in NO_WAY:
             raise PieceError("unreachable", f"{address}: {error}") from error
         raise

@@ -193,7 +193,7 @@ class GrpcPeerClient:
             async with link.in_use():
                 try:
                     theirs = await link.hello(again=second)
-                    reached = await link.reach(theirs)
+                    reached = await link.reach(theirs, begins=True)
                 except HelloFailed as error:
                     self._failed(link, error.error.message, refuses=error.reason == "hello")
                     return StreamEnded(reason=error.reason, error=error.error)
@@ -269,7 +269,7 @@ class GrpcPeerClient:
         async with link.in_use():
             try:
                 theirs = await link.hello(again=True)
-                await link.reach(theirs)  # so that it is known before the first request
+                await link.reach(theirs, begins=False)  # so that it is known before the first request
                 self._answered(link)
             except HelloFailed as error:
                 self._failed(link, error.error.message, refuses=error.reason == "hello")

@@ -86,13 +86,14 @@ class PeerLink:
             self._hello = asyncio.create_task(self._say_hello())
         return await asyncio.shield(self._hello)
 
-    async def reach(self, theirs: Identity) -> Reached:
-        """What KV can come over from the worker that said this; waits at most `PATIENCE_S` to know. Raises HelloFailed."""
+    async def reach(self, theirs: Identity, *, begins: bool) -> Reached:
+        """What KV can come over from the worker that said this, in a hand-off if one `begins`; waits at most `PATIENCE_S` to
+        know. Raises HelloFailed."""
         try:
             agreed = agree(theirs, self._identity).backends
         except Incompatible as error:  # P thought otherwise: it is older or newer than this
             raise HelloFailed("hello", Unavailable(f"prefill peer {self.peer}: {error}")) from error
-        return await self._ports.reach(theirs, agreed)
+        return await self._ports.reach(theirs, agreed, begins=begins)
 
     def unreached(self, backend: str, why: str) -> None:
         """Nothing was reached over that backend: KV comes over others for a while."""

@@ -21,6 +21,7 @@ from jdisagg.transfer.names import Address, Names
 PROOF_TIMEOUT_S = 1.0
 PATIENCE_S = 0.1  # hand-offs wait so long for a proof of the backend they would begin with
 SOON_S, AGAIN_S = 1.0, 60.0  # until it is tried again: twice as long after each failure
+TRY_S = 10.0  # so long after one hand-off tries again what was left out, others follow: it may wait for its prompt first
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +42,34 @@ class Reached:
     pending: tuple[str, ...] = ()
 
 
+@dataclass(slots=True)
+class _LeftOut:
+    """A backend over which a hand-off reached nothing."""
+
+    why: str
+    until_s: float
+    is_tried: bool = False  # by one hand-off, which would have failed by `until_s`
+
+
 class PeerPorts:
     """Those of one P. Used on one event loop."""
 
     def __init__(self) -> None:
         self._proofs: dict[str, _Proof] = {}  # by endpoint
         self._endpoints: dict[str, str] = {}  # by backend, of those that have one
-        self._unreached: dict[str, tuple[str, float]] = {}  # by backend: why not, and until when it is not tried again
+        self._unreached: dict[str, _LeftOut] = {}  # by backend, of the others
         self._epoch: str | None = None  # of the process they are of
         self._names = Names()
 
-    async def reach(self, theirs: Identity, agreed: tuple[str, ...]) -> Reached:
-        """What of `agreed` can be used now. Nothing begins over a port that is not proven; as a fallback it is believed until
-        the proof has failed."""
+    async def reach(self, theirs: Identity, agreed: tuple[str, ...], *, begins: bool = True) -> Reached:
+        """What of `agreed` can be used now, by a hand-off if one `begins`. Nothing begins over a port that is not proven; as
+        a fallback it is believed until the proof has failed."""
         if theirs.epoch != self._epoch:
             self._epoch = theirs.epoch
             self._end()
             self._unreached = {}
         self._endpoints = {b.name: b.endpoint for b in theirs.backends if b.endpoint is not None}
-        given_up = self._given_up(agreed)
+        given_up = self._given_up(agreed, begins=begins)
         agreed = tuple(name for name in agreed if name not in {port.backend for port in given_up}) or agreed
         ports = {name: self._proof(endpoint) for name, endpoint in self._endpoints.items() if name in agreed}
         if (first := ports.get(agreed[0])) is not None:
@@ -74,16 +84,27 @@ class PeerPorts:
         """A hand-off reached nothing over it. A port of its own is used again as soon as it accepts a connection."""
         endpoint = self._endpoints.get(backend)
         if endpoint is None:
-            self._unreached[backend] = (why, asyncio.get_running_loop().time() + AGAIN_S)
+            self._unreached[backend] = _LeftOut(why, asyncio.get_running_loop().time() + AGAIN_S)
         elif (proof := self._proofs.get(endpoint)) is None or proof.why is None:  # else that is known, and being tried
             if proof is not None:
                 proof.task.cancel()
             self._proofs[endpoint] = _Proof(endpoint, self._names, why)
 
-    def _given_up(self, agreed: tuple[str, ...]) -> list[Unreachable]:
-        now_s = asyncio.get_running_loop().time()
-        self._unreached = {name: (why, until_s) for name, (why, until_s) in self._unreached.items() if until_s > now_s}
-        return [Unreachable(name, "", why) for name, (why, _) in self._unreached.items() if name in agreed]
+    def _given_up(self, agreed: tuple[str, ...], *, begins: bool) -> list[Unreachable]:
+        return [Unreachable(name, "", self._unreached[name].why) for name in agreed if self._is_left_out(name, begins=begins)]
+
+    def _is_left_out(self, backend: str, *, begins: bool) -> bool:
+        """When its time is over one hand-off tries it again, and unless it fails the others do after a while."""
+        now_s, left_out = asyncio.get_running_loop().time(), self._unreached.get(backend)
+        if left_out is None:
+            return False
+        if left_out.until_s > now_s or not (begins or left_out.is_tried):
+            return True
+        if left_out.is_tried:
+            del self._unreached[backend]
+        else:
+            left_out.is_tried, left_out.until_s = True, now_s + TRY_S
+        return False
 
     async def close(self) -> None:
         """Stop trying."""

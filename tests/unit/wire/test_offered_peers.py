@@ -163,9 +163,9 @@ def test_one_that_nobody_asks_again_is_not_down_for_good() -> None:
 def test_an_answer_from_before_a_connection_broke_says_nothing_of_the_peer_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     proven, reach = asyncio.Event(), PeerLink.reach
 
-    async def late(link: PeerLink, theirs: Identity) -> Reached:
+    async def late(link: PeerLink, theirs: Identity, *, begins: bool) -> Reached:
         await proven.wait()
-        return await reach(link, theirs)
+        return await reach(link, theirs, begins=begins)
 
     monkeypatch.setattr(PeerLink, "reach", late)
 

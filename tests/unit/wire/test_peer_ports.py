@@ -181,6 +181,37 @@ def test_a_port_is_tried_again_soon_and_then_more_and_more_seldom(firewall: Fire
     assert pauses_s[:9] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
 
 
+def test_one_hand_off_tries_again_what_was_left_out_and_the_others_follow_when_it_was_not_in_vain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each that tries a port that is shut waits for seconds."""
+    monkeypatch.setattr(peer_ports, "AGAIN_S", 0.1)
+    monkeypatch.setattr(peer_ports, "TRY_S", 60.0)
+
+    async def body() -> None:
+        ports, agreed = PeerPorts(), ("jax", "grpc")
+        theirs = identity(backends=(Backend(name="jax"), GRPC))
+
+        async def over(*, begins: bool = True) -> tuple[str, ...]:
+            return (await ports.reach(theirs, agreed, begins=begins)).backends
+
+        assert await over() == agreed
+        for _ in range(2):
+            ports.unreached("jax", "timed out")
+            await asyncio.sleep(0.2)
+            assert await over(begins=False) == ("grpc",), "who only asks whether the peer is there tries nothing"
+            assert [await over() for _ in range(3)] == [agreed, ("grpc",), ("grpc",)]
+        monkeypatch.setattr(peer_ports, "TRY_S", 0.1)
+        ports.unreached("jax", "timed out")
+        await asyncio.sleep(0.2)
+        assert await over() == agreed
+        await asyncio.sleep(0.2)
+        assert [await over(begins=begins) for begins in (False, True, True)] == [agreed] * 3
+        await ports.close()
+
+    run_quiet(body())
+
+
 def test_the_only_backend_is_used_whatever_its_proof_says(refusing: str) -> None:
     assert reaching(tcp(refusing), agreed=("tcp",)).backends == ("tcp",)
 

@@ -123,6 +123,7 @@ def test_a_stream_that_means_another_process_is_told_so_and_gives_up_nothing() -
         )
         await right.write(worker_pb2.RunRequest(submits=[submit], router="one", opened=7, epoch="mine"))
         await until(lambda: worker.engine.live)
+        await pause(3 * FAST.heartbeat_s)
         await wrong.write(worker_pb2.RunRequest(submits=[submit], router="one", opened=8, epoch="another's"))
         with pytest.raises(grpc.aio.AioRpcError, match="this is a fake, and another process is meant") as raised:
             await wrong.read()  # the first word of it
