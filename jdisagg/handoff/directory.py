@@ -43,5 +43,5 @@ class PrefillDirectory:
         if any(failures.get(peer) == "" for peer in self.static) or any(not failures.get(peer) for peer in self.told):
             return ""
         whys = [f"{peer}: {why.removeprefix(f'prefill peer {peer}: ')}" for peer, why in failures.items() if why]
-        nobody = "none has answered yet" if self.static else "no router knows one"
+        nobody = "none has answered yet" if self.static else "no router knows one that pairs with this worker"
         return f"no usable prefill worker ({first_of(whys, '; ') or nobody})"

@@ -16,7 +16,7 @@ import hashlib
 from weakref import WeakValueDictionary
 
 from jdisagg.core.errors import AddressTaken
-from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member, Report, State
+from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member, Report, Standing, State
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, RunStream
 from jdisagg.router.longest import Longest
@@ -27,6 +27,7 @@ from jdisagg.router.worker_cache import Key, WorkerCache
 
 NEAR_SHARE = 1.25  # of the least busy one's requests, that one which may have cached a part of the prompt may have, and besides
 NEAR_LEAST, NEAR_TOKENS, NEAR_MOST = 2, 512, 8  # two, and one for each 512 tokens of that part, eight at most
+NO_PARTNER = "no prefill worker pairs with it (--local-prefill never)"
 AGAIN_SHARE = 0.25  # of what is computed a second time counts once more where all are busy: those that come later wait for it
 
 
@@ -136,12 +137,31 @@ class Fleet:
         return sum(entry.member.draining for entry in self._there(role))
 
     def count_in(self, role: Role, state: State, now_s: float) -> int:
-        """Workers of a role that have registered and are in that state, see `Entry.standing`."""
-        return sum(entry.member.role is role and entry.standing(now_s).state is state for entry in self._entries.values())
+        """Workers of a role that have registered and are in that state."""
+        return sum(entry.member.role is role and self.standing(entry, now_s).state is state for entry in self._entries.values())
+
+    def standing(self, entry: Entry, now_s: float) -> Standing:
+        """What is made of one of them, for operators."""
+        found = entry.standing(now_s)
+        is_well = found.state in (State.SERVING, State.SUSPECT)
+        return (
+            dataclasses.replace(found, state=State.NOT_READY, why=NO_PARTNER)
+            if is_well and self._lacks_partner(entry)
+            else found
+        )
 
     def _there(self, role: Role) -> list[Entry]:
         entries = [entry for entry in self._entries.values() if entry.member.role is role]
-        return [entry for entry in entries if not entry.member.decodes or (entry.serves and not entry.member.not_ready)]
+        return [entry for entry in entries if not entry.member.decodes or (entry.serves and not self._is_idle(entry))]
+
+    def _is_idle(self, entry: Entry) -> bool:
+        """It gets no requests, by its own word or since it has nobody to compute prompts."""
+        return bool(entry.member.not_ready) or self._lacks_partner(entry)
+
+    def _lacks_partner(self, entry: Entry) -> bool:
+        return entry.member.needs_prefill and all(
+            peer.member.card.fingerprint != entry.member.card.fingerprint for peer in self._prefill()
+        )
 
     def choose(
         self,

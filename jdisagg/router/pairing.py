@@ -23,8 +23,10 @@ class PairingWatch:
     def look(self, members: Sequence[Member], now_s: float) -> str | None:
         """What to tell the operator, or None."""
         there = [member for member in members if not member.draining]
-        ps, ds = ([m for m in there if m.role is role] for role in (Role.PREFILL, Role.DECODE))
-        ps, ds = _without_partner(ps, ds), _without_partner(ds, ps)
+        all_ps, all_ds = ([m for m in there if m.role is role] for role in (Role.PREFILL, Role.DECODE))
+        ps, ds = _without_partner(all_ps, all_ds), _without_partner(all_ds, all_ps)
+        if not ps:  # the other decode workers have them all: who computes prompts itself does without
+            ps, ds = all_ps, [d for d in ds if d.needs_prefill]
         lonely = frozenset((m.address, m.epoch) for m in (*ps, *ds)) if ps and ds else frozenset()
         if lonely != self._lonely:
             self._lonely, self._since_s = lonely, now_s

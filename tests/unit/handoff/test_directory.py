@@ -75,7 +75,7 @@ def test_one_request_tries_those_that_are_reached_however_many_are_not() -> None
 @pytest.mark.parametrize(
     ("static", "told", "failures", "reason"),
     [
-        ((), (), {}, "no router knows one"),
+        ((), (), {}, "no router knows one that pairs with this worker"),
         ((), ("p:1",), {}, ""),
         ((), ("p:1",), {"p:1": ""}, ""),
         ((), ("p:1", "p:2"), {"p:1": "frozen"}, ""),

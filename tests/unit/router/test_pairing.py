@@ -70,6 +70,17 @@ def test_what_differs_between_workers_that_stay_apart_is_told(members: tuple[Mem
     assert f" do not pair: {differing} must be the same on both; " in said
 
 
+def test_a_decode_worker_that_never_computes_prompts_is_named_where_others_have_all_the_prefill_workers() -> None:
+    watch, needy = PairingWatch(), replace(D, needs_prefill=True)
+    members = (P, PAIRED, needy)
+    assert watch.look(members, 0.0) is None
+    said = watch.look(members, SETTLE_S)
+    assert said is not None
+    assert said.startswith("prefill worker pid 1 @ h:1 (fingerprint ffffffffffff) and decode worker pid 2 @ h:2 (")
+    assert said.endswith("they serve nothing")
+    assert watch.look(members, 5 * SETTLE_S) is None
+
+
 def test_another_set_is_named_again_and_so_is_the_same_one_after_it_paired() -> None:
     watch, other = PairingWatch(), replace(P, epoch="b")
     assert watch.look((P, D), 0.0) is watch.look((P, PAIRED), 1.0) is None

@@ -101,7 +101,7 @@ def test_of_many_that_are_not_there_a_few_are_named(draining: bool) -> None:
     for number in range(300):
         one = member(MEMBER, address=f"h:{number}", worker=f"d{number}", role=Role.DECODE, not_ready=WHY, draining=draining)
         found.register(one, 10.0)
-        found.link(found.entries()[-1], 10.0, again=False)
+        found.link(found.entries()[-1], 10.0)
     named = "d0, d1, d2, d3, 296 more" if draining else f"d0: {WHY}; d1: {WHY}; d2: {WHY}; d3: {WHY}; 296 more"
     assert found.lacks(None).endswith(f"({named})")
 

@@ -9,7 +9,9 @@ import pytest
 from jdisagg.core.fleet import SUSPECT_S, Standing, State
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, RunStream
+from jdisagg.router.fleet import NO_PARTNER, Fleet
 from tests.unit.router.test_late_registrations import MEMBER
+from tests.unit.wire.rig import member
 
 NOW_S = 10.0
 
@@ -58,3 +60,20 @@ def test_a_worker_that_is_about_to_end_is_draining_whatever_else_is_the_matter(l
     entry = worker(linked=linked, draining=True, not_ready="no prefill worker")
     entry.why_unreached = "UNAVAILABLE"
     assert entry.standing(NOW_S) == Standing(State.DRAINING, "", 0)
+
+
+@pytest.mark.parametrize("partner", ["none", "of other weights", "draining", "there"])
+def test_a_decode_worker_that_never_computes_prompts_is_ready_where_a_prefill_worker_pairs_with_it(partner: str) -> None:
+    fleet = Fleet(dead_after_s=1.0)
+    needy = replace(MEMBER, role=Role.DECODE, needs_prefill=True)
+    peer = member(MEMBER, role=Role.PREFILL, address="p:1", draining=partner == "draining")
+    fleet.register(needy, NOW_S)
+    if partner != "none":
+        fleet.register(member(peer, fingerprint="others") if partner == "of other weights" else peer, NOW_S)
+    entry = fleet.entries()[0]
+    fleet.link(entry, NOW_S)
+    is_ready = partner == "there"
+    state, why = (State.SERVING, "") if is_ready else (State.NOT_READY, NO_PARTNER)
+    assert fleet.standing(entry, NOW_S) == Standing(state, why, 0)
+    assert fleet.count(Role.DECODE) == is_ready
+    assert fleet.count_in(Role.DECODE, State.NOT_READY, NOW_S) == (not is_ready)

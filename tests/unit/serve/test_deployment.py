@@ -121,7 +121,13 @@ def test_routers_are_told_how_much_its_prefix_cache_holds(enabled: bool, cache_t
 @pytest.mark.parametrize(
     ("policy", "told", "failures", "ready", "cannot"),
     [
-        ("never", (), {}, "no usable prefill worker (no router knows one)", ""),  # which the router knows
+        (
+            "never",
+            (),
+            {},
+            "no usable prefill worker (no router knows one that pairs with this worker)",
+            "",
+        ),  # which the router knows
         ("never", ("p:1",), {}, "", ""),
         ("never", ("p:1",), {"p:1": "gone"}, "no usable prefill worker (p:1: gone)", "no usable prefill worker (p:1: gone)"),
         ("never", ("p:1", "p:2"), {"p:1": "gone", "p:2": ""}, "", ""),
