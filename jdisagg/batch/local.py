@@ -28,7 +28,7 @@ from jdisagg.serve.text_edge import TextModel, make_edge, read_text_model
 async def open_local(config: Config, timeout: httpx.Timeout) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a fresh engine (unified or colocated), compiled and tested; the engine ends with the context."""
     metrics, worker, loop = Metrics(), f"pid {os.getpid()}", asyncio.get_running_loop()
-    text = read_text_model(resolve_model(config.model.model))
+    text = read_text_model(resolve_model(config.model.model, weights=False))
     deployment = await asyncio.to_thread(
         build_deployment, config, metrics, worker, loop, exit_on_crash, tokenizer=text.tokenizer
     )
