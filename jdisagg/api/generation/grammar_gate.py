@@ -98,8 +98,11 @@ class GrammarGate:
 
     async def _ask(self, grammar: Grammar) -> str:
         for _ in range(_MOST_TRIES):
-            with suppress(_Ended):
-                return await self._ask_once(grammar)
+            try:
+                with suppress(_Ended):
+                    return await self._ask_once(grammar)
+            except RuntimeError as error:  # no thread is left
+                raise Unavailable(f"{_NOBODY}: {error}") from error
         raise Unavailable(f"{_NOBODY}: something ends it again and again")
 
     async def _ask_once(self, grammar: Grammar) -> str:
