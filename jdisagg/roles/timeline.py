@@ -21,7 +21,7 @@ class Timeline:
         self.record = RequestRecord(metrics, request, arrived_s, slow_s)
         self._metrics = metrics
         self._num_prompt_tokens = 0 if request.choice else len(request.prompt_token_ids)  # choices share one prompt
-        self._arrived_s = arrived_s
+        self._arrived_s = arrived_s if request.arrived_s is None else request.arrived_s  # its text may have waited
         self._deadline_s = request.deadline_s
         self._last_s: float | None = None
         self._num_tokens = 0

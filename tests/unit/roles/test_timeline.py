@@ -66,3 +66,11 @@ def test_a_stall_is_one_gap_though_many_tokens_end_it_at_once() -> None:
     assert gaps["1.0"] == 63
     assert gaps["2.5"] == gaps["jdisagg_inter_token_latency_seconds_count"] == 64
     assert gaps["jdisagg_inter_token_latency_seconds_sum"] == 2.0
+
+
+def test_the_first_token_is_waited_for_since_the_request_entered_the_process() -> None:
+    """Long before an engine hears of it, where texts, grammars or the first worker were waited for."""
+    metrics = Metrics()
+    asked = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(), deadline_s=100.0, arrived_s=84.0)
+    Timeline(metrics, asked, 90.0).delivered(Output(request_id="r", token_ids=(5,)), 91.0)
+    assert metrics.requests.ttft_seconds._sum.get() == 7.0
