@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import logging
 from collections.abc import AsyncIterator
 from time import monotonic
@@ -150,6 +151,23 @@ def test_the_log_says_when_a_peer_that_was_down_is_there_and_does_not_pair(
         await d.client.aclose()
 
     run_quiet(body())
+
+
+def test_a_bug_that_ends_a_stream_is_in_the_log_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    async def buggy(*_: object) -> None:
+        raise ValueError("a bug")
+
+    async def body() -> None:
+        d = Decode()
+        monkeypatch.setattr(d.client, "_live", buggy)
+        d.client.open("127.0.0.1:1", H1, opening())
+        await until(lambda: d.ends(H1) == ["dead"])
+        await asyncio.sleep(0)
+        gc.collect()
+        await d.client.aclose()
+
+    run_quiet(body())
+    assert [str(record.exc_info and record.exc_info[1]) for record in caplog.records if record.exc_info] == ["a bug"]
 
 
 def test_the_log_says_once_over_what_kv_comes(caplog: pytest.LogCaptureFixture):
