@@ -158,11 +158,6 @@ class LaneFetcher:
         for lane in lanes.values():
             lane.join(CLOSE_TIMEOUT_S)
 
-    @property
-    def num_lanes(self) -> int:
-        """Threads."""
-        return len(self._lanes)
-
     def _lane(self, peer: str) -> Lane:
         """The peer's, started if there is none."""
         lane = self._lanes.pop(peer, None)
