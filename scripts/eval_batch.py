@@ -59,7 +59,7 @@ def main() -> int:
             parser.error(f"--json: cannot write {str(args.json)!r}: {error.strerror}; choose another")
     task = TASKS[args.kind]
     try:
-        directory = resolve_model(args.model)
+        directory = resolve_model(args.model, weights=False)
         tokenizer = Tokenizer.from_directory(directory)
         examples = load_examples(args.task, args.kind)[: args.limit]
         probes = [probe for example in examples for probe in task.probes(example, tokenizer)]

@@ -10,7 +10,7 @@ import socket
 from jdisagg.core.errors import ConfigError
 
 BACKLOG = 2048
-SHARE = 0.75  # of the descriptors that this process may have, for the connections of one port
+SHARE = 0.4  # of the descriptors that this process may have, for the connections of one port; there are two, and what it opens
 _UNCOUNTED = 2**31 - 1  # where gRPC's count of connections ends: told so many it aborts
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ from dataclasses import replace
 
 import httpx
 from starlette.applications import Starlette
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jdisagg.api.generation.local_engine import LocalEngine
 from jdisagg.api.http.app import make_app
@@ -23,12 +25,14 @@ from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.engines import exit_on_crash
 from jdisagg.serve.text_edge import TextModel, make_edge, read_text_model
 
+log = logging.getLogger(__name__)
+
 
 @asynccontextmanager
 async def open_local(config: Config, timeout: httpx.Timeout) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a fresh engine (unified or colocated), compiled and tested; the engine ends with the context."""
     metrics, worker, loop = Metrics(), f"pid {os.getpid()}", asyncio.get_running_loop()
-    text = read_text_model(resolve_model(config.model.model))
+    text = read_text_model(resolve_model(config.model.model, weights=False))
     deployment = await asyncio.to_thread(
         build_deployment, config, metrics, worker, loop, exit_on_crash, tokenizer=text.tokenizer
     )
@@ -38,13 +42,36 @@ async def open_local(config: Config, timeout: httpx.Timeout) -> AsyncIterator[ht
         for engine in deployment.engines:
             await asyncio.to_thread(self_test, engine)
         deployment.compiles_are_over()
-        transport = httpx.ASGITransport(app=_application(config, deployment, text, metrics, timeout))
-        async with httpx.AsyncClient(transport=transport, base_url="http://in-process", timeout=timeout) as client:
+        async with client_of(_application(config, deployment, text, metrics, timeout), timeout) as client:
             yield client
     finally:
         watchdog.stop()
         await deployment.aclose()
         await asyncio.to_thread(deployment.stop)
+
+
+def client_of(app: ASGIApp, timeout: httpx.Timeout) -> httpx.AsyncClient:
+    """A client of `app`, which answers a bug as a server does, with 500: it ends one line of a batch, not all of it."""
+    transport = httpx.ASGITransport(app=_Logged(app), raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://in-process", timeout=timeout)
+
+
+class _Logged:
+    """An application whose bugs are in the log, as a server's are, each kind once: a batch has many lines."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._told: set[type[Exception]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        try:
+            await self._app(scope, receive, send)
+        except Exception as error:
+            if type(error) not in self._told:
+                self._told.add(type(error))
+                log.exception("%s: a bug; its like is not told of again", scope.get("path"))
+            raise
 
 
 def _application(

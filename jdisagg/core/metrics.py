@@ -84,8 +84,12 @@ class RequestMetrics:
         self.finished = new.counter("requests_finished", "Requests that ended, by finish reason or error.", "reason")
         for reason in (*_ENDS, "refused") if new.engine else _ENDS:  # a rate sees no first one of a series that begins with it
             self.finished.labels(reason=reason)
-        self.ttft_seconds = new.histogram("time_to_first_token_seconds", "Admission to first token sent.", buckets_s)
-        self.itl_seconds = new.histogram("inter_token_latency_seconds", "Gap between tokens of one stream.", _STEP_BUCKETS_S)
+        self.ttft_seconds = new.histogram(
+            "time_to_first_token_seconds", "A request's coming to its first token sent.", buckets_s
+        )
+        self.itl_seconds = new.histogram(
+            "inter_token_latency_seconds", "Gap between tokens of one stream; 0 of those sent at once.", _STEP_BUCKETS_S
+        )
         self.queue_seconds = new.histogram(
             "request_queue_seconds", "Time in which nobody worked on a request, here or on a peer.", buckets_s
         )

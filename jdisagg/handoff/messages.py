@@ -192,7 +192,7 @@ class Awake:
 class StreamEnded:
     """The stream is gone: closed by the other side, timed out, or its process died. `reason` is for logs and metrics."""
 
-    reason: str  # "closed" | "dead" | "heartbeat" | "hello" | "deadline" | "unreachable"
+    reason: str  # "closed" | "dead" | "heartbeat" | "unread" | "hello" | "deadline" | "unreachable"
     error: RequestError | None = None
 
 

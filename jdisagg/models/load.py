@@ -42,7 +42,7 @@ def load_model(config: ModelConfig, mesh: Mesh, *, seed: int) -> LoadedModel:
 
     No process holds an unsharded copy. Raises ConfigError naming flag, file, tensor or key, what was wanted and got.
     """
-    directory = resolve_model(config.model)
+    directory = resolve_model(config.model, weights=config.load_format != "dummy")
     spec = ModelSpec.from_config(read_config(directory))
     check_model(config, spec, mesh.shape["tp"])
     dtype, kv_dtype = choose_dtypes(config, mesh.devices.flat[0].platform)

@@ -18,18 +18,25 @@ from jdisagg.core.files import no_access
 from jdisagg.core.values import expand_home
 from jdisagg.text.tokenizer_files import added_id, read_tokenizer_config
 
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "orbax/**")
+HUB_FILES = ("*.json", "*.jinja", "tokenizer.model")
+HUB_WEIGHTS = ("*.safetensors", "orbax/**")
 HUB_IGNORED = ("consolidated*", "original/*")  # the same weights once more, in their authors' form
 INDEX = "model.safetensors.index.json"  # of weights in several files
 ADAPTER = "adapter_config.json"  # of LoRA and its kin
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def resolve_model(name: str) -> Path:
+def resolve_model(name: str, *, weights: bool = True) -> Path:
     """The directory of a model: "demo" (in the package), a directory, or a Hub id, whose local cache is asked first.
+    Of a Hub id weights are fetched only with `weights`: they are gigabytes that a router never reads.
 
     Raises ConfigError when there is no such directory, or the Hub has no such model or cannot be reached.
     """
+    return local_model(name) or _from_hub(name, weights=weights)
+
+
+def local_model(name: str) -> Path | None:
+    """The directory of "demo" or of a path; None for a Hub id. Raises ConfigError."""
     if name == "demo":
         directory = Path(str(resources.files("jdisagg"))) / "demo"
         if not (directory / "config.json").is_file():
@@ -49,7 +56,19 @@ def resolve_model(name: str) -> Path:
         raise ConfigError(
             f"--model: {name} is not a directory; give demo, a directory, or a Hub id (OWNER/NAME)", field="model"
         )
-    return _from_hub(name)
+    return None
+
+
+def has_weights(directory: Path) -> bool:
+    """All the files of weights are there, as far as their index says: a download may have been cut off."""
+    index = directory / INDEX
+    if not index.is_file():
+        return (
+            any(not file.name.startswith("consolidated") for file in directory.glob("*.safetensors"))
+            or (directory / "orbax").is_dir()
+        )
+    weight_map = read_object(index).get("weight_map")
+    return isinstance(weight_map, dict) and all((directory / str(file)).is_file() for file in set(weight_map.values()))
 
 
 def _check_access(directory: Path) -> None:
@@ -175,12 +194,13 @@ def _token_id(tokenizer: Mapping[str, Any], text: str) -> int | None:
         ) from error
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, *, weights: bool) -> Path:
     _check_cache()
-    patterns = {"allow_patterns": list(HUB_FILES), "ignore_patterns": list(HUB_IGNORED)}
+    wanted, ignored = ((*HUB_FILES, *HUB_WEIGHTS), HUB_IGNORED) if weights else (HUB_FILES, (*HUB_IGNORED, *HUB_WEIGHTS))
+    patterns = {"allow_patterns": list(wanted), "ignore_patterns": list(ignored)}
     try:
         cached = Path(huggingface_hub.snapshot_download(name, local_files_only=True, **patterns))
-        if _is_whole(cached):
+        if _is_whole(cached, weights=weights):
             return cached  # else ask the Hub for the rest; what is there is its answer, too, when it cannot be reached
     except (hub_errors.LocalEntryNotFoundError, hub_errors.HFValidationError):
         pass  # not in the cache: ask the Hub, whose answer is the one worth reporting
@@ -202,18 +222,11 @@ def _check_cache() -> None:
         raise ConfigError(why, field="model") from error
 
 
-def _is_whole(directory: Path) -> bool:
-    """Tokenizer and weights are in a cached snapshot: other programs fetch less, and a download may have been cut off."""
-    if not (directory / "tokenizer.json").is_file():
+def _is_whole(directory: Path, *, weights: bool) -> bool:
+    """A cached snapshot has what is read of it: other programs fetch less."""
+    if not all((directory / file).is_file() for file in ("config.json", "tokenizer.json")):
         return False
-    index = directory / INDEX
-    if not index.is_file():
-        return (
-            any(not file.name.startswith("consolidated") for file in directory.glob("*.safetensors"))
-            or (directory / "orbax").is_dir()
-        )
-    weight_map = read_object(index).get("weight_map")
-    return isinstance(weight_map, dict) and all((directory / str(file)).is_file() for file in set(weight_map.values()))
+    return not weights or has_weights(directory)
 
 
 def _config_from_hub(name: str) -> Path:

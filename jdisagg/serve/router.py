@@ -45,7 +45,7 @@ GRPC_STOP_S = 1.0  # for calls that are still open after the drain
 
 def _read(model: str) -> tuple[TextModel, Grammars | None]:
     """Raises ConfigError."""
-    directory = resolve_model(model)
+    directory = resolve_model(model, weights=False)
     text = read_text_model(directory)
     return text, grammars_of(text.tokenizer, text.tokenizer.vocab_size, eos_token_ids(directory))
 

@@ -51,7 +51,7 @@ async def serve(config: Config, process: Process) -> int:
     metrics = Metrics()
     public = advertised(address, config.server.advertise_host, config.server.advertise_port)
     worker = f"pid {os.getpid()} @ {public}"
-    directory = resolve_model(config.model.model)
+    directory = resolve_model(config.model.model, weights=False)  # `load_model` fetches them
     text = None if config.role == "prefill" else read_text_model(directory)
     tokenizer = Tokenizer.from_directory_if_there(directory) if text is None else text.tokenizer
     loop = asyncio.get_running_loop()

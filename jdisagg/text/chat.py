@@ -64,15 +64,14 @@ class ChatTemplate:
         **variables: Any,
     ) -> str:
         """The prompt text. Raises InvalidRequest when the template refuses the messages."""
-        scope = self._special_tokens | variables
         template = self._template if tools is None else self._tool_template
         try:
             return template.render(
                 messages=[dict(message) for message in messages],
                 tools=tools,
-                documents=scope.pop("documents", None),
+                documents=None,  # nothing serves them; templates ask
                 add_generation_prompt=add_generation_prompt,
-                **scope,
+                **(self._special_tokens | variables),
             )
         except (jinja2.TemplateError, *_STUMBLES) as error:
             told = f"the model's chat template refuses these messages: {error}"

@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 
 import llguidance
 
-from jdisagg.core.errors import InvalidRequest, Overloaded, RequestError
+from jdisagg.core.errors import InvalidRequest, Overloaded, RequestError, Unavailable
 from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.core.told import told
 from jdisagg.text.grammar_tokenizer import read_tokenizer
@@ -130,11 +130,14 @@ class Grammars:
         return grammar in self._there
 
     async def ahead(self, grammar: Grammar) -> Compiled:
-        """While this is held, `matcher` takes no time for it. Raises as `compile` does, Overloaded while too much is held, and
-        RequestError when something else is in the way, which is logged."""
+        """While this is held, `matcher` takes no time for it. Raises as `compile` does, Overloaded while too much is held,
+        Unavailable where no thread is left, and RequestError when something else is in the way, which is logged."""
         if (held := self._there.get(grammar)) is not None:
             return held
-        held = await asyncio.to_thread(self._compile_by_name, grammar)
+        try:
+            held = await asyncio.to_thread(self._compile_by_name, grammar)
+        except RuntimeError as error:
+            raise Unavailable(f"grammar ({grammar.kind.value}): no thread is left to compile it: {error}") from error
         with self._lock:
             if _text(self._there) > MOST_TEXT:
                 self._kept.pop(grammar, None)

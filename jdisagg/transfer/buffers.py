@@ -41,10 +41,6 @@ class Buffers:
         """Of blocks that nobody looks at."""
         return sum(block.nbytes for block in list(self._idle))
 
-    def trim(self) -> None:
-        """Give what is idle back to the system."""
-        self._idle.clear()
-
     def _reuse(self, num_bytes: int) -> np.ndarray | None:
         for _ in range(len(self._idle)):
             try:

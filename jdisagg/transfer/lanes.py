@@ -10,6 +10,7 @@ import itertools
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -107,6 +108,7 @@ class LaneFetcher:
         self._lanes: dict[str, Lane] = {}  # longest unused first
         self._lock = threading.Lock()  # of these: whoever finds a lane submits to it before it can end
         self._jobs: dict[int, FetchJob] = {}  # written here, popped by lanes: single dict operations only
+        self._of_peer: dict[str, deque[FetchJob]] = {}  # the same for each lane, in its order; there as long as that is
         self._ids = itertools.count()
         self._closed = False
 
@@ -119,7 +121,9 @@ class LaneFetcher:
         self._jobs[job_id] = job
         try:
             with self._lock:
-                self._lane(peer).submit(lambda: self._run(job_id, job))
+                lane = self._lane(peer)
+                self._of_peer.setdefault(peer, deque()).append(job)
+                lane.submit(lambda: self._run(job_id, job))
         except RuntimeError as error:  # no thread is left
             del self._jobs[job_id]
             self._post(PieceFailed(handoff=handoff, ready=ready, reason="connection", detail=str(error)))
@@ -131,9 +135,10 @@ class LaneFetcher:
                 job.cancelled = True
 
     def behind(self, job: FetchJob) -> list[FetchJob]:
-        """The fetches from the job's peer that wait for it, in order."""
-        queued = [one for one in list(self._jobs.values()) if one.peer == job.peer]
-        return queued[queued.index(job) + 1 :] if job in queued else []
+        """The fetches from the job's peer that wait for it, in order; none for one that does not run. Lanes that wait look
+        often: those of other peers are not walked."""
+        queued = list(self._of_peer.get(job.peer, ()))
+        return queued[1:] if queued and queued[0] is job else []
 
     @property
     def num_jobs(self) -> int:
@@ -152,11 +157,6 @@ class LaneFetcher:
             lane.stop()
         for lane in lanes.values():
             lane.join(CLOSE_TIMEOUT_S)
-
-    @property
-    def num_lanes(self) -> int:
-        """Threads."""
-        return len(self._lanes)
 
     def _lane(self, peer: str) -> Lane:
         """The peer's, started if there is none."""
@@ -177,6 +177,7 @@ class LaneFetcher:
             lane = self._lanes.get(peer)
             if lane is not None and not lane.has_jobs:
                 del self._lanes[peer]
+                self._of_peer.pop(peer, None)
                 lane.stop()
 
     def _run(self, job_id: int, job: FetchJob) -> None:
@@ -184,6 +185,7 @@ class LaneFetcher:
             event = None if job.cancelled else self._outcome(job)
         finally:
             self._jobs.pop(job_id, None)
+            self._of_peer[job.peer].popleft()
         if event is not None and not job.cancelled:
             self._post(event)
 

@@ -277,7 +277,7 @@ class Half:
     def look(self) -> dict[str, Any]:
         """What the process holds of the system, once what is kept for later is given back."""
         gc.collect()
-        self.buffers.trim()
+        self.buffers._idle.clear()
         ctypes.CDLL(None).malloc_trim(0)
         status = Path("/proc/self/status").read_text()
         resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))

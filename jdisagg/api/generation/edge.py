@@ -101,7 +101,8 @@ class Edge:
         if request.request_id in self._live:
             raise InvalidRequest(f"request_id {request.request_id!r} is still running; choose another", field="request_id")
         timeout_s = self._default_deadline_s if request.timeout_s is None else request.timeout_s
-        deadline_s = monotonic() + min(timeout_s, self._default_deadline_s)
+        now_s = monotonic()
+        deadline_s = now_s + min(timeout_s, self._default_deadline_s)
         card = await self._engine.first_card(deadline_s)
         await self._turns.wait()
         try:
@@ -112,6 +113,7 @@ class Edge:
                     self.tokenizer,
                     self.long_texts,
                     self._grammars,
+                    arrived_s=now_s if request.arrived_s is None else request.arrived_s,
                     deadline_s=deadline_s,
                     draw_seed=self._draw_seed,
                 )

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from time import monotonic
 
-from jdisagg.core.errors import InvalidRequest, Overloaded, Unavailable
+from jdisagg.core.errors import InvalidRequest, Overloaded, RequestError, Unavailable
 from jdisagg.core.logs import Seldom
 from jdisagg.core.metrics import COMPILED, ENDLESS, REFUSED, Metrics
 from jdisagg.core.requests import Grammar
@@ -48,7 +48,7 @@ class GrammarGate:
         self._grammars = grammars
         self._outcomes = metrics.requests.grammars
         self._refused: dict[Grammar, str] = {}
-        self._checks: dict[Grammar, asyncio.Task[str]] = {}
+        self._checks: dict[Grammar, asyncio.Task[str | RequestError]] = {}
         self._one_at_a_time = asyncio.Lock()
         self._checker = _Checker(grammars.vocabulary)
         self._told = Seldom(_TOLD_EVERY_S)
@@ -58,8 +58,11 @@ class GrammarGate:
         Unavailable where none can be looked at, and RequestError when something else is in the way."""
         if self._grammars.has(grammar):
             return
-        if (error := self._refused.get(grammar)) is None:
+        error: str | RequestError | None = self._refused.get(grammar)
+        if error is None:
             error = await asyncio.shield(self._check(grammar))
+        if isinstance(error, RequestError):
+            raise error
         if error:
             raise InvalidRequest(error, field="grammar")
 
@@ -72,13 +75,20 @@ class GrammarGate:
         await asyncio.to_thread(self._checker.kill)
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _check(self, grammar: Grammar) -> asyncio.Task[str]:
+    def _check(self, grammar: Grammar) -> asyncio.Task[str | RequestError]:
         if (task := self._checks.get(grammar)) is None:
             if len(self._checks) >= MOST_WAITING:
                 raise Overloaded(f"{MOST_WAITING} new grammars are being checked; send the request again", retry_after_s=MOST_S)
-            task = self._checks[grammar] = asyncio.create_task(self._checked(grammar))
+            task = self._checks[grammar] = asyncio.create_task(self._answer(grammar))
             task.add_done_callback(lambda _: self._checks.pop(grammar, None))
         return task
+
+    async def _answer(self, grammar: Grammar) -> str | RequestError:
+        """As `_checked`; what that raises is returned: who waited may have gone, and asyncio logs what nobody was told."""
+        try:
+            return await self._checked(grammar)
+        except RequestError as error:
+            return error.with_traceback(None)
 
     async def _checked(self, grammar: Grammar) -> str:
         """What is wrong with it; "" = it is compiled here."""
@@ -98,8 +108,11 @@ class GrammarGate:
 
     async def _ask(self, grammar: Grammar) -> str:
         for _ in range(_MOST_TRIES):
-            with suppress(_Ended):
-                return await self._ask_once(grammar)
+            try:
+                with suppress(_Ended):
+                    return await self._ask_once(grammar)
+            except RuntimeError as error:  # no thread is left
+                raise Unavailable(f"{_NOBODY}: {error}") from error
         raise Unavailable(f"{_NOBODY}: something ends it again and again")
 
     async def _ask_once(self, grammar: Grammar) -> str:

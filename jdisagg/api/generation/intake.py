@@ -73,6 +73,7 @@ class TextRequest:
     cache_salt: str = ""
     timeout_s: float | None = None  # the client's own deadline; the server's wins when shorter
     traceparent: str = ""  # W3C trace context
+    arrived_s: float | None = None  # monotonic; None = as it is admitted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,7 @@ async def admit(
     long_texts: LongTexts,
     grammars: PreparesGrammars | None,
     *,
+    arrived_s: float,
     deadline_s: float,
     draw_seed: Callable[[], int],
 ) -> Job:
@@ -144,6 +146,7 @@ async def admit(
                 fork_group=f"{request.request_id}/{number}" if request.n > 1 else "",
                 fills_context=request.max_tokens is None and request.default_max_tokens is None,
                 traceparent=request.traceparent,
+                arrived_s=arrived_s,
             )
             for choice in range(request.n)
         ]

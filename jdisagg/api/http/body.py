@@ -126,8 +126,8 @@ class Body:
 
 async def read_body(request: Request) -> Body:
     """Read and parse; raises InvalidRequest when it is not one JSON object, HTTPException when it is longer than
-    MAX_BODY_BYTES, has more than MAX_STRUCTURE lists, objects and keys (413) or is compressed (415), Overloaded when too
-    much of others is on its way."""
+    MAX_BODY_BYTES, has more than MAX_STRUCTURE lists, objects and keys (413), is compressed (415) or comes too late (408),
+    Overloaded when too much of others is on its way."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise HTTPException(415, f"the body has content-encoding {encoding[:80]}; send it without one")
@@ -145,7 +145,8 @@ async def read_body(request: Request) -> Body:
     except ClientDisconnect:
         raise Cancelled("the client went away while sending its request") from None
     except TimeoutError:
-        raise InvalidRequest(f"the body did not arrive within {BODY_TIMEOUT_S:g} s; got {num_bytes} bytes") from None
+        late = f"the body did not arrive within {BODY_TIMEOUT_S:g} s; got {num_bytes} bytes"
+        raise HTTPException(408, late, headers={"connection": "close"}) from None
     return Body(_parse(b"".join(chunks)), num_bytes)
 
 

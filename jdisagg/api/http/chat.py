@@ -46,7 +46,9 @@ class ChatCompletions:
         options = read_options(body, provenance=wants_provenance(request))
         num_top = _read_top_logprobs(body)
         trace, request_id = read_traceparent(request.headers.get(TRACEPARENT)), request_id_of(request, body)
-        read = partial(read_chat, body, self._edge, num_top, request_id=request_id, traceparent=trace)
+        read = partial(
+            read_chat, body, self._edge, num_top, request_id=request_id, traceparent=trace, arrived_s=time.monotonic()
+        )
         text_request = await self._edge.long_texts.run(read, body.num_bytes) if body.is_long else read()
         job = await while_connected(request.receive, _admit(self._edge, text_request, body))
         make_reader, unread = reader_of(body, self._edge), is_unread(body, self._edge)
@@ -58,8 +60,10 @@ class ChatCompletions:
         return await whole_response(self._edge, transcript, answer.whole)
 
 
-def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, traceparent: str = "") -> TextRequest:
-    """The body as a TextRequest. Raises InvalidRequest naming the field."""
+def read_chat(
+    body: Body, edge: Edge, num_top: int | None, *, request_id: str, traceparent: str = "", arrived_s: float | None = None
+) -> TextRequest:
+    """The body as a TextRequest; a long one takes a while. Raises InvalidRequest naming the field."""
     refuse_unserved(body, CHAT_FIELDS)
     n, name = body.integer("n"), length_name(body)
     body.integer("max_tokens")  # read, so that it is known, also where the newer name goes before it
@@ -81,6 +85,7 @@ def read_chat(body: Body, edge: Edge, num_top: int | None, *, request_id: str, t
         cache_salt=body.text("cache_salt") or "",
         timeout_s=read_timeout_s(body),
         traceparent=traceparent,
+        arrived_s=arrived_s,
     )
     body.refuse_misspelt()
     return request

@@ -176,10 +176,13 @@ class GrpcPeerClient:
         try:
             ended = await self._live(handoff, stream)
         except BaseException as error:
-            if not self._closed:  # a bug of ours or of grpc: the hand-off recovers, the log says from what
-                log.exception("%s on prefill peer %s ended without a status", handoff, stream.peer)
-                ended = StreamEnded(reason="dead", error=Unavailable(f"prefill peer {stream.peer}: {error!r}"))
-            raise
+            if self._closed:
+                raise
+            # a bug of ours or of grpc: the hand-off recovers, the log says from what
+            log.exception("%s on prefill peer %s ended without a status", handoff, stream.peer)
+            ended = StreamEnded(reason="dead", error=Unavailable(f"prefill peer {stream.peer}: {error!r}"))
+            if not isinstance(error, Exception):  # else asyncio would log it once more: nobody awaits this
+                raise
         finally:
             if self._streams.get(handoff) is stream:
                 del self._streams[handoff]

@@ -6,7 +6,7 @@
                                            when it was not opened
 
 Heartbeats go both ways, for all streams of one D at once; one that is silent for `dead_after_s` has its streams ended with
-"heartbeat".
+"heartbeat". One that beats and does not read has the stream ended on which too much waits, with "unread".
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ TOLD_EVERY_S, TOLD_FIRST = 10.0, 32  # hand-offs that end badly: a worker's wort
 _BROKEN = {
     "dead": "the connection to its decode worker is gone",
     "heartbeat": "no heartbeat of its decode worker for --dead-after-s",
+    "unread": "its decode worker beats and leaves {most_unread} messages unread",
 }
 
 
@@ -168,7 +169,9 @@ class PeerServer(PieceServer):
         finally:
             if reason in _BROKEN:
                 text, what = "request %s of %s: %s; the hand-off is over", (handoff.request_id, context.peer())
-                self._told_broken.say(log, logging.INFO, text, *what, _BROKEN[reason], now_s=monotonic())
+                self._told_broken.say(
+                    log, logging.INFO, text, *what, _BROKEN[reason].format(most_unread=MOST_UNREAD), now_s=monotonic()
+                )
 
     async def _read_open(self, requests: AsyncIterator[peer_pb2.PrefillRequest]) -> tuple[Open, SharedPulse]:
         """The stream's first message, and whose life it shares. Raises RequestError when it is not a good Open for this
@@ -236,7 +239,7 @@ class PeerServer(PieceServer):
             return "dead", error
         if read in done or write in done:
             return "closed" if all(task.exception() is None for task in done) else "dead", None
-        return "heartbeat", None
+        return ("unread" if reply.unread.done() else "heartbeat"), None
 
     async def _read(
         self,

@@ -13,6 +13,7 @@ import pytest
 
 from jdisagg.api import listening
 from jdisagg.api.http import protocol
+from jdisagg.api.http.crowd import MOST_SPARE, SPARE_SHARE
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, Served, run, serving
 
@@ -81,7 +82,7 @@ def test_connections_beyond_a_share_of_the_descriptors_are_refused_and_others_li
 
     run(check())
     assert [record.message for record in caplog.records] == [
-        "10 HTTP connections are open, as many as 75% of this process's descriptors: others are refused, but for probes"
+        "10 HTTP connections are open, as many as 40% of this process's descriptors: others are refused, but for probes"
     ]
 
 
@@ -114,6 +115,14 @@ def test_a_spare_connection_that_asks_nothing_makes_room_for_a_probe(
             assert head.startswith(b"HTTP/1.1 200 OK\r\n")
 
     run(check())
+
+
+@pytest.mark.parametrize("limit", [256, 1024, 2**20])
+def test_both_ports_together_leave_descriptors_for_links_to_workers(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(listening.resource, "getrlimit", lambda _: (limit, limit))
+    most = listening.most_connections()
+    assert most is not None
+    assert limit - 2 * most - min(MOST_SPARE, SPARE_SHARE * most) > limit / 10
 
 
 @pytest.mark.parametrize("limit", [listening.resource.RLIM_INFINITY, 2**32])

@@ -15,6 +15,7 @@ from jdisagg.api.generation.context_length import ContextLengthExceeded
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import TextRequest
 from jdisagg.core.errors import InvalidRequest, RequestError
+from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, SamplingParams, TokenLogprob
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import EOS, FakeEngine, run
@@ -24,6 +25,31 @@ GREEDY = SamplingParams(temperature=0)
 
 def _request(prompt: str | tuple[int, ...] = "the", **fields: object) -> TextRequest:
     return TextRequest(**({"request_id": "r", "prompts": (prompt,), "sampling": GREEDY} | fields))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_request_arrives_when_the_edge_is_asked_not_when_its_engine_is(tokenizer: Tokenizer) -> None:
+    async def body() -> None:
+        engine = FakeEngine(tokenizer, "fox")
+        waited = asyncio.Event()
+
+        async def first_card(deadline_s: float) -> ModelCard:
+            await waited.wait()
+            return engine.card
+
+        engine.first_card = first_card
+        began_s = monotonic()
+        admitted = asyncio.create_task(Edge(engine, tokenizer).admit(_request(n=2)))
+        await asyncio.sleep(0)
+        heard_s = monotonic()
+        waited.set()
+        job = await admitted
+        assert all(began_s <= (one.arrived_s or 0.0) <= heard_s for one in job.requests)
+        earlier = await Edge(engine, tokenizer).admit(
+            _request(arrived_s=began_s - 1.0)
+        )  # a chat whose rendering was waited for
+        assert earlier.requests[0].arrived_s == began_s - 1.0
+
+    run(body())
 
 
 def test_drawn_seeds_differ_by_prompt_and_given_ones_do_not(tokenizer: Tokenizer) -> None:

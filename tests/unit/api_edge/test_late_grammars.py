@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
+import sys
 
 import pytest
 
+from jdisagg.api.generation import grammar_gate
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.api.generation.intake import TextRequest
@@ -18,7 +21,7 @@ from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine
 from tests.unit.api_edge.gate_rig import GOOD, pid_of
 from tests.unit.text.grammar_rig import demo_grammars
-from tests.unit.wire.rig import run_quiet
+from tests.unit.wire.rig import run_quiet, until
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -40,6 +43,25 @@ def test_a_deadline_passes_while_a_grammar_is_checked(tokenizer: Tokenizer) -> N
         await gate.aclose()
 
     run_quiet(body())
+
+
+def test_a_check_that_fails_when_nobody_waits_any_more_leaves_no_traceback(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_gate, "_COMMAND", (sys.executable, "-c", "import time; time.sleep(1.0)"))
+
+    async def body() -> None:
+        gate = GrammarGate(demo_grammars(), Metrics())
+        edge = Edge(FakeEngine(tokenizer, "fox"), tokenizer, grammars=gate)
+        with pytest.raises(DeadlineExceeded):
+            await edge.admit(request(GOOD[0], 0.1))
+        assert gate._checks
+        await until(lambda: not gate._checks)
+        gc.collect()
+        await gate.aclose()
+
+    run_quiet(body())
+    assert "never retrieved" not in caplog.text
 
 
 def request(grammar: Grammar, timeout_s: float) -> TextRequest:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,22 @@ def test_a_checker_that_does_not_start_speaks_against_no_grammar(
             with pytest.raises(Unavailable, match=f"^grammars cannot be checked, .*{why}$"):
                 await gate.prepare(GOOD[0])
         monkeypatch.setattr(grammar_gate, "_COMMAND", works)
+        await gate.prepare(GOOD[0])
+        await gate.aclose()
+
+    run_quiet(body())
+
+
+def test_a_machine_that_has_no_thread_left_speaks_against_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def body() -> None:
+        gate = GrammarGate(demo_grammars(), Metrics())
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", none_left)
+            with pytest.raises(Unavailable, match=r"^grammars cannot be checked, .*can't start new thread"):
+                await gate.prepare(GOOD[0])
         await gate.prepare(GOOD[0])
         await gate.aclose()
 

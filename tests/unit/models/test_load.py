@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import jax
 import ml_dtypes
 import numpy as np
@@ -43,6 +44,21 @@ def test_every_device_holds_its_part_only(model_directory: Path, tmp_path: Path,
     assert cut.params["embed_tokens"]["embedding"].addressable_shards[0].data.shape == (32 // tp, 16)
     assert equal(whole, cut)
     assert cut.fingerprint == whole.fingerprint
+
+
+@pytest.mark.parametrize(("load_format", "fetches"), [("auto", True), ("dummy", False)])
+def test_loading_fetches_the_weights_of_a_hub_id_where_it_reads_them(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, load_format: str, fetches: bool
+) -> None:
+    wanted: list[str] = []
+
+    def download(name: str, *, allow_patterns: list[str], **_: object) -> str:
+        wanted[:] = allow_patterns
+        return str(model_directory)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    load(Path("someone/tiny"), load_format=load_format)
+    assert ("*.safetensors" in wanted) is fetches
 
 
 def test_an_index_and_several_files_load_alike(model_directory: Path, tensors: dict[str, np.ndarray], tmp_path: Path) -> None:

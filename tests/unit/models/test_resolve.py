@@ -163,6 +163,40 @@ def test_weights_that_are_there_in_another_form_are_not_fetched(tmp_path: Path, 
     assert fetched == ["config.json", "model-00001.safetensors", "tokenizer.json"]
 
 
+def test_weights_are_fetched_for_those_only_who_read_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", INDEX]
+    large = ["a.safetensors", "orbax/manifest.ocdbt", "orbax/tree.json"]
+    fetched: list[str] = []
+
+    def download(name: str, **options: Any) -> str:
+        patterns = {key: value for key, value in options.items() if key.endswith("_patterns")}
+        fetched[:] = huggingface_hub.utils.filter_repo_objects([*small, *large], **patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve_model("someone/tiny", weights=False)
+    assert fetched == small
+    resolve_model("someone/tiny")
+    assert fetched == small + large
+
+
+def test_who_reads_no_weights_asks_the_hub_for_nothing_when_the_rest_is_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def download(name: str, *, local_files_only: bool = False, **_: object) -> str:
+        asked.append(local_files_only)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
+    assert resolve_model("someone/tiny", weights=False) == tmp_path
+    assert asked == [True]
+
+
 def test_the_configuration_alone_is_read_from_a_file_a_directory_or_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,3 +51,26 @@ def test_a_prompt_counts_when_it_brings_its_first_token_once_for_all_its_choices
         timeline.delivered(Output(request_id="r", token_ids=(5,)), 92.0)
         timeline.delivered(Output(request_id="r", token_ids=(6, 7)), 93.0)
         assert metrics.requests.prompt_tokens._value.get() == 4
+
+
+def test_a_stall_is_one_gap_though_many_tokens_end_it_at_once() -> None:
+    metrics = Metrics()
+    asked = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(), deadline_s=100.0)
+    timeline = Timeline(metrics, asked, 90.0)
+    timeline.delivered(Output(request_id="r", token_ids=(5,)), 91.0)
+    timeline.delivered(Output(request_id="r", token_ids=(6,) * 64), 93.0)
+    gaps = {
+        sample.labels.get("le", sample.name): sample.value
+        for sample in next(iter(metrics.requests.itl_seconds.collect())).samples
+    }
+    assert gaps["1.0"] == 63
+    assert gaps["2.5"] == gaps["jdisagg_inter_token_latency_seconds_count"] == 64
+    assert gaps["jdisagg_inter_token_latency_seconds_sum"] == 2.0
+
+
+def test_the_first_token_is_waited_for_since_the_request_entered_the_process() -> None:
+    """Long before an engine hears of it, where texts, grammars or the first worker were waited for."""
+    metrics = Metrics()
+    asked = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(), deadline_s=100.0, arrived_s=84.0)
+    Timeline(metrics, asked, 90.0).delivered(Output(request_id="r", token_ids=(5,)), 91.0)
+    assert metrics.requests.ttft_seconds._sum.get() == 7.0

@@ -10,7 +10,7 @@ from time import thread_time
 import llguidance
 import pytest
 
-from jdisagg.core.errors import InvalidRequest, Overloaded
+from jdisagg.core.errors import InvalidRequest, Overloaded, Unavailable
 from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.text import grammar as grammar_module
 from jdisagg.text.grammar import MOST_KEPT, Grammars, Vocabulary
@@ -285,6 +285,23 @@ def test_a_machine_that_has_no_thread_left_to_renew_one_leaves_the_others_as_the
     matcher._on_full()
     wait_until(lambda: held.matcher is not before, 10, "it is renewed then")
     wait_until(lambda: not grammars._renewing, 10, "once")
+
+
+def test_a_machine_that_has_no_thread_left_to_compile_one_says_that_it_is_not_available(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def body() -> None:
+        grammars = demo_grammars()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", none_left)
+            with pytest.raises(Unavailable, match="can't start new thread"):
+                await grammars.ahead(regex("a"))
+        await grammars.ahead(regex("a"))
+
+    asyncio.run(body())
 
 
 def test_an_engine_of_which_nothing_is_kept_compiles_each_time() -> None:

@@ -76,16 +76,6 @@ def test_the_oldest_blocks_go_when_too_much_is_idle() -> None:
     assert sorted(map(address, again)) == sorted(last)
 
 
-def test_what_is_idle_can_be_given_back() -> None:
-    buffers = Buffers()
-    looked_at, idle = buffers.take(SIZE), buffers.take(SIZE)
-    del idle
-    buffers.trim()
-    assert buffers.num_idle_bytes == 0
-    del looked_at
-    assert buffers.num_idle_bytes == SIZE, "a block that was lent comes back all the same"
-
-
 def test_threads_never_share_a_block() -> None:
     buffers, wrong = Buffers(keep_bytes=3 * SIZE), list[int]()
 

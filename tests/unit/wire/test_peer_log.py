@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import gc
 import logging
 from collections.abc import AsyncIterator
 from time import monotonic
@@ -16,7 +18,7 @@ from jdisagg.api.peer import server as peer_server
 from jdisagg.api.peer.codec import encode_down
 from jdisagg.api.pulse import cancel_and_wait
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
-from tests.unit.wire.peers import H1, H2, Decode, Prefill, opened_by_hand, opening
+from tests.unit.wire.peers import CHUNK, H1, H2, Decode, Prefill, beat, opened_by_hand, opening
 from tests.unit.wire.rig import identity, run_quiet, until
 
 
@@ -48,6 +50,33 @@ def test_a_decode_worker_that_goes_in_the_middle_of_a_hand_off_is_in_the_prefill
         (line,) = told
         assert line.startswith("request r of ipv4:127.0.0.1:")
         assert why in line
+
+
+def test_a_decode_worker_that_beats_and_does_not_read_is_in_the_log_as_such(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    caplog.set_level(logging.INFO, "jdisagg.api.peer.server")
+    monkeypatch.setattr(peer_server, "MOST_UNREAD", 4)
+    monkeypatch.setattr(peer_server, "LAST_WRITE_S", 0.2)
+
+    async def body() -> None:
+        p = Prefill(identity())
+        address = await p.start()
+        async with channels.open_channel(address) as channel:
+            call = await opened_by_hand(peer_pb2_grpc.PeerServiceStub(channel), p, "r")
+            beats = asyncio.create_task(beat(call))
+            p.opened()[0].reply.send(dataclasses.replace(CHUNK, locator="x" * 2**26))  # more than gRPC's window takes
+            await asyncio.sleep(0.1)
+            for _ in range(10):
+                p.opened()[0].reply.send(CHUNK)
+            await until(p.ends)
+            assert p.ends() == ["unread"]
+            await cancel_and_wait(beats)
+        await p.server.stop(0)
+
+    run_quiet(body())
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "jdisagg.api.peer.server"]
+    assert "its decode worker beats and leaves 4 messages unread" in line
 
 
 def test_a_connection_that_is_gone_is_in_the_log_though_it_reads_as_an_end_in_good_order(caplog: pytest.LogCaptureFixture):
@@ -122,6 +151,23 @@ def test_the_log_says_when_a_peer_that_was_down_is_there_and_does_not_pair(
         await d.client.aclose()
 
     run_quiet(body())
+
+
+def test_a_bug_that_ends_a_stream_is_in_the_log_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    async def buggy(*_: object) -> None:
+        raise ValueError("a bug")
+
+    async def body() -> None:
+        d = Decode()
+        monkeypatch.setattr(d.client, "_live", buggy)
+        d.client.open("127.0.0.1:1", H1, opening())
+        await until(lambda: d.ends(H1) == ["dead"])
+        await asyncio.sleep(0)
+        gc.collect()
+        await d.client.aclose()
+
+    run_quiet(body())
+    assert [str(record.exc_info and record.exc_info[1]) for record in caplog.records if record.exc_info] == ["a bug"]
 
 
 def test_the_log_says_once_over_what_kv_comes(caplog: pytest.LogCaptureFixture):
