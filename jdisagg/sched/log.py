@@ -91,6 +91,7 @@ class LoggedScheduler(Scheduler):
         self.recorder = FlightRecorder(plans_directory, role.value)
         self._file: TextIO | None = None
         self._clock = clock
+        self._is_settled = True  # idle, and planned since the latest call that was written: another plan changes nothing
         if config.schedule_log is not None:
             try:
                 self._file = _take_over(Path(config.schedule_log))
@@ -113,9 +114,12 @@ class LoggedScheduler(Scheduler):
         return self._call(Scheduler.expire, now_s, quiet=not self._arrivals.is_due(now_s))
 
     def schedule(self, now_s: float) -> Plan:
-        """As Scheduler.schedule; written unless the scheduler is idle (an empty plan may reserve pages)."""
+        """As Scheduler.schedule; written unless the scheduler is idle (an empty plan may reserve pages), and once when it is:
+        that moves the bound of the queue."""
+        idle = self.is_idle()
         with self.recorder.writing_on_failure("schedule", super().snapshot):
-            plan = self._call(Scheduler.schedule, now_s, quiet=self.is_idle())
+            plan = self._call(Scheduler.schedule, now_s, quiet=idle and self._is_settled)
+        self._is_settled = idle
         self.recorder.add(now_s, plan)
         return plan
 
@@ -183,6 +187,7 @@ class LoggedScheduler(Scheduler):
         """`method` is the Scheduler's. `quiet`: a polling call that cannot change anything is not written."""
         if self._file is None or quiet:
             return method(self, *args, **kwargs)
+        self._is_settled = False
         line = {"call": method.__name__, "args": encode(args), "kwargs": _plain(kwargs)}
         if method.__name__ not in CALLS_WITH_TIME:
             line["at_s"] = round(self._clock(), 6)
