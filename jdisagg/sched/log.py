@@ -136,8 +136,9 @@ class LoggedScheduler(Scheduler):
     def snapshot(self) -> dict[str, Any]:
         """As Scheduler.snapshot; each sequence also with what it waits for (nothing known: it came after the latest plan)."""
         state = super().snapshot()
+        explainer = self._explainer()
         for sequence in state["sequences"]:
-            wait = self.why_not(sequence["request_id"])
+            wait = None if explainer is None else explainer.why_not(sequence["request_id"])
             sequence["waits_for"] = None if wait is None or wait.cause is Cause.UNEXPLAINED else wait.text
         return state
 
@@ -145,10 +146,13 @@ class LoggedScheduler(Scheduler):
 
     def why_not(self, request_id: str) -> Wait | None:
         """Why the latest plan did nothing for a request; see `Explainer.why_not`. Changes nothing."""
+        explainer = self._explainer()
+        return None if explainer is None else explainer.why_not(request_id)
+
+    def _explainer(self) -> Explainer | None:
+        """Of the latest plan, until the next call."""
         plan = self.recorder.latest
-        if plan is None:
-            return None
-        return Explainer(self._table, self._admission, self._config, self._limits).why_not(request_id, plan)
+        return None if plan is None else Explainer(self._table, self._admission, self._config, self._limits, plan)
 
     @property
     def table(self) -> SequenceTable:

@@ -146,6 +146,25 @@ def test_the_work_while_choices_wait_for_their_prompt_grows_in_proportion_to_the
     assert few < many <= 8 * few
 
 
+def explaining(num_waiting: int) -> Work:
+    """Of saying what each one waits for, all but two of them for one that lacks pages."""
+    engine = FakeEngine(num_pages=20, max_num_seqs=4, max_bypass=0, max_queue_len=num_waiting)
+    engine.add(request("runs", tuple(range(16, 0, -1)), 40))
+    engine.tick()
+    engine.add(request("big", tuple(range(1, 62)), 2))
+    engine.add(*(request(f"r{number}", (number + 1, 2), 2) for number in range(num_waiting - 1)))
+    engine.tick()
+    waits = [one["waits_for"] for one in engine.scheduler.snapshot()["sequences"] if one["status"] == "waiting"]
+    assert len(waits) == num_waiting
+    assert {wait[:18] for wait in waits[1:]} == {"behind request big"}
+    return work_of(engine.scheduler.snapshot)
+
+
+def test_the_work_of_saying_what_all_wait_for_grows_in_proportion_to_them() -> None:
+    few, many = (work.instructions + work.copied for work in map(explaining, (16, 128)))
+    assert few < many <= 8 * few
+
+
 @pytest.mark.covers("X19")
 def test_cancelling_one_of_5000_waiting_is_the_work_of_cancelling_one_of_100() -> None:
     few, many = loaded(FEW), loaded(MANY)
