@@ -27,7 +27,14 @@ FEW, MANY = 100, 5000
 
 
 def loaded(
-    num_waiting: int, *, running: int = RUNNING, slots: int = 0, pages: int = 256, waiting_tokens: int = 5, max_bypass: int = 16
+    num_waiting: int,
+    *,
+    running: int = RUNNING,
+    slots: int = 0,
+    pages: int = 256,
+    waiting_tokens: int = 5,
+    max_bypass: int = 16,
+    caching: bool = True,
 ) -> Scheduler:
     """`running` decoding sequences, and behind them `num_waiting` with prompts of `waiting_tokens`."""
     scheduler = Scheduler(
@@ -43,6 +50,7 @@ def loaded(
         page_size=4,
         num_pages=1 + pages,
         eos_token_ids=(),
+        enable_prefix_caching=caching,
     )
     for i in range(running + num_waiting):
         rest = (2, 3, 4, 5) * 4 if i < running else (6,) * (waiting_tokens - 1)
@@ -126,6 +134,12 @@ def test_the_work_of_a_decode_step_grows_in_proportion_to_who_runs() -> None:
     small, large = ([w.instructions + w.copied for w in works(s)] for s in (few, many))
     assert sum(small) < sum(large) <= 8 * sum(small)
     assert many.stats.preemptions == 0
+
+
+def test_without_a_prefix_cache_a_step_is_less_work() -> None:
+    """Tokens that fill no page are taken in the short way, also behind the first page."""
+    plain, cached = (sum(w.instructions + w.copied for w in works(loaded(0, caching=c))) for c in (False, True))
+    assert plain < cached
 
 
 def while_choices_wait(n: int) -> list[Work]:
