@@ -21,6 +21,7 @@ from jdisagg.core.errors import NumericalError, RequestError, Unavailable
 from jdisagg.core.fleet import Load
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
+from jdisagg.roles.idle_check import IdleCheck
 from jdisagg.roles.inbox import Call, Cancel, Inbox, Message, Submit
 from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline
@@ -71,6 +72,7 @@ class EngineLoop:
         self._stages = StageClock(metrics, clock)
         self._draining = False
         self._was_idle = False
+        self._idle_check = IdleCheck()
         self._kept: list[Message] = []  # came during a step and keep until the next tick
 
     def tick(self, now_s: float) -> bool:
@@ -98,8 +100,9 @@ class EngineLoop:
         self._observer.observe(turn, self.num_unfinished)
         self._deliver(outputs, ended_s)
         idle = turn.idle and not messages
-        if idle and not self._was_idle and self._scheduler.is_idle() and self._side.is_idle:
-            self._scheduler.check()  # once per idle spell: its cost grows with the pool
+        is_empty = turn.idle and self._scheduler.is_idle() and self._side.is_idle
+        if self._idle_check.is_due(now_s, is_idle=is_empty):
+            self._scheduler.check()
         self._was_idle = idle
         stages.lap(Stage.DELIVER)
         stages.end(dispatched=turn.plan is not None)
