@@ -155,7 +155,7 @@ class EngineLoop:
                 # Its router replays it here and the cancel of the older attempt, on a broken stream, is still under way.
                 self._cancel(request.request_id, older.request.attempt, outputs, now_s)
             if request.request_id in self._streams:
-                taken = f"request id {request.request_id!r} is running here already, for another front end"
+                taken = f"request id {request.request_id!r} is running here already"
                 # no InvalidRequest: its router may have died, and the client asks another: after a lease it has ended
                 raise Unavailable(f"{taken}; use a new id, or ask again when it has ended")
             self._side.admit(request, now_s)
