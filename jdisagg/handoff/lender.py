@@ -18,12 +18,12 @@ from typing import Any
 
 from jdisagg.core.config import TransferConfig
 from jdisagg.handoff import actions as act
-from jdisagg.handoff.exports import ExportQueue, unguessable_key
+from jdisagg.handoff.exports import ExportAction, ExportQueue, unguessable_key
 from jdisagg.handoff.looks import Looks
 from jdisagg.handoff.messages import Ack, ChunkReady, Declined, Grant, HandoffId, Want
 from jdisagg.handoff.outbound import OutgoingPiece
 
-LenderAction = act.PrefillAction | act.Send  # of the former only Export and Discard
+LenderAction = ExportAction | act.Send
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class Lender:
                 discards = self._exports.discard(loan, key)
                 return [*discards, *(self._end(handoff) if loan.is_returned else []), *self._exports.pump()]
 
-    def release(self, handoff: HandoffId) -> list[LenderAction]:
+    def release(self, handoff: HandoffId) -> list[ExportAction]:
         """The stream is over; idempotent."""
         self._held.pop(handoff, None)
         return self._end(handoff)
@@ -148,9 +148,9 @@ class Lender:
     def _decline(self, handoff: HandoffId, reason: str) -> list[LenderAction]:
         return [*self._end(handoff), act.Send(handoff, Declined(reason=reason)), *self._exports.pump()]
 
-    def _end(self, handoff: HandoffId) -> list[LenderAction]:
+    def _end(self, handoff: HandoffId) -> list[ExportAction]:
         loan = self._loans.pop(handoff, None)
-        return [] if loan is None else [*self._exports.remove(loan)]
+        return [] if loan is None else self._exports.remove(loan)
 
     # --- views
 
