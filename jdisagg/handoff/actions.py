@@ -1,7 +1,8 @@
 """What the two sides of the hand-off ask their role to do, in the order given. Plain data; the role executes it.
 
-The sides decide and never touch a peer, a transfer thread, the scheduler or the pool themselves. Every action is safe to
-execute late: streams, fetches and keys that are gone are ignored by whoever receives them.
+The sides decide and never touch a peer, a transfer thread, the scheduler or the pool themselves. Streams, fetches and keys
+that are gone are ignored by whoever receives them. Not so requests: Export, Import, FirstToken and KVComplete are for one that
+lives and has its pages. They are executed at once, and nothing gives them where that one may be over already (`release`).
 """
 
 from __future__ import annotations

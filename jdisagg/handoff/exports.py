@@ -19,9 +19,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from jdisagg.core.config import TransferConfig
-from jdisagg.handoff.actions import Discard, Export, PrefillAction
+from jdisagg.handoff.actions import Discard, Export
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.handoff.outbound import OutgoingPiece
+
+ExportAction = Export | Discard
 
 
 def unguessable_key() -> str:
@@ -71,11 +73,11 @@ class ExportQueue:
         """Bytes exported and not yet discarded."""
         return self._bytes_out.total()
 
-    def pump(self, ready: Source | None = None) -> list[PrefillAction]:
+    def pump(self, ready: Source | None = None) -> list[ExportAction]:
         """Cut whatever credit and buffer allow, one piece per turn; `ready` has something new to cut."""
         if ready is not None:
             self._turns.setdefault(ready.receiver, {}).setdefault(ready.handoff, ready)
-        actions: list[PrefillAction] = []
+        actions: list[ExportAction] = []
         num_passed = 0  # receivers, in turn, that have their share
         while num_passed < len(self._turns) and self._num_unpublished < self._most_unpublished:
             receiver, sources = next(iter(self._turns.items()))
@@ -121,13 +123,13 @@ class ExportQueue:
         """Whether the receiver has enough out, so that others go first."""
         return bool(receiver) and self._num_out[receiver] >= 2 and self._bytes_out[receiver] + num_bytes > free_bytes
 
-    def published(self, piece: OutgoingPiece) -> list[PrefillAction]:
+    def published(self, piece: OutgoingPiece) -> list[ExportAction]:
         """The piece can be fetched, and has left the device; others may be cut."""
         piece.published = True
         self._num_unpublished -= 1
         return self.pump()
 
-    def discard(self, record: Source, key: str) -> list[PrefillAction]:
+    def discard(self, record: Source, key: str) -> list[ExportAction]:
         """Give up a piece of `record`; unknown keys are ignored."""
         piece = record.pieces.pop(key, None)
         if piece is None:
@@ -143,14 +145,14 @@ class ExportQueue:
         """Nothing more is cut from it, unless it has something new."""
         self._turns.get(record.receiver, {}).pop(record.handoff, None)
 
-    def end(self, record: Source) -> list[PrefillAction]:
+    def end(self, record: Source) -> list[ExportAction]:
         """Nothing of it is needed any more: pieces nobody has heard of are discarded. The others may be on their way: to take
         them away now would look like a fault."""
         self.withdraw(record)
         unheard = [key for key, piece in record.pieces.items() if not piece.published]
         return [action for key in unheard for action in self.discard(record, key)]
 
-    def remove(self, record: Source) -> list[PrefillAction]:
+    def remove(self, record: Source) -> list[ExportAction]:
         """The hand-off is over: its pieces are discarded, others may use the room."""
         self.withdraw(record)
         return [action for key in list(record.pieces) for action in self.discard(record, key)]

@@ -2,8 +2,9 @@
 
     open         D opened a stream and holds KV of the first `held_tokens` tokens, pinned while the stream lives
     on_message   Want begins a loan, Grant lets it go on, Ack takes a piece back
-    tick         pieces that P does not fetch are taken back after `lease_s`
-    release      the stream is over, whatever ended it: nothing of its loan stays published
+    tick         pieces that P does not fetch are taken back after `lease_s`; room that a release made is used
+    release      the stream is over, whatever ended it: nothing of its loan stays published, and nothing is cut, since the
+                 request may have lost its pages, and may have another stream that is released next
 
 Pieces are cut by the same queue as P's, within P's credit and `transfer_buffer_bytes`. A loan is over when everything was
 acknowledged, when its lease is, or when a piece cannot be published; P computes what it did not get.
@@ -17,12 +18,12 @@ from typing import Any
 
 from jdisagg.core.config import TransferConfig
 from jdisagg.handoff import actions as act
-from jdisagg.handoff.exports import ExportQueue, unguessable_key
+from jdisagg.handoff.exports import ExportAction, ExportQueue, unguessable_key
 from jdisagg.handoff.looks import Looks
 from jdisagg.handoff.messages import Ack, ChunkReady, Declined, Grant, HandoffId, Want
 from jdisagg.handoff.outbound import OutgoingPiece
 
-LenderAction = act.PrefillAction | act.Send  # of the former only Export and Discard
+LenderAction = ExportAction | act.Send
 
 
 @dataclass(slots=True)
@@ -94,10 +95,10 @@ class Lender:
                 discards = self._exports.discard(loan, key)
                 return [*discards, *(self._end(handoff) if loan.is_returned else []), *self._exports.pump()]
 
-    def release(self, handoff: HandoffId) -> list[LenderAction]:
+    def release(self, handoff: HandoffId) -> list[ExportAction]:
         """The stream is over; idempotent."""
         self._held.pop(handoff, None)
-        return [*self._end(handoff), *self._exports.pump()]
+        return self._end(handoff)
 
     # --- the transfer
 
@@ -118,7 +119,7 @@ class Lender:
         return [] if loan is None or key not in loan.pieces else self._decline(handoff, f"publishing failed: {reason}")
 
     def tick(self, now_s: float) -> list[LenderAction]:
-        """Leases."""
+        """Leases, and what others may cut now that a stream is over."""
         if still_s := self._looks.stood_still_s(now_s):
             for loan in self._loans.values():
                 loan.heard_s = min(now_s, loan.heard_s + still_s)
@@ -126,7 +127,7 @@ class Lender:
         for handoff, loan in list(self._loans.items()):
             if now_s - loan.heard_s >= self._config.lease_s:
                 actions += self._decline(handoff, f"not fetched for {now_s - loan.heard_s:.1f} s")
-        return actions
+        return [*actions, *self._exports.pump()]
 
     # --- helpers
 
@@ -147,9 +148,9 @@ class Lender:
     def _decline(self, handoff: HandoffId, reason: str) -> list[LenderAction]:
         return [*self._end(handoff), act.Send(handoff, Declined(reason=reason)), *self._exports.pump()]
 
-    def _end(self, handoff: HandoffId) -> list[LenderAction]:
+    def _end(self, handoff: HandoffId) -> list[ExportAction]:
         loan = self._loans.pop(handoff, None)
-        return [] if loan is None else [*self._exports.remove(loan)]
+        return [] if loan is None else self._exports.remove(loan)
 
     # --- views
 

@@ -144,7 +144,7 @@ class PrefillSide:
         if record is None:
             return []
         record.computed = max(record.computed, upto)
-        return self._exports.pump(record)
+        return [*self._exports.pump(record)]
 
     def on_first_token(self, engine_request_id: str, output: Output) -> list[PrefillAction]:
         """The prompt is computed and `output` carries the token; with `finish` set D needs no KV at all."""
@@ -153,7 +153,7 @@ class PrefillSide:
             return self._late()
         if record.stage is OutboundStage.COMPUTED:  # once more, after it was parked; D has its token
             record.computed = max(record.computed, record.total)
-            return self._exports.pump(record)
+            return [*self._exports.pump(record)]
         first = replace(output, request_id=record.request.request_id, attempt=record.request.attempt)
         if first.finish is None:
             record.move(OutboundStage.COMPUTED)
@@ -199,7 +199,7 @@ class PrefillSide:
             error = HandoffLost(f"request {record.request.request_id}: publishing [{begin}, {end}) failed: {reason}")
             return actions + self._refuse(record, error)
         record.again.append((begin, end))
-        return actions + self._exports.pump(record)
+        return [*actions, *self._exports.pump(record)]
 
     # --- time
 
@@ -254,7 +254,7 @@ class PrefillSide:
         key = record.key_of(begin, end)
         actions = [] if key is None else self._exports.discard(record, key)
         record.again.append((begin, end))
-        return actions + self._exports.pump(record)
+        return [*actions, *self._exports.pump(record)]
 
     def _unpark(self, record: Outbound) -> list[PrefillAction]:
         if record.stage is not OutboundStage.PARKED or not record.credit_bytes:  # a Grant of nothing shows no pages

@@ -11,6 +11,7 @@ KV is announced when it is there, not when the next chunk is.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
@@ -21,6 +22,7 @@ from jdisagg.core.errors import NumericalError, RequestError, Unavailable
 from jdisagg.core.fleet import Load
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
+from jdisagg.roles.idle_check import IdleCheck
 from jdisagg.roles.inbox import Call, Cancel, Inbox, Message, Submit
 from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline
@@ -71,21 +73,22 @@ class EngineLoop:
         self._stages = StageClock(metrics, clock)
         self._draining = False
         self._was_idle = False
-        self._kept: list[Message] = []  # came during a step and keep until the next tick
+        self._idle_check = IdleCheck()
+        self._kept = deque[Message]()  # not handled yet; what comes during a step keeps until the next tick
 
     def tick(self, now_s: float) -> bool:
         """Advance by one step; returns False when there was nothing to do. Raises only what must stop the process."""
         stages, began_s = self._stages, self._clock()
         stages.start()
-        kept, self._kept = self._kept, []
-        messages = kept + self.inbox.drain(IDLE_WAIT_S if self._was_idle else 0.0)
+        self._kept += self.inbox.drain(IDLE_WAIT_S if self._was_idle else 0.0)
         if self._was_idle:  # what woke it came now, not when it fell asleep
             woke_s = self._clock()
             now_s, began_s = now_s + woke_s - began_s, woke_s
         stages.lap(Stage.IDLE if self._was_idle else Stage.INBOX)
-        outputs: list[Output] = []
-        for message in messages:
-            self._take(message, outputs, now_s)
+        outputs, had_messages = list[Output](), bool(self._kept)
+        while self._kept:
+            self._take(self._kept[0], outputs, now_s)
+            self._kept.popleft()  # one that was not survived is still there for `fail_all`
         stages.lap(Stage.INBOX)
         outputs += self._side.before_step(now_s)
         stages.lap(Stage.PEERS)
@@ -97,9 +100,10 @@ class EngineLoop:
         self._mark(turn.plan, now_s)
         self._observer.observe(turn, self.num_unfinished)
         self._deliver(outputs, ended_s)
-        idle = turn.idle and not messages
-        if idle and not self._was_idle and self._scheduler.is_idle() and self._side.is_idle:
-            self._scheduler.check()  # once per idle spell: its cost grows with the pool
+        idle = turn.idle and not had_messages
+        is_empty = turn.idle and self._scheduler.is_idle() and self._side.is_idle
+        if self._idle_check.is_due(now_s, is_idle=is_empty):
+            self._scheduler.check()
         self._was_idle = idle
         stages.lap(Stage.DELIVER)
         stages.end(dispatched=turn.plan is not None)
@@ -107,10 +111,10 @@ class EngineLoop:
 
     def _listen(self, outputs: list[Output], now_s: float) -> None:
         """Hear peers and transfer threads while a step runs; requests, cancels and calls keep."""
-        for message in self.inbox.drain(LISTEN_S):
-            if isinstance(message, Submit | Cancel | Call):
-                self._kept.append(message)
-            else:
+        messages = self.inbox.drain(LISTEN_S)
+        self._kept += [message for message in messages if isinstance(message, Submit | Cancel | Call)]
+        for message in messages:
+            if not isinstance(message, Submit | Cancel | Call):
                 outputs += self._side.handle(message, now_s)
 
     def _mark(self, plan: Plan | None, now_s: float) -> None:
@@ -151,7 +155,7 @@ class EngineLoop:
                 # Its router replays it here and the cancel of the older attempt, on a broken stream, is still under way.
                 self._cancel(request.request_id, older.request.attempt, outputs, now_s)
             if request.request_id in self._streams:
-                taken = f"request id {request.request_id!r} is running here already, for another front end"
+                taken = f"request id {request.request_id!r} is running here already"
                 # no InvalidRequest: its router may have died, and the client asks another: after a lease it has ended
                 raise Unavailable(f"{taken}; use a new id, or ask again when it has ended")
             self._side.admit(request, now_s)
@@ -209,10 +213,15 @@ class EngineLoop:
         return len(self._streams) + self._side.num_guests
 
     def fail_all(self, error: RequestError) -> None:
-        """The engine cannot go on: tell every client, without touching the device."""
+        """The engine cannot go on: tell every client, of requests not admitted yet as well, without touching the device."""
         for request_id, stream in self._streams.items():
             self._streams.close(request_id)
             stream.sink([_failure(request_id, stream.request.attempt, error)])
+        messages = [*self._kept, *self.inbox.drain(0.0)]
+        self._kept.clear()
+        for message in messages:
+            if isinstance(message, Submit):
+                message.sink([_failure(message.request.request_id, message.request.attempt, error)])
 
     def self_test(self, request: EngineRequest, sink: OutputSink, now_s: float) -> None:
         """Run one request through the real loop without needing a peer (readiness)."""

@@ -92,8 +92,6 @@ class KVLending:
                     self._publisher.publish(handoff, key, piece)
                 case act.Discard(key=key):
                     self._publisher.discard(key)
-                case _:
-                    raise AssertionError(f"a lender does not {type(action).__name__}")
         return sends
 
     # --- views

@@ -25,11 +25,12 @@ class Side(Protocol):
         ...
 
     def before_step(self, now_s: float) -> list[Output]:
-        """Poll hand-offs: deadlines, leases, retractions."""
+        """Poll hand-offs: deadlines, leases."""
         ...
 
     def after_step(self, plan: Plan | None, outputs: list[Output], now_s: float) -> list[Output]:
-        """`plan` was just dispatched, `outputs` were just committed; returns the outputs for clients."""
+        """`plan` was just dispatched, `outputs` were just committed; asks who got pages and who lost them. Returns the outputs
+        for clients."""
         ...
 
     def forget(self, request_id: str) -> None:

@@ -7,9 +7,10 @@ explain is said to be unexplained.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
+from itertools import chain
 
 from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.requests import Role
@@ -53,28 +54,29 @@ class Wait:
 
 
 class Explainer:
-    """Reads one scheduler's tables."""
+    """Reads one scheduler's tables, behind `plan`, the latest. What is the same for all that wait is looked up once."""
 
-    def __init__(self, table: SequenceTable, admission: Admission, config: SchedulerConfig, limits: Limits) -> None:
+    def __init__(self, table: SequenceTable, admission: Admission, config: SchedulerConfig, limits: Limits, plan: Plan) -> None:
         self._table = table
         self._admission = admission
         self._config = config
         self._limits = limits
+        self._plan = plan
 
-    def why_not(self, request_id: str, plan: Plan) -> Wait | None:
-        """Why `plan`, the latest, has no work for it. None: it has, or nothing is left to plan, or the request is not live."""
+    def why_not(self, request_id: str) -> Wait | None:
+        """Why the plan has no work for it. None: it has, or nothing is left to plan, or the request is not live."""
         sequence = self._table.live.get(request_id)
         if sequence is None:
             return None
         match sequence.status:
             case Status.FORKING:
-                return self._forking(sequence, plan)
+                return self._forking(sequence)
             case Status.WAITING | Status.PREALLOC:
-                return self._outside(sequence, plan)
+                return self._outside(sequence)
             case Status.READY:
-                return self._ready(sequence, plan)
+                return self._ready(sequence)
             case Status.RUNNING:
-                return self._running(sequence, plan)
+                return self._running(sequence)
             case Status.TRANSFER:
                 return Wait(Cause.TRANSFER, "its KV is on the way")
             case Status.PARKED:
@@ -82,36 +84,34 @@ class Explainer:
             case _:
                 return Wait(Cause.FETCH, "its receiver has not fetched all of its KV")
 
-    def _outside(self, sequence: Sequence, plan: Plan) -> Wait:
+    def _outside(self, sequence: Sequence) -> Wait:
         """Without memory: `Starter._start_waiting`."""
-        if (wait := self._preemption(plan) or self._margin()) is not None:
+        if (wait := self._preemption() or self._margin()) is not None:
             return wait
         if sequence.status is Status.PREALLOC and not sequence.wait.is_open:
             return Wait(Cause.PEER, "its prefill worker has not begun with it")
-        if sequence.status is Status.WAITING and (wait := self._no_room_in_step(plan)) is not None:
+        if sequence.status is Status.WAITING and (wait := self._no_room_in_step) is not None:
             return wait
         if (short := self._shortage(sequence)) is not None:
             return Wait(Cause.MEMORY, short)
-        no_room = self._no_room_in_step(plan)
-        if sequence.status is Status.WAITING and (wait := self._no_reads(sequence) or self._no_room_for_whole(sequence, plan)):
+        if sequence.status is Status.WAITING and (wait := self._no_reads(sequence) or self._no_room_for_whole(sequence)):
             return wait
-        for earlier in self._earlier(sequence):
-            if earlier.status is Status.WAITING and (wait := no_room or self._no_room_for_whole(earlier, plan)):
-                return Wait(Cause.ORDER, f"behind request {earlier.request_id}: {wait.text}", earlier.request_id)
-            if (short := self._shortage(earlier)) is not None:
-                return Wait(Cause.ORDER, f"behind request {earlier.request_id}, {short}", earlier.request_id)
-        return _unexplained(sequence, plan)
+        if self._first_in_the_way is not None:
+            first, wait = self._first_in_the_way
+            if first.status is Status.FORKING or first.order < sequence.order:
+                return wait
+        return _unexplained(sequence, self._plan)
 
-    def _forking(self, sequence: Sequence, plan: Plan) -> Wait:
+    def _forking(self, sequence: Sequence) -> Wait:
         """A choice without memory: `Starter._fork`."""
         donor = self._table.groups.donor(sequence)
-        if donor is None or donor.slot in {step.slot for step in (*plan.prefill, *plan.admit)}:
+        if donor is None or donor.slot in {step.slot for step in (*self._plan.prefill, *self._plan.admit)}:
             return Wait(Cause.SIBLING, "the prompt it shares with its siblings was not in memory yet")
-        if (wait := self._preemption(plan) or self._margin()) is not None:
+        if (wait := self._preemption() or self._margin()) is not None:
             return wait
         if (short := self._shortage(sequence)) is not None:
             return Wait(Cause.MEMORY, short)
-        return _unexplained(sequence, plan)
+        return _unexplained(sequence, self._plan)
 
     def _margin(self) -> Wait | None:
         margin, pages = self._config.safety_margin, self._table.pages
@@ -125,21 +125,21 @@ class Explainer:
         limit = self._config.max_num_kv_read_tokens
         return Wait(Cause.READS, f"read budget of {limit} spent, {max(0, int(self._table.reads_left))} tokens left")
 
-    def _no_room_for_whole(self, sequence: Sequence, plan: Plan) -> Wait | None:
+    def _no_room_for_whole(self, sequence: Sequence) -> Wait | None:
         """Without chunked prefill."""
         if self._config.enable_chunked_prefill or sequence.wait.host_tokens:
             return None
         missing = sequence.target - len(self._admission.find_prefix(sequence)) * self._table.pages.page_size
-        left = self._config.max_num_batched_tokens - plan.num_tokens
+        left = self._config.max_num_batched_tokens - self._plan.num_tokens
         if missing <= left and sequence.target > self._table.reads_left:
             return self._no_reads(sequence)
         if missing <= left:
             return None
         return Wait(Cause.BUDGET, f"its {missing} tokens do not fit whole into the {left} that were left of the step")
 
-    def _ready(self, sequence: Sequence, plan: Plan) -> Wait:
+    def _ready(self, sequence: Sequence) -> Wait:
         """KV in place: `Starter._start_ready`."""
-        if (wait := self._preemption(plan) or self._no_room_in_step(plan) or self._no_reads(sequence)) is not None:
+        if (wait := self._preemption() or self._no_room_in_step or self._no_reads(sequence)) is not None:
             return wait
         for other in self._table.queues[Status.READY]:
             if other.order <= sequence.order and (missing := self._missing_to_decode(other)):
@@ -147,64 +147,77 @@ class Explainer:
                 if other is sequence:
                     return Wait(Cause.MEMORY, short)
                 return Wait(Cause.ORDER, f"behind request {other.request_id}, {short}", other.request_id)
-        return _unexplained(sequence, plan)
+        return _unexplained(sequence, self._plan)
 
-    def _running(self, sequence: Sequence, plan: Plan) -> Wait | None:
+    def _running(self, sequence: Sequence) -> Wait | None:
         """In a slot."""
-        if sequence.slot in plan.decode or any(chunk.slot == sequence.slot for chunk in plan.prefill):
+        if sequence.slot in self._plan.decode or any(chunk.slot == sequence.slot for chunk in self._plan.prefill):
             return None
         wanted = sequence.request.sampling.max_tokens - len(sequence.generated) - sequence.num_in_flight
         if sequence.is_decoding and (wanted <= 0 or self._limits.role is Role.PREFILL):
             return None
         if sequence.awaits_token:
             return Wait(Cause.TOKEN, "what its grammar allows next follows from the token of the step before")
-        waits = self._no_budget(plan) or self._no_reads(sequence)
-        return waits or (None if sequence.is_decoding else self._margin()) or _unexplained(sequence, plan)
+        waits = self._no_budget() or self._no_reads(sequence)
+        return waits or (None if sequence.is_decoding else self._margin()) or _unexplained(sequence, self._plan)
 
-    def _preemption(self, plan: Plan) -> Wait | None:
+    def _preemption(self) -> Wait | None:
         if not self._table.preempted:
             return None
         first = self._table.preempted[0]
         itself = first.wanted_by == first.request_id
         took = "set request {0} back, no page being free" if itself else "took the pages of request {0} for {1}"
-        text = f"step {plan.step_id} {took.format(first.request_id, first.wanted_by)}; such a step starts nobody"
+        text = f"step {self._plan.step_id} {took.format(first.request_id, first.wanted_by)}; such a step starts nobody"
         return Wait(Cause.PREEMPTION, text, first.request_id)
 
-    def _no_room_in_step(self, plan: Plan) -> Wait | None:
+    @cached_property
+    def _no_room_in_step(self) -> Wait | None:
         slots = self._table.slots
         if slots.num_free == 0:
             return Wait(Cause.SLOT, f"no slot, all {slots.num_slots} taken")
-        return self._no_budget(plan)
+        return self._no_budget()
 
-    def _no_budget(self, plan: Plan) -> Wait | None:
+    def _no_budget(self) -> Wait | None:
         limit = self._config.max_num_batched_tokens
-        if plan.num_tokens < limit:
+        if self._plan.num_tokens < limit:
             return None
-        chunks = sorted(plan.prefill, key=lambda chunk: -len(chunk.token_ids))
+        chunks = sorted(self._plan.prefill, key=lambda chunk: -len(chunk.token_ids))
         named = [
             f"{counted(len(chunk.token_ids), 'prompt token')} of request {chunk.request_id}" for chunk in chunks[:_MAX_NAMED]
         ]
         if len(chunks) > _MAX_NAMED:
             named.append(f"{sum(len(chunk.token_ids) for chunk in chunks[_MAX_NAMED:])} of {len(chunks) - _MAX_NAMED} others")
-        if plan.decode:
-            named.append(f"{len(plan.decode)} decoding")
+        if self._plan.decode:
+            named.append(f"{len(self._plan.decode)} decoding")
         return Wait(Cause.BUDGET, f"token budget of {limit} spent by {' + '.join(named)}")
 
     def _shortage(self, sequence: Sequence) -> str | None:
         """How far the gate's need is from what is free."""
-        needs, num_free, promised = self._admission.needs(sequence), self._table.pages.num_free, self._table.outstanding_pages()
+        needs, num_free, promised = self._admission.needs(sequence), self._table.pages.num_free, self._promised_pages
         short = needs - (num_free - promised)
         if short <= 0:
             return None
         kept = f", {promised} promised to admitted requests" if promised else ""
         return f"{counted(short, 'page')} short (needs {needs}, {num_free} free{kept})"
 
-    def _earlier(self, sequence: Sequence) -> Iterator[Sequence]:
-        """Those whose turn comes before, of those that could go: choices with a sibling to fork from come before all others."""
-        yield from (s for s in self._table.queues[Status.FORKING] if self._table.groups.donor(s) is not None)
-        open_ones = [s for s in self._table.queues[Status.PREALLOC] if s.wait.is_open]
-        local = self._table.queues[Status.WAITING]
-        yield from sorted((s for s in [*open_ones, *local] if s.order < sequence.order), key=lambda s: s.order)
+    @cached_property
+    def _first_in_the_way(self) -> tuple[Sequence, Wait] | None:
+        """The first of those that could go and have to wait, and what is said to all whose turn comes after. Choices with a
+        sibling to fork from come before all others."""
+        queues = self._table.queues
+        forking = (s for s in queues[Status.FORKING] if self._table.groups.donor(s) is not None)
+        open_ones = [s for s in queues[Status.PREALLOC] if s.wait.is_open]
+        for first in chain(forking, sorted([*open_ones, *queues[Status.WAITING]], key=lambda s: s.order)):
+            is_local = first.status is Status.WAITING
+            if is_local and (wait := self._no_room_in_step or self._no_room_for_whole(first)):
+                return first, Wait(Cause.ORDER, f"behind request {first.request_id}: {wait.text}", first.request_id)
+            if (short := self._shortage(first)) is not None:
+                return first, Wait(Cause.ORDER, f"behind request {first.request_id}, {short}", first.request_id)
+        return None
+
+    @cached_property
+    def _promised_pages(self) -> int:
+        return self._table.outstanding_pages()
 
     def _missing_to_decode(self, sequence: Sequence) -> int:
         length = sequence.num_known + sequence.num_in_flight + self._limits.num_lookahead

@@ -91,6 +91,7 @@ class LoggedScheduler(Scheduler):
         self.recorder = FlightRecorder(plans_directory, role.value)
         self._file: TextIO | None = None
         self._clock = clock
+        self._is_settled = True  # idle, and planned since the latest call that was written: another plan changes nothing
         if config.schedule_log is not None:
             try:
                 self._file = _take_over(Path(config.schedule_log))
@@ -113,9 +114,12 @@ class LoggedScheduler(Scheduler):
         return self._call(Scheduler.expire, now_s, quiet=not self._arrivals.is_due(now_s))
 
     def schedule(self, now_s: float) -> Plan:
-        """As Scheduler.schedule; written unless the scheduler is idle (an empty plan may reserve pages)."""
+        """As Scheduler.schedule; written unless the scheduler is idle (an empty plan may reserve pages), and once when it is:
+        that moves the bound of the queue."""
+        idle = self.is_idle()
         with self.recorder.writing_on_failure("schedule", super().snapshot):
-            plan = self._call(Scheduler.schedule, now_s, quiet=self.is_idle())
+            plan = self._call(Scheduler.schedule, now_s, quiet=idle and self._is_settled)
+        self._is_settled = idle
         self.recorder.add(now_s, plan)
         return plan
 
@@ -132,8 +136,9 @@ class LoggedScheduler(Scheduler):
     def snapshot(self) -> dict[str, Any]:
         """As Scheduler.snapshot; each sequence also with what it waits for (nothing known: it came after the latest plan)."""
         state = super().snapshot()
+        explainer = self._explainer()
         for sequence in state["sequences"]:
-            wait = self.why_not(sequence["request_id"])
+            wait = None if explainer is None else explainer.why_not(sequence["request_id"])
             sequence["waits_for"] = None if wait is None or wait.cause is Cause.UNEXPLAINED else wait.text
         return state
 
@@ -141,10 +146,13 @@ class LoggedScheduler(Scheduler):
 
     def why_not(self, request_id: str) -> Wait | None:
         """Why the latest plan did nothing for a request; see `Explainer.why_not`. Changes nothing."""
+        explainer = self._explainer()
+        return None if explainer is None else explainer.why_not(request_id)
+
+    def _explainer(self) -> Explainer | None:
+        """Of the latest plan, until the next call."""
         plan = self.recorder.latest
-        if plan is None:
-            return None
-        return Explainer(self._table, self._admission, self._config, self._limits).why_not(request_id, plan)
+        return None if plan is None else Explainer(self._table, self._admission, self._config, self._limits, plan)
 
     @property
     def table(self) -> SequenceTable:
@@ -183,6 +191,7 @@ class LoggedScheduler(Scheduler):
         """`method` is the Scheduler's. `quiet`: a polling call that cannot change anything is not written."""
         if self._file is None or quiet:
             return method(self, *args, **kwargs)
+        self._is_settled = False
         line = {"call": method.__name__, "args": encode(args), "kwargs": _plain(kwargs)}
         if method.__name__ not in CALLS_WITH_TIME:
             line["at_s"] = round(self._clock(), 6)

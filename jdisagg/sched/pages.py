@@ -71,10 +71,10 @@ class PageBook:
         offered again: the other page may be gone, and nothing is found behind a hole."""
         holding = sequence.holding
         num_full = min(sequence.num_computed, sequence.num_known) // self.page_size  # beyond its end there is junk
-        if not self._caching or num_full <= holding.num_indexed:
+        if num_full <= holding.num_indexed:
             return
         offered, holding.num_indexed = [*holding.twins, *range(holding.num_indexed, num_full)], num_full
-        if holding.is_private:
+        if holding.is_private or not self._caching:
             return
         self._hash(sequence, num_full)
         new, holding.twins = [], []

@@ -22,7 +22,7 @@ class Holding:
 
     pages: list[int] = field(default_factory=list)  # in token order
     keys: list[bytes] = field(default_factory=list)  # of the leading full pages hashed so far
-    num_indexed: int = 0  # leading pages offered to the prefix index
+    num_indexed: int = 0  # leading pages offered to the prefix index, if there is one
     twins: list[int] = field(default_factory=list)  # of them, those that are not in it: another page had their tokens already
     is_private: bool = False  # it lived when the index was reset: nothing of it is offered any more
     promised_pages: int = 0  # pages the admission gate set aside for it in all

@@ -33,7 +33,7 @@ class Stats:
 
 
 class SequenceTable:
-    """State changes of sequences. Every exit from memory goes through `end`, `preempt`, `park` or `compute_here`."""
+    """State changes of sequences. Every exit from memory goes through `end`, `preempt`, `park`, `compute_here` or `unpin`."""
 
     def __init__(
         self, *, pages: PageBook, slots: Slots, host: HostMemory, is_decode_worker: bool, refetch_retracted: bool

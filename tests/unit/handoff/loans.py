@@ -38,6 +38,7 @@ class Loans:
             match action:
                 case act.Export(handoff=handoff, begin=begin, end=end, key=key):
                     assert self.streams[handoff].open_at_decode, "nothing is lent once the stream is over"
+                    assert not self.clients[handoff.request_id].ends, "its pages are gone"
                     assert set(range(begin, end)) <= self.clients[handoff.request_id].in_place, "only what D holds"
                     assert 0 < end - begin <= self.config.transfer_chunk_tokens
                     self.lent[key] = action

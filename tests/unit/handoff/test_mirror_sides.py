@@ -31,12 +31,22 @@ def test_messages_of_the_mirror_change_nothing_in_the_hand_off_itself() -> None:
 class MirrorMachine(RuleBasedStateMachine):
     """Streams that borrow: loss, repetition, death and delay of what concerns the mirror; the rest happens by itself."""
 
-    @initialize(buffer_bytes=st.sampled_from([30, 40, 80, 1000]), count=st.integers(1, 3))
-    def begin(self, buffer_bytes: int, count: int) -> None:
+    @initialize(buffer_bytes=st.sampled_from([30, 40, 80, 1000]), count=st.integers(1, 3), hedged=st.booleans())
+    def begin(self, buffer_bytes: int, count: int, hedged: bool) -> None:
+        """`hedged`: each of the first requests borrows over two streams."""
         self.world = World(config(buffer_bytes=buffer_bytes))
         self.world.loans.borrow_always = True
         for _ in range(count):
             self.start(tokens=13, held=12)
+        if hedged:
+            self.hedge(4, 4)
+
+    def hedge(self, before: int, after: int) -> None:
+        """All P are quiet once so many messages of each stream have come; others are asked, and say as much."""
+        self.deliver(before)
+        for stream in list(self.world.streams.values()):
+            self.world.hush(stream)
+        self.deliver(after)
 
     @rule(tokens=st.integers(3, 13), held=st.integers(2, 13))
     def start(self, tokens: int, held: int) -> None:
@@ -51,7 +61,7 @@ class MirrorMachine(RuleBasedStateMachine):
             for stream in list(self.world.streams.values()):
                 if stream.down:
                     self.world.deliver_down(stream)
-                if stream.up:
+                if stream.up and not stream.hushed:
                     self.world.deliver_up(stream)
             for peer, worker in self.world.prefillers.items():
                 for engine_id in worker.unreserved:
@@ -81,13 +91,22 @@ class MirrorMachine(RuleBasedStateMachine):
     def kill(self, data: st.DataObject) -> None:
         self.world.kill(data.draw(st.sampled_from(list(self.world.streams.values()))))
 
+    @rule(data=st.data())
+    def hush_or_wake(self, data: st.DataObject) -> None:
+        """Of one request two streams may lend."""
+        if streams := [stream for stream in self.world.streams.values() if stream.open_at_decode]:
+            stream = data.draw(st.sampled_from(streams))
+            (self.world.wake if stream.hushed else self.world.hush)(stream)
+
     @rule(peer=st.sampled_from(["p0", "p1"]))
     def restart(self, peer: str) -> None:
         self.world.restart(peer)
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        self.world.release(data.draw(st.sampled_from(list(self.world.clients))))
+        """One client, or several at once: their front end is gone."""
+        for name in data.draw(st.lists(st.sampled_from(list(self.world.clients)), min_size=1, max_size=3, unique=True)):
+            self.world.release(name)
 
     @rule(seconds=st.sampled_from([0.0, 0.4, 1.0, 6.0]))
     def tick(self, seconds: float) -> None:
@@ -96,6 +115,21 @@ class MirrorMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "world"):
             HandoffMachine.teardown(self)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("buffer_bytes", [40, 80, 120])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(("before", "after"), [(3, 5), (4, 4), (5, 4), (6, 6)])
+def test_nothing_is_cut_out_of_a_request_that_lends_over_two_streams_and_is_over(
+    buffer_bytes: int, count: int, before: int, after: int
+) -> None:
+    """The first of its streams to close makes room in the buffer for the other one."""
+    machine = MirrorMachine()
+    machine.begin(buffer_bytes, count, hedged=False)
+    machine.hedge(before, after)
+    for name in machine.world.clients:
+        machine.world.release(name)
+    assert not machine.world.loans.lent
 
 
 TestMirrorMachine = pytest.mark.covers("I-3", "C10")(MirrorMachine.TestCase)

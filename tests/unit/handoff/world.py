@@ -67,9 +67,9 @@ class World:
 
     def release(self, request_id: str) -> None:
         client = self.clients[request_id]
-        self.run_decode(self.decode.release(request_id))
         if not client.ends:
-            client.ends.append("released")
+            client.ends.append("released")  # the scheduler has dropped its pages
+        self.run_decode(self.decode.release(request_id))
 
     def run_decode(self, actions: Sequence[act.DecodeAction]) -> None:
         for action in actions:

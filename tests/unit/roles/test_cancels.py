@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.requests import FinishReason, Output
-from jdisagg.roles.inbox import Cancel, Submit
+from jdisagg.handoff.events import PeerAlive
+from jdisagg.handoff.messages import HandoffId
+from jdisagg.roles.inbox import Call, Cancel, Submit
 from tests.unit.roles.measured import Unified, read
 from tests.unit.sched.engine_fake import request
 
@@ -53,3 +56,50 @@ def test_when_the_engine_cannot_go_on_each_client_is_told_once() -> None:
         Output(request_id=name, attempt=attempt, finish=FinishReason.ERROR, error=error) for attempt, name in enumerate("ab")
     ]
     assert [output for output in unified.outputs if output.finish] == told
+
+
+def broken() -> None:
+    """A call that the engine does not survive."""
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("during_a_step", [False, True])
+def test_when_the_engine_cannot_go_on_those_it_has_not_looked_at_are_told_as_well(during_a_step: bool) -> None:
+    unified = Unified()
+    loop, inbox = unified.engine.loop, unified.engine.inbox
+    assert loop is not None
+
+    def come() -> None:
+        for name in ("before", "behind"):
+            unified.submit(request(name, (1, 2, 3), 20))
+            if name == "before":  # a unified engine has no peers
+                inbox.post(PeerAlive(HandoffId("x", 1)) if during_a_step else Call(broken, Future()))
+
+    unified.submit(request("runs", tuple(range(1, 31)), 9))
+    unified.tick()
+    if during_a_step:
+        unified.engine.runner.meanwhile = come
+    else:
+        come()
+    with pytest.raises(AssertionError if during_a_step else KeyboardInterrupt):
+        unified.tick()
+    unified.submit(request("late", (1, 2, 3), 20))
+    for _ in range(2):
+        loop.fail_all(Unavailable("the engine stopped"))
+    ends = [output.request_id for output in unified.outputs if isinstance(output.error, Unavailable)]
+    assert sorted(ends) == ["before", "behind", "late", "runs"], "each once"
+
+
+def test_a_request_that_the_engine_breaks_on_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    unified = Unified()
+    loop = unified.engine.loop
+    assert loop is not None
+    monkeypatch.setattr(unified.engine.scheduler, "add", breaks)
+    unified.submit(request("a", (1, 2, 3), 20))
+    with pytest.raises(RuntimeError):
+        unified.tick()
+    loop.fail_all(Unavailable("the engine stopped"))
+    assert [(output.request_id, output.finish) for output in unified.outputs] == [("a", FinishReason.ERROR)]

@@ -181,19 +181,22 @@ def test_an_idle_engine_sleeps_until_something_comes_and_a_busy_one_does_not(mon
     assert waits_s == [0.0, *(0.0 if was_busy else 0.03 for was_busy in busy)]
 
 
-def test_ledgers_are_checked_once_per_idle_spell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ledgers_are_checked_once_an_engine_has_been_idle_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, checks = Engine(Role.UNIFIED, 9, True), list[float]()
-    engine.run(ComputeSide(engine.scheduler))
+    engine.run(ComputeSide(engine.scheduler), clock=lambda: 0.0)
     loop = engine.loop
     assert loop is not None
     monkeypatch.setattr(engine.scheduler, "check", lambda: checks.append(now_s))
-    for now_s in (1.0, 2.0, 3.0):
-        loop.tick(now_s)
     engine.inbox.post(Submit(request("a", PROMPT[:4], 2), lambda outputs: None))
-    while loop.tick(now_s := now_s + 1.0):
-        assert checks == [1.0]
-    loop.tick(now_s + 1.0)
-    assert checks == [1.0, now_s]
+    now_s = 1.0
+    while loop.tick(now_s):
+        now_s += 1.0
+    idle_s = now_s
+    for tick in range(1, 10):
+        engine.inbox.call(lambda: None)  # somebody who asks how it is
+        now_s = idle_s + 0.25 * tick
+        loop.tick(now_s)
+    assert checks == [idle_s + 1.0]
 
 
 def test_the_time_to_the_first_token_ends_when_the_step_that_brings_it_does() -> None:

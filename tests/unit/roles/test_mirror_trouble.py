@@ -7,7 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from jdisagg.handoff.messages import ChunkReady, HandoffId, Open
+from jdisagg.handoff.events import FromPrefill
+from jdisagg.handoff.messages import Accepted, ChunkReady, Grant, HandoffId, Open, Quiet, Want
+from jdisagg.roles.inbox import Inbox
 from jdisagg.transfer.base import Piece, PublishFailed
 from tests.unit.roles.measured import read
 from tests.unit.roles.second_turn import PROMPT, QUESTION, first_turn, moved, provenance_of, serve_second_turn, since
@@ -206,3 +208,35 @@ def test_a_piece_that_d_lends_before_p_has_pages_for_it_costs_p_no_more_than_the
     world.wire.send(stream, early)
     world.settle()
     assert world.tokens("t2") == expected(prompt, 4, ignore_eos=True)
+
+
+def test_a_request_that_lends_over_two_streams_ends_like_any_other() -> None:
+    """Its first P has credit left when it falls quiet; the end of the second one's stream makes room in the buffer."""
+    world = World(local_prefill=False, want_min_tokens=4, decode_pages=60, prefill_pages=60)
+    prompt = first_turn(world, 28)
+    peers, world.wire._prefill = world.wire._prefill, Inbox()  # what they say is said below
+    for name in ("other", "x"):
+        world.submit(request(name, prompt, 4, ignore_eos=True))
+    world.decode.tick(world.now_s)
+
+    def borrow(stream: HandoffId) -> None:
+        for message in (Accepted(cached_tokens=0), Want(begin=0, end=32, reason="held"), Grant(credit_bytes=96)):
+            world.decode.inbox.post(FromPrefill(stream, message))
+        world.decode.tick(world.now_s)
+
+    other, first = world.wire.open_streams
+    borrow(other)  # takes the whole buffer
+    borrow(first)
+    world.decode.inbox.post(FromPrefill(first, Quiet(0.7)))
+    world.decode.tick(world.now_s)
+    (second,) = set(world.wire.open_streams) - {other, first}
+    borrow(second)
+    world.cancel("other")
+    for _ in range(2):
+        world.decode.tick(world.now_s)
+    assert {name: loan["pieces"] for name, loan in world.lender.snapshot().items()} == {
+        f"x#{first.serial}": 2, f"x#{second.serial}": 1
+    }  # fmt: skip
+    world.cancel("x")
+    world.wire._prefill = peers
+    world.settle()

@@ -27,7 +27,14 @@ FEW, MANY = 100, 5000
 
 
 def loaded(
-    num_waiting: int, *, running: int = RUNNING, slots: int = 0, pages: int = 256, waiting_tokens: int = 5, max_bypass: int = 16
+    num_waiting: int,
+    *,
+    running: int = RUNNING,
+    slots: int = 0,
+    pages: int = 256,
+    waiting_tokens: int = 5,
+    max_bypass: int = 16,
+    caching: bool = True,
 ) -> Scheduler:
     """`running` decoding sequences, and behind them `num_waiting` with prompts of `waiting_tokens`."""
     scheduler = Scheduler(
@@ -43,6 +50,7 @@ def loaded(
         page_size=4,
         num_pages=1 + pages,
         eos_token_ids=(),
+        enable_prefix_caching=caching,
     )
     for i in range(running + num_waiting):
         rest = (2, 3, 4, 5) * 4 if i < running else (6,) * (waiting_tokens - 1)
@@ -128,6 +136,12 @@ def test_the_work_of_a_decode_step_grows_in_proportion_to_who_runs() -> None:
     assert many.stats.preemptions == 0
 
 
+def test_without_a_prefix_cache_a_step_is_less_work() -> None:
+    """Tokens that fill no page are taken in the short way, also behind the first page."""
+    plain, cached = (sum(w.instructions + w.copied for w in works(loaded(0, caching=c))) for c in (False, True))
+    assert plain < cached
+
+
 def while_choices_wait(n: int) -> list[Work]:
     """Of the steps in which the first of `n` choices computes the prompt of all."""
     scheduler = Scheduler(
@@ -143,6 +157,25 @@ def while_choices_wait(n: int) -> list[Work]:
 
 def test_the_work_while_choices_wait_for_their_prompt_grows_in_proportion_to_them() -> None:
     few, many = (sum(w.instructions + w.copied for w in while_choices_wait(n)) for n in (16, 128))
+    assert few < many <= 8 * few
+
+
+def explaining(num_waiting: int) -> Work:
+    """Of saying what each one waits for, all but two of them for one that lacks pages."""
+    engine = FakeEngine(num_pages=20, max_num_seqs=4, max_bypass=0, max_queue_len=num_waiting)
+    engine.add(request("runs", tuple(range(16, 0, -1)), 40))
+    engine.tick()
+    engine.add(request("big", tuple(range(1, 62)), 2))
+    engine.add(*(request(f"r{number}", (number + 1, 2), 2) for number in range(num_waiting - 1)))
+    engine.tick()
+    waits = [one["waits_for"] for one in engine.scheduler.snapshot()["sequences"] if one["status"] == "waiting"]
+    assert len(waits) == num_waiting
+    assert {wait[:18] for wait in waits[1:]} == {"behind request big"}
+    return work_of(engine.scheduler.snapshot)
+
+
+def test_the_work_of_saying_what_all_wait_for_grows_in_proportion_to_them() -> None:
+    few, many = (work.instructions + work.copied for work in map(explaining, (16, 128)))
     assert few < many <= 8 * few
 
 

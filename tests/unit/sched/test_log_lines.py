@@ -181,6 +181,26 @@ def test_polls_that_change_nothing_are_not_written_and_those_that_do_are(tmp_pat
     assert same_when_replayed(path)
 
 
+def test_the_first_plan_of_an_idle_scheduler_is_written_since_it_moves_the_bound_of_the_queue(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    scheduler = make_scheduler(SchedulerConfig(schedule_log=str(path), max_queue_len=1), role=Role.DECODE, **SIZES)
+    assert isinstance(scheduler, LoggedScheduler)
+    scheduler.schedule(0.0)
+    assert calls(path) == [], "nothing has happened yet"
+    for now_s, plans in ((1.0, True), (2.0, False)):  # it was idle before the second time, too
+        scheduler.add(request("gone", PROMPT, 3), now_s, remote=True, is_open=False)
+        if plans:
+            scheduler.schedule(now_s)
+        scheduler.cancel("gone")
+        for number in range(3):
+            scheduler.schedule(now_s + 0.1 * number)
+    assert calls(path) == ["add", "schedule", "cancel", "schedule", "add", "cancel", "schedule"]
+    for name in ("c", "d"):
+        scheduler.add(request(name, PROMPT, 3), 3.0)
+    scheduler.close_log()
+    assert same_when_replayed(path)
+
+
 def test_a_poll_that_takes_pins_away_is_written(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     engine = FakeEngine(Role.DECODE, schedule_log=str(path), num_pages=8)

@@ -38,6 +38,13 @@ def test_pages_hold_all_tokens_and_none_is_empty(num_tokens: int) -> None:
     assert num_pages * 4 >= num_tokens > (num_pages - 1) * 4
 
 
+def test_without_caching_full_pages_are_counted_like_any_others_and_offered_to_nobody() -> None:
+    pages = book(caching=False)
+    one = computed(pages, 11)
+    assert one.holding.num_indexed == 2, "the next one to be filled is the third"
+    assert (one.holding.keys, pages.find(one, 11), pages.describe_index()["pages"]) == ([], (), 0)
+
+
 def test_growing_to_what_is_there_takes_nothing() -> None:
     pages = book(num_pages=4)
     holding = Holding()
