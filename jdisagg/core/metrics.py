@@ -113,7 +113,9 @@ class EngineMetrics:
     """Steps, ticks, and what goes wrong in them."""
 
     def __init__(self, new: _Registry) -> None:
-        self.step_seconds = new.histogram("step_seconds", "Dispatch of a step to its tokens.", _STEP_BUCKETS_S, "phase")
+        self.step_seconds = new.histogram(
+            "step_seconds", "Dispatch of a step, or the tokens of the one before, to its tokens.", _STEP_BUCKETS_S, "phase"
+        )
         self.host_overhead_seconds = new.histogram(
             "host_overhead_seconds", "Host time of one tick that dispatched a step, without waiting.", _HOST_BUCKETS_S
         )

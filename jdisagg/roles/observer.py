@@ -53,10 +53,11 @@ class TickObserver:
             pending_prefill_tokens=self._pending(counts) if self._role is Role.PREFILL else 0,
         )
         if turn.plan is not None:
-            metrics.engine.step_seconds.labels(phase=_phase(turn.plan)).observe(turn.host_s + turn.waited_s)
             if turn.plan.decode:
                 metrics.engine.dispatched_decode_steps.inc(turn.plan.num_steps)
             self._count()
+        if turn.finished is not None:
+            metrics.engine.step_seconds.labels(phase=_phase(turn.finished)).observe(turn.step_s)
         if self._kv_feed is not None:
             self._kv_feed.publish()
 
