@@ -126,7 +126,7 @@ class EngineMetrics:
             "preemptions", "Times a running request, or a computed prompt that waited, gave up its pages."
         )
         self.retractions = new.counter("retractions", "Decode requests retracted and resumed later.")
-        self.nan_requests = new.counter("nan_requests", "Requests failed because their logits held NaN or infinity.")
+        self.nan_requests = new.counter("nan_requests", "Requests that failed here, as their logits held NaN or infinity.")
         self.compiles_after_ready = new.counter("compiles_after_ready", "XLA compilations after READY; stays 0.")
 
 
