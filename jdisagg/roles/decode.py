@@ -157,10 +157,12 @@ class DecodeRole:
         match action:
             case act.PeerReady(request_id=request_id, is_ready=is_ready):
                 self._scheduler.peer_ready(request_id, is_ready)
-                if is_ready and (record := self._streams.record(request_id)):
-                    record.scheduled(now_s)
+                if record := self._streams.record(request_id):
+                    (record.scheduled if is_ready else record.waits)(now_s)
             case act.OpenStream(handoff=handoff, peer=peer, message=message):
                 self._scheduler.peer_ready(handoff.request_id, False)
+                if record := self._streams.record(handoff.request_id):
+                    record.waits(now_s)
                 self._peer_choice.opened(handoff, peer, message.request.num_tokens - message.held_tokens)
                 self._peers.open(peer, handoff, self._lending.open(handoff, message))
             case act.Send(handoff=handoff, message=message):
