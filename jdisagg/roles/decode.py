@@ -141,6 +141,7 @@ class DecodeRole:
         while retracted := self._scheduler.take_retracted():
             for request in retracted:
                 self._execute(self._handoffs.release(request.request_id), now_s)
+                self._hidden.forget(request.request_id)  # its token is computed again, too
                 self._start(request, now_s)
         early, self._early = self._early, []
         return [self._provenance.signed(output) for output in early + more + outputs]
