@@ -33,6 +33,7 @@ _HOST_BUCKETS_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01),
     *(0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
 )
+_LATE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _ENDS = sorted({*(reason.value for reason in FinishReason), *RequestError.reasons()})
 _CARRIERS = ("grpc", "tcp", "shm", "jax")  # backends that KV could be damaged on
 DAMAGE = ("checksum", "truncated")
@@ -46,7 +47,7 @@ _WITHOUT_ENGINE = frozenset(
     """
     workers workers_draining worker_states build_info time_to_first_token_seconds inter_token_latency_seconds
     request_decode_seconds generated_tokens requests_finished recoveries replays_refused requests_quarantined request_seconds
-    requests prompt_tokens grammars tool_answers
+    requests prompt_tokens grammars tool_answers event_loop_late_seconds
     """.split()
 )
 
@@ -201,6 +202,11 @@ class Metrics:
         self.cache = CacheMetrics(new)
         self.transfer = TransferMetrics(new)
         self.fleet = FleetMetrics(new)
+        self.event_loop_late_seconds = new.histogram(
+            "event_loop_late_seconds",
+            "How late the event loop does what is due, looked at ten times a second.",
+            _LATE_BUCKETS_S,
+        )
         self._build_info = new.gauge("build_info", "Constant 1; the labels name the build.", "role", "model", "python")
 
     def set_build(self, *, role: str, model: str) -> None:
