@@ -35,6 +35,7 @@ _HOST_BUCKETS_S = (
 )
 _LATE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _ENDS = sorted({*(reason.value for reason in FinishReason), *RequestError.reasons()})
+LOSSES = ("closed", "broken", "silent", "stalled", "evicted", "replaced")
 _CARRIERS = ("grpc", "tcp", "shm", "jax")  # backends that KV could be damaged on
 DAMAGE = ("checksum", "truncated")
 _RUNGS = ("refetch", "other_backend", "reconnect", "other_prefill", "local_prefill")
@@ -47,7 +48,7 @@ _WITHOUT_ENGINE = frozenset(
     """
     workers workers_draining worker_states build_info time_to_first_token_seconds inter_token_latency_seconds
     request_decode_seconds generated_tokens requests_finished recoveries replays_refused requests_quarantined request_seconds
-    requests prompt_tokens grammars tool_answers event_loop_late_seconds
+    requests prompt_tokens grammars tool_answers event_loop_late_seconds workers_lost
     """.split()
 )
 
@@ -176,6 +177,11 @@ class FleetMetrics:
         self.states = new.gauge(
             "worker_states", "Workers that have registered, by what this router makes of them.", "role", "state"
         )
+        self.lost = new.counter(
+            "workers_lost", "Workers that were connected, or prefill, and went without saying so.", "reason"
+        )
+        for reason in LOSSES:
+            self.lost.labels(reason=reason)
         self.peers = new.gauge("peers", "Prefill workers that a decode worker has spoken to.", "state")
         self.recoveries = new.counter("recoveries", "Steps taken to survive failures, by rung.", "rung")
         for rung in _RUNGS if new.engine else _RUNGS_OF_ROUTERS:  # likewise
