@@ -33,7 +33,9 @@ _HOST_BUCKETS_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01),
     *(0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
 )
+_LATE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _ENDS = sorted({*(reason.value for reason in FinishReason), *RequestError.reasons()})
+LOSSES = ("closed", "broken", "silent", "stalled", "evicted", "replaced")
 _CARRIERS = ("grpc", "tcp", "shm", "jax")  # backends that KV could be damaged on
 DAMAGE = ("checksum", "truncated")
 _RUNGS = ("refetch", "other_backend", "reconnect", "other_prefill", "local_prefill")
@@ -46,7 +48,7 @@ _WITHOUT_ENGINE = frozenset(
     """
     workers workers_draining worker_states build_info time_to_first_token_seconds inter_token_latency_seconds
     request_decode_seconds generated_tokens requests_finished recoveries replays_refused requests_quarantined request_seconds
-    requests prompt_tokens grammars tool_answers
+    requests prompt_tokens grammars tool_answers event_loop_late_seconds workers_lost
     """.split()
 )
 
@@ -117,7 +119,9 @@ class EngineMetrics:
     """Steps, ticks, and what goes wrong in them."""
 
     def __init__(self, new: _Registry) -> None:
-        self.step_seconds = new.histogram("step_seconds", "Dispatch of a step to its tokens.", _STEP_BUCKETS_S, "phase")
+        self.step_seconds = new.histogram(
+            "step_seconds", "Dispatch of a step, or the tokens of the one before, to its tokens.", _STEP_BUCKETS_S, "phase"
+        )
         self.host_overhead_seconds = new.histogram(
             "host_overhead_seconds", "Host time of one tick that dispatched a step, without waiting.", _HOST_BUCKETS_S
         )
@@ -128,7 +132,7 @@ class EngineMetrics:
             "preemptions", "Times a running request, or a computed prompt that waited, gave up its pages."
         )
         self.retractions = new.counter("retractions", "Decode requests retracted and resumed later.")
-        self.nan_requests = new.counter("nan_requests", "Requests failed because their logits held NaN or infinity.")
+        self.nan_requests = new.counter("nan_requests", "Requests that failed here, as their logits held NaN or infinity.")
         self.compiles_after_ready = new.counter("compiles_after_ready", "XLA compilations after READY; stays 0.")
 
 
@@ -177,6 +181,11 @@ class FleetMetrics:
         self.states = new.gauge(
             "worker_states", "Workers that have registered, by what this router makes of them.", "role", "state"
         )
+        self.lost = new.counter(
+            "workers_lost", "Workers that were connected, or prefill, and went without saying so.", "reason"
+        )
+        for reason in LOSSES:
+            self.lost.labels(reason=reason)
         self.peers = new.gauge("peers", "Prefill workers that a decode worker has spoken to.", "state")
         self.recoveries = new.counter("recoveries", "Steps taken to survive failures, by rung.", "rung")
         for rung in _RUNGS if new.engine else _RUNGS_OF_ROUTERS:  # likewise
@@ -203,6 +212,11 @@ class Metrics:
         self.cache = CacheMetrics(new)
         self.transfer = TransferMetrics(new)
         self.fleet = FleetMetrics(new)
+        self.event_loop_late_seconds = new.histogram(
+            "event_loop_late_seconds",
+            "How late the event loop does what is due, looked at ten times a second.",
+            _LATE_BUCKETS_S,
+        )
         self._build_info = new.gauge("build_info", "Constant 1; the labels name the build.", "role", "model", "python")
 
     def set_build(self, *, role: str, model: str) -> None:

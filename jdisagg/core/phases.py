@@ -42,13 +42,18 @@ class Phases:
         if self.phase is Phase.PREFILL:
             self._leave(now_s, Phase.DECODE)
 
+    def waits(self, now_s: float) -> None:
+        """Who worked on its prompt is lost, and nobody does until it is `started` again. Nothing once its token is known."""
+        if self.phase is Phase.PREFILL:
+            self._leave(now_s, Phase.QUEUE)
+
     def awaits_kv(self) -> None:
         """Its first token is a peer's, and its KV is to come: until then nothing is decoded."""
         self._awaits_kv = True
 
     def kv_given_up(self, now_s: float) -> None:
         """Its KV will not come, and it waits to be computed here: the time since the first token was transfer."""
-        if self.phase is Phase.DECODE:
+        if self.phase is not Phase.QUEUE:
             self._leave(now_s, Phase.QUEUE)
         self._awaits_kv = False
 

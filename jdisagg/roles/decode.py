@@ -141,6 +141,7 @@ class DecodeRole:
         while retracted := self._scheduler.take_retracted():
             for request in retracted:
                 self._execute(self._handoffs.release(request.request_id), now_s)
+                self._hidden.forget(request.request_id)  # its token is computed again, too
                 self._start(request, now_s)
         early, self._early = self._early, []
         return [self._provenance.signed(output) for output in early + more + outputs]
@@ -157,10 +158,12 @@ class DecodeRole:
         match action:
             case act.PeerReady(request_id=request_id, is_ready=is_ready):
                 self._scheduler.peer_ready(request_id, is_ready)
-                if is_ready and (record := self._streams.record(request_id)):
-                    record.scheduled(now_s)
+                if record := self._streams.record(request_id):
+                    (record.scheduled if is_ready else record.waits)(now_s)
             case act.OpenStream(handoff=handoff, peer=peer, message=message):
                 self._scheduler.peer_ready(handoff.request_id, False)
+                if record := self._streams.record(handoff.request_id):
+                    record.waits(now_s)
                 self._peer_choice.opened(handoff, peer, message.request.num_tokens - message.held_tokens)
                 self._peers.open(peer, handoff, self._lending.open(handoff, message))
             case act.Send(handoff=handoff, message=message):

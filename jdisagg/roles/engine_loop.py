@@ -95,6 +95,7 @@ class EngineLoop:
         expired = self._scheduler.expire(now_s)
         turn = self._pipeline.turn(now_s, stages, lambda: self._listen(outputs, now_s + self._clock() - began_s))
         ended_s = now_s + turn.host_s + turn.waited_s
+        self._metrics.engine.nan_requests.inc(sum(isinstance(output.error, NumericalError) for output in turn.outputs))
         outputs += self._side.after_step(turn.plan, expired + turn.outputs, ended_s)
         stages.lap(Stage.PEERS)
         self._mark(turn.plan, now_s)
@@ -181,8 +182,6 @@ class EngineLoop:
         for output in outputs:
             if output.finish is not None:
                 self._side.forget(output.request_id)
-            if isinstance(output.error, NumericalError):
-                self._metrics.engine.nan_requests.inc()
         named = [self._named(output) for output in outputs]
         self._streams.deliver(named, now_s)
 

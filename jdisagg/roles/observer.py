@@ -52,10 +52,11 @@ class TickObserver:
             total_pages=total,
             pending_prefill_tokens=self._pending(counts) if self._role is Role.PREFILL else 0,
         )
-        if turn.plan is not None:
-            metrics.engine.step_seconds.labels(phase=_phase(turn.plan)).observe(turn.host_s + turn.waited_s)
-            if turn.plan.decode:
-                metrics.engine.dispatched_decode_steps.inc(turn.plan.num_steps)
+        if turn.plan is not None and turn.plan.decode:
+            metrics.engine.dispatched_decode_steps.inc(turn.plan.num_steps)
+        if turn.finished is not None:
+            metrics.engine.step_seconds.labels(phase=_phase(turn.finished)).observe(turn.step_s)
+        if scheduler.stats != self._seen:  # a tick that plans nothing may have looked a prompt up
             self._count()
         if self._kv_feed is not None:
             self._kv_feed.publish()

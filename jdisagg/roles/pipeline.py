@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from jdisagg.core.requests import Output
@@ -22,17 +23,26 @@ FindNan = Callable[[PageTable, int], str]  # where the KV of the first so many t
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one turn did: the plan just dispatched (None when there was nothing to do) and the previous step's outputs."""
+    """What one turn did: the plan just dispatched (None when there was nothing to do), and the previous step."""
 
     plan: Plan | None
     outputs: list[Output]
     waited_s: float  # blocked on the previous step's tokens
     host_s: float  # planning and dispatching
+    finished: Plan | None = None  # the previous step's
+    step_s: float = 0.0  # that step: from its dispatch, or the tokens of the one before it if they came later, to its tokens
 
     @property
     def idle(self) -> bool:
         """True when nothing was dispatched and nothing was pending."""
-        return self.plan is None and self.waited_s == 0.0
+        return self.plan is None and self.finished is None
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    plan: Plan
+    handle: Any
+    dispatched_s: float  # when that began, on the clock of the stages
 
 
 class StepPipeline:
@@ -43,12 +53,13 @@ class StepPipeline:
         self._scheduler = scheduler
         self._runner = runner
         self._find_nan = find_nan
-        self._in_flight: tuple[Plan, Any] | None = None
+        self._in_flight: _Step | None = None
+        self._tokens_s = -inf  # when the latest tokens were read, on the clock of the stages
 
     @property
     def in_flight(self) -> Plan | None:
         """The plan the device is working on."""
-        return self._in_flight[0] if self._in_flight else None
+        return self._in_flight.plan if self._in_flight else None
 
     def turn(self, now_s: float, stages: StageClock, listen: Callable[[], None] = lambda: None) -> Turn:
         """Plan and dispatch the next step, then commit the one before; the other way round when that one samples by a grammar.
@@ -57,35 +68,40 @@ class StepPipeline:
         long, and what peers say meanwhile must not wait for its end. Steps that decode are short and waited for directly.
         """
         outputs: list[Output] = []
-        waited_s = 0.0
-        if self._in_flight is not None and self._in_flight[0].by_grammar:
+        waited_s = step_s = 0.0
+        finished: Plan | None = None
+        if self._in_flight is not None and self._in_flight.plan.by_grammar:
             previous, self._in_flight = self._in_flight, None
-            outputs, waited_s = self._finish(previous, now_s, stages, listen)
+            finished = previous.plan
+            outputs, waited_s, step_s = self._finish(previous, now_s, stages, listen)
         plan = self._scheduler.schedule(now_s)
         host_s = stages.lap(Stage.PLAN)
-        dispatched: tuple[Plan, Any] | None = None
+        dispatched: _Step | None = None
         if not plan.is_empty:
-            dispatched = plan, self._runner.dispatch(plan)
+            dispatched_s = stages.at_s
+            dispatched = _Step(plan, self._runner.dispatch(plan), dispatched_s)
             host_s += stages.lap(Stage.DISPATCH)
         previous, self._in_flight = self._in_flight, dispatched
         if previous is not None:
-            outputs, waited_s = self._finish(previous, now_s + host_s, stages, listen)
-        return Turn(None if plan.is_empty else plan, outputs, waited_s, host_s)
+            finished = previous.plan
+            outputs, waited_s, step_s = self._finish(previous, now_s + host_s, stages, listen)
+        return Turn(None if plan.is_empty else plan, outputs, waited_s, host_s, finished, step_s)
 
     def _finish(
-        self, step: tuple[Plan, Any], now_s: float, stages: StageClock, listen: Callable[[], None]
-    ) -> tuple[list[Output], float]:
-        """Wait for a dispatched step and commit it; also returns how long that took it, in seconds."""
-        plan, handle = step
-        while not plan.decode and not self._runner.is_done(handle):
+        self, step: _Step, now_s: float, stages: StageClock, listen: Callable[[], None]
+    ) -> tuple[list[Output], float, float]:
+        """Wait for a dispatched step and commit it; also returns how long that was waited for and how long it took."""
+        while not step.plan.decode and not self._runner.is_done(step.handle):
             listen()
-        result = self._runner.collect(handle)
+        result = self._runner.collect(step.handle)
         if any(one.bad is not None for one in result.sampled):
             result = self._explained(result)
-        waited_s = max(stages.lap(Stage.WAIT), 1e-9)
+        waited_s = stages.lap(Stage.WAIT)
+        step_s = stages.at_s - max(step.dispatched_s, self._tokens_s)
+        self._tokens_s = stages.at_s
         outputs = self._scheduler.commit(result, now_s + waited_s)
         stages.lap(Stage.COMMIT)
-        return outputs, waited_s
+        return outputs, waited_s, step_s
 
     def _explained(self, result: StepResult) -> StepResult:
         """The first sequence to fail for infinity or NaN learns where in its KV it is; its pages are held until the commit."""

@@ -61,6 +61,10 @@ class RequestRecord:
         self.scheduled(now_s)
         self._phases.produced(now_s)
 
+    def waits(self, now_s: float) -> None:
+        """The peer that computed its prompt is lost, and the next one has not begun (decode role)."""
+        self._phases.waits(now_s)
+
     def awaits_kv(self) -> None:
         """Its first token is a peer's, its KV is on the way (decode role)."""
         self._phases.awaits_kv()

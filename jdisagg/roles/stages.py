@@ -39,6 +39,12 @@ class StageClock:
         if self._last_s is None:
             self._last_s = self._clock()
 
+    @property
+    def at_s(self) -> float:
+        """When the last lap ended."""
+        assert self._last_s is not None, "read before start"
+        return self._last_s
+
     def lap(self, stage: Stage) -> float:
         """The time since the last lap was spent in `stage`; returns its seconds."""
         assert self._last_s is not None, "lap before start"

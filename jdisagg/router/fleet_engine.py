@@ -71,6 +71,7 @@ class FleetEngine:
             on_outputs=with_late_outputs(self._on_outputs, drill or Drill()),
             on_lost=self._on_lost,
             on_back=self._on_back,
+            metrics=metrics.fleet,
             credentials=credentials,
             entrance=entrance,
         )

@@ -24,6 +24,7 @@ from jdisagg.api.worker.client import CLOSED, SILENT, STALLED, WorkerLink
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import WHERE_TO_LOOK, Member, Report, Standing
+from jdisagg.core.metrics import FleetMetrics
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.router.entrance import Entrance
 from jdisagg.router.entry import Entry
@@ -38,6 +39,8 @@ STOOD_STILL_S = 1.0  # beyond a heartbeat: said in the log
 STEADY_S = 0.5  # a stream that stood for so long is opened again at once, should it break
 AFTER_BUG_S = 1.0  # what failed in this process fails again: the log says so once a second
 EVICTED = "its heartbeats stopped"
+REPLACED = "another process took its address"
+_LOSS_OF = {CLOSED: "closed", SILENT: "silent", STALLED: "stalled", EVICTED: "evicted", REPLACED: "replaced"}  # else "broken"
 
 
 class Workers:
@@ -51,6 +54,7 @@ class Workers:
         on_outputs: Callable[[list[Output]], None],
         on_lost: Callable[[Entry, str], None],
         on_back: Callable[[Entry], None],
+        metrics: FleetMetrics,
         credentials: Credentials = INSECURE,
         entrance: Entrance | None = None,
     ) -> None:
@@ -60,6 +64,7 @@ class Workers:
         self._config = config
         self._on_lost = on_lost
         self._on_back = on_back
+        self._num_lost = metrics.lost
         self.entrance = entrance or Entrance()
         self._link_to = partial(
             WorkerLink,
@@ -92,7 +97,7 @@ class Workers:
         if not known and not member.decodes:
             log.info("%s worker %s has registered", member.role.value, member.worker)
         if old is not None:
-            self._lose(old, "another process took its address")
+            self._lose(old, REPLACED)
         self._say_whether_ready(member.address, before)
         self._connect_missing()
         self._notify()
@@ -297,4 +302,5 @@ class Workers:
                 log.info("%s worker %s has left", role, worker)
             else:
                 log.warning("%s worker %s is lost: %s", role, worker, reason)
+                self._num_lost.labels(reason=_LOSS_OF.get(reason, "broken")).inc()
         self._on_lost(entry, reason)

@@ -30,6 +30,7 @@ from jdisagg.router.entrance import Entrance
 from jdisagg.router.fleet_engine import FleetEngine
 from jdisagg.router.recovery import ReplayConfig
 from jdisagg.serve.grammars import grammars_of
+from jdisagg.serve.lateness import Lateness
 from jdisagg.serve.leaving import Leaving
 from jdisagg.serve.process import Process, keep_what_is_there, run_process
 from jdisagg.serve.ready import Ready, announce
@@ -105,6 +106,8 @@ async def serve(config: Config, process: Process) -> int:
     await http.start()
     await health.start()
     keep_what_is_there()
+    lateness = Lateness(metrics)
+    lateness.start()
     announce(Ready(role="router", http=http.address, grpc=address, model=model, warmup_s=round(monotonic() - started_s, 3)))
     await process.stopping.wait()
     deadline_s = monotonic() + config.server.drain_s
@@ -120,6 +123,7 @@ async def serve(config: Config, process: Process) -> int:
     await server.stop(GRPC_STOP_S)
     if gate is not None:
         await gate.aclose()
+    await lateness.close()
     return 0
 
 

@@ -26,6 +26,7 @@ from jdisagg.serve.build import build_deployment
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.edges import Edges
 from jdisagg.serve.engines import exit_on_crash
+from jdisagg.serve.lateness import Lateness
 from jdisagg.serve.process import Process, keep_what_is_there, run_process
 from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.text_edge import read_text_model
@@ -75,6 +76,8 @@ async def serve(config: Config, process: Process) -> int:
     await edges.start()
     _install_test_hooks(deployment)
     keep_what_is_there()
+    lateness = Lateness(metrics)
+    lateness.start()
     announce(
         Ready(
             role=config.role,
@@ -98,6 +101,7 @@ async def serve(config: Config, process: Process) -> int:
     await grpc_server.stop(1.0)
     await edges.close()
     watchdog.stop()
+    await lateness.close()
     await asyncio.to_thread(deployment.stop)
     log.info("stopped")
     return 0

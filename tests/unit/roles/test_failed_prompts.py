@@ -6,7 +6,8 @@ import pytest
 
 from jdisagg.core.errors import NumericalError
 from jdisagg.roles import engine_loop
-from tests.unit.roles.world import World
+from tests.unit.roles.measured import read
+from tests.unit.roles.world import PROMPT, World
 from tests.unit.sched.engine_fake import expected, request
 
 
@@ -33,3 +34,17 @@ def test_one_that_waits_for_room_in_the_buffer_does_not_get_what_another_leaves_
     assert failed == {"a": 0 in bad_slots, "b": 1 in bad_slots}
     assert world.tokens("a") == ([] if 0 in bad_slots else expected(first_ends_it, 4, ignore_eos=False))
     assert world.tokens("b") == ([] if 1 in bad_slots else expected(tuple(range(3, 10)), 4)), "whoever failed before it"
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+def test_nan_counts_at_the_worker_whose_device_made_it(where: str) -> None:
+    world = World(local_prefill=False)
+    world.submit(request("a", PROMPT, 8))
+    while where == "decode" and not world.outputs["a"]:  # its first token is P's
+        world.tick()
+    engine = world.prefill if where == "prefill" else world.decode
+    engine.runner.device.bad |= set(range(4))
+    world.settle()
+    assert isinstance(world.outputs["a"][-1].error, NumericalError)
+    counts = [read(engine.metrics, "nan_requests_total") for engine in (world.prefill, world.decode)]
+    assert counts == ([1, 0] if where == "prefill" else [0, 1])

@@ -61,3 +61,15 @@ def test_pages_states_and_load_of_an_engine_are_those_of_its_scheduler(monkeypat
     assert (loop.load.running, loop.load.waiting) == (1, 1)
     assert (loop.load.free_pages, loop.load.total_pages) == (free, scheduler.num_pages)
     assert loop.load.pending_prefill_tokens == 0, "only a prefill worker says"
+
+
+def test_what_a_scheduler_counts_is_shown_though_no_step_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request of one token has it from P: D looks its prompt up, and computes nothing."""
+    monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.0)
+    world = World(local_prefill=False)
+    for name in ("a", "b"):
+        world.submit(request(name, tuple(range(3, 22)), 1))
+        world.settle()
+    asked = world.decode.scheduler.stats.prefix_query_tokens
+    assert asked > 0
+    assert world.decode.metrics.cache.query_tokens._value.get() == asked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -73,6 +74,41 @@ def test_time_between_a_peers_token_and_its_kv_is_transfer_however_it_ends(end: 
         "given_up": {Phase.QUEUE: 2.0, Phase.PREFILL: 3.0, Phase.DECODE: 2.0},
     }
     assert phases.seconds == {Phase.TRANSFER: 7.0} | tail[end]
+
+
+def test_a_prompt_whose_peer_died_before_its_first_token_is_queued_until_somebody_works_on_it() -> None:
+    phases = Phases(0.0)
+    phases.started(1.0)
+    phases.waits(3.0)  # for another peer
+    phases.waits(4.0)
+    phases.started(7.0)
+    phases.kv_given_up(12.0)  # it is to be computed here, and waits for that
+    phases.started(22.0)
+    phases.produced(23.0)
+    phases.waits(24.0)  # decoding goes on
+    phases.ended(26.0)
+    assert phases.seconds == {Phase.QUEUE: 1.0 + 4.0 + 10.0, Phase.PREFILL: 2.0 + 5.0 + 1.0, Phase.DECODE: 3.0}
+
+
+@pytest.mark.parametrize("peers", [("p0", "p1"), ("p0",)])
+def test_a_decode_worker_knows_when_nobody_works_on_a_prompt_any_more(peers: tuple[str, ...]) -> None:
+    """Its P is lost: another one is asked and has not begun yet; or there is none, and D asks the same after a pause."""
+    world = World(local_prefill=False)
+    world.submit(replace(request("a", tuple(range(3, 40)), 2), prefill_peers=peers))
+    assert world.decode.loop is not None
+    phase = ""
+    while phase != "prefill":
+        world.tick()
+        phase = world.decode.loop.snapshot()["requests"]["a"]["phase"]
+    (stream,) = world.wire.open_streams
+    world.wire.cut(stream, "dead")
+    world.decode.tick(world.now_s)
+    assert world.decode.loop.snapshot()["requests"]["a"]["phase"] == "queue"
+    world.now_s += 4.0
+    world.settle()
+    assert world.tokens("a") == expected(tuple(range(3, 40)), 2)
+    assert 4.0 < read(world.decode.metrics, "request_queue_seconds_sum") < 5.0
+    assert read(world.decode.metrics, "request_prefill_seconds_sum") < 1.0
 
 
 def test_a_life_whose_kv_never_came_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -57,6 +57,7 @@ class Line:
         self.calls.clear()
         turn = self._pipeline.turn(now_s, self._stages, lambda: self.calls.append("listen"))
         assert self._pipeline.in_flight is turn.plan
+        assert (turn.finished is not None) == ("commit" in self.calls)
         assert turn.idle == (turn.plan is None and "commit" not in self.calls)
         return turn.outputs, turn.host_s, turn.waited_s
 

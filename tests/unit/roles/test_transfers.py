@@ -79,3 +79,27 @@ def test_a_piece_that_comes_too_late_or_twice_hides_nothing(monkeypatch: pytest.
         post(message)
     world.settle()
     assert world.decode.metrics.transfer.hidden_seconds._value.get() == hidden_s
+
+
+def test_kv_that_comes_again_after_a_retraction_is_hidden_until_its_token_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.0)
+    monkeypatch.setattr(engine_loop, "LISTEN_S", 0.0)
+    world, arrived = World(local_prefill=False, decode_pages=14, reserved_decode_tokens=0, caching=False), list[float]()
+    post, metrics = world.decode.inbox.post, world.decode.metrics
+
+    def note(message: Message) -> None:
+        if isinstance(message, PieceArrived):
+            message = replace(message, seconds=0.1)
+            arrived.append(message.seconds)
+        post(message)
+
+    monkeypatch.setattr(world.decode.inbox, "post", note)
+    for name in "ab":
+        world.submit(request(name, (ord(name), *range(3, 19)), 14))
+    while not metrics.engine.retractions._value.get():
+        world.tick()
+    world.prefill.scheduler.reset_prefix_cache()  # else P has all of it at once, and its token with it
+    num_before, before_s = len(arrived), metrics.transfer.hidden_seconds._value.get()
+    world.settle()
+    assert len(arrived) > num_before + 1, "more than one piece came again"
+    assert metrics.transfer.hidden_seconds._value.get() > before_s

@@ -55,7 +55,9 @@ def test_a_router_without_workers_is_healthy_but_not_ready_and_sigterm_ends_it_w
     status, body = get(ready.http, "/ready")
     assert status == 503
     assert "no decode or unified worker" in body
-    assert 'jdisagg_build_info{model="m"' in get(ready.http, "/metrics")[1]
+    shown = get(ready.http, "/metrics")[1]
+    assert 'jdisagg_build_info{model="m"' in shown
+    assert "jdisagg_event_loop_late_seconds_bucket" in shown
     with grpc.insecure_channel(ready.grpc) as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
     assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
