@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jdisagg.api.worker.client import CLOSED, SILENT, STALLED
 from jdisagg.core.errors import HandoffLost, RequestError
 from jdisagg.router.entry import Entry
-from jdisagg.router.workers import EVICTED
+from jdisagg.router.worker_news import EVICTED
 
 SILENCE = 0.5  # deaths
 

@@ -17,34 +17,29 @@ from time import monotonic
 from typing import Any
 from uuid import uuid4
 
-import grpc
-
 from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.worker.client import CLOSED, SILENT, STALLED, WorkerLink
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
-from jdisagg.core.fleet import WHERE_TO_LOOK, Member, Report, Standing
+from jdisagg.core.fleet import Member, Report, Standing
 from jdisagg.core.metrics import FleetMetrics
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.router.entrance import Entrance
 from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
 from jdisagg.router.pairing import PairingWatch
+from jdisagg.router.worker_news import EVICTED, REPLACED, WorkerNews
 
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.5
-MANY_MISSES = 4  # attempts, seconds in all: one that ends is evicted before, one that starts is reached before
 STOOD_STILL_S = 1.0  # beyond a heartbeat: said in the log
 STEADY_S = 0.5  # a stream that stood for so long is opened again at once, should it break
 AFTER_BUG_S = 1.0  # what failed in this process fails again: the log says so once a second
-EVICTED = "its heartbeats stopped"
-REPLACED = "another process took its address"
-_LOSS_OF = {CLOSED: "closed", SILENT: "silent", STALLED: "stalled", EVICTED: "evicted", REPLACED: "replaced"}  # else "broken"
 
 
 class Workers:
-    """`api.fleet_service.Registry`, and the way to the workers registered there."""
+    """`api.fleet.service.Registry`, and the way to the workers registered there."""
 
     def __init__(
         self,
@@ -64,7 +59,7 @@ class Workers:
         self._config = config
         self._on_lost = on_lost
         self._on_back = on_back
-        self._num_lost = metrics.lost
+        self._news = WorkerNews(metrics.lost)
         self.entrance = entrance or Entrance()
         self._link_to = partial(
             WorkerLink,
@@ -95,7 +90,7 @@ class Workers:
         before = self._why_not_ready(member.address, member.epoch)
         old = self.fleet.register(member, monotonic())
         if not known and not member.decodes:
-            log.info("%s worker %s has registered", member.role.value, member.worker)
+            self._news.registered(member)
         if old is not None:
             self._lose(old, REPLACED)
         self._say_whether_ready(member.address, before)
@@ -216,7 +211,7 @@ class Workers:
 
     def _up(self, entry: Entry) -> None:
         self.fleet.link(entry, monotonic())
-        log.info("%s worker %s is connected", entry.member.role.value, entry.member.worker)
+        self._news.connected(entry)
         self._on_back(entry)
         self._notify()
 
@@ -227,20 +222,14 @@ class Workers:
         silent_s = now_s - (entry.stream.quiet_s or now_s)
         self.fleet.tell_quiet(entry, is_quiet, now_s)
         if was_awaited and not entry.is_awaited:
-            role, worker = entry.member.role.value, entry.member.worker
-            log.warning(
-                "%s worker %s is heard again after %.1f s; its %d requests go on", role, worker, silent_s, entry.pending
-            )
+            self._news.heard_again(entry, silent_s)
             self._notify()
 
     def _waits(self, entry: Entry, silent_s: float) -> bool:
         was_awaited = entry.is_awaited
         waits = self.fleet.waits(entry, silent_s, monotonic())
         if waits and not was_awaited:
-            told = entry.member.role.value, entry.member.worker, entry.pending, self._config.lease_s
-            log.warning(
-                "%s worker %s is silent, as is everybody else who could serve its %d requests: waiting, %g s at most", *told
-            )
+            self._news.waited_for(entry, self._config.lease_s)
         return waits
 
     def _down(self, entry: Entry, reason: str) -> None:
@@ -251,22 +240,10 @@ class Workers:
         at_once = broken is not None and now_s - broken.since_s > STEADY_S  # it may be the connection alone: nobody died then
         entry.retry_at_s = now_s + (0.0 if at_once else RECONNECT_S)
         entry.misses += not entry.linked
-        self._say_why_not(entry, reason)
+        self._news.not_linked(entry, reason)
         self._gone(entry, reason)
         if at_once and not self._closed:
             self._connect_missing()
-
-    def _say_why_not(self, entry: Entry, reason: str) -> None:
-        """There is no stream to a worker that registered: once each, the worker itself has nothing to complain of."""
-        role, worker = entry.member.role.value, entry.member.worker
-        if reason.startswith(grpc.StatusCode.UNAUTHENTICATED.name):
-            if not entry.is_refusal_told:
-                entry.is_refusal_told = True
-                log.error("%s worker %s refuses this router: %s", role, worker, reason)
-        elif entry.misses == MANY_MISSES:
-            entry.why_unreached = reason
-            look = f"trying until it does; look at the worker's {WHERE_TO_LOOK}"
-            log.warning("%s worker %s has registered, and this router does not reach it: %s; %s", role, worker, reason, look)
 
     def _why_not_ready(self, address: str, epoch: str) -> str:
         """As that process said last; "" = it is, or is not known."""
@@ -278,11 +255,10 @@ class Workers:
         entry = self.fleet.at(address)
         if entry is None or bool(before) == bool(entry.member.not_ready):
             return
-        role, worker, why = entry.member.role.value, entry.member.worker, entry.member.not_ready
-        if why:
-            log.warning("%s worker %s gets no requests until it is ready: %s", role, worker, why)
+        if entry.member.not_ready:
+            self._news.not_ready(entry)
         else:
-            log.info("%s worker %s is ready", role, worker)
+            self._news.ready(entry)
             self._notify()
 
     def _lose(self, entry: Entry, reason: str) -> None:
@@ -297,10 +273,5 @@ class Workers:
         was_linked, entry.stream = entry.linked, None
         self.fleet.suspect(entry, monotonic())
         if was_linked or not entry.member.decodes:
-            worker, role = entry.member.worker, entry.member.role.value
-            if entry.member.draining and not entry.pending:
-                log.info("%s worker %s has left", role, worker)
-            else:
-                log.warning("%s worker %s is lost: %s", role, worker, reason)
-                self._num_lost.labels(reason=_LOSS_OF.get(reason, "broken")).inc()
+            self._news.gone(entry, reason)
         self._on_lost(entry, reason)

@@ -10,7 +10,7 @@ from jdisagg.api.worker.client import CLOSED, SILENT, STALLED
 from jdisagg.core.errors import HandoffLost
 from jdisagg.router.blame import Blame, Lost
 from jdisagg.router.entry import Entry
-from jdisagg.router.workers import EVICTED
+from jdisagg.router.worker_news import EVICTED
 from tests.unit.router.test_late_registrations import MEMBER
 
 

@@ -140,7 +140,7 @@ def test_a_worker_that_drained_has_left_and_any_other_is_lost(draining, role, ca
         await worker.die()
         await until(lambda: not router.engine.workers.members())
         wanted = f"{role.value} worker {entry.member.worker} " + ("has left" if draining else "is lost")
-        assert levels(caplog, "jdisagg.router.workers", wanted) == ["INFO" if draining else "WARNING"]
+        assert levels(caplog, "jdisagg.router.worker_news", wanted) == ["INFO" if draining else "WARNING"]
         await router.stop()
 
     run_quiet(body())

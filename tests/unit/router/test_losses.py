@@ -9,7 +9,7 @@ import pytest
 
 from jdisagg.core.metrics import LOSSES, Metrics
 from jdisagg.core.requests import Role
-from jdisagg.router.workers import _LOSS_OF
+from jdisagg.router.worker_news import LOSS_OF
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.router.rig import ask, assert_whole, collect, fleet, stop
 from tests.unit.router.test_silence import mute_worker
@@ -26,7 +26,7 @@ def losses(router: Router) -> dict[str, float]:
 
 def test_why_a_worker_can_be_lost_is_shown_from_the_start() -> None:
     shown = re.findall(r'jdisagg_workers_lost_total{reason="(\w+)"} 0.0', Metrics(engine=False).text())
-    assert sorted(shown) == sorted({*_LOSS_OF.values(), "broken"}) == sorted(LOSSES)
+    assert sorted(shown) == sorted({*LOSS_OF.values(), "broken"}) == sorted(LOSSES)
 
 
 def test_a_worker_that_dies_is_one_loss_however_often_it_is_tried_again() -> None:

@@ -124,7 +124,7 @@ def test_a_router_that_restarts_says_who_is_not_ready_as_soon_as_that_one_regist
         await stop(router, worker)
 
     run_quiet(body())
-    told = [record.getMessage() for record in caplog.records if record.name == "jdisagg.router.workers"]
+    told = [record.getMessage() for record in caplog.records if record.name == "jdisagg.router.worker_news"]
     (not_ready,) = (line for line in told if line.endswith(f"gets no requests until it is ready: {WHY}"))
     (ready,) = (line for line in told if line.endswith(" is ready"))
     assert told.index(not_ready) < told.index(ready)

@@ -1,0 +1,77 @@
+"""What becomes of workers, for whoever reads a router's log and its metrics: each thing once."""
+
+from __future__ import annotations
+
+import logging
+
+import grpc
+from prometheus_client import Counter
+
+from jdisagg.api.worker.client import CLOSED, SILENT, STALLED
+from jdisagg.core.fleet import WHERE_TO_LOOK, Member
+from jdisagg.router.entry import Entry
+
+log = logging.getLogger(__name__)
+
+MANY_MISSES = 4  # attempts, seconds in all: one that ends is evicted before, one that starts is reached before
+EVICTED = "its heartbeats stopped"
+REPLACED = "another process took its address"
+LOSS_OF = {CLOSED: "closed", SILENT: "silent", STALLED: "stalled", EVICTED: "evicted", REPLACED: "replaced"}  # else "broken"
+
+
+class WorkerNews:
+    """Remembers in entries what was said of them."""
+
+    def __init__(self, num_lost: Counter) -> None:
+        """`num_lost` by `reason`."""
+        self._num_lost = num_lost
+
+    def registered(self, member: Member) -> None:
+        """A prefill worker is there; of others it is said that they are connected."""
+        log.info("%s worker %s has registered", member.role.value, member.worker)
+
+    def connected(self, entry: Entry) -> None:
+        """Its Run stream stands."""
+        log.info("%s worker %s is connected", *_who(entry))
+
+    def waited_for(self, entry: Entry, lease_s: float) -> None:
+        """It is silent, and not taken for dead."""
+        text = "%s worker %s is silent, as is everybody else who could serve its %d requests: waiting, %g s at most"
+        log.warning(text, *_who(entry), entry.pending, lease_s)
+
+    def heard_again(self, entry: Entry, silent_s: float) -> None:
+        """It was waited for."""
+        log.warning("%s worker %s is heard again after %.1f s; its %d requests go on", *_who(entry), silent_s, entry.pending)
+
+    def not_linked(self, entry: Entry, reason: str) -> None:
+        """There is no stream to a worker that registered, which has nothing to complain of itself: said when it refuses our API
+        key, or after several attempts, of which this one is told, too."""
+        if reason.startswith(grpc.StatusCode.UNAUTHENTICATED.name):
+            if not entry.is_refusal_told:
+                entry.is_refusal_told = True
+                log.error("%s worker %s refuses this router: %s", *_who(entry), reason)
+        elif entry.misses == MANY_MISSES:
+            entry.why_unreached = reason
+            look = f"trying until it does; look at the worker's {WHERE_TO_LOOK}"
+            text = "%s worker %s has registered, and this router does not reach it: %s; %s"
+            log.warning(text, *_who(entry), reason, look)
+
+    def ready(self, entry: Entry) -> None:
+        """By its own word, and it was not."""
+        log.info("%s worker %s is ready", *_who(entry))
+
+    def not_ready(self, entry: Entry) -> None:
+        """By its own word, and it was."""
+        log.warning("%s worker %s gets no requests until it is ready: %s", *_who(entry), entry.member.not_ready)
+
+    def gone(self, entry: Entry, reason: str) -> None:
+        """Its stream, or a prefill worker's heartbeats, are over."""
+        if entry.member.draining and not entry.pending:
+            log.info("%s worker %s has left", *_who(entry))
+        else:
+            log.warning("%s worker %s is lost: %s", *_who(entry), reason)
+            self._num_lost.labels(reason=LOSS_OF.get(reason, "broken")).inc()
+
+
+def _who(entry: Entry) -> tuple[str, str]:
+    return entry.member.role.value, entry.member.worker
