@@ -21,6 +21,17 @@ class RunStream:
 
 
 @dataclass(slots=True)
+class Reach:
+    """What came of opening its Run stream."""
+
+    had_stream: bool = False  # one stood, or stands
+    retry_at_s: float = 0.0  # no new one is tried before
+    is_refusal_told: bool = False  # it does not take our API key: said once
+    misses: int = 0  # attempts in a row that failed
+    why_not: str = ""  # after so many that its operator should know
+
+
+@dataclass(slots=True)
 class Entry:
     """One worker process."""
 
@@ -33,11 +44,7 @@ class Entry:
     others: int = 0  # requests on it that are not ours, as it last told
     others_tokens: int = 0  # of P: what it has to compute besides
     suspect_until_s: float = 0.0
-    had_stream: bool = False  # a Run stream of it stood, or stands
-    retry_at_s: float = 0.0  # no new one is tried before
-    is_refusal_told: bool = False  # it does not take our API key: said once
-    misses: int = 0  # attempts in a row to open its Run stream that failed
-    why_unreached: str = ""  # after so many that its operator should know
+    reach: Reach = field(default_factory=Reach)
     cache: WorkerCache = field(init=False)  # of P
     key: Key = field(init=False)  # one object, as each prompt that it had remembers it
 
@@ -73,7 +80,7 @@ class Entry:
         if self.member.draining:
             return State.DRAINING, ""
         if self.member.decodes and not self.linked:
-            return (State.UNREACHED, self.why_unreached) if self.why_unreached else (State.CONNECTING, "")
+            return (State.UNREACHED, self.reach.why_not) if self.reach.why_not else (State.CONNECTING, "")
         if self.is_quiet:
             return State.SILENT, ""
         if self.member.not_ready:

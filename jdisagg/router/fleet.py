@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from jdisagg.core.errors import AddressTaken
 from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member, Report, Standing, State
 from jdisagg.core.requests import Role
-from jdisagg.router.entry import Entry, RunStream
+from jdisagg.router.entry import Entry, Reach, RunStream
 from jdisagg.router.longest import Longest
 from jdisagg.router.prefixes import NOTHING_KEPT, NOWHERE, Near
 from jdisagg.router.silence import Silence
@@ -94,8 +94,8 @@ class Fleet:
 
     def link(self, entry: Entry, now_s: float) -> None:
         """Its Run stream stands from now on."""
-        entry.stream = RunStream(now_s, steady_s=self._silence.steady_s(now_s, again=entry.had_stream))
-        entry.had_stream, entry.is_refusal_told, entry.misses, entry.why_unreached = True, False, 0, ""
+        entry.stream = RunStream(now_s, steady_s=self._silence.steady_s(now_s, again=entry.reach.had_stream))
+        entry.reach = Reach(had_stream=True)
 
     def waits(self, entry: Entry, silent_s: float, now_s: float) -> bool:
         """Whether a worker whose Run stream is silent for so long is not taken for dead."""

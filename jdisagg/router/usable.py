@@ -80,7 +80,7 @@ def _nobody(entries: Sequence[Entry]) -> str:
     """None of these has a Run stream that says something: which of them fell silent, or send heartbeats all the same."""
     if silent := [entry for entry in entries if entry.linked]:
         return f"no decode or unified worker is heard ({_named(silent)} fell silent)"
-    unreached = [entry for entry in entries if entry.why_unreached]
+    unreached = [entry for entry in entries if entry.reach.why_not]
     which = f" ({_named(unreached)} has registered, and this router does not reach it)" if unreached else ""
     return f"no decode or unified worker is connected{which}"
 

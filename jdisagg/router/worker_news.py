@@ -47,11 +47,11 @@ class WorkerNews:
         """There is no stream to a worker that registered, which has nothing to complain of itself: said when it refuses our API
         key, or after several attempts, of which this one is told, too."""
         if reason.startswith(grpc.StatusCode.UNAUTHENTICATED.name):
-            if not entry.is_refusal_told:
-                entry.is_refusal_told = True
+            if not entry.reach.is_refusal_told:
+                entry.reach.is_refusal_told = True
                 log.error("%s worker %s refuses this router: %s", *_who(entry), reason)
-        elif entry.misses == MANY_MISSES:
-            entry.why_unreached = reason
+        elif entry.reach.misses == MANY_MISSES:
+            entry.reach.why_not = reason
             look = f"trying until it does; look at the worker's {WHERE_TO_LOOK}"
             text = "%s worker %s has registered, and this router does not reach it: %s; %s"
             log.warning(text, *_who(entry), reason, look)

@@ -112,7 +112,7 @@ class Workers:
     def why_unreached(self, address: str) -> str:
         """Why no Run stream to the worker there can be opened, once that was tried in vain for a while; else ""."""
         entry = self.fleet.at(address)
-        return "" if entry is None else entry.why_unreached
+        return "" if entry is None else entry.reach.why_not
 
     def members(self) -> list[Member]:
         """Everybody alive."""
@@ -198,7 +198,7 @@ class Workers:
     def _connect_missing(self) -> None:
         now_s = monotonic()
         for entry in self.fleet.entries():
-            if entry.member.decodes and entry.key not in self._links and entry.retry_at_s <= now_s:
+            if entry.member.decodes and entry.key not in self._links and entry.reach.retry_at_s <= now_s:
                 self._links[entry.key] = self._link_to(
                     entry.member.address,
                     epoch=entry.member.epoch,
@@ -238,8 +238,8 @@ class Workers:
         now_s = monotonic()
         broken = entry.stream if reason not in (CLOSED, SILENT, STALLED) else None
         at_once = broken is not None and now_s - broken.since_s > STEADY_S  # it may be the connection alone: nobody died then
-        entry.retry_at_s = now_s + (0.0 if at_once else RECONNECT_S)
-        entry.misses += not entry.linked
+        entry.reach.retry_at_s = now_s + (0.0 if at_once else RECONNECT_S)
+        entry.reach.misses += not entry.linked
         self._news.not_linked(entry, reason)
         self._gone(entry, reason)
         if at_once and not self._closed:

@@ -152,7 +152,6 @@ class _RunStream:
         self._encoded = InOrder(encode_output, self._append)
         self._heartbeat_due = True
         self._wake = asyncio.Event()
-        self._begun = asyncio.Event()
         self._sink = self._take_outputs  # one object: the engine groups a tick's outputs by sink
 
     async def read(self, requests: AsyncIterator[worker_pb2.RunRequest], pulse: Pulse) -> None:
@@ -163,7 +162,6 @@ class _RunStream:
                 self._on_first(self, message)
                 if self.superseded.done() or not self.is_meant:
                     return
-                self._begun.set()
                 self._wake.set()  # an answer at once: the router learns that we are there
             for cancel in message.cancels:
                 self._forget((cancel.request_id, cancel.attempt))
@@ -174,10 +172,11 @@ class _RunStream:
     async def write(self, context: grpc.aio.ServicerContext) -> None:
         """Once the router has spoken, one message per wake-up with everything there is, or several; while one waits to be
         taken, the next gathers. Raises once outputs were lost on their way here."""
-        await self._begun.wait()
         while True:
             await self._wake.wait()
             self._wake.clear()
+            if not self.is_meant:
+                continue
             self._encoded.check()
             outputs = self._outputs.fill()
             if self._outputs:

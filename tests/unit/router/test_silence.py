@@ -119,7 +119,7 @@ def test_a_connection_that_is_made_anew_gives_others_time_to_come_back_and_a_new
     for entry in fleet.entries():
         fleet.tell_quiet(entry, True, 101.6)
     fleet.evict(102.0)
-    one.stream, one.had_stream = None, again
+    one.stream, one.reach.had_stream = None, again
     fleet.link(one, 103.5)
     assert one.stream is not None
     assert one.stream.steady_s == steady_s

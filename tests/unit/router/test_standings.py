@@ -33,7 +33,7 @@ def test_a_worker_that_nothing_is_the_matter_with_serves(role: Role) -> None:
 def test_a_worker_that_decodes_is_connecting_until_its_stream_stands_and_unreached_once_that_is_known() -> None:
     entry = worker(linked=False)
     assert entry.standing(NOW_S) == Standing(State.CONNECTING, "", 0)
-    entry.why_unreached = "UNAVAILABLE: refused"
+    entry.reach.why_not = "UNAVAILABLE: refused"
     assert entry.standing(NOW_S) == Standing(State.UNREACHED, "UNAVAILABLE: refused", 0)
 
 
@@ -58,7 +58,7 @@ def test_a_worker_that_failed_is_suspect_for_a_while() -> None:
 @pytest.mark.parametrize("linked", [True, False])
 def test_a_worker_that_is_about_to_end_is_draining_whatever_else_is_the_matter(linked: bool) -> None:
     entry = worker(linked=linked, draining=True, not_ready="no prefill worker")
-    entry.why_unreached = "UNAVAILABLE"
+    entry.reach.why_not = "UNAVAILABLE"
     assert entry.standing(NOW_S) == Standing(State.DRAINING, "", 0)
 
 

@@ -31,8 +31,8 @@ def test_a_worker_that_registers_where_nobody_listens_is_told_of_once(caplog: py
             (entry,) = router.engine.workers.fleet.entries()
             assert f"fake @ {nowhere} has registered" in told()[0]
             assert "UNAVAILABLE" in told()[0]
-            misses = entry.misses
-            await until(lambda: entry.misses > misses + 1)
+            misses = entry.reach.misses
+            await until(lambda: entry.reach.misses > misses + 1)
             reason = router.engine.health().reason
             await until(lambda: told("does not reach this worker"))
         await worker.die()
@@ -63,7 +63,7 @@ def test_a_worker_that_is_reached_again_is_no_longer_told_of(caplog: pytest.LogC
         there = await FakeWorker((), epoch="e").start(port)
         await until(lambda: router.linked() == 1)
         assert router.engine.health().reason == ""
-        assert [entry.misses for entry in router.engine.workers.fleet.entries()] == [0]
+        assert [entry.reach.misses for entry in router.engine.workers.fleet.entries()] == [0]
         await until(lambda: f"router {router.address} reaches this worker" in caplog.text)
         await early.die()
         await there.die()
