@@ -223,7 +223,8 @@ class GrpcPeerClient:
 
     def _link(self, peer: str) -> PeerLink:
         if (link := self._links.get(peer)) is None:
-            link = self._links[peer] = PeerLink(peer, self._identity, self._credentials)
+            is_registered = not self._presence.is_watched(peer)
+            link = self._links[peer] = PeerLink(peer, self._identity, self._credentials, is_registered=is_registered)
         return link
 
     def _unreached(self, peer: str, backend: str, why: str) -> None:

@@ -49,6 +49,11 @@ class Presence:
         """Whether it is asked again as long as it cannot be used; its connection is kept without hand-offs."""
         return peer in self._offered or peer in self._watched
 
+    def is_watched(self, peer: str) -> bool:
+        """Whether it is one of --prefill, by whatever name its operator gave it there; the others are named by routers, which
+        know them by the address that they registered under."""
+        return peer in self._watched
+
     async def _ask_forever(self, peer: str) -> None:
         while True:
             await self._ask(peer)
