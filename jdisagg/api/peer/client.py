@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from random import random
 from time import monotonic
 from typing import Any
 
@@ -61,7 +62,13 @@ class GrpcPeerClient:
         self._streams: dict[HandoffId, PeerStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._book = PeerBook()
-        self._presence = Presence(ask=self._ask, is_good=lambda peer: self._book.why(peer) == "", start=self._start)
+        self._presence = Presence(
+            ask=self._ask,
+            is_good=lambda peer: self._book.why(peer) == "",
+            is_heard=lambda peer: peer in self._links and self._links[peer].is_used,
+            start=self._start,
+            draw=random,
+        )
         self._turns = Turns()
         self._closed = False
 
@@ -119,9 +126,9 @@ class GrpcPeerClient:
 
     def offer(self, peers: frozenset[str]) -> None:
         """These are all prefill workers there are: what has no stream and is none of them has left, and those that are new, or
-        failed, are asked whether they are there. Call it again and again."""
+        failed, or were not heard for a while, are asked whether they are there. Call it again and again."""
         if not self._closed:
-            self._presence.offer(peers)
+            self._presence.offer(peers, monotonic())
             self._forget([peer for peer in self._book.whys() if peer not in peers])
 
     async def aclose(self) -> None:

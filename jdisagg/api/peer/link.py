@@ -76,6 +76,11 @@ class PeerLink:
                 self._unused_at_s = monotonic()
                 self._unused.set()
 
+    @property
+    def is_used(self) -> bool:
+        """Whether a stream lives on it, which has heartbeats of its own, or a question is under way."""
+        return self._num_streams > 0
+
     async def retire(self) -> None:
         """Close once the last stream has ended: closing a channel ends every stream on it."""
         await self._unused.wait()

@@ -27,6 +27,19 @@ async def tell(d: Decode, *peers: str) -> None:
         await asyncio.sleep(0.02)
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Whom a Hello goes to."""
+    peers, hello = list[str](), PeerLink.hello
+
+    async def counted(link: PeerLink, *, again: bool = False) -> Identity:
+        peers.append(link.peer)
+        return await hello(link, again=again)
+
+    monkeypatch.setattr(PeerLink, "hello", counted)
+    return peers
+
+
 @pytest.mark.covers("C12")
 def test_one_that_is_not_reached_is_known_without_a_hand_off_and_asked_until_it_answers(
     caplog: pytest.LogCaptureFixture,
@@ -57,15 +70,7 @@ def test_one_that_is_not_reached_is_known_without_a_hand_off_and_asked_until_it_
     assert told[1].endswith("answers again")
 
 
-def test_one_that_answers_is_asked_once_and_again_when_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[str]()
-    hello = PeerLink.hello
-
-    async def counted(link: PeerLink, *, again: bool = False) -> Identity:
-        asked.append(link.peer)
-        return await hello(link, again=again)
-
-    monkeypatch.setattr(PeerLink, "hello", counted)
+def test_one_that_answers_is_asked_once_for_a_while_and_again_when_it_failed(asked: list[str]) -> None:
 
     async def body() -> None:
         p, d = Prefill(identity()), Decode()
@@ -85,6 +90,29 @@ def test_one_that_answers_is_asked_once_and_again_when_it_failed(monkeypatch: py
         telling.cancel()
         await d.client.aclose()
         await again.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_one_that_goes_away_while_nothing_is_asked_of_it_is_known_to_be_down_soon_and_one_that_a_stream_hears_is_left_alone(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jdisagg.api.peer.presence.AGAIN_S", 0.1)
+
+    async def body() -> None:
+        idle, busy, d = Prefill(identity()), Prefill(identity()), Decode()
+        addresses = [await p.start() for p in (idle, busy)]
+        d.client.open(addresses[1], H1, opening())
+        await until(busy.opened)
+        telling = asyncio.create_task(tell(d, *addresses))
+        await until(lambda: len(asked) > 4)
+        assert asked.count(addresses[1]) == 1, "by its hand-off"
+        await idle.server.stop(0)
+        await until(lambda: d.client.is_down(addresses[0]))
+        assert d.usable(addresses[1])
+        telling.cancel()
+        await d.client.aclose()
+        await busy.server.stop(0)
 
     run_quiet(body())
 
