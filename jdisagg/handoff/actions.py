@@ -87,6 +87,7 @@ class KVComplete:
 
     request_id: str
     provenance: Provenance
+    brought_by: str  # the peer that sent the last of it; "" where none had to come
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,14 @@ class Recovered:
 
 
 @dataclass(frozen=True, slots=True)
+class NoKV:
+    """What Recovered says with `no_kv`, of the last peer of a request that ends for it."""
+
+    peer: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class Hedged:
     """A hedge is over: what became of asking `other` while `peer` was quiet. For the metric and the log."""
 
@@ -144,6 +153,7 @@ DecodeAction = (
     | ComputeLocally
     | Fail
     | Recovered
+    | NoKV
     | Hedged
 )
 

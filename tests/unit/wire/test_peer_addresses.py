@@ -207,3 +207,21 @@ def test_a_peer_whose_kv_does_not_come_is_asked_last_for_a_while_and_told_of_onc
     book.failed("p", "no heartbeat", 200.0)
     book.no_kv("p", "heartbeat", 200.0)
     assert caplog.records[-1].getMessage().startswith("prefill peer p sent no KV before it went down (heartbeat): others are")
+
+
+def test_a_peer_whose_kv_does_not_come_is_of_no_use_for_a_while_or_until_some_comes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    book = PeerBook()
+    for peer in "pqrs":
+        book.answered(peer)
+    book.failed("r", "gone", 100.0)
+    for peer in "pqr":
+        book.no_kv(peer, "stalled", 100.0)
+    why = "it answers, and its KV does not come (stalled); look at MTU, firewalls and load between the two"
+    assert book.obstacles(129.9) == {"p": why, "q": why, "r": "gone", "s": ""}
+    book.kv_came("q")
+    book.kv_came("nobody")
+    assert book.obstacles(129.9) == {"p": why, "q": "", "r": "gone", "s": ""}
+    assert book.is_doubtful("q", 129.9), "others are asked first all the same: a line may crawl"
+    assert book.obstacles(130.0) == book.whys() == {"p": "", "q": "", "r": "gone", "s": ""}
+    assert caplog.messages[-1] == "prefill peer q: its KV comes again"
