@@ -12,8 +12,8 @@ from jdisagg.core.fleet import DRAINING, SUSPECT_S, WHERE_TO_LOOK
 
 log = logging.getLogger(__name__)
 NO_KV_S = 30.0  # as SUSPECT_S, for one whose KV did not come: each time that it is asked first costs a second
-_STATUS = re.compile(r"\b[A-Z][A-Z_]{4,}\b")  # of gRPC, in the text of a failure
-_UNREACHED = frozenset(("UNAVAILABLE", "DEADLINE_EXCEEDED"))
+_STATUS = re.compile(r"\bHello: ([A-Z_]+)\b")  # of gRPC
+_UNREACHED = frozenset(("UNAVAILABLE", "DEADLINE_EXCEEDED"))  # others are answers
 _WHERE = "look at MTU, firewalls and load between the two"
 _SPEAKS = "answers, and its KV does not come"
 _SILENT = "sent no KV before it went down"  # which a network may be the cause of that lets small messages through
@@ -28,7 +28,7 @@ class _Peer:
     no_kv: str | None = None  # why not, unless some came since
     why: str | None = None  # it cannot be used; "" = it can, None = never spoken to
     refuses: bool = False  # it is there, and does not pair with us
-    told: frozenset[str] = frozenset()  # statuses that the log has had since it answered last
+    told: frozenset[str] = frozenset()  # answers that the log has had since it was usable last; "" = that it is not heard
     backends: tuple[str, ...] = ()  # last agreed on
     unreachable: frozenset[tuple[str, str]] = frozenset()  # backends and endpoints, then
 
@@ -48,14 +48,15 @@ class PeerBook:
         self._of(peer).used_s = now_s
 
     def failed(self, peer: str, why: str, now_s: float, *, refuses: bool = False) -> None:
-        """It cannot be used. Said when it is news."""
-        known, status = self._of(peer), "" if (found := _STATUS.search(why)) is None else found[0]
-        if not known.why or refuses != known.refuses or (known.told and status not in known.told):
+        """It cannot be used. Said when it is news: that it is not heard is found out in several ways, one after the other."""
+        known, status = self._of(peer), "" if (found := _STATUS.search(why)) is None else found[1]
+        answer = "" if status in _UNREACHED else status
+        if not known.why or refuses != known.refuses or (known.told and answer not in known.told):
             told = why.removeprefix(f"prefill peer {peer}: ")
             if known.why is None and status in _UNREACHED:
                 told += f"; if it runs, look at its {WHERE_TO_LOOK}"
             log.warning("prefill peer %s %s: %s", peer, "does not pair with us" if refuses else "is down", told)
-        known.told |= {status}
+        known.told |= {answer}
         known.why, known.failed_s, known.refuses = why, now_s, refuses
 
     def no_kv(self, peer: str, why: str, now_s: float) -> None:

@@ -177,21 +177,40 @@ def test_a_peer_that_was_not_reached_is_asked_like_others_after_a_while() -> Non
 
 def test_another_cause_is_told_of_once_while_a_peer_is_down(caplog: pytest.LogCaptureFixture) -> None:
     book = PeerBook()
-    refused, key, late = (
-        "Hello: UNAVAILABLE: Connection refused",
-        "Hello: UNAUTHENTICATED: API key is wrong",
-        "DEADLINE_EXCEEDED",
-    )
-    for now_s, why in enumerate((refused, refused, key, key, refused, late, refused)):
+    refused, key = "Hello: UNAVAILABLE: Connection refused", "Hello: UNAUTHENTICATED: API key is wrong"
+    for now_s, why in enumerate((refused, refused, key, key, refused)):
         book.failed("p", why, now_s)
     said = [record.getMessage() for record in caplog.records]
     hint = "; if it runs, look at its --advertise-host and --advertise-port, and at firewalls"
-    assert said == [f"prefill peer p is down: {why}" for why in (refused + hint, key, late)], (
-        "the hint is for what never answered"
-    )
+    assert said == [f"prefill peer p is down: {why}" for why in (refused + hint, key)], "the hint is for what never answered"
     book.answered("p")
     book.failed("p", key, 10.0)
-    assert len(caplog.records) == 4
+    assert len(caplog.records) == 3
+
+
+CUT = (
+    "prefill peer p: no heartbeat for 1.0 s",
+    "prefill peer p: Hello: UNAVAILABLE: failed to connect to all addresses; tcp handshaker shutdown",
+    "prefill peer p: Hello: DEADLINE_EXCEEDED: Deadline Exceeded",
+    "prefill peer p: hand-off stream: UNKNOWN: Stream removed",
+)
+
+
+@pytest.mark.parametrize("causes", [CUT, CUT[::-1]])
+def test_a_peer_that_is_not_heard_any_more_is_told_of_once_whatever_finds_it_out(
+    causes: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    book = PeerBook()
+    book.answered("p")
+    for now_s, why in enumerate(causes):
+        book.failed("p", why, now_s)
+    first = causes[0].removeprefix("prefill peer p: ")
+    assert caplog.messages == [f"prefill peer p is down: {first}"]
+    assert book.why("p") == causes[-1], "whoever asks hears the latest"
+    book.failed("p", "prefill peer p: other weights", 10.0, refuses=True)
+    book.answered("p")
+    book.failed("p", causes[1], 20.0)
+    assert len(caplog.messages) == 3, "another answer is news, and so is the next cut"
 
 
 def test_a_peer_whose_kv_does_not_come_is_asked_last_for_a_while_and_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
