@@ -88,6 +88,7 @@ class KVComplete:
 
     request_id: str
     provenance: Provenance
+    brought_by: str  # the peer that sent the last of it; "" where none had to come
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,14 @@ class Recovered:
 
 
 @dataclass(frozen=True, slots=True)
+class NoKV:
+    """What Recovered says with `no_kv`, of the last peer of a request that ends for it."""
+
+    peer: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class Hedged:
     """A hedge is over: what became of asking `other` while `peer` was quiet. For the metric and the log."""
 
@@ -145,6 +154,7 @@ DecodeAction = (
     | ComputeLocally
     | Fail
     | Recovered
+    | NoKV
     | Hedged
 )
 

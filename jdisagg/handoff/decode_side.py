@@ -224,7 +224,8 @@ class DecodeSide:
         if record.stage is not InboundStage.COMPUTED or not record.reserved or not record.covered:
             return []
         request_id = record.request.request_id
-        return [act.KVComplete(request_id, record.provenance()), *self.release(request_id)]
+        complete = act.KVComplete(request_id, record.provenance(), record.arrived.prefill_worker)
+        return [complete, *self.release(request_id)]
 
     # --- time
 

@@ -6,6 +6,7 @@ may not.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from jdisagg.kv.spec import KVSpec
 
 OLDEST_PROTOCOL, PROTOCOL = 1, 2  # understood here
 SHARED_PULSE = 2  # since this one the streams of a pair share their heartbeats
+_WORKER = re.compile(r"pid \d+ @ (\S+:\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +61,11 @@ class Identity:
     grammars: bool = False  # requests with a grammar may be handed to it
     min_protocol: int = OLDEST_PROTOCOL
     max_protocol: int = PROTOCOL
+
+    @property
+    def address(self) -> str | None:
+        """HOST:PORT under which it registers with routers, by its own word; None where that has another form."""
+        return None if (found := _WORKER.fullmatch(self.worker)) is None else found[1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -232,4 +232,5 @@ class Recovery:
         verdict = record.ladder.verdict
         if verdict is not None and is_invalid(verdict) and record.request.generated_token_ids:
             verdict = record.outgrown(verdict)
-        return self.fail(record, verdict or record.lost(peer, cause))
+        told: list[DecodeAction] = [act.NoKV(peer, cause)] if no_kv else []
+        return [*told, *self.fail(record, verdict or record.lost(peer, cause))]

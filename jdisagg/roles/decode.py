@@ -189,7 +189,10 @@ class DecodeRole:
                 if output.finish is None and (record := self._streams.record(request_id)):
                     record.awaits_kv()
                 return [self._scheduler.remote_first_token(request_id, output, now_s)]
-            case act.KVComplete(request_id=request_id, provenance=provenance):
+            case act.NoKV():
+                self._recoveries.no_kv(action)
+            case act.KVComplete(request_id=request_id, provenance=provenance, brought_by=peer):
+                self._recoveries.complete(peer)
                 self._provenance.arrived(request_id, provenance)
                 self._scheduler.kv_arrived(request_id, now_s)
                 if record := self._streams.record(request_id):

@@ -57,6 +57,9 @@ class InProcessPeers:
     def no_kv(self, peer: str, why: str) -> None:
         """Nothing lies between them."""
 
+    def kv_came(self, peer: str) -> None:
+        """It always does."""
+
     def unreached(self, peer: str, backend: str, why: str) -> None:
         """Nor is there another backend."""
 

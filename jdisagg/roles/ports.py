@@ -63,6 +63,10 @@ class PeerClient(Protocol):
         """The peer answers, and what it publishes does not come: it is doubtful for a while."""
         ...
 
+    def kv_came(self, peer: str) -> None:
+        """It does come after all: the peer is of use to a worker that computes no prompts."""
+        ...
+
     def unreached(self, peer: str, backend: str, why: str) -> None:
         """Nothing is reached at the peer over that backend: for a while hand-offs begin over others."""
         ...

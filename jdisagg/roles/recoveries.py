@@ -27,6 +27,7 @@ class Recoveries:
         self._gauge = metrics.fleet.peers
         self._peers = peers
         self._num_alone = 0  # prompts computed here since a prefill worker last served, as none was known to answer
+        self._without_kv: set[str] = set()  # peers
         self._told_failed = Seldom(FAILED_EVERY_S, FAILED_FIRST)
 
     def tick(self) -> None:
@@ -46,13 +47,24 @@ class Recoveries:
             self._num_alone += 1
             return
         if action.no_kv:
-            self._peers.no_kv(action.peer, action.cause)
+            self.no_kv(act.NoKV(action.peer, action.cause))
         if action.unreached:
             self._peers.unreached(action.peer, action.unreached, action.cause)
         where = f", prefill peer {action.peer}" if action.peer not in action.cause else ""
         log.warning(
             "request %s: recovering by %s; stage %s%s: %s", action.request_id, action.rung, action.stage, where, action.cause
         )
+
+    def no_kv(self, action: act.NoKV) -> None:
+        """What a peer published did not come."""
+        self._without_kv.add(action.peer)
+        self._peers.no_kv(action.peer, action.cause)
+
+    def complete(self, peer: str) -> None:
+        """All KV of a request is in place, the last piece of it from that peer; "" = none had to come."""
+        if peer in self._without_kv:
+            self._without_kv.discard(peer)
+            self._peers.kv_came(peer)
 
     def failed(self, request_id: str, error: RequestError, now_s: float) -> None:
         """No rung is left, and the request ends. Of what was wrong with it, or came too late, its client is told alone."""

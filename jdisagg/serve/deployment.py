@@ -70,10 +70,10 @@ class Deployment:
         self._counted_compiles = count
 
     def not_ready_reason(self) -> str:
-        """Empty when a request would be served now: on D that takes a usable P, or leave to prefill here."""
+        """Empty when a request would be served now: on D that takes a usable P whose KV comes, or leave to prefill here."""
         if self.peer_client is None or self.core.config.transfer.local_prefill is not LocalPrefill.NEVER:
             return ""
-        return self.prefill.not_ready_reason(self.peer_client.failures())
+        return self.prefill.not_ready_reason(self.peer_client.obstacles())
 
     def cannot_serve(self) -> str:
         """The same for routers, which know themselves of whom they have told us."""

@@ -12,8 +12,9 @@ from jdisagg.core.fleet import DRAINING, SUSPECT_S, WHERE_TO_LOOK
 
 log = logging.getLogger(__name__)
 NO_KV_S = 30.0  # as SUSPECT_S, for one whose KV did not come: each time that it is asked first costs a second
-_STATUS = re.compile(r"\b[A-Z][A-Z_]{4,}\b")  # of gRPC, in the text of a failure
-_UNREACHED = frozenset(("UNAVAILABLE", "DEADLINE_EXCEEDED"))
+_STATUS = re.compile(r"\bHello: ([A-Z_]+)\b")  # of gRPC
+_UNREACHED = frozenset(("UNAVAILABLE", "DEADLINE_EXCEEDED"))  # others are answers
+_WHERE = "look at MTU, firewalls and load between the two"
 _SPEAKS = "answers, and its KV does not come"
 _SILENT = "sent no KV before it went down"  # which a network may be the cause of that lets small messages through
 FORGET_S = 60.0  # without a hand-off: workers that restart come back under new addresses
@@ -24,11 +25,16 @@ class _Peer:
     used_s: float = 0.0
     failed_s: float | None = None
     no_kv_s: float | None = None  # its KV did not come
+    no_kv: str | None = None  # why not, unless some came since
     why: str | None = None  # it cannot be used; "" = it can, None = never spoken to
     refuses: bool = False  # it is there, and does not pair with us
-    told: frozenset[str] = frozenset()  # statuses that the log has had since it answered last
+    told: frozenset[str] = frozenset()  # answers that the log has had since it was usable last; "" = that it is not heard
     backends: tuple[str, ...] = ()  # last agreed on
     unreachable: frozenset[tuple[str, str]] = frozenset()  # backends and endpoints, then
+
+    def lacked_kv(self, now_s: float) -> bool:
+        """Of late."""
+        return self.no_kv_s is not None and now_s - self.no_kv_s < NO_KV_S
 
 
 class PeerBook:
@@ -42,25 +48,33 @@ class PeerBook:
         self._of(peer).used_s = now_s
 
     def failed(self, peer: str, why: str, now_s: float, *, refuses: bool = False) -> None:
-        """It cannot be used. Said when it is news."""
-        known, status = self._of(peer), "" if (found := _STATUS.search(why)) is None else found[0]
-        if not known.why or refuses != known.refuses or (known.told and status not in known.told):
+        """It cannot be used. Said when it is news: that it is not heard is found out in several ways, one after the other."""
+        known, status = self._of(peer), "" if (found := _STATUS.search(why)) is None else found[1]
+        answer = "" if status in _UNREACHED else status
+        if not known.why or refuses != known.refuses or (known.told and answer not in known.told):
             told = why.removeprefix(f"prefill peer {peer}: ")
             if known.why is None and status in _UNREACHED:
                 told += f"; if it runs, look at its {WHERE_TO_LOOK}"
             log.warning("prefill peer %s %s: %s", peer, "does not pair with us" if refuses else "is down", told)
-        known.told |= {status}
+        known.told |= {answer}
         known.why, known.failed_s, known.refuses = why, now_s, refuses
 
     def no_kv(self, peer: str, why: str, now_s: float) -> None:
         """It answers, and what it publishes does not come. Said when it is news."""
         known = self._of(peer)
-        if known.no_kv_s is None or now_s - known.no_kv_s >= NO_KV_S:
+        if not known.lacked_kv(now_s):
             log.warning(
-                "prefill peer %s %s (%s): others are asked first for %g s; look at MTU, firewalls and load between the two",
-                *(peer, _SILENT if known.why else _SPEAKS, why, NO_KV_S),
+                "prefill peer %s %s (%s): others are asked first for %g s; %s",
+                *(peer, _SILENT if known.why else _SPEAKS, why, NO_KV_S, _WHERE),
             )
-        known.no_kv_s = now_s
+        known.no_kv_s, known.no_kv = now_s, why
+
+    def kv_came(self, peer: str) -> None:
+        """All that one prompt needed; others are asked first all the same, as the line may crawl."""
+        known = self._peers.get(peer)
+        if known is not None and known.no_kv is not None:
+            log.info("prefill peer %s: its KV comes again", peer)
+            known.no_kv = None
 
     def drains(self, peer: str) -> None:
         """It is there, and refuses new hand-offs. Said when it is news."""
@@ -101,7 +115,7 @@ class PeerBook:
         known = self._peers.get(peer)
         if known is None:
             return False
-        if known.no_kv_s is not None and now_s - known.no_kv_s < NO_KV_S:
+        if known.lacked_kv(now_s):
             return True
         if not known.why or known.why == DRAINING:
             return False
@@ -110,6 +124,12 @@ class PeerBook:
     def whys(self) -> dict[str, str]:
         """Of all that were spoken to. Any thread."""
         return {peer: known.why for peer, known in list(self._peers.items()) if known.why is not None}
+
+    def obstacles(self, now_s: float) -> dict[str, str]:
+        """The same, and why those are of no use that can be asked, and have sent no KV of late. Any thread."""
+        lacking = {peer: known.no_kv for peer, known in list(self._peers.items()) if known.no_kv and known.lacked_kv(now_s)}
+        whys = self.whys()
+        return whys | {peer: f"it {_SPEAKS} ({why}); {_WHERE}" for peer, why in lacking.items() if whys.get(peer) == ""}
 
     def snapshot(self) -> dict[str, dict[str, Any]]:
         """JSON-able: what KV comes over, and why it does not. Any thread."""

@@ -12,8 +12,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
+from random import random
 from time import monotonic
 from typing import Any
 
@@ -21,7 +21,7 @@ from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.peer.book import PeerBook
 from jdisagg.api.peer.link import HelloFailed, PeerLink
 from jdisagg.api.peer.presence import Presence
-from jdisagg.api.peer.stream import UNCLEAR, PeerStream
+from jdisagg.api.peer.stream import UNCLEAR, PeerStream, cleared_up
 from jdisagg.api.turns import Turns
 from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
@@ -61,7 +61,13 @@ class GrpcPeerClient:
         self._streams: dict[HandoffId, PeerStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._book = PeerBook()
-        self._presence = Presence(ask=self._ask, is_good=lambda peer: self._book.why(peer) == "", start=self._start)
+        self._presence = Presence(
+            ask=self._ask,
+            is_good=lambda peer: self._book.why(peer) == "",
+            is_heard=lambda peer: peer in self._links and self._links[peer].is_used,
+            start=self._start,
+            draw=random,
+        )
         self._turns = Turns()
         self._closed = False
 
@@ -98,13 +104,21 @@ class GrpcPeerClient:
         """The peer answers, and what it publishes does not come; see PeerBook."""
         self._cross(self._book.no_kv, peer, why, monotonic())
 
+    def kv_came(self, peer: str) -> None:
+        """Some does come."""
+        self._cross(self._book.kv_came, peer)
+
     def unreached(self, peer: str, backend: str, why: str) -> None:
         """Nothing is reached there over that backend; see PeerPorts."""
         self._cross(self._unreached, peer, backend, why)
 
     def failures(self) -> dict[str, str]:
-        """Peers spoken to, and why each cannot be used; "" = it can. For /ready."""
+        """Peers spoken to, and why each cannot be used; "" = it can."""
         return self._book.whys()
+
+    def obstacles(self) -> dict[str, str]:
+        """The same where nothing is computed here, so that a peer is of no use either whose KV does not come. For /ready."""
+        return self._book.obstacles(monotonic())
 
     def snapshot(self) -> dict[str, Any]:
         """The same peers, and what KV comes over from each, for debug state."""
@@ -119,9 +133,9 @@ class GrpcPeerClient:
 
     def offer(self, peers: frozenset[str]) -> None:
         """These are all prefill workers there are: what has no stream and is none of them has left, and those that are new, or
-        failed, are asked whether they are there. Call it again and again."""
+        failed, or were not heard for a while, are asked whether they are there. Call it again and again."""
         if not self._closed:
-            self._presence.offer(peers)
+            self._presence.offer(peers, monotonic())
             self._forget([peer for peer in self._book.whys() if peer not in peers])
 
     async def aclose(self) -> None:
@@ -213,7 +227,7 @@ class GrpcPeerClient:
                 deliver = partial(self._deliver, handoff, stream)
                 ended = await stream.run(link, theirs, reached.backends, deliver)
                 if ended.reason == UNCLEAR:
-                    ended = await _cleared_up(ended, link, theirs.epoch)
+                    ended = await cleared_up(ended, link, theirs.epoch)
             if ended.reason in ("dead", "heartbeat"):
                 self._failed(link, ended.error.message if ended.error else ended.reason)
             if stream.answered or ended.reason not in ("dead", "epoch"):
@@ -226,7 +240,8 @@ class GrpcPeerClient:
 
     def _link(self, peer: str) -> PeerLink:
         if (link := self._links.get(peer)) is None:
-            link = self._links[peer] = PeerLink(peer, self._identity, self._credentials)
+            is_registered = not self._presence.is_watched(peer)
+            link = self._links[peer] = PeerLink(peer, self._identity, self._credentials, is_registered=is_registered)
         return link
 
     def _unreached(self, peer: str, backend: str, why: str) -> None:
@@ -279,12 +294,3 @@ class GrpcPeerClient:
             except Exception as error:  # a bug of ours or of grpc: asked again over a new connection
                 log.exception("asking prefill peer %s whether it is there failed", peer)
                 self._failed(link, repr(error))
-
-
-async def _cleared_up(ended: StreamEnded, link: PeerLink, epoch: str) -> StreamEnded:
-    """What became of a stream that ended without P's status: its process answers, or it does not. The error is gRPC's own."""
-    try:
-        answers = (await link.hello(again=True)).epoch == epoch
-    except HelloFailed:
-        answers = False
-    return StreamEnded(reason="closed") if answers else replace(ended, reason="dead")

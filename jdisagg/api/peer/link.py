@@ -37,9 +37,11 @@ class PeerLink:
     """One channel, replaced after a long rest. Used on one event loop, under `in_use`; when the peer's process is gone, drop it
     and make a new one."""
 
-    def __init__(self, peer: str, identity: Identity, credentials: Credentials) -> None:
+    def __init__(self, peer: str, identity: Identity, credentials: Credentials, *, is_registered: bool = False) -> None:
+        """`is_registered`: `peer` is the address under which a worker registered, so nobody else is to answer there."""
         self.peer = peer
         self.draining = False  # by its last Hello: it refuses new hand-offs
+        self._is_registered = is_registered
         self._identity = identity
         self._credentials = credentials
         self._connect()
@@ -73,6 +75,11 @@ class PeerLink:
             if self._num_streams == 0:
                 self._unused_at_s = monotonic()
                 self._unused.set()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a stream lives on it, which has heartbeats of its own, or a question is under way."""
+        return self._num_streams > 0
 
     async def retire(self) -> None:
         """Close once the last stream has ended: closing a channel ends every stream on it."""
@@ -126,5 +133,9 @@ class PeerLink:
             reason = "hello" if error.code() is grpc.StatusCode.FAILED_PRECONDITION else "unreachable"
             text = f"prefill peer {self.peer}: Hello: {error.code().name}: {told(error.details() or '')}"
             raise HelloFailed(reason, Unavailable(text)) from error
+        theirs = decode_identity(answer.identity)
+        if self._is_registered and theirs.address not in (None, self.peer):
+            look = "look at --advertise-host of the worker that registered there"
+            raise HelloFailed("hello", Unavailable(f"prefill peer {self.peer}: it leads to {theirs.worker}; {look}"))
         self.draining = answer.draining
-        return decode_identity(answer.identity)
+        return theirs

@@ -14,7 +14,7 @@ from jdisagg.api.codec import error_from_rpc
 from jdisagg.api.in_order import is_long
 from jdisagg.api.outbox import Outbox
 from jdisagg.api.peer.codec import DOWN_HEARTBEAT, Up, UpStream, encode_down
-from jdisagg.api.peer.link import PeerLink
+from jdisagg.api.peer.link import HelloFailed, PeerLink
 from jdisagg.api.peer.shared_pulse import Listener, SharedPulse
 from jdisagg.api.pulse import QUIET_SHARE, cancel_and_wait
 from jdisagg.core.config import TransferConfig
@@ -143,6 +143,15 @@ class PeerStream:
         if error.code() is grpc.StatusCode.FAILED_PRECONDITION and not self.answered:
             reason = "epoch"
         return StreamEnded(reason=reason, error=error_from_rpc(error, f"prefill peer {self.peer}: hand-off stream"))
+
+
+async def cleared_up(ended: StreamEnded, link: PeerLink, epoch: str) -> StreamEnded:
+    """What became of a stream that ended without P's status: its process answers, or it does not. The error is gRPC's own."""
+    try:
+        answers = (await link.hello(again=True)).epoch == epoch
+    except HelloFailed:
+        answers = False
+    return StreamEnded(reason="closed") if answers else replace(ended, reason="dead")
 
 
 async def _write(call: grpc.aio.StreamStreamCall, outbox: Outbox[peer_pb2.PrefillRequest]) -> None:

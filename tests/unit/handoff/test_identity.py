@@ -28,6 +28,23 @@ def test_equal_workers_pair_over_everything_and_begin_with_what_the_consumer_lik
 
 
 @pytest.mark.parametrize(
+    ("said", "address"),
+    [
+        ("pid 123 @ 127.0.0.1:9000", "127.0.0.1:9000"),
+        ("pid 1 @ [fd00::7]:9000", "[fd00::7]:9000"),
+        ("pid 1 @ p-0.prefill:9000", "p-0.prefill:9000"),
+        ("pid 1", None),
+        ("pid 1 @ here", None),
+        ("", None),
+        ("somebody @ 127.0.0.1:9000", None),
+        ("pid 1 @ 127.0.0.1:9000 or so", None),
+    ],
+)
+def test_a_worker_says_under_which_address_it_registers_or_it_does_not(said: str, address: str | None) -> None:
+    assert worker(worker=said).address == address
+
+
+@pytest.mark.parametrize(
     ("producer", "consumer", "protocol"),
     [((1, 1), (1, 1), 1), ((1, 3), (1, 2), 2), ((1, 2), (2, 5), 2), ((2, 4), (1, 4), 4), ((3, 3), (1, 3), 3)],
 )

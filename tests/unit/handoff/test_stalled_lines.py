@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from jdisagg.core.config import TransferConfig
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.messages import Accepted, HandoffId, Started
 from tests.unit.handoff.late_rig import LATE, compute, computed, rung
-from tests.unit.handoff.rig import H2, NEVER, H, decode_side, none_of, only, ready, request
+from tests.unit.handoff.rig import CONFIG, DEAD, H2, NEVER, H, decode_side, none_of, only, ready, request
 
 
 def test_the_only_peer_is_given_up_after_two_stalls_whichever_pieces_they_are_of() -> None:
@@ -29,6 +30,23 @@ def test_where_nothing_is_computed_here_it_is_asked_once_more() -> None:
     side = computed("p", config=NEVER)
     side.on_failed(H, "a", "stalled", 3.0)
     assert rung(side.on_failed(H, "b", "stalled", 4.0)) == ("reconnect", "p", True)
+
+
+@pytest.mark.parametrize(("config", "is_told"), [(NEVER, True), (CONFIG, False)])
+def test_a_request_that_ends_because_no_kv_came_says_so_of_its_last_peer(config: TransferConfig, is_told: bool) -> None:
+    side = computed("p", config=config)
+    assert rung(side.on_message(H, DEAD, 3.0)) == ("reconnect", "p", False)
+    side.tick(4.0)
+    for message in (Accepted(cached_tokens=0), Started(), ready("d", 0, 4), ready("e", 4, 8)):
+        side.on_message(H2, message, 4.0)
+    side.on_failed(H2, "d", "stalled", 5.0)
+    last = side.on_failed(H2, "e", "stalled", 6.0)
+    if is_told:
+        assert only(act.NoKV, last) == act.NoKV("p", "fetch of [4, 8) over fake: stalled")
+        assert only(act.Fail, last).request_id == "r"
+    else:
+        assert rung(last) == ("local_prefill", "p", True), "which says it"
+        assert none_of(act.NoKV, last)
 
 
 def test_another_backend_is_tried_after_two_stalls_and_is_not_blamed_for_them() -> None:

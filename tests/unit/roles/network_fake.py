@@ -185,6 +185,9 @@ class Wire:
     def no_kv(self, peer: str, why: str) -> None:
         self.without_kv.add(peer)
 
+    def kv_came(self, peer: str) -> None:
+        self.without_kv.discard(peer)
+
     def snapshot(self) -> dict[str, Any]:
         return dict(self.failures())
 

@@ -48,6 +48,29 @@ def test_a_peer_whose_pieces_stall_is_remembered_as_such(monkeypatch: pytest.Mon
     assert told.recoveries == ("refetch", "other_prefill", "refetch", "local_prefill")
 
 
+def test_a_peer_whose_pieces_stalled_is_well_again_once_the_kv_of_a_prompt_came_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, fetch = World(local_prefill=False), FakeFetcher.fetch
+    stalls = iter((True, True))
+
+    def stall(self: FakeFetcher, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
+        if next(stalls, False):
+            self._inbox.post(PieceFailed(handoff=handoff, ready=ready, reason="stalled"))
+        else:
+            fetch(self, handoff, peer, ready, deadline_s)
+
+    monkeypatch.setattr(FakeFetcher, "fetch", stall)
+    world.submit(request("a", PROMPT, 6))
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+    assert world.wire.without_kv == {"p0"}
+    world.submit(request("b", PROMPT[::-1], 6))
+    world.settle()
+    assert world.tokens("b") == expected(PROMPT[::-1], 6)
+    assert not world.wire.without_kv
+
+
 def test_without_any_working_peer_the_prompt_is_computed_here() -> None:
     world = World(local_prefill=True)
     world.submit(request("a", PROMPT, 6))

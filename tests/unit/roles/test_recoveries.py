@@ -32,6 +32,9 @@ class Peers:
     def no_kv(self, peer: str, cause: str) -> None:
         self.without_kv.append((peer, cause))
 
+    def kv_came(self, peer: str) -> None:
+        self.without_kv = [(other, cause) for other, cause in self.without_kv if other != peer]
+
 
 def recoveries(**failures: str) -> tuple[Recoveries, Metrics, Peers]:
     metrics, peers = Metrics(), Peers(**failures)
@@ -60,6 +63,19 @@ def test_a_peer_whose_kv_does_not_come_is_remembered_with_the_cause() -> None:
     told.recovered(recovered(no_kv=True, cause="stalled"))
     assert peers.without_kv == [("p:1", "stalled")]
     assert not peers.given_up
+
+
+def test_that_no_kv_comes_from_a_peer_is_remembered_until_some_does() -> None:
+    told, _, peers = recoveries()
+    told.no_kv(act.NoKV("p:1", "stalled"))
+    told.recovered(recovered(peer="p:2", no_kv=True, cause="slow"))
+    assert peers.without_kv == [("p:1", "stalled"), ("p:2", "slow")]
+    told.complete("")
+    told.complete("p:1")
+    assert peers.without_kv == [("p:2", "slow")]
+    peers.without_kv.append(("p:1", "nobody says so again"))
+    told.complete("p:1")
+    assert len(peers.without_kv) == 2, "each piece of news is told once"
 
 
 def test_a_backend_over_which_nothing_is_reached_is_remembered_with_the_cause() -> None:

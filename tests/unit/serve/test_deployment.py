@@ -137,13 +137,39 @@ def test_routers_are_told_how_much_its_prefix_cache_holds(enabled: bool, cache_t
 def test_routers_are_told_when_a_decode_worker_that_computes_no_prompts_reaches_no_prefill_worker(
     policy: str, told: tuple[str, ...], failures: dict[str, str], ready: str, cannot: str
 ) -> None:
-    offered = list[frozenset[str]]()
-    loop = asyncio.new_event_loop()
-    core = core_of(Engine(Role.DECODE, 24, local_prefill=True))
-    core.config = Config(role="decode", transfer=TransferConfig(local_prefill=LocalPrefill(policy)))
-    deployment = Deployment(core, loop, lambda error: None)
-    deployment.peer_client = cast(GrpcPeerClient, SimpleNamespace(failures=lambda: failures, offer=offered.append))
+    deployment, offered = decoding(TransferConfig(local_prefill=LocalPrefill(policy)), failures)
     deployment.learn_prefill("r:1", told)
     assert offered == [frozenset(told)]
     assert (deployment.not_ready_reason(), deployment.cannot_serve()) == (ready, cannot)
+
+
+@pytest.mark.parametrize(("static", "told"), [(("p:1", "p:2"), ()), ((), ("p:1", "p:2"))])
+@pytest.mark.parametrize(
+    ("policy", "obstacles", "reason"),
+    [
+        ("never", {"p:1": "no KV comes", "p:2": "gone"}, "no usable prefill worker (p:1: no KV comes; p:2: gone)"),
+        ("never", {"p:1": "no KV comes", "p:2": ""}, ""),
+        ("on-failure", {"p:1": "no KV comes", "p:2": "gone"}, ""),
+    ],
+)
+def test_a_decode_worker_that_computes_no_prompts_is_not_ready_while_no_kv_comes_from_all_that_answer(
+    policy: str, obstacles: dict[str, str], reason: str, static: tuple[str, ...], told: tuple[str, ...]
+) -> None:
+    config = TransferConfig(local_prefill=LocalPrefill(policy), prefill=static)
+    deployment, _ = decoding(config, {"p:1": "", "p:2": "gone" if obstacles["p:2"] else ""}, obstacles)
+    deployment.learn_prefill("r:1", told)
+    assert (deployment.not_ready_reason(), deployment.cannot_serve()) == (reason, reason)
+
+
+def decoding(
+    config: TransferConfig, failures: dict[str, str], obstacles: dict[str, str] | None = None
+) -> tuple[Deployment, list[frozenset[str]]]:
+    """A decode worker that has found out so much, and what it is told of."""
+    offered, loop = list[frozenset[str]](), asyncio.new_event_loop()
+    core = core_of(Engine(Role.DECODE, 24, local_prefill=True))
+    core.config = Config(role="decode", transfer=config)
+    deployment = Deployment(core, loop, lambda error: None)
     loop.close()
+    known = {"failures": lambda: failures, "obstacles": lambda: failures if obstacles is None else obstacles}
+    deployment.peer_client = cast(GrpcPeerClient, SimpleNamespace(offer=offered.append, **known))
+    return deployment, offered

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 
 import pytest
 
@@ -24,6 +25,19 @@ async def tell(d: Decode, *peers: str) -> None:
     while True:
         d.client.offer(frozenset(peers))
         await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Whom a Hello goes to."""
+    peers, hello = list[str](), PeerLink.hello
+
+    async def counted(link: PeerLink, *, again: bool = False) -> Identity:
+        peers.append(link.peer)
+        return await hello(link, again=again)
+
+    monkeypatch.setattr(PeerLink, "hello", counted)
+    return peers
 
 
 @pytest.mark.covers("C12")
@@ -56,15 +70,7 @@ def test_one_that_is_not_reached_is_known_without_a_hand_off_and_asked_until_it_
     assert told[1].endswith("answers again")
 
 
-def test_one_that_answers_is_asked_once_and_again_when_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[str]()
-    hello = PeerLink.hello
-
-    async def counted(link: PeerLink, *, again: bool = False) -> Identity:
-        asked.append(link.peer)
-        return await hello(link, again=again)
-
-    monkeypatch.setattr(PeerLink, "hello", counted)
+def test_one_that_answers_is_asked_once_for_a_while_and_again_when_it_failed(asked: list[str]) -> None:
 
     async def body() -> None:
         p, d = Prefill(identity()), Decode()
@@ -84,6 +90,29 @@ def test_one_that_answers_is_asked_once_and_again_when_it_failed(monkeypatch: py
         telling.cancel()
         await d.client.aclose()
         await again.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_one_that_goes_away_while_nothing_is_asked_of_it_is_known_to_be_down_soon_and_one_that_a_stream_hears_is_left_alone(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jdisagg.api.peer.presence.AGAIN_S", 0.1)
+
+    async def body() -> None:
+        idle, busy, d = Prefill(identity()), Prefill(identity()), Decode()
+        addresses = [await p.start() for p in (idle, busy)]
+        d.client.open(addresses[1], H1, opening())
+        await until(busy.opened)
+        telling = asyncio.create_task(tell(d, *addresses))
+        await until(lambda: len(asked) > 4)
+        assert asked.count(addresses[1]) == 1, "by its hand-off"
+        await idle.server.stop(0)
+        await until(lambda: d.client.is_down(addresses[0]))
+        assert d.usable(addresses[1])
+        telling.cancel()
+        await d.client.aclose()
+        await busy.server.stop(0)
 
     run_quiet(body())
 
@@ -156,6 +185,53 @@ def test_one_that_nobody_asks_again_is_not_down_for_good() -> None:
             d.client.offer(frozenset((address,)))
             assert d.client.is_down(address)
         await d.client.aclose()
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_an_address_that_leads_to_another_worker_than_the_one_registered_there_is_down_unless_the_command_line_names_it(
+    is_named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        other, d = Prefill(identity(worker="pid 6856 @ 10.44.0.2:9001")), Decode()
+        address = await other.start()
+        if is_named:  # by what its operator calls it
+            d.client.watch((address,))
+        telling = asyncio.create_task(tell(d, address))
+        await until(lambda: address in d.client.failures())
+        d.client.open(address, H1, opening())
+        await until(lambda: other.opened() or d.ends(H1))
+        await asyncio.sleep(0.2)
+        telling.cancel()
+        if is_named:
+            assert d.usable(address)
+        else:
+            assert d.client.is_down(address)
+            assert d.client.is_doubtful(address)
+            assert d.ends(H1) == ["hello"]
+            assert not other.opened()
+            (line,) = [record.getMessage() for record in caplog.records if record.name == "jdisagg.api.peer.book"]
+            assert line.startswith(f"prefill peer {address} does not pair with us: it leads to pid 6856 @ 10.44.0.2:9001; ")
+            assert line.endswith("; look at --advertise-host of the worker that registered there")
+        await d.client.aclose()
+        await other.server.stop(0)
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("says", ["itself", "nothing of the kind"])
+def test_one_that_answers_under_the_address_it_registered_is_taken_and_so_is_one_that_does_not_say_which(says: str) -> None:
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        worker = f"pid 12 @ {address}" if says == "itself" else "somebody @ somewhere:12"
+        p.service._identity = replace(p.service._identity, worker=worker)
+        d.client.offer(frozenset((address,)))
+        await until(lambda: address in d.client.failures())
+        assert d.usable(address)
+        await d.client.aclose()
+        await p.server.stop(0)
 
     run_quiet(body())
 

@@ -177,21 +177,40 @@ def test_a_peer_that_was_not_reached_is_asked_like_others_after_a_while() -> Non
 
 def test_another_cause_is_told_of_once_while_a_peer_is_down(caplog: pytest.LogCaptureFixture) -> None:
     book = PeerBook()
-    refused, key, late = (
-        "Hello: UNAVAILABLE: Connection refused",
-        "Hello: UNAUTHENTICATED: API key is wrong",
-        "DEADLINE_EXCEEDED",
-    )
-    for now_s, why in enumerate((refused, refused, key, key, refused, late, refused)):
+    refused, key = "Hello: UNAVAILABLE: Connection refused", "Hello: UNAUTHENTICATED: API key is wrong"
+    for now_s, why in enumerate((refused, refused, key, key, refused)):
         book.failed("p", why, now_s)
     said = [record.getMessage() for record in caplog.records]
     hint = "; if it runs, look at its --advertise-host and --advertise-port, and at firewalls"
-    assert said == [f"prefill peer p is down: {why}" for why in (refused + hint, key, late)], (
-        "the hint is for what never answered"
-    )
+    assert said == [f"prefill peer p is down: {why}" for why in (refused + hint, key)], "the hint is for what never answered"
     book.answered("p")
     book.failed("p", key, 10.0)
-    assert len(caplog.records) == 4
+    assert len(caplog.records) == 3
+
+
+CUT = (
+    "prefill peer p: no heartbeat for 1.0 s",
+    "prefill peer p: Hello: UNAVAILABLE: failed to connect to all addresses; tcp handshaker shutdown",
+    "prefill peer p: Hello: DEADLINE_EXCEEDED: Deadline Exceeded",
+    "prefill peer p: hand-off stream: UNKNOWN: Stream removed",
+)
+
+
+@pytest.mark.parametrize("causes", [CUT, CUT[::-1]])
+def test_a_peer_that_is_not_heard_any_more_is_told_of_once_whatever_finds_it_out(
+    causes: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    book = PeerBook()
+    book.answered("p")
+    for now_s, why in enumerate(causes):
+        book.failed("p", why, now_s)
+    first = causes[0].removeprefix("prefill peer p: ")
+    assert caplog.messages == [f"prefill peer p is down: {first}"]
+    assert book.why("p") == causes[-1], "whoever asks hears the latest"
+    book.failed("p", "prefill peer p: other weights", 10.0, refuses=True)
+    book.answered("p")
+    book.failed("p", causes[1], 20.0)
+    assert len(caplog.messages) == 3, "another answer is news, and so is the next cut"
 
 
 def test_a_peer_whose_kv_does_not_come_is_asked_last_for_a_while_and_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -207,3 +226,21 @@ def test_a_peer_whose_kv_does_not_come_is_asked_last_for_a_while_and_told_of_onc
     book.failed("p", "no heartbeat", 200.0)
     book.no_kv("p", "heartbeat", 200.0)
     assert caplog.records[-1].getMessage().startswith("prefill peer p sent no KV before it went down (heartbeat): others are")
+
+
+def test_a_peer_whose_kv_does_not_come_is_of_no_use_for_a_while_or_until_some_comes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    book = PeerBook()
+    for peer in "pqrs":
+        book.answered(peer)
+    book.failed("r", "gone", 100.0)
+    for peer in "pqr":
+        book.no_kv(peer, "stalled", 100.0)
+    why = "it answers, and its KV does not come (stalled); look at MTU, firewalls and load between the two"
+    assert book.obstacles(129.9) == {"p": why, "q": why, "r": "gone", "s": ""}
+    book.kv_came("q")
+    book.kv_came("nobody")
+    assert book.obstacles(129.9) == {"p": why, "q": "", "r": "gone", "s": ""}
+    assert book.is_doubtful("q", 129.9), "others are asked first all the same: a line may crawl"
+    assert book.obstacles(130.0) == book.whys() == {"p": "", "q": "", "r": "gone", "s": ""}
+    assert caplog.messages[-1] == "prefill peer q: its KV comes again"
