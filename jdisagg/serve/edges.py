@@ -98,11 +98,15 @@ class Edges:
             self._fleet = FleetClient(
                 self._member(),
                 self._config.server.router,
-                state=lambda: Report(self.engine.load, self._draining, self._deployment.cannot_serve()),
+                state=self._report,
                 on_prefill=self._deployment.learn_prefill,
                 credentials=Credentials(api_key=self._config.server.api_key),
                 config=self._config.transfer,
             )
+
+    def _report(self) -> Report:
+        deployment = self._deployment
+        return Report(self.engine.load, self._draining, deployment.cannot_serve(), deployment.is_alone())
 
     def _member(self) -> Member:
         core = self._deployment.core

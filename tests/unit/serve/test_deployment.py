@@ -137,6 +137,33 @@ def test_routers_are_told_how_much_its_prefix_cache_holds(enabled: bool, cache_t
 def test_routers_are_told_when_a_decode_worker_that_computes_no_prompts_reaches_no_prefill_worker(
     policy: str, told: tuple[str, ...], failures: dict[str, str], ready: str, cannot: str
 ) -> None:
+    deployment, offered = decode_worker(policy, told, failures)
+    assert offered == [frozenset(told)]
+    assert (deployment.not_ready_reason(), deployment.cannot_serve()) == (ready, cannot)
+
+
+@pytest.mark.parametrize(
+    ("told", "failures", "alone"),
+    [
+        ((), {}, False),  # which the router knows
+        (("p:1",), {}, False),
+        (("p:1",), {"p:1": "gone"}, True),
+        (("p:1", "p:2"), {"p:1": "gone", "p:2": ""}, False),
+        (("p:1", "p:2"), {"p:1": "gone", "p:2": "draining"}, True),
+    ],
+)
+@pytest.mark.parametrize("policy", ["never", "on-failure", "below-tokens"])
+def test_routers_are_told_when_a_decode_worker_reaches_no_prefill_worker_though_it_may_compute_prompts(
+    policy: str, told: tuple[str, ...], failures: dict[str, str], alone: bool
+) -> None:
+    deployment, _ = decode_worker(policy, told, failures)
+    assert deployment.is_alone() is alone
+    deployment.peer_client = None
+    assert not deployment.is_alone(), "one that asks no prefill workers misses none"
+
+
+def decode_worker(policy: str, told: tuple[str, ...], failures: dict[str, str]) -> tuple[Deployment, list[frozenset[str]]]:
+    """One that a router told of prefill workers, and whom it asks."""
     offered = list[frozenset[str]]()
     loop = asyncio.new_event_loop()
     core = core_of(Engine(Role.DECODE, 24, local_prefill=True))
@@ -144,6 +171,5 @@ def test_routers_are_told_when_a_decode_worker_that_computes_no_prompts_reaches_
     deployment = Deployment(core, loop, lambda error: None)
     deployment.peer_client = cast(GrpcPeerClient, SimpleNamespace(failures=lambda: failures, offer=offered.append))
     deployment.learn_prefill("r:1", told)
-    assert offered == [frozenset(told)]
-    assert (deployment.not_ready_reason(), deployment.cannot_serve()) == (ready, cannot)
     loop.close()
+    return deployment, offered
