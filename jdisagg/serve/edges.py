@@ -90,6 +90,7 @@ class Edges:
             )
         )
         metrics.set_build(role=config.role, model=self.model_name)
+        metrics.set_ready(lambda: self.engine.health().serves)
 
     async def start(self) -> None:
         """Report health and register with the routers."""
