@@ -188,6 +188,7 @@ class FleetMetrics:
         for reason in LOSSES:
             self.lost.labels(reason=reason)
         self.peers = new.gauge("peers", "Prefill workers that a decode worker has spoken to.", "state")
+        self.routers = new.gauge("routers", "Routers that a worker is to register with, by whether they have it.", "state")
         self.recoveries = new.counter("recoveries", "Steps taken to survive failures, by rung.", "rung")
         for rung in _RUNGS if new.engine else _RUNGS_OF_ROUTERS:  # likewise
             self.recoveries.labels(rung=rung)

@@ -104,6 +104,7 @@ class Edges:
                 credentials=Credentials(api_key=self._config.server.api_key),
                 config=self._config.transfer,
             )
+            self._fleet.show_in(self._metrics.fleet.routers)
 
     def _report(self) -> Report:
         deployment = self._deployment

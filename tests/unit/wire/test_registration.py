@@ -13,6 +13,7 @@ from jdisagg.api import channels
 from jdisagg.api.fleet import elsewhere, service
 from jdisagg.api.fleet.codec import decode_member, encode_member
 from jdisagg.api.fleet.elsewhere import nobody_reaches
+from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
 from jdisagg.transfer.names import Address
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc
@@ -46,6 +47,28 @@ def test_workers_register_heartbeat_and_register_again():
         await worker.die()
         await until(lambda: not again.engine.workers.members())  # evicted
         await again.stop()
+
+    run_quiet(body())
+
+
+def test_metrics_of_a_worker_tell_how_many_of_its_routers_have_it() -> None:
+    async def body() -> None:
+        metrics = Metrics()
+
+        def shown() -> list[float]:
+            lines = [line.rpartition(" ") for line in metrics.text().splitlines() if line.startswith("jdisagg_routers")]
+            found = {name: float(value) for name, _, value in lines}
+            return [found.get(f'jdisagg_routers{{state="{state}"}}', -1.0) for state in ("registered", "not_registered")]
+
+        one, other = await Router().start(), await Router().start()
+        worker = await FakeWorker((one.address, other.address), Role.PREFILL).start()
+        assert shown() == [-1.0, -1.0], "one that has no routers shows no number of them"
+        worker.registration.show_in(metrics.fleet.routers)
+        await until(lambda: shown() == [2.0, 0.0])
+        await other.stop()
+        await until(lambda: shown() == [1.0, 1.0])
+        await worker.die()
+        await one.stop()
 
     run_quiet(body())
 
