@@ -161,7 +161,7 @@ async def over_hosts(
             say("the fleet is whole, each process on a host of its own")
             drill = HostDrill(fleet, network, http, answer.questions(arguments.streams))
             await drill.undisturbed()
-            say(f"{arguments.streams} answers, undisturbed")
+            say(f"{arguments.streams} answers, undisturbed; slowest {drill.calm_s:.1f} s")
             for cut in wanted:
                 say(cut_line(await drill.strike(cut, arguments.hold_s)))
                 keep(drill)
@@ -214,7 +214,7 @@ async def run(arguments: argparse.Namespace, wanted: tuple[str, ...], directory:
             host_drill = await over_hosts(
                 arguments, directory, http, lambda so_far: keep("hosts", [outcome.as_json() for outcome in so_far.outcomes])
             )
-            print(cut_table(host_drill.outcomes, host_drill.left), flush=True)
+            print(cut_table(host_drill.outcomes, host_drill.left, host_drill.calm_s), flush=True)
             fine = fine and host_drill.is_fine
     found["machine_at_end"] = await asyncio.to_thread(machine)
     say(machine_line(found["machine_at_end"]))

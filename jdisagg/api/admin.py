@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from time import monotonic
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -41,6 +42,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: grpc.aio.ServicerContext) -> admin_pb2.DrainResponse:
         """Stop admitting and wait. Once begun it goes on whatever becomes of the RPC: half a drain is none."""
+        log.info("%s asks this process to drain within %.3g s", unquote(context.peer()), request.deadline_ms / 1000)
         drain = asyncio.ensure_future(self._drain(monotonic() + request.deadline_ms / 1000))
         self._drains.add(drain)
         drain.add_done_callback(self._drained)
@@ -48,8 +50,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     def _drained(self, drain: asyncio.Task[int]) -> None:
         self._drains.discard(drain)
-        if not drain.cancelled() and (error := drain.exception()) is not None:
+        if drain.cancelled():
+            return
+        if (error := drain.exception()) is not None:
             log.error("a drain failed", exc_info=error)  # who asked for it may be gone
+        elif unfinished := drain.result():
+            log.warning("requests still running at the drain's deadline: %d", unfinished)
+        else:
+            log.info("drained: every request has ended")
 
     async def Stats(self, request: admin_pb2.StatsRequest, context: grpc.aio.ServicerContext) -> admin_pb2.StatsResponse:
         """The state as JSON."""

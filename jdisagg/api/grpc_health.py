@@ -57,7 +57,7 @@ class HealthReporter:
 
     async def _report(self) -> None:
         status = self._status()
-        await self._set(serving=status.healthy and status.ready)
+        await self._set(serving=status.serves)
 
     async def _set(self, *, serving: bool) -> None:
         value = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING

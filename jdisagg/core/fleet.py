@@ -32,6 +32,7 @@ class Report:
     load: Load
     draining: bool = False
     not_ready: str = ""  # why it cannot serve now; "" = it can
+    alone: bool = False  # a decode worker that reaches none of the prefill workers it knows: others are asked first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,10 +63,11 @@ class Member:
     cache_tokens: int = 0  # that its prefix cache holds at most; 0 = it is too old to say
     grammars: bool = False  # requests with a grammar may be sent to it
     needs_prefill: bool = False  # a decode worker that never computes prompts and has no prefill worker of its own
+    alone: bool = False  # as it said last, see Report
 
     def reporting(self, report: Report) -> Member:
         """The same worker, with what it says now."""
-        return replace(self, load=report.load, draining=report.draining, not_ready=report.not_ready)
+        return replace(self, load=report.load, draining=report.draining, not_ready=report.not_ready, alone=report.alone)
 
     @property
     def decodes(self) -> bool:

@@ -13,6 +13,7 @@ instance has a registry of its own, so two engines in one test do not meet. All 
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
@@ -46,7 +47,7 @@ GRAMMAR_OUTCOMES = COMPILED, REFUSED, ENDLESS = ("compiled", "refused", "endless
 # fed by a process without an engine, too; the others would be 0 there for ever
 _WITHOUT_ENGINE = frozenset(
     """
-    workers workers_draining worker_states build_info time_to_first_token_seconds inter_token_latency_seconds
+    ready workers workers_draining worker_states build_info time_to_first_token_seconds inter_token_latency_seconds
     request_decode_seconds generated_tokens requests_finished recoveries replays_refused requests_quarantined request_seconds
     requests prompt_tokens grammars tool_answers event_loop_late_seconds workers_lost
     """.split()
@@ -187,6 +188,7 @@ class FleetMetrics:
         for reason in LOSSES:
             self.lost.labels(reason=reason)
         self.peers = new.gauge("peers", "Prefill workers that a decode worker has spoken to.", "state")
+        self.routers = new.gauge("routers", "Routers that a worker is to register with, by whether they have it.", "state")
         self.recoveries = new.counter("recoveries", "Steps taken to survive failures, by rung.", "rung")
         for rung in _RUNGS if new.engine else _RUNGS_OF_ROUTERS:  # likewise
             self.recoveries.labels(rung=rung)
@@ -207,6 +209,7 @@ class Metrics:
         new = _Registry(engine=engine)
         self.registry = new.exposed
         ProcessCollector(registry=self.registry)
+        self._ready = new.gauge("ready", "1 while a request would be served now, as /ready says, else 0.")
         self.requests = RequestMetrics(new)
         self.engine = EngineMetrics(new)
         self.cache = CacheMetrics(new)
@@ -222,6 +225,10 @@ class Metrics:
     def set_build(self, *, role: str, model: str) -> None:
         """Publish what this process is; call once, at start."""
         self._build_info.labels(role=role, model=model, python=platform.python_version()).set(1)
+
+    def set_ready(self, is_ready: Callable[[], bool]) -> None:
+        """Ask at every scrape whether this process serves; call once, at start."""
+        self._ready.set_function(is_ready)
 
     def text(self) -> str:
         """Everything in Prometheus text format 0.0.4 (`CONTENT_TYPE`)."""

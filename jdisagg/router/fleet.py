@@ -66,7 +66,7 @@ class Fleet:
         entry = self._entries.get(address)
         if entry is None or entry.member.epoch != epoch:
             return False
-        entry.member = dataclasses.replace(entry.member, draining=report.draining, not_ready=report.not_ready)
+        entry.member = dataclasses.replace(entry.member.reporting(report), load=entry.member.load)
         entry.last_seen_s = now_s
         if not entry.linked:  # its Run stream tells of every tick, in order with what became of our requests
             self.tell_load(entry, report.load)
@@ -179,7 +179,7 @@ class Fleet:
     ) -> Entry | None:
         """The worker for the next request of that fingerprint (None = any) and of `num_tokens`, its output included, with a
         prefill worker for `prefill_tokens` if it needs one; addresses in `but_not` only as a last resort, and one that holds
-        `wanted_tokens` before others, then the one at `home`, one that has prefill workers of its weights, the one that had
+        `wanted_tokens` before others, then the one at `home`, one that reaches prefill workers of its weights, the one that had
         most of the prompt (`near`) of those that are not much busier than the least busy one, and then less busy ones. Of
         equally busy ones all requests with the same `kin` get the same, whoever else comes and goes. `by_grammar`: the request
         has a grammar."""
@@ -190,7 +190,8 @@ class Fleet:
 
         def standing(entry: Entry) -> tuple[bool, ...]:
             address = entry.member.address
-            lonely = entry.member.role is Role.DECODE and entry.member.card.fingerprint not in prefilled
+            unpaired = entry.member.role is Role.DECODE and entry.member.card.fingerprint not in prefilled
+            lonely = entry.member.alone or unpaired
             is_short = entry.member.card.max_model_len < wanted_tokens
             doubtful = address in but_not, entry.is_quiet, entry.suspect_until_s > now_s
             return (*doubtful, is_short, address != home, lonely)

@@ -71,13 +71,23 @@ class Deployment:
 
     def not_ready_reason(self) -> str:
         """Empty when a request would be served now: on D that takes a usable P whose KV comes, or leave to prefill here."""
-        if self.peer_client is None or self.core.config.transfer.local_prefill is not LocalPrefill.NEVER:
-            return ""
-        return self.prefill.not_ready_reason(self.peer_client.obstacles())
+        return self._no_prefill_reason() if self.core.config.transfer.local_prefill is LocalPrefill.NEVER else ""
+
+    def _no_prefill_reason(self) -> str:
+        """Empty where a P can be expected to serve, and where none is asked."""
+        return "" if self.peer_client is None else self.prefill.not_ready_reason(self.peer_client.obstacles())
 
     def cannot_serve(self) -> str:
         """The same for routers, which know themselves of whom they have told us."""
-        return self.not_ready_reason() if self.prefill.static or self.prefill.told else ""
+        return self.not_ready_reason() if self._knows_prefill else ""
+
+    def is_alone(self) -> bool:
+        """Whether this is a D that reaches none of the P it knows. Routers then ask others first, whatever it may compute."""
+        return self._knows_prefill and bool(self._no_prefill_reason())
+
+    @property
+    def _knows_prefill(self) -> bool:
+        return bool(self.prefill.static or self.prefill.told)
 
     @property
     def needs_prefill(self) -> bool:

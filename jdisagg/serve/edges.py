@@ -90,6 +90,7 @@ class Edges:
             )
         )
         metrics.set_build(role=config.role, model=self.model_name)
+        metrics.set_ready(lambda: self.engine.health().serves)
 
     async def start(self) -> None:
         """Report health and register with the routers."""
@@ -98,11 +99,16 @@ class Edges:
             self._fleet = FleetClient(
                 self._member(),
                 self._config.server.router,
-                state=lambda: Report(self.engine.load, self._draining, self._deployment.cannot_serve()),
+                state=self._report,
                 on_prefill=self._deployment.learn_prefill,
                 credentials=Credentials(api_key=self._config.server.api_key),
                 config=self._config.transfer,
             )
+            self._fleet.show_in(self._metrics.fleet.routers)
+
+    def _report(self) -> Report:
+        deployment = self._deployment
+        return Report(self.engine.load, self._draining, deployment.cannot_serve(), deployment.is_alone())
 
     def _member(self) -> Member:
         core = self._deployment.core

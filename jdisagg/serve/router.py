@@ -77,6 +77,7 @@ async def serve(config: Config, process: Process) -> int:
         slow_request_s=config.server.slow_request_s,
         entrance=Entrance(text.tokenizer.digest(), config.model.served_model_name),
     )
+    metrics.set_ready(lambda: engine.health().serves)
     gate = None if grammars is None else GrammarGate(grammars, metrics)
     edge = make_edge(engine, text, config.server, config.model, metrics, grammars=gate)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(edge), server)

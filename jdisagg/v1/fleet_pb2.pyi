@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Member(_message.Message):
-    __slots__ = ("role", "address", "identity", "model", "max_model_len", "load", "draining", "vocab_size", "eos_token_ids", "needs_prefill", "text_digest", "cache_tokens", "not_ready")
+    __slots__ = ("role", "address", "identity", "model", "max_model_len", "load", "draining", "vocab_size", "eos_token_ids", "needs_prefill", "text_digest", "cache_tokens", "not_ready", "alone")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class Member(_message.Message):
     TEXT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     CACHE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NOT_READY_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
     role: str
     address: str
     identity: _peer_pb2.Identity
@@ -36,7 +37,8 @@ class Member(_message.Message):
     text_digest: str
     cache_tokens: int
     not_ready: str
-    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., identity: _Optional[_Union[_peer_pb2.Identity, _Mapping]] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., draining: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., needs_prefill: _Optional[bool] = ..., text_digest: _Optional[str] = ..., cache_tokens: _Optional[int] = ..., not_ready: _Optional[str] = ...) -> None: ...
+    alone: bool
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., identity: _Optional[_Union[_peer_pb2.Identity, _Mapping]] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., draining: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., needs_prefill: _Optional[bool] = ..., text_digest: _Optional[str] = ..., cache_tokens: _Optional[int] = ..., not_ready: _Optional[str] = ..., alone: _Optional[bool] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("member",)
@@ -53,18 +55,20 @@ class RegisterResponse(_message.Message):
     def __init__(self, heartbeat_ms: _Optional[int] = ..., dead_after_ms: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("address", "epoch", "load", "draining", "not_ready")
+    __slots__ = ("address", "epoch", "load", "draining", "not_ready", "alone")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     NOT_READY_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
     address: str
     epoch: str
     load: _worker_pb2.Load
     draining: bool
     not_ready: str
-    def __init__(self, address: _Optional[str] = ..., epoch: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., draining: _Optional[bool] = ..., not_ready: _Optional[str] = ...) -> None: ...
+    alone: bool
+    def __init__(self, address: _Optional[str] = ..., epoch: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., draining: _Optional[bool] = ..., not_ready: _Optional[str] = ..., alone: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("leaving", "prefill", "unreached")

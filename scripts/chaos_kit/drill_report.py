@@ -72,8 +72,8 @@ def cut_line(outcome: Outcome) -> str:
     return "\n         ".join(["; ".join(parts), *outcome.details[:DETAILS]])
 
 
-def cut_table(outcomes: Sequence[Outcome], left: str) -> str:
-    """One line per cut."""
+def cut_table(outcomes: Sequence[Outcome], left: str, calm_s: float) -> str:
+    """One line per cut; `calm_s`: the slowest answer that nothing disturbed."""
     lines = [["", "streams", "exact", "wrong", "failed by name", "slowest s", "whole after s", "", "steps taken"]]
     for one in outcomes:
         steps = ", ".join(f"{count} {rung}" for rung, count in sorted(one.rungs.items()))
@@ -83,7 +83,7 @@ def cut_table(outcomes: Sequence[Outcome], left: str) -> str:
         lines.append([one.cut, *counts, failed, f"{one.slowest_s:.1f}", whole, "ok" if one.ok else "BAD", steps])
     ok, ended = sum(one.ok for one in outcomes), sorted({name for one in outcomes for name in one.ended})
     fates = f"processes that ended: {', '.join(ended) or 'none'}; left: {left or 'nothing'}"
-    told = f"{ok} of {len(outcomes)} cuts as they must be; {fates}"
+    told = f"{ok} of {len(outcomes)} cuts as they must be; {fates}; slowest undisturbed: {calm_s:.1f} s"
     return f"{_aligned(lines)}\n{told}"
 
 

@@ -87,6 +87,11 @@ class HostDrill:
         """Everything was as it must be, and nothing was left."""
         return all(outcome.ok for outcome in self.outcomes) and not self.left
 
+    @property
+    def calm_s(self) -> float:
+        """The slowest answer that nothing disturbed."""
+        return max(answer.seconds for answer in self._answers)
+
     async def undisturbed(self) -> None:
         """The right answers. Raises RuntimeError when one fails, or when no KV crosses the network: that would show nothing."""
         limit = asyncio.Semaphore(AT_ONCE)

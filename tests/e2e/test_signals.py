@@ -94,6 +94,7 @@ def test_hung_engine_is_seen_by_http_and_grpc_and_may_come_back(server: ServerPr
     print(f"\nhung engine: /health {http_s:.1f} s, grpc.health.v1 {time.monotonic() - frozen_s:.1f} s")
     assert "no tick" in server.get("/health")[1]
     assert server.get("/ready")[0] == 503
+    assert server.metric("jdisagg_ready") == 0.0
     _loop_answers_while_the_state_is_asked_for(server)
     server.signal(signal.SIGUSR1)
     wait_until(lambda: "has not answered" in server.log_since_ready(), LIMIT_S, "SIGUSR1 answers as well")
@@ -101,6 +102,7 @@ def test_hung_engine_is_seen_by_http_and_grpc_and_may_come_back(server: ServerPr
     server.signal(signal.SIGUSR2)
     wait_until(lambda: server.get("/ready")[0] == 200 and is_serving(server), LIMIT_S, "a thawed engine is healthy again")
     (after,) = run_all(server.grpc, [SHORT])
+    assert server.metric("jdisagg_ready") == 1.0
     assert after.essence() == before.essence()
     assert after.error is None
 

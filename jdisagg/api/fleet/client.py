@@ -11,11 +11,13 @@ import logging
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any
 
 import grpc
 import grpc.aio
+from prometheus_client import Gauge
 
 from jdisagg.api.channels import INSECURE, Credentials, open_channel
 from jdisagg.api.fleet.codec import encode_member, encode_report
@@ -83,6 +85,14 @@ class FleetClient:
     def registered(self) -> dict[str, bool]:
         """Routers, and whether each knows us as far as we know."""
         return {router: known.is_registered for router, known in self._routers.items()}
+
+    def show_in(self, gauge: Gauge) -> None:
+        """Have `jdisagg_routers` say how many know us, and how many do not, at every scrape."""
+        for state, known in (("registered", True), ("not_registered", False)):
+            gauge.labels(state=state).set_function(partial(self._count, known))
+
+    def _count(self, known: bool) -> int:
+        return sum(is_registered is known for is_registered in self.registered().values())
 
     async def announce(self) -> None:
         """Heartbeat at once: routers that do not end themselves learn that we drain before we refuse their next request. Takes

@@ -40,12 +40,13 @@ def encode_report(member: Member, report: Report) -> fleet_pb2.HeartbeatRequest:
         load=encode_load(report.load),
         draining=report.draining,
         not_ready=report.not_ready,
+        alone=report.alone,
     )
 
 
 def decode_report(message: fleet_pb2.HeartbeatRequest) -> Report:
     """Field by field."""
-    return Report(decode_load(message.load), message.draining, told(message.not_ready))
+    return Report(decode_load(message.load), message.draining, told(message.not_ready), message.alone)
 
 
 def encode_member(member: Member) -> fleet_pb2.Member:
@@ -70,6 +71,7 @@ def encode_member(member: Member) -> fleet_pb2.Member:
         text_digest=member.text_digest,
         cache_tokens=member.cache_tokens,
         not_ready=member.not_ready,
+        alone=member.alone,
     )
 
 
@@ -103,6 +105,7 @@ def decode_member(message: fleet_pb2.Member) -> Member:
         text_digest=message.text_digest,
         cache_tokens=max(0, message.cache_tokens),
         not_ready=told(message.not_ready),
+        alone=message.alone,
     )
 
 

@@ -13,12 +13,12 @@ from jdisagg.transfer.names import Address, is_own
 def nobody_reaches(address: str, caller: str) -> str:
     """What to change where a worker at the loopback `address` calls from another machine, "" where all is well; `caller` as
     gRPC names it, like ipv4:10.0.0.7:41234."""
-    there = _caller_ip(caller)
-    if not _is_loopback(address.rpartition(":")[0]) or there is None or there.is_loopback or _is_ours(there):
+    host, there = address.rpartition(":")[0], _caller_ip(caller)
+    if not _is_loopback(host) or there is None or there.is_loopback or _is_ours(there):
         return ""
     return (
-        f"{address} is the own machine of whoever reads it, and this worker calls from {there}: start it with --host, an "
-        "address of its machine or a wildcard (0.0.0.0, ::), and where others know that by another one, with --advertise-host"
+        f"it is on another host ({there}) and registered as {address}: for everybody else {host} is their own machine; start "
+        f"it with --host 0.0.0.0 (or ::) and --advertise-host {there}, or whichever address or name others reach it by"
     )
 
 

@@ -26,6 +26,7 @@ from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc
 log = logging.getLogger(__name__)
 
 TOLD_EVERY_S = 10.0  # a worker that is turned away tries again several times a second
+TOLD_APART = 32  # such workers; of others one line is said
 
 
 class Registry(Protocol):
@@ -65,7 +66,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self._config = config
         self._leaving = False
         self._told: set[str] = set()  # addresses whose heartbeat was answered since `leave`
-        self._turned_away = Seldom(TOLD_EVERY_S)
+        self._turned_away: dict[str, Seldom] = {}  # by what is said of them
 
     def leave(self) -> None:
         """From now on tell every worker that this router is about to end."""
@@ -84,7 +85,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         try:
             member = decode_member(request.member)
             if why := nobody_reaches(member.address, context.peer()):
-                self._turned_away.say(log, logging.ERROR, "%s worker: %s", member.role.value, why, now_s=monotonic())
+                self._say_turned_away(member.role.value, why)
                 raise Unfit(why)
             self._registry.register(member)
         except (InvalidRequest, Unavailable) as error:
@@ -93,6 +94,13 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         return fleet_pb2.RegisterResponse(
             heartbeat_ms=round(self._config.heartbeat_s * 1000), dead_after_ms=round(self._config.dead_after_s * 1000)
         )
+
+    def _say_turned_away(self, role: str, why: str) -> None:
+        kind, text = f"{role} worker: {why}", "%s worker: %s"
+        if kind not in self._turned_away and len(self._turned_away) >= TOLD_APART:
+            kind, text = "", "one of several, a %s worker: %s"
+        seldom = self._turned_away.setdefault(kind, Seldom(TOLD_EVERY_S))
+        seldom.say(log, logging.ERROR, text, role, why, now_s=monotonic())
 
     async def Heartbeat(
         self, request: fleet_pb2.HeartbeatRequest, context: grpc.aio.ServicerContext

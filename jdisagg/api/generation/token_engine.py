@@ -21,6 +21,11 @@ class Health:
     ready: bool
     reason: str = ""
 
+    @property
+    def serves(self) -> bool:
+        """What /ready and grpc.health.v1 say."""
+        return self.healthy and self.ready
+
 
 class Enough(Exception):
     """Thrown into a generator whose client has all that it wanted, as a stop string came: an end, and no abort."""

@@ -34,7 +34,7 @@ class Operations:
     async def ready(self, request: Request) -> Response:
         """200 when a request would be served now, else 503 with the reason."""
         health = self._engine.health()
-        return _answer(health.healthy and health.ready, "not ready", health.reason)
+        return _answer(health.serves, "not ready", health.reason)
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus text."""

@@ -8,6 +8,7 @@ from typing import Any
 import drills
 import pytest
 from chaos_kit.answer import Answer, Choice
+from chaos_kit.drill_report import cut_table
 from chaos_kit.host_drill import Outcome
 from chaos_kit.network import NoNetwork, way_in
 
@@ -59,6 +60,12 @@ def test_an_answer_that_lacks_a_choice_has_lost_it() -> None:
 )
 def test_a_cut_is_as_it_must_be_when_only_those_failed_that_had_no_way(other: dict[str, Any], ok: bool) -> None:
     assert outcome(**other).ok is ok
+
+
+def test_the_table_of_cuts_tells_the_slowest_stream_beside_that_of_the_undisturbed_fleet() -> None:
+    lines = cut_table([outcome(slowest_s=7.25)], "", calm_s=2.5).splitlines()
+    assert "7.2" in lines[1]
+    assert lines[-1].endswith("slowest undisturbed: 2.5 s")
 
 
 def test_all_parts_go_without_hosts_where_these_cannot_be_made(

@@ -88,7 +88,7 @@ def test_values_that_are_asked_for_exist() -> None:
     known = {
         "role": {role.value for role in Role} | {"router", "colocated"},
         "reason": ends | {reason.value for reason in FinishReason} | set(DAMAGE),
-        "state": {state.value for state in State},
+        "state": {state.value for state in State} | {"usable", "down"},  # of workers, and of a decode worker's peers
         "rung": {"refetch", "other_backend", "reconnect", "other_prefill", "local_prefill", "replay"},
     }
     for who, expression in asked():

@@ -67,6 +67,16 @@ def test_every_rung_is_there_before_it_is_taken(metrics: Metrics) -> None:
     assert "refetch" not in router
 
 
+@pytest.mark.parametrize("engine", [False, True])
+def test_every_process_shows_whether_it_serves_as_of_the_scrape(engine: bool) -> None:
+    now = {"serves": False}
+    metrics = Metrics(engine=engine)
+    metrics.set_ready(lambda: now["serves"])
+    assert "jdisagg_ready 0.0" in metrics.text()
+    now["serves"] = True
+    assert "jdisagg_ready 1.0" in metrics.text()
+
+
 def test_names_follow_the_conventions_of_the_linter(metrics: Metrics) -> None:
     for family in text_string_to_metric_families(metrics.text()):
         assert re.fullmatch(r"(jdisagg|process)_[a-z][a-z0-9_]*", family.name), family.name

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load
+from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Report
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry
 from jdisagg.router.fleet import Fleet
@@ -72,6 +72,28 @@ def test_the_worse_flaw_decides_whatever_else_speaks_against_the_other(worse: Fl
     worse(fleet, d1, asked)
     better(fleet, d2, asked)
     assert fleet.choose(None, NOW_S, **asked) is d2
+
+
+def test_a_decode_worker_that_reaches_no_prefill_worker_is_asked_after_those_that_do_however_idle() -> None:
+    fleet = idle_fleet("d1", "d2")
+    d1, d2 = fleet.entries()
+    fleet.register(member(d1.member, role=Role.PREFILL, address="p1", epoch="p1", fingerprint="weights"), NOW_S)
+
+    def says(entry: Entry, *, alone: bool) -> None:
+        assert fleet.heartbeat(entry.member.address, entry.member.epoch, Report(Load(), alone=alone), NOW_S)
+
+    says(d1, alone=True)
+    d2.pending = 20
+    assert fleet.choose(None, NOW_S) is d2
+    assert fleet.choose(None, NOW_S, but_not=frozenset({"d2"})) is d1
+    says(d2, alone=True)
+    assert fleet.choose(None, NOW_S) is d1, "of those that are all alone the least busy one, as ever"
+    says(d1, alone=False)
+    d1.pending = 50
+    assert fleet.choose(None, NOW_S) is d1, "it reaches one again"
+    fleet.register(member(d2.member, epoch="later", alone=True), NOW_S + 9.0)
+    assert not d2.member.draining
+    assert [entry.member.alone for entry in fleet.entries() if entry.member.decodes] == [False, True]
 
 
 def test_a_worker_that_failed_somebody_is_asked_again_by_others_after_a_while() -> None:

@@ -161,6 +161,27 @@ def test_a_decode_worker_that_computes_no_prompts_is_not_ready_while_no_kv_comes
     assert (deployment.not_ready_reason(), deployment.cannot_serve()) == (reason, reason)
 
 
+@pytest.mark.parametrize(
+    ("told", "failures", "alone"),
+    [
+        ((), {}, False),  # which the router knows
+        (("p:1",), {}, False),
+        (("p:1",), {"p:1": "gone"}, True),
+        (("p:1", "p:2"), {"p:1": "gone", "p:2": ""}, False),
+        (("p:1", "p:2"), {"p:1": "gone", "p:2": "draining"}, True),
+    ],
+)
+@pytest.mark.parametrize("policy", ["never", "on-failure", "below-tokens"])
+def test_routers_are_told_when_a_decode_worker_reaches_no_prefill_worker_though_it_may_compute_prompts(
+    policy: str, told: tuple[str, ...], failures: dict[str, str], alone: bool
+) -> None:
+    deployment, _ = decoding(TransferConfig(local_prefill=LocalPrefill(policy)), failures)
+    deployment.learn_prefill("r:1", told)
+    assert deployment.is_alone() is alone
+    deployment.peer_client = None
+    assert not deployment.is_alone(), "one that asks no prefill workers misses none"
+
+
 def decoding(
     config: TransferConfig, failures: dict[str, str], obstacles: dict[str, str] | None = None
 ) -> tuple[Deployment, list[frozenset[str]]]:

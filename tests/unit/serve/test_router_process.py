@@ -61,6 +61,7 @@ def test_a_router_without_workers_is_healthy_but_not_ready_and_sigterm_ends_it_w
     with grpc.insecure_channel(ready.grpc) as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
     assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert "jdisagg_ready 0.0" in get(ready.http, "/metrics")[1]
     process.send_signal(signal.SIGTERM)
     assert process.wait(WAIT_S) == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import grpc
 import grpc.aio
@@ -82,6 +83,39 @@ def test_a_drain_goes_through_when_its_client_hangs_up(fails: bool, caplog: pyte
         await channel.close()
         await server.stop(0)
 
+    run_quiet(body())
+
+
+@pytest.mark.parametrize(
+    ("unfinished", "level", "said"),
+    [(0, "INFO", "drained: every request has ended"), (3, "WARNING", "requests still running at the drain's deadline: 3")],
+)
+def test_the_log_says_who_asked_for_a_drain_and_how_it_ended(
+    unfinished: int, level: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async def drain(deadline_s: float) -> int:
+            assert len(told()) == 1, "who asked is said before"
+            return unfinished
+
+        async def stats() -> dict[str, object]:
+            return {}
+
+        def told() -> list[tuple[str, str]]:
+            return [(one.levelname, one.getMessage()) for one in caplog.records if one.name == "jdisagg.api.admin"]
+
+        service = AdminService(drain=drain, stats=stats, reset_prefix_cache=None)
+        server, address = await start_server(lambda s: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, s))
+        channel = channels.open_channel(address)
+        await admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(deadline_ms=5000))
+        asked, ended = told()
+        assert re.fullmatch(r"ipv4:127\.0\.0\.1:\d+ asks this process to drain within 5 s", asked[1])
+        assert asked[0] == "INFO"
+        assert ended == (level, said)
+        await channel.close()
+        await server.stop(0)
+
+    caplog.set_level("INFO")
     run_quiet(body())
 
 

@@ -13,7 +13,7 @@ from jdisagg.api.fleet import codec as fleet_codec
 from jdisagg.api.peer import codec as peer_codec
 from jdisagg.api.peer import identity_codec
 from jdisagg.core import errors
-from jdisagg.core.fleet import Load
+from jdisagg.core.fleet import Load, Report
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance, SamplingParams, TokenLogprob
 from jdisagg.handoff.identity import Backend, CacheGroup, Identity, Rank
 from jdisagg.handoff.ladder import is_final
@@ -32,7 +32,7 @@ from jdisagg.handoff.messages import (
     Want,
 )
 from jdisagg.kv.spec import KVSpec
-from jdisagg.v1 import common_pb2, peer_pb2
+from jdisagg.v1 import common_pb2, fleet_pb2, peer_pb2
 from tests.unit.wire.rig import member
 
 NOW_S = 1000.0
@@ -264,6 +264,7 @@ def test_member_round_trip_and_refusals():
         load=Load(running=1, waiting=2, free_pages=3, total_pages=4, pending_prefill_tokens=5),
         draining=True,
         not_ready="no usable prefill worker",
+        alone=True,
         cache_tokens=1 << 33,
     )
     wire = fleet_codec.encode_member(described)
@@ -271,6 +272,12 @@ def test_member_round_trip_and_refusals():
     wire.role = "janitor"
     with pytest.raises(errors.InvalidRequest, match="janitor"):
         fleet_codec.decode_member(wire)
+
+
+def test_report_round_trip() -> None:
+    for report in (Report(Load(running=1)), Report(Load(waiting=2), draining=True, not_ready="gone", alone=True)):
+        wire = fleet_codec.encode_report(member(), report)
+        assert fleet_codec.decode_report(fleet_pb2.HeartbeatRequest.FromString(wire.SerializeToString())) == report
 
 
 def test_no_count_of_an_output_is_below_zero() -> None:

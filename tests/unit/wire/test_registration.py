@@ -10,14 +10,15 @@ import grpc.aio
 import pytest
 
 from jdisagg.api import channels
-from jdisagg.api.fleet import elsewhere
-from jdisagg.api.fleet.codec import decode_member
+from jdisagg.api.fleet import elsewhere, service
+from jdisagg.api.fleet.codec import decode_member, encode_member
 from jdisagg.api.fleet.elsewhere import nobody_reaches
+from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
 from jdisagg.transfer.names import Address
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc
 from tests.unit.router.fakes import FakeWorker, Router
-from tests.unit.wire.rig import FAST, IMPATIENT, run_quiet, until
+from tests.unit.wire.rig import FAST, IMPATIENT, member, run_quiet, until
 
 
 @pytest.mark.covers("C12", "X25", "X12")
@@ -34,8 +35,8 @@ def test_workers_register_heartbeat_and_register_again():
             await stub.Register(fleet_pb2.RegisterRequest(member=fleet_pb2.Member(role="janitor")))
         worker = await FakeWorker((router.address,), Role.PREFILL).start()
         await until(router.engine.workers.members)
-        (member,) = [decode_member(item) for item in (await stub.List(fleet_pb2.ListRequest())).members]
-        assert (member.role, member.address, member.card.vocab_size) == (Role.PREFILL, worker.address, 1000)
+        (found,) = [decode_member(item) for item in (await stub.List(fleet_pb2.ListRequest())).members]
+        assert (found.role, found.address, found.card.vocab_size) == (Role.PREFILL, worker.address, 1000)
         await asyncio.sleep(2 * FAST.dead_after_s)
         assert router.engine.workers.members()  # heartbeats keep it
         await channel.close()
@@ -50,14 +51,39 @@ def test_workers_register_heartbeat_and_register_again():
     run_quiet(body())
 
 
+def test_metrics_of_a_worker_tell_how_many_of_its_routers_have_it() -> None:
+    async def body() -> None:
+        metrics = Metrics()
+
+        def shown() -> list[float]:
+            lines = [line.rpartition(" ") for line in metrics.text().splitlines() if line.startswith("jdisagg_routers")]
+            found = {name: float(value) for name, _, value in lines}
+            return [found.get(f'jdisagg_routers{{state="{state}"}}', -1.0) for state in ("registered", "not_registered")]
+
+        one, other = await Router().start(), await Router().start()
+        worker = await FakeWorker((one.address, other.address), Role.PREFILL).start()
+        assert shown() == [-1.0, -1.0], "one that has no routers shows no number of them"
+        worker.registration.show_in(metrics.fleet.routers)
+        await until(lambda: shown() == [2.0, 0.0])
+        await other.stop()
+        await until(lambda: shown() == [1.0, 1.0])
+        await worker.die()
+        await one.stop()
+
+    run_quiet(body())
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:9001", "[::1]:9001", "localhost:9001", "127.8.8.8:9001"])
 @pytest.mark.parametrize("caller", ["ipv4:203.0.113.7:41234", "ipv6:%5B2001:db8::7%5D:41234", "ipv6:[::ffff:203.0.113.7]:4123"])
 def test_a_worker_of_another_machine_that_calls_itself_127_0_0_1_is_told_what_to_change(address: str, caller: str) -> None:
     why = nobody_reaches(address, caller)
-    assert why.startswith(f"{address} is the own machine of whoever reads it")
-    assert "203.0.113.7" in why or "2001:db8::7" in why
-    for flag in ("--host", "--advertise-host"):
-        assert flag in why
+    there = "203.0.113.7" if "203.0.113.7" in caller else "2001:db8::7"
+    host = address.rpartition(":")[0]
+    assert why.startswith(
+        f"it is on another host ({there}) and registered as {address}: for everybody else {host} is their own"
+    )
+    assert f"--advertise-host {there}" in why, "the likely address, to copy"
+    assert "--host 0.0.0.0" in why
 
 
 @pytest.mark.parametrize(
@@ -102,9 +128,47 @@ def test_a_worker_that_nobody_reaches_does_not_register_and_both_logs_say_why(
         assert router.engine.workers.members() == []
         said = [(record.name, record.getMessage()) for record in caplog.records if "--advertise-host" in record.getMessage()]
         assert [name for name, _ in said] == ["jdisagg.api.fleet.service", "jdisagg.api.fleet.client"]
-        assert said[0][1].startswith(f"prefill worker: {worker.address} is the own machine")
-        assert said[1][1].startswith(f"router {router.address} does not take this worker: {worker.address} is the own machine")
+        assert said[0][1].startswith(f"prefill worker: it is on another host (203.0.113.7) and registered as {worker.address}")
+        assert said[1][1].startswith(f"router {router.address} does not take this worker: it is on another host (203.0.113.7)")
         await worker.die()
+        await router.stop()
+
+    run_quiet(body())
+
+
+def test_the_router_tells_of_each_worker_that_it_turns_away_by_itself_and_of_many_in_few_lines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(elsewhere, "_caller_ip", lambda caller: ip_address("203.0.113.7"))
+    now = {"s": 100.0}
+    monkeypatch.setattr(service, "monotonic", lambda: now["s"])
+
+    def said() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == service.__name__]
+
+    async def body() -> None:
+        caplog.clear()
+        router = await Router().start()
+        channel = channels.open_channel(router.address)
+        stub = fleet_pb2_grpc.FleetServiceStub(channel)
+
+        async def comes(role: Role, address: str) -> None:
+            with pytest.raises(grpc.aio.AioRpcError, match="another host"):
+                await stub.Register(fleet_pb2.RegisterRequest(member=encode_member(member(role=role, address=address))))
+
+        for _ in range(3):
+            await comes(Role.DECODE, "127.0.0.1:9001")
+        await comes(Role.PREFILL, "127.0.0.1:9001")
+        assert [line.split()[0] for line in said()] == ["decode", "prefill"]
+        now["s"] += service.TOLD_EVERY_S
+        for role in (Role.DECODE, Role.PREFILL):
+            await comes(role, "127.0.0.1:9001")
+        assert [line.endswith("; 2 more since it was last said") for line in said()[2:]] == [True, False]
+        for port in range(100):
+            await comes(Role.DECODE, f"127.0.0.1:{port}")
+        assert len(said()) <= 4 + service.TOLD_APART + 1
+        assert said()[-1].startswith("one of several, a decode worker: it is on another host")
+        await channel.close()
         await router.stop()
 
     run_quiet(body())
