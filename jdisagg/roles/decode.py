@@ -35,7 +35,7 @@ from jdisagg.transfer.base import Fetcher, Piece, PieceArrived, PieceFailed, Pub
 
 
 class DecodeRole:
-    """A Side that executes what DecodeSide decides."""
+    """An EngineRole that executes what DecodeSide decides."""
 
     def __init__(
         self,

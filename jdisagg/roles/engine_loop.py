@@ -22,12 +22,12 @@ from jdisagg.core.errors import NumericalError, RequestError, Unavailable
 from jdisagg.core.fleet import Load
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, FinishReason, Output, Provenance
+from jdisagg.roles.engine_role import EngineRole
 from jdisagg.roles.idle_check import IdleCheck
 from jdisagg.roles.inbox import Call, Cancel, Inbox, Message, Submit
 from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline
 from jdisagg.roles.ports import OutputSink
-from jdisagg.roles.side import Side
 from jdisagg.roles.stages import Stage, StageClock
 from jdisagg.roles.streams import Streams
 from jdisagg.roles.timeline import Timeline
@@ -42,14 +42,14 @@ LISTEN_S = 0.001  # longest sleep of one that waits for a step and listens: the 
 
 
 class EngineLoop:
-    """Composition of scheduler, pipeline, streams and one role's side."""
+    """Composition of scheduler, pipeline, streams and one role."""
 
     def __init__(
         self,
         *,
         scheduler: Scheduler,
         pipeline: StepPipeline,
-        side: Side,
+        role: EngineRole,
         inbox: Inbox,
         streams: Streams,
         metrics: Metrics,
@@ -63,7 +63,7 @@ class EngineLoop:
         self.inbox = inbox
         self._scheduler = scheduler
         self._pipeline = pipeline
-        self._side = side
+        self._role = role
         self._streams = streams
         self._metrics = metrics
         self._observer = observer
@@ -90,19 +90,19 @@ class EngineLoop:
             self._take(self._kept[0], outputs, now_s)
             self._kept.popleft()  # one that was not survived is still there for `fail_all`
         stages.lap(Stage.INBOX)
-        outputs += self._side.before_step(now_s)
+        outputs += self._role.before_step(now_s)
         stages.lap(Stage.PEERS)
         expired = self._scheduler.expire(now_s)
         turn = self._pipeline.turn(now_s, stages, lambda: self._listen(outputs, now_s + self._clock() - began_s))
         ended_s = now_s + turn.host_s + turn.waited_s
         self._metrics.engine.nan_requests.inc(sum(isinstance(output.error, NumericalError) for output in turn.outputs))
-        outputs += self._side.after_step(turn.plan, expired + turn.outputs, ended_s)
+        outputs += self._role.after_step(turn.plan, expired + turn.outputs, ended_s)
         stages.lap(Stage.PEERS)
         self._mark(turn.plan, now_s)
         self._observer.observe(turn, self.num_unfinished)
         self._deliver(outputs, ended_s)
         idle = turn.idle and not had_messages
-        is_empty = turn.idle and self._scheduler.is_idle() and self._side.is_idle
+        is_empty = turn.idle and self._scheduler.is_idle() and self._role.is_idle
         if self._idle_check.is_due(now_s, is_idle=is_empty):
             self._scheduler.check()
         self._was_idle = idle
@@ -116,7 +116,7 @@ class EngineLoop:
         self._kept += [message for message in messages if isinstance(message, Submit | Cancel | Call)]
         for message in messages:
             if not isinstance(message, Submit | Cancel | Call):
-                outputs += self._side.handle(message, now_s)
+                outputs += self._role.handle(message, now_s)
 
     def _mark(self, plan: Plan | None, now_s: float) -> None:
         """Tell the requests' records what the step just planned does to them."""
@@ -144,7 +144,7 @@ class EngineLoop:
                 except Exception as error:  # noqa: BLE001 - the caller's future carries it
                     future.set_exception(error)
             case _:
-                outputs += self._side.handle(message, now_s)
+                outputs += self._role.handle(message, now_s)
 
     def _admit(self, message: Submit, outputs: list[Output], now_s: float) -> None:
         request = message.request
@@ -159,7 +159,7 @@ class EngineLoop:
                 taken = f"request id {request.request_id!r} is running here already"
                 # no InvalidRequest: its router may have died, and the client asks another: after a lease it has ended
                 raise Unavailable(f"{taken}; use a new id, or ask again when it has ended")
-            self._side.admit(request, now_s)
+            self._role.admit(request, now_s)
         except RequestError as error:
             self._metrics.requests.finished.labels(reason="refused").inc()
             message.sink([_failure(request.request_id, request.attempt, error)])
@@ -175,13 +175,13 @@ class EngineLoop:
         self._streams.close(request_id)
         (stream.timeline.stopped if enough else stream.timeline.aborted)(now_s)
         self._scheduler.cancel(request_id)
-        self._side.forget(request_id)
+        self._role.forget(request_id)
         outputs[:] = [output for output in outputs if output.request_id != request_id]
 
     def _deliver(self, outputs: list[Output], now_s: float) -> None:
         for output in outputs:
             if output.finish is not None:
-                self._side.forget(output.request_id)
+                self._role.forget(output.request_id)
         named = [self._named(output) for output in outputs]
         self._streams.deliver(named, now_s)
 
@@ -209,7 +209,7 @@ class EngineLoop:
     @property
     def num_unfinished(self) -> int:
         """Requests of clients and of other workers that are still running; safe to read from any thread."""
-        return len(self._streams) + self._side.num_guests
+        return len(self._streams) + self._role.num_guests
 
     def fail_all(self, error: RequestError) -> None:
         """The engine cannot go on: tell every client, of requests not admitted yet as well, without touching the device."""
@@ -224,7 +224,7 @@ class EngineLoop:
 
     def self_test(self, request: EngineRequest, sink: OutputSink, now_s: float) -> None:
         """Run one request through the real loop without needing a peer (readiness)."""
-        self._side.start_self_test(request, now_s)
+        self._role.start_self_test(request, now_s)
         self._streams.open(request, sink, Timeline(Metrics(), request, now_s))  # it counts nowhere
 
     def in_flight_text(self) -> str:
@@ -240,7 +240,7 @@ class EngineLoop:
             "streams": self._streams.ids(),
             "requests": {name: stream.timeline.record.snapshot() for name, stream in self._streams.items()},
             "scheduler": self._scheduler.snapshot(),
-            "handoff": self._side.snapshot(),
+            "handoff": self._role.snapshot(),
             "in_flight": log_codec.encode(plan) if plan else None,
         }
 

@@ -40,7 +40,7 @@ STUCK_S = 0.25
 
 
 class PrefillRole:
-    """A Side that executes what PrefillSide decides."""
+    """An EngineRole that executes what PrefillSide decides."""
 
     def __init__(
         self,

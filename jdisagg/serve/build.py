@@ -19,13 +19,13 @@ from jdisagg.core.drill import drill_of
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
-from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.in_process import InProcessPeers
+from jdisagg.roles.unified import UnifiedRole
 from jdisagg.serve.backends import DecodeBackends, PrefillBackends
 from jdisagg.serve.deployment import Deployment
 from jdisagg.serve.devices import usable_devices
 from jdisagg.serve.engine_core import Core, build_core
-from jdisagg.serve.engines import OnCrash, decode_side, prefill_side
+from jdisagg.serve.engines import OnCrash, decode_role, prefill_role
 from jdisagg.text.tokenizer import Tokenizer
 from jdisagg.transfer.base import Fetcher, Publisher
 from jdisagg.transfer.choice import PublisherSet
@@ -63,7 +63,7 @@ def build_deployment(
     elif role is Role.DECODE:
         _add_decode(deployment, address, credentials, drill, loop)
     else:
-        deployment.add_engine(core, ComputeSide(core.scheduler))
+        deployment.add_engine(core, UnifiedRole(core.scheduler))
     return deployment
 
 
@@ -78,9 +78,9 @@ def _add_prefill(deployment: Deployment, address: str, credentials: Credentials,
         config=core.config.transfer,
         grammars=core.grammars,
     )
-    side = prefill_side(core, backends.publishers, _borrowed(deployment, credentials))
+    role = prefill_role(core, backends.publishers, _borrowed(deployment, credentials))
     deployment.closers.append(backends.publishers.close)
-    deployment.add_engine(core, side)
+    deployment.add_engine(core, role)
 
 
 def _add_decode(
@@ -98,7 +98,7 @@ def _add_decode(
         on_down=backends.on_down,
     )
     peers.watch(config.prefill)
-    side = decode_side(
+    role = decode_role(
         core,
         peers=peers,
         fetcher=backends.fetcher,
@@ -110,7 +110,7 @@ def _add_decode(
     )
     deployment.peer_client = peers
     deployment.closers += backends.closers
-    deployment.add_engine(core, side)
+    deployment.add_engine(core, role)
 
 
 def _borrowed(deployment: Deployment, credentials: Credentials) -> Fetcher:
@@ -162,8 +162,8 @@ def _colocated(
     computed, lent = DevicePutPublisher(prefill.inbox.post), DevicePutPublisher(decode.inbox.post)
     fetcher, borrowed = _exchange(computed, prefill, decode), _exchange(lent, decode, prefill)
     deployment.closers += [lent.close, borrowed.close, computed.close, fetcher.close]
-    deployment.add_engine(prefill, prefill_side(prefill, PublisherSet([computed]), borrowed))
-    side = decode_side(
+    deployment.add_engine(prefill, prefill_role(prefill, PublisherSet([computed]), borrowed))
+    role = decode_role(
         decode,
         peers=InProcessPeers(prefill.inbox, decode.inbox),
         fetcher=fetcher,
@@ -172,7 +172,7 @@ def _colocated(
         lent=lent,
         address=InProcessPeers.ADDRESS,
     )
-    deployment.add_engine(decode, side)
+    deployment.add_engine(decode, role)
     return deployment
 
 

@@ -16,9 +16,9 @@ from jdisagg.core.config import LocalPrefill
 from jdisagg.core.fleet import ModelCard
 from jdisagg.engine.compiles import CompileCounter
 from jdisagg.handoff.directory import PrefillDirectory
+from jdisagg.roles.engine_role import EngineRole
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.kv_feed import KVEventFeed
-from jdisagg.roles.side import Side
 from jdisagg.serve.engine_core import Core
 from jdisagg.serve.engines import OnCrash, start_engine
 
@@ -109,7 +109,7 @@ class Deployment:
         if self.peer_client is not None:
             self.peer_client.offer(frozenset((*self.prefill.static, *self.prefill.told)))
 
-    def add_engine(self, core: Core, side: Side) -> None:
+    def add_engine(self, core: Core, role: EngineRole) -> None:
         """Start one engine."""
         feed, cache = None, core.config.cache
         if cache.enable_kv_events:
@@ -122,7 +122,7 @@ class Deployment:
             )
             self.kv_rings[ring.pool] = ring
             feed = KVEventFeed(core.scheduler.kv_journal(), ring.post, core.metrics)
-        self.engines.append(start_engine(core, side, self._on_crash, feed))
+        self.engines.append(start_engine(core, role, self._on_crash, feed))
         self._resets.append(core.scheduler.reset_prefix_cache)
 
     async def reset_prefix_cache(self) -> int:

@@ -14,6 +14,7 @@ from jdisagg.handoff.messages import Lending
 from jdisagg.handoff.prefill_side import PrefillSide
 from jdisagg.roles.decode import DecodeRole
 from jdisagg.roles.engine_loop import EngineLoop
+from jdisagg.roles.engine_role import EngineRole
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.kv_borrowing import KVBorrowing
 from jdisagg.roles.kv_feed import KVEventFeed
@@ -22,7 +23,6 @@ from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline
 from jdisagg.roles.ports import PeerClient
 from jdisagg.roles.prefill import PrefillRole
-from jdisagg.roles.side import Side
 from jdisagg.serve.engine_core import Core
 from jdisagg.transfer.base import Fetcher, Publisher
 from jdisagg.transfer.choice import PublisherSet
@@ -32,12 +32,12 @@ LAST_WORDS_S = 0.3
 OnCrash = Callable[[BaseException], None]
 
 
-def start_engine(core: Core, side: Side, on_crash: OnCrash, kv_feed: KVEventFeed | None) -> EngineThread:
+def start_engine(core: Core, role: EngineRole, on_crash: OnCrash, kv_feed: KVEventFeed | None) -> EngineThread:
     """The engine's thread, running. `kv_feed`: told of cache changes after every tick."""
     loop = EngineLoop(
         scheduler=core.scheduler,
         pipeline=StepPipeline(core.scheduler, core.runner, NanSearch(core.runner.export_tokens, core.runner.chunk_tokens)),
-        side=side,
+        role=role,
         inbox=core.inbox,
         streams=core.streams,
         metrics=core.metrics,
@@ -50,7 +50,7 @@ def start_engine(core: Core, side: Side, on_crash: OnCrash, kv_feed: KVEventFeed
     return thread
 
 
-def prefill_side(core: Core, publishers: PublisherSet, borrowed: Fetcher) -> Side:
+def prefill_role(core: Core, publishers: PublisherSet, borrowed: Fetcher) -> EngineRole:
     """Prompts for decode workers. `borrowed` brings KV of theirs, if it is wanted: what it brought is found again in the
     prefix cache."""
     config, spec = core.config.transfer, core.kv_spec
@@ -76,7 +76,7 @@ def prefill_side(core: Core, publishers: PublisherSet, borrowed: Fetcher) -> Sid
     )
 
 
-def decode_side(
+def decode_role(
     core: Core,
     *,
     peers: PeerClient,
@@ -86,7 +86,7 @@ def decode_side(
     head_shards: int = 1,
     lent: Publisher,
     address: str,
-) -> Side:
+) -> EngineRole:
     """Tokens from KV that P computed. P fetches what `lent` publishes from `address`."""
     config, spec = core.config.transfer, core.kv_spec
     handoffs = DecodeSide(

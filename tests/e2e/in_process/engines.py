@@ -20,9 +20,9 @@ from jdisagg.handoff.decode_side import DecodeSide
 from jdisagg.handoff.lender import Lender
 from jdisagg.handoff.messages import Lending
 from jdisagg.handoff.prefill_side import PrefillSide
-from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.decode import DecodeRole
 from jdisagg.roles.engine_loop import EngineLoop
+from jdisagg.roles.engine_role import EngineRole
 from jdisagg.roles.in_process import InProcessPeers
 from jdisagg.roles.inbox import Inbox, Submit
 from jdisagg.roles.kv_borrowing import KVBorrowing
@@ -30,9 +30,9 @@ from jdisagg.roles.kv_lending import KVLending
 from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline, Turn
 from jdisagg.roles.prefill import PrefillRole
-from jdisagg.roles.side import Side
 from jdisagg.roles.stages import StageClock
 from jdisagg.roles.streams import Streams
+from jdisagg.roles.unified import UnifiedRole
 from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.transfer.choice import PublisherSet
@@ -164,14 +164,14 @@ class Engine:
         )
         self.pipeline = CountingPipeline(self.scheduler, runner, overlap=overlap, margin=scheduling.safety_margin)
         self.peak_pages = 0
-        self.loop = self.complete(ComputeSide(self.scheduler))
+        self.loop = self.complete(UnifiedRole(self.scheduler))
 
-    def complete(self, side: Side) -> EngineLoop:
-        """Run with this side from now on."""
+    def complete(self, role: EngineRole) -> EngineLoop:
+        """Run this role from now on."""
         self.loop = EngineLoop(
             scheduler=self.scheduler,
             pipeline=self.pipeline,
-            side=side,
+            role=role,
             inbox=self.inbox,
             streams=self.streams,
             metrics=self.metrics,

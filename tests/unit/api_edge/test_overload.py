@@ -31,8 +31,8 @@ from jdisagg.core.errors import InvalidRequest, Overloaded
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import EngineRequest, Role, SamplingParams
 from jdisagg.roles import engine_thread
-from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.engine_thread import EngineThread
+from jdisagg.roles.unified import UnifiedRole
 from jdisagg.router.flight import Flight
 from jdisagg.sched.plan import StepResult
 from jdisagg.text.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ class Worker:
             return collect(handle)
 
         self.engine.runner.collect = slow  # type: ignore[method-assign]
-        self.engine.run(ComputeSide(self.engine.scheduler), **options)
+        self.engine.run(UnifiedRole(self.engine.scheduler), **options)
         assert self.engine.loop is not None
         self.thread = EngineThread(self.engine.loop, name="engine", on_crash=lambda error: None)
         self.thread.start()

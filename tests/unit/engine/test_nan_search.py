@@ -21,13 +21,13 @@ from jdisagg.core.requests import EngineRequest, Output, Role, SamplingParams
 from jdisagg.engine.build import make_runner
 from jdisagg.engine.nan_search import MAX_CHUNKS, NanSearch
 from jdisagg.engine.runner import ModelRunner
-from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.engine_loop import EngineLoop
 from jdisagg.roles.inbox import Inbox, Submit
 from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline
 from jdisagg.roles.self_test import self_test
 from jdisagg.roles.streams import Streams
+from jdisagg.roles.unified import UnifiedRole
 from jdisagg.sched.plan import PageTable
 from jdisagg.sched.scheduler import Scheduler
 from jdisagg.serve.build import build_deployment
@@ -57,7 +57,7 @@ class World:
         self.loop = EngineLoop(
             scheduler=self.scheduler,
             pipeline=StepPipeline(self.scheduler, runner, search),
-            side=ComputeSide(self.scheduler),
+            role=UnifiedRole(self.scheduler),
             inbox=self.inbox,
             streams=self.streams,
             metrics=self.metrics,

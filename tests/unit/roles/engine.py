@@ -8,10 +8,10 @@ from jdisagg.core.config import SchedulerConfig
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
 from jdisagg.roles.engine_loop import EngineLoop
+from jdisagg.roles.engine_role import EngineRole
 from jdisagg.roles.inbox import Inbox
 from jdisagg.roles.observer import TickObserver
 from jdisagg.roles.pipeline import StepPipeline
-from jdisagg.roles.side import Side
 from jdisagg.roles.streams import Streams
 from jdisagg.sched.scheduler import Scheduler
 from tests.unit.roles.network_fake import FakeRunner
@@ -45,12 +45,12 @@ class Engine:
         self.loop: EngineLoop | None = None
         self._role = role
 
-    def run(self, side: Side, **options: Any) -> None:
+    def run(self, role: EngineRole, **options: Any) -> None:
         """Complete the engine with its role."""
         self.loop = EngineLoop(
             scheduler=self.scheduler,
             pipeline=StepPipeline(self.scheduler, self.runner, lambda *_: "nobody looked"),
-            side=side,
+            role=role,
             inbox=self.inbox,
             streams=self.streams,
             metrics=self.metrics,

@@ -7,8 +7,8 @@ from typing import Any
 
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, Output, Role
-from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.inbox import Submit
+from jdisagg.roles.unified import UnifiedRole
 from tests.unit.roles.engine import Engine
 
 PHASES = ("queue", "prefill", "transfer", "decode")
@@ -27,7 +27,7 @@ class Unified:
 
     def __init__(self, num_pages: int = 24, slow_request_s: float = 1e9, **settings: Any) -> None:
         self.engine = Engine(Role.UNIFIED, num_pages, True, **settings)
-        self.engine.run(ComputeSide(self.engine.scheduler), slow_request_s=slow_request_s)
+        self.engine.run(UnifiedRole(self.engine.scheduler), slow_request_s=slow_request_s)
         self.outputs: list[Output] = []
         self.now_s = 100.0
 

@@ -12,10 +12,10 @@ from jdisagg.core.errors import Unavailable
 from jdisagg.core.requests import FinishReason, Output, Role
 from jdisagg.roles import engine_thread
 from jdisagg.roles import watchdog as watchdog_module
-from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.engine_thread import EngineThread
 from jdisagg.roles.inbox import Submit
 from jdisagg.roles.self_test import self_test
+from jdisagg.roles.unified import UnifiedRole
 from jdisagg.roles.watchdog import EXIT_STEP_TIMEOUT, Watchdog
 from jdisagg.sched.plan import Plan, StepResult
 from tests.unit.roles.engine import Engine
@@ -34,7 +34,7 @@ class Running:
 
     def __init__(self) -> None:
         self.engine = Engine(Role.UNIFIED, 24, local_prefill=True)
-        self.engine.run(ComputeSide(self.engine.scheduler))
+        self.engine.run(UnifiedRole(self.engine.scheduler))
         assert self.engine.loop is not None
         self.crashes: list[BaseException] = []
         self.outputs: list[Output] = []

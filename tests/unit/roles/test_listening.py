@@ -10,8 +10,8 @@ from jdisagg.core.requests import FinishReason, Output, Role
 from jdisagg.handoff.events import PeerAlive
 from jdisagg.handoff.messages import ChunkReady, HandoffId, PrefillToDecode
 from jdisagg.roles import engine_loop
-from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.inbox import Message, Submit
+from jdisagg.roles.unified import UnifiedRole
 from tests.unit.roles.engine import Engine
 from tests.unit.roles.measured import Ticking, read
 from tests.unit.roles.world import PEERS, World
@@ -94,7 +94,7 @@ def test_a_call_that_comes_during_a_step_is_run_between_two() -> None:
     assert not any(future.result(timeout=1.0) for future in called)
 
 
-class Hearing(ComputeSide):
+class Hearing(UnifiedRole):
     """Notes when it hears of a peer."""
 
     def __init__(self, engine: Engine) -> None:
@@ -143,7 +143,7 @@ def test_a_prefill_worker_counts_the_step_that_computes_a_prompt_as_its_prefill(
 def test_a_request_that_wakes_an_idle_engine_came_then_and_not_when_it_fell_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time to the first token would be too long by up to `IDLE_WAIT_S`, more than a short prompt takes."""
     clock, engine, slept_s = Ticking(), Engine(Role.UNIFIED, 9, True), 0.04
-    engine.run(ComputeSide(engine.scheduler), clock=clock)
+    engine.run(UnifiedRole(engine.scheduler), clock=clock)
     engine.tick(clock.now_s)
     drain = engine.inbox.drain
 
@@ -164,7 +164,7 @@ def test_an_idle_engine_sleeps_until_something_comes_and_a_busy_one_does_not(mon
     """Else it takes a whole core for nothing, or adds its sleep to every step."""
     monkeypatch.setattr(engine_loop, "IDLE_WAIT_S", 0.03)
     engine, waits_s = Engine(Role.UNIFIED, 9, True), list[float]()
-    engine.run(ComputeSide(engine.scheduler))
+    engine.run(UnifiedRole(engine.scheduler))
     drain = engine.inbox.drain
 
     def note(wait_s: float) -> list[Message]:
@@ -183,7 +183,7 @@ def test_an_idle_engine_sleeps_until_something_comes_and_a_busy_one_does_not(mon
 
 def test_ledgers_are_checked_once_an_engine_has_been_idle_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, checks = Engine(Role.UNIFIED, 9, True), list[float]()
-    engine.run(ComputeSide(engine.scheduler), clock=lambda: 0.0)
+    engine.run(UnifiedRole(engine.scheduler), clock=lambda: 0.0)
     loop = engine.loop
     assert loop is not None
     monkeypatch.setattr(engine.scheduler, "check", lambda: checks.append(now_s))
@@ -203,7 +203,7 @@ def test_the_time_to_the_first_token_ends_when_the_step_that_brings_it_does() ->
     clock, engine, plan_s, wait_s = Ticking(), Engine(Role.UNIFIED, 9, True), 0.5, 0.25
     engine.scheduler.schedule = clock.slow(engine.scheduler.schedule, plan_s)  # type: ignore[method-assign]
     engine.runner.collect = clock.slow(engine.runner.collect, wait_s)  # type: ignore[method-assign]
-    engine.run(ComputeSide(engine.scheduler), clock=clock)
+    engine.run(UnifiedRole(engine.scheduler), clock=clock)
     engine.inbox.post(Submit(request("a", PROMPT[:4], 1), lambda outputs: None))
     for _ in range(2):
         engine.tick(clock.now_s)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jdisagg.core.requests import Output, Role
-from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.inbox import Cancel, Submit
+from jdisagg.roles.unified import UnifiedRole
 from jdisagg.sched import log_codec
 from jdisagg.sched.plan import Plan
 from tests.unit.roles.engine import Engine
@@ -22,7 +22,7 @@ class Unified:
 
     def __init__(self) -> None:
         self.engine = Engine(Role.UNIFIED, 24, local_prefill=True)
-        self.engine.run(ComputeSide(self.engine.scheduler))
+        self.engine.run(UnifiedRole(self.engine.scheduler))
         self.outputs: dict[str, list[Output]] = {}
 
     def submit(self, name: str, prompt: tuple[int, ...], max_tokens: int) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from jdisagg.core.requests import Output, Role
-from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.inbox import Message, Submit
 from jdisagg.roles.stages import Stage
+from jdisagg.roles.unified import UnifiedRole
 from tests.unit.roles.engine import Engine
 from tests.unit.roles.measured import Ticking, phase_sum, read
 from tests.unit.sched.engine_fake import request
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_sleep")
 def test_stages_of_ticks_and_phases_of_requests_add_up_to_the_time_that_passed() -> None:
     clock = Ticking()
     engine = Engine(Role.UNIFIED, 9, True, reserved_decode_tokens=0)
-    side = ComputeSide(engine.scheduler)
+    side = UnifiedRole(engine.scheduler)
     seconds = dict(zip(Stage, (0.1, 0.002, 0.003, 0.005, 0.007, 0.011, 0.013, 0.017), strict=True))
     drain, idle_s, inbox_s = engine.inbox.drain, seconds[Stage.IDLE], seconds[Stage.INBOX]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jdisagg.core.requests import Role
-from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.inbox import Submit
+from jdisagg.roles.unified import UnifiedRole
 from jdisagg.sched.plan import Plan, StepResult
 from tests.unit.roles.engine import Engine
 from tests.unit.roles.measured import Ticking, read
@@ -42,7 +42,7 @@ class Device:
 def test_the_time_of_a_step_counts_under_its_own_phase_and_once_though_the_next_one_was_dispatched_before_its_end() -> None:
     clock, engine = Ticking(), Engine(Role.UNIFIED, 24, True)
     device = Device(engine, clock)
-    engine.run(ComputeSide(engine.scheduler), clock=clock)
+    engine.run(UnifiedRole(engine.scheduler), clock=clock)
     for name, num_tokens in (("a", 3), ("b", 1)):  # between them the engine is idle, which is no step's time
         engine.inbox.post(Submit(request(name, tuple(range(3, 12)), num_tokens, ignore_eos=True), lambda outputs: None))
         for _ in range(8):

@@ -16,7 +16,7 @@ from jdisagg.core.config import CacheConfig, Config, LocalPrefill, TransferConfi
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import Role
 from jdisagg.roles import engine_thread
-from jdisagg.roles.compute import ComputeSide
+from jdisagg.roles.unified import UnifiedRole
 from jdisagg.serve.deployment import Deployment
 from tests.unit.roles.engine import Engine
 from tests.unit.sched.engine_fake import request
@@ -32,7 +32,7 @@ def two() -> Iterator[tuple[Deployment, list[Engine]]]:
     loop = asyncio.new_event_loop()
     deployment = Deployment(cores[-1], loop, crashes.append)
     for core, engine in zip(cores, engines, strict=True):
-        deployment.add_engine(core, ComputeSide(engine.scheduler))
+        deployment.add_engine(core, UnifiedRole(engine.scheduler))
     yield deployment, engines
     for thread in deployment.engines:
         thread.thaw()

@@ -12,9 +12,9 @@ from jdisagg.api.worker.client import WorkerLink
 from jdisagg.api.worker.service import WorkerService
 from jdisagg.core.fleet import ModelCard
 from jdisagg.core.requests import FinishReason, Output, Role
-from jdisagg.roles.compute import ComputeSide
 from jdisagg.roles.engine_loop import IDLE_WAIT_S
 from jdisagg.roles.engine_thread import EngineThread
+from jdisagg.roles.unified import UnifiedRole
 from jdisagg.v1 import worker_pb2_grpc
 from tests.unit.roles.engine import Engine
 from tests.unit.sched.engine_fake import request
@@ -58,7 +58,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.engine = Engine(Role.UNIFIED, 24, local_prefill=True)
-        self.engine.run(ComputeSide(self.engine.scheduler))
+        self.engine.run(UnifiedRole(self.engine.scheduler))
         assert self.engine.loop is not None
         self.crashes: list[BaseException] = []
         self.thread = EngineThread(self.engine.loop, name="engine", on_crash=self.crashes.append)

@@ -1,7 +1,7 @@
 """What differs between the roles, as one Protocol: how requests come in, and what happens around each step.
 
-`EngineLoop` is the same for every role; a Side decides whether a request is computed here (compute), handed to P (decode) or
-came from D (prefill).
+`EngineLoop` is the same for every role; an EngineRole decides whether a request is computed here (unified), handed to P (decode)
+or came from D (prefill).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jdisagg.roles.inbox import Message
 from jdisagg.sched.plan import Plan
 
 
-class Side(Protocol):
+class EngineRole(Protocol):
     """One role's part of a tick; called by the engine thread only."""
 
     def admit(self, request: EngineRequest, now_s: float) -> None:

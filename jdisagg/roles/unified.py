@@ -10,7 +10,7 @@ from jdisagg.sched.plan import Plan
 from jdisagg.sched.scheduler import Scheduler
 
 
-class ComputeSide:
+class UnifiedRole:
     """No hand-off at all."""
 
     def __init__(self, scheduler: Scheduler) -> None:
