@@ -1,7 +1,7 @@
 """What differs between the roles, as one Protocol: how requests come in, and what happens around each step.
 
-`EngineLoop` is the same for every role; an EngineRole decides whether a request is computed here (unified), handed to P (decode)
-or came from D (prefill).
+`EngineLoop` is the same for every role; an EngineRole decides whether a request is computed here (unified), handed to P
+(decode) or came from D (prefill).
 """
 
 from __future__ import annotations
