@@ -12,6 +12,9 @@ from jdisagg.core.fleet import DRAINING, SUSPECT_S, WHERE_TO_LOOK
 
 log = logging.getLogger(__name__)
 NO_KV_S = 30.0  # as SUSPECT_S, for one whose KV did not come: each time that it is asked first costs a second
+# To whom nobody else is left: longer than a router keeps a stream that lost its worker (--worker-wait-s), or each of these is
+# there when the time is over, gains the token that P samples, fails again and waits again: 40 s a token.
+USELESS_S = 35.0
 _STATUS = re.compile(r"\bHello: ([A-Z_]+)\b")  # of gRPC
 _UNREACHED = frozenset(("UNAVAILABLE", "DEADLINE_EXCEEDED"))  # others are answers
 _WHERE = "look at MTU, firewalls and load between the two"
@@ -32,9 +35,9 @@ class _Peer:
     backends: tuple[str, ...] = ()  # last agreed on
     unreachable: frozenset[tuple[str, str]] = frozenset()  # backends and endpoints, then
 
-    def lacked_kv(self, now_s: float) -> bool:
+    def lacked_kv(self, now_s: float, lately_s: float = NO_KV_S) -> bool:
         """Of late."""
-        return self.no_kv_s is not None and now_s - self.no_kv_s < NO_KV_S
+        return self.no_kv_s is not None and now_s - self.no_kv_s < lately_s
 
 
 class PeerBook:
@@ -127,9 +130,11 @@ class PeerBook:
 
     def obstacles(self, now_s: float) -> dict[str, str]:
         """The same, and why those are of no use that can be asked, and have sent no KV of late. Any thread."""
-        lacking = {peer: known.no_kv for peer, known in list(self._peers.items()) if known.no_kv and known.lacked_kv(now_s)}
         whys = self.whys()
-        return whys | {peer: f"it {_SPEAKS} ({why}); {_WHERE}" for peer, why in lacking.items() if whys.get(peer) == ""}
+        for peer, known in list(self._peers.items()):
+            if whys.get(peer) == "" and known.no_kv is not None and known.lacked_kv(now_s, USELESS_S):
+                whys[peer] = f"it {_SPEAKS} ({known.no_kv}); {_WHERE}"
+        return whys
 
     def snapshot(self) -> dict[str, dict[str, Any]]:
         """JSON-able: what KV comes over, and why it does not. Any thread."""

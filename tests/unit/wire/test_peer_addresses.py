@@ -12,8 +12,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from jdisagg.api.peer.book import PeerBook
+from jdisagg.api.peer.book import USELESS_S, PeerBook
 from jdisagg.api.peer.byte_source import GrpcByteSource
+from jdisagg.core.config import TransferConfig
 from jdisagg.core.errors import Unavailable
 from jdisagg.core.fleet import SUSPECT_S
 from jdisagg.handoff.messages import Accepted, HandoffId, StreamEnded
@@ -237,10 +238,11 @@ def test_a_peer_whose_kv_does_not_come_is_of_no_use_for_a_while_or_until_some_co
     for peer in "pqr":
         book.no_kv(peer, "stalled", 100.0)
     why = "it answers, and its KV does not come (stalled); look at MTU, firewalls and load between the two"
-    assert book.obstacles(129.9) == {"p": why, "q": why, "r": "gone", "s": ""}
+    after_s = 100.0 + 1.1 * TransferConfig().worker_wait_s
+    assert book.obstacles(after_s) == {"p": why, "q": why, "r": "gone", "s": ""}, "a router gives up what waits for it first"
     book.kv_came("q")
     book.kv_came("nobody")
-    assert book.obstacles(129.9) == {"p": why, "q": "", "r": "gone", "s": ""}
+    assert book.obstacles(after_s) == {"p": why, "q": "", "r": "gone", "s": ""}
     assert book.is_doubtful("q", 129.9), "others are asked first all the same: a line may crawl"
-    assert book.obstacles(130.0) == book.whys() == {"p": "", "q": "", "r": "gone", "s": ""}
+    assert book.obstacles(100.0 + USELESS_S) == book.whys() == {"p": "", "q": "", "r": "gone", "s": ""}
     assert caplog.messages[-1] == "prefill peer q: its KV comes again"
