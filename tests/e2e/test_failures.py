@@ -245,8 +245,8 @@ def test_restarted_prefill_worker_joins_and_is_used(fleet: Fleet, unified: Serve
     fleet.prefill[0].kill()
     for edge in edges:  # none of them can compute a prompt
         wait_until(lambda edge=edge: edge.get("/ready")[0] == 503, 10, f"{edge.flags[1]} is not ready")
-    assert "no prefill worker that pairs with" in fleet.router.get("/ready")[1]
-    # it may itself have found that one dead before its router told it that there is none
+    # decode workers may find that one dead, and say so, before the router does and tells them that there is none
+    wait_until(lambda: "no prefill worker that pairs with" in fleet.router.get("/ready")[1], 10, "the router knows it is gone")
     wait_until(lambda: "no router knows one" in fleet.decode[0].get("/ready")[1], 10, "its router names none any more")
     wait_until(lambda: fleet.decode[0].metric("jdisagg_peers") == 0, 5, "the engine's next tick counts no peer")
     fleet.prefill[0] = fleet.add("prefill").wait_ready()
