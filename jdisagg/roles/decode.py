@@ -11,7 +11,7 @@ scheduler's remote sequences and the pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jdisagg.core.config import TransferConfig
@@ -23,7 +23,7 @@ from jdisagg.handoff.events import FromPrefill
 from jdisagg.handoff.messages import Ack, Grant, HandoffId, Want
 from jdisagg.roles.inbox import Message
 from jdisagg.roles.kv_lending import KVLending
-from jdisagg.roles.peer_choice import PeerChoice
+from jdisagg.roles.peer_choice import KnownPeers, PeerChoice
 from jdisagg.roles.ports import PeerClient, Runner
 from jdisagg.roles.provenance_book import ProvenanceBook
 from jdisagg.roles.recoveries import Recoveries
@@ -48,7 +48,7 @@ class DecodeRole:
         fetcher: Fetcher,
         streams: Streams,
         metrics: Metrics,
-        known_peers: Callable[[], tuple[str, ...]],
+        known_peers: KnownPeers,
         page_size: int,
         lending: KVLending,
     ) -> None:

@@ -12,13 +12,15 @@ from jdisagg.core.requests import EngineRequest
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.roles.ports import PeerClient
 
+KnownPeers = Callable[[Callable[[str], bool]], tuple[str, ...]]  # told whether others are asked before a peer
+
 
 class PeerChoice:
     """By `--local-prefill`, the request's own list, the workers known here, what was last heard of them and what they compute
     for us."""
 
-    def __init__(self, config: TransferConfig, peers: PeerClient, known_peers: Callable[[], tuple[str, ...]]) -> None:
-        """`known_peers`: for requests that name none."""
+    def __init__(self, config: TransferConfig, peers: PeerClient, known_peers: KnownPeers) -> None:
+        """`known_peers`: for requests that name none, or none that is to be asked."""
         self._policy = config.local_prefill
         self._below_tokens = config.local_prefill_below_tokens
         self._peers = peers
@@ -70,7 +72,7 @@ class PeerChoice:
     def _known(self, request: EngineRequest, *, is_named: bool) -> tuple[str, ...]:
         if is_named and not request.generated_token_ids:
             return request.prefill_peers
-        return tuple(dict.fromkeys((*request.prefill_peers, *self._known_peers())))
+        return tuple(dict.fromkeys((*request.prefill_peers, *self._known_peers(self._is_shunned))))
 
     def _waiting(self) -> Counter[str]:
         """Tokens by peer."""

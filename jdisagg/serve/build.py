@@ -103,7 +103,7 @@ def _add_decode(
         peers=peers,
         fetcher=backends.fetcher,
         backend=backends.offered[0].name,
-        known_peers=lambda: deployment.prefill.candidates(lambda peer: peers.is_down(peer) or peers.is_doubtful(peer)),
+        known_peers=deployment.prefill.candidates,
         head_shards=backends.head_shards,
         lent=_lent(deployment),
         address=address,
@@ -168,7 +168,7 @@ def _colocated(
         peers=InProcessPeers(prefill.inbox, decode.inbox),
         fetcher=fetcher,
         backend=computed.name,
-        known_peers=lambda: (InProcessPeers.ADDRESS,),
+        known_peers=lambda is_shunned: (InProcessPeers.ADDRESS,),
         lent=lent,
         address=InProcessPeers.ADDRESS,
     )

@@ -20,6 +20,7 @@ from jdisagg.roles.kv_borrowing import KVBorrowing
 from jdisagg.roles.kv_feed import KVEventFeed
 from jdisagg.roles.kv_lending import KVLending
 from jdisagg.roles.observer import TickObserver
+from jdisagg.roles.peer_choice import KnownPeers
 from jdisagg.roles.pipeline import StepPipeline
 from jdisagg.roles.ports import PeerClient
 from jdisagg.roles.prefill import PrefillRole
@@ -82,7 +83,7 @@ def decode_role(
     peers: PeerClient,
     fetcher: Fetcher,
     backend: str,
-    known_peers: Callable[[], tuple[str, ...]],
+    known_peers: KnownPeers,
     head_shards: int = 1,
     lent: Publisher,
     address: str,

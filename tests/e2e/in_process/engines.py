@@ -280,7 +280,7 @@ class EnginePair:
                 fetcher=self._fetcher,
                 streams=self.decode.streams,
                 metrics=self.decode.metrics,
-                known_peers=lambda: (InProcessPeers.ADDRESS,),
+                known_peers=lambda is_shunned: (InProcessPeers.ADDRESS,),
                 page_size=runners[1].page_size,
                 lending=lending,
             )

@@ -47,14 +47,14 @@ def test_a_short_prompt_that_loses_its_pages_is_computed_here_again() -> None:
 
 def test_where_prompts_are_never_computed_here_who_is_down_is_asked_when_nobody_else_can_serve() -> None:
     wire = World().wire
-    choice = PeerChoice(TransferConfig(local_prefill=LocalPrefill.NEVER), wire, lambda: PEERS)
+    choice = PeerChoice(TransferConfig(local_prefill=LocalPrefill.NEVER), wire, lambda is_shunned: PEERS)
     wire.down.add(PEERS[0])
     assert choice.of(request("r", (3, 4), 2)) == (*PEERS[1:], PEERS[0]), "the others may be too short for it"
 
 
 def test_who_did_not_pair_is_asked_last_and_who_is_down_not_at_all() -> None:
     wire = World().wire
-    choice = PeerChoice(TransferConfig(), wire, lambda: PEERS)
+    choice = PeerChoice(TransferConfig(), wire, lambda is_shunned: PEERS)
     assert choice.of(request("r", (3, 4), 2)) == ("p0", "p1")
     wire.refusing.add("p0")
     assert choice.of(request("r", (3, 4), 2)) == ("p1", "p0")
@@ -65,7 +65,7 @@ def test_who_did_not_pair_is_asked_last_and_who_is_down_not_at_all() -> None:
 
 
 def test_of_peers_that_nobody_ordered_the_first_is_asked_that_has_no_more_waiting_than_the_prompt() -> None:
-    choice = PeerChoice(TransferConfig(), World().wire, lambda: PEERS)
+    choice = PeerChoice(TransferConfig(), World().wire, lambda is_shunned: PEERS)
     prompt, named = request("r", tuple(range(3, 13)), 2), ("p1", "p0")
     choice.opened(HandoffId("a", 1), "p0", 9)
     assert choice.of(prompt) == ("p0", "p1"), "nine tokens wait there, ten come"

@@ -164,7 +164,7 @@ def test_request_that_no_peer_can_serve_fails_alone() -> None:
 
 def test_where_no_prefill_worker_is_known_each_request_that_needs_one_is_told_so_at_once() -> None:
     world = World(local_prefill=False)
-    world.decoders[0].role._peer_choice._known_peers = lambda: ()
+    world.decoders[0].role._peer_choice._known_peers = lambda is_shunned: ()
     for name in ("a", "b"):
         world.submit(request(name, PROMPT, 6))
     world.submit(request("gone", PROMPT, 6))

@@ -29,7 +29,7 @@ class Peers:
 
 def choice(*down: str, doubtful: tuple[str, ...] = (), policy: LocalPrefill = LocalPrefill.ON_FAILURE) -> PeerChoice:
     config = TransferConfig(local_prefill=policy, local_prefill_below_tokens=4)
-    return PeerChoice(config, cast(Any, Peers(*down, doubtful=doubtful)), lambda: ("old", "new"))
+    return PeerChoice(config, cast(Any, Peers(*down, doubtful=doubtful)), lambda is_shunned: ("old", "new"))
 
 
 def asked(*generated: int, peers: tuple[str, ...] = ("router's", "old")) -> EngineRequest:

@@ -89,7 +89,7 @@ def make_decoder(
         fetcher=FakeFetcher(network, decode.inbox),
         streams=decode.streams,
         metrics=decode.metrics,
-        known_peers=lambda: PEERS,
+        known_peers=lambda is_shunned: PEERS,
         page_size=4,
         lending=KVLending(
             lender, Lending(address=wire.name, backend="fake", dtype=dtype), scheduler=decode.scheduler,
