@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench_kit.machine import machine, one_line
+from bench_kit.machine import go_first, machine, one_line
 from bench_kit.model import Prompts
 from disagg_bench import first_token, jitter, mixed, second_turn, waiting
 from disagg_bench.model import BenchModel
@@ -40,8 +40,9 @@ class Size:
     lengths: tuple[int, ...]
     num_prompts: int  # per length
     beside_tokens: int  # of the long prompts in parts 3 and 5
-    rounds: int  # of parts 3 and 5
     imports: int  # per stream of part 3
+    jitter_rounds: int
+    mixed_rounds: int
     mixed_seconds: float  # per subject and round
     waiting: tuple[int, ...]  # hand-offs of part 6
     waiting_seconds: float
@@ -51,8 +52,9 @@ FULL = Size(
     lengths=(1024, 2048, 4096, 8192),
     num_prompts=15,
     beside_tokens=4096,
-    rounds=5,
     imports=4,
+    jitter_rounds=12,
+    mixed_rounds=5,
     mixed_seconds=30.0,
     waiting=(10, 100, 300),
     waiting_seconds=10.0,
@@ -61,8 +63,9 @@ QUICK = Size(
     lengths=(1024, 2048),
     num_prompts=4,
     beside_tokens=2048,
-    rounds=1,
     imports=2,
+    jitter_rounds=1,
+    mixed_rounds=1,
     mixed_seconds=10.0,
     waiting=(100,),
     waiting_seconds=3.0,
@@ -119,7 +122,8 @@ def run(options: argparse.Namespace, size: Size, model: BenchModel, cores: tuple
     sizes = {"max_model_len": max_model_len, "num_pages": 3 * -(-max_model_len // PAGE_SIZE)}
     began_s = time.monotonic()
     with started(work / "model", work, cores, **sizes, wide="mixed" in options.parts) as workers:
-        print(f"workers ready after {time.monotonic() - began_s:.0f} s\n", flush=True)
+        report["client goes first"] = is_first = go_first()
+        print(f"workers ready after {time.monotonic() - began_s:.0f} s; client goes first: {is_first}\n", flush=True)
         for name, measure in PARTS.items():
             if name in options.parts:
                 began_s = time.monotonic()
@@ -141,7 +145,7 @@ def measure_first(workers: Workers, size: Size, model: BenchModel) -> tuple[Any,
 def measure_jitter(workers: Workers, size: Size, model: BenchModel) -> tuple[Any, list[str]]:
     """Part 3."""
     tokens, max_tokens = size.beside_tokens, max(size.lengths) + _ROOM_TOKENS - jitter.STEADY_PROMPT_TOKENS
-    spells = jitter.measure(workers, Prompts(3), tokens, rounds=size.rounds, imports=size.imports, max_tokens=max_tokens)
+    spells = jitter.measure(workers, Prompts(3), tokens, rounds=size.jitter_rounds, imports=size.imports, max_tokens=max_tokens)
     part = jitter.summary(spells, tokens)
     return part, jitter.lines(part)
 
@@ -165,7 +169,7 @@ def measure_mixed(workers: Workers, size: Size, model: BenchModel) -> tuple[Any,
         short_every_s=max(0.25, 5 * short_s),
         seconds=max(size.mixed_seconds, 2 * long_s / mixed.LONG_LOAD),
     )
-    part = mixed.summary(mixed.measure(workers, prompts, rate, rounds=size.rounds), rate)
+    part = mixed.summary(mixed.measure(workers, prompts, rate, rounds=size.mixed_rounds), rate)
     return part, mixed.lines(part)
 
 
