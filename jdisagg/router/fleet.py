@@ -99,7 +99,7 @@ class Fleet:
 
     def waits(self, entry: Entry, silent_s: float, now_s: float) -> bool:
         """Whether a worker whose Run stream is silent for so long is not taken for dead."""
-        return self._silence.waits(entry, self._entries.values(), silent_s, now_s)
+        return self._silence.waits(entry, self._entries.values(), silent_s, now_s, gets_none=self._is_idle)
 
     def forgive(self, late_s: float, now_s: float) -> None:
         """This process slept `late_s` longer than it meant to: that is not the workers' silence. Who was heard meanwhile was

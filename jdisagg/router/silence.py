@@ -2,7 +2,7 @@
 
     heard                                                     gets requests
       0.6 of --dead-after-s without a word: quiet             gets some where all others are quiet, too
-      --dead-after-s, and another one is heard                dead: its requests go on there (of unlike weights: new ones)
+      --dead-after-s, and another one is heard and ready      dead: its requests go on there (of unlike weights: new ones)
       --dead-after-s, and so are all others                   waited for, up to --lease-s: so long it keeps our requests, too
 
 Where everybody is silent at once it is this router, or its network, that paused, and a replay would have nowhere to go. When
@@ -12,7 +12,7 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from jdisagg.api.pulse import QUIET_SHARE
 from jdisagg.router.entry import Entry
@@ -37,10 +37,13 @@ class Silence:
             stream.steady_s = max(stream.steady_s, now_s + (now_s - stream.quiet_s))
             stream.quiet_s, stream.is_awaited = None, False
 
-    def waits(self, entry: Entry, everybody: Iterable[Entry], silent_s: float, now_s: float) -> bool:
-        """Whether one whose Run stream is silent for long enough to be dead is not taken for that."""
+    def waits(
+        self, entry: Entry, everybody: Iterable[Entry], silent_s: float, now_s: float, *, gets_none: Callable[[Entry], bool]
+    ) -> bool:
+        """Whether one whose Run stream is silent for long enough to be dead is not taken for that. `gets_none`: whether a
+        worker gets no requests though it is heard."""
         stream = entry.stream
-        if stream is None or silent_s >= self._longest_s or _has_heir(everybody, now_s):
+        if stream is None or silent_s >= self._longest_s or _has_heir(everybody, now_s, gets_none):
             return False
         if now_s - entry.last_seen_s < QUIET_SHARE * self._dead_after_s and not stream.is_awaited:
             return False  # it sends heartbeats: the stream alone is broken
@@ -79,9 +82,7 @@ class Silence:
         return now_s - entry.last_seen_s <= self._dead_after_s
 
 
-def _has_heir(everybody: Iterable[Entry], now_s: float) -> bool:
+def _has_heir(everybody: Iterable[Entry], now_s: float, gets_none: Callable[[Entry], bool]) -> bool:
     """Whether somebody can go on with the requests of who is silent."""
-    return any(
-        other.stream is not None and not other.is_quiet and other.stream.steady_s <= now_s and not other.member.draining
-        for other in everybody
-    )
+    heard = (other for other in everybody if other.stream is not None and not other.is_quiet and other.stream.steady_s <= now_s)
+    return any(not other.member.draining and not gets_none(other) for other in heard)

@@ -45,7 +45,9 @@ def test_one_of_several_that_falls_silent_is_dead() -> None:
     assert not fleet.waits(one, 1.0, 101.0)
 
 
-@pytest.mark.parametrize("other", [{"draining": True}, {"role": Role.PREFILL}])
+@pytest.mark.parametrize(
+    "other", [{"draining": True}, {"role": Role.PREFILL}, {"not_ready": "no usable prefill worker"}, {"needs_prefill": True}]
+)
 def test_whoever_cannot_go_on_with_its_requests_makes_nobody_dead(other: dict[str, object]) -> None:
     fleet, (one,) = decoders("a:1")
     fleet.register(member(address="b:1", **other), 0.0)
