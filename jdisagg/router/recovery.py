@@ -75,7 +75,6 @@ class Replays:
         flight.setbacks.begin(now_s)
         flight.setbacks.last = lost.error.message
         flight.setbacks.deaths += lost.death
-        flight.setbacks.blame.add(lost)
         flight.setbacks.refusals += not lost.death
         try:
             self._check(flight, lost, alone=alone, num_live=num_live, now_s=now_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,11 @@ from jdisagg.core.errors import HandoffLost
 from jdisagg.router.blame import Blame, Lost
 from jdisagg.router.entry import Entry
 from jdisagg.router.worker_news import EVICTED
+from scripts.chaos_kit.proxy import Proxy
+from tests.unit.router.fakes import FakeWorker, Router
+from tests.unit.router.rig import ask, stop
 from tests.unit.router.test_late_registrations import MEMBER
+from tests.unit.wire.rig import until
 
 
 @pytest.mark.parametrize(
@@ -43,3 +48,31 @@ def test_a_worker_that_closed_its_stream_and_one_that_gave_the_request_back_spea
     blame.add(Lost.of(Entry(MEMBER, 0.0), CLOSED))
     blame.add(Lost(HandoffLost("every rung failed"), death=False))
     assert blame.deaths == 0
+
+
+def test_a_worker_that_is_back_before_a_slow_client_reads_on_is_not_held_against_its_request() -> None:
+    async def body() -> None:
+        router, proxy = await Router().start(), await Proxy(lambda *_: None).start()
+        worker = FakeWorker((router.address,))
+        await worker.start(advertised=f"127.0.0.1:{proxy.port}")
+        proxy.target_port = worker.port
+        await until(lambda: router.linked() == 1)
+        stream = router.engine.generate(ask("r1", max_tokens=5000))
+        try:
+            await anext(stream)
+            (entry,), (flight,) = router.engine.workers.fleet.entries(), router.engine._flights.values()
+            before = entry.stream
+            proxy.cut()
+            await until(lambda: flight.setbacks.blame.deaths > 0.0)
+            await until(lambda: entry.linked and entry.stream is not before)
+            for _ in range(30):  # it reads on
+                await anext(stream)
+            assert flight.attempt == 2
+            assert flight.setbacks.blame.deaths == 0.0
+        finally:
+            await stream.aclose()
+            await until(lambda: not worker.engine.live)
+            await stop(router, worker)
+            await proxy.close()
+
+    asyncio.run(body())
