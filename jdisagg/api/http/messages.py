@@ -123,7 +123,7 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
         raise InvalidRequest(f"{where}.role: must be a non-empty string", field=f"{where}.role")
     content = message.get("content")
     if isinstance(content, list):
-        return {**message, "content": "".join(_part_text(where, part) for part in content)}
+        return {**message, "content": "".join(_part_text(where, message["role"], part) for part in content)}
     if content is None and (message.get("tool_calls") or message["role"] in ("assistant", "tool")):  # a tool may tell nothing
         return {**message, "content": ""}
     if not isinstance(content, str):
@@ -164,13 +164,15 @@ class _Arguments(dict[str, Any]):
         return self._text
 
 
-def _part_text(where: str, part: Any) -> str:
+def _part_text(where: str, role: str, part: Any) -> str:
+    """Of an assistant's earlier message also what it refused with, which OpenAI has in parts of their own."""
     if not isinstance(part, dict):
         raise InvalidRequest(f"{where}.content: its parts must be objects; got {part!r:.40}", field=f"{where}.content")
     kind = part.get("type")
-    if kind != "text" or not isinstance(part.get("text"), str):
+    name = "refusal" if kind == "refusal" and role == "assistant" else "text"
+    if kind != name or not isinstance(part.get(name), str):
         raise InvalidRequest(f"{where}.content: only parts of type 'text' are served; got {kind!r}", field=f"{where}.content")
-    return part["text"]
+    return part[name]
 
 
 def _offered_tools(body: Body, template: ChatTemplate) -> list[dict[str, Any]] | None:
