@@ -123,7 +123,7 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
         raise InvalidRequest(f"{where}.role: must be a non-empty string", field=f"{where}.role")
     content = message.get("content")
     if isinstance(content, list):
-        return {**message, "content": "".join(_part_text(where, message["role"], part) for part in content)}
+        return {**message, "content": "\n".join(_part_text(where, message["role"], part) for part in content)}
     if content is None and (message.get("tool_calls") or message["role"] in ("assistant", "tool")):  # a tool may tell nothing
         return {**message, "content": ""}
     if not isinstance(content, str):

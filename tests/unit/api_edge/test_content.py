@@ -23,6 +23,22 @@ def prompt_of(source: str, *messages: dict[str, Any], **fields: Any) -> str:
     return render_prompt(Body({"messages": list(messages)} | fields), ChatTemplate(source, {}))
 
 
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([part("one"), part("two"), part("three")], "one\ntwo\nthree"),
+        ([part("one\n"), part(""), part("two")], "one\n\n\ntwo"),
+        ([part("one")], "one"),
+        ([part("")], ""),
+        ([], ""),
+    ],
+)
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_parts_are_lines_of_one_string(role: str, content: list[dict[str, str]], text: str) -> None:
+    messages = {"role": "user", "content": "hi"}, {"role": role, "content": content}
+    assert prompt_of(OF_STRINGS, *messages) == f"user:hi;{role}:{text};"
+
+
 def test_a_refusal_in_a_history_is_what_the_assistant_said() -> None:
     messages = {"role": "user", "content": "hi"}, {"role": "assistant", "content": REFUSED[1:]}
     assert prompt_of(OF_STRINGS, *messages) == "user:hi;assistant:I won't.;"
