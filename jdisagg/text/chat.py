@@ -9,20 +9,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jdisagg.core.errors import ConfigError, InvalidRequest
+from jdisagg.text.content_form import ContentForm, find_form, in_form
 
 _STUMBLES = (  # over what clients send
     *(TypeError, ValueError, LookupError, ArithmeticError, AttributeError),
     *(RuntimeError, AssertionError, MemoryError),  # jinja2's own filters and globals raise these, too
 )
+_PROBE_TOOLS = [{"type": "function", "function": {"name": "probe", "description": "Probe.", "parameters": {"type": "object"}}}]
 
 
 class _GenerationBlock(Extension):
@@ -48,12 +51,20 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = dict(special_tokens)
-        self.shows_tools = "tools" in (source if tool_source is None else tool_source)
+        of_tools = source if tool_source is None else tool_source
         try:
             self._template = environment.from_string(source)
             self._tool_template = self._template if tool_source is None else environment.from_string(tool_source)
+            self.shows_tools = "tools" in meta.find_undeclared_variables(environment.parse(of_tools))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}", field="model") from error
+        self._form = self._tool_form = find_form(partial(self._fill, self._template))
+        if tool_source is not None:
+            self._tool_form = find_form(partial(self._fill, self._tool_template, tools=_PROBE_TOOLS))
+
+    def is_text_shown(self, *, of_tools: bool) -> bool:
+        """Whether, of a conversation that was tried, text was seen in the prompt; `of_tools`: where tools are offered."""
+        return (self._tool_form if of_tools else self._form) is not ContentForm.UNKNOWN
 
     def render(
         self,
@@ -63,11 +74,26 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt text. Raises InvalidRequest when the template refuses the messages."""
-        template = self._template if tools is None else self._tool_template
+        """The prompt text. The content of a message is a string or a list of text parts; the template gets it in the form that
+        it reads. Raises InvalidRequest when the template refuses the messages."""
+        template, form = (self._template, self._form) if tools is None else (self._tool_template, self._tool_form)
+        given = [in_form(form, dict(message)) for message in messages]
+        return self._fill(template, given, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
+
+    def _fill(
+        self,
+        template: jinja2.Template,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """`render` with the messages as they are."""
         try:
             return template.render(
-                messages=[dict(message) for message in messages],
+                messages=messages,
                 tools=tools,
                 documents=None,  # nothing serves them; templates ask
                 add_generation_prompt=add_generation_prompt,

@@ -14,8 +14,10 @@ from jdisagg.api.http.tools import read_functions
 from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.json_depth import deeper_than
 from jdisagg.text.chat import ChatTemplate
+from jdisagg.text.content_form import text_part
 
 _ID_LENGTH = 9
+_NO_TEXT = ("", [], [text_part("")])
 
 
 def render_prompt(body: Body, template: ChatTemplate | None) -> str:
@@ -33,6 +35,12 @@ def render_prompt(body: Body, template: ChatTemplate | None) -> str:
     render = partial(template.render, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
     texts = [_plain_message(index, message) for index, message in enumerate(messages)]
     prompt = _render(render, texts)
+    if not template.is_text_shown(of_tools=tools is not None) and _is_text_unseen(texts, prompt, render):
+        raise InvalidRequest(
+            "messages: the chat template of the served model shows none of their text to it; render the prompt and use "
+            "/v1/completions, or correct the model's template",
+            field="messages",
+        )
     index = next((i for i, message in enumerate(texts) if message.get("tool_calls")), None)
     if index is None or _are_calls_seen(texts, prompt, render):
         return prompt
@@ -82,6 +90,15 @@ def _with_short_id(call: Any) -> Any:
     return {**call, "id": call["id"][-_ID_LENGTH:]} if isinstance(call, dict) and isinstance(call.get("id"), str) else call
 
 
+def _is_text_unseen(messages: list[dict[str, Any]], prompt: str, render: Callable[[list[dict[str, Any]]], str]) -> bool:
+    """Whether there is text, and the prompt would be the same without it."""
+    without = [message | {"content": ""} for message in messages]
+    try:
+        return any(message["content"] for message in messages) and _render(render, without) == prompt
+    except InvalidRequest:  # it misses the text
+        return False
+
+
 def _are_calls_seen(messages: list[dict[str, Any]], prompt: str, render: Callable[[list[dict[str, Any]]], str]) -> bool:
     """Whether the prompt would be another without the calls."""
     try:
@@ -96,7 +113,7 @@ def _render_without_calls(render: Callable[[list[dict[str, Any]]], str], message
 
 def _without_empty_text(message: dict[str, Any]) -> dict[str, Any]:
     """A message of calls alone, as OpenAI writes it."""
-    return {**message, "content": None} if message.get("tool_calls") and message["content"] == "" else message
+    return {**message, "content": None} if message.get("tool_calls") and message["content"] in _NO_TEXT else message
 
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents", "self"})
@@ -115,7 +132,7 @@ def _template_kwargs(body: Body) -> dict[str, Any]:
 
 
 def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Content given in parts becomes one text, as most templates expect; what is null, or an empty list of calls, is left out:
+    """Content is a string or a list of parts that have nothing but text; what is null, or an empty list of calls, is left out:
     some templates look only whether it is there."""
     where = f"messages[{index}]"
     message = {name: value for name, value in message.items() if value is not None and (name, value) != ("tool_calls", [])}
@@ -123,9 +140,9 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
         raise InvalidRequest(f"{where}.role: must be a non-empty string", field=f"{where}.role")
     content = message.get("content")
     if isinstance(content, list):
-        return {**message, "content": "".join(_part_text(where, part) for part in content)}
+        return {**message, "content": [text_part(_read_text(where, message["role"], part)) for part in content]}
     if content is None and (message.get("tool_calls") or message["role"] in ("assistant", "tool")):  # a tool may tell nothing
-        return {**message, "content": ""}
+        return {**message, "content": []}
     if not isinstance(content, str):
         raise InvalidRequest(f"{where}.content: must be a string or a list of text parts", field=f"{where}.content")
     return message
@@ -164,13 +181,15 @@ class _Arguments(dict[str, Any]):
         return self._text
 
 
-def _part_text(where: str, part: Any) -> str:
+def _read_text(where: str, role: str, part: Any) -> str:
+    """Of an assistant's earlier message also what it refused with, which OpenAI has in parts of their own."""
     if not isinstance(part, dict):
         raise InvalidRequest(f"{where}.content: its parts must be objects; got {part!r:.40}", field=f"{where}.content")
     kind = part.get("type")
-    if kind != "text" or not isinstance(part.get("text"), str):
+    name = "refusal" if kind == "refusal" and role == "assistant" else "text"
+    if kind != name or not isinstance(part.get(name), str):
         raise InvalidRequest(f"{where}.content: only parts of type 'text' are served; got {kind!r}", field=f"{where}.content")
-    return part["text"]
+    return part[name]
 
 
 def _offered_tools(body: Body, template: ChatTemplate) -> list[dict[str, Any]] | None:

@@ -97,7 +97,7 @@ CALLED = [
     },
     {"role": "tool", "tool_call_id": "1", "content": "rain"},
 ]
-OF_CALLS = "{% for m in messages %}{% for c in m.tool_calls %}call {{ ARGUMENTS }};{% endfor %}{% endfor %}"
+OF_CALLS = "{% for m in messages %}{{ m.content }};{% for c in m.tool_calls %}call {{ ARGUMENTS }};{% endfor %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ OF_CALLS = "{% for m in messages %}{% for c in m.tool_calls %}call {{ ARGUMENTS 
 def test_arguments_of_calls_are_objects_for_templates_that_want_them(way: str, arguments: str, shown: str) -> None:
     template = ChatTemplate(OF_CALLS.replace("ARGUMENTS", way), {})
     messages = json.loads(json.dumps(CALLED).replace(json.dumps(ARGUMENTS), json.dumps(arguments)))
-    assert render_prompt(Body({"messages": messages}), template) == f"call {shown};"
+    assert render_prompt(Body({"messages": messages}), template) == f"hi;;call {shown};rain;"
 
 
 def test_calls_that_the_template_does_not_show_are_refused() -> None:
@@ -131,8 +131,8 @@ def test_calls_that_the_template_does_not_show_are_refused() -> None:
     assert raised.value.field == "messages[1].tool_calls"
     without = [{**message, "tool_calls": []} for message in CALLED]
     assert render_prompt(Body({"messages": without}), ChatTemplate(plain, {})) == "<user>hi<assistant><tool>rain"
-    wants = "{{ messages[1].tool_calls[0].function.name }}"  # and fails without them
-    assert render_prompt(Body({"messages": CALLED}), ChatTemplate(wants, {})) == "weather"
+    wants = "{{ messages[0].content }} {{ messages[1].tool_calls[0].function.name }}"  # and fails without them
+    assert render_prompt(Body({"messages": CALLED}), ChatTemplate(wants, {})) == "hi weather"
 
 
 def test_a_template_that_refuses_calls_either_way_is_told_of() -> None:

@@ -1,0 +1,107 @@
+"""What a chat template shows to the model is found from the template itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jdisagg.core.errors import ConfigError
+from jdisagg.text.chat import ChatTemplate
+
+TEXT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("{% if tools %}{{ tools | tojson }}{% endif %}", True),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{% if tools %}{{ tools }}{% endif %}", True),  # Llama 3
+        ("{% set offered = namespace(of=tools) %}{% for tool in offered.of %}{{ tool }}{% endfor %}", True),
+        ("{% macro show(tools) %}{{ tools }}{% endmacro %}{{ show(tools) }}", True),
+        ("{% generation %}{% for m in messages %}{{ tools }}{% break %}{% endfor %}{% endgeneration %}", True),
+        ("{# no tools here #}", False),
+        ("{{ 'You have no tools.' }}", False),
+        ("You have no tools.", False),
+        ("{% for m in messages %}{{ m.tools }}{{ m['tools'] }}{% endfor %}", False),
+        ("{% set tools_in_user_message = true %}", False),
+        ("{% macro show(tools) %}{{ tools }}{% endmacro %}", False),
+    ],
+)
+def test_a_template_shows_tools_where_it_reads_them(source: str, shown: bool) -> None:
+    assert ChatTemplate(source + TEXT, {}).shows_tools is shown
+    assert ChatTemplate(TEXT, {}, source).shows_tools is shown
+    assert ChatTemplate("{{ tools }}", {}, source).shows_tools is shown, "its own counts"
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ 1 | no_such_filter }}"])
+def test_either_template_is_checked_at_load(source: str) -> None:
+    for sources in ((source, None), (TEXT, source)):
+        with pytest.raises(ConfigError, match="chat template, line 1") as caught:
+            ChatTemplate(sources[0], {}, sources[1])
+        assert caught.value.field == "model"
+
+
+GUARD = (  # Llama Guard's
+    "{% for m in messages %}{{ m['role'] }}:{% for content in m['content'] %}{% if content['type'] == 'text' %}"
+    "{{ content['text'] | trim }}|{% endif %}{% endfor %};{% endfor %}"
+)
+FIRST = "{% for m in messages %}{{ m.role }}:{{ m.content[0].text }}|;{% endfor %}"
+NO_STRING = "{% for m in messages %}{% if m.content is string %}{{ raise_exception('parts') }}{% endif %}{% endfor %}" + GUARD
+OF_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('system') }}{% endif %}" + GUARD
+OF_TURNS = "{% if messages | length < 3 %}{{ raise_exception('turns') }}{% endif %}" + GUARD
+OF_STRINGS = "{% for m in messages %}{{ m.role }}:{{ m.content }}|;{% endfor %}"
+OF_PLUS = "{% for m in messages %}{{ m.role + ':' + m.content + '|;' }}{% endfor %}"
+OF_BOTH = (
+    "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}|{% else %}"
+    "{% for c in m.content %}{{ c.text }}|{% endfor %}{% endif %};{% endfor %}"
+)
+HISTORY = [{"role": role, "content": f"of {role}"} for role in ("system", "user", "assistant", "tool")]
+
+
+@pytest.mark.parametrize(
+    "source", [GUARD, FIRST, NO_STRING, OF_SYSTEM, OF_TURNS, OF_STRINGS, OF_PLUS, OF_BOTH, OF_SYSTEM.replace(GUARD, OF_PLUS)]
+)
+def test_a_string_is_shown_by_a_template_of_either_form_whoever_says_it(source: str) -> None:
+    shown = "system:of system|;user:of user|;assistant:of assistant|;tool:of tool|;"
+    template = ChatTemplate(source, {})
+    assert template.render(HISTORY) == shown
+    assert template.is_text_shown(of_tools=False)
+    assert HISTORY[0] == {"role": "system", "content": "of system"}, "the caller's"
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        (GUARD, "user:one|two|;"),
+        (NO_STRING, "user:one|two|;"),
+        (OF_STRINGS, "user:one\ntwo|;"),
+        (OF_PLUS, "user:one\ntwo|;"),
+        (OF_BOTH, "user:one\ntwo|;"),
+    ],
+)
+def test_parts_stay_parts_for_a_template_that_reads_nothing_else(source: str, shown: str) -> None:
+    content = [{"type": "text", "text": text} for text in ("one", "two")]
+    assert ChatTemplate(source, {}).render([{"role": "user", "content": content}]) == shown
+
+
+def test_a_template_for_tools_has_a_form_of_its_own() -> None:
+    for plain, of_tools in ((OF_PLUS, GUARD), (GUARD, OF_PLUS)):
+        template = ChatTemplate(plain, {}, "{% if not tools %}{{ raise_exception('tools') }}{% endif %}" + of_tools)
+        for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+            assert template.render(HISTORY[1:2], tools=tools) == "user:of user|;"
+            assert template.is_text_shown(of_tools=tools is not None)
+
+
+@pytest.mark.parametrize("source", ["", "{{ raise_exception('no') }}", "{{ messages[7].content }}", "{{ range(10 ** 9) }}"])
+def test_a_template_that_shows_no_text_or_refuses_all_loads(source: str) -> None:
+    template = ChatTemplate(source, {}, OF_STRINGS)
+    assert not template.is_text_shown(of_tools=False)
+    assert template.is_text_shown(of_tools=True)
+
+
+@pytest.mark.parametrize("content", [None, [], "absent"])
+def test_a_message_without_content_is_rendered_as_it_is(content: Any) -> None:
+    message = {"role": "user"} | ({} if content == "absent" else {"content": content})
+    source = GUARD.replace("m['content']", "m['content'] or []")
+    assert ChatTemplate(source, {}).render([message]) == "user:;"
