@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
+from functools import lru_cache
 from weakref import WeakValueDictionary
 
 from jdisagg.core.errors import AddressTaken
@@ -234,7 +236,7 @@ class Fleet:
         it; of equals the same for all requests of one `kin`."""
         peers = [
             peer
-            for peer in self._prefill_of(fingerprint, near, kin)
+            for peer in self._prefill_of(fingerprint, near, lambda peer: _lot(peer, kin))
             if num_tokens <= peer.member.card.max_model_len and (peer.member.grammars or not by_grammar)
         ]
         return peers[:MAX_PREFILL_PEERS]
@@ -250,17 +252,18 @@ class Fleet:
         entry = self._entries.get(address)
         if entry is None or entry.member.role is not Role.DECODE:
             return None
-        kin = hashlib.blake2b(address.encode()).digest()  # not the same one for all decode workers
-        return tuple(peer.member.address for peer in self._prefill_of(entry.member.card.fingerprint, NOWHERE, kin))
+        peers = self._prefill_of(entry.member.card.fingerprint, NOWHERE, lambda peer: _seat(peer.member.address, address))
+        return tuple(peer.member.address for peer in peers)
 
-    def _prefill_of(self, fingerprint: str, near: Near, kin: bytes) -> list[Entry]:
+    def _prefill_of(self, fingerprint: str, near: Near, lot: Callable[[Entry], bytes]) -> list[Entry]:
+        """Least busy first; `lot` draws among equals."""
         peers = [peer for peer in self._prefill() if peer.member.card.fingerprint == fingerprint]
         num_busy = sum(peer.pending > 0 or peer.others_tokens > 0 for peer in peers)
         worth = 1.0 + AGAIN_SHARE * (num_busy / max(1, len(peers))) ** 2  # where half are busy, idle ones have time for it
 
         def rank(peer: Entry) -> tuple[object, ...]:
             num_waiting = peer.pending_tokens - peer.pending_cached + peer.others_tokens
-            return num_waiting - worth * near.prefills.get(peer.key, NOTHING_KEPT).num_tokens, peer.pending, _lot(peer, kin)
+            return num_waiting - worth * near.prefills.get(peer.key, NOTHING_KEPT).num_tokens, peer.pending, lot(peer)
 
         return sorted(peers, key=rank)
 
@@ -279,3 +282,9 @@ def _busy(entry: Entry) -> tuple[float, int]:
 def _lot(entry: Entry, kin: bytes) -> bytes:
     """Rendezvous hashing: which of several is drawn does not change when others come or go."""
     return hashlib.blake2b(entry.member.address.encode(), key=kin, digest_size=8).digest()
+
+
+@lru_cache(maxsize=1 << 17)  # pairs; at every heartbeat of a decode worker those with all prefill workers are asked for
+def _seat(prefill: str, decode: str) -> bytes:
+    """The lot of a prefill worker for a decode worker, by addresses: not the same one is first for all of these."""
+    return hashlib.blake2b(prefill.encode(), key=hashlib.blake2b(decode.encode()).digest(), digest_size=8).digest()
