@@ -165,13 +165,15 @@ DecodeAction = (
 class Admit:
     """Queue `request` (its id is unique per stream); answer with on_admitted or on_refused.
 
-    D holds KV of its first `held_tokens` tokens, which can be fetched from there when `lending` says so.
+    D holds KV of its first `held_tokens` tokens, which can be fetched from there when `lending` says so. `goes_on`: its client
+    has some of the answer, so that no full queue refuses it.
     """
 
     handoff: HandoffId
     request: EngineRequest
     held_tokens: int = 0
     lending: Lending | None = None
+    goes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,7 +232,7 @@ class Inbound:
         Which tokens end the request is D's to say, so `eos_token_ids` come as stop ids: P's copy of the model may name others.
 
         Once a first token was delivered, later streams fetch the same KV and their token is ignored, so it must not end
-        the request at P before the KV was sent.
+        the request at P before the KV was sent. It is not added to the request, whose KV would be another: P hears of it.
         """
         sampling = self.request.sampling
         if self.first is not None:
@@ -246,6 +246,7 @@ class Inbound:
             backend=backend,
             head_shards=head_shards,
             max_piece_tokens=max_piece_tokens,
+            goes_on=self.first is not None or bool(self.request.generated_token_ids),
         )
 
     def too_late(self) -> DeadlineExceeded:

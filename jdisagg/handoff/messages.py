@@ -70,6 +70,7 @@ class Open:
     head_shards: int = 1  # parts in which D's mesh holds the kv heads of a piece
     max_piece_tokens: int | None = None  # None = of any length
     lending: Lending | None = None  # None: P must not want any of it
+    goes_on: bool = False  # the client has some of the answer, its first token at least, which `request` may not say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

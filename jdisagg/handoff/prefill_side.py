@@ -72,7 +72,7 @@ class PrefillSide:
         self._live[handoff] = record
         self._by_request[record.engine_request_id] = record
         request = replace(request, request_id=record.engine_request_id, fork_group="")
-        return [act.Admit(handoff, request, message.held_tokens, message.lending)]
+        return [act.Admit(handoff, request, message.held_tokens, message.lending, message.goes_on)]
 
     def on_admitted(self, handoff: HandoffId, cached_tokens: int) -> list[PrefillAction]:
         """The scheduler queued it; `cached_tokens` of it are in the prefix cache."""

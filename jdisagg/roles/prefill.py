@@ -237,7 +237,7 @@ class PrefillRole:
     def _admit(self, admit: act.Admit, now_s: float) -> None:
         handoff, request = admit.handoff, admit.request
         try:
-            self._scheduler.add(request, now_s)
+            self._scheduler.add(request, now_s, goes_on=admit.goes_on)
             self._borrowing.consider(admit)
         except RequestError as error:
             self._execute(self._handoffs.on_refused(handoff, error), now_s)

@@ -27,14 +27,16 @@ class Recoveries:
         self._gauge = metrics.fleet.peers
         self._peers = peers
         self._num_alone = 0  # prompts computed here since a prefill worker last served, as none was known to answer
-        self._without_kv: set[str] = set()  # peers
+        self._without_kv: set[str] = set()  # peers, as long as anything is known of them
         self._told_failed = Seldom(FAILED_EVERY_S, FAILED_FIRST)
 
     def tick(self) -> None:
-        """Bring the gauge up to date."""
-        states = Counter(_STATES.get(why, "down") for why in self._peers.failures().values())
+        """Bring the gauge up to date, and forget who is gone."""
+        failures = self._peers.failures()
+        states = Counter(_STATES.get(why, "down") for why in failures.values())
         for state in ("usable", "draining", "down"):
             self._gauge.labels(state=state).set(states[state])
+        self._without_kv.intersection_update(failures)
 
     def recovered(self, action: act.Recovered) -> None:
         """A rung of the ladder was taken. That no prefill worker answers is said once, not for every request."""

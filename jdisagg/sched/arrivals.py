@@ -34,7 +34,9 @@ class Arrivals:
         self._complete: list[Output] = []  # of requests that were over when they came (a replay whose last output got lost)
         self.is_draining = False
 
-    def add(self, request: EngineRequest, now_s: float, *, remote: bool, held_limit: int | None, is_open: bool) -> None:
+    def add(
+        self, request: EngineRequest, now_s: float, *, remote: bool, held_limit: int | None, is_open: bool, goes_on: bool
+    ) -> None:
         """As Scheduler.add."""
         if self.is_draining:
             raise Unavailable("this worker is draining; send the request to another one")
@@ -52,7 +54,8 @@ class Arrivals:
             if decodes:  # P's clients are decode workers, which counted the wait for it
                 self._forecast.check(request, order, now_s)
             # a choice that waits for its sibling takes no place of its own
-            self._queue_limit.admit(now_s, goes_on=bool(request.generated_token_ids), num_asked=request.num_asked)
+            begun = goes_on or bool(request.generated_token_ids)
+            self._queue_limit.admit(now_s, goes_on=begun, num_asked=request.num_asked)
             self._forecast.added(now_s)
         sequence = Sequence(
             request=request,

@@ -108,7 +108,7 @@ class Range(_message.Message):
     def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("request", "held_tokens", "epoch", "backend", "max_piece_tokens", "backends", "head_shards", "pulse", "lending")
+    __slots__ = ("request", "held_tokens", "epoch", "backend", "max_piece_tokens", "backends", "head_shards", "pulse", "lending", "goes_on")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,7 @@ class Open(_message.Message):
     HEAD_SHARDS_FIELD_NUMBER: _ClassVar[int]
     PULSE_FIELD_NUMBER: _ClassVar[int]
     LENDING_FIELD_NUMBER: _ClassVar[int]
+    GOES_ON_FIELD_NUMBER: _ClassVar[int]
     request: _common_pb2.EngineRequest
     held_tokens: int
     epoch: str
@@ -127,7 +128,8 @@ class Open(_message.Message):
     head_shards: int
     pulse: str
     lending: Lending
-    def __init__(self, request: _Optional[_Union[_common_pb2.EngineRequest, _Mapping]] = ..., held_tokens: _Optional[int] = ..., epoch: _Optional[str] = ..., backend: _Optional[str] = ..., max_piece_tokens: _Optional[int] = ..., backends: _Optional[_Iterable[str]] = ..., head_shards: _Optional[int] = ..., pulse: _Optional[str] = ..., lending: _Optional[_Union[Lending, _Mapping]] = ...) -> None: ...
+    goes_on: bool
+    def __init__(self, request: _Optional[_Union[_common_pb2.EngineRequest, _Mapping]] = ..., held_tokens: _Optional[int] = ..., epoch: _Optional[str] = ..., backend: _Optional[str] = ..., max_piece_tokens: _Optional[int] = ..., backends: _Optional[_Iterable[str]] = ..., head_shards: _Optional[int] = ..., pulse: _Optional[str] = ..., lending: _Optional[_Union[Lending, _Mapping]] = ..., goes_on: _Optional[bool] = ...) -> None: ...
 
 class Lending(_message.Message):
     __slots__ = ("address", "backend", "dtype")

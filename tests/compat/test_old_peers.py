@@ -214,11 +214,11 @@ def test_hello_settles_the_newest_protocol_both_know_or_names_it(ours, theirs, a
     run_quiet(body())
 
 
-def test_an_old_open_belongs_to_no_group_and_carries_no_trace() -> None:
+def test_an_old_open_is_of_a_new_request_belongs_to_no_group_and_carries_no_trace() -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     asked = replace(request(3), fork_group="g", traceparent=trace)
-    message = encode_down(Open(request=asked, held_tokens=2, backend="grpc"), epoch="e", now_s=0.0)
+    message = encode_down(Open(request=asked, held_tokens=2, backend="grpc", goes_on=True), epoch="e", now_s=0.0)
     opened = decode_down(OLD["first"].relay(message), 0.0)
     assert isinstance(opened, Open)
     assert opened.request == replace(asked, fork_group="", traceparent="")
-    assert (opened.held_tokens, opened.backend) == (2, "grpc")
+    assert (opened.held_tokens, opened.backend, opened.goes_on) == (2, "grpc", False)

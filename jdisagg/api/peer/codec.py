@@ -49,6 +49,7 @@ def encode_down(message: Down, *, epoch: str, now_s: float, pulse: str = "") -> 
                 head_shards=message.head_shards,
                 max_piece_tokens=message.max_piece_tokens or 0,
                 lending=None if message.lending is None else _encode_lending(message.lending),
+                goes_on=message.goes_on,
             )
             return peer_pb2.PrefillRequest(open=event)
         case Grant():
@@ -78,6 +79,7 @@ def decode_down(message: peer_pb2.PrefillRequest, now_s: float) -> Down | None:
                 head_shards=max(1, message.open.head_shards),
                 max_piece_tokens=max(0, message.open.max_piece_tokens) or None,
                 lending=_decode_lending(message.open.lending) if message.open.HasField("lending") else None,
+                goes_on=message.open.goes_on,
             )
         case "grant":
             return Grant(credit_bytes=message.grant.credit_bytes)

@@ -55,6 +55,20 @@ def test_of_a_router_that_is_silent_while_another_speaks_those_go_that_cannot_be
     assert directory.told == ("p:1", "dead:1"), "a router that speaks is believed"
 
 
+def test_of_routers_that_have_nothing_to_say_any_more_nothing_is_kept() -> None:
+    """One behind a name has a new address each time that it is started, and is let go with no workers."""
+    directory = PrefillDirectory(())
+    for number in range(50):
+        directory.learn(f"10.0.0.{number}:1", ("p:1",), {}, float(number))
+        directory.learn(f"10.0.0.{number}:1", (), {}, float(number))
+    directory.learn("gone:1", ("dead:1",), {}, 100.0)
+    directory.learn("r:2", ("p:2",), {"dead:1": "gone"}, 100.0 + SILENT_S)
+    assert directory._by_router == {"r:2": ("p:2",)}
+    assert directory._heard_s == {"r:2": 100.0 + SILENT_S}
+    directory.learn("10.0.0.7:1", ("p:3",), {}, 200.0)
+    assert best(directory) == ("p:3", "p:2"), "it is there again"
+
+
 def test_one_request_tries_the_best_few() -> None:
     directory = PrefillDirectory(())
     everybody = tuple(f"p:{number}" for number in range(20))

@@ -125,7 +125,16 @@ def test_once_the_token_was_delivered_the_next_worker_is_asked_for_kv_alone() ->
     side.on_message(HandoffId("r", 1), Done(first=first, num_chunks=3), 0.0)
     again = only(act.OpenStream, side.on_message(HandoffId("r", 1), StreamEnded(reason="dead"), 0.0)).message
     plain = replace(sampling, ignore_eos=True, stop_token_ids=(), logprobs=None, prompt_logprobs=None)
-    assert again == replace(opening, request=replace(wanted, sampling=plain))
+    assert again == replace(opening, request=replace(wanted, sampling=plain), goes_on=True)
+
+
+@pytest.mark.parametrize("generated", [(), (7,)])
+def test_who_has_some_of_the_answer_is_no_newcomer_at_a_prefill_worker(generated: tuple[int, ...]) -> None:
+    side = decode_side(NEVER)
+    opening = only(act.OpenStream, side.start(replace(asked("r"), generated_token_ids=generated), 0, ("p", "q"), 0.0)).message
+    assert opening.goes_on is bool(generated)
+    again = only(act.OpenStream, side.on_message(HandoffId("r", 1), StreamEnded(reason="dead"), 0.0)).message
+    assert again == opening, "nothing more was told"
 
 
 @pytest.mark.parametrize(

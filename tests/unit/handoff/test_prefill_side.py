@@ -22,6 +22,12 @@ def test_whole_chunks_leave_while_computing_and_the_rest_goes_with_the_end() -> 
     assert exports(side.on_computed("r#1", 11)) == [(9, 11)]
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_the_engine_hears_whether_a_client_has_some_of_the_answer(goes_on: bool) -> None:
+    opening = Open(request=request(), held_tokens=0, backend="fake", goes_on=goes_on)
+    assert only(act.Admit, prefill_side().open(H, opening, 0.0)).goes_on is goes_on
+
+
 @pytest.mark.covers("C06")
 @pytest.mark.parametrize("step", [0, 1, 2, 3])
 def test_credit_counts_whenever_it_comes(step: int) -> None:

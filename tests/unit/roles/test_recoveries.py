@@ -78,6 +78,19 @@ def test_that_no_kv_comes_from_a_peer_is_remembered_until_some_does() -> None:
     assert len(peers.without_kv) == 2, "each piece of news is told once"
 
 
+def test_that_no_kv_came_from_a_peer_is_forgotten_with_the_peer() -> None:
+    told, _, peers = recoveries(p="it is gone", q="")
+    for peer in ("p", "q"):
+        told.no_kv(act.NoKV(peer, "stalled"))
+    del peers.reasons["p"]
+    told.tick()
+    peers.reasons["p"] = ""
+    told.tick()
+    told.complete("p")
+    told.complete("q")
+    assert peers.without_kv == [("p", "stalled")], "of the new one at that address there is nothing to take back"
+
+
 def test_a_backend_over_which_nothing_is_reached_is_remembered_with_the_cause() -> None:
     told, _, peers = recoveries()
     told.recovered(recovered("other_backend", unreached="jax", cause="nobody listens"))

@@ -65,6 +65,10 @@ def test_a_full_prefill_worker_tells_its_peer_when_to_come_again() -> None:
     assert all(isinstance(reply.said[0], Accepted) for reply in replies[:taken])
     refused = [reply.said[0].error for reply in replies[taken:] if isinstance(reply.said[0], Refused)]
     assert [error.retry_after_s for error in refused if isinstance(error, Overloaded)] == pytest.approx([1.0, 2.0])
+    begun = Open(request=request("begun", PROMPT, 4), held_tokens=0, backend="fake", goes_on=True)
+    world.prefill.inbox.post(PeerOpened(HandoffId("begun", 1), begun, "d0", reply := Reply()))
+    world.prefill.tick(0.01)
+    assert isinstance(reply.said[0], Accepted), "its client has the first token, and was promised the rest"
 
 
 def test_a_prefill_worker_without_the_peers_backend_blames_its_setting_and_not_the_request() -> None:

@@ -142,6 +142,8 @@ def test_a_stream_that_goes_on_after_another_worker_finds_a_place_in_a_full_queu
     engine.tick()
     refused_s(engine)
     engine.add(request("goes-on", (1, 2), 3, generated=(5,)))
+    engine.add(request("told-elsewhere", (1, 2), 3), goes_on=True)
     refused_s(engine)
     engine.run()
-    assert engine.seen["goes-on"].last.finish is FinishReason.LENGTH
+    assert engine.seen["goes-on"].last.finish is engine.seen["told-elsewhere"].last.finish is FinishReason.LENGTH
+    assert len(engine.seen["told-elsewhere"].tokens) == 3

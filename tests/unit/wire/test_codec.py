@@ -125,6 +125,7 @@ DOWN = st.one_of(
         backends=st.lists(TEXT, max_size=3).map(tuple),
         head_shards=st.integers(1, 64),
         lending=LENDING,
+        goes_on=st.booleans(),
     ),
     st.builds(Open, request=REQUEST, held_tokens=COUNT, backend=TEXT, max_piece_tokens=st.none() | st.integers(1, 2**31 - 1)),
     GRANT,
@@ -172,7 +173,7 @@ def test_messages_to_prefill_round_trip(message):
         assert isinstance(back, Open)
         assert same_request(message.request, back.request)
         assert (message.held_tokens, message.backend, message.lending) == (back.held_tokens, back.backend, back.lending)
-        assert (message.backends, message.head_shards) == (back.backends, back.head_shards)
+        assert (message.backends, message.head_shards, message.goes_on) == (back.backends, back.head_shards, back.goes_on)
         assert wire.open.epoch == "e"
     else:
         assert back == message
