@@ -27,6 +27,7 @@ _HEAD = re.compile(r'[\[,]\{"name":"([^"]*)","parameters":')
 _AT_LINE = re.compile(r"grammar \(lark\): at (\d+)\(\d+\): ")  # as errors of a grammar say where they are
 _HEAD_LINES, _FUNCTION_LINES = 2, 2  # of the grammar of "required"
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def _schema(where: str, parameters: Any) -> str:
     """An object whatever it says, so that a reader finds its end by its braces."""
     if parameters is not None and not isinstance(parameters, dict):
         raise InvalidRequest(f"{where}: must be a JSON schema, an object", field="tools")
-    schema = {**_ANY_ARGUMENTS, **(parameters or {})}
+    schema = {**_ANY_ARGUMENTS, **parameters} if parameters else _NO_ARGUMENTS  # else the model would make some up
     if schema["type"] != "object":
         raise InvalidRequest(f"{where}: must be the schema of an object, whose type is object", field="tools")
     return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))

@@ -29,7 +29,10 @@ TOOLS = [
     {"type": "function", "function": {"name": "next-1", "parameters": NEXT}},
     {"type": "function", "function": {"name": "now", "parameters": {}}},
     {"type": "function", "function": {"name": "stop"}},
+    {"type": "function", "function": {"name": "rest", "parameters": None}},
+    {"type": "function", "function": {"name": "free", "parameters": {"type": "object"}}},
 ]
+WITHOUT = ("now", "stop", "rest")  # of parameters: their calls have no arguments
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 ARGUMENTS = '{"city": "K}\\"{"}'
@@ -52,15 +55,19 @@ def call(name: str, arguments: str) -> str:
     [
         ({"tool_choice": NAMED}, ARGUMENTS, True),
         ({"tool_choice": NAMED}, "{}", False),
-        ({"tool_choice": {"type": "function", "function": {"name": "stop"}}}, '{"a": 1}', True),
-        ({"tool_choice": {"type": "function", "function": {"name": "stop"}}}, "1", False),
+        *(({"tool_choice": {"type": "function", "function": {"name": name}}}, "{}", True) for name in WITHOUT),
+        *(({"tool_choice": {"type": "function", "function": {"name": name}}}, '{"a": 1}', False) for name in WITHOUT),
+        ({"tool_choice": {"type": "function", "function": {"name": "free"}}}, '{"a": 1}', True),
+        ({"tool_choice": {"type": "function", "function": {"name": "free"}}}, "1", False),
         ({"tool_choice": "required"}, BOTH, True),
         ({"tool_choice": "required"}, "[]", False),
         ({"tool_choice": "required"}, "[" + call("weather", "{}") + "]", False),
         ({"tool_choice": "required"}, "[" + call("next-1", '{"next":{"next":{}}}') + "]", True),
         ({"tool_choice": "required"}, "[" + call("next-1", '{"next":{"city":""}}') + "]", False),
         ({"tool_choice": "required"}, "[" + call("other", "{}") + "]", False),
-        ({"tool_choice": "required"}, "[" + call("stop", '{"a":1}') + "]", True),
+        ({"tool_choice": "required"}, "[" + call("stop", "{}") + "]", True),
+        ({"tool_choice": "required"}, "[" + call("stop", '{"a":1}') + "]", False),
+        ({"tool_choice": "required"}, "[" + call("free", '{"a":1}') + "]", True),
         ({"tool_choice": "required", "parallel_tool_calls": False}, "[" + call("now", "{}") + "]", True),
         ({"tool_choice": "required", "parallel_tool_calls": False}, BOTH, False),
     ],
