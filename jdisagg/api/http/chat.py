@@ -18,7 +18,7 @@ from jdisagg.api.generation.intake import Job, TextRequest
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.calls import MessageReader, is_unread, reader_of
 from jdisagg.api.http.connection import Event, open_stream, while_connected
-from jdisagg.api.http.forced_calls import with_forced, with_function
+from jdisagg.api.http.forced_calls import grammar_field, with_forced, with_function
 from jdisagg.api.http.free_calls import read_offer
 from jdisagg.api.http.grammars import admit_named
 from jdisagg.api.http.long_json import whole_response
@@ -107,7 +107,7 @@ def length_name(body: Body) -> str:
 async def _admit(edge: Edge, request: TextRequest, body: Body) -> Job:
     """`Edge.admit`, whose errors name fields that the chat has."""
     try:
-        return await admit_named(edge, request, body)
+        return await admit_named(edge, request, body, name_of=grammar_field)
     except InvalidRequest as error:
         name = length_name(body)
         if error.field == "prompt":

@@ -26,6 +26,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _HEAD = re.compile(r'[\[,]\{"name":"([^"]*)","parameters":')
 _AT_LINE = re.compile(r"grammar \(lark\): at (\d+)\(\d+\): ")  # as errors of a grammar say where they are
 _HEAD_LINES, _FUNCTION_LINES = 2, 2  # of the grammar of "required"
+_OF_TEXTS = "response_format"  # with a forced call it says nothing, as in vLLM
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -52,12 +53,13 @@ def read_forced(body: Body) -> ForcedCall | None:
 
 def with_forced(sampling: SamplingParams, body: Body) -> SamplingParams:
     """`sampling` of a chat, whose answer has to be the call that `tool_choice` forces. Raises InvalidRequest where another
-    field says what it has to be, or parameters are no schema of an object."""
+    field says what it has to be, but for `response_format`, which is of answers in text, or parameters are no schema of an
+    object."""
     forced, in_parallel = read_forced(body), body.boolean("parallel_tool_calls", True)
     if forced is None:
         return sampling
-    if sampling.grammar is not None:
-        told = f"tool_choice: {grammar_name(body)} says already what the answer has to be; leave out one of the two"
+    if sampling.grammar is not None and (name := grammar_name(body)) != _OF_TEXTS:
+        told = f"tool_choice: {name} says already what the answer has to be; leave out one of the two"
         raise InvalidRequest(told, field="tool_choice")
     return replace(sampling, grammar=_grammar(body, forced, in_parallel=in_parallel))
 
@@ -75,6 +77,11 @@ def _grammar(body: Body, forced: ForcedCall, *, in_parallel: bool) -> Grammar:
         head = json.dumps(f'{{"name":"{name}","parameters":')
         lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {schema}"]  # each its own root
     return Grammar(GrammarKind.LARK, "\n".join(lines))
+
+
+def grammar_field(body: Body) -> str | None:
+    """The field of a chat that its grammar is made of."""
+    return grammar_name(body) if read_forced(body) is None else "tools"
 
 
 def with_function(message: str, body: Body) -> str:

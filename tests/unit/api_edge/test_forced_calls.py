@@ -166,6 +166,29 @@ def test_a_schema_that_does_not_compile_is_the_fault_of_the_tools(tokenizer: Tok
     run(check())
 
 
+@pytest.mark.parametrize("tool_choice", [NAMED, "required"])
+def test_a_forced_call_goes_before_response_format_and_not_before_other_fields_of_a_grammar(
+    tokenizer: Tokenizer, tool_choice: Any
+) -> None:
+    formats = [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {"const": "@"}}}]
+    wrong, engine = [tool("weather", {"const": "@"})], FakeEngine(tokenizer, "x", max_model_len=4096)
+
+    async def check() -> None:
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            body = CHAT | {"tool_choice": tool_choice}
+            for response_format in formats:
+                answer = await http.post("/v1/chat/completions", json=body | {"response_format": response_format})
+                assert answer.status_code == 200, answer.text
+                assert served.engine.requests[-1].sampling.grammar == with_forced(SamplingParams(), Body(body)).grammar
+                fault = body | {"response_format": response_format, "tools": wrong}
+                assert (await http.post("/v1/chat/completions", json=fault)).json()["error"]["param"] == "tools"
+            for other in ({"structured_outputs": {"regex": "a"}}, {"guided_json": {}}, {"json_schema": {}}, {"regex": "a"}):
+                answer = await http.post("/v1/chat/completions", json=body | other)
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")
+
+    run(check())
+
+
 @pytest.mark.parametrize("name", ["weather", "next-1", "now", "stop"])
 def test_of_several_functions_the_one_at_fault_is_named(tokenizer: Tokenizer, name: str) -> None:
     tools = [one if one["function"]["name"] != name else tool(name, {"properties": {"@": {"type": "x"}}}) for one in TOOLS]
