@@ -105,7 +105,8 @@ def _structured_outputs(body: Body) -> dict[str, Grammar | None]:
     for name, instead in _UNSERVED_OUTPUTS.items():
         if not is_one_of(fields.get(name), OFF):
             raise InvalidRequest(f"{where}.{name}: is not served; {instead}", field=f"{where}.{name}")
-    if unknown := fields.keys() - _READERS.keys() - {*_UNSERVED_OUTPUTS, *_ADVICE}:
+    given = {name for name, value in fields.items() if value is not None}
+    if unknown := given - _READERS.keys() - {*_UNSERVED_OUTPUTS, *_ADVICE}:
         told = f"{where}: is an object with one of {', '.join(_READERS)}; got {min(unknown)[:80]!r}"
         raise InvalidRequest(told, field=where)
     for name in _READERS:
