@@ -21,6 +21,7 @@ from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.metrics import FORCED
 from jdisagg.core.requests import FinishReason, Grammar, GrammarKind, SamplingParams
 from jdisagg.text.calls.braces import Braces
+from jdisagg.text.schema_annotations import without_annotations
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _HEAD = re.compile(r'[\[,]\{"name":"([^"]*)","parameters":')
@@ -122,7 +123,7 @@ def _schema(where: str, parameters: Any) -> str:
     schema = {**_ANY_ARGUMENTS, **parameters} if parameters else _NO_ARGUMENTS  # else the model would make some up
     if schema["type"] != "object":
         raise InvalidRequest(f"{where}: must be the schema of an object, whose type is object", field="tools")
-    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(without_annotations(schema), ensure_ascii=False, separators=(",", ":"))
 
 
 class ForcedReader:

@@ -24,6 +24,7 @@ from tests.unit.text.tiny_tokenizer import train_byte_level
 
 CITY = {"properties": {"city": {"$ref": "#/$defs/C"}}, "required": ["city"], "$defs": {"C": {"type": "string"}}}
 NEXT = {"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False}
+LOG_IN = {"properties": {"password": {"type": "string", "format": "password"}}}  # a format that llguidance does not know
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": CITY}},
     {"type": "function", "function": {"name": "next-1", "parameters": NEXT}},
@@ -31,6 +32,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "stop"}},
     {"type": "function", "function": {"name": "rest", "parameters": None}},
     {"type": "function", "function": {"name": "free", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "log-in", "parameters": LOG_IN}},
 ]
 WITHOUT = ("now", "stop", "rest")  # of parameters: their calls have no arguments
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
@@ -68,6 +70,8 @@ def call(name: str, arguments: str) -> str:
         ({"tool_choice": "required"}, "[" + call("stop", "{}") + "]", True),
         ({"tool_choice": "required"}, "[" + call("stop", '{"a":1}') + "]", False),
         ({"tool_choice": "required"}, "[" + call("free", '{"a":1}') + "]", True),
+        ({"tool_choice": "required"}, "[" + call("log-in", '{"password":"x"}') + "]", True),
+        ({"tool_choice": {"type": "function", "function": {"name": "log-in"}}}, '{"password":1}', False),
         ({"tool_choice": "required", "parallel_tool_calls": False}, "[" + call("now", "{}") + "]", True),
         ({"tool_choice": "required", "parallel_tool_calls": False}, BOTH, False),
     ],
@@ -199,7 +203,8 @@ def test_of_several_functions_the_one_at_fault_is_named(tokenizer: Tokenizer, na
         demo_grammars().compile(grammar)
 
     async def check() -> None:
-        async with serving(FakeEngine(tokenizer, "x"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+        engine = FakeEngine(tokenizer, "x", max_model_len=4096)
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
             served.grammars.error = refused.value
             error = (await http.post("/v1/chat/completions", json=body)).json()["error"]
             told = f"tools: parameters of {name}: failed to compile JSON schema: Invalid type: x"
