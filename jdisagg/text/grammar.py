@@ -24,6 +24,7 @@ from jdisagg.core.errors import InvalidRequest, Overloaded, RequestError, Unavai
 from jdisagg.core.requests import Grammar, GrammarKind
 from jdisagg.core.told import told
 from jdisagg.text.grammar_tokenizer import read_tokenizer
+from jdisagg.text.schema_annotations import bare_text
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +63,13 @@ _LIMITS = {
 # Blanks of JSON in a row: lines of a deep structure have as many, and no model fills its answer with them.
 _BLANKS = r"[ \n\r\t]{1,80}"
 
+
+def _read_schema(text: str) -> str:
+    return llguidance.LLMatcher.grammar_from_json_schema(bare_text(text), defaults={"whitespace_pattern": _BLANKS})
+
+
 _READERS = {
-    GrammarKind.JSON_SCHEMA: partial(llguidance.LLMatcher.grammar_from_json_schema, defaults={"whitespace_pattern": _BLANKS}),
+    GrammarKind.JSON_SCHEMA: _read_schema,
     GrammarKind.REGEX: llguidance.LLMatcher.grammar_from_regex,
     GrammarKind.LARK: llguidance.LLMatcher.grammar_from_lark,
 }

@@ -58,7 +58,8 @@ class Body:
     def refuse_misspelt(self) -> None:
         """When everything was read: raises InvalidRequest for a field that nobody asked for and that looks like one. Of many
         unknown ones the first few are looked at."""
-        unknown = (name for name in self._fields if name not in self._known and len(name) <= _MAX_NAME)
+        given = (name for name, value in self._fields.items() if value is not None)
+        unknown = (name for name in given if name not in self._known and len(name) <= _MAX_NAME)
         for name in islice(unknown, _MAX_COMPARED):
             if near := get_close_matches(name, self._known, n=1, cutoff=_NEAR):
                 found = f"{self.where}{name}"
@@ -128,8 +129,8 @@ async def read_body(request: Request) -> Body:
     """Read and parse; raises InvalidRequest when it is not one JSON object, HTTPException when it is longer than
     MAX_BODY_BYTES, has more than MAX_STRUCTURE lists, objects and keys (413), is compressed (415) or comes too late (408),
     Overloaded when too much of others is on its way."""
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.lower() != "identity":
+    encoding = request.headers.get("content-encoding", "")
+    if encoding.lower() not in ("", "identity"):
         raise HTTPException(415, f"the body has content-encoding {encoding[:80]}; send it without one")
     chunks: list[bytes] = []
     num_bytes = 0

@@ -18,12 +18,19 @@ from jdisagg.api.generation.intake import Job, TextRequest
 from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.calls import MessageReader, is_unread, reader_of
 from jdisagg.api.http.connection import Event, open_stream, while_connected
-from jdisagg.api.http.forced_calls import with_forced, with_function
+from jdisagg.api.http.forced_calls import grammar_field, with_forced, with_function
 from jdisagg.api.http.free_calls import read_offer
 from jdisagg.api.http.grammars import admit_named
 from jdisagg.api.http.long_json import whole_response
 from jdisagg.api.http.messages import render_prompt
-from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens, read_timeout_s
+from jdisagg.api.http.parameters import (
+    ResponseOptions,
+    read_options,
+    read_sampling,
+    read_seed,
+    read_special_tokens,
+    read_timeout_s,
+)
 from jdisagg.api.http.plain_chunks import PlainChunks
 from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import chat_logprobs, provenance_object, usage_object, wants_provenance
@@ -76,7 +83,7 @@ def read_chat(
         prompts=(render_prompt(body, edge.tokenizer.chat),),
         model=body.text("model") or "",
         sampling=with_forced(read_sampling(body, edge.defaults, logprobs=num_top), body),
-        seed=body.integer("seed"),
+        seed=read_seed(body),
         max_tokens=max_tokens,
         n=1 if n is None else n,
         stop=body.texts("stop"),
@@ -100,7 +107,7 @@ def length_name(body: Body) -> str:
 async def _admit(edge: Edge, request: TextRequest, body: Body) -> Job:
     """`Edge.admit`, whose errors name fields that the chat has."""
     try:
-        return await admit_named(edge, request, body)
+        return await admit_named(edge, request, body, name_of=grammar_field)
     except InvalidRequest as error:
         name = length_name(body)
         if error.field == "prompt":

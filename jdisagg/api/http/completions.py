@@ -19,7 +19,14 @@ from jdisagg.api.http.body import Body, read_body
 from jdisagg.api.http.connection import Event, open_stream, while_connected
 from jdisagg.api.http.grammars import admit_named
 from jdisagg.api.http.long_json import long_json, whole_response
-from jdisagg.api.http.parameters import ResponseOptions, read_options, read_sampling, read_special_tokens, read_timeout_s
+from jdisagg.api.http.parameters import (
+    ResponseOptions,
+    read_options,
+    read_sampling,
+    read_seed,
+    read_special_tokens,
+    read_timeout_s,
+)
 from jdisagg.api.http.plain_chunks import PlainChunks
 from jdisagg.api.http.request_id import request_id_of
 from jdisagg.api.http.shapes import completion_logprobs, prompt_logprobs, provenance_object, usage_object, wants_provenance
@@ -72,7 +79,7 @@ def read_completion(body: Body, defaults: SamplingParams, request_id: str, *, tr
         prompts=body.prompts("prompt"),
         model=body.text("model") or "",
         sampling=sampling,
-        seed=body.integer("seed"),
+        seed=read_seed(body),
         max_tokens=body.integer("max_tokens"),
         default_max_tokens=DEFAULT_MAX_TOKENS,
         n=n,

@@ -21,12 +21,15 @@ from jdisagg.core.errors import InvalidRequest
 from jdisagg.core.metrics import FORCED
 from jdisagg.core.requests import FinishReason, Grammar, GrammarKind, SamplingParams
 from jdisagg.text.calls.braces import Braces
+from jdisagg.text.schema_annotations import without_annotations
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _HEAD = re.compile(r'[\[,]\{"name":"([^"]*)","parameters":')
 _AT_LINE = re.compile(r"grammar \(lark\): at (\d+)\(\d+\): ")  # as errors of a grammar say where they are
 _HEAD_LINES, _FUNCTION_LINES = 2, 2  # of the grammar of "required"
+_OF_TEXTS = "response_format"  # with a forced call it says nothing, as in vLLM
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +54,13 @@ def read_forced(body: Body) -> ForcedCall | None:
 
 def with_forced(sampling: SamplingParams, body: Body) -> SamplingParams:
     """`sampling` of a chat, whose answer has to be the call that `tool_choice` forces. Raises InvalidRequest where another
-    field says what it has to be, or parameters are no schema of an object."""
+    field says what it has to be, but for `response_format`, which is of answers in text, or parameters are no schema of an
+    object."""
     forced, in_parallel = read_forced(body), body.boolean("parallel_tool_calls", True)
     if forced is None:
         return sampling
-    if sampling.grammar is not None:
-        told = f"tool_choice: {grammar_name(body)} says already what the answer has to be; leave out one of the two"
+    if sampling.grammar is not None and (name := grammar_name(body)) != _OF_TEXTS:
+        told = f"tool_choice: {name} says already what the answer has to be; leave out one of the two"
         raise InvalidRequest(told, field="tool_choice")
     return replace(sampling, grammar=_grammar(body, forced, in_parallel=in_parallel))
 
@@ -74,6 +78,11 @@ def _grammar(body: Body, forced: ForcedCall, *, in_parallel: bool) -> Grammar:
         head = json.dumps(f'{{"name":"{name}","parameters":')
         lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {schema}"]  # each its own root
     return Grammar(GrammarKind.LARK, "\n".join(lines))
+
+
+def grammar_field(body: Body) -> str | None:
+    """The field of a chat that its grammar is made of."""
+    return grammar_name(body) if read_forced(body) is None else "tools"
 
 
 def with_function(message: str, body: Body) -> str:
@@ -111,10 +120,10 @@ def _schema(where: str, parameters: Any) -> str:
     """An object whatever it says, so that a reader finds its end by its braces."""
     if parameters is not None and not isinstance(parameters, dict):
         raise InvalidRequest(f"{where}: must be a JSON schema, an object", field="tools")
-    schema = {**_ANY_ARGUMENTS, **(parameters or {})}
+    schema = {**_ANY_ARGUMENTS, **parameters} if parameters else _NO_ARGUMENTS  # else the model would make some up
     if schema["type"] != "object":
         raise InvalidRequest(f"{where}: must be the schema of an object, whose type is object", field="tools")
-    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(without_annotations(schema), ensure_ascii=False, separators=(",", ":"))
 
 
 class ForcedReader:

@@ -47,15 +47,16 @@ def grammar_name(body: Body) -> str | None:
     return next(iter(_read_all(body)), None)
 
 
-async def admit_named(edge: Edge, request: TextRequest, body: Body) -> Job:
-    """`Edge.admit` of what was read from `body`, whose errors name the grammar as that does; where no field of it
-    is one, `tool_choice` has made it of the tools."""
+async def admit_named(
+    edge: Edge, request: TextRequest, body: Body, *, name_of: Callable[[Body], str | None] = grammar_name
+) -> Job:
+    """`Edge.admit` of what was read from `body`, whose errors name the grammar as that does. `name_of` says by which field."""
     try:
         return await edge.admit(request)
     except InvalidRequest as error:
         if error.field != "grammar":
             raise
-        raise _renamed(error, grammar_name(body) or "tools") from error
+        raise _renamed(error, name_of(body) or "grammar") from error
 
 
 def _renamed(error: InvalidRequest, name: str) -> InvalidRequest:
@@ -104,7 +105,8 @@ def _structured_outputs(body: Body) -> dict[str, Grammar | None]:
     for name, instead in _UNSERVED_OUTPUTS.items():
         if not is_one_of(fields.get(name), OFF):
             raise InvalidRequest(f"{where}.{name}: is not served; {instead}", field=f"{where}.{name}")
-    if unknown := fields.keys() - _READERS.keys() - {*_UNSERVED_OUTPUTS, *_ADVICE}:
+    given = {name for name, value in fields.items() if value is not None}
+    if unknown := given - _READERS.keys() - {*_UNSERVED_OUTPUTS, *_ADVICE}:
         told = f"{where}: is an object with one of {', '.join(_READERS)}; got {min(unknown)[:80]!r}"
         raise InvalidRequest(told, field=where)
     for name in _READERS:

@@ -56,7 +56,7 @@ _SHARED: dict[str, Any] = {
     "request_id": _REQUEST_ID,
     "rid": _REQUEST_ID,
     "n": _range("integer", 1, MAX_N),
-    "seed": _INTEGER,
+    "seed": _INTEGER | {"description": "-1 is none"},
     "stop": {"oneOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}]},
     "max_tokens": _range("integer", 1, _INT32_MAX),
     **{name: _range("number", *bounds) for name, bounds in NUMBERS.items()},

@@ -62,6 +62,12 @@ def read_timeout_s(body: Body) -> float | None:
     return timeout_s
 
 
+def read_seed(body: Body) -> int | None:
+    """`seed`; -1 is none, as in vLLM."""
+    seed = body.integer("seed")
+    return None if seed == -1 else seed
+
+
 def read_sampling(body: Body, defaults: SamplingParams, *, logprobs: int | None) -> SamplingParams:
     """Sampling parameters; what the body leaves out comes from `defaults`. Ranges are checked at intake."""
     numbers = {name: body.number(name) for name in NUMBERS}

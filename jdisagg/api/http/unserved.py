@@ -68,7 +68,9 @@ _EVERYWHERE = (
     Unserved(("lora_path",), "adapters are not served; merge it into the model, or leave it out"),
     Unserved(("session_params",), "requests are independent; send the whole prompt each time"),
     Unserved(("thinking_token_budget",), "thinking has no limit of its own; use max_tokens for the whole answer", (None,)),
-    Unserved(("max_new_tokens", "max_output_tokens", "max_length", "n_predict"), "is called max_tokens here", (None,)),
+    Unserved(
+        ("max_new_tokens", "max_output_tokens", "max_length", "n_predict", "num_predict"), "is called max_tokens here", (None,)
+    ),
     Unserved(("stop_sequences",), "is called stop here"),
     Unserved(("token_ids",), "token ids are given to /v1/completions, as prompt"),
     Unserved(("return_logprob", "top_logprobs_num"), "log-probabilities are asked for by logprobs", (*OFF, 0)),

@@ -36,6 +36,17 @@ def models(address: str) -> list[dict[str, object]]:
         return json.load(answer)["data"]
 
 
+def of_a_page(address: str) -> int:
+    """HTTP status of what a browser sends for any page without asking."""
+    headers = {"Origin": "https://page.example", "Content-Type": "text/plain"}
+    asked = urllib.request.Request(f"http://{address}/v1/completions", b'{"prompt": "a"}', headers)
+    try:
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
 def http_status(fleet: ServerProcess, headers: dict[str, str]) -> int:
     """Of GET /v1/models."""
     try:
@@ -56,6 +67,7 @@ def test_a_local_fleet_with_a_key_serves_who_has_it_and_nobody_can_drain_its_wor
     for address in (fleet.ready["http"], *(child["http"] for child in fleet.ready["workers"] if child["role"] != "prefill")):
         [model] = models(address)  # of the router and of D: `vllm bench serve` loads its tokenizer by `root`
         assert (model["id"], model["root"]) == ("tiny", exact_flags[1])
+        assert of_a_page(address) == 403
     assert http_status(fleet, {}) == 401
     with pytest.raises(grpc.RpcError) as caught:
         generated(fleet, ())

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from jdisagg.api.http.app import make_app
+from jdisagg.api.http.foreign_pages import ForeignPages
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
 
@@ -16,13 +17,20 @@ WANTS = {"access-control-request-method": "POST", "access-control-request-header
 
 
 async def _ask(
-    tokenizer: Tokenizer, allowed: tuple[str, ...], method: str, path: str, headers: Mapping[str, str]
+    tokenizer: Tokenizer,
+    allowed: tuple[str, ...],
+    method: str,
+    path: str,
+    headers: Mapping[str, str],
+    *,
+    content: bytes = b"",
+    key: str | None = "key",
 ) -> httpx.Response:
     engine = FakeEngine(tokenizer, "fox")
     async with serving(engine, tokenizer) as served:
-        app = make_app(served.edge, engine, lambda: "", "key", allowed)
+        app = ForeignPages(make_app(served.edge, engine, lambda: "", key, allowed), allowed)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
-            return await http.request(method, path, headers=headers)
+            return await http.request(method, path, headers=headers, content=content)
 
 
 @pytest.mark.parametrize(("allowed", "shown"), [((PAGE,), PAGE), (("https://b.example", PAGE), PAGE), (("*",), "*")])
@@ -55,3 +63,47 @@ def test_pages_of_other_origins_may_read_nothing(tokenizer: Tokenizer, allowed: 
     assert answer.status_code == 200
     for headers in (beforehand.headers, answer.headers):
         assert "access-control-allow-origin" not in headers
+
+
+PLAIN, FORM, JSON = "text/plain", "application/x-www-form-urlencoded", "application/json; charset=utf-8"
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "headers", "status"),
+    [
+        ((), {"origin": PAGE, "content-type": PLAIN}, 403),
+        ((), {"origin": PAGE, "content-type": FORM}, 403),
+        ((), {"origin": PAGE, "content-type": "multipart/form-data; boundary=application/json"}, 403),
+        ((), {"origin": PAGE, "content-type": "text/plain; application/json"}, 403),
+        ((), {"origin": PAGE}, 403),
+        ((), {"origin": "null", "content-type": PLAIN}, 403),
+        ((), {"origin": "null", "content-type": PLAIN, "host": ""}, 403),
+        (("https://b.example",), {"origin": PAGE, "content-type": PLAIN}, 403),
+        (("https://b.example",), {"origin": "http://b.example", "content-type": PLAIN}, 403),
+        ((PAGE,), {"origin": PAGE, "content-type": PLAIN}, 200),
+        (("*",), {"origin": "null", "content-type": FORM}, 200),
+        ((), {"origin": PAGE, "content-type": JSON}, 200),  # of which browsers ask before, and are refused
+        ((), {"origin": PAGE, "content-type": "application/ld+JSON"}, 200),
+        ((), {"origin": "http://x", "content-type": PLAIN}, 200),  # the server's own pages
+        ((), {"origin": "https://api.example:8443", "host": "API.example:8443", "content-type": PLAIN}, 200),  # TLS in front
+        ((), {"origin": "http://x:81", "content-type": PLAIN}, 403),
+        ((), {"content-type": FORM}, 200),  # curl -d
+        ((), {}, 200),
+    ],
+)
+def test_what_a_browser_sends_for_any_page_without_asking_is_computed_for_allowed_origins_alone(
+    tokenizer: Tokenizer, allowed: tuple[str, ...], headers: dict[str, str], status: int
+) -> None:
+    answer = run(_ask(tokenizer, allowed, "POST", COMPLETIONS, headers, content=b'{"prompt": "the"}', key=None))
+    assert answer.status_code == status, answer.text
+    if status == 403:
+        error = answer.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert headers["origin"] in error["message"]
+        assert "--allowed-origins" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models"])
+def test_pages_may_get_what_nothing_is_computed_for(tokenizer: Tokenizer, path: str) -> None:
+    assert run(_ask(tokenizer, (), "GET", path, {"origin": PAGE, "content-type": PLAIN}, key=None)).status_code == 200

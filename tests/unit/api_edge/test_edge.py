@@ -57,7 +57,7 @@ def test_drawn_seeds_differ_by_prompt_and_given_ones_do_not(tokenizer: Tokenizer
         edge = Edge(FakeEngine(tokenizer, "fox"), tokenizer, draw_seed=lambda: 2**32 - 1)
         drawn = await edge.admit(_request(prompts=("a", "a"), n=2))
         assert [request.sampling.seed for request in drawn.requests] == [2**32 - 1, 2**32 - 1, 0, 0]
-        given = await edge.admit(_request(prompts=("a", "a"), n=2, seed=-1))
+        given = await edge.admit(_request(prompts=("a", "a"), n=2, seed=2**32 - 1))
         assert [request.sampling.seed for request in given.requests] == [2**32 - 1] * 4
         assert [request.request_id for request in given.requests] == ["r/0", "r/1", "r/2", "r/3"]
         assert given.num_prompt_tokens == 2 * len(tokenizer.encode("a"))

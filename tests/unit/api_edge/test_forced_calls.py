@@ -24,12 +24,17 @@ from tests.unit.text.tiny_tokenizer import train_byte_level
 
 CITY = {"properties": {"city": {"$ref": "#/$defs/C"}}, "required": ["city"], "$defs": {"C": {"type": "string"}}}
 NEXT = {"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False}
+LOG_IN = {"properties": {"password": {"type": "string", "format": "password"}}}  # a format that llguidance does not know
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": CITY}},
     {"type": "function", "function": {"name": "next-1", "parameters": NEXT}},
     {"type": "function", "function": {"name": "now", "parameters": {}}},
     {"type": "function", "function": {"name": "stop"}},
+    {"type": "function", "function": {"name": "rest", "parameters": None}},
+    {"type": "function", "function": {"name": "free", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "log-in", "parameters": LOG_IN}},
 ]
+WITHOUT = ("now", "stop", "rest")  # of parameters: their calls have no arguments
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 ARGUMENTS = '{"city": "K}\\"{"}'
@@ -52,15 +57,21 @@ def call(name: str, arguments: str) -> str:
     [
         ({"tool_choice": NAMED}, ARGUMENTS, True),
         ({"tool_choice": NAMED}, "{}", False),
-        ({"tool_choice": {"type": "function", "function": {"name": "stop"}}}, '{"a": 1}', True),
-        ({"tool_choice": {"type": "function", "function": {"name": "stop"}}}, "1", False),
+        *(({"tool_choice": {"type": "function", "function": {"name": name}}}, "{}", True) for name in WITHOUT),
+        *(({"tool_choice": {"type": "function", "function": {"name": name}}}, '{"a": 1}', False) for name in WITHOUT),
+        ({"tool_choice": {"type": "function", "function": {"name": "free"}}}, '{"a": 1}', True),
+        ({"tool_choice": {"type": "function", "function": {"name": "free"}}}, "1", False),
         ({"tool_choice": "required"}, BOTH, True),
         ({"tool_choice": "required"}, "[]", False),
         ({"tool_choice": "required"}, "[" + call("weather", "{}") + "]", False),
         ({"tool_choice": "required"}, "[" + call("next-1", '{"next":{"next":{}}}') + "]", True),
         ({"tool_choice": "required"}, "[" + call("next-1", '{"next":{"city":""}}') + "]", False),
         ({"tool_choice": "required"}, "[" + call("other", "{}") + "]", False),
-        ({"tool_choice": "required"}, "[" + call("stop", '{"a":1}') + "]", True),
+        ({"tool_choice": "required"}, "[" + call("stop", "{}") + "]", True),
+        ({"tool_choice": "required"}, "[" + call("stop", '{"a":1}') + "]", False),
+        ({"tool_choice": "required"}, "[" + call("free", '{"a":1}') + "]", True),
+        ({"tool_choice": "required"}, "[" + call("log-in", '{"password":"x"}') + "]", True),
+        ({"tool_choice": {"type": "function", "function": {"name": "log-in"}}}, '{"password":1}', False),
         ({"tool_choice": "required", "parallel_tool_calls": False}, "[" + call("now", "{}") + "]", True),
         ({"tool_choice": "required", "parallel_tool_calls": False}, BOTH, False),
     ],
@@ -159,6 +170,29 @@ def test_a_schema_that_does_not_compile_is_the_fault_of_the_tools(tokenizer: Tok
     run(check())
 
 
+@pytest.mark.parametrize("tool_choice", [NAMED, "required"])
+def test_a_forced_call_goes_before_response_format_and_not_before_other_fields_of_a_grammar(
+    tokenizer: Tokenizer, tool_choice: Any
+) -> None:
+    formats = [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {"const": "@"}}}]
+    wrong, engine = [tool("weather", {"const": "@"})], FakeEngine(tokenizer, "x", max_model_len=4096)
+
+    async def check() -> None:
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            body = CHAT | {"tool_choice": tool_choice}
+            for response_format in formats:
+                answer = await http.post("/v1/chat/completions", json=body | {"response_format": response_format})
+                assert answer.status_code == 200, answer.text
+                assert served.engine.requests[-1].sampling.grammar == with_forced(SamplingParams(), Body(body)).grammar
+                fault = body | {"response_format": response_format, "tools": wrong}
+                assert (await http.post("/v1/chat/completions", json=fault)).json()["error"]["param"] == "tools"
+            for other in ({"structured_outputs": {"regex": "a"}}, {"guided_json": {}}, {"json_schema": {}}, {"regex": "a"}):
+                answer = await http.post("/v1/chat/completions", json=body | other)
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")
+
+    run(check())
+
+
 @pytest.mark.parametrize("name", ["weather", "next-1", "now", "stop"])
 def test_of_several_functions_the_one_at_fault_is_named(tokenizer: Tokenizer, name: str) -> None:
     tools = [one if one["function"]["name"] != name else tool(name, {"properties": {"@": {"type": "x"}}}) for one in TOOLS]
@@ -169,7 +203,8 @@ def test_of_several_functions_the_one_at_fault_is_named(tokenizer: Tokenizer, na
         demo_grammars().compile(grammar)
 
     async def check() -> None:
-        async with serving(FakeEngine(tokenizer, "x"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+        engine = FakeEngine(tokenizer, "x", max_model_len=4096)
+        async with serving(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
             served.grammars.error = refused.value
             error = (await http.post("/v1/chat/completions", json=body)).json()["error"]
             told = f"tools: parameters of {name}: failed to compile JSON schema: Invalid type: x"

@@ -47,6 +47,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("min_new_tokens", 4),
     ("max_output_tokens", 4),
     ("n_predict", -1),
+    ("num_predict", 128),
     ("stop_sequences", ["a"]),
     ("token_ids", [5]),
     ("return_logprob", True),
@@ -79,6 +80,9 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("response_format", {"type": "text"}),
     ("structured_outputs", {}),
     ("structured_outputs", {"json": None, "regex": False, "choice": None, "disable_any_whitespace": False}),
+    ("structured_outputs", {"json": None, "of_a_later_version": None}),
+    ("timeout", None),  # nearly one that is read, and absent
+    ("max_token", None),
     ("guided_json", ""),
     ("guided_choice", None),
     ("guided_grammar", ""),
@@ -129,6 +133,16 @@ def test_what_would_change_the_answer_is_refused_by_name(tokenizer: Tokenizer) -
                 assert error["param"] == name
                 assert error["message"].startswith(f"{name}: ")
             assert served.engine.requests == []
+
+    run(check())
+
+
+@pytest.mark.parametrize("name", ["n_predict", "num_predict"])
+def test_what_others_call_max_tokens_is_told_by_that_name(tokenizer: Tokenizer, name: str) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served, httpx.AsyncClient(base_url=served.http) as http:
+            answer = await http.post(COMPLETIONS, json=GOOD[COMPLETIONS] | {name: 128})
+            assert answer.json()["error"]["message"] == f"{name}: is called max_tokens here"
 
     run(check())
 
@@ -192,6 +206,8 @@ def test_a_misspelt_field_of_stream_options_is_refused(tokenizer: Tokenizer, pat
             error = answer.json()["error"]
             assert (answer.status_code, error["param"]) == (400, "stream_options.include_usag")
             assert "did you mean include_usage?" in error["message"]
+            absent = {"stream": True, "stream_options": {"include_usag": None}}
+            assert (await http.post(path, json=GOOD[path] | absent)).status_code == 200
             answer = await http.post(path, json=GOOD[path] | {"stream": True, "stream_options": {"include_usage": 1}})
             assert answer.json()["error"]["param"] == "stream_options.include_usage"
 

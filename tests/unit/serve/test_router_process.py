@@ -109,6 +109,15 @@ def test_a_router_counts_bad_calls_and_has_no_prefix_cache_to_reset(router) -> N
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]
 
 
+def test_a_router_computes_nothing_for_pages_of_which_no_browser_asks(router) -> None:
+    _, ready = router
+    headers = {"Origin": "https://page.example", "Content-Type": "text/plain"}
+    foreign = urllib.request.Request(f"http://{ready.http}/v1/completions", b'{"prompt": "a"}', headers, method="POST")
+    with pytest.raises(urllib.error.HTTPError, match="403") as caught:
+        urllib.request.urlopen(foreign, timeout=30)
+    caught.value.close()
+
+
 def test_a_router_without_workers_is_unavailable_when_asked_for_its_model(router) -> None:
     _, ready = router
     with grpc.insecure_channel(ready.grpc) as channel, pytest.raises(grpc.RpcError) as refused:
