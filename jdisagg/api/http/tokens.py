@@ -87,8 +87,10 @@ class TokenEndpoints:
         return JSONResponse({"object": "list", "data": [self._model_object()]})
 
     async def model(self, request: Request) -> Response:
-        """One model by name."""
-        check_model(request.path_params["name"], self._edge.card)
+        """One model by name; without one, behind a slash, the list."""
+        if not (name := request.path_params["name"]):
+            return await self.models(request)
+        check_model(name, self._edge.card)
         return JSONResponse(self._model_object())
 
     def _model_object(self) -> dict[str, Any]:
