@@ -23,6 +23,7 @@ _SHORT_FORMS = {"prompt": COMPLETIONS, "token_ids": COMPLETIONS, "messages": CHA
 _ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
 _MADE_UP = "line-"
 _MARKS = (b"line-", b"\\u002", b"\\u006")  # one is in every JSON with that, however it is escaped
+_NO_SEED = (None, -1)  # vLLM's clients write -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def parse_line(number: int, raw: bytes, *, seed: int, taken: Container[str] = ()
         return BadLine(number, custom_id, f"line {number}: {target}")
     url, body = target
     body = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
-    if body.get("seed") is None:
+    if body.get("seed") in _NO_SEED:
         body["seed"] = (seed + number) % 2**32
     return Call(number, custom_id or _made_up_name(number, taken), url, body)
 

@@ -50,6 +50,8 @@ def test_a_line_in_a_short_form_is_sent_with_all_its_parameters(body: dict[str, 
     [
         ({}, 5, 8),
         ({"seed": None}, 5, 8),
+        ({"seed": -1}, 5, 8),
+        ({"seed": -2}, 5, -2),
         ({"seed": 0}, 5, 0),
         ({}, 2**32 - 3, 0),
         ({}, -4, 2**32 - 1),
