@@ -169,6 +169,20 @@ def generation_defaults(directory: Path) -> dict[str, float]:
     return found
 
 
+def recommended_max_tokens(directory: Path) -> int | None:
+    """`max_new_tokens` of generation_config.json: of answers to requests that say nothing of their length; None = not said.
+    Raises ConfigError for what is no such number."""
+    value = _generation(directory).get("max_new_tokens")
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < 1 or value != int(value):
+        raise ConfigError(
+            f"generation_config.json: max_new_tokens is {value!r}, wanted an integer of at least 1", field="model"
+        )
+    return int(value)
+
+
 def _generation(directory: Path) -> Mapping[str, Any]:
     return _object_if_there(directory / "generation_config.json")
 

@@ -16,7 +16,7 @@ from jdisagg.core.config import ModelConfig, ServerConfig
 from jdisagg.core.errors import ConfigError, InvalidRequest
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import SamplingParams
-from jdisagg.models.resolve import check_whole, generation_defaults
+from jdisagg.models.resolve import check_whole, generation_defaults, recommended_max_tokens
 from jdisagg.text.tokenizer import Tokenizer
 
 
@@ -26,13 +26,15 @@ class TextModel:
 
     tokenizer: Tokenizer
     defaults: SamplingParams
+    max_new_tokens: int | None = None  # of answers whose clients do not say; None = the model's authors do not, either
 
 
 def read_text_model(directory: Path) -> TextModel:
     """Raises ConfigError when `directory` holds no usable tokenizer, or recommends sampling parameters that are none."""
     if not (directory / "tokenizer.json").is_file():
         check_whole(directory)
-    return TextModel(tokenizer=Tokenizer.from_directory(directory), defaults=sampling_defaults(directory))
+    defaults, max_new_tokens = sampling_defaults(directory), recommended_max_tokens(directory)
+    return TextModel(tokenizer=Tokenizer.from_directory(directory), defaults=defaults, max_new_tokens=max_new_tokens)
 
 
 def make_edge(
@@ -51,6 +53,7 @@ def make_edge(
         text.tokenizer,
         default_deadline_s=server.default_deadline_s,
         defaults=text.defaults,
+        max_new_tokens=text.max_new_tokens,
         draw_seed=draw_seed,
         metrics=metrics,
         source=model.model,

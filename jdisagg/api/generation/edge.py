@@ -12,6 +12,7 @@ import random
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import TypeVar
@@ -53,21 +54,24 @@ class Edge:
         *,
         default_deadline_s: float = 600.0,
         defaults: SamplingParams = SamplingParams(),
+        max_new_tokens: int | None = None,
         draw_seed: Callable[[], int] | None = None,
         metrics: Metrics | None = None,
         source: str | None = None,
         grammars: PreparesGrammars | None = None,
         call_format: CallFormat | None = None,
     ) -> None:
-        """`default_deadline_s` runs from intake. `defaults`: the model's own for parameters a client leaves out. `metrics`:
-        where requests are counted that no engine sees. `source`: what the tokenizer was loaded by, a directory or a Hub id,
-        which benchmarks load theirs by, too. `grammars`: None = the tokenizer is none that answers can be constrained for.
-        `call_format`: of tool calls in answers; None = they stay text."""
+        """`default_deadline_s` runs from intake. `defaults`: the model's own for parameters a client leaves out,
+        `max_new_tokens` for the length of an answer. `metrics`: where requests are counted that no engine sees. `source`: what
+        the tokenizer was loaded by, a directory or a Hub id, which benchmarks load theirs by, too. `grammars`: None = the
+        tokenizer is none that answers can be constrained for. `call_format`: of tool calls in answers; None = they stay
+        text."""
         self._engine = engine
         self.source = source
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.call_format = call_format
+        self._max_new_tokens = max_new_tokens
         self._default_deadline_s = default_deadline_s
         self._draw_seed = draw_seed or _draw_seed
         self._metrics = metrics
@@ -108,7 +112,7 @@ class Edge:
         try:
             async with asyncio.timeout(max(0.0, deadline_s - monotonic())):  # grammars and long texts are waited for
                 return await admit(
-                    request,
+                    _with_recommended(request, self._max_new_tokens),
                     card,
                     self.tokenizer,
                     self.long_texts,
@@ -241,6 +245,12 @@ class Edge:
                             await outputs.athrow(Enough())
                     return
         raise RequestError(f"request {request.request_id}: the engine's stream ended without a finish reason")
+
+
+def _with_recommended(request: TextRequest, max_new_tokens: int | None) -> TextRequest:
+    """With the model's own length of answers for one that a client leaves out; where there is a default, the lower one."""
+    known = [count for count in (request.default_max_tokens, max_new_tokens) if count is not None]
+    return replace(request, default_max_tokens=min(known, default=None))
 
 
 async def _end(tasks: list[asyncio.Task[None]]) -> None:

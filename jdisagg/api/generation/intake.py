@@ -124,6 +124,7 @@ async def admit(
     num_prompt_tokens = sum(map(len, prompts))
     most_tokens = most_answer_tokens(num_prompt_tokens, len(prompts), request.n, request.sampling)
     first_seed = draw_seed() if request.seed is None else request.seed
+    default = math.inf if request.default_max_tokens is None else request.default_max_tokens
     engine_requests = []
     for number, prompt in enumerate(prompts):
         sampling = replace(
@@ -144,7 +145,7 @@ async def admit(
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 fork_group=f"{request.request_id}/{number}" if request.n > 1 else "",
-                fills_context=request.max_tokens is None and request.default_max_tokens is None,
+                fills_context=request.max_tokens is None and default > card.max_model_len - len(prompt),
                 traceparent=request.traceparent,
                 arrived_s=arrived_s,
             )

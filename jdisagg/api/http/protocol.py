@@ -16,12 +16,14 @@ import fcntl
 import struct
 import termios
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from jdisagg.api.http.crowd import REFUSAL, Crowd, OperatorsOnly, Room
+from jdisagg.api.http.errors import plain_error
 from jdisagg.api.unread import SLOWEST_IN_ALL_BYTES_PER_S, UNREAD_TIMEOUT_S
 
 HEADER_TIMEOUT_S = 30.0  # from connecting, or from the first byte behind an answered request, to the end of the headers
@@ -30,6 +32,7 @@ MAX_HEADERS = 200  # of one request, and again behind its chunks
 MAX_HEADER_BYTES = 2**16  # of one request, its first line included, and again behind its chunks; what came in one piece with
 # their end is not counted
 MOST_BEHIND = 16  # requests that wait behind the one that is answered, before nothing more is read
+_TOO_LARGE = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
 
 
 class _TooManyHeaders(Exception):
@@ -115,7 +118,7 @@ class Protocol(HttpToolsProtocol):
         if self._num_header_bytes is not None and not self._have_begun:
             self._num_header_bytes += len(data)
             if self._num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
-                self.send_400_response(f"The headers have more than {MAX_HEADER_BYTES} bytes.")
+                self._refuse(_TOO_LARGE, f"the headers have more than {MAX_HEADER_BYTES} bytes; send shorter or fewer ones")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -131,9 +134,18 @@ class Protocol(HttpToolsProtocol):
 
     def refuse_headers(self) -> None:
         """End the connection of a request with too many."""
-        text = b"There are more than %d headers." % MAX_HEADERS
-        head = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain; charset=utf-8\r\n"
-        self.transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(text), text))
+        self._refuse(_TOO_LARGE, f"there are more than {MAX_HEADERS} headers; send fewer")
+
+    def send_400_response(self, msg: str) -> None:
+        """Of what is no HTTP, as uvicorn calls it."""
+        self._refuse(HTTPStatus.BAD_REQUEST, msg)
+
+    def _refuse(self, status: HTTPStatus, message: str) -> None:
+        """What no application is asked about ends the connection with an error as the application's are."""
+        body = plain_error(status, message).body
+        line = b"HTTP/1.1 %d %s\r\n" % (status, status.phrase.encode())
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(line + head + body)
         self.transport.close()
 
     def on_headers_complete(self) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jdisagg.api.generation.context_length import check_length
 from jdisagg.api.generation.edge import Edge
 from jdisagg.api.generation.intake import check_model, check_token_ids
 from jdisagg.api.generation.long_texts import INLINE_CHARACTERS
@@ -33,7 +32,8 @@ class TokenEndpoints:
         self._started = int(time.time())
 
     async def tokenize(self, request: Request) -> Response:
-        """`prompt` to token ids, or `messages` to those that a chat of them begins with."""
+        """`prompt` to token ids, or `messages` to those that a chat of them begins with; also more than the context holds: who
+        is to cut them has to count."""
         body = await read_body(request)
         check_model(body.text("model") or "", self._edge.card)
         tokenizer = self._edge.tokenizer
@@ -48,7 +48,6 @@ class TokenEndpoints:
             raise InvalidRequest("prompt: give a prompt (a string) or messages", field="prompt")
         if len(text) > MAX_CHARACTERS:
             raise InvalidRequest(f"prompt: at most {MAX_CHARACTERS} characters; got {len(text)}, split them", field="prompt")
-        check_length(text, self._edge.card.max_model_len, tokenizer.max_token_characters)
         work = partial(self._tokens_of, text, special, body.boolean("return_token_strs"))
         return await self._answer(work, num_characters=len(text))
 
@@ -88,8 +87,10 @@ class TokenEndpoints:
         return JSONResponse({"object": "list", "data": [self._model_object()]})
 
     async def model(self, request: Request) -> Response:
-        """One model by name."""
-        check_model(request.path_params["name"], self._edge.card)
+        """One model by name; without one, behind a slash, the list."""
+        if not (name := request.path_params["name"]):
+            return await self.models(request)
+        check_model(name, self._edge.card)
         return JSONResponse(self._model_object())
 
     def _model_object(self) -> dict[str, Any]:

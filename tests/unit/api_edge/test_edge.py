@@ -76,7 +76,7 @@ def test_tokens_to_generate(
         edge = Edge(FakeEngine(tokenizer, "fox"), tokenizer)
         job = await edge.admit(_request((5,) * num_prompt, max_tokens=max_tokens, default_max_tokens=default, echo=True))
         assert job.requests[0].sampling.max_tokens == expected
-        assert job.requests[0].fills_context is (max_tokens is default is None)
+        assert job.requests[0].fills_context is (max_tokens is None and expected == 200 - num_prompt)
         for too_long in (_request((5,) * num_prompt, max_tokens=201 - num_prompt), _request((5,) * 200)):
             with pytest.raises(ContextLengthExceeded):
                 await edge.admit(too_long)

@@ -155,10 +155,12 @@ def test_what_tokenize_answers_is_bounded_and_written_beside_the_loop(
             back = await http.post("/detokenize", json={"tokens": answer.json()["tokens"]})
             assert back.json()["prompt"].endswith("the é " * 100)
             assert back.headers["content-type"] == "application/json"
-            most = 2000 * tokenizer.max_token_characters
-            assert (await http.post("/tokenize", json={"prompt": "a" * most})).status_code == 200
-            refused = await http.post("/tokenize", json={"prompt": "a" * (most + 1)})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+            beyond = "a " * 2000 * tokenizer.max_token_characters
+            counted = (await http.post("/tokenize", json={"prompt": beyond})).json()
+            assert counted["count"] == len(tokenizer.encode(beyond)) > counted["max_model_len"], "who is to cut it has to count"
+            refused = await http.post("/tokenize", json={"prompt": "a" * (tokens.MAX_CHARACTERS + 1)})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+            assert "at most 1048576 characters" in refused.json()["error"]["message"]
 
     run(check())
     assert writers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -126,14 +127,26 @@ def test_a_client_that_goes_away_with_requests_behind_the_first_cancels_it(
 
 async def refused(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, part: bytes) -> None:
     """Send piece after piece until the server has enough of it."""
-    answer = asyncio.create_task(reader.readuntil(b"headers have more"))
+    answer = asyncio.create_task(reader.readuntil(b"}}"))
     num_sent = 0
     while not answer.done():
         writer.write(part)
         num_sent += len(part)
         assert num_sent < 2**20
         await asyncio.sleep(0.01)
-    assert b"400 Bad Request" in await answer
+    status, told = parted(await answer)
+    assert status == b"HTTP/1.1 431 Request Header Fields Too Large"
+    assert told == "the headers have more than 65536 bytes; send shorter or fewer ones"
+
+
+def parted(answer: bytes) -> tuple[bytes, str]:
+    """Status line and message of a refusal as every other one is, after which the connection ends."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status, *headers = head.split(b"\r\n")
+    assert {b"content-type: application/json", b"connection: close", b"content-length: %d" % len(body)} <= {*headers}
+    error = json.loads(body)["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, None)
+    return status, error["message"]
 
 
 @pytest.mark.parametrize("begin", [b"GET /", b"GET / HTTP/1.1\r\nhost: x\r\na: "], ids=["first line", "header"])
@@ -175,13 +188,29 @@ def test_more_headers_or_trailers_than_anybody_sends_are_refused_before_the_rest
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
             writer.write(asked)
             async with asyncio.timeout(60.0):
-                assert status in await reader.readline()
                 if num > 200:
-                    assert b"more than 200 headers" in await reader.read()
+                    line, told = parted(await reader.read())
+                    assert status in line
+                    assert told == "there are more than 200 headers; send fewer"
+                else:
+                    assert status in await reader.readline()
             writer.transport.abort()
 
     run(check())
     assert len(seen) <= 203
+
+
+def test_what_is_no_http_is_refused_as_everything_else_is(tokenizer: Tokenizer) -> None:
+    async def check() -> None:
+        async with serving(FakeEngine(tokenizer, "fox"), tokenizer) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n")  # a client that speaks TLS
+            async with asyncio.timeout(60.0):
+                status, told = parted(await reader.read())
+            assert (status, told) == (b"HTTP/1.1 400 Bad Request", "Invalid HTTP request received.")
+            writer.close()
+
+    run(check())
 
 
 @pytest.mark.parametrize("part", [b"a" * 2**12, b"a: %s\r\n" % (b"b" * 2**12)], ids=["one", "many"])
@@ -194,7 +223,7 @@ def test_trailers_without_an_end_are_not_collected(tokenizer: Tokenizer, part: b
             chunks = b"%x\r\n%s\r\n1\r\n}\r\n" % (2_000_016, BODY[:-1] + b" " * 2_000_000)
             writer.write(head + chunks + b"0\r\na: " + b"a" * 50_000 + b"\r\n\r\n")
             async with asyncio.timeout(60.0):
-                assert b"200 OK" in await reader.readuntil(b'"text":"fox"')
+                assert b'"text":"fox"' in await reader.readuntil(b"}}}")
                 writer.write(head + chunks + b"0\r\na: ")
                 await refused(reader, writer, part)
             writer.transport.abort()

@@ -59,7 +59,10 @@ def test_metrics_debug_models_and_openapi(tokenizer: Tokenizer) -> None:
             more = model.model_extra or {}
             assert (more["root"], more["parent"], more["max_model_len"]) == ("tiny", None, 200)
             served.edge.source = "Org/Tiny"  # as where a name was given to it
-            assert (await http.get("/v1/models")).json()["data"][0]["root"] == "Org/Tiny"
+            models = (await http.get("/v1/models")).json()
+            assert models["data"][0]["root"] == "Org/Tiny"
+            assert (await http.get("/v1/models/")).json() == models, "an empty name is none"
+            assert (await http.get("/v1/models/tiny")).json() == models["data"][0]
             assert (await served.client.models.retrieve("tiny")).id == "tiny"
             document = (await http.get("/openapi.json")).json()
             assert document["openapi"].startswith("3.")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from jdisagg.batch.__main__ import main
-from jdisagg.batch.journal import journal_path
+from jdisagg.batch.journal import Journal, journal_path
 from jdisagg.batch.lines import Call
 from jdisagg.batch.runner import Batch
 from jdisagg.batch.sender import Answer, Sender
@@ -62,22 +62,47 @@ def test_the_second_line_of_one_custom_id_is_refused_naming_both(tmp_path: Path)
         "",
         '{"prompt": "four", "custom_id": "a"}',
         '{"custom_id": "b", "method": "GET", "url": "/v1/completions", "body": {}}',
-        '{"prompt": "six", "custom_id": "line-7"}',
-        '{"prompt": "seven"}',
-        '{"prompt": "eight", "custom_id": "a"}',
+        '{"prompt": "six", "custom_id": "a"}',
     ]
     source, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     with serving() as server:
         assert main(arguments(source, output, server.url)) == 0
-        assert server.asked.total() == 3
+        assert server.asked.total() == 2
     answers = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    assert [answer["custom_id"] for answer in answers] == ["a", "b", None, None, "line-7", None, None]
+    assert [answer["custom_id"] for answer in answers] == ["a", "b", None, None, None]
     assert [answer["error"]["message"] for answer in answers if answer["error"]] == [
         "line 4: custom_id 'a' is that of line 1; give each line its own",
         "line 5: custom_id 'b' is that of line 2; give each line its own",
-        "line 7: custom_id 'line-7' is that of line 6; give each line its own",
-        "line 8: custom_id 'a' is that of line 1; give each line its own",
+        "line 6: custom_id 'a' is that of line 1; give each line its own",
     ]
+
+
+def test_a_name_that_is_made_up_is_no_other_line_s_before_and_after_a_kill(tmp_path: Path) -> None:
+    lines = [
+        '{"prompt": "one"}',
+        '{"prompt": "two", "custom_id": "line-1"}',
+        '{"prompt": "three", "custom_id": "line-4"}',
+        '{"prompt": "four"}',
+        '{"prompt": "five", "\\u0063ustom_id": "l\\u0069ne\\u002d1-2"}',
+        '{"custom_id": "line-7", "nonsense": "line-8"}',
+        '{"prompt": "seven"}',
+        '{"prompt": "eight"}',
+    ]
+    named = ["line-1-3", "line-1", "line-4", "line-4-2", "line-1-2", "line-7", "line-7-2", "line-8"]
+    source, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    batch = Batch(input=source, output=output)
+    with serving() as server:
+        assert main(arguments(source, output, server.url)) == 0
+        undisturbed = output.read_bytes()
+        answers = [json.loads(line) for line in undisturbed.splitlines()]
+        assert [answer["custom_id"] for answer in answers] == named
+        assert [answer["error"] and answer["error"]["line"] for answer in answers] == [None] * 5 + [6, None, None]
+        output.unlink()
+        with Journal(output, batch.header("fake")) as journal:
+            journal.append([(number, answers[number - 1]) for number in (1, 6, 7)])
+        assert main(arguments(source, output, server.url)) == 0
+        assert server.asked.total() == 7 + 5
+    assert output.read_bytes() == undisturbed
 
 
 def test_concurrency_is_bounded_and_used(tmp_path: Path) -> None:

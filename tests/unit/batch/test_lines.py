@@ -46,7 +46,16 @@ def test_a_line_in_a_short_form_is_sent_with_all_its_parameters(body: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("own", "seed", "sent"), [({}, 5, 8), ({"seed": None}, 5, 8), ({"seed": 0}, 5, 0), ({}, 2**32 - 3, 0), ({}, -4, 2**32 - 1)]
+    ("own", "seed", "sent"),
+    [
+        ({}, 5, 8),
+        ({"seed": None}, 5, 8),
+        ({"seed": -1}, 5, 8),
+        ({"seed": -2}, 5, -2),
+        ({"seed": 0}, 5, 0),
+        ({}, 2**32 - 3, 0),
+        ({}, -4, 2**32 - 1),
+    ],
 )
 def test_a_line_without_a_seed_has_one_of_its_own_that_any_server_takes(own: dict[str, Any], seed: int, sent: int) -> None:
     for form in ({"prompt": "x", **own}, {"url": "/v1/completions", "body": {"prompt": "x", **own}}):
@@ -58,6 +67,8 @@ def test_a_line_without_a_seed_has_one_of_its_own_that_any_server_takes(own: dic
     [
         ([1], None, "line 3: wanted a JSON object, got list"),
         ({"custom_id": 5, "prompt": "x"}, None, "line 3: custom_id must be a string, got int"),
+        ({"custom_id": "", "prompt": "x"}, None, "line 3: custom_id is empty; give it a name, or leave it out"),
+        ({"custom_id": "", "url": "/v1/completions", "body": {}}, None, "line 3: custom_id is empty"),
         ({"custom_id": "a", "url": "/v1/completions"}, "a", "line 3: body must be an object, got NoneType"),
         ({"custom_id": "a", "url": "/v1/completions", "body": [1]}, "a", "line 3: body must be an object, got list"),
         ({"custom_id": "a", "body": {"prompt": "x"}}, "a", "got None"),

@@ -1,12 +1,39 @@
 """Flags and keys of other servers: who writes one is told what it is called here, or what to do instead."""
 
+import re
+
 import pytest
 
 from jdisagg.core import foreign_flags
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.flags import BY_NAME
+from jdisagg.core.requests import MAX_LOGPROBS
 from jdisagg.core.settings import build_parser
 from tests.unit.core.loading import load
+
+USUAL = """
+--model --model-path --tokenizer --tokenizer-mode --tokenizer-revision --revision --trust-remote-code --dtype --load-format
+--max-model-len --context-length --generation-config --override-generation-config --sampling-defaults --chat-template
+--chat-template-content-format --default-chat-template-kwargs --hf-chat-template-name --enable-auto-tool-choice
+--tool-call-parser --reasoning-parser --tool-server --limit-mm-per-prompt --mm-processor-kwargs --enable-multimodal --task
+--runner --is-embedding --kv-cache-dtype --swap-space --cpu-offload-gb --kv-offloading-size --enable-hierarchical-cache
+--hicache-ratio --hicache-size --enforce-eager --compilation-config -O --disable-cuda-graph --cuda-graph-max-bs --cuda-graph-bs
+--enable-torch-compile --skip-server-warmup --attention-backend --sampling-backend --disable-custom-all-reduce
+--enable-p2p-check --async-scheduling --no-async-scheduling --disable-overlap-schedule --stream-interval
+--num-continuous-decode-steps --disable-log-requests --enable-log-requests --log-requests --log-requests-level
+--uvicorn-log-level --log-level --log-level-http --disable-uvicorn-access-log --disable-access-log-for-endpoints --max-log-len
+--enable-prompt-tokens-details --enable-cache-report --enable-request-id-headers --enable-force-include-usage
+--otlp-traces-endpoint --enable-trace --ssl-keyfile --ssl-certfile --ssl-ca-certs --root-path --fastapi-root-path --middleware
+--uds --allowed-origins --allowed-methods --allowed-headers --allow-credentials --disable-fastapi-docs --api-key
+--admin-api-key --api-server-count --tokenizer-worker-num --tensor-parallel-size --tp -tp --pipeline-parallel-size --pp -pp
+--data-parallel-size --dp -dp --enable-expert-parallel --ep --ep-size --nnodes --node-rank --dist-init-addr --master-addr
+--headless --distributed-executor-backend --data-parallel-size-local --data-parallel-address --data-parallel-rpc-port
+--base-gpu-id --device --kv-transfer-config --disaggregation-mode --disaggregation-transfer-backend
+--disaggregation-bootstrap-port --disaggregation-ib-device --max-logprobs --schedule-policy --schedule-conservativeness
+--enable-priority-scheduling --schedule-low-priority-values-first --enable-deterministic-inference --allow-auto-truncate
+--max-loras --max-lora-rank --quantization -q --speculative-config --speculative-num-steps --speculative-draft-model-path
+--http-port --worker-urls
+"""
 
 
 def test_foreign_flags_are_called_as_ours_are_and_none_of_them_is_ours() -> None:
@@ -49,6 +76,18 @@ def test_nothing_is_told_of_values_that_nobody_knows(name: str, value: str) -> N
         load(flag.option, value)
 
 
+def test_what_an_advice_names_is_a_flag() -> None:
+    ours = {option for action in build_parser()._actions for option in action.option_strings}
+    for told in foreign_flags._NOTHING.values():
+        assert set(re.findall(r"--[a-z-]+", told)) <= ours
+
+
+def test_who_moves_a_command_line_of_other_servers_is_told_of_every_flag_in_it() -> None:
+    """Those of vLLM's and SGLang's that their own guides use."""
+    ours = {option for action in build_parser()._actions for option in action.option_strings}
+    assert [flag for flag in USUAL.split() if flag not in ours and not foreign_flags.advice(flag)] == []
+
+
 @pytest.mark.parametrize(
     ("flag", "told"),
     [
@@ -63,6 +102,21 @@ def test_nothing_is_told_of_values_that_nobody_knows(name: str, value: str) -> N
         ("--quantization", "weights are not quantized"),
         ("--speculative-config", "tokens are not drafted"),
         ("--structured-outputs-config", "llguidance alone"),
+        ("--generation-config", "generation_config.json of the model's directory"),
+        ("--default-chat-template-kwargs", "chat_template_kwargs"),
+        ("--limit-mm-per-prompt", "prompts are text alone"),
+        ("--enable-log-requests", "--slow-request-s"),
+        ("--no-enable-log-requests", "--slow-request-s"),
+        ("--ssl-keyfile", "let what stands in front of the router speak TLS"),
+        ("--root-path", "proxy in front"),
+        ("--api-server-count", "start several with --role router"),
+        ("--nnodes", "a worker runs on one host"),
+        ("--max-logprobs", f"{MAX_LOGPROBS} alternatives"),
+        ("--schedule-policy", "it is called --scheduling-policy here"),
+        ("--enable-priority-scheduling", "--scheduling-policy priority"),
+        ("--enable-deterministic-inference", "--numerics exact"),
+        ("--enable-hierarchical-cache", "--host-kv-bytes"),
+        ("--admin-api-key", "--client-api-key"),
     ],
 )
 def test_flags_of_habit_are_told_what_to_do_instead(write, flag: str, told: str) -> None:
