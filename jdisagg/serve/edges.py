@@ -16,7 +16,6 @@ from jdisagg.api.generation.not_here import NotHere
 from jdisagg.api.generation.service import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.http.app import make_app
-from jdisagg.api.http.foreign_pages import ForeignPages
 from jdisagg.api.kv_events.service import KVEventsService
 from jdisagg.api.peer.piece_server import add_peer_service
 from jdisagg.api.worker.service import WorkerService
@@ -80,15 +79,16 @@ class Edges:
         kv_events_pb2_grpc.add_KVEventsServiceServicer_to_server(self._kv_events, server)
         services = tuple(f"jdisagg.v1.{name}" for name in names)
         self._health = HealthReporter(server, services, self.engine.health)
-        app = make_app(
-            edge,
-            self.engine,
-            self._metrics_text,
-            config.server.api_key,
-            config.server.allowed_origins,
-            client_api_key=config.server.client_api_key,
+        self.app = Leaving(
+            make_app(
+                edge,
+                self.engine,
+                self._metrics_text,
+                config.server.api_key,
+                config.server.allowed_origins,
+                client_api_key=config.server.client_api_key,
+            )
         )
-        self.app = Leaving(ForeignPages(app, config.server.allowed_origins))
         metrics.set_build(role=config.role, model=self.model_name)
         metrics.set_ready(lambda: self.engine.health().serves)
 

@@ -20,7 +20,6 @@ from jdisagg.api.generation.grammar_gate import GrammarGate
 from jdisagg.api.generation.service import GenerationServicer
 from jdisagg.api.grpc_health import HealthReporter
 from jdisagg.api.http.app import make_app
-from jdisagg.api.http.foreign_pages import ForeignPages
 from jdisagg.api.http.server import HttpServer
 from jdisagg.api.listening import listen
 from jdisagg.core.config import Config
@@ -101,7 +100,7 @@ async def serve(config: Config, process: Process) -> int:
         config.server.allowed_origins,
         client_api_key=config.server.client_api_key,
     )
-    leaving = Leaving(ForeignPages(app, config.server.allowed_origins))
+    leaving = Leaving(app)
     http = HttpServer(leaving, listener, stop_timeout_s=config.server.drain_s)
     process.dump_with(engine.debug_state)
     await server.start()

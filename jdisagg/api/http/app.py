@@ -21,6 +21,7 @@ from jdisagg.api.generation.token_engine import TokenEngine
 from jdisagg.api.http.chat import ChatCompletions
 from jdisagg.api.http.completions import Completions
 from jdisagg.api.http.errors import error_response, plain_error
+from jdisagg.api.http.foreign_pages import ForeignPages
 from jdisagg.api.http.openapi import openapi_document
 from jdisagg.api.http.operations import Operations
 from jdisagg.api.http.request_id import HEADER, RequestIdHeader, shown_request_id
@@ -44,8 +45,8 @@ def make_app(
     client_api_key: str | None = None,
 ) -> Starlette:
     """The application. `edge` None: a role without completions, which serves health, readiness, metrics and debug only.
-    What uses the model asks for a key, if there is one; either will do. `allowed_origins`: of web pages whose scripts may read
-    answers."""
+    What uses the model asks for a key, if there is one; either will do. `allowed_origins`: of web pages whose scripts may call
+    it and read answers."""
     routes = Operations(engine, metrics_text).routes()
     if edge is None:
         routes += [Route(path, _ask_elsewhere, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]
@@ -55,6 +56,7 @@ def make_app(
     layers = [
         *([_cross_origin(allowed_origins)] if allowed_origins else []),  # outside: scripts may read refusals, too
         Middleware(RequestIdHeader, refused=refused),
+        Middleware(ForeignPages, allowed_origins=allowed_origins),
         *([Middleware(_ApiKeyGuard, api_keys=keys)] if (keys := keys_of(api_key) + keys_of(client_api_key)) else []),
     ]
     handlers = {JdisaggError: _on_error, HTTPException: _on_http_error, Exception: _on_bug}

@@ -8,7 +8,6 @@ import httpx
 import pytest
 
 from jdisagg.api.http.app import make_app
-from jdisagg.api.http.foreign_pages import ForeignPages
 from jdisagg.text.tokenizer import Tokenizer
 from tests.unit.api_edge.fakes import FakeEngine, run, serving
 
@@ -28,7 +27,7 @@ async def _ask(
 ) -> httpx.Response:
     engine = FakeEngine(tokenizer, "fox")
     async with serving(engine, tokenizer) as served:
-        app = ForeignPages(make_app(served.edge, engine, lambda: "", key, allowed), allowed)
+        app = make_app(served.edge, engine, lambda: "", key, allowed)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
             return await http.request(method, path, headers=headers, content=content)
 
