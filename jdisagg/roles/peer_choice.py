@@ -66,6 +66,11 @@ class PeerChoice:
         # with nothing to fall back on, asking is better than failing: the others may be unfit
         return (*answering, *down) if self._policy is LocalPrefill.NEVER else answering
 
+    def later(self, request: EngineRequest) -> tuple[str, ...]:
+        """The same for one that those were full for, or lost: of all that are known by now, who may answer."""
+        answering, _ = self._ordered(request, may_be_old=True)
+        return answering
+
     def _ordered(self, request: EngineRequest, *, may_be_old: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Who may answer, and who is down. `may_be_old`: the request's list, which names some that are gone, and not all."""
         named = request.prefill_peers

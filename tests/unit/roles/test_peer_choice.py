@@ -71,6 +71,17 @@ def test_whom_a_router_named_long_ago_and_nobody_has_heard_of_is_asked_after_tho
     assert peers.of(asked(7, peers=named)) == ("gone:1", "heard", "new", "gone:2", "old")
 
 
+def test_a_request_that_all_of_its_routers_list_were_full_for_may_ask_whoever_is_known_by_then() -> None:
+    peers = choice("down", heard=("full",), policy=LocalPrefill.NEVER)
+    named = asked(peers=("gone", "full", "down"))
+    assert peers.later(named) == ("full", "old", "new", "gone"), "and who is down is no newcomer"
+    peers.opened(HandoffId("a", 1), "old", 3)
+    assert peers.later(named) == ("full", "new", "old", "gone")
+    peers.opened(HandoffId("a", 2), "full", 9)
+    assert peers.later(named) == ("full", "new", "old", "gone"), "its router has counted already"
+    assert peers.later(asked(peers=())) == ("new", "old")
+
+
 def test_who_is_down_is_not_asked_where_it_can_be_computed_here() -> None:
     assert choice("router's").of(asked(7)) == ("old", "new")
 
