@@ -88,12 +88,11 @@ def test_one_that_comes_and_does_not_fit_is_no_reason_not_to_ask_the_only_other_
 
 def test_a_request_that_ends_whoever_computes_it_does_not_go_through_the_whole_fleet() -> None:
     side, known = begun("p0")
-    for number in range(1, 20):
+    for number in range(1, MAX_PREFILL_PEERS):
         known[:] = [f"p{number}"]  # each that has died is known no more
-        actions = side.on_message(stream(number), DEAD, 0.0)
-        if not none_of(act.Fail, actions):
-            break
-    assert number == MAX_PREFILL_PEERS
+        assert only(act.OpenStream, side.on_message(stream(number), DEAD, 0.0)).peer == f"p{number}"
+    known[:] = ["another"]
+    assert not none_of(act.Fail, side.on_message(stream(MAX_PREFILL_PEERS), DEAD, 0.0))
 
 
 def test_too_late_says_who_was_full() -> None:
