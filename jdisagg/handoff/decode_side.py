@@ -27,7 +27,7 @@ from jdisagg.handoff.doubts import Doubts
 from jdisagg.handoff.first_token import objection
 from jdisagg.handoff.inbound import Inbound, InboundStage
 from jdisagg.handoff.inbound_stream import InboundStream
-from jdisagg.handoff.ladder import Ladder, is_final, is_unfit
+from jdisagg.handoff.ladder import Ladder, PeersNow, is_final, is_unfit
 from jdisagg.handoff.looks import Looks
 from jdisagg.handoff.messages import HandoffId, PrefillToDecode
 from jdisagg.handoff.recovery import Recovery
@@ -69,12 +69,15 @@ class DecodeSide:
 
     # --- requests
 
-    def start(self, request: EngineRequest, held_tokens: int, peers: tuple[str, ...], now_s: float) -> list[DecodeAction]:
-        """Begin the hand-off of a request that has none; KV of its first `held_tokens` tokens is in place and pinned."""
+    def start(
+        self, request: EngineRequest, held_tokens: int, peers: tuple[str, ...], now_s: float, peers_now: PeersNow = tuple
+    ) -> list[DecodeAction]:
+        """Begin the hand-off of a request that has none; KV of its first `held_tokens` tokens is in place and pinned.
+        `peers_now`: whom to ask later, when `peers` are full or lost."""
         request_id = request.request_id
         assert request_id not in self._live, f"request {request_id} has a live hand-off already"
         assert 0 <= held_tokens <= request.num_tokens, f"request {request_id}: held_tokens is {held_tokens}"
-        record = self._live[request_id] = Inbound(request, held_tokens, Ladder(peers))
+        record = self._live[request_id] = Inbound(request, held_tokens, Ladder(peers, peers_now))
         return self._recovery.begin(record, now_s)
 
     def on_reserved(self, request_id: str, now_s: float) -> list[DecodeAction]:
@@ -180,7 +183,7 @@ class DecodeSide:
 
     def _on_refused(self, record: Inbound, error: RequestError, now_s: float) -> list[DecodeAction]:
         if self._config.local_prefill is LocalPrefill.NEVER and isinstance(error, Unavailable) and not is_unfit(error):
-            return self._recovery.pass_over(record, now_s)  # it drains: wait for another one in its place, rather than fail
+            return self._recovery.pass_over(record, now_s, "draining")  # another one may come in its place
         return self._on_error(record, error, f"refused: {error}", now_s)
 
     def _on_error(self, record: Inbound, error: RequestError | None, cause: str, now_s: float) -> list[DecodeAction]:

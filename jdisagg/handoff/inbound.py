@@ -252,6 +252,8 @@ class Inbound:
     def too_late(self) -> DeadlineExceeded:
         """The error of a request whose deadline passed in the hand-off."""
         where = "without a prefill worker" if self.stream is None else f"with {self.stream.peer}"
+        if self.stage in (InboundStage.WAITING, InboundStage.OPENING) and (why := self.ladder.had_no_room):
+            where = f"{where}; {why}"
         stage = self.stage.value
         return DeadlineExceeded(f"request {self.request.request_id}: deadline passed in the hand-off at stage {stage} {where}")
 

@@ -4,12 +4,18 @@ A worker that failed is not asked again, unless it is the only one: then once mo
 full is asked again after a pause that doubles from 0.1 s to 2 s, for as long as the request's deadline allows. A worker for
 which the request is wrong is never asked again, and its word is not the last: the decode worker has checked the request and
 found it right, so the other one serves less (a shorter context, fewer pages, another model). Nor is one asked again that has a
-setting of its own to blame, which it names.
+setting of its own to blame, which it names. Those that have come since the request was begun are asked when a pause is over,
+before those that were full, and where nobody else is left.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, NumericalError, RequestError, Unavailable
+from jdisagg.core.fleet import MAX_PREFILL_PEERS
+
+PeersNow = Callable[[], tuple[str, ...]]  # whom one request may ask, as it is known now, in order of preference
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
@@ -37,11 +43,13 @@ def is_unfit(error: RequestError | None) -> bool:
 class Ladder:
     """Peers of one request in order of preference, and what became of them."""
 
-    def __init__(self, peers: tuple[str, ...]) -> None:
-        self.peers = tuple(dict.fromkeys(peers))
+    def __init__(self, peers: tuple[str, ...], peers_now: PeersNow = tuple) -> None:
+        """`peers_now`: asked for more when those are not enough."""
+        self.peers = self._first = tuple(dict.fromkeys(peers))
+        self._peers_now = peers_now
         self._num_failures: dict[str, int] = {}
         self._unfit: dict[str, RequestError] = {}
-        self._busy: set[str] = set()
+        self._busy: dict[str, str] = {}  # why
         self._pause_s = FIRST_PAUSE_S
 
     def failed(self, peer: str, error: RequestError | None = None) -> None:
@@ -50,9 +58,9 @@ class Ladder:
         if error is not None and is_unfit(error):
             self._unfit[peer] = error
 
-    def busy(self, peer: str) -> None:
-        """`peer` has no room now."""
-        self._busy.add(peer)
+    def busy(self, peer: str, why: str) -> None:
+        """`peer` has no room now; `why`: "full", say."""
+        self._busy[peer] = why
 
     def ask_all_again(self) -> None:
         """Who had no room may have some by now."""
@@ -63,13 +71,35 @@ class Ladder:
         shunned = {but, *self._num_failures, *self._busy}
         return next((peer for peer in self.peers if peer not in shunned), None)
 
+    def next_or_new_peer(self) -> str | None:
+        """The same, or one that has come since."""
+        peer = self.next_peer()
+        if peer is None:
+            self._join()
+            peer = self.next_peer()
+        return peer
+
+    def resume(self) -> str | None:
+        """Whom to ask when a pause is over: one that has come since, else whoever was full, or `after_pause`."""
+        self._join()
+        new, only = self.next_peer(), self.after_pause()
+        self.ask_all_again()
+        return new or self.next_peer() or only
+
+    def _join(self) -> None:
+        """Those known now, in the order of now. None for a request that may be what its peers died of."""
+        if len(self._num_failures) - len(self._unfit) < MAX_PREFILL_PEERS:
+            self.peers = tuple(dict.fromkeys((*self._peers_now(), *self.peers)))
+
     def after_pause(self) -> str | None:
-        """The peer to ask again after `pause`: a full one, or the only one, that failed once; None = no hope left."""
+        """The peer to ask again after `pause`: a full one, or the only one, that failed once, whoever came since and did not
+        fit; None = no hope left."""
         waiting = [peer for peer in self.peers if peer in self._busy]
         if waiting:
             return waiting[0]
-        if len(self.peers) == 1 and self._num_failures.get(self.peers[0]) == 1 and not self._unfit:
-            return self.peers[0]
+        hopes = [peer for peer in self.peers if peer in self._first or peer not in self._unfit]
+        if len(hopes) == 1 and self._num_failures.get(hopes[0]) == 1 and hopes[0] not in self._unfit:
+            return hopes[0]
         return None
 
     @property
@@ -80,8 +110,12 @@ class Ladder:
             return None
         return next((error for error in self._unfit.values() if isinstance(error, Unavailable)), self._unfit[self.peers[-1]])
 
+    @property
+    def had_no_room(self) -> str:
+        """Who is not asked now for want of room, and why; "" = nobody."""
+        return ", ".join(f"{peer} was {why}" for peer, why in self._busy.items())
+
     def pause(self) -> float:
-        """Seconds to wait before everyone who was full may be asked again; doubles with every call."""
-        self.ask_all_again()
+        """Seconds to wait before `resume`; doubles with every call."""
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
         return pause_s

@@ -76,7 +76,7 @@ class Recovery:
 
     def resume(self, record: Inbound, now_s: float) -> list[DecodeAction]:
         """The pause is over."""
-        peer = record.ladder.next_peer() or record.ladder.after_pause()
+        peer = record.ladder.resume()
         assert peer is not None, f"request {record.request.request_id} waits for nobody"
         return self._open(record, peer, now_s)
 
@@ -94,7 +94,7 @@ class Recovery:
             return self._hedge_again(record, record.doubted, now_s)
         actions = record.hang_up()
         record.ladder.failed(lost, error)
-        if peer := record.ladder.next_peer():
+        if peer := record.ladder.next_or_new_peer():
             return [*actions, record.note("other_prefill", lost, cause, no_kv=no_kv), *self._open(record, peer, now_s)]
         is_hopeless = no_kv and self._config.local_prefill is not LocalPrefill.NEVER  # it would not come the next time either
         if not is_hopeless and (later := record.ladder.after_pause()) is not None:
@@ -102,15 +102,15 @@ class Recovery:
             return [*actions, record.note(rung, lost, cause, no_kv=no_kv), *record.wait(now_s, had_begun=had_begun)]
         return actions + self._last_rungs(record, lost, cause, no_kv=no_kv)
 
-    def pass_over(self, record: Inbound, now_s: float) -> list[DecodeAction]:
-        """The peer answers and takes nothing now: ask another, or the same after a pause."""
+    def pass_over(self, record: Inbound, now_s: float, why: str = "full") -> list[DecodeAction]:
+        """The peer answers and takes nothing now, as it is `why`: ask another, or the same after a pause."""
         assert record.stream is not None
-        record.ladder.busy(record.stream.peer)
+        record.ladder.busy(record.stream.peer, why)
         if record.doubted is not None:
             return self._hedge_again(record, record.doubted, now_s)
         had_begun = record.stream.has_started
         actions = record.hang_up()
-        peer = record.ladder.next_peer()
+        peer = record.ladder.next_or_new_peer()
         return actions + (self._open(record, peer, now_s) if peer else record.wait(now_s, had_begun=had_begun))
 
     # --- hedges
@@ -182,7 +182,7 @@ class Recovery:
         if end:
             record.ladder.failed(quiet.peer, error)
         else:
-            record.ladder.busy(quiet.peer)
+            record.ladder.busy(quiet.peer, "quiet")
         why = f"{'no KV came' if doubted.no_kv else 'nothing heard'} for {doubted.silent_s:.3g} s"
         cause = f"{end or why}; {hedge.peer} was asked meanwhile"
         actions = [

@@ -12,6 +12,7 @@ scheduler's remote sequences and the pool.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from jdisagg.core.config import TransferConfig
@@ -83,7 +84,8 @@ class DecodeRole:
     def _start(self, request: EngineRequest, now_s: float) -> None:
         held_tokens = self._scheduler.held_tokens(request.request_id)
         # Without a peer this may fail the request at once; its stream opens after `admit`, so the output waits a little.
-        self._early += self._execute(self._handoffs.start(request, held_tokens, self._peer_choice.of(request), now_s), now_s)
+        peers, later = self._peer_choice.of(request), partial(self._peer_choice.later, request)
+        self._early += self._execute(self._handoffs.start(request, held_tokens, peers, now_s, later), now_s)
 
     def forget(self, request_id: str) -> None:
         """End its hand-off and drop what arrived for it."""

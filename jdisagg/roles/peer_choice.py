@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
@@ -26,21 +25,30 @@ class PeerChoice:
         self._peers = peers
         self._known_peers = known_peers
         self._asked: dict[str, dict[HandoffId, tuple[str, int]]] = {}  # by request: peer and tokens, until its first token
+        self._waiting = Counter[str]()  # of these the tokens by peer: it is looked at again and again for those that wait
 
     def opened(self, handoff: HandoffId, peer: str, num_tokens: int) -> None:
         """`peer` was asked to compute so many tokens; `closed` must follow."""
         self._asked.setdefault(handoff.request_id, {})[handoff] = (peer, num_tokens)
+        self._waiting[peer] += num_tokens
 
     def computed(self, request_id: str) -> None:
         """Its first token has come: nobody computes its prompt any more."""
-        self._asked.pop(request_id, None)
+        for peer, num_tokens in self._asked.pop(request_id, {}).values():
+            self._no_longer(peer, num_tokens)
 
     def closed(self, handoff: HandoffId) -> None:
         """The stream is over; idempotent."""
         of_request = self._asked.get(handoff.request_id, {})
-        of_request.pop(handoff, None)
+        if (asked := of_request.pop(handoff, None)) is not None:
+            self._no_longer(*asked)
         if not of_request:
             self._asked.pop(handoff.request_id, None)
+
+    def _no_longer(self, peer: str, num_tokens: int) -> None:
+        self._waiting[peer] -= num_tokens
+        if not self._waiting[peer]:
+            del self._waiting[peer]
 
     def is_here(self, request: EngineRequest) -> bool:
         """Whether the prompt is computed here, without asking anybody."""
@@ -54,33 +62,41 @@ class PeerChoice:
         """Prefill workers to ask, the best first: as the request's router says (least busy first), else, or where all of those
         are down or doubtful, the first known one at which no more than this prompt waits for us already. A stream that has
         begun may have outlived its list: the known ones follow."""
-        is_named = not all(map(self._is_shunned, request.prefill_peers))
-        known, waiting = self._known(request, is_named=is_named), self._waiting()
-        down = [peer for peer in known if self._peers.is_down(peer)]
-        there = [peer for peer in known if peer not in down]
-        if not is_named:
-            there.sort(key=lambda peer: waiting[peer] // max(1, request.num_tokens))
-        # one of another kind is idle, and so is one that only we cannot reach: both come first in a list by load
-        answering = tuple(sorted(there, key=self._peers.is_doubtful))
+        answering, down = self._ordered(request, may_be_old=bool(request.generated_token_ids))
         # with nothing to fall back on, asking is better than failing: the others may be unfit
         return (*answering, *down) if self._policy is LocalPrefill.NEVER else answering
+
+    def later(self, request: EngineRequest) -> tuple[str, ...]:
+        """The same for one that those were full for, or lost: of all that are known by now, who may answer."""
+        answering, _ = self._ordered(request, may_be_old=True)
+        return answering
+
+    def _ordered(self, request: EngineRequest, *, may_be_old: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Who may answer, and who is down. `may_be_old`: the request's list, which names some that are gone, and not all."""
+        named = request.prefill_peers
+        is_named = not all(map(self._is_shunned, named))
+        known = self._known_peers(self._is_shunned) if may_be_old or not is_named else ()
+        everyone, first = dict.fromkeys((*named, *known)), named if is_named else ()
+
+        def num_ahead(peer: str) -> int:
+            return 0 if peer in first else self._waiting[peer] // max(1, request.num_tokens)
+
+        down = tuple(peer for peer in everyone if self._peers.is_down(peer))
+        there = sorted((peer for peer in everyone if peer not in down), key=num_ahead)
+        if may_be_old:
+            there.sort(key=self._unheard_of(named, known).__contains__)
+        # one of another kind is idle, and so is one that only we cannot reach: both come first in a list by load
+        return tuple(sorted(there, key=self._peers.is_doubtful)), down
+
+    def _unheard_of(self, named: tuple[str, ...], known: tuple[str, ...]) -> set[str]:
+        """Of `named`, whom no router tells of any more, and who has not answered us: after a roll, addresses of nobody."""
+        failures = self._peers.failures()
+        return {peer for peer in named if peer not in known and failures.get(peer) != ""}
 
     def _is_shunned(self, peer: str) -> bool:
         """Whether others are asked first, if at all."""
         return self._peers.is_down(peer) or self._peers.is_doubtful(peer)
 
-    def _known(self, request: EngineRequest, *, is_named: bool) -> tuple[str, ...]:
-        if is_named and not request.generated_token_ids:
-            return request.prefill_peers
-        return tuple(dict.fromkeys((*request.prefill_peers, *self._known_peers(self._is_shunned))))
-
-    def _waiting(self) -> Counter[str]:
-        """Tokens by peer."""
-        found = Counter[str]()
-        for peer, num_tokens in chain.from_iterable(streams.values() for streams in self._asked.values()):
-            found[peer] += num_tokens
-        return found
-
     def snapshot(self) -> dict[str, Any]:
         """Tokens that peers compute for us, as JSON-able data."""
-        return dict(self._waiting())
+        return dict(self._waiting)

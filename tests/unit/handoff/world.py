@@ -43,6 +43,7 @@ class World:
     def __init__(self, config: TransferConfig) -> None:
         self.config = config
         self.now_s = 0.0
+        self.known: tuple[str, ...] = ()  # whom requests may ask besides those that they were begun with
         self.keys = itertools.count()
         self.decode = DecodeSide(config, chunk_bytes_per_token=BPT, backend="fake", eos_token_ids=(EOS,))
         self.clients: dict[str, Client] = {}
@@ -59,7 +60,7 @@ class World:
 
     def start(self, request: EngineRequest, held: int, peers: tuple[str, ...]) -> None:
         self.clients[request.request_id] = Client(request, set(range(held)))
-        self.run_decode(self.decode.start(request, held, peers, self.now_s))
+        self.run_decode(self.decode.start(request, held, peers, self.now_s, lambda: self.known))
 
     def reserve(self, request_id: str) -> None:
         self.clients[request_id].reserved = True

@@ -14,11 +14,12 @@ from jdisagg.roles.peer_choice import PeerChoice
 
 
 class Peers:
-    """All well, but `down` and `doubtful`."""
+    """All well, but `down` and `doubtful`; of those that are `heard` it is known, of others nothing is."""
 
-    def __init__(self, *down: str, doubtful: tuple[str, ...] = ()) -> None:
+    def __init__(self, *down: str, doubtful: tuple[str, ...] = (), heard: tuple[str, ...] = ()) -> None:
         self._down = down
         self._doubtful = doubtful
+        self._heard = heard
 
     def is_down(self, peer: str) -> bool:
         return peer in self._down
@@ -26,10 +27,19 @@ class Peers:
     def is_doubtful(self, peer: str) -> bool:
         return peer in self._doubtful
 
+    def failures(self) -> dict[str, str]:
+        return dict.fromkeys(self._heard, "") | dict.fromkeys(self._down, "down")
 
-def choice(*down: str, doubtful: tuple[str, ...] = (), policy: LocalPrefill = LocalPrefill.ON_FAILURE) -> PeerChoice:
+
+def choice(
+    *down: str,
+    doubtful: tuple[str, ...] = (),
+    heard: tuple[str, ...] = (),
+    policy: LocalPrefill = LocalPrefill.ON_FAILURE,
+) -> PeerChoice:
     config = TransferConfig(local_prefill=policy, local_prefill_below_tokens=4)
-    return PeerChoice(config, cast(Any, Peers(*down, doubtful=doubtful)), lambda is_shunned: ("old", "new"))
+    peers = Peers(*down, doubtful=doubtful, heard=heard)
+    return PeerChoice(config, cast(Any, peers), lambda is_shunned: ("old", "new"))
 
 
 def asked(*generated: int, peers: tuple[str, ...] = ("router's", "old")) -> EngineRequest:
@@ -48,7 +58,28 @@ def asked(*generated: int, peers: tuple[str, ...] = ("router's", "old")) -> Engi
 def test_a_stream_that_has_begun_may_be_computed_by_who_has_come_since(
     request_: EngineRequest, wanted: tuple[str, ...]
 ) -> None:
-    assert choice().of(request_) == wanted
+    assert choice(heard=("router's",)).of(request_) == wanted
+
+
+def test_whom_a_router_named_long_ago_and_nobody_has_heard_of_is_asked_after_those_that_are_there() -> None:
+    """Prefill workers have come under new addresses since: each of the old ones would cost a stream that runs a second."""
+    named = ("gone:1", "heard", "gone:2", "new")
+    assert choice(heard=("heard",)).of(asked(7, peers=named)) == ("heard", "new", "old", "gone:1", "gone:2")
+    assert choice(heard=("heard",)).of(asked(peers=named)) == named, "its router has just chosen them"
+    doubtful, never = ("heard", "new"), LocalPrefill.NEVER
+    peers = choice("old", "gone:2", heard=("heard",), doubtful=doubtful, policy=never)
+    assert peers.of(asked(7, peers=named)) == ("gone:1", "heard", "new", "gone:2", "old")
+
+
+def test_a_request_that_all_of_its_routers_list_were_full_for_may_ask_whoever_is_known_by_then() -> None:
+    peers = choice("down", heard=("full",), policy=LocalPrefill.NEVER)
+    named = asked(peers=("gone", "full", "down"))
+    assert peers.later(named) == ("full", "old", "new", "gone"), "and who is down is no newcomer"
+    peers.opened(HandoffId("a", 1), "old", 3)
+    assert peers.later(named) == ("full", "new", "old", "gone")
+    peers.opened(HandoffId("a", 2), "full", 9)
+    assert peers.later(named) == ("full", "new", "old", "gone"), "its router has counted already"
+    assert peers.later(asked(peers=())) == ("new", "old")
 
 
 def test_who_is_down_is_not_asked_where_it_can_be_computed_here() -> None:

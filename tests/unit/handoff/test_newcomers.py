@@ -1,0 +1,123 @@
+"""A prefill worker that comes while a request waits, or after it was begun, is asked for it like for any later one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from jdisagg.core.config import TransferConfig
+from jdisagg.core.errors import HandoffLost, InvalidRequest, Overloaded, Unavailable
+from jdisagg.core.fleet import MAX_PREFILL_PEERS
+from jdisagg.handoff import actions as act
+from jdisagg.handoff.decode_side import DecodeSide
+from jdisagg.handoff.messages import Accepted, HandoffId, Refused
+from tests.unit.handoff.rig import CONFIG, DEAD, H2, NEVER, H, decode_side, none_of, only, request
+from tests.unit.handoff.test_both_sides import PEER_LISTS, HandoffMachine
+
+FULL = Refused(error=Overloaded("4096 requests are waiting"))
+SHORT = Refused(error=InvalidRequest("too long"))
+DRAINING = Refused(error=Unavailable("draining"))
+
+
+def begun(*peers: str, config: TransferConfig = NEVER) -> tuple[DecodeSide, list[str]]:
+    """The hand-off of a request, and the prefill workers as they are known: a test adds to them."""
+    side, known = decode_side(config), list(peers)
+    side.start(request(), 0, peers, 0.0, lambda: tuple(known))
+    return side, known
+
+
+def stream(serial: int) -> HandoffId:
+    return HandoffId("r", serial)
+
+
+def test_who_comes_while_a_request_waits_is_asked_after_the_pause_before_those_that_were_full() -> None:
+    side, known = begun("p")
+    side.on_message(H, FULL, 0.0)
+    known.append("q")
+    assert only(act.OpenStream, side.tick(0.1)).peer == "q"
+    assert only(act.OpenStream, side.on_message(H2, FULL, 0.1)).peer == "p", "a pause is over for it, too"
+    assert none_of(act.OpenStream, side.on_message(stream(3), FULL, 0.1))
+    assert only(act.OpenStream, side.tick(0.31)).peer == "p", "the first of those known"
+
+
+@pytest.mark.parametrize("message", [FULL, DRAINING])
+def test_who_has_come_meanwhile_is_asked_without_a_pause(message: Refused) -> None:
+    side, known = begun("p")
+    known.insert(0, "q")
+    assert only(act.OpenStream, side.on_message(H, message, 0.0)).peer == "q"
+
+
+@pytest.mark.parametrize("config", [NEVER, CONFIG])
+def test_who_has_come_meanwhile_goes_on_where_all_others_were_lost(config: TransferConfig) -> None:
+    side, known = begun("p", config=config)
+    known[:] = ["q"]
+    moved = side.on_message(H, DEAD, 0.0)
+    assert (only(act.OpenStream, moved).peer, only(act.Recovered, moved).rung) == ("q", "other_prefill")
+
+
+def test_who_comes_in_the_pause_of_the_only_one_that_was_lost_is_asked_instead() -> None:
+    side, known = begun("p")
+    assert only(act.Recovered, side.on_message(H, DEAD, 0.0)).rung == "reconnect"
+    known.append("q")
+    assert only(act.OpenStream, side.tick(0.1)).peer == "q"
+    side.on_message(H2, Accepted(cached_tokens=0), 0.1)
+    assert side.counts()["accepted"] == 1
+
+
+def test_what_became_of_a_peer_is_not_forgotten_when_others_come() -> None:
+    side, known = begun("lost", "short", "full")
+    side.on_message(H, DEAD, 0.0)
+    side.on_message(H2, SHORT, 0.0)
+    assert none_of(act.OpenStream, side.on_message(stream(3), FULL, 0.0))
+    known.append("new")
+    assert only(act.OpenStream, side.tick(0.1)).peer == "new"
+    assert only(act.OpenStream, side.on_message(stream(4), FULL, 0.1)).peer == "full"
+    assert none_of(act.OpenStream, side.on_message(stream(5), FULL, 0.1))
+    assert only(act.OpenStream, side.tick(0.31)).peer == "full"
+
+
+def test_one_that_comes_and_does_not_fit_is_no_reason_not_to_ask_the_only_other_one_once_more() -> None:
+    side, known = begun("p")
+    known.append("short")
+    assert only(act.OpenStream, side.on_message(H, DEAD, 0.0)).peer == "short"
+    assert none_of(act.Fail, side.on_message(H2, SHORT, 0.0))
+    assert only(act.OpenStream, side.tick(0.1)).peer == "p"
+    assert isinstance(only(act.Fail, side.on_message(stream(3), DEAD, 0.1)).error, HandoffLost)
+
+
+def test_a_request_that_ends_whoever_computes_it_does_not_go_through_the_whole_fleet() -> None:
+    side, known = begun("p0")
+    for number in range(1, MAX_PREFILL_PEERS):
+        known[:] = [f"p{number}"]  # each that has died is known no more
+        assert only(act.OpenStream, side.on_message(stream(number), DEAD, 0.0)).peer == f"p{number}"
+    known[:] = ["another"]
+    assert not none_of(act.Fail, side.on_message(stream(MAX_PREFILL_PEERS), DEAD, 0.0))
+
+
+def test_too_late_says_who_was_full() -> None:
+    text = "request r: deadline passed in the hand-off at stage"
+    side, known = begun("p", "q", "s")
+    side.on_message(H, FULL, 99.9)
+    side.on_message(H2, DRAINING, 99.9)
+    assert only(act.Fail, side.tick(100.0)).error.message == f"{text} opening with s; p was full, q was draining"
+    side, known = begun("p")
+    side.on_message(H, FULL, 99.95)
+    assert only(act.Fail, side.tick(100.0)).error.message == f"{text} waiting without a prefill worker; p was full"
+    side, known = begun("p")
+    side.on_message(H, FULL, 99.0)
+    known.append("q")
+    side.tick(99.5)
+    side.on_message(H2, Accepted(cached_tokens=0), 99.6)
+    assert only(act.Fail, side.tick(100.0)).error.message == f"{text} accepted with q", "it is that one's queue"
+
+
+class NewcomersMachine(HandoffMachine):
+    """The same where prefill workers come and go."""
+
+    @rule(peers=st.sampled_from(PEER_LISTS))
+    def know(self, peers: tuple[str, ...]) -> None:
+        self.world.known = peers
+
+
+TestNewcomers = NewcomersMachine.TestCase
