@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from jdisagg.api.generation.edge import Edge
-from jdisagg.api.generation.intake import check_ranges
+from jdisagg.api.generation.sampling_bounds import check_ranges
 from jdisagg.api.generation.token_engine import PreparesGrammars, TokenEngine
 from jdisagg.api.http.call_format import choose_call_format
 from jdisagg.core.config import ModelConfig, ServerConfig

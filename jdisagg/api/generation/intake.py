@@ -6,17 +6,18 @@ Every bound is checked here, once, for HTTP and gRPC alike; the message names th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 from jdisagg.api.generation.context_length import Prompt, check_length, too_long
 from jdisagg.api.generation.long_texts import LongTexts, Run
+from jdisagg.api.generation.sampling_bounds import check_range, check_sampling, check_token_ids, invalid
 from jdisagg.api.generation.scores import check_prompt_scores, most_answer_tokens, too_many_answer_scores
 from jdisagg.api.generation.token_engine import PreparesGrammars
 from jdisagg.core.errors import InvalidRequest, ModelNotFound
 from jdisagg.core.fleet import ModelCard
-from jdisagg.core.requests import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, EngineRequest, Grammar, SamplingParams
+from jdisagg.core.requests import EngineRequest, Grammar, SamplingParams
 from jdisagg.text.stops import Stop
 from jdisagg.text.tokenizer import Tokenizer
 
@@ -27,22 +28,6 @@ MAX_CACHE_SALT = 1024  # characters: every choice of every prompt carries them, 
 MAX_SEQUENCES = 1024  # prompts times choices of one client request
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
-MAX_LOGIT_BIAS = 300
-MAX_GRAMMAR_BYTES = 2**16  # every choice carries them from process to process, and each compiles them
-NUMBERS: dict[str, tuple[float, float]] = {  # sampling parameters that are any number in [low, high], but for top_p: (0, 1]
-    "temperature": (0, 100),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 100),  # less makes logits infinite
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-}
-_COUNTS = {
-    "min_tokens": (0, 2**31 - 1),
-    "top_k": (1, 2**31 - 1),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +119,7 @@ async def admit(
             seed=(first_seed + (number if request.seed is None else 0)) % 2**32,
         )
         if sampling.min_tokens > sampling.max_tokens:
-            raise _invalid("min_tokens", f"must be at most max_tokens = {sampling.max_tokens}", sampling.min_tokens)
+            raise invalid("min_tokens", f"must be at most max_tokens = {sampling.max_tokens}", sampling.min_tokens)
         engine_requests += [
             EngineRequest(
                 request_id=f"{request.request_id}/{number * request.n + choice}",
@@ -170,32 +155,6 @@ def check_model(name: str, card: ModelCard) -> None:
         raise ModelNotFound(f"model {name!r} is not served here; the served model is {card.name!r}", field="model")
 
 
-def check_sampling(sampling: SamplingParams, card: ModelCard) -> None:
-    """Raise InvalidRequest when a parameter is out of range."""
-    check_ranges(sampling)
-    check_logit_bias(len(sampling.logit_bias))
-    for token_id, bias in sampling.logit_bias:
-        _check_range(f"logit_bias[{token_id}]", bias, -100, 100, field="logit_bias")
-    max_stop_ids = MAX_STOP_TOKEN_IDS - len(card.eos_token_ids)
-    if len(sampling.stop_token_ids) > max_stop_ids:
-        raise _invalid("stop_token_ids", f"may hold at most {max_stop_ids} ids", len(sampling.stop_token_ids))
-    check_token_ids((token_id for token_id, _ in sampling.logit_bias), card.vocab_size, "logit_bias")
-    check_token_ids(sampling.stop_token_ids, card.vocab_size, "stop_token_ids")
-    if sampling.grammar is not None:
-        _check_grammar(sampling.grammar, sampling)
-
-
-def _check_grammar(grammar: Grammar, sampling: SamplingParams) -> None:
-    num_bytes = len(grammar.text.encode())
-    if not 0 < num_bytes <= MAX_GRAMMAR_BYTES:
-        raise _invalid("grammar", f"its text must have 1 to {MAX_GRAMMAR_BYTES} bytes", num_bytes)
-    if sampling.ignore_eos:
-        raise _invalid("ignore_eos", "a constrained answer ends where its grammar ends; leave out one of the two", "true")
-    if sampling.min_tokens > 0:
-        wanted = "a constrained answer ends where its grammar ends; leave it out, or let the grammar ask for more"
-        raise _invalid("min_tokens", wanted, sampling.min_tokens)
-
-
 async def _prepare(grammar: Grammar, grammars: PreparesGrammars | None) -> None:
     """Whoever cannot have it is told before anything is computed."""
     if grammars is None:
@@ -204,46 +163,26 @@ async def _prepare(grammar: Grammar, grammars: PreparesGrammars | None) -> None:
     await grammars.prepare(grammar)
 
 
-def check_logit_bias(num_tokens: int) -> None:
-    """Raise InvalidRequest when it is for too many."""
-    if num_tokens > MAX_LOGIT_BIAS:
-        raise _invalid("logit_bias", f"may hold at most {MAX_LOGIT_BIAS} tokens", num_tokens)
-
-
-def check_ranges(sampling: SamplingParams) -> None:
-    """Raise InvalidRequest when a number is out of range, whatever the model."""
-    for name, (low, high) in (NUMBERS | _COUNTS).items():
-        if (value := getattr(sampling, name)) is not None:
-            _check_range(name, value, low, high, open_below=name == "top_p")
-
-
-def check_token_ids(token_ids: Iterable[int], vocab_size: int, field: str) -> None:
-    """Raise InvalidRequest when an id is outside [0, vocab_size)."""
-    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
-    if wrong is not None:
-        raise _invalid(field, f"token ids must be in [0, {vocab_size}), the model's vocabulary", wrong)
-
-
 def _check_counts(request: TextRequest) -> None:
     if len(request.request_id) > MAX_REQUEST_ID:
-        raise _invalid("request_id", f"may have at most {MAX_REQUEST_ID} characters", len(request.request_id))
+        raise invalid("request_id", f"may have at most {MAX_REQUEST_ID} characters", len(request.request_id))
     if len(request.cache_salt) > MAX_CACHE_SALT:
-        raise _invalid("cache_salt", f"may have at most {MAX_CACHE_SALT} characters", len(request.cache_salt))
-    _check_range("n", request.n, 1, MAX_N)
+        raise invalid("cache_salt", f"may have at most {MAX_CACHE_SALT} characters", len(request.cache_salt))
+    check_range("n", request.n, 1, MAX_N)
     if not request.prompts:
-        raise _invalid("prompt", "must hold at least one prompt", "none")
+        raise invalid("prompt", "must hold at least one prompt", "none")
     num_sequences = len(request.prompts) * request.n
     if num_sequences > MAX_SEQUENCES:
-        raise _invalid("prompt", f"prompts times n may be at most {MAX_SEQUENCES}; send several requests", num_sequences)
+        raise invalid("prompt", f"prompts times n may be at most {MAX_SEQUENCES}; send several requests", num_sequences)
     if len(request.stop) > MAX_STOP_STRINGS:
-        raise _invalid("stop", f"may hold at most {MAX_STOP_STRINGS} strings", len(request.stop))
+        raise invalid("stop", f"may hold at most {MAX_STOP_STRINGS} strings", len(request.stop))
     if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in request.stop):
-        raise _invalid("stop", f"strings must have 1 to {MAX_STOP_LENGTH} characters", "another length")
+        raise invalid("stop", f"strings must have 1 to {MAX_STOP_LENGTH} characters", "another length")
     if request.max_tokens is not None:
-        _check_range("max_tokens", request.max_tokens, 0, 2**31 - 1)
+        check_range("max_tokens", request.max_tokens, 0, 2**31 - 1)
         if request.max_tokens == 0 and not request.echo:
-            raise _invalid("max_tokens", "must be at least 1, or echo must be true to score the prompt alone", 0)
-    _check_range("priority", request.priority, -(2**31), 2**31 - 1)
+            raise invalid("max_tokens", "must be at least 1, or echo must be true to score the prompt alone", 0)
+    check_range("priority", request.priority, -(2**31), 2**31 - 1)
 
 
 async def _tokenize(request: TextRequest, card: ModelCard, tokenizer: Tokenizer, run: Run) -> list[tuple[int, ...]]:
@@ -254,7 +193,7 @@ async def _tokenize(request: TextRequest, card: ModelCard, tokenizer: Tokenizer,
         if isinstance(prompt, str):
             prompt = await run(partial(tokenizer.encode, prompt, add_special_tokens=request.special_tokens.add))
         if not prompt:
-            raise _invalid("prompt", "must hold at least one token", "none")
+            raise invalid("prompt", "must hold at least one token", "none")
         check_token_ids(prompt, card.vocab_size, "prompt")
         _check_room(request, len(prompt), card.max_model_len)
         num_tokens += len(prompt)
@@ -285,16 +224,3 @@ def _max_tokens(request: TextRequest, num_prompt_tokens: int, max_model_len: int
             raise too_many_answer_scores(wanted, most_tokens)
         return wanted
     return min(count for count in (room, request.default_max_tokens, most_tokens) if count is not None)
-
-
-def _check_range(
-    name: str, value: float, low: float, high: float, *, open_below: bool = False, field: str | None = None
-) -> None:
-    """A NaN is in no range."""
-    if not (low < value <= high if open_below else low <= value <= high) or not math.isfinite(value):
-        raise _invalid(field or name, f"{name} must be in {'(' if open_below else '['}{low}, {high}]", value)
-
-
-def _invalid(field: str, wanted: str, got: object) -> InvalidRequest:
-    text = wanted if wanted.startswith(field) else f"{field}: {wanted}"
-    return InvalidRequest(f"{text}; got {got}", field=field)

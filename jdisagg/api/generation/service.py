@@ -20,7 +20,8 @@ from jdisagg.api.codec import encode_finish, encode_provenance, given_sampling, 
 from jdisagg.api.generation.choice import ChoiceResult, Delta, ScoredToken, Transcript, has_many_scores
 from jdisagg.api.generation.context_length import Prompt
 from jdisagg.api.generation.edge import Edge
-from jdisagg.api.generation.intake import DEFAULT_MAX_TOKENS, TextRequest, check_logit_bias, check_model
+from jdisagg.api.generation.intake import DEFAULT_MAX_TOKENS, TextRequest, check_model
+from jdisagg.api.generation.sampling_bounds import check_logit_bias
 from jdisagg.api.unread import Reader, not_taken
 from jdisagg.core.errors import DeadlineExceeded, InvalidRequest, JdisaggError, RequestError
 from jdisagg.core.requests import SamplingParams

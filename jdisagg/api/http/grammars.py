@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jdisagg.api.generation.edge import Edge
-from jdisagg.api.generation.intake import MAX_GRAMMAR_BYTES, Job, TextRequest
+from jdisagg.api.generation.intake import Job, TextRequest
+from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES
 from jdisagg.api.http.body import Body, wrong_type
 from jdisagg.api.http.unserved import OFF, is_one_of
 from jdisagg.core.errors import InvalidRequest

@@ -7,16 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jdisagg.api.generation.intake import (
-    MAX_CACHE_SALT,
-    MAX_GRAMMAR_BYTES,
-    MAX_LOGIT_BIAS,
-    MAX_N,
-    MAX_SEQUENCES,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
-    NUMBERS,
-)
+from jdisagg.api.generation.intake import MAX_CACHE_SALT, MAX_N, MAX_SEQUENCES, MAX_STOP_LENGTH, MAX_STOP_STRINGS
+from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, NUMBERS
 from jdisagg.api.http.grammars import MAX_CHOICES
 from jdisagg.api.http.request_id import MAX_NAME
 from jdisagg.api.http.tokens import MAX_CHARACTERS, MAX_TOKENS

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jdisagg.api.generation.intake import NUMBERS, SpecialTokens, check_logit_bias
+from jdisagg.api.generation.intake import SpecialTokens
+from jdisagg.api.generation.sampling_bounds import NUMBERS, check_logit_bias
 from jdisagg.api.http.body import Body, wrong_type
 from jdisagg.api.http.grammars import read_grammar
 from jdisagg.core.errors import InvalidRequest

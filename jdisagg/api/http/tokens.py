@@ -12,8 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from jdisagg.api.generation.edge import Edge
-from jdisagg.api.generation.intake import check_model, check_token_ids
+from jdisagg.api.generation.intake import check_model
 from jdisagg.api.generation.long_texts import INLINE_CHARACTERS
+from jdisagg.api.generation.sampling_bounds import check_token_ids
 from jdisagg.api.http.body import read_body
 from jdisagg.api.http.long_json import long_json
 from jdisagg.api.http.messages import render_prompt

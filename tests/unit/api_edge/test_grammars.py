@@ -12,7 +12,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from jdisagg.api.generation.edge import Edge
-from jdisagg.api.generation.intake import MAX_GRAMMAR_BYTES, TextRequest
+from jdisagg.api.generation.intake import TextRequest
+from jdisagg.api.generation.sampling_bounds import MAX_GRAMMAR_BYTES
 from jdisagg.api.http.body import Body
 from jdisagg.api.http.grammars import read_grammar
 from jdisagg.core.errors import InvalidRequest
