@@ -9,6 +9,7 @@ from jdisagg.aot.accelerators import Accelerator
 from jdisagg.aot.planned import PlannedEngine, planned_mesh
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
+from jdisagg.engine.page_sizes import check_page_size
 from jdisagg.engine.sizing import DeviceMemory, EngineSizes, pages_for, size_engine, steps_bytes, takes_share
 from jdisagg.kv.pool import MIN_PAGES
 from jdisagg.models.abstract import abstract_params, bytes_per_device
@@ -64,6 +65,12 @@ def make_budget(
     sizes, problem = None, None
     try:
         sizes = size_engine(form.spec, layout, config, engine.role, lambda: memory)
+        check_page_size(
+            *(layout, mesh),
+            num_heads=form.spec.attention.num_heads,
+            pages_per_seq=sizes.device.pages_per_seq,
+            numerics=config.model.numerics,
+        )
     except ConfigError as error:
         problem = error.message
     longest = config.model.max_model_len or form.spec.max_model_len

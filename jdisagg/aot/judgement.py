@@ -53,7 +53,7 @@ def limits(budget: Budget, config: Config, spec: ModelSpec, times: Sequence[Step
     found = []
     slots = config.scheduler.max_num_seqs
     if budget.problem is not None:
-        return ["device memory"]
+        return ["device memory"] if budget.missing_bytes else []
     if config.model.max_model_len is None and budget.max_model_len < spec.max_model_len:
         found.append(f"KV memory: requests of at most {budget.max_model_len:,} of the model's {spec.max_model_len:,} tokens")
     if budget.full_requests < slots:

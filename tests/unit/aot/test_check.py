@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import jax
 import pytest
@@ -171,6 +172,26 @@ def test_what_no_pools_leave_room_for_is_said_of_colocated_engines() -> None:
     config = Config(role="colocated", scheduler=SchedulerConfig(max_num_batched_tokens=4096))
     (problem,) = said_of("llama3-8b", "v6e:1x1", config).problems
     assert problem.endswith("their weights leave no room for pools: give them devices of their own")
+
+
+def test_page_tables_that_are_too_long_for_the_kernels_are_a_problem_and_larger_pages_would_fit(tmp_path: Path) -> None:
+    long = {**read_model_config(str(MODELS / "llama3-8b.json")), "max_position_embeddings": 2**22, "num_hidden_layers": 2}
+    (tmp_path / "long.json").write_text(json.dumps(long))
+    report = said_of(str(tmp_path / "long"), "v6e:1x1", Config(role="unified"))
+    (engine,) = report.engines
+    (problem,) = engine.problems
+    assert problem.startswith("--page-size: got 16, ")
+    assert not report.fits
+    (remedy,) = [each for each in engine.remedies if each.change.startswith("--page-size ")]
+    assert f"give {remedy.change.removeprefix('--page-size ')}," in problem
+    assert engine.limits == (), "memory is none"
+
+
+def test_pages_that_exact_cannot_take_are_a_problem_with_those_that_it_can() -> None:
+    config = Config(role="unified", model=ModelConfig(numerics=Numerics.EXACT), cache=CacheConfig(page_size=48))
+    (engine,) = said_of("llama3-8b", "v6e:2x2", config).engines
+    assert engine.problems[0].startswith("--page-size: got 48, wanted 16, 32, 64, 128 or 256 for --numerics exact on TPU")
+    assert any(remedy.change == "--page-size 16" for remedy in engine.remedies)
 
 
 def test_a_step_is_bound_by_the_slowest_of_memory_arithmetic_and_links() -> None:
