@@ -35,14 +35,19 @@ class Blocks:
 
 def blocks_by_rule(*, kv: jax.Array, q: jax.Array, decode: bool, max_pages: int) -> Blocks:
     """Blocks for q [T, H, D], heads-major kv [L, P, K, S, F] (abstract ones too) and page tables of `max_pages` entries."""
-    num_kv_heads, page_size, features = kv.shape[2:]
-    token_bytes = num_kv_heads * features * kv.dtype.itemsize
-    keys = max(_LEAST_KEYS, min(_MOST_KEYS, _BUFFER_BYTES // token_bytes))
-    pages = max(1, min(power_of_two(keys) // page_size, max_pages))
+    num_kv_heads, page_size = kv.shape[2:4]
+    pages = max(1, min(keys_by_rule(kv) // page_size, max_pages))
     if decode:
         return Blocks(1, pages)
     wanted = max(_LEAST_QUERIES, _PRODUCT_ROWS * num_kv_heads // q.shape[1])
     return Blocks(min(power_of_two(wanted), _MOST_QUERIES, whole(q.shape[0])), pages)
+
+
+def keys_by_rule(kv: jax.Array) -> int:
+    """Tokens of a block of keys, where whole pages make it up and sequences may be that long."""
+    num_kv_heads, _, features = kv.shape[2:]
+    token_bytes = num_kv_heads * features * kv.dtype.itemsize
+    return power_of_two(max(_LEAST_KEYS, min(_MOST_KEYS, _BUFFER_BYTES // token_bytes)))
 
 
 def tuned(device_kind: str) -> BlockTable | None:

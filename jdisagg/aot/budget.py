@@ -9,7 +9,8 @@ from jdisagg.aot.accelerators import Accelerator
 from jdisagg.aot.planned import PlannedEngine, planned_mesh
 from jdisagg.core.config import Config
 from jdisagg.core.errors import ConfigError
-from jdisagg.engine.sizing import DeviceMemory, EngineSizes, pages_for, size_engine, steps_bytes
+from jdisagg.engine.page_sizes import check_page_size
+from jdisagg.engine.sizing import DeviceMemory, EngineSizes, pages_for, size_engine, steps_bytes, takes_share
 from jdisagg.kv.pool import MIN_PAGES
 from jdisagg.models.abstract import abstract_params, bytes_per_device
 from jdisagg.models.limits import check_model
@@ -30,6 +31,7 @@ class Budget:
     max_model_len: int  # tokens one request may have
     missing_bytes: int  # to hold weights, steps and one request of full length; 0 when it fits
     problem: str | None
+    is_share: bool  # the pool is what is left of `usable_bytes`
 
     @property
     def kv_tokens(self) -> int:
@@ -63,6 +65,12 @@ def make_budget(
     sizes, problem = None, None
     try:
         sizes = size_engine(form.spec, layout, config, engine.role, lambda: memory)
+        check_page_size(
+            *(layout, mesh),
+            num_heads=form.spec.attention.num_heads,
+            pages_per_seq=sizes.device.pages_per_seq,
+            numerics=config.model.numerics,
+        )
     except ConfigError as error:
         problem = error.message
     longest = config.model.max_model_len or form.spec.max_model_len
@@ -86,6 +94,7 @@ def make_budget(
         max_model_len=longest if sizes is None else sizes.runner.max_model_len,
         missing_bytes=missing,
         problem=problem,
+        is_share=limit is not None and takes_share(layout, config.cache),
     )
     return budget, sizes if problem is None else None
 

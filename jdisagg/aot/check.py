@@ -61,7 +61,7 @@ def check(question: Question) -> Report:
         source=accelerator.source,
         versions=_versions(),
         engines=tuple(engines),
-        problems=tuple(sharing_problems(engines, _shared_gib(config, accelerator))),
+        problems=tuple(sharing_problems(engines, _shared_gib(config, accelerator), one_process=config.role == "colocated")),
     )
 
 

@@ -11,6 +11,7 @@ from jdisagg.aot.compiled import CompiledStep
 from jdisagg.aot.report import EngineReport
 from jdisagg.aot.roofline import StepTime
 from jdisagg.core.config import Config
+from jdisagg.kv.pool import MIN_PAGES
 from jdisagg.models.spec import ModelSpec
 
 _BOUND = {"memory": "memory bandwidth", "arithmetic": "arithmetic", "interconnect": "the links between devices"}
@@ -52,7 +53,7 @@ def limits(budget: Budget, config: Config, spec: ModelSpec, times: Sequence[Step
     found = []
     slots = config.scheduler.max_num_seqs
     if budget.problem is not None:
-        return ["device memory"]
+        return ["device memory"] if budget.missing_bytes else []
     if config.model.max_model_len is None and budget.max_model_len < spec.max_model_len:
         found.append(f"KV memory: requests of at most {budget.max_model_len:,} of the model's {spec.max_model_len:,} tokens")
     if budget.full_requests < slots:
@@ -68,8 +69,9 @@ def limits(budget: Budget, config: Config, spec: ModelSpec, times: Sequence[Step
     return found
 
 
-def sharing_problems(engines: Sequence[EngineReport], memory_gib: float | None) -> list[str]:
-    """Engines on one device, which have `memory_gib` of it together."""
+def sharing_problems(engines: Sequence[EngineReport], memory_gib: float | None, *, one_process: bool) -> list[str]:
+    """Engines on one device, which have `memory_gib` of it together. In one process what the first has taken counts as in use
+    for the next, for which a share then leaves nothing: `serve` refuses that."""
     if memory_gib is None:
         return []
     taken: dict[int, list[EngineReport]] = {}
@@ -78,10 +80,29 @@ def sharing_problems(engines: Sequence[EngineReport], memory_gib: float | None) 
             for device in devices:
                 taken.setdefault(device, []).append(engine)
     fullest = max(taken.values(), key=lambda on_it: sum(engine.budget.total_bytes for engine in on_it))
-    total = sum(engine.budget.total_bytes for engine in fullest)
-    if len(fullest) < 2 or total <= memory_gib * GIB:
+    if len(fullest) < 2:
         return []
-    return [
-        f"{len(fullest)} engines share a device and take {total / GIB:.1f} GiB of its {memory_gib:.6g}; give each a share "
-        f"(--device-memory-utilization {0.9 / len(fullest):.2f}), a smaller --kv-cache-bytes, or devices of its own"
-    ]
+    how_many, total = f"{len(fullest)} engines share a device", sum(engine.budget.total_bytes for engine in fullest)
+    if one_process and any(engine.budget.is_share for engine in fullest):
+        return [
+            f"{how_many}: a share of it for the first one's pool leaves nothing for the next; {_sizes(fullest, memory_gib)}"
+        ]
+    if total <= memory_gib * GIB:
+        return []
+    share = f"--device-memory-utilization {0.9 / len(fullest):.2f}"
+    by_share = f"give each a share ({share}), a smaller --kv-cache-bytes, or devices of its own"
+    advice = _sizes(fullest, memory_gib) if one_process else by_share
+    return [f"{how_many} and take {total / GIB:.1f} GiB of its {memory_gib:.6g}; {advice}"]
+
+
+def _sizes(engines: Sequence[EngineReport], memory_gib: float) -> str:
+    """The largest pools with which engines of one shape fit a device together."""
+    budget = engines[0].budget
+    room = int(memory_gib * GIB) - sum(engine.budget.weights_bytes + engine.budget.steps_bytes for engine in engines)
+    num_pages = room // len(engines) // budget.page_bytes
+    if num_pages < MIN_PAGES:
+        return "their weights leave no room for pools: give them devices of their own"
+    return (
+        f"give each pool a size, --num-pages {num_pages} or --kv-cache-bytes {num_pages * budget.page_bytes} at most, or "
+        "devices of its own"
+    )

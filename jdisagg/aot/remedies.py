@@ -18,6 +18,7 @@ from jdisagg.models.form import choose_dtypes
 _SHARES = (0.95, 0.98)
 _GPU_SHARE = 0.95
 _LARGEST_TP = 64
+_PAGE_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # smaller ones, which some kernels do not serve, waste less and take longer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,9 @@ def _attempts(base: _Attempt) -> Iterator[tuple[str, _Attempt]]:
         yield "slots", _set(base, f"--max-num-seqs {slots}", "scheduler", max_num_seqs=slots)
     for length in _halves(config.model.max_model_len or 0, 256):
         yield "length", _set(base, f"--max-model-len {length}", "model", max_model_len=length)
+    for size in _PAGE_SIZES:
+        if size != config.cache.page_size:
+            yield "page", _set(base, f"--page-size {size}", "cache", page_size=size)
     for size in _halves(config.cache.kv_cache_bytes or 0, 2**20):
         yield "pool", _set(base, f"--kv-cache-bytes {size}", "cache", kv_cache_bytes=size)
     for pages in _halves(config.cache.num_pages or 0, 2):

@@ -14,6 +14,7 @@ from jdisagg.engine.device import Device
 from jdisagg.engine.grammar_rows import Grammars
 from jdisagg.engine.model import DecoderModel
 from jdisagg.engine.ops import choose_ops
+from jdisagg.engine.page_sizes import check_page_size
 from jdisagg.engine.runner import ModelRunner
 from jdisagg.engine.sizing import DeviceMemory, EngineSizes, pages_for, size_engine
 from jdisagg.kv.layout import LANES, choose_layout
@@ -29,6 +30,12 @@ def make_runner(loaded: LoadedModel, mesh: Mesh, config: Config, role: Role, gra
     """
     layout = choose_layout(loaded.spec.kv_spec(loaded.kv_dtype), mesh, config.cache.page_size)
     sizes = size_engine(loaded.spec, layout, config, role, partial(_memory, mesh))
+    check_page_size(
+        *(layout, mesh),
+        num_heads=loaded.spec.attention.num_heads,
+        pages_per_seq=sizes.device.pages_per_seq,
+        numerics=config.model.numerics,
+    )
     if layout.is_turned:
         log.warning(
             "%d KV pages, as every step copies the cache (keys and values are %d wide, wanted a multiple of %d); "

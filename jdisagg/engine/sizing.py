@@ -102,6 +102,23 @@ def kv_bytes_left(spec: ModelSpec, config: Config, memory: Sequence[DeviceMemory
     return (free - steps_bytes(spec, config.scheduler)) * len(memory)
 
 
+def takes_share(layout: KVLayout, cache: CacheConfig) -> bool:
+    """True where a pool is what `--device-memory-utilization` leaves of a device; never on CPU, which nobody asks here."""
+    return cache.num_pages is None and cache.kv_cache_bytes is None and not layout.is_turned
+
+
+def check_shared_device(layout: KVLayout, cache: CacheConfig) -> None:
+    """Raise ConfigError for two engines of one process on one device whose pools would be shares of it: what the first has
+    taken counts as in use for the second, and with the weights of both that is always more than the share."""
+    if takes_share(layout, cache):
+        raise ConfigError(
+            f"--device-memory-utilization: {cache.device_memory_utilization} of a device that both engines are on: the first "
+            "one's pool leaves nothing for the second's; give each a size with --kv-cache-bytes or --num-pages, or give more "
+            "devices with --devices",
+            field="device_memory_utilization",
+        )
+
+
 def _num_pages(
     spec: ModelSpec, layout: KVLayout, config: Config, longest: int, memory: Callable[[], Sequence[DeviceMemory] | None]
 ) -> int:

@@ -78,6 +78,10 @@ class ModelSpec:
             raise _unsupported("hidden_act", activation, "silu")
         if config.get("is_causal") not in (None, True):
             raise _unsupported("is_causal", config["is_causal"], "true: a token that sees later ones cannot be generated")
+        if config.get("per_layer_config"):
+            raise _unsupported(
+                "per_layer_config", config["per_layer_config"], "none of it: all layers are alike but for windows"
+            )
         attention = _attention(config, architecture)
         rope = RopeSpec.from_config(config, attention.head_dim)
         return cls(

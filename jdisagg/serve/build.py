@@ -19,6 +19,12 @@ from jdisagg.core.drill import drill_of
 from jdisagg.core.errors import ConfigError
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
+from jdisagg.engine.sizing import check_shared_device
+from jdisagg.kv.layout import choose_layout
+from jdisagg.models.form import choose_dtypes
+from jdisagg.models.resolve import read_config, resolve_model
+from jdisagg.models.sharding import make_mesh
+from jdisagg.models.spec import ModelSpec
 from jdisagg.roles.in_process import InProcessPeers
 from jdisagg.roles.unified import UnifiedRole
 from jdisagg.serve.backends import DecodeBackends, PrefillBackends
@@ -147,7 +153,8 @@ def _colocated(
 ) -> Deployment:
     tp_p, tp_d = config.prefill_tp, config.decode_tp
     if len(devices) == tp_p == tp_d == 1:
-        log.info("both engines on one device, %s: give each pool a size with --kv-cache-bytes or --num-pages", devices[0])
+        _check_shared(config, devices[0])
+        log.info("both engines on one device, %s", devices[0])
         devices = [*devices, *devices]
     if len(devices) < tp_p + tp_d:
         raise ConfigError(
@@ -174,6 +181,15 @@ def _colocated(
     )
     deployment.add_engine(decode, role)
     return deployment
+
+
+def _check_shared(config: Config, device: Any) -> None:
+    """Before weights are loaded, which takes minutes."""
+    if device.platform == "cpu":
+        return
+    spec = ModelSpec.from_config(read_config(resolve_model(config.model.model, weights=False)))
+    _, kv_dtype = choose_dtypes(config.model, device.platform)
+    check_shared_device(choose_layout(spec.kv_spec(kv_dtype), make_mesh([device], 1), config.cache.page_size), config.cache)
 
 
 def _exchange(publisher: DevicePutPublisher, source: Core, target: Core) -> Fetcher:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TOTAL_S = 470.0  # of all sections together; the budgets below add up to it
+KERNELS = ("jax", "flax")
+STEP = (*KERNELS, "safetensors", "orbax.checkpoint", "tensorstore", "huggingface_hub", "tokenizers", "xxhash")
 SERVER = (
-    *("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google.rpc", "starlette", "uvicorn", "uvloop", "httptools"),
-    *("tokenizers", "prometheus_client", "jinja2", "safetensors", "xxhash", "google.protobuf", "llguidance"),
+    *STEP,
+    *("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google.rpc", "google.protobuf", "starlette", "uvicorn"),
+    *("uvloop", "httptools", "prometheus_client", "jinja2", "llguidance"),
 )
-STEP = ("jax", "flax", "safetensors", "orbax.checkpoint", "tensorstore")
-BATCH = (*STEP, *SERVER, "httpx", "tqdm")
-WIRE = ("jax", "grpc", "grpc_status", "google.rpc", "google.protobuf")
+BATCH = (*SERVER, "httpx", "tqdm")
+WIRE = ("jax", "grpc", "grpc_status", "google.rpc", "google.protobuf", "xxhash")
+MOVING = (*WIRE, "flax", "tokenizers", "llguidance")
+AOT = (*STEP, "uvloop")
 DISTRIBUTIONS = {  # where a module and what brings it differ in name
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
@@ -19,6 +23,7 @@ DISTRIBUTIONS = {  # where a module and what brings it differ in name
     "grpc_status": "grpcio-status",
     "google.protobuf": "protobuf",
     "google.rpc": "googleapis-common-protos",
+    "huggingface_hub": "huggingface-hub",
     "prometheus_client": "prometheus-client",
     "orbax.checkpoint": "orbax-checkpoint",
 }
@@ -40,7 +45,7 @@ class Section:
 
 SECTIONS = (
     Section("device", "gpu_kit.device_section", "what jax sees; copy bandwidth and matmul rate", 15, ("jax",)),
-    Section("kernels", "gpu_kit.kernel_section", "every implementation offered here against NumPy float64", 30, ("jax",)),
+    Section("kernels", "gpu_kit.kernel_section", "every implementation offered here against NumPy float64", 30, KERNELS),
     Section("unified", "gpu_kit.engine_section", "one engine: reference streams, TTFT, host overhead", 55, SERVER),
     Section("colocated", "gpu_kit.engine_section", "both engines in one process, the same streams", 30, SERVER, "unified"),
     Section("pair-jax", "gpu_kit.pair_section", PAIR.format("jax"), 40, SERVER, "unified"),
@@ -48,11 +53,11 @@ SECTIONS = (
     Section("pair-shm", "gpu_kit.pair_section", PAIR.format("shm"), 30, SERVER, "unified"),
     Section("cpu-decode", "gpu_kit.cpu_decode_section", "prefill on the accelerator, decode in a CPU process", 30, SERVER),
     Section("hazards", "gpu_kit.hazard_section", "what is known to kill, corrupt or hang, tried here", 25, WIRE),
-    Section("moving", "gpu_kit.moving_section", "gather, scatter and the hand-off between two processes, GB/s", 30, WIRE),
+    Section("moving", "gpu_kit.moving_section", "gather, scatter and the hand-off between two processes, GB/s", 30, MOVING),
     Section("decode", "gpu_kit.decode_section", "decode step against the memory roofline", 50, STEP),
     Section("prefill", "gpu_kit.prefill_section", "prefill step against the matmul rate", 35, STEP),
     Section("batch", "gpu_kit.batch_section", "jdisagg.batch beside transformers' continuous batching", 40, BATCH),
-    Section("aot", "gpu_kit.aot_section", "what jdisagg.aot foretells, tried", 30, STEP),
+    Section("aot", "gpu_kit.aot_section", "what jdisagg.aot foretells, tried", 30, AOT),
 )
 BY_NAME = {section.name: section for section in SECTIONS}
 

@@ -12,7 +12,7 @@ from gpu_kit.setting import Setting
 from gpu_kit.shapes import served_shape
 
 SHARE = 0.4  # of the device's memory, for each of two processes on it
-COLOCATED_BYTES = "16GiB"  # two pools in one process cannot both take a share of what is free
+COLOCATED_BYTES, SMALL_COLOCATED_BYTES = "16GiB", "64MiB"  # two pools in one process cannot both take a share of what is free
 DEAD_AFTER_S, PATIENT_S = 2.0, 20.0  # patient on a CPU that all processes share: there one that stands still is not dead
 STEP_TIMEOUT_S = 60.0
 
@@ -31,7 +31,7 @@ def engine_flags(setting: Setting, *, share: bool = True) -> tuple[str, ...]:
     """Equal for every engine whose streams are compared: the same model, the same executables."""
     scale, small = setting.scale, setting.small
     longest = max(*scale.ttft_prompts, 3 * scale.prompt_tokens[1]) + 64
-    pool = () if small else ("--kv-cache-bytes", COLOCATED_BYTES)
+    pool = ("--kv-cache-bytes", SMALL_COLOCATED_BYTES if small else COLOCATED_BYTES)
     model = served_shape(small=small).write(setting.scratch / "served", longest)
     return (
         *("--model", str(model), "--load-format", "dummy", "--served-model-name", "check", "--numerics", "exact"),

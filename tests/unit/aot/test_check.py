@@ -1,7 +1,9 @@
 """The whole answer on this machine's CPU, beside the real engine that it speaks of."""
 
 import json
+import re
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import jax
 import pytest
@@ -145,6 +147,51 @@ def test_colocated_engines_on_one_device_share_what_one_process_may_use() -> Non
     wide = replace(config, cache=CacheConfig(kv_cache_bytes=40 * 2**30))  # fits the device, not the runtime's share of it
     (problem,) = said_of("llama3-8b", "h200:1", wide).problems
     assert "GiB of its 104.85" in problem
+
+
+@pytest.mark.parametrize("cache", [CacheConfig(device_memory_utilization=0.45), CacheConfig(kv_cache_bytes=40 * 2**30)])
+def test_the_sizes_that_are_advised_for_colocated_engines_on_one_device_fit_and_shares_are_not_advised(
+    cache: CacheConfig,
+) -> None:
+    config = Config(role="colocated", cache=cache)
+    (problem,) = said_of("llama3-8b", "h200:1", config).problems
+    assert "--device-memory-utilization" not in problem
+    found = re.search(r"--num-pages (\d+) or --kv-cache-bytes (\d+) at most", problem)
+    assert found is not None
+    pages, num_bytes = int(found[1]), int(found[2])
+    for sizes in (CacheConfig(num_pages=pages), CacheConfig(kv_cache_bytes=num_bytes)):
+        assert said_of("llama3-8b", "h200:1", replace(config, cache=sizes)).fits
+    assert not said_of("llama3-8b", "h200:1", replace(config, cache=CacheConfig(num_pages=pages + 1))).fits
+
+
+def test_colocated_engines_may_take_shares_of_devices_of_their_own() -> None:
+    assert said_of("llama3-8b", "h200:2", Config(role="colocated")).fits
+
+
+def test_what_no_pools_leave_room_for_is_said_of_colocated_engines() -> None:
+    config = Config(role="colocated", scheduler=SchedulerConfig(max_num_batched_tokens=4096))
+    (problem,) = said_of("llama3-8b", "v6e:1x1", config).problems
+    assert problem.endswith("their weights leave no room for pools: give them devices of their own")
+
+
+def test_page_tables_that_are_too_long_for_the_kernels_are_a_problem_and_larger_pages_would_fit(tmp_path: Path) -> None:
+    long = {**read_model_config(str(MODELS / "llama3-8b.json")), "max_position_embeddings": 2**22, "num_hidden_layers": 2}
+    (tmp_path / "long.json").write_text(json.dumps(long))
+    report = said_of(str(tmp_path / "long"), "v6e:1x1", Config(role="unified"))
+    (engine,) = report.engines
+    (problem,) = engine.problems
+    assert problem.startswith("--page-size: got 16, ")
+    assert not report.fits
+    (remedy,) = [each for each in engine.remedies if each.change.startswith("--page-size ")]
+    assert f"give {remedy.change.removeprefix('--page-size ')}," in problem
+    assert engine.limits == (), "memory is none"
+
+
+def test_pages_that_exact_cannot_take_are_a_problem_with_those_that_it_can() -> None:
+    config = Config(role="unified", model=ModelConfig(numerics=Numerics.EXACT), cache=CacheConfig(page_size=48))
+    (engine,) = said_of("llama3-8b", "v6e:2x2", config).engines
+    assert engine.problems[0].startswith("--page-size: got 48, wanted 16, 32, 64, 128 or 256 for --numerics exact on TPU")
+    assert any(remedy.change == "--page-size 16" for remedy in engine.remedies)
 
 
 def test_a_step_is_bound_by_the_slowest_of_memory_arithmetic_and_links() -> None:

@@ -12,6 +12,7 @@ from bench_kit.machine import commit
 from gpu_kit import runner
 from gpu_kit.runner import Budget, lacking, run_section
 from gpu_kit.sections import LEAST_VERSIONS, SECTIONS, TOTAL_S, Section, picked
+from gpu_kit.setting import FULL, SMALL
 
 BODIES = {
     "fine": "findings.fact(answer=42); findings.check('two is two', True)",
@@ -124,6 +125,12 @@ def test_a_picked_section_brings_device_and_what_it_compares_with() -> None:
     assert [section.name for section in picked("pair-shm")] == ["device", "unified", "pair-shm"]
     with pytest.raises(ValueError, match="decoed unknown, wanted some of device"):
         picked("decoed")
+
+
+def test_the_documentation_tells_how_many_streams_there_are() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "accelerators.md").read_text()
+    assert f": {FULL.num_streams} streams, TTFT" in text
+    assert f"kill -9 of P with {FULL.num_killed} streams under way ({SMALL.num_killed} with `--small`)" in text
 
 
 def test_the_least_versions_are_those_that_the_generated_code_accepts() -> None:

@@ -123,6 +123,7 @@ def test_kv_spec_is_a_window_group_only_when_every_layer_has_it(config: dict[str
         ({"rope_parameters": [1]}, "rope_parameters"),
         ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "rope_scaling"),
         ({"is_causal": False}, "is_causal"),
+        ({"per_layer_config": {"1": {"rms_norm_eps": 1.0}}}, "per_layer_config"),
         ({"architectures": [["LlamaForCausalLM"]]}, "architectures"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 8, "layer_types": [[], {}]}, "layer_types"),
         ({"model_type": "granite"}, "model_type"),
@@ -137,6 +138,11 @@ def test_what_cannot_be_served_is_refused_by_key(config: dict[str, Any], change:
     with pytest.raises(ConfigError, match=key) as caught:
         ModelSpec.from_config({**config, **change})
     assert caught.value.field == key
+
+
+@pytest.mark.parametrize("none", [None, {}])
+def test_no_layer_of_its_own_is_no_error(config: dict[str, Any], none: dict[str, Any] | None) -> None:
+    assert ModelSpec.from_config({**config, "per_layer_config": none}) == ModelSpec.from_config(config)
 
 
 def test_a_linear_rope_stretches_the_context(config: dict[str, Any]) -> None:

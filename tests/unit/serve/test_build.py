@@ -1,0 +1,52 @@
+"""What a colocated worker refuses before it loads anything."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import pytest
+
+from jdisagg.aot.planned import planned_mesh
+from jdisagg.core.config import CacheConfig, Config, ModelConfig
+from jdisagg.core.errors import ConfigError
+from jdisagg.serve import build
+
+CONFIG = Config(role="colocated", model=ModelConfig(model="demo"))
+
+
+class Loads(Exception):
+    """It got as far as the first engine."""
+
+
+def start(config: Config, platform: str, count: int = 1) -> NoReturn:
+    def load(*arguments: Any, **named: Any) -> NoReturn:
+        raise Loads
+
+    devices = [planned_mesh(platform, 1).devices.flat[0] for _ in range(count)]
+    loop = asyncio.new_event_loop()
+    try:
+        build._colocated(config, devices, load, loop=loop, on_crash=lambda error: None)
+    finally:
+        loop.close()
+    raise AssertionError
+
+
+def test_shares_of_one_device_for_both_engines_are_refused_before_anything_is_loaded() -> None:
+    for share in (0.9, 0.45):
+        config = replace(CONFIG, cache=CacheConfig(device_memory_utilization=share))
+        with pytest.raises(ConfigError, match=rf"--device-memory-utilization: {share} .*--kv-cache-bytes or --num-pages"):
+            start(config, "cuda")
+
+
+@pytest.mark.parametrize("cache", [CacheConfig(num_pages=100), CacheConfig(kv_cache_bytes=2**26)])
+def test_pools_of_given_sizes_share_a_device(cache: CacheConfig) -> None:
+    with pytest.raises(Loads):
+        start(replace(CONFIG, cache=cache), "cuda")
+
+
+@pytest.mark.parametrize(("platform", "count"), [("cpu", 1), ("cuda", 2), ("tpu", 1)])
+def test_a_cpu_devices_of_their_own_and_pools_that_are_no_shares_go_on(platform: str, count: int) -> None:
+    with pytest.raises(Loads):  # on TPU the demo's KV is turned in every step, and its pool as small as on a CPU
+        start(CONFIG, platform, count)
