@@ -281,10 +281,14 @@ def _busy(entry: Entry) -> tuple[float, int]:
 
 def _lot(entry: Entry, kin: bytes) -> bytes:
     """Rendezvous hashing: which of several is drawn does not change when others come or go."""
-    return hashlib.blake2b(entry.member.address.encode(), key=kin, digest_size=8).digest()
+    return _draw(entry.member.address, kin)
 
 
 @lru_cache(maxsize=1 << 17)  # pairs; at every heartbeat of a decode worker those with all prefill workers are asked for
 def _seat(prefill: str, decode: str) -> bytes:
     """The lot of a prefill worker for a decode worker, by addresses: not the same one is first for all of these."""
-    return hashlib.blake2b(prefill.encode(), key=hashlib.blake2b(decode.encode()).digest(), digest_size=8).digest()
+    return _draw(prefill, hashlib.blake2b(decode.encode()).digest())
+
+
+def _draw(address: str, kin: bytes) -> bytes:
+    return hashlib.blake2b(address.encode(), key=kin, digest_size=8).digest()
