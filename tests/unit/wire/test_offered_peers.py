@@ -146,9 +146,7 @@ def test_one_that_is_silent_is_asked_one_question_at_a_time(monkeypatch: pytest.
 def test_one_is_kept_without_hand_offs_while_it_is_offered_and_forgotten_then(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         monkeypatch.setattr("jdisagg.api.peer.book.FORGET_S", 0.1)
-        down = list[str]()
         offered, other, d = Prefill(identity()), Prefill(identity()), Decode()
-        d.client._on_down = down.append
         addresses = [await p.start() for p in (offered, other)]
         d.client.offer(frozenset(addresses))
         await until(lambda: all(d.usable(address) for address in addresses))
@@ -156,10 +154,10 @@ def test_one_is_kept_without_hand_offs_while_it_is_offered_and_forgotten_then(mo
         d.client.open(addresses[1], H1, opening("r1"))
         await until(other.opened)
         assert set(d.client.failures()) == set(addresses)
-        assert down == []
+        assert d.down == []
         d.client.offer(frozenset(addresses[1:]))
         assert set(d.client.failures()) == {addresses[1]}
-        assert down == [addresses[0]]
+        assert d.down == [addresses[0]]
         d.client.offer(frozenset())
         assert set(d.client.failures()) == {addresses[1]}, "a hand-off is open there"
         d.client.open(addresses[1], H2, opening("r2"))
@@ -249,7 +247,7 @@ def test_an_answer_from_before_a_connection_broke_says_nothing_of_the_peer_after
         p, d = Prefill(identity()), Decode()
         address = await p.start()
         d.client.offer(frozenset((address,)))
-        link = d.client._link(address)
+        link = d.client._links.of(address)
         await until(lambda: link._hello is not None and link._hello.done())
         await p.server.stop(0)
         d.client._failed(link, "a stream broke")

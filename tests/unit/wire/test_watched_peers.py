@@ -61,9 +61,7 @@ def test_watched_peers_are_known_to_be_down_until_they_answer(monkeypatch):
 def test_peers_that_nobody_asks_any_more_are_forgotten_with_their_connections(monkeypatch: pytest.MonkeyPatch):
     async def body() -> None:
         monkeypatch.setattr("jdisagg.api.peer.book.FORGET_S", 0.2)
-        down: list[str] = []
         watched, old, new, d = Prefill(identity()), Prefill(identity()), Prefill(identity()), Decode()
-        d.client._on_down = down.append
         addresses = [await p.start() for p in (watched, old, new)]
         d.client.watch((addresses[0],))
         d.client.open(addresses[1], H1, opening())
@@ -77,8 +75,8 @@ def test_peers_that_nobody_asks_any_more_are_forgotten_with_their_connections(mo
         d.client.open(addresses[2], HandoffId("r", 3), opening())
         await until(lambda: len(new.opened()) == 2)
         assert set(d.client.failures()) == {addresses[0], addresses[2]}
-        assert down == [addresses[1]]
-        await until(lambda: not d.client._retiring)
+        assert d.down == [addresses[1]]
+        await until(lambda: not d.client._links.num_retiring)
         d.client.open(addresses[1], HandoffId("r", 4), opening())
         await until(lambda: len(old.opened()) == 2)
         await d.client.aclose()
