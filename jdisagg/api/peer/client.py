@@ -67,6 +67,7 @@ class GrpcPeerClient:
             is_heard=lambda peer: (link := self._links.find(peer)) is not None and link.is_used,
             start=self._start,
             draw=random,
+            clock=monotonic,
         )
         self._turns = Turns()
         self._closed = False
@@ -132,10 +133,10 @@ class GrpcPeerClient:
         return len(self._streams)
 
     def offer(self, peers: frozenset[str]) -> None:
-        """These are all prefill workers there are: what has no stream and is none of them has left, and those that are new, or
-        failed, or were not heard for a while, are asked whether they are there. Call it again and again."""
+        """These are all prefill workers there are, until it is called again: what has no stream and is none of them has left,
+        and those that are new, or failed, or were not heard for a while, are asked whether they are there."""
         if not self._closed:
-            self._presence.offer(peers, monotonic())
+            self._presence.offer(peers)
             self._forget([peer for peer in self._book.whys() if peer not in peers])
 
     async def aclose(self) -> None:
@@ -269,15 +270,19 @@ class GrpcPeerClient:
                     self._links.give_up(link, is_gone=True)
 
     async def _ask(self, peer: str) -> None:
-        """Whether it is there: `failures` knows then."""
+        """Whether it is there: `failures` knows then. What is raised is a bug of ours or of grpc; it may be asked again, over a
+        new connection."""
         link = self._links.of(peer)
-        async with link.in_use():
-            try:
+        try:
+            async with link.in_use():
                 theirs = await link.hello(again=True)
                 await link.reach(theirs, begins=False)  # so that it is known before the first request
                 self._answered(link)
-            except HelloFailed as error:
-                self._failed(link, error.error.message, refuses=error.reason == "hello")
-            except Exception as error:  # a bug of ours or of grpc: asked again over a new connection
-                log.exception("asking prefill peer %s whether it is there failed", peer)
-                self._failed(link, repr(error))
+        except HelloFailed as error:
+            self._failed(link, error.error.message, refuses=error.reason == "hello")
+        except Exception as error:
+            self._failed(link, repr(error))
+            raise
+        finally:
+            if not self._presence.is_asked(peer):  # since then
+                self._forget((peer,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from secrets import token_hex
@@ -20,6 +21,8 @@ from jdisagg.core.errors import Unavailable
 from jdisagg.core.told import told
 from jdisagg.handoff.identity import SHARED_PULSE, Identity, Incompatible, agree
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
+
+log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 1.0  # or as long as a silent peer lives
 
@@ -79,7 +82,7 @@ class PeerLink:
         self._unused.clear()
         try:
             if left is not None:
-                await left.close()
+                await self._hang_up(left)
             yield
         finally:
             self._num_users -= 1
@@ -148,7 +151,14 @@ class PeerLink:
             self._hello.cancel()
             await asyncio.gather(self._hello, return_exceptions=True)
         await self._ports.close()
-        await self._channel.close()
+        await self._hang_up(self._channel)
+
+    async def _hang_up(self, channel: grpc.aio.Channel) -> None:
+        """A bug in that is no reason to ask no more."""
+        try:
+            await channel.close()
+        except Exception:
+            log.exception("closing a connection to prefill peer %s failed", self.peer)
 
     async def _say_hello(self) -> Identity:
         try:

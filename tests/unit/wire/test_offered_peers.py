@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.api.peer.link import PeerLink
+from jdisagg.api.peer.link import HelloFailed, PeerLink
 from jdisagg.api.peer.ports import Reached
+from jdisagg.core.errors import Unavailable
 from jdisagg.handoff.identity import Identity
 from tests.unit.wire.peers import H1, H2, Decode, Prefill, opening
 from tests.unit.wire.rig import identity, run_quiet, until
@@ -18,6 +19,7 @@ from tests.unit.wire.rig import identity, run_quiet, until
 @pytest.fixture(autouse=True)
 def _asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jdisagg.api.peer.presence.PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr("jdisagg.api.peer.presence.LOOK_S", 0.02)
 
 
 async def tell(d: Decode, *peers: str) -> None:
@@ -113,6 +115,84 @@ def test_one_that_goes_away_while_nothing_is_asked_of_it_is_known_to_be_down_soo
         telling.cancel()
         await d.client.aclose()
         await busy.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_one_that_fails_while_no_router_speaks_is_asked_until_it_answers(asked: list[str]) -> None:
+    """They may all be away, and D serves its own clients."""
+
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.offer(frozenset((address,)))
+        await until(lambda: d.usable(address))
+        d.client.open(address, H1, opening())
+        await until(p.opened)
+        await p.server.stop(0)
+        await until(lambda: d.client.is_down(address))
+        before = len(asked)
+        await until(lambda: len(asked) > before + 2)
+        again = Prefill(identity(epoch="again"))
+        await again.start(int(address.rpartition(":")[2]))
+        await until(lambda: d.usable(address))
+        assert not d.client.is_down(address)
+        await d.client.aclose()
+        await again.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_one_that_goes_away_while_nobody_speaks_is_known_to_be_down_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jdisagg.api.peer.presence.AGAIN_S", 0.1)
+
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.offer(frozenset((address,)))
+        await until(lambda: d.usable(address))
+        await p.server.stop(0)
+        await until(lambda: d.client.is_down(address))
+        await d.client.aclose()
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_one_that_is_not_offered_any_more_is_not_asked_again_and_leaves_nothing(
+    answers: bool, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered, reach = asyncio.Event(), PeerLink.reach
+
+    async def late(link: PeerLink, theirs: Identity, *, begins: bool) -> Reached:
+        await answered.wait()
+        if not answers:
+            raise HelloFailed("unreachable", Unavailable("it went away"))
+        return await reach(link, theirs, begins=begins)
+
+    monkeypatch.setattr(PeerLink, "reach", late)
+
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.offer(frozenset((address,)))
+        await until(lambda: asked)
+        d.client.offer(frozenset())
+        answered.set()
+        await until(lambda: d.down == [address])
+        assert d.client.failures() == {}
+        await until(lambda: not d.client._links.num_retiring)
+        await until(lambda: not d.client._tasks)  # not even one that looks whether there is anybody
+        assert asked == [address]
+        d.client.offer(frozenset((address,)))
+        d.client.offer(frozenset())  # before it was asked
+        await until(lambda: not d.client._tasks)
+        assert asked == [address]
+        assert d.client._links.find(address) is None
+        d.client.offer(frozenset((address,)))
+        await until(lambda: len(asked) > 1)
+        await d.client.aclose()
+        await p.server.stop(0)
 
     run_quiet(body())
 

@@ -58,6 +58,38 @@ def test_watched_peers_are_known_to_be_down_until_they_answer(monkeypatch):
     run_quiet(body())
 
 
+@pytest.mark.parametrize("fails", ["grpc.aio._channel.Channel.close", "jdisagg.api.peer.link.open_channel"])
+def test_a_connection_that_cannot_be_replaced_does_not_end_the_questions(
+    fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Whatever comes out of gRPC there."""
+    num_fails, closes = 0, fails.endswith("close")
+
+    def fail(*_: object) -> None:
+        nonlocal num_fails
+        num_fails += 1
+        raise OSError("a bug of gRPC")
+
+    async def body() -> None:
+        monkeypatch.setattr("jdisagg.api.peer.presence.PROBE_INTERVAL_S", 0.05)
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.watch((address,))
+        await until(lambda: d.usable(address))
+        with monkeypatch.context() as patch:
+            patch.setattr("jdisagg.api.peer.link.may_have_left", lambda rested_s: num_fails < 3)
+            patch.setattr(fails, fail)
+            await until(lambda: num_fails == 3)
+            assert closes is d.usable(address)
+        await until(lambda: d.usable(address))
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+    bugs = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
+    assert bugs == ["a bug of gRPC"] * (3 if closes else 1)
+
+
 def test_peers_that_nobody_asks_any_more_are_forgotten_with_their_connections(monkeypatch: pytest.MonkeyPatch):
     async def body() -> None:
         monkeypatch.setattr("jdisagg.api.peer.book.FORGET_S", 0.2)
