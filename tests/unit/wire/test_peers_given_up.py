@@ -141,6 +141,26 @@ def test_reads_end_once_when_a_peer_falls_silent_for_all_its_streams() -> None:
     run_quiet(body())
 
 
+@pytest.mark.parametrize("how", ["dead", "heartbeat"])
+def test_one_stream_that_went_well_until_the_peer_was_gone_is_enough(how: str) -> None:
+    """Another one may take seconds to read the last that came, and notices nothing meanwhile."""
+
+    async def body() -> None:
+        config = TransferConfig(heartbeat_s=60.0, dead_after_s=300.0) if how == "heartbeat" else FAST
+        p, d = Prefill(identity(), config), Decode()
+        address = await p.start()
+        await begun(d, p, address, H1)
+        with d.client._links.of(address).carries_stream():
+            if how == "dead":
+                await p.server.stop(0)
+            await until(lambda: d.ends(H1))
+            assert (d.ends(H1), d.down) == ([how], [address])
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
 def test_a_stream_that_a_peer_refuses_at_once_ends_no_reads_of_those_that_it_has_taken_on() -> None:
     """As one does that stops, and finishes what it has."""
 
