@@ -72,7 +72,7 @@ def test_a_hello_that_comes_late_ends_no_reads_while_a_stream_hears_the_peer(mon
     monkeypatch.setattr(peer_link, "HELLO_TIMEOUT_S", 0.3)
 
     async def body() -> None:
-        p, d = Slow(), Decode(config=TransferConfig(heartbeat_s=0.05, dead_after_s=0.3))
+        p, d = Slow(), Decode()
         address = await p.start()
         await begun(d, p, address, H1)
         p.late_s = 60.0
