@@ -52,7 +52,7 @@ class ModelNotFound(RequestError):
 
 
 class NeverConnected(ConnectionError):
-    """Nobody accepted a connection: refused, no way there, or no answer in the time that one takes."""
+    """Nobody accepted a connection: refused, no way there, no answer in the time that one takes, or ended without a word."""
 
 
 class Stalled(TimeoutError):

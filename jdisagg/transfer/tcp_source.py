@@ -105,7 +105,8 @@ class TcpSource:
     # --- connections
 
     def _ask(self, reading: _Reading, locator: Locator, deadline_s: float) -> tuple[_Line, int]:
-        """A connection on which the piece's bytes come, and how many. A kept one on which P does not answer is replaced."""
+        """A connection on which the piece's bytes come, and how many. A kept one on which P does not answer is replaced. A new
+        one that P ends without a word is as good as none: its port is full, and other backends may do."""
         while True:
             line = self._take_kept(reading, locator)
             is_fresh = line is None
@@ -113,6 +114,7 @@ class TcpSource:
                 found = self._names.addresses(locator.host, deadline_s)
                 line = self._enter(reading, _connect(locator, found, deadline_s))
             reply, why = bytearray(REPLY.size), "hung up"  # no exception: it would hold this frame, which would hold it
+            kind: type[ConnectionError] = NeverConnected
             answer_by_s = min(deadline_s, monotonic() + STALL_TIMEOUT_S)
             try:
                 line.socket.settimeout(left_s(answer_by_s))
@@ -121,7 +123,7 @@ class TcpSource:
                     (num_bytes,) = REPLY.unpack(reply)
                     if num_bytes >= UNKNOWN:
                         return line, num_bytes
-                    why, is_fresh = "speaks another protocol", True
+                    why, kind, is_fresh = "speaks another protocol", ConnectionError, True
             except TimeoutError:
                 if is_fresh or answer_by_s == deadline_s:
                     raise
@@ -131,7 +133,7 @@ class TcpSource:
                 why = f"does not answer: {broken}"
             self._give_up(reading)
             if is_fresh or reading.dropped:
-                raise ConnectionError(f"{reading.peer} {why}")
+                raise (ConnectionError if reading.dropped else kind)(f"{reading.peer} {why}")
 
     def _take_kept(self, reading: _Reading, locator: Locator) -> _Line | None:
         with self._lock:

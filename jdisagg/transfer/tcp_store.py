@@ -39,6 +39,7 @@ MAX_CONNECTIONS = 256
 CLOSE_TIMEOUT_S = 2.0
 DISPLACE_TIMEOUT_S = 1.0  # its thread is blocked in recv and ends at once
 SAID_EVERY_S = 10.0  # a line of the log about strangers, or a shortage
+FULL = "tcp: all %d connections are taken; hung up on %s, which goes on over another backend"
 PAUSE_S = 0.1  # when no descriptor or thread is left
 
 
@@ -61,6 +62,7 @@ class TcpStore:
         self._lock = threading.Lock()  # of these two
         self._strangers_told = Seldom(SAID_EVERY_S)
         self._shortage_told = Seldom(SAID_EVERY_S)
+        self._full_told = Seldom(SAID_EVERY_S)
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="tcp-accept", daemon=True)
         self._thread.start()
@@ -111,7 +113,9 @@ class TcpStore:
                     sleep(PAUSE_S)
                 continue
             if self._closed or not self._has_room():
-                connection.close()
+                connection.close()  # D reads its pieces over another backend
+                if not self._closed:
+                    self._full_told.say(log, logging.WARNING, FULL, MAX_CONNECTIONS, peer, now_s=monotonic())
                 continue
             thread = threading.Thread(target=self._serve, args=(connection, peer), name=f"tcp-serve-{peer}", daemon=True)
             with self._lock:

@@ -20,6 +20,7 @@ from typing import Any
 from jdisagg.api.channels import INSECURE, Credentials
 from jdisagg.api.peer.book import PeerBook
 from jdisagg.api.peer.link import HelloFailed, PeerLink
+from jdisagg.api.peer.links import PeerLinks
 from jdisagg.api.peer.presence import Presence
 from jdisagg.api.peer.stream import UNCLEAR, PeerStream, cleared_up
 from jdisagg.api.turns import Turns
@@ -49,24 +50,24 @@ class GrpcPeerClient:
         credentials: Credentials = INSECURE,
         on_down: Callable[[str], None] = _nobody_asks,
     ) -> None:
-        """`post` must be thread-safe and not block; `on_down` hears of a peer whose connection is given up, on the loop."""
+        """`post` must be thread-safe and not block; `on_down` hears of a peer that is gone, or forgotten, on the
+        loop; see PeerLinks."""
         self._identity = identity
         self._loop = loop
         self._post = post
         self._config = config
         self._credentials = credentials
-        self._on_down = on_down
-        self._links: dict[str, PeerLink] = {}
-        self._retiring: set[PeerLink] = set()  # given up for new streams, closed with their last one
+        self._links = PeerLinks(self._make_link, on_down=on_down, start=self._start)
         self._streams: dict[HandoffId, PeerStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._book = PeerBook()
         self._presence = Presence(
             ask=self._ask,
             is_good=lambda peer: self._book.why(peer) == "",
-            is_heard=lambda peer: peer in self._links and self._links[peer].is_used,
+            is_heard=lambda peer: (link := self._links.find(peer)) is not None and link.is_used,
             start=self._start,
             draw=random,
+            clock=monotonic,
         )
         self._turns = Turns()
         self._closed = False
@@ -132,10 +133,10 @@ class GrpcPeerClient:
         return len(self._streams)
 
     def offer(self, peers: frozenset[str]) -> None:
-        """These are all prefill workers there are: what has no stream and is none of them has left, and those that are new, or
-        failed, or were not heard for a while, are asked whether they are there. Call it again and again."""
+        """These are all prefill workers there are, until it is called again: what has no stream and is none of them has left,
+        and those that are new, or failed, or were not heard for a while, are asked whether they are there."""
         if not self._closed:
-            self._presence.offer(peers, monotonic())
+            self._presence.offer(peers)
             self._forget([peer for peer in self._book.whys() if peer not in peers])
 
     async def aclose(self) -> None:
@@ -146,10 +147,7 @@ class GrpcPeerClient:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        links = [*self._links.values(), *self._retiring]
-        self._links = {}
-        self._retiring = set()
-        await asyncio.gather(*(link.close() for link in links))
+        await self._links.close()
 
     def _cross(self, function: Callable[..., Any], *arguments: Any) -> None:
         with suppress(RuntimeError):  # the loop is closed: the process is on its way out
@@ -206,7 +204,7 @@ class GrpcPeerClient:
     async def _live(self, handoff: HandoffId, stream: PeerStream) -> StreamEnded:
         ended = StreamEnded(reason="closed")
         for second in (False, True):
-            link = self._link(stream.peer)
+            link = self._links.of(stream.peer)
             async with link.in_use():
                 try:
                     theirs = await link.hello(again=second)
@@ -225,11 +223,13 @@ class GrpcPeerClient:
                 if stream.closed:
                     break
                 deliver = partial(self._deliver, handoff, stream)
-                ended = await stream.run(link, theirs, reached.backends, deliver)
+                with link.carries_stream():
+                    ended = await stream.run(link, theirs, reached.backends, deliver)
                 if ended.reason == UNCLEAR:
                     ended = await cleared_up(ended, link, theirs.epoch)
-            if ended.reason in ("dead", "heartbeat"):
-                self._failed(link, ended.error.message if ended.error else ended.reason)
+                if ended.reason in ("dead", "heartbeat") and not stream.garbled:
+                    why = ended.error.message if ended.error else ended.reason
+                    self._failed(link, why, is_gone=stream.broke)
             if stream.answered or ended.reason not in ("dead", "epoch"):
                 break
         return StreamEnded(reason="hello", error=ended.error) if ended.reason == "epoch" else ended
@@ -238,35 +238,27 @@ class GrpcPeerClient:
         if self._streams.get(handoff) is stream:
             self._post(FromPrefill(handoff, message))
 
-    def _link(self, peer: str) -> PeerLink:
-        if (link := self._links.get(peer)) is None:
-            is_registered = not self._presence.is_watched(peer)
-            link = self._links[peer] = PeerLink(peer, self._identity, self._credentials, is_registered=is_registered)
-        return link
+    def _make_link(self, peer: str) -> PeerLink:
+        is_registered, dead_after_s = not self._presence.is_watched(peer), self._config.dead_after_s
+        return PeerLink(peer, self._identity, self._credentials, is_registered=is_registered, dead_after_s=dead_after_s)
 
     def _unreached(self, peer: str, backend: str, why: str) -> None:
-        if (link := self._links.get(peer)) is not None:
+        if (link := self._links.find(peer)) is not None:
             link.unreached(backend, why)
 
     def _answered(self, link: PeerLink) -> None:
-        if self._links.get(link.peer) is not link:
+        if not self._links.is_current(link):
             return  # given up since
         if link.draining:  # what it has taken on goes on
             self._book.drains(link.peer)
         else:
             self._book.answered(link.peer)
 
-    def _failed(self, link: PeerLink, why: str, *, refuses: bool = False) -> None:
-        """Forget the connection: the next stream makes a new one. Streams still on it live or die by their own heartbeats."""
-        if self._links.get(link.peer) is link:
-            del self._links[link.peer]
+    def _failed(self, link: PeerLink, why: str, *, refuses: bool = False, is_gone: bool = False) -> None:
+        """Forget the connection: the next stream makes a new one. See PeerLinks."""
+        if self._links.is_current(link):
             self._book.failed(link.peer, why, monotonic(), refuses=refuses)
-            self._give_up(link)
-
-    def _give_up(self, link: PeerLink) -> None:
-        self._retiring.add(link)
-        self._on_down(link.peer)
-        self._start(self._retire(link))
+        self._links.give_up(link, is_gone=is_gone)
 
     def _forget(self, peers: Iterable[str]) -> None:
         """Nobody offers these any more, most of them are dead: their connections and what was known of them go."""
@@ -274,23 +266,23 @@ class GrpcPeerClient:
         for peer in peers:
             if peer not in busy and not self._presence.is_asked(peer):
                 self._book.forget(peer)
-                if (link := self._links.pop(peer, None)) is not None:
-                    self._give_up(link)
-
-    async def _retire(self, link: PeerLink) -> None:
-        await link.retire()
-        self._retiring.discard(link)
+                if (link := self._links.find(peer)) is not None:
+                    self._links.give_up(link, is_gone=True)
 
     async def _ask(self, peer: str) -> None:
-        """Whether it is there: `failures` knows then."""
-        link = self._link(peer)
-        async with link.in_use():
-            try:
+        """Whether it is there: `failures` knows then. What is raised is a bug of ours or of grpc; it may be asked again, over a
+        new connection."""
+        link = self._links.of(peer)
+        try:
+            async with link.in_use():
                 theirs = await link.hello(again=True)
                 await link.reach(theirs, begins=False)  # so that it is known before the first request
                 self._answered(link)
-            except HelloFailed as error:
-                self._failed(link, error.error.message, refuses=error.reason == "hello")
-            except Exception as error:  # a bug of ours or of grpc: asked again over a new connection
-                log.exception("asking prefill peer %s whether it is there failed", peer)
-                self._failed(link, repr(error))
+        except HelloFailed as error:
+            self._failed(link, error.error.message, refuses=error.reason == "hello")
+        except Exception as error:
+            self._failed(link, repr(error))
+            raise
+        finally:
+            if not self._presence.is_asked(peer):  # since then
+                self._forget((peer,))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from secrets import token_hex
 from time import monotonic
 
@@ -21,7 +22,9 @@ from jdisagg.core.told import told
 from jdisagg.handoff.identity import SHARED_PULSE, Identity, Incompatible, agree
 from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
-HELLO_TIMEOUT_S = 1.0
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 1.0  # or as long as a silent peer lives
 
 
 class HelloFailed(Exception):
@@ -37,9 +40,19 @@ class PeerLink:
     """One channel, replaced after a long rest. Used on one event loop, under `in_use`; when the peer's process is gone, drop it
     and make a new one."""
 
-    def __init__(self, peer: str, identity: Identity, credentials: Credentials, *, is_registered: bool = False) -> None:
-        """`is_registered`: `peer` is the address under which a worker registered, so nobody else is to answer there."""
+    def __init__(
+        self,
+        peer: str,
+        identity: Identity,
+        credentials: Credentials,
+        *,
+        is_registered: bool = False,
+        dead_after_s: float = HELLO_TIMEOUT_S,
+    ) -> None:
+        """`is_registered`: `peer` is the address under which a worker registered, so nobody else is to answer there;
+        `dead_after_s`: how long it may be silent."""
         self.peer = peer
+        self._dead_after_s = dead_after_s
         self.draining = False  # by its last Hello: it refuses new hand-offs
         self._is_registered = is_registered
         self._identity = identity
@@ -47,7 +60,8 @@ class PeerLink:
         self._connect()
         self._hello: asyncio.Task[Identity] | None = None
         self._ports = PeerPorts()
-        self._num_streams = 0
+        self._num_users = 0
+        self._num_streams = 0  # of these
         self._unused = asyncio.Event()
         self._unused.set()
         self._unused_at_s = monotonic()
@@ -61,24 +75,38 @@ class PeerLink:
     async def in_use(self) -> AsyncIterator[None]:
         """A stream lives on the channel, or is about to: `retire` waits for it."""
         left = None
-        if self._num_streams == 0 and may_have_left(monotonic() - self._unused_at_s):
+        if self._num_users == 0 and may_have_left(monotonic() - self._unused_at_s):
             left = self._channel
             self._connect()
-        self._num_streams += 1
+        self._num_users += 1
         self._unused.clear()
         try:
             if left is not None:
-                await left.close()
+                await self._hang_up(left)
             yield
         finally:
-            self._num_streams -= 1
-            if self._num_streams == 0:
+            self._num_users -= 1
+            if self._num_users == 0:
                 self._unused_at_s = monotonic()
                 self._unused.set()
 
     @property
     def is_used(self) -> bool:
         """Whether a stream lives on it, which has heartbeats of its own, or a question is under way."""
+        return self._num_users > 0
+
+    @contextmanager
+    def carries_stream(self) -> Iterator[None]:
+        """A stream runs on it, and hears whether the peer lives."""
+        self._num_streams += 1
+        try:
+            yield
+        finally:
+            self._num_streams -= 1
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether one runs now."""
         return self._num_streams > 0
 
     async def retire(self) -> None:
@@ -88,7 +116,7 @@ class PeerLink:
 
     async def hello(self, *, again: bool = False) -> Identity:
         """The peer's identity; asks once and shares the answer. `again`: asks whatever was answered before, and shares a
-        question that is under way. Raises HelloFailed within about a second."""
+        question that is under way. Raises HelloFailed within about a second, or as long as a silent peer lives."""
         if self._hello is None or (again and self._hello.done()):
             self._hello = asyncio.create_task(self._say_hello())
         return await asyncio.shield(self._hello)
@@ -123,12 +151,19 @@ class PeerLink:
             self._hello.cancel()
             await asyncio.gather(self._hello, return_exceptions=True)
         await self._ports.close()
-        await self._channel.close()
+        await self._hang_up(self._channel)
+
+    async def _hang_up(self, channel: grpc.aio.Channel) -> None:
+        """A bug in that is no reason to ask no more."""
+        try:
+            await channel.close()
+        except Exception:
+            log.exception("closing a connection to prefill peer %s failed", self.peer)
 
     async def _say_hello(self) -> Identity:
         try:
             request = peer_pb2.HelloRequest(identity=encode_identity(self._identity))
-            answer = await self._stub.Hello(request, timeout=HELLO_TIMEOUT_S)
+            answer = await self._stub.Hello(request, timeout=max(HELLO_TIMEOUT_S, self._dead_after_s))
         except grpc.aio.AioRpcError as error:
             reason = "hello" if error.code() is grpc.StatusCode.FAILED_PRECONDITION else "unreachable"
             text = f"prefill peer {self.peer}: Hello: {error.code().name}: {told(error.details() or '')}"

@@ -53,6 +53,8 @@ class PeerStream:
         self.peer = peer
         self.answered = False
         self.closed = False
+        self.broke = False  # it went well until the peer was silent, or the connection gone
+        self.garbled = False  # the peer said what cannot be read: it is there
         self._opening = opening
         self._config = config
         self._sent: list[peer_pb2.PrefillRequest] = []  # kept until the first answer
@@ -104,6 +106,7 @@ class PeerStream:
             await cancel_and_wait(read, write)
         if read in done:
             return self._end(read.exception())
+        self.broke = True
         silence = f"prefill peer {self.peer}: no heartbeat for {self._config.dead_after_s} s"
         return StreamEnded(reason="heartbeat", error=Unavailable(silence))
 
@@ -135,10 +138,12 @@ class PeerStream:
         if error is None:
             return StreamEnded(reason="closed")
         if isinstance(error, RequestError):  # P's fault: its own type would have the client believe that it is the request's
+            self.garbled = True
             lost = HandoffLost(f"a message of prefill peer {self.peer} cannot be read: {error}")
             return StreamEnded(reason="dead", error=lost)
         if not isinstance(error, grpc.aio.AioRpcError):
             raise error
+        self.broke = self.answered and error.code() is grpc.StatusCode.UNAVAILABLE
         reason = _REASONS.get(error.code(), "closed")
         if error.code() is grpc.StatusCode.FAILED_PRECONDITION and not self.answered:
             reason = "epoch"

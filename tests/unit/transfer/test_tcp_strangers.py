@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from jdisagg.core.errors import NeverConnected
 from jdisagg.transfer import tcp_store
 from jdisagg.transfer.tcp_source import TcpSource
 from jdisagg.transfer.tcp_store import TcpStore
@@ -60,15 +61,19 @@ def test_strangers_who_say_nothing_are_soon_hung_up_on(
     assert read(source, str(locator)) == b"data"
 
 
-def test_beyond_so_many_connections_p_hangs_up_at_once(
-    store: TcpStore, source: TcpSource, monkeypatch: pytest.MonkeyPatch
+def test_beyond_so_many_connections_p_hangs_up_at_once_and_other_backends_may_do(
+    store: TcpStore, source: TcpSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tcp_store, "MAX_CONNECTIONS", 1)
     locator = store.put("k", b"data")
     assert read(source, locator, peer="first") == b"data"
-    with pytest.raises(ConnectionError):
-        read(source, locator, peer="second")
+    for _ in range(10):
+        with pytest.raises(NeverConnected):  # and no piece is tried twice
+            read(source, locator, peer="second")
     assert read(source, locator, peer="first") == b"data"
+    assert [record.message for record in caplog.records] == [
+        "tcp: all 1 connections are taken; hung up on 127.0.0.1, which goes on over another backend"
+    ]
 
 
 def is_open(connection: socket.socket, within_s: float = 0.3) -> bool:

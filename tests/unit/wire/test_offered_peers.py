@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.api.peer.link import PeerLink
+from jdisagg.api.peer.link import HelloFailed, PeerLink
 from jdisagg.api.peer.ports import Reached
+from jdisagg.core.errors import Unavailable
 from jdisagg.handoff.identity import Identity
 from tests.unit.wire.peers import H1, H2, Decode, Prefill, opening
 from tests.unit.wire.rig import identity, run_quiet, until
@@ -18,6 +19,7 @@ from tests.unit.wire.rig import identity, run_quiet, until
 @pytest.fixture(autouse=True)
 def _asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jdisagg.api.peer.presence.PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr("jdisagg.api.peer.presence.LOOK_S", 0.02)
 
 
 async def tell(d: Decode, *peers: str) -> None:
@@ -117,6 +119,84 @@ def test_one_that_goes_away_while_nothing_is_asked_of_it_is_known_to_be_down_soo
     run_quiet(body())
 
 
+def test_one_that_fails_while_no_router_speaks_is_asked_until_it_answers(asked: list[str]) -> None:
+    """They may all be away, and D serves its own clients."""
+
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.offer(frozenset((address,)))
+        await until(lambda: d.usable(address))
+        d.client.open(address, H1, opening())
+        await until(p.opened)
+        await p.server.stop(0)
+        await until(lambda: d.client.is_down(address))
+        before = len(asked)
+        await until(lambda: len(asked) > before + 2)
+        again = Prefill(identity(epoch="again"))
+        await again.start(int(address.rpartition(":")[2]))
+        await until(lambda: d.usable(address))
+        assert not d.client.is_down(address)
+        await d.client.aclose()
+        await again.server.stop(0)
+
+    run_quiet(body())
+
+
+def test_one_that_goes_away_while_nobody_speaks_is_known_to_be_down_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jdisagg.api.peer.presence.AGAIN_S", 0.1)
+
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.offer(frozenset((address,)))
+        await until(lambda: d.usable(address))
+        await p.server.stop(0)
+        await until(lambda: d.client.is_down(address))
+        await d.client.aclose()
+
+    run_quiet(body())
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_one_that_is_not_offered_any_more_is_not_asked_again_and_leaves_nothing(
+    answers: bool, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered, reach = asyncio.Event(), PeerLink.reach
+
+    async def late(link: PeerLink, theirs: Identity, *, begins: bool) -> Reached:
+        await answered.wait()
+        if not answers:
+            raise HelloFailed("unreachable", Unavailable("it went away"))
+        return await reach(link, theirs, begins=begins)
+
+    monkeypatch.setattr(PeerLink, "reach", late)
+
+    async def body() -> None:
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.offer(frozenset((address,)))
+        await until(lambda: asked)
+        d.client.offer(frozenset())
+        answered.set()
+        await until(lambda: d.down == [address])
+        assert d.client.failures() == {}
+        await until(lambda: not d.client._links.num_retiring)
+        await until(lambda: not d.client._tasks)  # not even one that looks whether there is anybody
+        assert asked == [address]
+        d.client.offer(frozenset((address,)))
+        d.client.offer(frozenset())  # before it was asked
+        await until(lambda: not d.client._tasks)
+        assert asked == [address]
+        assert d.client._links.find(address) is None
+        d.client.offer(frozenset((address,)))
+        await until(lambda: len(asked) > 1)
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+
+
 def test_one_that_is_silent_is_asked_one_question_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting, most = list[str](), 0
 
@@ -146,9 +226,7 @@ def test_one_that_is_silent_is_asked_one_question_at_a_time(monkeypatch: pytest.
 def test_one_is_kept_without_hand_offs_while_it_is_offered_and_forgotten_then(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         monkeypatch.setattr("jdisagg.api.peer.book.FORGET_S", 0.1)
-        down = list[str]()
         offered, other, d = Prefill(identity()), Prefill(identity()), Decode()
-        d.client._on_down = down.append
         addresses = [await p.start() for p in (offered, other)]
         d.client.offer(frozenset(addresses))
         await until(lambda: all(d.usable(address) for address in addresses))
@@ -156,10 +234,10 @@ def test_one_is_kept_without_hand_offs_while_it_is_offered_and_forgotten_then(mo
         d.client.open(addresses[1], H1, opening("r1"))
         await until(other.opened)
         assert set(d.client.failures()) == set(addresses)
-        assert down == []
+        assert d.down == []
         d.client.offer(frozenset(addresses[1:]))
         assert set(d.client.failures()) == {addresses[1]}
-        assert down == [addresses[0]]
+        assert d.down == [addresses[0]]
         d.client.offer(frozenset())
         assert set(d.client.failures()) == {addresses[1]}, "a hand-off is open there"
         d.client.open(addresses[1], H2, opening("r2"))
@@ -249,7 +327,7 @@ def test_an_answer_from_before_a_connection_broke_says_nothing_of_the_peer_after
         p, d = Prefill(identity()), Decode()
         address = await p.start()
         d.client.offer(frozenset((address,)))
-        link = d.client._link(address)
+        link = d.client._links.of(address)
         await until(lambda: link._hello is not None and link._hello.done())
         await p.server.stop(0)
         d.client._failed(link, "a stream broke")

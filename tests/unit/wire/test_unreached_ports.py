@@ -177,7 +177,7 @@ def test_a_stream_that_waits_for_a_proof_keeps_its_channel(firewall: Firewall, m
         address = await p.start()
         d.client.open(address, H1, opening())
         await until(lambda: firewall.tries)
-        d.client._failed(d.client._link(address), "another stream's heartbeats stopped")
+        d.client._failed(d.client._links.of(address), "another stream's heartbeats stopped")
         await until(p.opened)
         assert d.ends(H1) == []
         await d.client.aclose()

@@ -58,12 +58,42 @@ def test_watched_peers_are_known_to_be_down_until_they_answer(monkeypatch):
     run_quiet(body())
 
 
+@pytest.mark.parametrize("fails", ["grpc.aio._channel.Channel.close", "jdisagg.api.peer.link.open_channel"])
+def test_a_connection_that_cannot_be_replaced_does_not_end_the_questions(
+    fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Whatever comes out of gRPC there."""
+    num_fails, closes = 0, fails.endswith("close")
+
+    def fail(*_: object) -> None:
+        nonlocal num_fails
+        num_fails += 1
+        raise OSError("a bug of gRPC")
+
+    async def body() -> None:
+        monkeypatch.setattr("jdisagg.api.peer.presence.PROBE_INTERVAL_S", 0.05)
+        p, d = Prefill(identity()), Decode()
+        address = await p.start()
+        d.client.watch((address,))
+        await until(lambda: d.usable(address))
+        with monkeypatch.context() as patch:
+            patch.setattr("jdisagg.api.peer.link.may_have_left", lambda rested_s: num_fails < 3)
+            patch.setattr(fails, fail)
+            await until(lambda: num_fails >= 3)
+            assert closes is d.usable(address)
+        await until(lambda: d.usable(address))
+        await d.client.aclose()
+        await p.server.stop(0)
+
+    run_quiet(body())
+    bugs = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
+    assert bugs == ["a bug of gRPC"] * (3 if closes else 1)
+
+
 def test_peers_that_nobody_asks_any_more_are_forgotten_with_their_connections(monkeypatch: pytest.MonkeyPatch):
     async def body() -> None:
         monkeypatch.setattr("jdisagg.api.peer.book.FORGET_S", 0.2)
-        down: list[str] = []
         watched, old, new, d = Prefill(identity()), Prefill(identity()), Prefill(identity()), Decode()
-        d.client._on_down = down.append
         addresses = [await p.start() for p in (watched, old, new)]
         d.client.watch((addresses[0],))
         d.client.open(addresses[1], H1, opening())
@@ -77,8 +107,8 @@ def test_peers_that_nobody_asks_any_more_are_forgotten_with_their_connections(mo
         d.client.open(addresses[2], HandoffId("r", 3), opening())
         await until(lambda: len(new.opened()) == 2)
         assert set(d.client.failures()) == {addresses[0], addresses[2]}
-        assert down == [addresses[1]]
-        await until(lambda: not d.client._retiring)
+        assert d.down == [addresses[1]]
+        await until(lambda: not d.client._links.num_retiring)
         d.client.open(addresses[1], HandoffId("r", 4), opening())
         await until(lambda: len(old.opened()) == 2)
         await d.client.aclose()
