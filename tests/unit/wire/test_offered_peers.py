@@ -153,6 +153,7 @@ def test_one_that_goes_away_while_nobody_speaks_is_known_to_be_down_soon(monkeyp
         await until(lambda: d.usable(address))
         await p.server.stop(0)
         await until(lambda: d.client.is_down(address))
+        assert not d.usable(address)
         await d.client.aclose()
 
     run_quiet(body())
