@@ -11,7 +11,7 @@ from jdisagg.core.errors import Unavailable
 from jdisagg.core.requests import FinishReason, Output
 from jdisagg.handoff.events import PeerAlive
 from jdisagg.handoff.messages import HandoffId
-from jdisagg.roles.inbox import Call, Cancel, Submit
+from jdisagg.roles.inbox import Call, Cancel, Message, Submit
 from tests.unit.roles.measured import Unified, read
 from tests.unit.sched.engine_fake import request
 
@@ -70,8 +70,8 @@ def test_when_the_engine_cannot_go_on_those_it_has_not_looked_at_are_told_as_wel
     assert loop is not None
 
     def come() -> None:
-        for name in ("before", "behind"):
-            unified.submit(request(name, (1, 2, 3), 20))
+        for attempt, name in enumerate(("before", "behind")):
+            unified.submit(replace(request(name, (1, 2, 3), 20), attempt=attempt))
             if name == "before":  # a unified engine has no peers
                 inbox.post(PeerAlive(HandoffId("x", 1)) if during_a_step else Call(broken, Future()))
 
@@ -83,11 +83,25 @@ def test_when_the_engine_cannot_go_on_those_it_has_not_looked_at_are_told_as_wel
         come()
     with pytest.raises(AssertionError if during_a_step else KeyboardInterrupt):
         unified.tick()
-    unified.submit(request("late", (1, 2, 3), 20))
+    unified.submit(replace(request("late", (1, 2, 3), 20), attempt=2))
     for _ in range(2):
         loop.fail_all(Unavailable("the engine stopped"))
-    ends = [output.request_id for output in unified.outputs if isinstance(output.error, Unavailable)]
-    assert sorted(ends) == ["before", "behind", "late", "runs"], "each once"
+    ends = [(output.request_id, output.attempt) for output in unified.outputs if isinstance(output.error, Unavailable)]
+    assert sorted(ends) == [("before", 0), ("behind", 1), ("late", 2), ("runs", 0)], "each once, by its own attempt"
+
+
+def test_an_engine_that_cannot_go_on_waits_for_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    unified, waits_s = Unified(), list[float]()
+    loop = unified.engine.loop
+    assert loop is not None
+
+    def drain(wait_s: float) -> list[Message]:
+        waits_s.append(wait_s)
+        return []
+
+    monkeypatch.setattr(unified.engine.inbox, "drain", drain)
+    loop.fail_all(Unavailable("the engine stopped"))
+    assert waits_s == [0.0]
 
 
 def test_a_request_that_the_engine_breaks_on_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:

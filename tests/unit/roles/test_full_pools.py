@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 
 import pytest
@@ -41,14 +42,16 @@ def test_a_prompt_waits_no_moment_for_pages_of_those_whose_receiver_has_none() -
     assert world.tokens("b") == expected(tuple(range(2, 31)), 4)
 
 
-def test_one_that_stood_back_is_shown_in_the_queue_again() -> None:
+def test_one_that_stood_back_is_shown_in_the_queue_again_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "jdisagg.roles.prefill")
     world = two_full_pools()
     while not world.prefill.scheduler.counts()["parked"]:
         world.tick()
     assert world.prefill.loop is not None
     shown = world.prefill.loop.snapshot()["handoff"]["requests"]
-    (parked,) = [record for name, record in shown.items() if name.startswith("b")]
+    ((name, parked),) = [(name, record) for name, record in shown.items() if name.startswith("b")]
     assert (parked["phase"], parked["events"][-1]["event"]) == ("queue", "preempted")
+    assert f"request {name}: gave its pages to waiting prompts, its receiver has none yet" in caplog.messages
     world.settle()
 
 

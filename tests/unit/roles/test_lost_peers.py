@@ -13,7 +13,7 @@ from jdisagg.handoff.messages import ChunkReady, HandoffId, Quiet
 from jdisagg.handoff.silence import ANSWER_TIMEOUT_S
 from jdisagg.transfer.base import PieceFailed
 from tests.unit.roles.measured import read
-from tests.unit.roles.network_fake import FakeFetcher
+from tests.unit.roles.network_fake import CHUNK_TOKENS, FakeFetcher
 from tests.unit.roles.world import PROMPT, World
 from tests.unit.sched.engine_fake import expected, request
 
@@ -46,6 +46,35 @@ def test_a_peer_whose_pieces_stall_is_remembered_as_such(monkeypatch: pytest.Mon
     told = world.outputs["a"][-1].provenance
     assert told is not None
     assert told.recoveries == ("refetch", "other_prefill", "refetch", "local_prefill")
+
+
+def test_the_last_peer_of_a_request_that_fails_for_its_pieces_is_remembered_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(local_prefill=False)
+
+    def stall(self: FakeFetcher, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
+        self._inbox.post(PieceFailed(handoff=handoff, ready=ready, reason="stalled"))
+
+    monkeypatch.setattr(FakeFetcher, "fetch", stall)
+    world.submit(request("a", PROMPT, 6))
+    world.settle()
+    assert isinstance(world.outputs["a"][-1].error, HandoffLost)
+    assert world.wire.without_kv == {"p0", "p1"}
+
+
+def test_what_came_before_the_last_peer_failed_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, fetch, comes = World(local_prefill=True), FakeFetcher.fetch, iter((True,))
+
+    def stall(self: FakeFetcher, handoff: HandoffId, peer: str, ready: ChunkReady, deadline_s: float) -> None:
+        if next(comes, False):
+            fetch(self, handoff, peer, ready, deadline_s)
+        else:
+            self._inbox.post(PieceFailed(handoff=handoff, ready=ready, reason="stalled"))
+
+    monkeypatch.setattr(FakeFetcher, "fetch", stall)
+    world.submit(request("a", PROMPT, 6))
+    world.settle()
+    assert world.tokens("a") == expected(PROMPT, 6)
+    assert world.decode.scheduler.stats.prefill_tokens == len(PROMPT) + 1 - CHUNK_TOKENS, "and the first token"
 
 
 def test_a_peer_whose_pieces_stalled_is_well_again_once_the_kv_of_a_prompt_came_from_it(
@@ -121,6 +150,19 @@ def test_the_log_names_the_request_for_which_every_prefill_worker_failed(caplog:
     assert isinstance(error, HandoffLost)
     failed = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
     assert failed == [error.message.replace("request a: ", "request a: failed: ")]
+
+
+def test_the_log_names_the_request_for_which_no_prefill_worker_answered_in_time(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(local_prefill=False)
+    world.submit(request("a", PROMPT, 6))
+    while not world.outputs["a"]:
+        assert world.now_s < 10 * ANSWER_TIMEOUT_S
+        world.now_s += 0.1
+        world.decode.tick(world.now_s)
+    error = world.outputs["a"][-1].error
+    assert isinstance(error, HandoffLost)
+    assert error.message.replace("request a: ", "request a: failed: ") in caplog.messages
+    world.settle()
 
 
 def peers(world: World, state: str) -> float:

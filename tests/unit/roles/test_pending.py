@@ -13,7 +13,8 @@ from jdisagg.roles.unified import UnifiedRole
 from jdisagg.sched import log_codec
 from jdisagg.sched.plan import Plan
 from tests.unit.roles.engine import Engine
-from tests.unit.roles.world import World
+from tests.unit.roles.second_turn import first_turn
+from tests.unit.roles.world import PEERS, World
 from tests.unit.sched.engine_fake import expected, request
 
 
@@ -109,3 +110,36 @@ def test_a_hand_off_is_listed_on_both_sides_until_it_ends() -> None:
     world.settle()  # asserts that pages, streams, hand-offs and published pieces are gone
     assert decode.snapshot()["streams"] == []
     assert world.tokens("r") == expected(tuple(range(1, 21)), 4)
+
+
+def test_the_state_says_whose_it_is_and_whether_it_drains_and_the_log_what_the_device_works_on() -> None:
+    world = Unified()
+    loop = world.engine.loop
+    assert loop is not None
+    idle = world.tick()
+    assert (idle["worker"], idle["draining"], loop.in_flight_text()) == ("unified", False, "None")
+    world.submit("a", (1, 2, 3), 2)
+    busy = world.tick()
+    assert loop.in_flight_text() == repr(log_codec.decode(busy["in_flight"]))
+    loop.start_draining()
+    assert loop.snapshot()["draining"] is True
+
+
+def test_both_sides_show_whose_kv_lies_ready_and_who_borrows_of_whom() -> None:
+    world = World(local_prefill=False, want_min_tokens=4)
+    prompt = first_turn(world)
+    assert world.prefill.loop is not None
+    assert world.decode.loop is not None
+    world.submit(request("t2", prompt, 4, ignore_eos=True))
+    lent, borrowed, replies, buffered_bytes = set[str](), set[str](), set[int](), set[int]()
+    while not any(output.finish for output in world.outputs["t2"]):
+        world.tick()
+        there, here = world.prefill.loop.snapshot()["handoff"], world.decode.loop.snapshot()["handoff"]
+        assert here["peers"] == dict.fromkeys(PEERS, "")
+        lent |= {name.partition("#")[0] for name in here["lending"]}
+        borrowed |= {loan["from"] for loan in there["borrowing"].values()}
+        replies.add(there["replies"])
+        buffered_bytes.add(there["buffered_bytes"])
+    assert (lent, borrowed, max(replies)) == ({"t2"}, {"d0"}, 1)
+    assert max(buffered_bytes) > 0
+    world.settle()

@@ -64,8 +64,9 @@ def test_the_trace_context_goes_from_the_decode_worker_to_its_prefill_worker(cap
         assert f"{phase} " in decode
 
 
-def test_of_endless_events_the_first_and_the_latest_are_kept() -> None:
-    record = RequestRecord(Metrics(), request("a", (1,), 1), 0.0)
+def test_of_endless_events_the_first_and_the_latest_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "jdisagg.roles.record")
+    record = RequestRecord(Metrics(), request("a", (1,), 1), 0.0, slow_s=0.0)
     for step in range(200):
         record.scheduled(float(step))
         record.preempted(step + 0.5)
@@ -74,3 +75,43 @@ def test_of_endless_events_the_first_and_the_latest_are_kept() -> None:
     assert [event["event"] for event in shown["events"][:2]] == [Event.QUEUED.value, Event.SCHEDULED.value]
     assert shown["events"][-1] == {"event": "preempted", "at_s": 199.5}
     assert shown["events_left_out"] == 401 - MAX_EVENTS
+    record.ended("abort", 0, 200.0)
+    assert told(caplog).endswith(f"finished +200.000 ({402 - MAX_EVENTS} events left out)")
+
+
+def told(caplog: pytest.LogCaptureFixture) -> str:
+    (line,) = caplog.messages
+    caplog.clear()
+    return line
+
+
+def test_a_life_is_logged_with_its_phases_and_events(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "jdisagg.roles.record")
+    record = RequestRecord(Metrics(), request("a", (1,), 2), 100.0, slow_s=6.5)
+    record.scheduled(101.0)
+    record.produced(103.0)
+    record.ended("length", 2, 107.0)
+    phases, events = "queue 1.000 s + prefill 2.000 s + decode 4.000 s", "queued +0.000, scheduled +1.000, finished +7.000"
+    assert told(caplog) == f"request a: length, 2 tokens in 7.000 s = {phases}; {events}"
+
+
+@pytest.mark.parametrize("has_token", [True, False])
+def test_a_hand_off_that_ends_says_whether_its_first_token_was_there(has_token: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "jdisagg.roles.record")
+    record = RequestRecord(Metrics(), request("a", (1,), 2), 100.0, slow_s=0.0)
+    record.scheduled(101.0)
+    if has_token:
+        record.produced(103.0)
+    record.handed_over(107.0)
+    said = "handed over, 1 tokens" if has_token else "given up before its first token, 0 tokens"
+    assert told(caplog).startswith(f"request a: {said} in 7.000 s = ")
+
+
+def test_what_is_shown_of_a_short_life_is_to_the_microsecond_and_leaves_nothing_out() -> None:
+    record = RequestRecord(Metrics(), request("a", (1,), 1), 0.0)
+    record.scheduled(1 / 3)
+    assert record.snapshot() == {
+        "phase": "prefill",
+        "events": [{"event": "queued", "at_s": 0.0}, {"event": "scheduled", "at_s": 0.333333}],
+        "traceparent": "",
+    }

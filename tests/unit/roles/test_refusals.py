@@ -71,14 +71,18 @@ def test_a_full_prefill_worker_tells_its_peer_when_to_come_again() -> None:
     assert isinstance(reply.said[0], Accepted), "its client has the first token, and was promised the rest"
 
 
-def test_a_prefill_worker_without_the_peers_backend_blames_its_setting_and_not_the_request() -> None:
-    world, reply = World(), Reply()
-    opening = Open(request=request("r", PROMPT, 4), held_tokens=0, backend="fast")
+@pytest.mark.parametrize(("backends", "theirs"), [(("fake",), ("fast",)), (("fake", "slow"), ("fast", "faster"))])
+def test_a_prefill_worker_without_the_peers_backend_blames_its_setting_and_not_the_request(
+    backends: tuple[str, ...], theirs: tuple[str, ...]
+) -> None:
+    world, reply = World(backends=backends), Reply()
+    opening = Open(request=request("r", PROMPT, 4), held_tokens=0, backend=theirs[0], backends=theirs)
     world.prefill.inbox.post(PeerOpened(HandoffId("r", 1), opening, "d0", reply))
     world.prefill.tick(0.01)
     (refused,) = reply.said
     assert (type(refused.error), refused.error.field) == (Unavailable, "kv_transfer_backend")
-    assert "wanted one of fake, got fast; see --kv-transfer-backend" in refused.error.message
+    said = f"wanted one of {', '.join(backends)}, got {', '.join(theirs)}; see --kv-transfer-backend"
+    assert said in refused.error.message
 
 
 def test_a_peer_that_names_no_backend_gets_the_first_one() -> None:

@@ -14,7 +14,7 @@ from tests.unit.sched.engine_fake import request
 
 pytestmark = pytest.mark.usefixtures("no_sleep")
 
-SECONDS = {"prefill": 2.0, "decode": 0.125, "upkeep": 0.0}
+SECONDS = {"prefill": 2.0, "mixed": 3.0, "decode": 0.125, "upkeep": 0.0}
 
 
 class Device:
@@ -29,7 +29,8 @@ class Device:
         engine.runner.collect = self.collect  # type: ignore[method-assign]
 
     def dispatch(self, plan: Plan) -> object:
-        self.phases.append("prefill" if plan.prefill else "decode" if plan.decode else "upkeep")
+        computes_prompts = "mixed" if plan.decode else "prefill"
+        self.phases.append(computes_prompts if plan.prefill else "decode" if plan.decode else "upkeep")
         self._done_s = max(self._done_s, self._clock.now_s) + SECONDS[self.phases[-1]]
         self._ends.append(self._done_s)
         return self._dispatch(plan)
@@ -43,10 +44,13 @@ def test_the_time_of_a_step_counts_under_its_own_phase_and_once_though_the_next_
     clock, engine = Ticking(), Engine(Role.UNIFIED, 24, True)
     device = Device(engine, clock)
     engine.run(UnifiedRole(engine.scheduler), clock=clock)
-    for name, num_tokens in (("a", 3), ("b", 1)):  # between them the engine is idle, which is no step's time
-        engine.inbox.post(Submit(request(name, tuple(range(3, 12)), num_tokens, ignore_eos=True), lambda outputs: None))
-        for _ in range(8):
-            engine.tick(clock.now_s)
+    for spell in ({"a": 3}, {"b": 1}, {"c": 9, "joins": 2}):  # between them the engine is idle, which is no step's time
+        for name, num_tokens in spell.items():
+            engine.inbox.post(Submit(request(name, tuple(range(3, 12)), num_tokens, ignore_eos=True), lambda outputs: None))
+            for _ in range(4):
+                engine.tick(clock.now_s)
+        while engine.tick(clock.now_s):
+            pass
         clock.now_s += 60.0
     for phase, seconds in SECONDS.items():
         count = device.phases.count(phase)

@@ -1,11 +1,15 @@
-"""How the end of a request is counted that its client did not wait for."""
+"""How the end of a request is counted and told that its client did not wait for, and what of its tokens."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 import pytest
 
+from jdisagg.core.errors import Unavailable
 from jdisagg.core.metrics import Metrics
-from jdisagg.core.requests import EngineRequest, Output, SamplingParams
+from jdisagg.core.requests import EngineRequest, FinishReason, Output, SamplingParams
 from jdisagg.roles.timeline import DEADLINE_SLACK_S, Timeline
 
 
@@ -19,6 +23,7 @@ def ends(metrics: Metrics) -> dict[str, float]:
     [
         (10.0, "abort"),
         (2 * DEADLINE_SLACK_S, "abort"),
+        (DEADLINE_SLACK_S, "deadline"),
         (DEADLINE_SLACK_S / 2, "deadline"),
         (0.0, "deadline"),
         (-3.0, "deadline"),
@@ -74,3 +79,27 @@ def test_the_first_token_is_waited_for_since_the_request_entered_the_process() -
     asked = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(), deadline_s=100.0, arrived_s=84.0)
     Timeline(metrics, asked, 90.0).delivered(Output(request_id="r", token_ids=(5,)), 91.0)
     assert metrics.requests.ttft_seconds._sum.get() == 7.0
+
+
+FAILED = Output(request_id="r", finish=FinishReason.ERROR, error=Unavailable("nobody is left"))
+
+
+@pytest.mark.parametrize(
+    ("end", "reason", "said"),
+    [
+        (lambda timeline: timeline.delivered(FAILED, 91.0), "unavailable", "Unavailable: nobody is left"),
+        (lambda timeline: timeline.aborted(91.0), "abort", "abort"),
+        (lambda timeline: timeline.aborted(100.0), "deadline", "its client left at the deadline"),
+        (lambda timeline: timeline.stopped(91.0), "stop", "stop string"),
+    ],
+)
+def test_an_end_is_counted_by_its_reason_and_the_log_says_what_it_was(
+    end: Callable[[Timeline], None], reason: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = Metrics()
+    asked = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(), deadline_s=100.0)
+    with caplog.at_level(logging.INFO, "jdisagg.roles.record"):
+        end(Timeline(metrics, asked, 90.0, slow_s=0.0))
+    (line,) = caplog.messages
+    assert line.startswith(f"request r: {said}, 0 tokens in ")
+    assert ends(metrics) == {reason: 1.0}
