@@ -98,7 +98,7 @@ _NOTHING = {
     "--tool-parser-plugin": "formats of calls are those of --tool-call-parser; leave it out, or force calls by tool_choice",
     "--tool-server": "tools are the client's to call; leave it out",
     **dict.fromkeys(("--chat-template", "--hf-chat-template-name", "--trust-request-chat-template"), _ITS_TEMPLATE),
-    "--chat-template-content-format": "content is handed to the template as text; leave it out",
+    "--chat-template-content-format": "whether the template reads text or parts is found when it is loaded; leave it out",
     "--default-chat-template-kwargs": "requests bring chat_template_kwargs; where all want the same, write it in the template",
     "--tokenizer": "the tokenizer is that of --model; leave it out",
     "--tokenizer-mode": "the tokenizer is the tokenizer.json of --model; leave it out",

@@ -74,7 +74,7 @@ class Ladder:
     def next_or_new_peer(self) -> str | None:
         """The same, or one that has come since."""
         peer = self.next_peer()
-        if peer is None:
+        if peer is None and len(self._busy) < MAX_PREFILL_PEERS:  # else enough of them were full for now
             self._join()
             peer = self.next_peer()
         return peer
@@ -87,20 +87,29 @@ class Ladder:
         return new or self.next_peer() or only
 
     def _join(self) -> None:
-        """Those known now, in the order of now. None for a request that may be what its peers died of."""
-        if len(self._num_failures) - len(self._unfit) < MAX_PREFILL_PEERS:
-            self.peers = tuple(dict.fromkeys((*self._peers_now(), *self.peers)))
+        """Those known now, in the order of now, no more at a time than a router names, those that were full last. None for a
+        request that may be what its peers died of, or that none of many could serve."""
+        if self._is_suspect or len(self._unfit) >= 2 * MAX_PREFILL_PEERS:
+            return
+        everyone = dict.fromkeys((*self._peers_now(), *self.peers))
+        hopes = sorted((peer for peer in everyone if peer not in self._num_failures), key=self._busy.__contains__)
+        kept = {*self._num_failures, *hopes[: max(MAX_PREFILL_PEERS, len(self._first))]}
+        self.peers = tuple(peer for peer in everyone if peer in kept)
 
     def after_pause(self) -> str | None:
-        """The peer to ask again after `pause`: a full one, or the only one, that failed once, whoever came since and did not
-        fit; None = no hope left."""
+        """The peer to ask again after `pause`: a full one, or the only one there was at first, that failed once; None = no hope
+        left."""
         waiting = [peer for peer in self.peers if peer in self._busy]
         if waiting:
             return waiting[0]
-        hopes = [peer for peer in self.peers if peer in self._first or peer not in self._unfit]
-        if len(hopes) == 1 and self._num_failures.get(hopes[0]) == 1 and hopes[0] not in self._unfit:
-            return hopes[0]
-        return None
+        at_first = self._first or self.peers
+        if len(at_first) != 1 or self._num_failures.get(at_first[0]) != 1 or at_first[0] in self._unfit or self._is_suspect:
+            return None
+        return at_first[0]
+
+    @property
+    def _is_suspect(self) -> bool:
+        return len(self._num_failures) - len(self._unfit) >= MAX_PREFILL_PEERS
 
     @property
     def verdict(self) -> RequestError | None:

@@ -35,14 +35,20 @@ class Blame:
     def __init__(self) -> None:
         self._stalls = 0
         self._by_worker: dict[tuple[str, str], float] = {}  # of those that may come back
+        self._last_attempt: int | None = None
 
     @property
     def deaths(self) -> float:
         """All together."""
         return self._stalls + sum(self._by_worker.values())
 
-    def add(self, lost: Lost) -> None:
-        """It was in flight there. Silence befalls several workers at once when a host or a network pauses: half a death."""
+    def add(self, lost: Lost, attempt: int) -> None:
+        """It was in flight there, in that attempt, which is lost but once: what follows is said of the worker, which may end or
+        be evicted behind a broken stream. Silence befalls several workers at once when a host or a network pauses: half a
+        death."""
+        if attempt == self._last_attempt:
+            return
+        self._last_attempt = attempt
         if lost.reason == STALLED:  # alive with an engine that stands still: it comes back and is none the better for it
             self._stalls += 1
         elif lost.worker is not None:

@@ -282,7 +282,8 @@ class FleetEngine:
         lost = Lost.of(entry, reason)
         for flight in self._flights.values():
             if flight.entry is entry:
-                flight.setbacks.blame.add(lost)  # now, not when its client reads on: the worker may be back before that
+                # now, not when its client reads on: the worker may be back before that
+                flight.setbacks.blame.add(lost, flight.attempt)
                 flight.events.put(lost)
 
     def _on_back(self, entry: Entry) -> None:

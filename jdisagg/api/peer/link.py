@@ -25,6 +25,9 @@ from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 1.0  # or as long as a silent peer lives
+LONGEST_HELLO_S = (
+    5.0  # with a larger --dead-after-s: a hand-off waits 10 s for its first answer, and shall know of a dead P before
+)
 
 
 class HelloFailed(Exception):
@@ -163,7 +166,7 @@ class PeerLink:
     async def _say_hello(self) -> Identity:
         try:
             request = peer_pb2.HelloRequest(identity=encode_identity(self._identity))
-            answer = await self._stub.Hello(request, timeout=max(HELLO_TIMEOUT_S, self._dead_after_s))
+            answer = await self._stub.Hello(request, timeout=min(max(HELLO_TIMEOUT_S, self._dead_after_s), LONGEST_HELLO_S))
         except grpc.aio.AioRpcError as error:
             reason = "hello" if error.code() is grpc.StatusCode.FAILED_PRECONDITION else "unreachable"
             text = f"prefill peer {self.peer}: Hello: {error.code().name}: {told(error.details() or '')}"

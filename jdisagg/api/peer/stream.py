@@ -85,7 +85,7 @@ class PeerStream:
         """Carry messages both ways until either side ends; says why. "epoch" = the peer is another process than `theirs`,
         UNCLEAR = ask it."""
         outbox, pulse = Outbox(DOWN_HEARTBEAT), link.pulse(theirs, self._config)
-        self._outbox = outbox
+        self._outbox, self.broke, self.garbled = outbox, False, False
         opening = replace(self._opening, backend=backends[0], backends=backends)
         deliver(Agreed(backends=backends))
         for wire in (encode_down(opening, epoch=theirs.epoch, now_s=monotonic(), pulse=pulse.name), *self._sent):

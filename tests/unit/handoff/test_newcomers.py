@@ -11,6 +11,7 @@ from jdisagg.core.errors import HandoffLost, InvalidRequest, Overloaded, Unavail
 from jdisagg.core.fleet import MAX_PREFILL_PEERS
 from jdisagg.handoff import actions as act
 from jdisagg.handoff.decode_side import DecodeSide
+from jdisagg.handoff.ladder import Ladder
 from jdisagg.handoff.messages import Accepted, HandoffId, Refused
 from tests.unit.handoff.rig import CONFIG, DEAD, H2, NEVER, H, decode_side, none_of, only, request
 from tests.unit.handoff.test_both_sides import PEER_LISTS, HandoffMachine
@@ -121,3 +122,32 @@ class NewcomersMachine(HandoffMachine):
 
 
 TestNewcomers = NewcomersMachine.TestCase
+
+
+def test_of_a_full_fleet_no_more_are_asked_between_two_pauses_than_a_router_names() -> None:
+    known = [f"p{number}" for number in range(20)]
+    ladder = Ladder(tuple(known[:MAX_PREFILL_PEERS]), lambda: tuple(known))
+
+    def ask(peer: str | None) -> list[str]:
+        asked = []
+        while peer is not None:
+            asked.append(peer)
+            ladder.busy(peer, "full")
+            peer = ladder.next_or_new_peer()
+        return asked
+
+    rounds = [ask(ladder.next_peer())]
+    for _ in range(6):
+        known.append(known.pop(0))  # their order by load changes meanwhile
+        rounds.append(ask(ladder.resume()))
+    assert {len(asked) for asked in rounds} == {MAX_PREFILL_PEERS}
+    assert len(ladder.peers) == MAX_PREFILL_PEERS
+    assert {*rounds[0], *rounds[1], *rounds[2]} > {*rounds[0]}, "others have a turn"
+
+
+def test_one_that_comes_and_is_lost_leaves_the_only_one_there_was_its_second_try() -> None:
+    side, known = begun("p")
+    known.append("q")
+    assert only(act.OpenStream, side.on_message(H, DEAD, 0.0)).peer == "q"
+    assert none_of(act.OpenStream, side.on_message(H2, DEAD, 0.0))
+    assert only(act.OpenStream, side.tick(0.2)).peer == "p"

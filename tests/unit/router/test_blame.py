@@ -35,7 +35,7 @@ def test_a_worker_died_unless_it_was_about_to_end_or_closed_the_stream_itself(re
 @pytest.mark.parametrize(("reason", "deaths"), [("reset", 1.0), (SILENT, 0.5), (EVICTED, 0.5), (STALLED, 1.0)])
 def test_a_worker_that_is_back_did_not_die_of_a_request_unless_its_engine_stood_still(reason: str, deaths: float) -> None:
     blame, entry = Blame(), Entry(MEMBER, 0.0)
-    blame.add(Lost.of(entry, reason))
+    blame.add(Lost.of(entry, reason), 1)
     assert blame.deaths == deaths
     blame.clear(("another", "worker"))
     assert blame.deaths == deaths
@@ -45,9 +45,21 @@ def test_a_worker_that_is_back_did_not_die_of_a_request_unless_its_engine_stood_
 
 def test_a_worker_that_closed_its_stream_and_one_that_gave_the_request_back_speak_against_nobody() -> None:
     blame = Blame()
-    blame.add(Lost.of(Entry(MEMBER, 0.0), CLOSED))
-    blame.add(Lost(HandoffLost("every rung failed"), death=False))
+    blame.add(Lost.of(Entry(MEMBER, 0.0), CLOSED), 1)
+    blame.add(Lost(HandoffLost("every rung failed"), death=False), 2)
     assert blame.deaths == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "deaths"), [("reset", EVICTED, 1.0), (SILENT, "reset", 0.5), (STALLED, EVICTED, 1.0)]
+)
+def test_an_attempt_is_lost_once_whatever_becomes_of_its_worker(first: str, then: str, deaths: float) -> None:
+    blame, entry = Blame(), Entry(MEMBER, 0.0)
+    for reason in (first, then):
+        blame.add(Lost.of(entry, reason), 1)
+    assert blame.deaths == deaths
+    blame.add(Lost.of(entry, STALLED), 2)
+    assert blame.deaths == deaths + 1.0
 
 
 def test_a_worker_that_is_back_before_a_slow_client_reads_on_is_not_held_against_its_request() -> None:

@@ -34,7 +34,7 @@ class Rig:
     def die(self, number: int, reason: str = "connection reset", *, alone: bool = False) -> float:
         """That worker went down under it."""
         lost = Lost(HandoffLost(f"d{number} was lost"), death=True, worker=(f"d{number}", "epoch"), reason=reason)
-        self.flight.setbacks.blame.add(lost)
+        self.flight.setbacks.blame.add(lost, self.flight.attempt)
         return self._next(lost, alone, 0.0)
 
     def _next(self, lost: Lost, alone: bool, now_s: float) -> float:
