@@ -24,10 +24,8 @@ from jdisagg.v1 import peer_pb2, peer_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-HELLO_TIMEOUT_S = 1.0  # or as long as a silent peer lives
-LONGEST_HELLO_S = (
-    5.0  # with a larger --dead-after-s: a hand-off waits 10 s for its first answer, and shall know of a dead P before
-)
+HELLO_TIMEOUT_S = 1.0  # or as long as a silent peer lives, but no longer than
+LONGEST_HELLO_S = 5.0  # a hand-off waits 10 s for its first answer, and shall know of a dead P before
 
 
 class HelloFailed(Exception):
@@ -119,7 +117,7 @@ class PeerLink:
 
     async def hello(self, *, again: bool = False) -> Identity:
         """The peer's identity; asks once and shares the answer. `again`: asks whatever was answered before, and shares a
-        question that is under way. Raises HelloFailed within about a second, or as long as a silent peer lives."""
+        question that is under way. Raises HelloFailed within about a second, or as long as a silent peer lives, 5 s at most."""
         if self._hello is None or (again and self._hello.done()):
             self._hello = asyncio.create_task(self._say_hello())
         return await asyncio.shield(self._hello)
