@@ -13,7 +13,6 @@ Each request ends in exactly one of KVComplete, FirstToken with finish, ComputeL
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -253,8 +252,9 @@ class DecodeSide:
     def _tick_stream(self, record: Inbound, stream: InboundStream, now_s: float) -> list[DecodeAction]:
         if cause := unanswered(record, stream, now_s):
             return self._recovery.lose(record, cause, now_s)
-        if actions := self._recovery.late(record, now_s):
-            return actions
+        if moved_on := self._recovery.late(record, now_s):
+            return moved_on
+        actions: list[DecodeAction] = []
         for key in stream.overdue(now_s):
             actions += self.on_failed(stream.handoff, key, "timeout", now_s)
         if cause := no_piece(record, stream, self._config.lease_s, now_s):
@@ -279,11 +279,6 @@ class DecodeSide:
     def is_idle(self) -> bool:
         """No hand-off is alive."""
         return not self._live
-
-    def counts(self) -> dict[str, int]:
-        """Live hand-offs per stage."""
-        live = Counter(record.stage.value for record in self._live.values())
-        return {stage.value: live[stage.value] for stage in InboundStage}
 
     def snapshot(self) -> dict[str, Any]:
         """Live hand-offs as JSON-able data; `late` counts messages and pieces that came for streams which were gone."""

@@ -22,7 +22,7 @@ class Reply(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerOpened:
-    """At P: a D opened a stream. `handoff` is unique at this P; `peer` names the D for logs."""
+    """At P: a D opened a stream. `handoff` is unique at this P; `peer` is the D, whose streams share the room for pieces."""
 
     handoff: HandoffId
     message: Open

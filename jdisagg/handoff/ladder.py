@@ -19,7 +19,6 @@ PeersNow = Callable[[], tuple[str, ...]]  # whom one request may ask, as it is k
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
-MAX_REFETCHES = 2  # of the same token range, per stream
 _FINAL = (DeadlineExceeded, NumericalError)
 _UNFIT = (InvalidRequest, ModelNotFound)
 

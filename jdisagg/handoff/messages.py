@@ -197,6 +197,8 @@ class StreamEnded:
     error: RequestError | None = None
 
 
-DecodeToPrefill = Open | Grant | Ack | Want | ChunkReady | Declined | StreamEnded
+Down = Open | Grant | Ack | Want | ChunkReady | Declined  # what travels from D to P,
+Up = Accepted | Started | Parked | ChunkReady | Done | Refused | Want | Grant | Ack  # and from P to D
+DecodeToPrefill = Down | StreamEnded
 MadeAtDecode = Agreed | Quiet | Awake  # what D's end of the stream says, not P
-PrefillToDecode = Accepted | Started | Parked | ChunkReady | Done | Refused | Want | Grant | Ack | MadeAtDecode | StreamEnded
+PrefillToDecode = Up | MadeAtDecode | StreamEnded

@@ -12,7 +12,6 @@ What is published when is `ExportQueue`'s part.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -110,11 +109,10 @@ class PrefillSide:
                 error = InvalidRequest(f"request {record.request.request_id}: Open twice on one stream")
                 return self._refuse(record, error)
 
-    def on_heartbeat(self, handoff: HandoffId, now_s: float) -> list[PrefillAction]:
+    def on_heartbeat(self, handoff: HandoffId, now_s: float) -> None:
         """D is alive: its leases run from now on."""
         if record := self._live.get(handoff):
             record.heard_s = now_s
-        return []
 
     def release(self, handoff: HandoffId) -> list[PrefillAction]:
         """End the hand-off, whatever its stage; unknown ones are ignored."""
@@ -184,7 +182,7 @@ class PrefillSide:
         record.heard_s = max(record.heard_s, now_s)
         return [act.Reply(handoff, ready), *self._exports.published(piece)]
 
-    def on_publish_failed(self, handoff: HandoffId, key: str, reason: str, now_s: float) -> list[PrefillAction]:
+    def on_publish_failed(self, handoff: HandoffId, key: str, reason: str) -> list[PrefillAction]:
         """The piece never became fetchable: once more, then the hand-off is refused."""
         record = self._live.get(handoff)
         piece = None if record is None else record.pieces.get(key)
@@ -288,10 +286,10 @@ class PrefillSide:
         """Bytes exported and not yet discarded."""
         return self._exports.buffered_bytes
 
-    def counts(self) -> dict[str, int]:
-        """Live hand-offs per stage."""
-        live = Counter(record.stage.value for record in self._live.values())
-        return {stage.value: live[stage.value] for stage in OutboundStage}
+    @property
+    def num_live(self) -> int:
+        """Hand-offs, at any stage."""
+        return len(self._live)
 
     def snapshot(self) -> dict[str, Any]:
         """Live hand-offs as JSON-able data; `late` counts events that came for streams which were gone."""

@@ -10,9 +10,9 @@ from dataclasses import replace
 from jdisagg.handoff.actions import DecodeAction
 from jdisagg.handoff.inbound import Inbound, InboundStage
 from jdisagg.handoff.inbound_stream import InboundStream
-from jdisagg.handoff.ladder import MAX_REFETCHES
 from jdisagg.handoff.line import IncomingPiece
 
+MAX_REFETCHES = 2  # of the same token range, per stream
 UNREACHABLE = "unreachable"  # reason of a fetch: its backend's port is shut
 OUT_OF_TIME = frozenset({"timeout", "slow", "stalled"})  # reasons of a fetch: the peer may be well, its KV does not come
 

@@ -71,7 +71,6 @@ class EngineLoop:
         self._slow_request_s = slow_request_s
         self._clock = clock
         self._stages = StageClock(metrics, clock)
-        self._draining = False
         self._was_idle = False
         self._idle_check = IdleCheck()
         self._kept = deque[Message]()  # not handled yet; what comes during a step keeps until the next tick
@@ -149,8 +148,6 @@ class EngineLoop:
     def _admit(self, message: Submit, outputs: list[Output], now_s: float) -> None:
         request = message.request
         try:
-            if self._draining:
-                raise Unavailable("this worker is draining; send the request to another one")
             older = self._streams.get(request.request_id)
             if older is not None and older.front_end == message.front_end and older.request.attempt < request.attempt:
                 # Its router replays it here and the cancel of the older attempt, on a broken stream, is still under way.
@@ -198,7 +195,6 @@ class EngineLoop:
 
     def start_draining(self) -> None:
         """Admit nothing any more, from clients or from other workers; what runs goes on."""
-        self._draining = True
         self._scheduler.drain()
 
     @property
@@ -233,13 +229,13 @@ class EngineLoop:
 
     def snapshot(self) -> dict[str, Any]:
         """Queues, ledgers and streams as JSON-able data."""
-        plan = self._pipeline.in_flight
+        plan, scheduler = self._pipeline.in_flight, self._scheduler.snapshot()
         return {
             "worker": self._worker,
-            "draining": self._draining,
+            "draining": scheduler["draining"],
             "streams": self._streams.ids(),
             "requests": {name: stream.timeline.record.snapshot() for name, stream in self._streams.items()},
-            "scheduler": self._scheduler.snapshot(),
+            "scheduler": scheduler,
             "handoff": self._role.snapshot(),
             "in_flight": log_codec.encode(plan) if plan else None,
         }

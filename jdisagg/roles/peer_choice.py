@@ -82,11 +82,10 @@ class PeerChoice:
             return 0 if peer in first else self._waiting[peer] // max(1, request.num_tokens)
 
         down = tuple(peer for peer in everyone if self._peers.is_down(peer))
-        there = sorted((peer for peer in everyone if peer not in down), key=num_ahead)
-        if may_be_old:
-            there.sort(key=self._unheard_of(named, known).__contains__)
+        gone = self._unheard_of(named, known) if may_be_old else set[str]()
+        there = (peer for peer in everyone if peer not in down)
         # one of another kind is idle, and so is one that only we cannot reach: both come first in a list by load
-        return tuple(sorted(there, key=self._peers.is_doubtful)), down
+        return tuple(sorted(there, key=lambda peer: (self._peers.is_doubtful(peer), peer in gone, num_ahead(peer)))), down
 
     def _unheard_of(self, named: tuple[str, ...], known: tuple[str, ...]) -> set[str]:
         """Of `named`, whom no router tells of any more, and who has not answered us: after a roll, addresses of nobody."""

@@ -92,7 +92,7 @@ class PrefillRole:
                 if isinstance(body, ChunkReady | Declined):
                     self._execute(self._borrowing.on_message(handoff, body, now_s), now_s)
             case PeerAlive(handoff=handoff):
-                self._execute(self._handoffs.on_heartbeat(handoff, now_s), now_s)
+                self._handoffs.on_heartbeat(handoff, now_s)
             case PieceArrived() | PieceFailed():
                 self._execute(self._borrowing.on_fetched(message, now_s), now_s)
             case Published(handoff=handoff, ready=ready):
@@ -100,7 +100,7 @@ class PrefillRole:
             case PublishFailed(handoff=handoff, key=key, reason=reason, backend=backend):
                 self._metrics.transfer.failures.labels(backend=backend, reason="publish").inc()
                 self._change_backend(message)
-                self._execute(self._handoffs.on_publish_failed(handoff, key, reason, now_s), now_s)
+                self._execute(self._handoffs.on_publish_failed(handoff, key, reason), now_s)
             case _:
                 raise AssertionError(f"a prefill engine got {type(message).__name__}")
         return []
@@ -135,9 +135,8 @@ class PrefillRole:
         self._execute(self._handoffs.tick(now_s), now_s)
         self._execute(self._borrowing.tick(now_s), now_s)
         self._make_room(now_s)
-        counts = self._handoffs.counts()
         self._published_bytes.show(self._publishers.num_buffered_bytes)
-        self._leases.show(sum(counts.values()))
+        self._leases.show(self._handoffs.num_live)
         return []
 
     def _make_room(self, now_s: float) -> None:
@@ -238,10 +237,10 @@ class PrefillRole:
         handoff, request = admit.handoff, admit.request
         try:
             self._scheduler.add(request, now_s, goes_on=admit.goes_on)
-            self._borrowing.consider(admit)
         except RequestError as error:
             self._execute(self._handoffs.on_refused(handoff, error), now_s)
             return
+        self._borrowing.consider(admit)
         self._records[request.request_id] = RequestRecord(self._metrics, request, now_s, self._slow_request_s)
         cached_tokens = self._scheduler.held_tokens(request.request_id)
         self._execute(self._handoffs.on_admitted(handoff, cached_tokens), now_s)

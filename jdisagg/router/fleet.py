@@ -50,10 +50,10 @@ class Fleet:
         Raises AddressTaken while the other one is alive: two cannot have one address, so that what comes now was sent long ago,
         by a process that is gone (or both advertise the same address: then the first one has it).
         """
-        old = self._entries.get(member.address)
-        if old is not None and old.member.epoch == member.epoch:
-            old.member, old.last_seen_s = member, now_s
+        if (same := self.process(member.address, member.epoch)) is not None:
+            same.member, same.last_seen_s = member, now_s
             return None
+        old = self._entries.get(member.address)
         if old is not None and now_s - old.last_seen_s <= self._dead_after_s:
             raise AddressTaken(
                 f"{member.worker} cannot register: {old.member.worker} of that address was heard less than "
@@ -65,8 +65,7 @@ class Fleet:
 
     def heartbeat(self, address: str, epoch: str, report: Report, now_s: float) -> bool:
         """False when that process is not known."""
-        entry = self._entries.get(address)
-        if entry is None or entry.member.epoch != epoch:
+        if (entry := self.process(address, epoch)) is None:
             return False
         entry.member = dataclasses.replace(entry.member.reporting(report), load=entry.member.load)
         entry.last_seen_s = now_s
@@ -87,7 +86,7 @@ class Fleet:
         self._longest.look(self._entries.values(), now_s)
         silent = self._silence.gone(self._entries.values(), now_s)
         for entry in silent:
-            del self._entries[entry.member.address]
+            self.remove(entry)
         return silent
 
     def tell_quiet(self, entry: Entry, is_quiet: bool, now_s: float) -> None:
@@ -117,6 +116,11 @@ class Fleet:
     def at(self, address: str) -> Entry | None:
         """Who is there."""
         return self._entries.get(address)
+
+    def process(self, address: str, epoch: str) -> Entry | None:
+        """The same, if it is that process and not one before or after it."""
+        entry = self._entries.get(address)
+        return entry if entry is not None and entry.member.epoch == epoch else None
 
     def entries(self) -> list[Entry]:
         """Everybody, in order of registration."""

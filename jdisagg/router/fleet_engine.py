@@ -57,14 +57,12 @@ class FleetEngine:
         step_timeout_s: float,
         metrics: Metrics,
         replay: ReplayConfig | None = None,
-        card: ModelCard | None = None,
         credentials: Credentials = INSECURE,
         drill: Drill | None = None,
         slow_request_s: float = inf,
         entrance: Entrance | None = None,
     ) -> None:
-        """`card` is shown while no worker is there; the workers' own comes first. `slow_request_s`: requests that take longer
-        are logged with their life. `entrance`: which workers may join."""
+        """`slow_request_s`: requests that take longer are logged with their life. `entrance`: which workers may join."""
         self.workers = Workers(
             config=config,
             step_timeout_s=step_timeout_s,
@@ -84,7 +82,7 @@ class FleetEngine:
                 metrics.fleet.states.labels(role=role.value, state=standing.value).set_function(in_it)
         for state in ("running", "waiting"):
             metrics.requests.live.labels(state=state).set_function(partial(self._count, running=state == "running"))
-        self._card = card
+        self._card: ModelCard | None = None  # the last one that workers showed
         self._slow_request_s = slow_request_s
         self._flights: dict[str, Flight] = {}
         self._attempts = Attempts()

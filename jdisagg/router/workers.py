@@ -86,7 +86,7 @@ class Workers:
         others = [other for other in self.fleet.members() if other.address != member.address]
         self.entrance.check(member, others, monotonic())
         self._excuse()
-        known = any(entry.key == (member.address, member.epoch) for entry in self.fleet.entries())
+        known = self.fleet.process(member.address, member.epoch) is not None
         before = self._why_not_ready(member.address, member.epoch)
         old = self.fleet.register(member, monotonic())
         if not known and not member.decodes:
@@ -247,8 +247,8 @@ class Workers:
 
     def _why_not_ready(self, address: str, epoch: str) -> str:
         """As that process said last; "" = it is, or is not known."""
-        entry = self.fleet.at(address)
-        return entry.member.not_ready if entry is not None and entry.member.epoch == epoch else ""
+        entry = self.fleet.process(address, epoch)
+        return "" if entry is None else entry.member.not_ready
 
     def _say_whether_ready(self, address: str, before: str) -> None:
         """The worker there, by its own word, when that has changed: `before` is why not, until now."""

@@ -1,7 +1,7 @@
 """Why a live request did nothing in the step just planned, read from the scheduler's own tables; changes none of them.
 
 Valid after a call of `schedule` until the next call: pages, slots and budget are then as the planner left them when it passed
-the request over. The arithmetic is the gate's own (`Admission.needs`, `find_prefix`); what it does not
+the request over. The arithmetic is the planner's own (`Admission.needs`, `RowPlanner.pages_to_decode`, ..); what it does not
 explain is said to be unexplained.
 """
 
@@ -17,6 +17,7 @@ from jdisagg.core.requests import Role
 from jdisagg.sched.admission import Admission
 from jdisagg.sched.intake import Limits
 from jdisagg.sched.plan import Plan
+from jdisagg.sched.rows import RowPlanner
 from jdisagg.sched.sequence import Sequence
 from jdisagg.sched.states import Status
 from jdisagg.sched.table import SequenceTable
@@ -56,9 +57,19 @@ class Wait:
 class Explainer:
     """Reads one scheduler's tables, behind `plan`, the latest. What is the same for all that wait is looked up once."""
 
-    def __init__(self, table: SequenceTable, admission: Admission, config: SchedulerConfig, limits: Limits, plan: Plan) -> None:
+    def __init__(
+        self,
+        table: SequenceTable,
+        admission: Admission,
+        rows: RowPlanner,
+        *,
+        config: SchedulerConfig,
+        limits: Limits,
+        plan: Plan,
+    ) -> None:
         self._table = table
         self._admission = admission
+        self._rows = rows
         self._config = config
         self._limits = limits
         self._plan = plan
@@ -114,10 +125,10 @@ class Explainer:
         return _unexplained(sequence, self._plan)
 
     def _margin(self) -> Wait | None:
-        margin, pages = self._config.safety_margin, self._table.pages
-        if pages.num_free >= margin * self._limits.num_usable_pages or not self._table.someone_holds_memory:
+        if not self._rows.is_scarce or not self._table.someone_holds_memory:
             return None
-        return Wait(Cause.MARGIN, f"{counted(pages.num_free, 'page')} free, below the safety margin of {margin:.0%}")
+        free = counted(self._table.pages.num_free, "page")
+        return Wait(Cause.MARGIN, f"{free} free, below the safety margin of {self._config.safety_margin:.0%}")
 
     def _no_reads(self, sequence: Sequence) -> Wait | None:
         if sequence.num_known + sequence.num_in_flight <= self._table.reads_left:
@@ -153,8 +164,7 @@ class Explainer:
         """In a slot."""
         if sequence.slot in self._plan.decode or any(chunk.slot == sequence.slot for chunk in self._plan.prefill):
             return None
-        wanted = sequence.request.sampling.max_tokens - len(sequence.generated) - sequence.num_in_flight
-        if sequence.is_decoding and (wanted <= 0 or self._limits.role is Role.PREFILL):
+        if sequence.is_decoding and (sequence.num_wanted <= 0 or self._limits.role is Role.PREFILL):
             return None
         if sequence.awaits_token:
             return Wait(Cause.TOKEN, "what its grammar allows next follows from the token of the step before")
@@ -220,10 +230,8 @@ class Explainer:
         return self._table.outstanding_pages()
 
     def _missing_to_decode(self, sequence: Sequence) -> int:
-        length = sequence.num_known + sequence.num_in_flight + self._limits.num_lookahead
-        pages = self._table.pages
-        wanted = pages.pages_for(min(length, self._limits.max_model_len)) - len(sequence.holding.pages)
-        return max(0, wanted - pages.num_free)
+        wanted = self._rows.pages_to_decode(sequence) - len(sequence.holding.pages)
+        return max(0, wanted - self._table.pages.num_free)
 
 
 def _unexplained(sequence: Sequence, plan: Plan) -> Wait:

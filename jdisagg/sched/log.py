@@ -152,7 +152,11 @@ class LoggedScheduler(Scheduler):
     def _explainer(self) -> Explainer | None:
         """Of the latest plan, until the next call."""
         plan = self.recorder.latest
-        return None if plan is None else Explainer(self._table, self._admission, self._config, self._limits, plan)
+        return (
+            None
+            if plan is None
+            else Explainer(self._table, self._admission, self._rows, config=self._config, limits=self._limits, plan=plan)
+        )
 
     @property
     def table(self) -> SequenceTable:

@@ -77,9 +77,9 @@ class Scheduler:
         )
         reserve = None if role is Role.PREFILL else config.reserved_decode_tokens
         self._admission = Admission(self._table, reserve, max_model_len)
-        rows = RowPlanner(self._table, config, self._limits)
-        starter = Starter(self._table, self._admission, rows, config, eos_token_ids)
-        self._planner = Planner(self._table, rows, starter, config, self._limits)
+        self._rows = RowPlanner(self._table, config, self._limits)
+        starter = Starter(self._table, self._admission, self._rows, config, eos_token_ids)
+        self._planner = Planner(self._table, self._rows, starter, config, self._limits)
         self._committer = Committer(self._table, role, eos_token_ids)
         self._remotes = Remotes(self._table, self._admission, self._committer)
         self._steps = StepsInFlight()

@@ -38,7 +38,7 @@ from typing import Any
 
 import jax
 
-from jdisagg.transfer.names import NO_WAY, own_address_of
+from jdisagg.core.host_names import NO_WAY, own_address_of
 from jdisagg.transfer.target import PieceError
 
 NUM_ADDRESSES = 2  # sockets for bytes; equal on all workers of a version

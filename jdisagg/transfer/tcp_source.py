@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from jdisagg.core.errors import NeverConnected, Stalled
-from jdisagg.transfer.names import NO_WAY, Address, Names
+from jdisagg.core.host_names import NO_WAY, Address, Names
 from jdisagg.transfer.tcp_wire import IDLE_TIMEOUT_S, REPLY, REQUEST, UNKNOWN, Locator, hang_up, left_s, receive_into
 
 PART_BYTES = 2**18  # stays in the cache until the reader has seen it

@@ -7,7 +7,7 @@ from ipaddress import IPv4Address, IPv6Address
 from urllib.parse import unquote
 
 from jdisagg.api.ip import ip_of
-from jdisagg.transfer.names import Address, is_own
+from jdisagg.core.host_names import Address, is_own
 
 
 def nobody_reaches(address: str, caller: str) -> str:

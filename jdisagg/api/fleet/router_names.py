@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 
 from jdisagg.api.channels import join_address
-from jdisagg.transfer.names import Address, Names
+from jdisagg.core.host_names import Address, Names
 
 log = logging.getLogger(__name__)
 

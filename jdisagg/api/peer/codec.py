@@ -17,12 +17,14 @@ from jdisagg.handoff.messages import (
     ChunkReady,
     Declined,
     Done,
+    Down,
     Grant,
     Lending,
     Open,
     Parked,
     Refused,
     Started,
+    Up,
     Want,
 )
 from jdisagg.v1 import common_pb2, peer_pb2
@@ -30,9 +32,6 @@ from jdisagg.v1 import common_pb2, peer_pb2
 DOWN_HEARTBEAT = peer_pb2.PrefillRequest(heartbeat=peer_pb2.PrefillRequest.Heartbeat())
 UP_HEARTBEAT = peer_pb2.PrefillResponse(heartbeat=peer_pb2.PrefillResponse.Heartbeat())
 MOST_COUNTED = 2**40  # tokens or bytes of one hand-off
-
-Down = Open | Grant | Ack | Want | ChunkReady | Declined
-Up = Accepted | Started | Parked | ChunkReady | Done | Refused | Want | Grant | Ack
 
 
 def encode_down(message: Down, *, epoch: str, now_s: float, pulse: str = "") -> peer_pb2.PrefillRequest:

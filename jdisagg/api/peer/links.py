@@ -29,7 +29,8 @@ class PeerLinks:
         self._on_down = on_down
         self._start = start
         self._current: dict[str, PeerLink] = {}
-        self._retiring: dict[PeerLink, bool] = {}  # given up, and whether `on_down` has heard of that
+        self._retiring: set[PeerLink] = set()  # given up, and not yet closed
+        self._untold: set[PeerLink] = set()  # those of them of which `on_down` has not heard
 
     def of(self, peer: str) -> PeerLink:
         """The one for new streams."""
@@ -55,29 +56,31 @@ class PeerLinks:
         heard nothing more. May be called again."""
         if self.is_current(link):
             del self._current[link.peer]
-            self._retiring[link] = False
+            self._retiring.add(link)
+            self._untold.add(link)
             self._start(self._retire(link))
         self._tell(link, is_gone=is_gone)
 
     async def close(self) -> None:
         """Close all, with whatever runs on them."""
         links = [*self._current.values(), *self._retiring]
-        self._current, self._retiring = {}, {}
+        self._current, self._retiring, self._untold = {}, set(), set()
         await asyncio.gather(*(link.close() for link in links))
 
     async def _retire(self, link: PeerLink) -> None:
         await link.retire()
         self._tell(link, is_gone=False)
-        self._retiring.pop(link, None)
+        self._retiring.discard(link)
+        self._untold.discard(link)
 
     def _tell(self, link: PeerLink, *, is_gone: bool) -> None:
         """Of a link that was given up, once: now, unless something hears the peer all the same."""
-        if self._retiring.get(link, True):
+        if link not in self._untold:
             return
         others = [other for other in self._at(link.peer) if other is not link]
         if any(other.has_streams for other in others) or (link.has_streams and not is_gone):
             return
-        self._retiring.update({one: True for one in (link, *others) if one in self._retiring})
+        self._untold.difference_update((link, *others))
         self._on_down(link.peer)
 
     def _at(self, peer: str) -> Iterator[PeerLink]:

@@ -15,8 +15,8 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass
 
+from jdisagg.core.host_names import Address, Names
 from jdisagg.handoff.identity import Identity
-from jdisagg.transfer.names import Address, Names
 
 PROOF_TIMEOUT_S = 1.0
 PATIENCE_S = 0.1  # hand-offs wait so long for a proof of the backend they would begin with

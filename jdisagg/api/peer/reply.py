@@ -10,8 +10,8 @@ from functools import partial
 
 from jdisagg.api.in_order import is_long
 from jdisagg.api.outbox import Outbox
-from jdisagg.api.peer.codec import UP_HEARTBEAT, Up, encode_up
-from jdisagg.handoff.messages import Done, MadeAtDecode, PrefillToDecode, StreamEnded
+from jdisagg.api.peer.codec import UP_HEARTBEAT, encode_up
+from jdisagg.handoff.messages import Done, MadeAtDecode, PrefillToDecode, StreamEnded, Up
 from jdisagg.v1 import peer_pb2
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import grpc.aio
 from jdisagg.api.codec import error_from_rpc
 from jdisagg.api.in_order import is_long
 from jdisagg.api.outbox import Outbox
-from jdisagg.api.peer.codec import DOWN_HEARTBEAT, Up, UpStream, encode_down
+from jdisagg.api.peer.codec import DOWN_HEARTBEAT, UpStream, encode_down
 from jdisagg.api.peer.link import HelloFailed, PeerLink
 from jdisagg.api.peer.shared_pulse import Listener, SharedPulse
 from jdisagg.api.pulse import QUIET_SHARE, cancel_and_wait
@@ -31,6 +31,7 @@ from jdisagg.handoff.messages import (
     PrefillToDecode,
     Quiet,
     StreamEnded,
+    Up,
     Want,
 )
 from jdisagg.v1 import peer_pb2

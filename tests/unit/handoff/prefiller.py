@@ -114,7 +114,7 @@ class Prefiller:
         if outcome == "fail":
             if export.key in self.held_bytes:
                 self.spent[export.handoff] -= self.held_bytes[export.key]  # D never hears of it
-                actions = self.side.on_publish_failed(export.handoff, export.key, "device", now_s)
+                actions = self.side.on_publish_failed(export.handoff, export.key, "device")
                 self.run(actions, now_s)
         elif outcome == "ok":
             actions = self.side.on_published(

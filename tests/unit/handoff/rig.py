@@ -90,3 +90,8 @@ def only(kind: type[A], actions: Sequence[object]) -> A:
 
 def none_of(kind: type, actions: Sequence[object]) -> bool:
     return not any(isinstance(action, kind) for action in actions)
+
+
+def stages(side: DecodeSide | PrefillSide) -> list[str]:
+    """Of its live hand-offs."""
+    return [shown["stage"] for shown in side.snapshot()["handoffs"].values()]

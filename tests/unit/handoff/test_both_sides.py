@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from jdisagg.core.config import LocalPrefill, TransferConfig
 from tests.unit.handoff.parties import Stream
-from tests.unit.handoff.rig import BPT, request
+from tests.unit.handoff.rig import BPT, request, stages
 from tests.unit.handoff.world import PEERS, World
 
 DEADLINE_S = 60.0
@@ -140,7 +140,7 @@ class HandoffMachine(RuleBasedStateMachine):
         live = {name for name, client in self.world.clients.items() if not client.ends}
         assert all(len(client.ends) <= 1 for client in self.world.clients.values())
         assert set(self.world.decode.snapshot()["handoffs"]) == live
-        assert sum(self.world.decode.counts().values()) == len(live)
+        assert len(stages(self.world.decode)) == len(live)
         for worker in self.world.prefillers.values():
             assert worker.side.buffered_bytes == sum(worker.held_bytes.values())
             assert set(worker.borrower.snapshot()) == set(worker.borrowing)
@@ -168,7 +168,7 @@ class HandoffMachine(RuleBasedStateMachine):
             assert worker.borrower.is_idle
             assert not worker.in_place
             assert not worker.held_bytes
-            assert not any(worker.side.counts().values())
+            assert not worker.side.num_live
 
 
 TestBothSides = pytest.mark.covers("C03", "C10", "C05")(HandoffMachine.TestCase)

@@ -28,7 +28,20 @@ from jdisagg.handoff.messages import (
     Want,
 )
 from jdisagg.handoff.prefill_side import PrefillSide
-from tests.unit.handoff.rig import BPT, CONFIG, FIRST, NEVER, H, decode_side, none_of, only, prefill_side, ready, request
+from tests.unit.handoff.rig import (
+    BPT,
+    CONFIG,
+    FIRST,
+    NEVER,
+    H,
+    decode_side,
+    none_of,
+    only,
+    prefill_side,
+    ready,
+    request,
+    stages,
+)
 
 OTHER = HandoffId("other", 2)
 
@@ -89,7 +102,7 @@ def test_a_publication_that_comes_after_the_ack_of_its_piece_is_discarded_while_
     publishing(side, H, 0.0)
     side.on_message(H, Ack(key="k0"), 0.0)
     assert side.on_published(H, ready("k0", 0, 4), 0.0) == [act.Discard("k0")]
-    assert side.counts()["computing"] == 1
+    assert stages(side) == ["computing"]
 
 
 def test_a_fetch_has_the_time_that_its_bytes_and_those_before_it_take_on_a_slow_network() -> None:

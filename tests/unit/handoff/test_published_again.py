@@ -71,13 +71,13 @@ def test_a_failed_publication_is_repeated_twice_and_costs_no_credit() -> None:
     side.on_computed("r#1", 4)
     assert exports(side.on_message(H, Grant(credit_bytes=40), 0.0)) == [(0, 4)]
     for key in ("k0", "k1"):
-        actions = side.on_publish_failed(H, key, "device", 0.0)
+        actions = side.on_publish_failed(H, key, "device")
         assert actions[0] == act.Discard(key)
         assert exports(actions) == [(0, 4)]
     done = only(act.Reply, side.on_first_token("r#1", FIRST)).message
     assert isinstance(done, Done)
     assert done.num_chunks == 1
-    refused = only(act.Reply, side.on_publish_failed(H, "k2", "device", 0.0)).message
+    refused = only(act.Reply, side.on_publish_failed(H, "k2", "device")).message
     assert isinstance(refused, Refused)
     assert "device" in refused.error.message
     assert side.is_idle
@@ -89,7 +89,7 @@ def test_a_publication_that_failed_is_not_the_newer_one_of_its_range() -> None:
     assert exports(side.on_computed("r#1", 4)) == [(0, 4)]
     again = side.on_message(H, Want(begin=0, end=4, reason="lost"), 0.0)
     assert [action.key for action in again if isinstance(action, act.Export)] == ["k1"]
-    assert side.on_publish_failed(H, "k0", "device", 0.0) == []
+    assert side.on_publish_failed(H, "k0", "device") == []
     assert side.snapshot()["late"] == 1
     replies = [action for action in side.on_published(H, ready("k1", 0, 4), 0.0) if isinstance(action, act.Reply)]
     assert [reply.message for reply in replies] == [ready("k1", 0, 4)]

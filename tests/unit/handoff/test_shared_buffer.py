@@ -87,7 +87,7 @@ def test_small_pieces_on_the_device_fill_the_buffer_as_whole_chunks_do() -> None
     assert exports(side.on_published(handoff, ready("k0", 0, 1), 0.0)) == [(3, 4)]
     assert exports(side.on_published(handoff, ready("k0", 0, 1), 0.0)) == [], "the same one again"
     assert exports(side.on_message(handoff, Ack(key="k0"), 0.0)) == [], "what D has is not on the device any more"
-    assert exports(side.on_publish_failed(handoff, "k1", "no room", 0.0)) == [(1, 2)]
+    assert exports(side.on_publish_failed(handoff, "k1", "no room")) == [(1, 2)]
     assert exports(side.on_published(handoff, ready("k2", 2, 3), 0.0)) == [(4, 5)]
     other = HandoffId("other", 2)
     side.open(other, Open(request=request(2, request_id="other"), held_tokens=0, backend="fake"), 0.0, "another")

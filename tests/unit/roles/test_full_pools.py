@@ -11,6 +11,7 @@ from jdisagg.core.errors import Overloaded
 from jdisagg.handoff.events import FromPrefill, PeerMessage, PeerOpened
 from jdisagg.handoff.messages import Accepted, Started, StreamEnded
 from jdisagg.roles.inbox import Inbox, Message
+from tests.unit.handoff.rig import stages
 from tests.unit.roles.world import PEERS, World, two_full_pools
 from tests.unit.sched.engine_fake import expected, request
 
@@ -73,7 +74,10 @@ def test_nobody_takes_pages_in_a_pause_though_its_last_peer_had_begun() -> None:
         for message in (Accepted(cached_tokens=0), Started(), StreamEnded(reason="closed", error=Overloaded("it stops"))):
             world.decode.inbox.post(FromPrefill(stream, message))
         world.decode.tick(world.now_s)
-    assert (world.handoffs.counts()["waiting"], world.decode.scheduler.counts()["running"]) == (1, 1), world.text()
+    assert (
+        stages(world.handoffs),
+        world.decode.scheduler.counts()["running"],
+    ) == (["waiting"], 1), world.text()
     world.cancel("a")
     for _ in range(3):
         world.decode.tick(world.now_s)

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from jdisagg.core.config import ServerConfig, TransferConfig
+from jdisagg.core.host_names import Address, is_own
 from jdisagg.handoff.messages import HandoffId
 from jdisagg.transfer import jax_receivers, jax_server, lanes
 from jdisagg.transfer.base import PieceArrived
 from jdisagg.transfer.jax_backend import PULLS_AHEAD
 from jdisagg.transfer.jax_server import TransferConnection, TransferServer, TransferServers, Unsupported
-from jdisagg.transfer.names import Address, is_own
 from jdisagg.transfer.target import PieceError
 from tests.unit.transfer.rig import Rig, error_array, piece, tokens, transfer_servers
 

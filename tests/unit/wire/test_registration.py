@@ -13,9 +13,9 @@ from jdisagg.api import channels
 from jdisagg.api.fleet import elsewhere, service
 from jdisagg.api.fleet.codec import decode_member, encode_member
 from jdisagg.api.fleet.elsewhere import nobody_reaches
+from jdisagg.core.host_names import Address
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Role
-from jdisagg.transfer.names import Address
 from jdisagg.v1 import fleet_pb2, fleet_pb2_grpc
 from tests.unit.router.fakes import FakeWorker, Router
 from tests.unit.wire.rig import FAST, IMPATIENT, member, run_quiet, until

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from jdisagg.transfer import names
-from jdisagg.transfer.names import Address, Names, is_own, own_address_of
+from jdisagg.core import host_names
+from jdisagg.core.host_names import Address, Names, is_own, own_address_of
 
 
 class Resolver:
@@ -57,7 +57,7 @@ THERE = [(socket.AF_INET, ("127.0.0.1", 80)), (socket.AF_INET6, ("::1", 80, 0, 3
 
 
 def test_a_number_needs_no_resolver_and_no_thread(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names.threading, "Thread", None)
+    monkeypatch.setattr(host_names.threading, "Thread", None)
     assert addresses(Names(), "127.0.0.1") == THERE
     assert resolver.asked == []
 
@@ -101,7 +101,7 @@ def test_a_thread_that_cannot_start_is_a_broken_connection_this_once(
     resolver.answers.set()
     known = Names()
     with monkeypatch.context() as patched:
-        patched.setattr(names.threading.Thread, "start", refuse)
+        patched.setattr(host_names.threading.Thread, "start", refuse)
         with pytest.raises(ConnectionError, match="new thread"):
             addresses(known, "there")
     assert addresses(known, "there") == THERE
@@ -148,7 +148,7 @@ def test_the_own_address_of_a_name_is_one_that_is_here_and_others_reach(
     host: str, own: set[str], wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", Host(own))
-    monkeypatch.setattr(names, "is_own", lambda address: address.sockaddr[0] in own)
+    monkeypatch.setattr(host_names, "is_own", lambda address: address.sockaddr[0] in own)
     if " " in wanted:
         with pytest.raises(OSError, match=f"^{wanted}$"):
             own_address_of(host)

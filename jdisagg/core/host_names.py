@@ -13,8 +13,6 @@ from ipaddress import ip_address
 from time import monotonic
 from typing import Any
 
-from jdisagg.transfer.tcp_wire import left_s
-
 REMEMBER_S = 10.0
 NO_WAY = frozenset((errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM))  # to an address: of
 # a connection that was tried; the last two are this machine's own firewall
@@ -57,8 +55,8 @@ class Names:
     def addresses(self, host: str, deadline_s: float) -> list[Address]:
         """At no port yet. Raises TimeoutError at the deadline, ConnectionError for what is no host."""
         answer = self.look_up(host)
-        try:
-            error = answer.exception(left_s(deadline_s))  # not raised itself: others have it, too, and it would hold this frame
+        try:  # an error is not raised itself: others have it, too, and it would hold this frame
+            error = answer.exception(max(0.0, deadline_s - monotonic()))
         except TimeoutError as late:
             raise TimeoutError(f"{host}: no answer from the resolver") from late
         if error is not None:
