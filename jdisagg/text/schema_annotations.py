@@ -3,12 +3,17 @@
 By JSON Schema (2020-12, validation, 7.2) a `format` that an implementation does not know is an annotation, and `uniqueItems` is
 an assertion only where it is true (6.4.3). Whatever else llguidance does not know it has to refuse: without it an answer may be
 none that was asked for.
+
+On the way each schema is mended, see `schema_mends`.
 """
 
 from __future__ import annotations
 
 import json
 from typing import Any
+
+from jdisagg.text.schema_mends import SIGNS as MENDED
+from jdisagg.text.schema_mends import mended
 
 # `lookup_format` of llguidance 1.9.1 (parser/src/json/formats.rs).
 KNOWN_FORMATS = frozenset(
@@ -23,7 +28,7 @@ _OF_SCHEMAS = frozenset(
     )
 )
 _BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"))
-_SIGNS = ('"format"', '"uniqueItems"')
+_SIGNS = ('"format"', '"uniqueItems"', *MENDED)
 
 
 def bare_text(text: str) -> str:
@@ -43,7 +48,7 @@ def without_annotations(schema: Any) -> Any:
     is not looked at."""
     if not isinstance(schema, dict):
         return schema
-    return {key: _inner(key, value) for key, value in schema.items() if not _says_nothing(key, value)}
+    return {key: _inner(key, value) for key, value in mended(schema).items() if not _says_nothing(key, value)}
 
 
 def _says_nothing(key: str, value: Any) -> bool:

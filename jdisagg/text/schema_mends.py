@@ -1,0 +1,97 @@
+r"""What llguidance 1.9.1 reads otherwise than a JSON schema means it, written so that it cannot.
+
+In a pattern, a class that has all control characters, as [^"] has, gets the escapes \" and \\ with them, though it may exclude
+these two characters: a class that does gives up \r, which hardly anybody writes. Of 0 < x <= 0.5, whose bounds have one integer
+part, the excluded bound is let in: it is moved by 1e-9. Not looked at: schemas within a Lark grammar that a client writes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+SIGNS = ('"pattern', '"exclusiveM')  # one of these is in the text of a schema with something to mend
+
+_NUDGE = 1e-9
+_LOWEST, _HIGHEST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+
+
+def mended(schema: dict[str, Any]) -> dict[str, Any]:
+    """One schema of its kind, without those within it; the same one where nothing is to be done."""
+    changed = schema
+    if isinstance(pattern := schema.get("pattern"), str):
+        changed = {**changed, "pattern": mended_pattern(pattern)}
+    if isinstance(by_pattern := schema.get("patternProperties"), dict):
+        changed = {**changed, "patternProperties": {mended_pattern(name): one for name, one in by_pattern.items()}}
+    if "integer" not in _types(schema):
+        changed = _with_bounds(_with_bounds(changed, _LOWEST, _HIGHEST, 1), _HIGHEST, _LOWEST, -1)
+    return changed
+
+
+def mended_pattern(pattern: str) -> str:
+    """A regular expression whose classes take no quote and no backslash that they exclude."""
+    done, at = [], 0
+    while at < len(pattern):
+        end = _end_of_class(pattern, at) if pattern[at] == "[" else at + 1 + (pattern[at] == "\\")
+        if end is None:  # what is wrong with it the library says
+            return pattern
+        part = pattern[at:end]
+        done.append(f"[{part}&&[^\\r]]" if part[0] == "[" and _leaks(part) else part)
+        at = end
+    return "".join(done)
+
+
+def _leaks(of_class: str) -> bool:
+    """Whether a class has control characters, and not both of those that a JSON string has to escape."""
+    try:
+        has = re.compile(of_class).fullmatch
+    except re.error:  # of another dialect
+        return True
+    if "[" in re.sub(r"\\.", "", of_class[1:]):  # a class in it, which is not read so here
+        return True
+    return has("\x01") is not None and None in (has('"'), has("\\"))
+
+
+def _end_of_class(pattern: str, begin: int) -> int | None:
+    """Behind the class that begins there; a class may have others in it. None: it has no end."""
+    depth, at = 0, begin
+    while at < len(pattern):
+        if pattern[at] == "[":
+            depth += 1
+            at += 1 + pattern.startswith("^", at + 1)
+            at += pattern.startswith("]", at)  # the first is a character
+            continue
+        if pattern[at] == "]":
+            depth -= 1
+            if depth == 0:
+                return at + 1
+        at += 1 + (pattern[at] == "\\")
+    return None
+
+
+def _types(schema: dict[str, Any]) -> tuple[Any, ...]:
+    of_type = schema.get("type")
+    return tuple(of_type) if isinstance(of_type, list) else (of_type,)
+
+
+def _with_bounds(schema: dict[str, Any], ours: tuple[str, str], others: tuple[str, str], sign: int) -> dict[str, Any]:
+    """`ours` are the names of the bound that may be excluded, `others` of the one on the other side, which lies on that of
+    `sign`."""
+    included, excluded = ours
+    bound = _number(schema.get(excluded))
+    inner = [value for name in others if (value := _number(schema.get(name))) is not None]
+    if bound is None or not any(math.trunc(value) == bound for value in inner):
+        return schema
+    moved = bound + sign * _NUDGE
+    if moved == bound:
+        moved = math.nextafter(bound, sign * math.inf)
+    if any(sign * (value - moved) < 0 for value in inner):
+        return schema
+    given = _number(schema.get(included))
+    tighter = moved if given is None else sign * max(sign * moved, sign * given)
+    return {key: value for key, value in schema.items() if key != excluded} | {included: tighter}
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53 else None
