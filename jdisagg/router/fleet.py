@@ -45,13 +45,15 @@ class Fleet:
         self._longest = Longest()
 
     def register(self, member: Member, now_s: float) -> Entry | None:
-        """Add a process. Returns the older process it replaces at that address, or None; the same one again is a heartbeat.
+        """Add a process. Returns the older process it replaces at that address, or None; the same one again is a heartbeat:
+        what it is, it said at first.
 
         Raises AddressTaken while the other one is alive: two cannot have one address, so that what comes now was sent long ago,
         by a process that is gone (or both advertise the same address: then the first one has it).
         """
         if (same := self.process(member.address, member.epoch)) is not None:
-            same.member, same.last_seen_s = member, now_s
+            said = Report(member.load, member.draining, member.not_ready, member.alone)
+            same.member, same.last_seen_s = same.member.reporting(said), now_s
             return None
         old = self._entries.get(member.address)
         if old is not None and now_s - old.last_seen_s <= self._dead_after_s:

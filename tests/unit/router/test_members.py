@@ -19,15 +19,15 @@ from tests.unit.wire.rig import member, run_quiet, until
 LOAD = Load(running=3, waiting=2, pending_prefill_tokens=70)
 
 
-def test_a_process_that_registers_again_is_heard_and_says_anew_what_it_is() -> None:
+def test_a_process_that_registers_again_is_heard_and_stays_what_it_was() -> None:
     fleet = Fleet(dead_after_s=1.0)
     fleet.register(MEMBER, 10.0)
     (entry,) = fleet.entries()
     entry.pending, entry.pending_tokens = 2, 30
-    again = member(MEMBER, max_model_len=80, draining=True)
-    assert fleet.register(again, 11.0) is None
+    other = replace(member(MEMBER, max_model_len=80, draining=True, not_ready="it loads"), role=Role.PREFILL, text_digest="x")
+    assert fleet.register(other, 11.0) is None
     assert fleet.entries() == [entry], "what it has of ours is still counted"
-    assert fleet.members() == [again]
+    assert fleet.members() == [replace(MEMBER, draining=True, not_ready="it loads")]
     assert fleet.evict(12.0) == []
     assert fleet.evict(12.1) == [entry]
     assert fleet.members() == []
