@@ -142,5 +142,7 @@ def _short_form(fields: dict[str, Any]) -> tuple[str, dict[str, Any]] | str:
         return f"wanted exactly one of prompt, token_ids, messages (or url and body), got {', '.join(named) or 'none'}"
     body = {key: value for key, value in fields.items() if key not in _ENVELOPE}
     if named[0] == "token_ids":
+        if not isinstance(body["token_ids"], list):
+            return f"token_ids: wanted a list of integers, got {body['token_ids']!r:.80}; a text is a prompt"
         body["prompt"] = body.pop("token_ids")
     return _SHORT_FORMS[named[0]], body

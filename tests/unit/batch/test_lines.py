@@ -79,6 +79,11 @@ def test_a_line_without_a_seed_has_one_of_its_own_that_any_server_takes(own: dic
         ),
         ({"custom_id": "a"}, "a", "wanted exactly one of prompt, token_ids, messages (or url and body), got none"),
         ({"custom_id": "a", "prompt": "", "messages": []}, "a", "got prompt, messages"),
+        (
+            {"custom_id": "a", "token_ids": "b"},
+            "a",
+            "line 3: token_ids: wanted a list of integers, got 'b'; a text is a prompt",
+        ),
     ],
 )
 def test_a_line_that_is_no_request_says_why_under_its_own_name(fields: Any, custom_id: str | None, said: str) -> None:
