@@ -24,14 +24,16 @@ ROOT = Path(__file__).parents[3]
 RULES = ROOT / "configs/prometheus/jdisagg.yml"
 TRIED = ROOT / "configs/prometheus/jdisagg_test.yml"
 BOARD = ROOT / "configs/grafana/jdisagg.json"
+MANUAL = ROOT / "docs/operations.md"
 OF_THE_LIBRARY = frozenset(
     """
     process_open_fds process_max_fds process_start_time_seconds process_cpu_seconds_total process_resident_memory_bytes
     """.split()
 )
 SCRAPED = frozenset(("job", "instance"))
+OF_PROMETHEUS = {"up": SCRAPED}
 
-_SELECTED = re.compile(r"\b((?:\w+:)?(?:jdisagg|process)_\w+(?::\w+)?)(?:\{([^}]*)\})?")
+_SELECTED = re.compile(r"\b((?:\w+:)?(?:jdisagg|process)_\w+(?::\w+)?|up\b)(?:\{([^}]*)\})?")
 _MATCHER = re.compile(r'(\w+)=~?"([^"]*)"')
 _GROUPED = re.compile(r"\b(?:by|on|group_left) \(([^)]*)\)")
 
@@ -74,7 +76,8 @@ def recorded() -> dict[str, frozenset[str]]:
 def test_metrics_and_labels_exist_where_they_are_asked_for(
     who: str, expression: str, recorded: dict[str, frozenset[str]]
 ) -> None:
-    known = recorded | series(engine='role="router"' not in expression and 'role=~"router"' not in expression)
+    of_routers = re.search('role=~?"router"', expression) and "jdisagg_routers" not in expression  # which workers show
+    known = recorded | series(engine=not of_routers) | OF_PROMETHEUS
     labels = set(SCRAPED)
     for name, matchers in _SELECTED.findall(expression):
         assert name in known, who
@@ -88,12 +91,14 @@ def test_values_that_are_asked_for_exist() -> None:
     known = {
         "role": {role.value for role in Role} | {"router", "colocated"},
         "reason": ends | {reason.value for reason in FinishReason} | set(DAMAGE),
-        "state": {state.value for state in State} | {"usable", "down"},  # of workers, and of a decode worker's peers
+        "state": {state.value for state in State}  # of workers ..
+        | {"usable", "down"}  # .. of a decode worker's peers ..
+        | {"registered", "not_registered"},  # .. and of a worker's routers
         "rung": {"refetch", "other_backend", "reconnect", "other_prefill", "local_prefill", "replay"},
     }
     for who, expression in asked():
         for label, values in _MATCHER.findall(expression):
-            if values not in (".*", "$model"):
+            if label not in SCRAPED and values not in (".*", "$model"):
                 assert set(values.split("|")) <= known[label], who
 
 
@@ -143,7 +148,7 @@ def test_every_alert_is_tried_by_series_that_processes_show() -> None:
     assert {name for labels in raised for name in re.findall(r'alertname="(\w+)"', labels)} == {
         rule["alert"] for rule in rules() if "alert" in rule
     }
-    known = series(engine=True) | series(engine=False)
+    known = series(engine=True) | series(engine=False) | OF_PROMETHEUS
     for test in tried:
         for one in test["input_series"]:
             ((name, matchers),) = _SELECTED.findall(one["series"])
@@ -157,3 +162,21 @@ def test_alerts_say_how_bad_it_is_and_what_to_do() -> None:
         assert alert["labels"]["severity"] in ("critical", "warning", "info"), alert["alert"]
         assert alert["annotations"]["summary"], alert["alert"]
         assert alert["annotations"]["description"].endswith("."), alert["alert"]
+
+
+def test_some_alert_stays_when_a_process_ends_and_its_series_with_it() -> None:
+    """One on a value that the process showed ends then, as if all were well."""
+    by_name = {rule["alert"]: rule["expr"] for rule in rules() if "alert" in rule}
+    assert by_name["JdisaggNoRouter"].startswith("absent(jdisagg_build_info{")
+    assert by_name["JdisaggProcessDown"].startswith("up{")
+    assert "last_over_time(jdisagg_build_info[30m])" in by_name["JdisaggRestartsOften"]  # it is down between two starts
+
+
+def test_the_rule_of_the_manual_for_a_number_of_workers_is_tried_with_no_router_left() -> None:
+    (rule,) = re.findall(r"`({alert:\s[^`]*})`", MANUAL.read_text())
+    expression = yaml.safe_load(rule)["expr"]
+    tried = [one for test in yaml.safe_load(TRIED.read_text())["tests"] for one in test["promql_expr_test"]]
+    results = [one["exp_samples"] for one in tried if one["expr"] == expression]
+    assert results == [[], [{"labels": "{}", "value": 0}]]
+    ((name, matchers),) = _SELECTED.findall(expression)
+    assert {label for label, _ in _MATCHER.findall(matchers)} <= series(engine=False)[name]
