@@ -38,6 +38,7 @@ from jdisagg.serve.leaving import Leaving
 from jdisagg.serve.process import Process, keep_what_is_there, run_process
 from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.text_edge import TextModel, make_edge, read_text_model
+from jdisagg.serve.wrong_keys import WrongKeys
 from jdisagg.text.grammar import Grammars
 from jdisagg.v1 import admin_pb2_grpc, fleet_pb2_grpc, generation_pb2_grpc
 
@@ -103,7 +104,7 @@ async def serve(config: Config, process: Process) -> int:
         config.server.allowed_origins,
         client_api_key=config.server.client_api_key,
     )
-    leaving = Leaving(app)
+    leaving = Leaving(WrongKeys(app))
     http = HttpServer(leaving, listener, stop_timeout_s=config.server.drain_s)
     process.dump_with(engine.debug_state)
     await server.start()

@@ -90,6 +90,21 @@ def test_the_build_of_a_router_names_the_model_as_its_workers_do_once_one_has_to
             process.kill()
 
 
+def test_a_client_with_a_wrong_key_is_in_the_log_of_a_router() -> None:
+    environ = os.environ | {"JDISAGG_API_KEY": "a-good-one-of-this-fleet"}
+    command = [*SERVE, "--role", "router"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ, text=True) as process:
+        assert process.stdout is not None
+        ready = parse(process.stdout.readline())
+        assert ready is not None
+        try:
+            assert [get(ready.http, "/v1/models")[0] for _ in range(3)] == [401] * 3
+        finally:
+            process.kill()
+        assert process.stderr is not None
+        assert process.stderr.read().count("a call of /v1/models from 127.0.0.1 was refused (401)") == 1
+
+
 def models_told(address: str | None) -> list[str]:
     return re.findall(r'^jdisagg_build_info{model="([^"]*)"', get(address, "/metrics")[1], re.MULTILINE)
 
