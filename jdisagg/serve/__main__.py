@@ -24,6 +24,7 @@ from jdisagg.serve.environment import (
     open_standard_streams,
     pin_to_cores,
     prepare_jax,
+    quiet_grpc,
 )
 from jdisagg.serve.preflight import check_worker
 from jdisagg.serve.process import end_when_told, search_seldom
@@ -65,6 +66,7 @@ def _run(argv: Sequence[str]) -> int:
     setup_logs(config.role)
     die_with_parent(os.environ)
     allow_descriptors()
+    quiet_grpc(os.environ)
     pin_to_cores(config.device)
     if config.role not in _MODULES:
         check_worker(config)
