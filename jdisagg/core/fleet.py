@@ -84,6 +84,7 @@ class State(Enum):
     CONNECTING = "connecting"  # its Run stream does not stand yet, or not any more
     UNREACHED = "unreached"  # nor did it in several attempts
     SILENT = "silent"  # its Run stream stands, and says nothing
+    UNPAIRED = "unpaired"  # it would serve, and all on the other side have other weights
     SUSPECT = "suspect"  # it failed somebody lately: others are asked first
 
 

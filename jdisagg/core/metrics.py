@@ -223,7 +223,8 @@ class Metrics:
         self._build_info = new.gauge("build_info", "Constant 1; the labels name the build.", "role", "model", "python")
 
     def set_build(self, *, role: str, model: str) -> None:
-        """Publish what this process is; call once, at start."""
+        """Publish what this process is, at start, and where its model turns out to be called otherwise."""
+        self._build_info.clear()
         self._build_info.labels(role=role, model=model, python=platform.python_version()).set(1)
 
     def set_ready(self, is_ready: Callable[[], bool]) -> None:

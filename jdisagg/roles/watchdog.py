@@ -19,18 +19,25 @@ log = logging.getLogger(__name__)
 EXIT_STEP_TIMEOUT = 70
 MOST_COUNTED = 2  # intervals that one look counts for, however late it comes
 STACKS_S = 5  # to write them; then the kernel ends the process
-STOOD_STILL_S = 5.0  # between two looks: said in the log
+STOOD_STILL_S = 5.0  # between two looks: said in the log, also where others are more patient
 
 
 class Watchdog:
     """Looks at the engines from a thread of its own; `on_timeout` is `os._exit` in a server."""
 
     def __init__(
-        self, engines: list[EngineThread], step_timeout_s: float, on_timeout: Callable[[int], None] = os._exit
+        self,
+        engines: list[EngineThread],
+        step_timeout_s: float,
+        on_timeout: Callable[[int], None] = os._exit,
+        *,
+        dead_after_s: float = STOOD_STILL_S,
     ) -> None:
+        """`dead_after_s`: when other processes take this one for dead, and then say so, as if it were the network or theirs."""
         self._engines = engines
         self._step_timeout_s = step_timeout_s
         self._on_timeout = on_timeout
+        self._still_s = min(STOOD_STILL_S, dead_after_s)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -48,8 +55,11 @@ class Watchdog:
         watched, looked_s = [_Watched(engine) for engine in self._engines], monotonic()
         while not self._stop.wait(interval_s):
             passed_s, looked_s = monotonic() - looked_s, monotonic()
-            if passed_s > STOOD_STILL_S:
-                log.warning("this process stood still for %.1f s (stopped, or its machine was): counts for no step", passed_s)
+            if passed_s > self._still_s:
+                text = (
+                    "this process stood still for %.1f s (stopped, or its machine was): counts for no step; its streams may end"
+                )
+                log.warning(text, passed_s)
             for one in watched:
                 running_s = one.running_s(min(passed_s, MOST_COUNTED * interval_s))
                 if running_s > self._step_timeout_s:

@@ -22,14 +22,15 @@ from jdisagg.core.fleet import MAX_PREFILL_PEERS, SUSPECT_S, Load, Member, Repor
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, Reach, RunStream
 from jdisagg.router.longest import Longest
+from jdisagg.router.partners import Partners
 from jdisagg.router.prefixes import NOTHING_KEPT, NOWHERE, Near
 from jdisagg.router.silence import Silence
+from jdisagg.router.standings import standing_among
 from jdisagg.router.usable import Usable, usable
 from jdisagg.router.worker_cache import Key, WorkerCache
 
 NEAR_SHARE = 1.25  # of the least busy one's requests, that one which may have cached a part of the prompt may have, and besides
 NEAR_LEAST, NEAR_TOKENS, NEAR_MOST = 2, 512, 8  # two, and one for each 512 tokens of that part, eight at most
-NO_PARTNER = "no prefill worker pairs with it (--local-prefill never)"
 AGAIN_SHARE = 0.25  # of what is computed a second time counts once more where all are busy: those that come later wait for it
 
 
@@ -146,17 +147,14 @@ class Fleet:
 
     def count_in(self, role: Role, state: State, now_s: float) -> int:
         """Workers of a role that have registered and are in that state."""
-        return sum(entry.member.role is role and self.standing(entry, now_s).state is state for entry in self._entries.values())
+        of_role = [entry for entry in self._entries.values() if entry.member.role is role]
+        partners = Partners(self.members())
+        return sum(standing_among(entry, partners, now_s).state is state for entry in of_role)
 
-    def standing(self, entry: Entry, now_s: float) -> Standing:
-        """What is made of one of them, for operators."""
-        found = entry.standing(now_s)
-        is_well = found.state in (State.SERVING, State.SUSPECT)
-        return (
-            dataclasses.replace(found, state=State.NOT_READY, why=NO_PARTNER)
-            if is_well and self._lacks_partner(entry)
-            else found
-        )
+    def standings(self, now_s: float) -> list[tuple[Member, Standing]]:
+        """Everybody, and what is made of each, for operators."""
+        partners = Partners(self.members())
+        return [(entry.member, standing_among(entry, partners, now_s)) for entry in self._entries.values()]
 
     def _there(self, role: Role) -> list[Entry]:
         entries = [entry for entry in self._entries.values() if entry.member.role is role]

@@ -218,7 +218,7 @@ class FleetEngine:
             if not late and self._placement.place(flight, now_s):
                 return
             weights, lacks = self._placement.weights(flight), self._placement.lacks(flight)
-            self._replays.wait(flight, lacks, now_s - began_s, weights=weights, late=late)
+            self._replays.wait(flight, lacks, began_s, now_s, weights=weights, late=late)
             await self.workers.changed(min(0.25, flight.request.deadline_s - now_s))
 
     async def _next(self, flight: Flight) -> Output | None:

@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass
 
 from jdisagg.core.errors import DeadlineExceeded, HandoffLost, Overloaded, RequestError, Unavailable
+from jdisagg.core.logs import Seldom
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import EngineRequest, Output
 from jdisagg.router.blame import Lost
@@ -20,6 +21,7 @@ from jdisagg.router.quarantine import Quarantine
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0  # before the same worker is asked again
+FAILED_EVERY_S, FAILED_FIRST = 10.0, 16  # while no worker takes any, every request fails
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,7 @@ class Replays:
         self._metrics = metrics
         self._quarantine = Quarantine(config.quarantine_s)
         self._budget = ReplayBudget(config.budget_share, config.budget_floor)
+        self._told_failed = {level: Seldom(FAILED_EVERY_S, FAILED_FIRST) for level in (logging.INFO, logging.WARNING)}
 
     @property
     def num_quarantined(self) -> int:
@@ -70,31 +73,31 @@ class Replays:
         stage = _stage(flight)
         where = f", worker {worker}" if worker and worker not in lost.error.message else ""
         is_full = isinstance(lost.error, Overloaded)
-        level = logging.INFO if is_full else logging.WARNING
+        passes_on = is_full and flight.is_untouched  # nothing was lost, and a busy fleet refuses many: overload, not recovery
+        level = logging.DEBUG if passes_on else logging.INFO if is_full else logging.WARNING
         told = (flight.request.request_id, stage, where, lost.error.message)
-        flight.setbacks.begin(now_s)
+        if not passes_on:
+            flight.setbacks.begin(now_s)
         flight.setbacks.last = lost.error.message
         flight.setbacks.deaths += lost.death
         flight.setbacks.refusals += not lost.death
         try:
             self._check(flight, lost, alone=alone, num_live=num_live, now_s=now_s)
         except RequestError as verdict:
-            if is_full and flight.is_untouched:
-                level = logging.DEBUG  # nothing was lost: its client is told to come again, and a busy fleet refuses many
             why = verdict.message.removeprefix(f"request {flight.request.request_id}: ")  # and what it was lost to
             log.log(level, "request %s: not replayed; stage %s%s: %s", *told[:3], why)
             raise
-        if not (is_full and flight.is_untouched):  # else a full worker passed it on: overload, not recovery
+        if not passes_on:
             self._metrics.fleet.recoveries.labels(rung="replay").inc()
         log.log(level, "request %s: recovering by replay; stage %s%s: %s; attempt %d", *told, flight.attempt + 1)
         flight.replay()
         return 0.0 if lost.death or not alone else min(FIRST_PAUSE_S * 2**flight.setbacks.refusals, LONGEST_PAUSE_S)
 
-    def wait(self, flight: Flight, lacks: str, waited_s: float, *, weights: str | None, late: bool) -> None:
+    def wait(self, flight: Flight, lacks: str, began_s: float, now_s: float, *, weights: str | None, late: bool) -> None:
         """There is no worker of those `weights` (None = any) for the attempt, as `lacks` says, or its deadline has passed.
-        Raises, and logs, the error that ends the request when it has waited long enough. `lacks` is empty for one that came too
-        late to be placed."""
-        request_id, longest_s = flight.request.request_id, self._worker_wait_s
+        Raises, and logs, the error that ends the request when it has waited long enough, since `began_s`. `lacks` is empty for
+        one that came too late to be placed."""
+        request_id, longest_s, waited_s = flight.request.request_id, self._worker_wait_s, now_s - began_s
         if flight.attempt == flight.request.attempt:
             longest_s = self.place_wait_s
         if not late and waited_s < longest_s:
@@ -110,7 +113,8 @@ class Replays:
             error = Unavailable(f"request {request_id}: {lacks}; waited {longest_s:.0f} s: {hint}")
         told = (request_id, waited_s, _stage(flight), f"its deadline passed{missing}" if late else lacks)
         level = logging.WARNING if lacks else logging.INFO  # a deadline that nobody could keep is its client's
-        log.log(level, "request %s: failed; it waited %.2f s for a worker, %s: %s", *told)
+        text = "request %s: failed; it waited %.2f s for a worker, %s: %s"
+        self._told_failed[level].say(log, level, text, *told, now_s=now_s)
         raise error
 
     def heard(self, flight: Flight, output: Output, now_s: float) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jdisagg.core.told import first_of
 from jdisagg.router.entry import Entry
-from jdisagg.router.pairing import differing
+from jdisagg.router.partners import differing
 
 
 class Usable(NamedTuple):

@@ -120,8 +120,7 @@ class Workers:
 
     def standings(self) -> list[tuple[Member, Standing]]:
         """Everybody alive, and what is made of it."""
-        now_s = monotonic()
-        return [(entry.member, self.fleet.standing(entry, now_s)) for entry in self.fleet.entries()]
+        return self.fleet.standings(monotonic())
 
     # --- the router's side
 

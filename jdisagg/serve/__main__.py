@@ -7,6 +7,7 @@ supervisor never pay for (or start) jax.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -23,10 +24,13 @@ from jdisagg.serve.environment import (
     open_standard_streams,
     pin_to_cores,
     prepare_jax,
+    quiet_grpc,
 )
 from jdisagg.serve.preflight import check_worker
 from jdisagg.serve.process import end_when_told, search_seldom
 from jdisagg.serve.tpu import claim_chips, find_tpu
+
+log = logging.getLogger("jdisagg.serve")  # what was started: this module is called __main__
 
 EXIT_BAD_CONFIG = 2
 _MODULES = {"router": "jdisagg.serve.router", "local": "jdisagg.serve.local"}
@@ -38,28 +42,38 @@ def main(argv: Sequence[str]) -> int:
     open_standard_streams()
     end_when_told()
     search_seldom()
+    if list(argv) == ["--version"]:
+        sys.stdout.write(f"jdisagg {package_version()}\n")
+        return 0
     try:
-        if list(argv) == ["--version"]:
-            sys.stdout.write(f"jdisagg {package_version()}\n")
-            return 0
         setup_logs("serve")  # load_config remarks on settings that say nothing to the role
-        config = load_config(argv)
-        if config.server.print_config:
-            sys.stdout.write(to_toml(config))
-            return 0
-        setup_logs(config.role)
-        die_with_parent(os.environ)
-        allow_descriptors()
-        pin_to_cores(config.device)
-        if config.role not in _MODULES:
-            check_worker(config)
-            config = claim_chips(config, os.environ, find_tpu(os.environ))
-            keep_freed_memory(os.environ)
-            prepare_jax(config, os.environ)
-        return importlib.import_module(_MODULES.get(config.role, _WORKER_MODULE)).run(config)
-    except ConfigError as error:
-        sys.stderr.write(f"jdisagg.serve: {error.message}\n")
+    except ConfigError as error:  # the settings of the log itself
+        sys.stderr.write(f"{log.name}: {error.message}\n")
         return EXIT_BAD_CONFIG
+    try:
+        return _run(argv)
+    except ConfigError as error:
+        log.critical("%s", error.message)
+        return EXIT_BAD_CONFIG
+
+
+def _run(argv: Sequence[str]) -> int:
+    """Raises ConfigError."""
+    config = load_config(argv)
+    if config.server.print_config:
+        sys.stdout.write(to_toml(config))
+        return 0
+    setup_logs(config.role)
+    die_with_parent(os.environ)
+    allow_descriptors()
+    quiet_grpc(os.environ)
+    pin_to_cores(config.device)
+    if config.role not in _MODULES:
+        check_worker(config)
+        config = claim_chips(config, os.environ, find_tpu(os.environ))
+        keep_freed_memory(os.environ)
+        prepare_jax(config, os.environ)
+    return importlib.import_module(_MODULES.get(config.role, _WORKER_MODULE)).run(config)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ ALLOCATOR_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIB
 KEPT_BYTES = 2**30
 _LEAST_THRESHOLD_BYTES = 2**25  # what older versions of glibc take at most
 _LEAST_ARENAS = 8
+GRPC_LOG_VARIABLE = "GRPC_VERBOSITY"  # https://github.com/grpc/grpc/blob/master/doc/environment_variables.md
 THREADS_VARIABLE = "NPROC"  # what XLA:CPU reads for the size of its thread pool instead of counting cores
 _THREADS_PER_DEVICE = 2
 _PR_SET_PDEATHSIG = 1
@@ -103,6 +104,12 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
     mallopt(_M_ARENA_MAX, max(_LEAST_ARENAS, usable_cores()))  # by itself eight for each core, and each keeps up to 64 MiB
     large = mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES) or mallopt(_M_MMAP_THRESHOLD, _LEAST_THRESHOLD_BYTES)
     return bool(large and mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES))
+
+
+def quiet_grpc(environ: MutableMapping[str, str]) -> None:
+    """Have gRPC, which writes past our log and in a form of its own, write errors alone: by itself it also has a line for every
+    connection that the other side ends. Before it is imported; what the user has set stays."""
+    environ.setdefault(GRPC_LOG_VARIABLE, "ERROR")
 
 
 def open_standard_streams() -> None:

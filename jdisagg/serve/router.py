@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
 from time import monotonic
 
 import grpc.aio
@@ -24,6 +26,7 @@ from jdisagg.api.http.server import HttpServer
 from jdisagg.api.listening import listen
 from jdisagg.core.config import Config
 from jdisagg.core.drill import drill_of
+from jdisagg.core.errors import Unavailable
 from jdisagg.core.metrics import Metrics
 from jdisagg.models.resolve import eos_token_ids, resolve_model
 from jdisagg.router.entrance import Entrance
@@ -35,6 +38,7 @@ from jdisagg.serve.leaving import Leaving
 from jdisagg.serve.process import Process, keep_what_is_there, run_process
 from jdisagg.serve.ready import Ready, announce
 from jdisagg.serve.text_edge import TextModel, make_edge, read_text_model
+from jdisagg.serve.wrong_keys import WrongKeys
 from jdisagg.text.grammar import Grammars
 from jdisagg.v1 import admin_pb2_grpc, fleet_pb2_grpc, generation_pb2_grpc
 
@@ -95,12 +99,12 @@ async def serve(config: Config, process: Process) -> int:
     app = make_app(
         edge,
         engine,
-        metrics.text,
+        partial(_shown, metrics, engine),
         config.server.api_key,
         config.server.allowed_origins,
         client_api_key=config.server.client_api_key,
     )
-    leaving = Leaving(app)
+    leaving = Leaving(WrongKeys(app))
     http = HttpServer(leaving, listener, stop_timeout_s=config.server.drain_s)
     process.dump_with(engine.debug_state)
     await server.start()
@@ -126,6 +130,13 @@ async def serve(config: Config, process: Process) -> int:
         await gate.aclose()
     await lateness.close()
     return 0
+
+
+def _shown(metrics: Metrics, engine: FleetEngine) -> str:
+    """What /metrics has; the model's name is that of /v1/models as soon as a worker has told it, until then our own setting."""
+    with suppress(Unavailable):
+        metrics.set_build(role="router", model=engine.card.name)
+    return metrics.text()
 
 
 def _add_admin(server: grpc.aio.Server, engine: FleetEngine, drain: Callable[[float], Awaitable[int]]) -> None:

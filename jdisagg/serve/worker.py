@@ -69,7 +69,8 @@ async def serve(config: Config, process: Process) -> int:
     for engine in deployment.engines:
         await process.unless_stopped(asyncio.to_thread(self_test, engine))
     deployment.compiles_are_over()
-    watchdog = Watchdog(list(deployment.engines), config.device.step_timeout_s)
+    timeout_s, dead_after_s = config.device.step_timeout_s, config.transfer.dead_after_s
+    watchdog = Watchdog(list(deployment.engines), timeout_s, dead_after_s=dead_after_s)
     watchdog.start()
     await grpc_server.start()
     app.serve(edges.app)

@@ -48,6 +48,7 @@ LEASE_NEWS = 0.25  # of a lease: how often the engine hears that a silent D is a
 LAST_WRITE_S = 22.0  # gRPC finds out in this time that a connection is dead
 CANCEL_LAG_S = 0.05  # a connection that is gone may read as an end in good order until gRPC cancels the handler, moments later
 LINGER_SHARE = 0.3  # of `dead_after_s`: D takes silence of P up to here for nothing
+MOST_CALLERS = 4096  # whose names are kept for the log
 MOST_UNREAD = 2**16  # messages that wait for one D to read; its credit and heartbeats make fewer
 TOLD_EVERY_S, TOLD_FIRST = 10.0, 32  # hand-offs that end badly: a worker's worth of them is in the log, a storm of them is not
 _BROKEN = {
@@ -79,6 +80,7 @@ class PeerServer(PieceServer):
         self._serials = itertools.count(1)
         self._told_broken, self._told_unread = (Seldom(TOLD_EVERY_S, TOLD_FIRST) for _ in range(2))
         self._pulses: WeakValueDictionary[str, SharedPulse] = WeakValueDictionary()  # of those who have streams, by Open.pulse
+        self._workers: dict[str, str] = {}  # by their connection, those that said Hello on it
         self._num_streams = 0
         self._draining = False
 
@@ -100,6 +102,9 @@ class PeerServer(PieceServer):
             text = f"{self._identity.worker} cannot serve {theirs.worker}: {error}"
             end_call(context, grpc.StatusCode.FAILED_PRECONDITION, text)
             return peer_pb2.HelloResponse()
+        self._workers[context.peer()] = theirs.worker
+        while len(self._workers) > MOST_CALLERS:
+            del self._workers[next(iter(self._workers))]
         return peer_pb2.HelloResponse(
             identity=encode_identity(self._identity),
             protocol=agreement.protocol,
@@ -137,7 +142,7 @@ class PeerServer(PieceServer):
             if not write.done():
                 raise asyncio.CancelledError
             if unread is not None:  # not the fault of who made the request, as InvalidRequest would have D believe
-                text, what = "request %s of %s: a message cannot be read: %s", (handoff.request_id, context.peer())
+                text, what = "request %s of %s: a message cannot be read: %s", (handoff.request_id, self._caller(context))
                 self._told_unread.say(log, logging.WARNING, text, *what, unread, now_s=monotonic())
                 refuse(context, HandoffLost(f"{self._identity.worker} cannot read a message: {unread}"))
         finally:
@@ -168,10 +173,14 @@ class PeerServer(PieceServer):
             raise
         finally:
             if reason in _BROKEN:
-                text, what = "request %s of %s: %s; the hand-off is over", (handoff.request_id, context.peer())
+                text, what = "request %s of %s: %s; the hand-off is over", (handoff.request_id, self._caller(context))
                 self._told_broken.say(
                     log, logging.INFO, text, *what, _BROKEN[reason].format(most_unread=MOST_UNREAD), now_s=monotonic()
                 )
+
+    def _caller(self, context: grpc.aio.ServicerContext) -> str:
+        """The decode worker by its own name; where it said that on another connection, by the port of this one."""
+        return self._workers.get(context.peer(), context.peer())
 
     async def _read_open(self, requests: AsyncIterator[peer_pb2.PrefillRequest]) -> tuple[Open, SharedPulse]:
         """The stream's first message, and whose life it shares. Raises RequestError when it is not a good Open for this

@@ -137,7 +137,7 @@ class PeerStream:
 
     def _end(self, error: BaseException | None) -> StreamEnded:
         if error is None:
-            return StreamEnded(reason="closed")
+            return _closed(self.peer)
         if isinstance(error, RequestError):  # P's fault: its own type would have the client believe that it is the request's
             self.garbled = True
             lost = HandoffLost(f"a message of prefill peer {self.peer} cannot be read: {error}")
@@ -157,7 +157,13 @@ async def cleared_up(ended: StreamEnded, link: PeerLink, epoch: str) -> StreamEn
         answers = (await link.hello(again=True)).epoch == epoch
     except HelloFailed:
         answers = False
-    return StreamEnded(reason="closed") if answers else replace(ended, reason="dead")
+    return _closed(link.peer) if answers else replace(ended, reason="dead")
+
+
+def _closed(peer: str) -> StreamEnded:
+    """P has ended it without a word: its process goes on, so that its log has what it missed."""
+    why = "it ended the stream, as it missed our heartbeats for --dead-after-s or could not go on; its log says which"
+    return StreamEnded(reason="closed", error=Unavailable(f"prefill peer {peer}: {why}"))
 
 
 async def _write(call: grpc.aio.StreamStreamCall, outbox: Outbox[peer_pb2.PrefillRequest]) -> None:

@@ -131,6 +131,26 @@ def test_a_process_that_was_stopped_blames_no_step(
         watchdog.stop()
 
 
+@pytest.mark.parametrize(("stood_s", "dead_after_s", "is_told"), [(1.5, 1.0, True), (1.5, 3.0, False), (6.0, 10.0, True)])
+def test_a_process_that_stood_still_for_as_long_as_makes_it_dead_says_so(
+    stood_s: float, dead_after_s: float, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else only the logs of others tell of it, each of another culprit."""
+    stood = [0.0]
+    monkeypatch.setattr(watchdog_module, "monotonic", lambda: time.monotonic() + stood[0])
+    watchdog = Watchdog([], 2.0, dead_after_s=dead_after_s)
+    watchdog.start()
+    try:
+        stood[0] = stood_s
+        if is_told:
+            until(lambda: "this process stood still for" in caplog.text, "it is noticed")
+        else:
+            time.sleep(0.6)
+            assert caplog.messages == []
+    finally:
+        watchdog.stop()
+
+
 def _waiting(collect: Callable[..., object], released: threading.Event) -> Callable[..., object]:
     def waiting(*arguments: object) -> object:
         released.wait(60.0)

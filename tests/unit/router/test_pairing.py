@@ -8,8 +8,9 @@ import pytest
 
 from jdisagg.core.fleet import Member
 from jdisagg.core.requests import Role
-from jdisagg.router import pairing
-from jdisagg.router.pairing import SETTLE_S, PairingWatch, differing
+from jdisagg.router import partners
+from jdisagg.router.pairing import SETTLE_S, PairingWatch
+from jdisagg.router.partners import LONELY_S, differing
 from tests.unit.wire.rig import member
 
 P = member(role=Role.PREFILL, worker="pid 1 @ h:1", fingerprint="f" * 64)
@@ -105,9 +106,58 @@ def test_a_fleet_with_one_kind_alone_half_upgraded_or_leaving_is_fine() -> None:
 def test_of_many_workers_those_that_are_alike_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for a worker asks what there is none of, several times a second."""
     compared: list[object] = []
-    difference = pairing.difference
-    monkeypatch.setattr(pairing, "difference", lambda *parts: (compared.append(parts), difference(*parts))[1])
+    difference = partners.difference
+    monkeypatch.setattr(partners, "difference", lambda *parts: (compared.append(parts), difference(*parts))[1])
     ps = [replace(made_of(P, "exact", "aa"), address=f"p:{number}") for number in range(64)]
     ds = [replace(made_of(D, numerics, "aa"), address=f"d:{number}") for number in range(64) for numerics in ("fast", "odd")]
     assert differing(ps, ds) == "numerics (prefill exact, decode fast); numerics (prefill exact, decode odd)"
     assert len(compared) == 2
+
+
+OTHER_P = member(P, address="h:3", worker="pid 3 @ h:3", fingerprint="e" * 64)
+
+
+@pytest.mark.parametrize(
+    ("odd", "others", "told"),
+    [
+        (
+            made_of(P, "exact", "bb"),
+            (made_of(P, "exact", "aa"), made_of(D, "exact", "aa")),
+            "prefill worker pid 1 @ h:1 (fingerprint exactbb) gets none of this router's prompts, as no decode worker "
+            "here has the same weights: weights.layers (prefill bb, decode aa) must be the same on both; "
+            "it has been so for 5 minutes",
+        ),
+        (
+            made_of(D, "exact", "bb"),
+            (made_of(P, "exact", "aa"), made_of(D, "exact", "aa")),
+            "decode worker pid 2 @ h:2 (fingerprint exactbb) is asked after all others, as no prefill worker "
+            "here has the same weights: weights.layers (prefill aa, decode bb) must be the same on both; "
+            "it has been so for 5 minutes",
+        ),
+    ],
+)
+def test_one_that_is_alone_with_its_weights_beside_a_fleet_that_pairs_is_named_once_it_has_lasted(
+    odd: Member, others: tuple[Member, ...], told: str
+) -> None:
+    """A roll-out passes through it."""
+    watch, members = PairingWatch(), (*others, odd)
+    assert watch.look(members, 100.0) is watch.look(members, 99.0 + LONELY_S) is None
+    assert watch.look(members, 100.0 + LONELY_S) == told
+    assert watch.look(members, 100.0 + 9 * LONELY_S) is None
+    assert watch.look(others, 5000.0) is None
+    assert watch.look(members, 5001.0) is watch.look(members, 5000.0 + LONELY_S) is None, "it was away meanwhile"
+    assert watch.look(members, 5001.0 + LONELY_S) == told
+
+
+def test_several_that_are_alone_are_one_line_of_each_role_and_those_that_stay_apart_are_told_of_as_such() -> None:
+    watch, twin = PairingWatch(), replace(OTHER_P, address="h:4", worker="pid 4 @ h:4")
+    members = (P, PAIRED, OTHER_P, twin)
+    assert watch.look(members, 0.0) is None
+    said = watch.look(members, LONELY_S)
+    assert said is not None
+    assert said.startswith("prefill workers pid 3 @ h:3 (fingerprint eeeeeeeeeeee), pid 4 @ h:4 (")
+    assert watch.look(members, LONELY_S) is None
+    watch = PairingWatch()
+    assert watch.look((P, D), 0.0) is None
+    assert "do not pair" in (watch.look((P, D), LONELY_S) or "")
+    assert watch.look((P, D), 2 * LONELY_S) is None, "the same once more"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
@@ -12,10 +13,14 @@ from jdisagg.core.errors import DeadlineExceeded, HandoffLost, Overloaded, Reque
 from jdisagg.core.metrics import Metrics
 from jdisagg.core.requests import Output
 from jdisagg.router.blame import Lost
+from jdisagg.router.entry import Entry
 from jdisagg.router.flight import Flight
-from jdisagg.router.recovery import ReplayConfig, Replays
+from jdisagg.router.recovery import FAILED_EVERY_S, FAILED_FIRST, ReplayConfig, Replays
 from jdisagg.router.setbacks import Setbacks
-from tests.unit.wire.rig import request
+from tests.unit.router.test_late_registrations import MEMBER
+from tests.unit.wire.rig import member, request
+
+FIRST = Output(request_id="r1", token_ids=(7,))
 
 
 class Rig:
@@ -191,22 +196,22 @@ def test_a_quarantined_request_is_refused_before_it_is_counted_as_new() -> None:
 
 def test_a_new_request_waits_for_a_worker_a_little_and_a_replay_longer() -> None:
     rig = Rig(place_wait_s=5.0)
-    rig.replays.wait(rig.flight, "nobody is there", 4.9, weights=None, late=False)
+    rig.replays.wait(rig.flight, "nobody is there", 0.0, 4.9, weights=None, late=False)
     with pytest.raises(Unavailable, match=r"request r1: nobody is there; waited 5 s: start one, or"):
-        rig.replays.wait(rig.flight, "nobody is there", 5.0, weights=None, late=False)
+        rig.replays.wait(rig.flight, "nobody is there", 0.0, 5.0, weights=None, late=False)
     rig.die(1)
-    rig.replays.wait(rig.flight, "nobody is there", 29.9, weights="w", late=False)
+    rig.replays.wait(rig.flight, "nobody is there", 0.0, 29.9, weights="w", late=False)
     with pytest.raises(Unavailable, match=r"waited 30 s: start one of fingerprint w, or"):
-        rig.replays.wait(rig.flight, "nobody is there", 30.0, weights="w", late=False)
+        rig.replays.wait(rig.flight, "nobody is there", 0.0, 30.0, weights="w", late=False)
     with pytest.raises(DeadlineExceeded):
-        rig.replays.wait(rig.flight, "", 0.0, weights=None, late=True)
+        rig.replays.wait(rig.flight, "", 0.0, 0.0, weights=None, late=True)
 
 
 def test_a_request_that_came_with_attempts_behind_it_is_a_new_one_until_it_is_lost_here() -> None:
     rig = Rig(place_wait_s=5.0)
     rig.flight = Flight(request("r1", attempt=3))
     with pytest.raises(Unavailable, match="waited 5 s"):
-        rig.replays.wait(rig.flight, "nobody is there", 5.0, weights=None, late=False)
+        rig.replays.wait(rig.flight, "nobody is there", 0.0, 5.0, weights=None, late=False)
 
 
 def test_a_request_that_is_lost_for_good_before_its_first_token_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -225,3 +230,53 @@ def test_a_client_waited_from_the_first_loss_on_until_it_hears_again_and_is_told
     assert setbacks.overcome(16.0) is None
     setbacks.begin(20.0)
     assert setbacks.overcome(21.0) == 1.0
+
+
+def test_a_new_request_that_full_workers_pass_on_is_not_logged_and_a_stream_that_one_gives_back_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """At the rate of an overload it would be a flood, in which what was lost is not seen."""
+    caplog.set_level(logging.INFO)
+    entry = Entry(member(MEMBER, worker="d2"), 0.0)
+    rig = Rig()
+    rig.lose(Overloaded("full"), now_s=1.0)
+    rig.flight.entry = entry
+    rig.replays.heard(rig.flight, FIRST, 2.0)
+    assert caplog.messages == []
+    rig.deliver()
+    rig.lose(Overloaded("full"), now_s=3.0)
+    rig.replays.heard(rig.flight, FIRST, 4.0)
+    assert caplog.messages == [
+        "request r1: recovering by replay; stage behind 1 tokens, worker d: full; attempt 2",
+        "request r1: goes on 1.00 s after it was lost; attempt 2, worker d2",
+    ]
+
+
+def test_a_request_that_a_dead_worker_lost_is_said_to_go_on_also_where_full_ones_passed_it_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    rig = Rig()
+    rig.die(1)
+    rig.lose(Overloaded("full"), now_s=1.0)
+    rig.flight.entry = Entry(member(MEMBER, worker="d2"), 0.0)
+    rig.replays.heard(rig.flight, FIRST, 4.0)
+    assert caplog.messages[1:] == ["request r1: goes on 4.00 s after it was lost; attempt 2, worker d2"]
+
+
+@pytest.mark.parametrize(("lacks", "late"), [("nobody is there", False), ("", True)])
+def test_of_requests_that_wait_in_vain_the_first_few_are_logged_and_the_others_counted(
+    lacks: str, late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    rig = Rig()
+
+    def fail(now_s: float) -> None:
+        with pytest.raises(DeadlineExceeded if late else Unavailable):
+            rig.replays.wait(rig.flight, lacks, now_s - 5.0, now_s, weights=None, late=late)
+
+    for _ in range(FAILED_FIRST + 30):
+        fail(100.0)
+    assert len(caplog.messages) == FAILED_FIRST
+    fail(100.0 + FAILED_EVERY_S)
+    assert caplog.messages[-1].endswith("; 30 more since it was last said")

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.core.fleet import SUSPECT_S, Standing, State
+from jdisagg.core.fleet import SUSPECT_S, Member, Standing, State
 from jdisagg.core.requests import Role
 from jdisagg.router.entry import Entry, RunStream
-from jdisagg.router.fleet import NO_PARTNER, Fleet
+from jdisagg.router.fleet import Fleet
+from jdisagg.router.standings import NO_PARTNER
 from tests.unit.router.test_late_registrations import MEMBER
 from tests.unit.wire.rig import member
 
@@ -74,6 +75,43 @@ def test_a_decode_worker_that_never_computes_prompts_is_ready_where_a_prefill_wo
     fleet.link(entry, NOW_S)
     is_ready = partner == "there"
     state, why = (State.SERVING, "") if is_ready else (State.NOT_READY, NO_PARTNER)
-    assert fleet.standing(entry, NOW_S) == Standing(state, why, 0)
+    assert dict(fleet.standings(NOW_S))[needy] == Standing(state, why, 0)
     assert fleet.count(Role.DECODE) == is_ready
     assert fleet.count_in(Role.DECODE, State.NOT_READY, NOW_S) == (not is_ready)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_worker_with_other_weights_than_all_on_the_other_side_is_unpaired_and_what_differs_is_told(role: Role) -> None:
+    fleet = Fleet(dead_after_s=1.0)
+    odd = made(role, "odd:1", "bb")
+    members = [made(Role.PREFILL, "p:1", "aa"), made(Role.DECODE, "d:1", "aa"), odd]
+    for one in members:
+        fleet.register(one, NOW_S)
+    for entry in fleet.entries():
+        fleet.link(entry, NOW_S)
+    found = {one.address: standing for one, standing in fleet.standings(NOW_S)}
+    assert found["p:1"] == found["d:1"] == Standing(State.SERVING, "", 0)
+    prefill, decode = ("bb", "aa") if role is Role.PREFILL else ("aa", "bb")
+    assert found["odd:1"].state is State.UNPAIRED
+    assert found["odd:1"].why.endswith(f": weights.layers (prefill {prefill}, decode {decode}) must be the same on both")
+    assert fleet.count_in(role, State.UNPAIRED, NOW_S) == fleet.count_in(role, State.SERVING, NOW_S) == 1
+    entry = fleet.at("odd:1")
+    assert entry is not None
+    if role is Role.DECODE:
+        assert fleet.count(role) == 2, "a word for operators: it serves"
+        assert fleet.choose("bb", NOW_S) is entry
+
+
+def made(role: Role, address: str, weights: str) -> Member:
+    parts = (("weights.layers", weights),)
+    return member(MEMBER, role=role, address=address, fingerprint=weights, fingerprint_parts=parts)
+
+
+@pytest.mark.parametrize("others", [(), (Role.UNIFIED,), (Role.PREFILL,)])
+def test_a_prefill_worker_is_not_unpaired_where_there_is_no_decode_worker_at_all(others: tuple[Role, ...]) -> None:
+    """It is then the decode workers that are missing."""
+    fleet = Fleet(dead_after_s=1.0)
+    fleet.register(made(Role.PREFILL, "p:1", "aa"), NOW_S)
+    for role in others:
+        fleet.register(made(role, "o:1", "bb"), NOW_S)
+    assert fleet.count_in(Role.PREFILL, State.SERVING, NOW_S) == 1 + (others == (Role.PREFILL,))

@@ -51,7 +51,7 @@ def test_a_backend_that_does_not_start_is_one_line_that_says_what_to_change() ->
     command = [sys.executable, "-m", "jdisagg.serve", "--role", "prefill", "--compilation-cache-dir", "off"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environ)
     assert done.returncode == 2, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("jdisagg.serve: ")]
+    (line,) = [line for line in done.stderr.splitlines() if "jdisagg.serve: " in line]
     assert "no-such-platform" in line
     assert "--devices" in line
     assert "Traceback" not in done.stderr

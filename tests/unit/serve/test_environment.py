@@ -152,3 +152,39 @@ def test_a_process_may_open_as_many_descriptors_as_the_system_lets_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("(512, 512)\n", "")
+
+
+TURNED_AWAY = """
+import os, time
+from jdisagg.serve.environment import quiet_grpc
+
+quiet_grpc(os.environ)
+from concurrent import futures
+import grpc
+
+server = grpc.server(futures.ThreadPoolExecutor(1), options=[("grpc.http2.min_ping_interval_without_data_ms", 300_000)])
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+pings = [("grpc.keepalive_time_ms", 100), ("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.max_pings_without_data", 0)]
+channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=pings)
+grpc.channel_ready_future(channel).result(30)
+time.sleep(4.0)
+"""
+
+
+@pytest.mark.parametrize(("verbosity", "is_told"), [(None, False), ("INFO", True)])
+def test_that_a_server_ends_a_connection_is_no_line_of_grpc_s_own_unless_the_user_wants_it(
+    verbosity: str | None, is_told: bool
+) -> None:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("GRPC_")}
+    environ |= {"GRPC_VERBOSITY": verbosity} if verbosity else {}
+    command = [sys.executable, "-c", TURNED_AWAY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environ)
+    assert ("Got goaway" in done.stderr) == is_told, done.stderr
+    assert "GOAWAY with error code" in done.stderr, "errors are told in any case"
+
+
+def test_grpc_is_not_imported_before_it_is_told_to_be_quiet() -> None:
+    """It reads the variable at its import."""
+    code = "import sys, jdisagg.serve.__main__; assert 'grpc' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)

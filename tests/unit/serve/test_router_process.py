@@ -1,7 +1,9 @@
 """A real router process without workers: READY, its edges, its end."""
 
 import http.client
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,9 +19,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jdisagg.api.fleet.codec import encode_member
 from jdisagg.api.http.version import package_version
 from jdisagg.serve.ready import Ready, parse
-from jdisagg.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from jdisagg.v1 import admin_pb2, admin_pb2_grpc, fleet_pb2, fleet_pb2_grpc, generation_pb2, generation_pb2_grpc
+from tests.unit.wire.rig import member
 
 SERVE = [sys.executable, "-m", "jdisagg.serve"]
 WAIT_S = 90.0
@@ -64,6 +68,45 @@ def test_a_router_without_workers_is_healthy_but_not_ready_and_sigterm_ends_it_w
     assert "jdisagg_ready 0.0" in get(ready.http, "/metrics")[1]
     process.send_signal(signal.SIGTERM)
     assert process.wait(WAIT_S) == 0
+
+
+def test_the_build_of_a_router_names_the_model_as_its_workers_do_once_one_has_told_and_not_as_its_own_path_any_more() -> None:
+    """Else two routers of a fleet that were given the same files by other paths part in every panel."""
+    with subprocess.Popen(
+        [*SERVE, "--role", "router"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        ready = parse(process.stdout.readline())
+        assert ready is not None
+        assert ready.grpc is not None
+        try:
+            assert models_told(ready.http) == [ready.model]
+            with grpc.insecure_channel(ready.grpc) as channel:
+                worker = encode_member(member(address="127.0.0.1:9", name="of-the-workers"))
+                fleet_pb2_grpc.FleetServiceStub(channel).Register(fleet_pb2.RegisterRequest(member=worker), timeout=30)
+            assert models_told(ready.http) == ["of-the-workers"]
+            assert '"id":"of-the-workers"' in get(ready.http, "/v1/models")[1].replace(" ", "")
+        finally:
+            process.kill()
+
+
+def test_a_client_with_a_wrong_key_is_in_the_log_of_a_router() -> None:
+    environ = os.environ | {"JDISAGG_API_KEY": "a-good-one-of-this-fleet"}
+    command = [*SERVE, "--role", "router"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ, text=True) as process:
+        assert process.stdout is not None
+        ready = parse(process.stdout.readline())
+        assert ready is not None
+        try:
+            assert [get(ready.http, "/v1/models")[0] for _ in range(3)] == [401] * 3
+        finally:
+            process.kill()
+        assert process.stderr is not None
+        assert process.stderr.read().count("a call of /v1/models from 127.0.0.1 was refused (401)") == 1
+
+
+def models_told(address: str | None) -> list[str]:
+    return re.findall(r'^jdisagg_build_info{model="([^"]*)"', get(address, "/metrics")[1], re.MULTILINE)
 
 
 def test_a_router_ends_when_told_while_it_still_fetches_its_model(tmp_path: Path) -> None:
@@ -205,6 +248,23 @@ def test_a_bad_configuration_exits_2_with_one_line(flags: list[str], env: dict[s
     assert status == 2
     assert text.count("\n") == 1
     assert wanted in text
+
+
+@pytest.mark.parametrize("role", ["serve", "router"])
+def test_what_ends_the_start_is_a_record_of_the_log_in_both_formats(role: str) -> None:
+    """`serve`: it is not known yet which role it would be."""
+    flags = ("--pagesize", "3") if role == "serve" else ("--role", "router", "--model", "./nowhere")
+    wanted = (
+        "--pagesize: unknown flag; did you mean --page-size?" if role == "serve" else "--model: ./nowhere is not a directory"
+    )
+    status, text = exits(*flags)
+    assert status == 2
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\dT\S+ C {role}\[\d+\] jdisagg\.serve: {re.escape(wanted)}.*\n", text)
+    status, text = exits(*flags, env={"JDISAGG_LOG_FORMAT": "json"})
+    assert status == 2
+    found = json.loads(text)
+    assert (found["level"], found["role"], found["logger"]) == ("critical", role, "jdisagg.serve")
+    assert found["message"].startswith(wanted)
 
 
 def test_help_and_print_config_and_the_router_import_no_jax() -> None:

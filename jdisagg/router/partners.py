@@ -1,0 +1,95 @@
+"""Prefill and decode workers of the same weights, and those that have nobody on the other side while others have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from jdisagg.core.fingerprint import Difference, difference
+from jdisagg.core.fleet import Member
+from jdisagg.core.requests import Role
+
+LONELY_S = 300.0  # a roll-out passes through it: new workers load while all that would pair with them do, too
+_SHOWN = 12  # characters of a fingerprint
+_OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
+_THEN = {  # what becomes of them
+    Role.PREFILL: "gets none of this router's prompts, as no decode worker here has the same weights",
+    Role.DECODE: "is asked after all others, as no prefill worker here has the same weights",
+}
+
+
+class Partners:
+    """Those of a fleet that may pair, as they do not drain. For operators: nobody loses a request through it."""
+
+    def __init__(self, members: Iterable[Member]) -> None:
+        there = [member for member in members if not member.draining]
+        self._of = {role: [member for member in there if member.role is role] for role in _OTHER}
+        self._weights = {role: {member.card.fingerprint for member in of} for role, of in self._of.items()}
+
+    def of(self, role: Role) -> Sequence[Member]:
+        """All of a role, of prefill and decode."""
+        return self._of[role]
+
+    def without(self, role: Role) -> list[Member]:
+        """Those of a role with nobody to pair with, be it that nobody is on the other side."""
+        return [member for member in self._of[role] if not self.has(member)]
+
+    def has(self, member: Member) -> bool:
+        """Whether somebody on the other side has its weights."""
+        return member.card.fingerprint in self._weights[_OTHER.get(member.role, Role.PREFILL)]
+
+    def lacks(self, member: Member) -> bool:
+        """Whether there is somebody on the other side, and all of them have other weights."""
+        other = _OTHER.get(member.role)
+        return other is not None and bool(self._of[other]) and not self.has(member)
+
+    def why(self, lonely: Sequence[Member]) -> str:
+        """What follows for those of one role that lack a partner, and what keeps them from all that there are."""
+        role = lonely[0].role
+        both = self._of | {role: list(lonely)}
+        return f"{_THEN[role]}: {differing(both[Role.PREFILL], both[Role.DECODE])} must be the same on both"
+
+
+class LonelyWatch:
+    """Asked now and then; names each worker once that has lacked a partner for LONELY_S."""
+
+    def __init__(self) -> None:
+        self._since_s: dict[tuple[str, str], float] = {}  # by (address, epoch)
+        self._said: set[tuple[str, str]] = set()
+
+    def look(self, partners: Partners, but_not: frozenset[tuple[str, str]], now_s: float) -> str | None:
+        """What to tell the operator, or None: of one role at a time. `but_not`: those of whom more is told elsewhere."""
+        lonely = {process(member): member for role in _OTHER for member in partners.of(role) if partners.lacks(member)}
+        self._since_s = {key: self._since_s.get(key, now_s) for key in lonely if key not in but_not}
+        self._said &= self._since_s.keys()
+        due = [key for key, since_s in self._since_s.items() if key not in self._said and now_s - since_s >= LONELY_S]
+        if not due:
+            return None
+        role = lonely[due[0]].role
+        due = [key for key in due if lonely[key].role is role]
+        self._said.update(due)
+        members = [lonely[key] for key in due]
+        return f"{role.value} {named(members)} {partners.why(members)}; it has been so for {LONELY_S / 60:g} minutes"
+
+
+def process(member: Member) -> tuple[str, str]:
+    """What tells it from all others, and from the one before it."""
+    return member.address, member.epoch
+
+
+def differing(ps: Sequence[Member], ds: Sequence[Member]) -> str:
+    """What tells every P from every D, each difference once; all it can be when none of them says."""
+    of_ps, of_ds = (dict.fromkeys(member.fingerprint_parts for member in members) for members in (ps, ds))  # most are alike
+    found = (difference(of_p, of_d) for of_p in of_ps for of_d in of_ds)
+    told = dict.fromkeys(_told(one) for one in found if one is not None)
+    return "; ".join(told) or "weights, model configuration and --numerics"
+
+
+def named(members: Sequence[Member]) -> str:
+    """They, and the weights that they have."""
+    names = ", ".join(f"{member.worker} (fingerprint {member.card.fingerprint[:_SHOWN]})" for member in members)
+    return f"worker{'s' if len(members) > 1 else ''} {names}"
+
+
+def _told(found: Difference) -> str:
+    also = f"; also {', '.join(found.also)}" if found.also else ""
+    return f"{found.name} (prefill {found.wanted}, decode {found.got}{also})"
