@@ -6,7 +6,8 @@ default for a tag, its branches do not require it: an answer without one would b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 from urllib.parse import unquote
@@ -15,42 +16,45 @@ from jdisagg.text.schema_walk import schemas_in
 
 _UNIONS = ("oneOf", "anyOf")
 _NESTED = (*_UNIONS, "allOf")  # what a branch may be made of
-_MOST_BRANCHES = 2**14  # of all unions, which may share theirs: 20 ms
+_MOST_LOOKED_AT = 2**14  # branches and what they are made of, in all unions, which may share theirs: 20 ms
 
 
 def missing_tags(schema: Any) -> dict[int, list[str]]:
     """By the `id` of a branch, wherever it stands in `schema`, the tags that it has and does not require."""
     asked: dict[int, tuple[dict[str, Any], set[str]]] = {}
-    for branch, tag in islice(_tagged(schema), _MOST_BRANCHES):
-        asked.setdefault(id(branch), (branch, set()))[1].add(tag)
+    for one, tag in islice(_tagged(schema), _MOST_LOOKED_AT):
+        if isinstance(one, dict):
+            asked.setdefault(id(one), (one, set()))[1].add(tag)
     return {place: missing for place, (branch, tags) in asked.items() if (missing := _missing(branch, tags))}
 
 
-def _tagged(root: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Branches, each with the tag of a union that it is of."""
+def _tagged(root: Any) -> Iterator[tuple[Any, str]]:
+    """Branches, each with the tag of a union that it is of, and whatever else was looked at."""
+    refer = cache(partial(_referred, root))  # a reference may be long
     for union in schemas_in(root):
         match union.get("discriminator"):
             case {"propertyName": str(tag)}:
-                yield from ((branch, tag) for name in _UNIONS for branch in _branches(root, union.get(name)))
+                yield from ((branch, tag) for name in _UNIONS for branch in _branches(union.get(name), refer))
 
 
-def _branches(root: Any, union: Any) -> Iterator[dict[str, Any]]:
-    """Each one once, and what those are made of."""
+def _branches(union: Any, refer: Callable[[str], Any]) -> Iterator[Any]:
+    """All of them, what those are made of, and whatever else stands there."""
     left, seen = [union], set[int]()
     while left:
         one = left.pop()
+        yield one
         if isinstance(one, list):
             left += one
         elif isinstance(one, dict) and id(one) not in seen:
             seen.add(id(one))
-            yield one
-            left += (one.get(name) for name in _NESTED)
-            left.append(_referred(root, one.get("$ref")))
+            left += (one[name] for name in _NESTED if name in one)
+            if isinstance(reference := one.get("$ref"), str):
+                left.append(refer(reference))
 
 
-def _referred(root: Any, reference: Any) -> Any:
+def _referred(root: Any, reference: str) -> Any:
     """What a JSON pointer (RFC 6901) into this document leads to, by names; None where it is none, or leads nowhere."""
-    if not isinstance(reference, str) or not reference.startswith("#/"):
+    if not reference.startswith("#/"):
         return None
     found = root
     for name in unquote(reference).split("/")[1:]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from time import thread_time
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -115,11 +116,24 @@ def test_where_no_union_names_a_tag_nothing_is_required(odd: dict[str, Any]) -> 
     assert readable(odd) == odd
 
 
-def test_of_very_many_unions_that_share_branches_not_all_are_looked_at() -> None:
+@pytest.mark.parametrize("others", [0, 40_000])
+def test_of_very_many_unions_that_share_branches_not_all_are_looked_at(others: int) -> None:
     unions = [{"discriminator": {"propertyName": f"t{i}"}, "oneOf": [{"$ref": "#/$defs/all"}]} for i in range(2000)]
-    branches = [{"properties": {f"t{i}": True}} for i in range(2000)]
-    found = missing_tags({"$defs": {"all": {"oneOf": branches}}, "anyOf": unions})
-    assert 0 < len(found) < 20
+    branches = [{"properties": {f"t{i}": True}} for i in range(0 if others else 2000)]
+    began_s = thread_time()
+    found = missing_tags({"$defs": {"all": {"oneOf": [*branches, *[True] * others]}}, "anyOf": unions})
+    assert thread_time() - began_s < 1.0
+    assert len(found) < 20
+    assert bool(found) is (others == 0)
+
+
+def test_a_long_reference_is_followed_once() -> None:
+    name = "%7E0" * 25_000
+    unions = [{"discriminator": {"propertyName": "t"}, "oneOf": [{"$ref": "#/$defs/a"}]} for _ in range(5000)]
+    defs = {"a": {"$ref": f"#/$defs/{name}"}, "~" * 25_000: {"properties": {"t": True}}}
+    began_s = thread_time()
+    assert list(missing_tags({"$defs": defs, "anyOf": unions}).values()) == [["t"]]
+    assert thread_time() - began_s < 1.0
 
 
 @pytest.mark.parametrize(
